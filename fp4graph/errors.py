@@ -1,0 +1,46 @@
+"""Every error that fp4graph raises on purpose, so that one ``except fp4graph.Error`` catches them all."""
+
+from __future__ import annotations
+
+
+class Error(Exception):
+    """Base of every error of fp4graph's own."""
+
+
+class PolicyError(Error):
+    """A policy that cannot be loaded or cannot be honoured by the model it is applied to.
+
+    Args:
+        message: what is wrong, and what to do about it.
+        file: the policy file, or None for a policy given as data.
+        line: 1-based line in that file, or None.
+    """
+
+    def __init__(self, message: str, *, file: str | None = None, line: int | None = None) -> None:
+        self.message = message
+        self.file = file
+        self.line = line
+        place = ":".join(str(part) for part in (file, line) if part is not None)
+        super().__init__(f"{place}: {message}" if place else message)
+
+
+class PluginError(Error):
+    """A plugin that cannot be loaded or that broke its contract; ``plugin`` is its name."""
+
+    def __init__(self, message: str, *, plugin: str | None = None) -> None:
+        self.message = message
+        self.plugin = plugin
+        super().__init__(f"plugin {plugin!r}: {message}" if plugin else message)
+
+
+class CaptureError(Error):
+    """A captured graph that the policy cannot be applied to; ``site`` names the place in the model."""
+
+    def __init__(self, message: str, *, site: str | None = None) -> None:
+        self.message = message
+        self.site = site
+        super().__init__(f"{site}: {message}" if site else message)
+
+
+class UncompiledError(CaptureError):
+    """A module with quantized sites was about to run outside its compiled graph, in silent high precision."""

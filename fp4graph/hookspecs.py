@@ -1,0 +1,34 @@
+"""The whole plugin contract: what a module named by an entry point of group ``fp4graph`` may implement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from os import PathLike
+from typing import TYPE_CHECKING
+
+import pluggy
+
+if TYPE_CHECKING:
+    from fp4graph.numerics.formats import ElementFormat, ScaleFormat
+    from fp4graph.technique import Technique
+
+hookspec = pluggy.HookspecMarker("fp4graph")
+hookimpl = pluggy.HookimplMarker("fp4graph")
+
+
+@hookspec
+def fp4graph_techniques() -> Iterable[type[Technique]]:
+    """Return the technique classes this plugin adds."""
+    return ()
+
+
+@hookspec
+def fp4graph_formats() -> Iterable[ElementFormat | ScaleFormat]:
+    """Return the element and scale formats this plugin adds."""
+    return ()
+
+
+@hookspec
+def fp4graph_policies() -> Iterable[str | PathLike[str]]:
+    """Return the policy files this plugin ships, each reachable by its file's stem."""
+    return ()

@@ -1,0 +1,139 @@
+"""Finds plugins: a fresh pluggy manager per :class:`Registry`, nothing loaded at import, a broken plugin isolated."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Iterable, Mapping
+from importlib.metadata import EntryPoint, entry_points
+from importlib.resources import files
+from pathlib import Path
+from types import MappingProxyType
+
+import pluggy
+
+from fp4graph import hookspecs
+from fp4graph.errors import PluginError
+from fp4graph.numerics import formats
+from fp4graph.technique import Technique
+
+GROUP = "fp4graph"
+
+
+class Registry:
+    """The techniques, formats and policies that a set of plugins offers.
+
+    Args:
+        plugins: (name, object with hook implementations) pairs beyond those found by entry point.
+        entry_point_group: where to look for installed plugins; None looks nowhere.
+
+    Attributes:
+        techniques: name to class.
+        elements, scales: name to format, built-in and added.
+        policies: name to file, shipped and added.
+        failures: plugin name to the error that kept it out; the others stay usable.
+    """
+
+    def __init__(
+        self, plugins: Iterable[tuple[str, object]] = (), *, entry_point_group: str | None = GROUP
+    ) -> None:
+        self._manager = pluggy.PluginManager("fp4graph")
+        self._manager.add_hookspecs(hookspecs)
+        self._techniques: dict[str, type[Technique]] = {}
+        self._elements: dict[str, formats.ElementFormat] = dict(formats.ELEMENTS)
+        self._scales: dict[str, formats.ScaleFormat] = dict(formats.SCALES)
+        self._policies: dict[str, Path] = {path.stem: path for path in _shipped_policies()}
+        self._origin: dict[str, str] = {}
+        self.failures: dict[str, PluginError] = {}
+        found = entry_points(group=entry_point_group) if entry_point_group else ()
+        for name, candidate in [*((point.name, point) for point in found), *plugins]:
+            try:
+                self._add(name, candidate.load() if isinstance(candidate, EntryPoint) else candidate)
+            except Exception as error:  # noqa: BLE001  # whatever a stranger's module raises, the others stay usable
+                self.failures[name] = error if isinstance(error, PluginError) else PluginError(
+                    f"cannot be loaded: {type(error).__name__}: {error}", plugin=name
+                )
+
+    def _add(self, name: str, plugin: object) -> None:
+        """Register one plugin's offers, all or none of them."""
+        self._manager.register(plugin, name=name)
+        try:
+            self._manager.check_pending()
+            callers = {
+                hook: self._manager.subset_hook_caller(
+                    hook, [p for p in self._manager.get_plugins() if p is not plugin]
+                )
+                for hook in ("fp4graph_techniques", "fp4graph_formats", "fp4graph_policies")
+            }
+            techniques, number_formats, policies = (
+                [item for batch in caller() for item in batch] for caller in callers.values()
+            )
+            self._check(name, techniques, number_formats)
+        except BaseException:
+            self._manager.unregister(plugin)
+            raise
+        for technique in techniques:
+            self._techniques[technique.name] = technique
+            self._origin[technique.name] = name
+        for number_format in number_formats:
+            table = self._elements if isinstance(number_format, formats.ElementFormat) else self._scales
+            table[number_format.name] = number_format  # type: ignore[index, assignment]
+        self._policies.update((Path(path).stem, Path(path)) for path in policies)
+
+    def _check(self, plugin: str, techniques: list[object], number_formats: list[object]) -> None:
+        for technique in techniques:
+            if not (isinstance(technique, type) and issubclass(technique, Technique)):
+                raise PluginError(f"{technique!r} is not a subclass of fp4graph.Technique", plugin=plugin)
+            missing = [field for field in ("name", "overhead") if not hasattr(technique, field)]
+            if missing or technique.complexity is Technique.complexity:
+                raise PluginError(
+                    f"{technique.__name__} must declare {', '.join(missing) or 'complexity'}", plugin=plugin
+                )
+            if technique.name in self._techniques:
+                raise PluginError(
+                    f"technique {technique.name!r} is already offered by plugin {self._origin[technique.name]!r}",
+                    plugin=plugin,
+                )
+        for number_format in number_formats:
+            if not isinstance(number_format, formats.ElementFormat | formats.ScaleFormat):
+                raise PluginError(f"{number_format!r} is neither an ElementFormat nor a ScaleFormat", plugin=plugin)
+            if number_format.name in self._elements or number_format.name in self._scales:
+                raise PluginError(f"format {number_format.name!r} already exists", plugin=plugin)
+
+    @property
+    def techniques(self) -> Mapping[str, type[Technique]]:
+        return MappingProxyType(self._techniques)
+
+    @property
+    def elements(self) -> Mapping[str, formats.ElementFormat]:
+        return MappingProxyType(self._elements)
+
+    @property
+    def scales(self) -> Mapping[str, formats.ScaleFormat]:
+        return MappingProxyType(self._scales)
+
+    @property
+    def policies(self) -> Mapping[str, Path]:
+        return MappingProxyType(self._policies)
+
+    def origin(self, technique: str) -> str:
+        """The name of the plugin that offers ``technique``."""
+        return self._origin[technique]
+
+
+def _shipped_policies() -> list[Path]:
+    directory = files("fp4graph_policies")
+    return sorted(Path(str(item)) for item in directory.iterdir() if item.name.endswith(".yaml"))
+
+
+@functools.cache
+def default_registry() -> Registry:
+    """The registry of everything installed, built at first use."""
+    return Registry()
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """A sentence naming the nearest of ``known``, or all of them when none is near."""
+    known = sorted(known)
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"

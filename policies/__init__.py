@@ -1,0 +1,1 @@
+"""Shipped policies: YAML files, reachable by name."""
