@@ -1,0 +1,106 @@
+"""Finds the repeated stack of blocks of a model, what ``block: true`` and ``first_blocks`` speak of.
+
+A *stack* is a run of modules of one class that stand under numbered names of one pattern (``blocks.*``,
+``model.layers.*``, Swin's ``layers.*.blocks.*`` flattened in order), at least two of them side by side, each with
+submodules of its own and at least two matrices inside. Where stacks nest, the inner one wins if its modules are themselves built of submodules that hold
+matrices below them (a Swin block inside a stage), and the outer one otherwise (a decoder layer around a mixture of
+experts). A model without any stack (a bare ``nn.Linear``, a single encoder layer) is one block: the root.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from fp4graph.site import BlockPosition
+
+
+@dataclass(frozen=True)
+class ModuleInfo:
+    """What the search needs to know of one module: its class and how many 2-D parameters it owns directly."""
+
+    cls: type
+    matrices: int
+
+
+def describe_modules(root: nn.Module) -> dict[str, ModuleInfo]:
+    """FQN to :class:`ModuleInfo` for every module below ``root``, in registration order."""
+    return {
+        name: ModuleInfo(type(module), sum(p.ndim == 2 for p in module._parameters.values() if p is not None))
+        for name, module in root.named_modules(remove_duplicate=False)
+        if "_fp4graph" not in name.split(".")
+    }
+
+
+def find_blocks(modules: Mapping[str, ModuleInfo]) -> dict[str, BlockPosition]:
+    """FQN of every block to its position; ``{"": root}`` for a model without a stack."""
+    tree = _Tree(modules)
+    stacks: dict[tuple[type, str], list[str]] = {}
+    for name, info in modules.items():
+        parent, _, leaf = name.rpartition(".")
+        if leaf.isdigit() and tree.children.get(name) and tree.matrices[name] >= 2:
+            stacks.setdefault((info.cls, _pattern(parent)), []).append(name)
+    stacks = {key: names for key, names in stacks.items() if _most_siblings(names) >= 2}
+    chosen = {key: names for key, names in stacks.items() if not _yields(key, stacks, tree)}
+    if not chosen:
+        return {"": BlockPosition(stack="", index=0, total=1)}
+    return {
+        name: BlockPosition(stack=f"{pattern}.*" if pattern else "*", index=index, total=len(names))
+        for (_, pattern), names in chosen.items()
+        for index, name in enumerate(names)
+    }
+
+
+def block_of(name: str | None, blocks: Mapping[str, BlockPosition]) -> BlockPosition | None:
+    """The position of the block that module ``name`` is in, or None."""
+    while name is not None:
+        if name in blocks:
+            return blocks[name]
+        name = name.rpartition(".")[0] if "." in name else ("" if name else None)
+    return None
+
+
+class _Tree:
+    """Names as a tree: direct children, and matrices at or below each name."""
+
+    def __init__(self, modules: Mapping[str, ModuleInfo]) -> None:
+        self.children: dict[str, list[str]] = {}
+        self.matrices: dict[str, int] = dict.fromkeys(modules, 0)
+        for name, info in modules.items():
+            if name:
+                self.children.setdefault(name.rpartition(".")[0], []).append(name)
+            ancestor: str | None = name
+            while ancestor is not None:
+                self.matrices[ancestor] = self.matrices.get(ancestor, 0) + info.matrices
+                ancestor = ancestor.rpartition(".")[0] if "." in ancestor else ("" if ancestor else None)
+
+    def is_composite(self, name: str) -> bool:
+        """Whether a child of ``name`` has children of its own and matrices below: attention, an MLP."""
+        return any(self.children.get(child) and self.matrices[child] for child in self.children.get(name, ()))
+
+
+def _pattern(container: str) -> str:
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", container)
+
+
+def _most_siblings(names: list[str]) -> int:
+    return max(Counter(name.rpartition(".")[0] for name in names).values())
+
+
+def _yields(key: tuple[type, str], stacks: Mapping[tuple[type, str], list[str]], tree: _Tree) -> bool:
+    """Whether the stack ``key`` gives way to one nested in it or around it."""
+    mine = stacks[key]
+    for other, names in stacks.items():
+        if other == key:
+            continue
+        inner_is_composite = any(tree.is_composite(name) for name in names)
+        if inner_is_composite and any(name.startswith(f"{outer}.") for outer in mine for name in names):
+            return True
+        i_am_composite = any(tree.is_composite(name) for name in mine)
+        if not i_am_composite and any(name.startswith(f"{outer}.") for outer in names for name in mine):
+            return True
+    return False
