@@ -1,0 +1,162 @@
+"""Blocks of a tensor as axes of a view: no transposition, no copy unless the block does not divide an axis."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fp4graph.numerics.spec import Block
+
+
+@dataclass(frozen=True, eq=False)
+class Blocking:
+    """How a tensor of ``shape`` falls into blocks that share a scale.
+
+    In the *blocked layout* an axis of n elements cut into blocks of l becomes two axes ``[ceil(n/l), l]``, of which the
+    second is reduced; an axis lying wholly inside a block stays one axis and is reduced; the others stay and are kept.
+    A ``[R, C]`` tensor with blocks of 32 along dim 0 is seen as ``[R/32, 32, C]`` and reduced over axis 1. A statistic
+    keeps the reduced axes with size 1, so that it broadcasts against the elements.
+
+    Attributes:
+        shape: of the tensor; sizes may be symbolic.
+        block: elements along ``dim``; ``(r, c)`` over the last two axes; "row", one block per line along ``dim``; or
+            "tensor".
+        dim: the axis that blocks run along; ``(r, c)`` and "tensor" do not depend on it.
+
+    Raises:
+        ValueError: for a 0-d tensor, a ``dim`` out of range, or 2-D blocks of a 1-D tensor.
+    """
+
+    shape: Sequence[int]
+    block: Block
+    dim: int = -1
+
+    def __post_init__(self) -> None:
+        rank = len(self.shape)
+        if rank == 0:
+            raise ValueError("a tensor needs at least one axis to be quantized in blocks")
+        if not -rank <= self.dim < rank:
+            raise ValueError(f"dim={self.dim} is out of range for a tensor of {rank} axes")
+        if isinstance(self.block, tuple) and rank < 2:
+            raise ValueError(f"2-D blocks {self.block} need a tensor of two axes or more")
+
+    @property
+    def _lengths(self) -> list[int | None]:
+        """Per axis of the tensor: the elements of one block along it; 0, all of them; None, the axis is not cut."""
+        rank = len(self.shape)
+        if self.block == "tensor":
+            return [0] * rank
+        lengths: list[int | None] = [None] * rank
+        if isinstance(self.block, tuple):
+            lengths[-2], lengths[-1] = self.block
+        else:
+            lengths[self.dim] = 0 if self.block == "row" else int(self.block)
+        return lengths
+
+    @property
+    def grid(self) -> list[int]:
+        """Number of blocks along each axis of the tensor."""
+        counts: list[int] = []
+        for size, length in zip(self.shape, self._lengths, strict=True):
+            counts.append(size if length is None else 1 if length == 0 else (size + length - 1) // length)
+        return counts
+
+    @property
+    def padded_shape(self) -> list[int]:
+        """The tensor's shape with every axis filled up to whole blocks."""
+        sizes: list[int] = []
+        for size, length, count in zip(self.shape, self._lengths, self.grid, strict=True):
+            if length is None:
+                sizes.append(size)
+            elif length == 0:  # one element at least, for a maximum of none is not defined
+                sizes.append(1 if isinstance(size, int) and size == 0 else size)
+            else:
+                sizes.append(count * length)
+        return sizes
+
+    @property
+    def layout(self) -> list[int]:
+        """The blocked layout."""
+        sizes: list[int] = []
+        for size, length, count in zip(self.padded_shape, self._lengths, self.grid, strict=True):
+            sizes.extend((count, length) if length else (size,))
+        return sizes
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axes of the blocked layout that lie inside a block."""
+        axes: list[int] = []
+        position = 0
+        for length in self._lengths:
+            position += 2 if length else 1
+            if length is not None:
+                axes.append(position - 1)
+        return tuple(axes)
+
+    @property
+    def scale_shape(self) -> list[int]:
+        """The blocked layout with the axes inside a block reduced to size 1."""
+        axes = self.axes
+        return [1 if axis in axes else size for axis, size in enumerate(self.layout)]
+
+    def _uneven(self, axis: int) -> bool:
+        """Whether padding of an axis must be dealt with: always for a symbolic size, so as not to guard on it."""
+        size, padded = self.shape[axis], self.padded_shape[axis]
+        return not (isinstance(size, int) and isinstance(padded, int)) or size != padded
+
+    def split(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` in the blocked layout, zero-padded; a view of it where every block is full."""
+        padded = self.padded_shape
+        for axis, length in enumerate(self._lengths):
+            if length is not None and self._uneven(axis):
+                fill = list(x.shape)
+                fill[axis] = padded[axis] - self.shape[axis]
+                x = torch.cat([x, x.new_zeros(fill)], axis) if length else _one_zero_if_empty(x, axis, self.shape[axis])
+        return x.reshape(self.layout)
+
+    def join(self, values: torch.Tensor) -> torch.Tensor:
+        """The inverse of :meth:`split`: the tensor's shape again, without the padding."""
+        x = values.reshape(self.padded_shape)
+        for axis, length in enumerate(self._lengths):
+            if length is not None and self._uneven(axis):
+                x = x.narrow(axis, 0, self.shape[axis])
+        return x
+
+    def index(self, device: torch.device | str) -> torch.Tensor:
+        """Row-major index of every element in the *unpadded* tensor, int32, in the blocked layout.
+
+        It depends neither on the block nor on the padding, so an element draws the same noise however it is blocked.
+        Indices wrap around beyond 2^32 elements; those of padded positions mean nothing.
+        """
+        index = torch.zeros((), dtype=torch.int32, device=device)
+        rank, axis = len(self.layout), 0
+        for size, padded, length in zip(self.shape, self.padded_shape, self._lengths, strict=True):
+            shape = [1] * rank
+            shape[axis : axis + (2 if length else 1)] = [padded // length, length] if length else [padded]
+            along = torch.arange(padded, dtype=torch.int32, device=device).reshape(shape)
+            # Horner's rule keeps every factor within int32, where a stride need not be.
+            index = index * size + along
+            axis += 2 if length else 1
+        return index
+
+    def block_index(self, device: torch.device | str) -> torch.Tensor:
+        """Row-major number of every block, int32, in the shape of a statistic."""
+        index = torch.zeros((), dtype=torch.int32, device=device)
+        rank, axis = len(self.layout), 0
+        for count, length in zip(self.grid, self._lengths, strict=True):
+            shape = [1] * rank
+            shape[axis] = count
+            index = index * count + torch.arange(count, dtype=torch.int32, device=device).reshape(shape)
+            axis += 2 if length else 1
+        return index
+
+
+def _one_zero_if_empty(x: torch.Tensor, axis: int, size: int) -> torch.Tensor:
+    """``x`` with one zero along an axis of no elements; a symbolic size is never 0, torch specialises that."""
+    if isinstance(size, int) and size == 0:
+        fill = list(x.shape)
+        fill[axis] = 1
+        return x.new_zeros(fill)
+    return x

@@ -1,0 +1,63 @@
+"""Block Hadamard rotation: spreads an outlier over its block, and cancels between the two operands of a GEMM.
+
+H is symmetric and orthonormal, so ``(A·S·H)(B·S·H)ᵀ = A·Bᵀ`` for the same signs S. Signs go first: after H they would
+leave every magnitude as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from fp4graph.numerics.blocking import Blocking
+
+
+def hadamard_matrix(
+    size: int, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """The orthonormal Sylvester matrix H/√size, ``[size, size]``: entry (i, j) is (-1)^popcount(i & j) / √size.
+
+    Raises:
+        ValueError: ``size`` is not a power of two.
+    """
+    _check(size)
+    index = torch.arange(size, dtype=torch.int32, device=device)
+    parity = index[:, None] & index[None, :]
+    for shift in (16, 8, 4, 2, 1):
+        parity = parity ^ (parity >> shift)
+    return ((1 - 2 * (parity & 1)).to(torch.float64) / size**0.5).to(dtype)
+
+
+def rotate(x: torch.Tensor, block: int, signs: torch.Tensor | None = None) -> torch.Tensor:
+    """``x · S · H`` on blocks of the last axis, zero-padded to whole blocks.
+
+    Computed in the dtype of ``x``; pass fp32 where the rounding of 1/√block in a shorter dtype matters.
+
+    Args:
+        x: ``[..., n]``.
+        block: elements of a block, a power of two.
+        signs: ±1, broadcastable to ``[..., ceil(n/block), block]``: ``[block]`` for the same signs in every block.
+
+    Returns:
+        ``[..., ceil(n/block)·block]``, dtype of ``x``.
+    """
+    _check(block)
+    blocking = Blocking(tuple(x.shape), block, -1)
+    blocks = blocking.split(x)
+    if signs is not None:
+        blocks = blocks * signs.to(x.dtype)
+    return (blocks @ hadamard_matrix(block, x.device, x.dtype)).reshape(blocking.padded_shape)
+
+
+def unrotate(x: torch.Tensor, block: int, signs: torch.Tensor | None = None, length: int | None = None) -> torch.Tensor:
+    """``x · H · S``, the inverse of :func:`rotate`, cut to ``length`` elements along the last axis (None: all)."""
+    _check(block)
+    blocking = Blocking((*x.shape[:-1], x.shape[-1] if length is None else length), block, -1)
+    blocks = x.reshape(blocking.layout) @ hadamard_matrix(block, x.device, x.dtype)
+    if signs is not None:
+        blocks = blocks * signs.to(x.dtype)
+    return blocking.join(blocks)
+
+
+def _check(block: int) -> None:
+    if block < 1 or block & (block - 1):
+        raise ValueError(f"a Hadamard block is a power of two; got {block}")

@@ -1,0 +1,109 @@
+"""Random bits as a pure function of a key and an element's index: no generator, no state.
+
+A counter-based integer hash in int32 arithmetic, which wraps around the same way in eager mode and in compiled code.
+It fuses into the loop that rounds (``torch.rand`` does not) and repeats its bits when a forward pass is recomputed.
+
+A *key* is an int32 tensor of two elements. Keys are made from names and counters (:func:`make_key`), combined at run
+time (:func:`mix`) and split into unrelated streams (:func:`derive`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+
+from fp4graph.numerics.blocking import Blocking
+
+_GOLDEN = 0x9E3779B9 - 2**32  # 2^32/φ as int32: spreads consecutive counters over all bits
+_BLOCKS = 1 << 16  # added to a salt for per-block bits, out of the way of the salts of per-element bits
+
+
+def make_key(*parts: int | str, device: torch.device | str | None = None) -> torch.Tensor:
+    """A key from names and numbers, the same in every process.
+
+    Args:
+        parts: hashed in order; 1 and "1" differ, and so do ("ab",) and ("a", "b").
+
+    Returns:
+        int32 ``[2]``.
+
+    Raises:
+        TypeError: for a part that is neither an int nor a str.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for part in parts:
+        if not isinstance(part, int | str):
+            raise TypeError(f"a key is made of int and str parts; got {part!r}")
+        data = part.encode() if isinstance(part, str) else str(int(part)).encode()
+        digest.update(f"{type(part) is str:d}{len(data)}:".encode() + data)
+    words = digest.digest()
+    signed = [int.from_bytes(words[i : i + 4], "little", signed=True) for i in (0, 4)]
+    return torch.tensor(signed, dtype=torch.int32, device=device)
+
+
+def mix(key: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """A key that depends on all bits of both keys and on their order, int32 ``[2]``."""
+    return _absorb(_absorb(key, other[0]), other[1])
+
+
+def derive(key: torch.Tensor, salt: int) -> torch.Tensor:
+    """The ``salt``-th key of ``key``, int32 ``[2]``, unrelated to its other keys and to itself."""
+    return _absorb(key, salt)
+
+
+def _absorb(key: torch.Tensor, word: torch.Tensor | int) -> torch.Tensor:
+    """A new key: the hash, under ``key``, of the two consecutive counters 2·word and 2·word + 1, spread apart."""
+    lanes = torch.arange(2, dtype=torch.int32, device=key.device)
+    return hash_bits(key, (lanes + 2 * word) * _GOLDEN + word)
+
+
+def hash_bits(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """32 random bits per element of ``index``, int32: ``F(F(index + key[0]) ^ key[1])``.
+
+    F is lowbias32 (Ettinger, "Prospecting for hash functions"), a bijection with avalanche. One round is not enough:
+    the set of values over an index range would be nearly the same for two keys, only its order would change.
+    """
+    return _lowbias32(_lowbias32(index + key[0]) ^ key[1])
+
+
+def _lowbias32(x: torch.Tensor) -> torch.Tensor:
+    x = x ^ _shift_right(x, 16)
+    x = x * 0x7FEB352D
+    x = x ^ _shift_right(x, 15)
+    x = x * (0x846CA68B - 2**32)
+    return x ^ _shift_right(x, 16)
+
+
+def _shift_right(x: torch.Tensor, count: int) -> torch.Tensor:
+    """Logical shift: that of int32 copies the sign bit."""
+    return (x >> count) & ((1 << (32 - count)) - 1)
+
+
+@dataclass(frozen=True, eq=False)
+class Noise:
+    """The random bits of one quantizer call.
+
+    Attributes:
+        key: int32 ``[2]``, or None where the caller gave none; asking for bits is then an error.
+        blocking: of the tensor being quantized.
+        device: of that tensor.
+    """
+
+    key: torch.Tensor | None
+    blocking: Blocking
+    device: torch.device
+
+    def bits(self, salt: int = 0) -> torch.Tensor:
+        """32 random bits per element, int32, in the blocked layout. Different salts give unrelated bits."""
+        return hash_bits(self._derived(salt), self.blocking.index(self.device))
+
+    def block_bits(self, salt: int = 0) -> torch.Tensor:
+        """32 random bits per block, int32, in the shape of a statistic."""
+        return hash_bits(self._derived(salt + _BLOCKS), self.blocking.block_index(self.device))
+
+    def _derived(self, salt: int) -> torch.Tensor:
+        if self.key is None:
+            raise ValueError("stochastic rounding needs random bits: pass a key (an int or a tensor from make_key)")
+        return derive(self.key, salt)

@@ -1,0 +1,110 @@
+"""Real bytes: element codes and scale codes, and back to exactly what :func:`fake_quantize` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fp4graph.numerics.blocking import Blocking
+from fp4graph.numerics.formats import ElementFormat, ScaleFormat
+from fp4graph.numerics.quantize import quantize
+from fp4graph.numerics.scaling import dequantize
+from fp4graph.numerics.spec import QuantSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A quantized tensor as it would lie in memory.
+
+    Attributes:
+        codes: uint8, the contraction axis last and filled up to whole blocks (and whole bytes). Two 4-bit codes to a
+            byte, the first in the low nibble; wider codes one to a byte. Floats are sign|exponent|mantissa, integers
+            two's complement.
+        scales: one per block, with as many axes as the tensor, the contraction axis last. uint8 codes for formats of
+            up to 8 bits; bfloat16 for e8m3 (which it contains) and bf16; float32 for fp32. A poisoned block has the
+            NaN of the format.
+        spec, shape, dim, dtype: of the tensor.
+    """
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    spec: QuantSpec
+    shape: tuple[int, ...]
+    dim: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.codes.nbytes + self.scales.nbytes
+
+
+def pack(x: torch.Tensor, spec: QuantSpec, dim: int = -1, key: int | torch.Tensor | None = None) -> Packed:
+    """Quantize ``x`` to bytes; arguments and errors are those of :func:`fake_quantize`."""
+    blocking, values, scale = quantize(x, spec, dim, key)
+    codes = _encode_elements(values, spec.element).reshape(blocking.padded_shape).movedim(dim, -1)
+    if spec.element.code_bits == 4:
+        codes = torch.nn.functional.pad(codes, (0, codes.shape[-1] % 2))
+        codes = codes[..., 0::2] | (codes[..., 1::2] << 4)
+    scales = _encode_scales(scale, spec.scale.format).reshape(blocking.grid).movedim(dim, -1)
+    return Packed(codes.contiguous(), scales.contiguous(), spec, tuple(x.shape), dim, x.dtype)
+
+
+def unpack(packed: Packed) -> torch.Tensor:
+    """The tensor that ``packed`` stands for: bit for bit ``fake_quantize(x, spec, dim, key)``."""
+    spec, dim = packed.spec, packed.dim
+    blocking = Blocking(packed.shape, spec.block, dim)
+    codes = packed.codes
+    if spec.element.code_bits == 4:
+        codes = torch.stack([codes & 0xF, codes >> 4], -1).flatten(-2)
+        codes = codes.narrow(-1, 0, blocking.padded_shape[dim])
+    values = _decode_elements(codes, spec.element).movedim(-1, dim).reshape(blocking.layout)
+    scale = _decode_scales(packed.scales, spec.scale.format).movedim(-1, dim).reshape(blocking.scale_shape)
+    return blocking.join(dequantize(values, scale, spec)).to(packed.dtype)
+
+
+def _encode_elements(values: torch.Tensor, element: ElementFormat) -> torch.Tensor:
+    """uint8 codes of values of ``element``; NaN, which only poisoned blocks hold, gets its NaN code or 0."""
+    # Codes of magnitudes count up from zero, so a code is the value's place among them.
+    magnitudes = torch.tensor(element.magnitudes(), dtype=torch.float32, device=values.device)
+    code = torch.searchsorted(magnitudes, values.abs().contiguous(), out_int32=True)
+    if element.integer:
+        code = torch.where(values < 0, -code, code) & ((1 << element.code_bits) - 1)
+    else:
+        code = code | (torch.signbit(values).to(torch.int32) << (element.code_bits - 1))
+    return torch.where(values.isnan(), element.nan_code or 0, code).to(torch.uint8)
+
+
+def _decode_elements(codes: torch.Tensor, element: ElementFormat) -> torch.Tensor:
+    """fp32 values of uint8 codes."""
+    half = 1 << (element.code_bits - 1)
+    positive = [*element.magnitudes(), *[torch.nan] * half][:half]
+    if element.integer:
+        negative = [-float(half) * positive[1], *(-value for value in reversed(positive[1:]))]
+    else:
+        negative = [-value for value in positive]
+    return torch.tensor([*positive, *negative], dtype=torch.float32, device=codes.device)[codes.int()]
+
+
+def _float_storage(number: ScaleFormat) -> torch.dtype | None:
+    """The dtype of scales that are stored as floats; None where they are stored as codes."""
+    if number.code_bits <= 8 and number.nan_code is not None:
+        return None
+    return torch.bfloat16 if number.mantissa_bits <= 7 else torch.float32
+
+
+def _encode_scales(scale: torch.Tensor, number: ScaleFormat) -> torch.Tensor:
+    storage = _float_storage(number)
+    if storage is not None:
+        return scale.to(storage)
+    values = torch.tensor(number.values(), dtype=torch.float32, device=scale.device)
+    code = torch.searchsorted(values, scale.contiguous(), out_int32=True)
+    return torch.where(scale.isnan(), number.nan_code or 0, code).to(torch.uint8)
+
+
+def _decode_scales(scales: torch.Tensor, number: ScaleFormat) -> torch.Tensor:
+    if _float_storage(number) is not None:
+        return scales.to(torch.float32)
+    values = number.values()
+    table = torch.tensor([*values, *[torch.nan] * (256 - len(values))], dtype=torch.float32, device=scales.device)
+    return table[scales.int()]

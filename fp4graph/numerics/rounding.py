@@ -1,0 +1,111 @@
+"""Rounding of fp32 numbers to the values of an element format.
+
+Within a binade the values of a format are evenly spaced, and the spacing is a power of two taken from the number's
+exponent bits. So ``v = u / step`` is exact, and rounding is that of ``v`` to an integer. Nothing here is computed
+as ``floor(v + 0.5)``, whose addition rounds: it takes 0.49999997 to 1.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from fp4graph.numerics.formats import ElementFormat
+
+EXPONENT_MASK = 0x7F800000  # of an fp32's bits
+
+
+def spacing(u: torch.Tensor, min_exponent: int, mantissa_bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The distance ``step`` between neighbouring values around ``u``, and its reciprocal, both exact powers of two.
+
+    Args:
+        u: fp32, finite and below 2^(127 - mantissa_bits) in magnitude (NaN gives garbage, to be multiplied by it).
+        min_exponent: of the format's lowest binade, below which ``step`` stays the same.
+        mantissa_bits: of the format.
+    """
+    exponent = (u.view(torch.int32) & EXPONENT_MASK).clamp(min=(min_exponent + 127) << 23)
+    step = exponent - (mantissa_bits << 23)
+    return step.view(torch.float32), ((254 << 23) - step).view(torch.float32)
+
+
+def round_nearest(
+    u: torch.Tensor, element: ElementFormat, ties: Literal["even", "up", "away"] = "even"
+) -> torch.Tensor:
+    """The value of ``element`` nearest to each of ``u``, saturating.
+
+    Args:
+        u: fp32, any shape.
+        ties: halfway between two values, ``even`` takes the one with the even code (OCP), ``up`` the greater
+            (TetraJet, Alg. 1), ``away`` the one farther from zero.
+
+    Returns:
+        fp32 of the same shape. NaN stays NaN; a zero keeps the sign of ``u`` if the format has a negative zero.
+    """
+    u = u.clamp(-element.max, element.max)
+    step, inverse = spacing(u, element.min_exponent, element.mantissa_bits)
+    v = u * inverse
+    if ties == "even" and element.mantissa_bits:
+        # A binade starts at an even code, so the parity of a code is that of v, and torch.round takes ties to even.
+        return _normal_zero(torch.round(v) * step, element)
+    v = v.abs()
+    lower = v.floor()
+    fraction = v - lower
+    if ties == "away":
+        up = fraction >= 0.5
+    elif ties == "up":
+        up = (fraction > 0.5) | ((fraction == 0.5) & (u > 0))
+    else:
+        # Without mantissa bits every binade holds one value, and codes count binades.
+        code = (step.view(torch.int32) >> 23) - (element.min_exponent + 127) + lower.to(torch.int32)
+        up = (fraction > 0.5) | ((fraction == 0.5) & ((code & 1) == 1))
+    return _normal_zero(torch.copysign((lower + up) * step, u), element)
+
+
+def round_stochastic(u: torch.Tensor, element: ElementFormat, bits: torch.Tensor, random_bits: int = 24) -> torch.Tensor:
+    """One of the two values of ``element`` around each of ``u``, the farther from zero with probability equal to the
+    fraction of the way that ``u`` lies towards it; saturating.
+
+    Args:
+        u: fp32, any shape.
+        bits: int32, broadcastable to ``u``; 32 random bits each, the top ones are used.
+        random_bits: 24 compares the fraction with r = k·2^-24; b < 24 with the midpoint r = (k + 1/2)·2^-b
+            (Fitzgibbon & Felix 2025, "Stochastic rounding with few random bits").
+
+    Returns:
+        fp32 of the same shape. NaN stays NaN; a zero keeps the sign of ``u`` if the format has a negative zero.
+    """
+    u = u.clamp(-element.max, element.max)
+    step, inverse = spacing(u, element.min_exponent, element.mantissa_bits)
+    v = (u * inverse).abs()
+    lower = v.floor()
+    up = v - lower > uniform(bits, random_bits)
+    return _normal_zero(torch.copysign((lower + up) * step, u), element)
+
+
+def uniform(bits: torch.Tensor, random_bits: int = 24) -> torch.Tensor:
+    """Numbers of [0, 1), fp32, from the top ``random_bits`` of int32 ``bits``: k·2^-24, or (k + 1/2)·2^-b for b < 24."""
+    k = (bits >> (32 - random_bits)) & ((1 << random_bits) - 1)
+    offset = 0.0 if random_bits == 24 else 2.0 ** -(random_bits + 1)
+    scaled = k.to(torch.float32) * 2.0**-random_bits
+    return scaled + offset if offset else scaled
+
+
+def bracket(u: torch.Tensor, element: ElementFormat) -> tuple[torch.Tensor, torch.Tensor]:
+    """The neighbouring values ``lower <= u <= upper`` of ``element``; equal where ``u`` is a value or out of range.
+
+    Args:
+        u: fp32, any shape.
+
+    Returns:
+        Two fp32 tensors of the same shape. NaN gives NaN.
+    """
+    u = u.clamp(-element.max, element.max)
+    step, inverse = spacing(u, element.min_exponent, element.mantissa_bits)
+    v = u * inverse
+    return _normal_zero(v.floor() * step, element), _normal_zero(v.ceil() * step, element)
+
+
+def _normal_zero(q: torch.Tensor, element: ElementFormat) -> torch.Tensor:
+    """An integer format has one zero, and what cannot be stored is not returned."""
+    return torch.where(q == 0, 0.0, q) if element.integer else q
