@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from fp4graph.errors import PluginError
-from fp4graph.numerics import noise, rounding, scaling
+from fp4graph.numerics import noise, scaling
 from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.noise import Noise
+from fp4graph.numerics.quantize import round_elements
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.operands import Operand
 from fp4graph.technique import StateEntry, Technique, overrides
@@ -139,7 +140,7 @@ class OperandProgram:
         """The bare quantizer, with its parts: statistic, γ, scale, ratio, codes."""
         spec = self.spec
         assert spec is not None, "a high-precision operand has no quantizer"
-        blocking = Blocking.of(x, spec.block, -1)
+        blocking = Blocking(tuple(x.shape), spec.block)
         values = blocking.split(x.to(torch.float32))
         axes = blocking.axes
         z = scaling.amax(values, axes)
@@ -164,7 +165,7 @@ class OperandProgram:
             chosen = technique.round(ratio, scale, spec, self._noise(technique, key, x), mine)
             codes = codes if chosen is None else _checked(technique, chosen, ratio)
         if codes is None:
-            codes = rounding.round_elements(ratio, spec, Noise(_salted(key, _ELEMENTS), blocking, x.device))
+            codes = round_elements(ratio, spec, Noise(_salted(key, _ELEMENTS), blocking, x.device))
         return Quantization(spec, blocking, axes, values, z, scale, ratio, codes, gamma)
 
     def gradient_factor(
@@ -188,7 +189,7 @@ class OperandProgram:
     def _noise(self, technique: Technique, key: Tensor | None, x: Tensor) -> Noise:
         assert self.spec is not None
         salt = _TECHNIQUE + self.techniques.index(technique)
-        return Noise(_salted(key, salt), Blocking.of(x, self.spec.block, -1), x.device)
+        return Noise(_salted(key, salt), Blocking(tuple(x.shape), self.spec.block), x.device)
 
 
 @dataclass(frozen=True)
@@ -213,7 +214,7 @@ class GemmProgram:
         lengths: list[int | torch.SymInt] = []
         for index, transform in enumerate(self.transforms):
             salted = _salted(key, _PAIR + index)
-            draw = Noise(salted, Blocking.of(left, "tensor", -1), left.device)
+            draw = Noise(salted, Blocking(tuple(left.shape), "tensor"), left.device)
             context = transform.pair_context(left, right, draw)
             contexts.append(context)
             lengths.append(left.shape[-1])

@@ -1,0 +1,261 @@
+"""Opens opaque nodes whose matrix products a policy may quantize: attention layers, einsum, fused attention.
+
+Each is replaced by the trace of a Python function that computes the same: torch's own where there is one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._guards import detect_fake_mode
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from fp4graph.graph.products import is_sdpa
+
+aten = torch.ops.aten
+
+
+def expand_all(gm: GraphModule, expands_sdpa: Callable[[Node], bool]) -> None:
+    """Replace the opaque nodes of ``gm`` (not of its submodules) by what they compute.
+
+    ``expands_sdpa`` says of each fused attention node whether a rule wants its two products; their nodes are then
+    tagged ``meta["fp4graph_op"] = "sdpa"``.
+    """
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function":
+            continue
+        if node.target is F.multi_head_attention_forward:
+            inline(gm, node, F.multi_head_attention_forward)
+        elif node.target is torch._transformer_encoder_layer_fwd:
+            inline(gm, node, encoder_layer)
+        elif node.target is torch._native_multi_head_attention:
+            inline(gm, node, native_attention)
+        elif node.target in (torch.einsum, torch.functional.einsum, aten.einsum.default):
+            if (function := einsum_as_matmul(node)) is not None:
+                inline(gm, node, function)
+    for node in list(gm.graph.nodes):
+        if is_sdpa(node) and expands_sdpa(node):
+            inline(gm, node, attention, tag="sdpa")
+
+
+def inline(gm: GraphModule, node: Node, function: Callable[..., Any], tag: str | None = None) -> None:
+    """Replace ``node`` by a trace of ``function`` on its arguments; the new nodes inherit its place in the model."""
+    flat, spec = pytree.tree_flatten((node.args, node.kwargs))
+    positions = [i for i, arg in enumerate(flat) if isinstance(arg, Node)]
+    inputs: list[Node] = list(dict.fromkeys(flat[i] for i in positions))
+    values = [n.meta.get("example_value", n.meta.get("val")) for n in inputs]
+
+    def on_tensors(*tensors: Any) -> Any:
+        given = dict(zip(inputs, tensors, strict=True))
+        args, kwargs = pytree.tree_unflatten([given[x] if isinstance(x, Node) else x for x in flat], spec)
+        return function(*args, **kwargs)
+
+    fake_mode = detect_fake_mode(values)
+    assert fake_mode is not None, "Dynamo's graphs carry fake values"
+    # Before autograd and autocast, so that linear stays linear and the caller's autocast still decides dtypes.
+    with fake_mode:
+        traced = make_fx(on_tensors, pre_dispatch=True)(*values)
+    replaced = _splice(gm, node, traced, inputs, tag)
+    _replace(node, replaced)
+    gm.graph.lint()
+
+
+def _splice(gm: GraphModule, node: Node, traced: GraphModule, inputs: list[Node], tag: str | None) -> Any:
+    graph: Graph = gm.graph
+    mapping: dict[Node, Node] = {}
+    remaining = iter(inputs)
+    output: Any = None
+    with graph.inserting_before(node):
+        for new in traced.graph.nodes:
+            if new.op == "placeholder":
+                mapping[new] = next(remaining)
+            elif new.op == "output":
+                output = torch.fx.map_arg(new.args[0], lambda n: mapping[n])
+            elif new.op == "get_attr":
+                name = f"_fp4graph_{node.name}_{new.target}".replace(".", "_")
+                setattr(gm, name, getattr(traced, new.target))
+                mapping[new] = graph.get_attr(name)
+                mapping[new].meta.update(new.meta)
+            else:
+                copied = graph.node_copy(new, lambda n: mapping[n])
+                copied.meta = {
+                    **{k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace", "source_fn_stack")},
+                    "example_value": new.meta.get("val"),
+                }
+                if tag is not None:
+                    copied.meta["fp4graph_op"] = tag
+                mapping[new] = copied
+    return output
+
+
+def _replace(node: Node, value: Any) -> None:
+    if isinstance(value, Node):
+        node.replace_all_uses_with(value)
+    else:
+        for user in list(node.users):
+            assert user.target.__name__ == "getitem", f"{node} returns a tuple that is used whole by {user}"  # type: ignore[union-attr]
+            item = value[user.args[1]]
+            if isinstance(item, Node):
+                user.replace_all_uses_with(item)
+            else:
+                for reader in list(user.users):
+                    reader.args = torch.fx.map_arg(reader.args, lambda n, u=user, i=item: i if n is u else n)
+            user.graph.erase_node(user)
+    node.graph.erase_node(node)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """``softmax(Q Kᵀ·scale + mask) V``, what ``scaled_dot_product_attention`` is documented to compute.
+
+    Shapes: query ``[..., H, L, E]``, key ``[..., H', S, E]``, value ``[..., H', S, Ev]``, H' dividing H with
+    ``enable_gqa``; mask broadcastable to ``[..., L, S]``, boolean (True takes part) or additive. Keeps the O(L·S)
+    weights that the fused kernel never writes.
+    """
+    if enable_gqa:
+        key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
+        value = value.repeat_interleave(query.size(-3) // value.size(-3), -3)
+    scores = torch.matmul(query * (1 / math.sqrt(query.size(-1)) if scale is None else scale), key.transpose(-2, -1))
+    if is_causal:
+        allowed = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
+        scores = scores.masked_fill(~allowed, float("-inf"))
+    if attn_mask is not None:
+        scores = (
+            scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype is torch.bool else scores + attn_mask
+        )
+    weights = torch.softmax(scores, -1)
+    if dropout_p > 0.0:
+        weights = torch.dropout(weights, dropout_p, True)
+    return torch.matmul(weights, value)
+
+
+def native_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim: int,
+    num_heads: int,
+    in_weight: Tensor,
+    in_bias: Tensor,
+    out_weight: Tensor,
+    out_bias: Tensor,
+    mask: Tensor | None = None,
+    need_weights: bool = True,
+    average_weights: bool = True,
+    mask_type: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """What the fused inference kernel of ``nn.MultiheadAttention`` computes; batch first, mask True = left out."""
+    attn_mask, padding_mask = _split_mask(mask, mask_type, num_heads, query)
+    out, weights = F.multi_head_attention_forward(
+        query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), embed_dim, num_heads, in_weight, in_bias,
+        None, None, False, 0.0, out_weight, out_bias, training=False, key_padding_mask=padding_mask,
+        need_weights=need_weights, attn_mask=attn_mask, average_attn_weights=average_weights,
+    )  # fmt: skip
+    return out.transpose(0, 1), weights
+
+
+def encoder_layer(
+    src: Tensor,
+    embed_dim: int,
+    num_heads: int,
+    in_weight: Tensor,
+    in_bias: Tensor,
+    out_weight: Tensor,
+    out_bias: Tensor,
+    use_gelu: bool,
+    norm_first: bool,
+    eps: float,
+    norm1_weight: Tensor,
+    norm1_bias: Tensor,
+    norm2_weight: Tensor,
+    norm2_bias: Tensor,
+    linear1_weight: Tensor,
+    linear1_bias: Tensor,
+    linear2_weight: Tensor,
+    linear2_bias: Tensor,
+    mask: Tensor | None = None,
+    mask_type: int | None = None,
+) -> Tensor:
+    """What the fused inference kernel of ``nn.TransformerEncoderLayer`` computes."""
+
+    def attend(x: Tensor) -> Tensor:
+        return native_attention(
+            x, x, x, embed_dim, num_heads, in_weight, in_bias, out_weight, out_bias, mask, False, True, mask_type
+        )[0]
+
+    def feed(x: Tensor) -> Tensor:
+        hidden = F.linear(x, linear1_weight, linear1_bias)
+        return F.linear(F.gelu(hidden) if use_gelu else F.relu(hidden), linear2_weight, linear2_bias)
+
+    def norm1(x: Tensor) -> Tensor:
+        return F.layer_norm(x, (embed_dim,), norm1_weight, norm1_bias, eps)
+
+    def norm2(x: Tensor) -> Tensor:
+        return F.layer_norm(x, (embed_dim,), norm2_weight, norm2_bias, eps)
+
+    if norm_first:
+        src = src + attend(norm1(src))
+        return src + feed(norm2(src))
+    src = norm1(src + attend(src))
+    return norm2(src + feed(src))
+
+
+def _split_mask(
+    mask: Tensor | None, mask_type: int | None, heads: int, query: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """(attention mask, key padding mask) from the merged mask of the fused kernels: type 0, 1, or 2 for both."""
+    if mask is None or mask_type == 0:
+        return mask, None
+    if mask_type == 1:
+        return None, mask
+    batch, length = query.size(0), query.size(1)
+    return mask.expand(batch, heads, length, length).reshape(batch * heads, length, length), None
+
+
+def einsum_as_matmul(node: Node) -> Callable[..., Tensor] | None:
+    """A function computing the einsum at ``node`` as one matmul of permuted operands; None if it is not a product."""
+    equation, *operands = node.args
+    if len(operands) == 1 and isinstance(operands[0], list | tuple):
+        operands = list(operands[0])
+    if not isinstance(equation, str) or len(operands) != 2 or "->" not in equation or "." in equation:
+        return None
+    inputs, result = equation.replace(" ", "").split("->")
+    left, right = inputs.split(",")
+    batch = [i for i in left if i in right and i in result]
+    summed = [i for i in left if i in right and i not in result]
+    rows = [i for i in left if i not in right]
+    columns = [i for i in right if i not in left]
+    repeated = any(len(set(labels)) != len(labels) for labels in (left, right, result))
+    if repeated or not summed or not (rows and columns) or any(i not in result for i in rows + columns):
+        return None
+
+    def function(_: str, *given: Any) -> Tensor:
+        a, b = given[0] if len(given) == 1 else given
+        sizes = {**dict(zip(left, a.shape, strict=True)), **dict(zip(right, b.shape, strict=True))}
+
+        def matrix(x: Tensor, labels: str, first: list[str], second: list[str]) -> Tensor:
+            x = x.permute([labels.index(i) for i in (*batch, *first, *second)])
+            shape = [*(sizes[i] for i in batch), math.prod(sizes[i] for i in first), math.prod(sizes[i] for i in second)]
+            return x.reshape(shape)
+
+        product = torch.matmul(matrix(a, left, rows, summed), matrix(b, right, summed, columns))
+        order = [*batch, *rows, *columns]
+        return product.reshape([sizes[i] for i in order]).permute([order.index(i) for i in result])
+
+    return function

@@ -1,0 +1,177 @@
+"""Recognises matrix products among the nodes of a graph, and says why other matrix work is not one."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Product:
+    """One node that computes ``A @ B`` (plus an addend).
+
+    Attributes:
+        form: ``linear`` (B stored ``[N, K]``), or ``matmul`` (B ``[..., K, N]``).
+        a, b: the factors; addend: bias or accumulator, or None.
+        alpha, beta: of ``beta·addend + alpha·A @ B``.
+    """
+
+    node: Node
+    form: str
+    a: Node
+    b: Node
+    addend: Node | None = None
+    alpha: float = 1
+    beta: float = 1
+
+
+def _linear(node: Node, input: Node, weight: Node, bias: Node | None = None) -> Product:  # noqa: A002  # torch's name
+    return Product(node, "linear", input, weight, bias)
+
+
+def _matmul(node: Node, a: Node, b: Node | None = None, **names: Node) -> Product:
+    other = b if b is not None else names.get("other", names.get("mat2", names.get("tensor2")))
+    assert other is not None
+    return Product(node, "matmul", names.get("input", a), other)
+
+
+def _addmm(node: Node, addend: Node, a: Node, b: Node, *, beta: float = 1, alpha: float = 1) -> Product:
+    return Product(node, "matmul", a, b, addend, alpha=alpha, beta=beta)
+
+
+_READERS: Mapping[Any, Callable[..., Product]] = {
+    torch._C._nn.linear: _linear,
+    nn.functional.linear: _linear,
+    aten.linear.default: _linear,
+    **dict.fromkeys(
+        (
+            torch.matmul,
+            torch.mm,
+            torch.bmm,
+            operator.matmul,
+            aten.matmul.default,
+            aten.mm.default,
+            aten.bmm.default,
+            "matmul",
+            "__matmul__",
+            "mm",
+            "bmm",
+        ),
+        _matmul,
+    ),
+    **dict.fromkeys(
+        (torch.addmm, torch.baddbmm, aten.addmm.default, aten.baddbmm.default, "addmm", "baddbmm"), _addmm
+    ),
+}
+
+_NOT_SITES: Mapping[Any, tuple[str, str]] = {
+    **dict.fromkeys(
+        (torch.conv1d, torch.conv2d, torch.conv3d, nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d),
+        ("conv", "convolutions are kept in high precision"),
+    ),
+    **dict.fromkeys(
+        (
+            torch.conv_transpose1d,
+            torch.conv_transpose2d,
+            torch.conv_transpose3d,
+            nn.functional.conv_transpose1d,
+            nn.functional.conv_transpose2d,
+            nn.functional.conv_transpose3d,
+        ),
+        ("conv", "convolutions are kept in high precision"),
+    ),
+    nn.functional.bilinear: ("bilinear", "three factors"),
+    torch.addbmm: ("addbmm", "sums over the batch; write it as a matmul to quantize it"),
+    torch.tensordot: ("tensordot", "write it as a matmul or einsum to quantize it"),
+    torch.chain_matmul: ("chain_matmul", "write it as matmuls to quantize it"),
+    torch.linalg.multi_dot: ("multi_dot", "write it as matmuls to quantize it"),
+    torch.outer: ("outer", "no contraction axis"),
+    torch.mv: ("mv", "a matrix-vector product"),
+    torch.dot: ("dot", "a vector product"),
+    torch.lstm: ("lstm", "a fused recurrent layer"),
+    torch.gru: ("gru", "a fused recurrent layer"),
+    torch.einsum: ("einsum", "not a product of two matrices"),
+    torch.functional.einsum: ("einsum", "not a product of two matrices"),
+    aten.einsum.default: ("einsum", "not a product of two matrices"),
+    nn.functional.multi_head_attention_forward: ("attention", "could not be expanded"),
+}
+_SDPA = (nn.functional.scaled_dot_product_attention, aten.scaled_dot_product_attention.default)
+
+
+def is_sdpa(node: Node) -> bool:
+    """Whether ``node`` is fused attention."""
+    return node.op == "call_function" and node.target in _SDPA
+
+
+def read_product(node: Node) -> Product | tuple[str, str] | None:
+    """The product at ``node``; (op, reason) for matrix work that cannot be a site; None for anything else."""
+    if node.op not in ("call_function", "call_method"):
+        return None
+    reader = _READERS.get(node.target)
+    if reader is None:
+        if is_sdpa(node):
+            return "sdpa", "fused attention is kept in high precision unless a rule targets op: sdpa"
+        return _NOT_SITES.get(node.target)
+    op = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
+    if "out" in node.kwargs:
+        return op, "writes into out="
+    product = reader(node, *node.args, **node.kwargs)
+    a, b = value_of(product.a), value_of(product.b)
+    if a is None or b is None or not (a.is_floating_point() and b.is_floating_point()):
+        return op, "not floating point"
+    if a.dim() < (1 if product.form == "linear" else 2) or b.dim() < 2:
+        return op, "a matrix-vector product"
+    return product
+
+
+def value_of(node: Any) -> torch.Tensor | None:
+    """The fake tensor that ``node`` stands for."""
+    value = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+#: Operations that show the same numbers in another shape, layout or dtype: a weight is followed through them.
+_VIEW_NAMES = frozenset(
+    "t transpose permute view reshape contiguous to float half bfloat16 type_as chunk split unbind narrow select "
+    "unsqueeze squeeze expand detach clone flatten unflatten swapaxes adjoint getitem __getitem__ getattr slice alias "
+    "_to_copy _unsafe_view numpy_T mT T tensor_split movedim".split()
+)
+
+
+def view_source(node: Node) -> Node | None:
+    """The node that ``node`` is a view or cast of, or None."""
+    if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], Node):
+        return None
+    target: Any = node.target
+    name = target if isinstance(target, str) else getattr(target, "__name__", "")
+    if isinstance(target, torch._ops.OpOverload):
+        name = target._schema.name.partition("::")[2]
+    return node.args[0] if name in _VIEW_NAMES else None
+
+
+def producer_of(node: Node) -> str | None:
+    """The name of the operation that computed ``node``, past views, casts and dropout; "swiglu" for silu(x)·y."""
+    while (source := view_source(node)) is not None or _name(node) == "dropout":
+        node = source if source is not None else node.args[0]  # type: ignore[assignment]
+    if node.op == "placeholder":
+        return None
+    if _name(node) == "mul" and any(isinstance(arg, Node) and _name(arg) == "silu" for arg in node.args):
+        return "swiglu"
+    return "sdpa" if is_sdpa(node) else _name(node)
+
+
+def _name(node: Node) -> str:
+    target: Any = node.target
+    if isinstance(target, str):
+        return target
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.partition("::")[2]
+    return str(getattr(target, "__name__", target))
