@@ -1,0 +1,350 @@
+"""The graph pass: finds every site of a captured graph, asks the policy, and rewrites it.
+
+Precondition: a graph as Dynamo hands it to a backend (torch-level nodes with ``example_value`` and
+``nn_module_stack``). Postcondition: no marker is left; every site that a rule quantizes is one call of a function
+around :func:`fp4graph.ops.matmul.quantized_matmul`; everything else is as it was.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from fp4graph.errors import CaptureError
+from fp4graph.graph.expand import expand_all
+from fp4graph.graph.marker import Marker, module_stack
+from fp4graph.graph.names import Names
+from fp4graph.graph.plan import Plan, plan_site
+from fp4graph.graph.products import Product, is_sdpa, producer_of, read_product, value_of, view_source
+from fp4graph.numerics import noise
+from fp4graph.numerics.spec import QuantSpec
+from fp4graph.operands import Operand
+from fp4graph.ops.matmul import MatmulProgram, quantized_matmul
+from fp4graph.policy import Policy, Rule
+from fp4graph.site import SiteView
+
+#: Higher-order ops whose bodies run once, as written, on the operands at the end of their arguments.
+_TRANSPARENT = frozenset(
+    "tag_activation_checkpoint wrap wrap_activation_checkpoint wrap_with_set_grad_enabled wrap_with_autocast "
+    "invoke_subgraph hints_wrapper".split()
+)
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place of matrix work in a captured graph, and what the policy made of it.
+
+    Attributes:
+        module: fully qualified name of the owner ("" the root), or None where it cannot be known.
+        op: "linear", "matmul", "sdpa", or the name of an operation that cannot be a site.
+        shapes: of the two factors as the graph has them (symbolic sizes as text).
+        rule: name of the rule that decided, or None.
+        reason: why it is not quantized; "" where it is.
+        operands: the six specs, None for high precision.
+        quantized: whether any operand is.
+        occurrence: how many sites of the same module came before in the graph.
+        rule_index: position of the rule in the policy, -1 for the default, None where nothing decided.
+    """
+
+    module: str | None
+    op: str
+    shapes: tuple[tuple[int | str, ...], ...]
+    rule: str | None
+    reason: str
+    operands: Mapping[Operand, QuantSpec | None]
+    quantized: bool
+    occurrence: int = 0
+    rule_index: int | None = None
+
+
+class Rewriter:
+    """Applies one policy to captured graphs.
+
+    Args:
+        policy: what to do.
+        names: of the model's modules and parameters.
+        first_occurrence: how many sites of a module earlier graphs of the model held (by FQN); graph breaks may
+            split a module's calls over several graphs, and noise must not repeat between them.
+        stateless: whether there are no markers to expect (explain without hooks, the torch.compile entry point).
+    """
+
+    def __init__(
+        self, policy: Policy, names: Names, *, first_occurrence: Mapping[str, int] | None = None, stateless: bool = False
+    ) -> None:
+        self.policy = policy
+        self.names = names
+        self.sites: list[Site] = []
+        self._occurrences: Counter[str] = Counter(first_occurrence or {})
+        self._stateless = stateless
+        self._bodies: set[int] = set()
+
+    def run(self, gm: GraphModule) -> None:
+        """Rewrite ``gm`` and the bodies inside it, in place; what was found is in ``sites``."""
+        self.names.learn([node for module in _graphs(gm) for node in module.graph.nodes])
+        self._run(gm, {})
+
+    def _run(self, gm: GraphModule, outer: Mapping[Node, Node]) -> None:
+        markers = _Markers()
+        expand_all(gm, lambda node: self._wants_sdpa(node, gm))
+        for node in list(gm.graph.nodes):
+            if (marker := Marker.read(node)) is not None:
+                markers.add(marker)
+                gm.graph.erase_node(node)
+            elif node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
+                self._enter(gm, node, outer)
+            else:
+                found = read_product(node)
+                if isinstance(found, Product):
+                    self._site(found, markers, outer)
+                elif found is not None:
+                    self._list(node, *found)
+        gm.recompile()
+
+    def _enter(self, gm: GraphModule, node: Node, outer: Mapping[Node, Node]) -> None:
+        """A higher-order op: rewrite its body where that is sound, else list the products inside."""
+        for argument in node.args:
+            body = getattr(gm, str(argument.target), None) if isinstance(argument, Node) and argument.op == "get_attr" else None
+            if not isinstance(body, GraphModule) or id(body) in self._bodies:
+                continue
+            self._bodies.add(id(body))
+            name = getattr(node.target, "_name", str(node.target))
+            if name in _TRANSPARENT:
+                inner = [n for n in body.graph.nodes if n.op == "placeholder"]
+                operands = [arg for arg in node.args if isinstance(arg, Node) or arg is None][-len(inner) :] if inner else []
+                resolved = {
+                    place: outer.get(given, given)
+                    for place, given in zip(inner, operands, strict=True)
+                    if isinstance(given, Node)
+                }
+                self._run(body, resolved)
+                continue
+            for inside in list(body.graph.nodes):
+                if Marker.read(inside) is not None:
+                    body.graph.erase_node(inside)
+                elif (found := read_product(inside)) is not None:
+                    op = "matmul" if isinstance(found, Product) else found[0]
+                    self._list(inside, op, f"inside {name}, which is not rewritten")
+            body.recompile()
+
+    def _list(self, node: Node, op: str, reason: str) -> None:
+        shapes = tuple(_shape(v) for arg in node.all_input_nodes if (v := value_of(arg)) is not None)
+        self.sites.append(Site(self.names.module(node), op, shapes[:2], None, reason, dict.fromkeys(Operand), False))
+
+    def _wants_sdpa(self, node: Node, gm: GraphModule) -> bool:
+        view = SiteView(self.names.module(node), "sdpa", None, None, None, self.names.block(self.names.module(node)))
+        rule = self._rule(view, None)[1]
+        return rule is not None and rule.specs is not None and is_sdpa(node)
+
+    def _site(self, product: Product, markers: _Markers, outer: Mapping[Node, Node]) -> None:
+        """Decide on one product, and rewrite it if it is to be quantized."""
+        node = product.node
+        weight, views = _origin(product.b)
+        placeholder = outer.get(weight, weight)
+        is_weight = product.form == "linear" or self.names.is_parameter(placeholder)
+        owner = self.names.owner(placeholder, node) if self.names.is_parameter(placeholder) else None
+        marked = markers.of_weight(weight) or markers.of_call(node)
+        module = owner[0] if owner is not None else self.names.module(node)
+        a, b = value_of(product.a), value_of(product.b)
+        assert a is not None and b is not None, "read_product checked both"
+        view = SiteView(
+            module=module,
+            op=node.meta.get("fp4graph_op") or ("linear" if is_weight else "matmul"),
+            in_features=_static(a.shape[-1]),
+            out_features=_static(b.shape[0 if product.form == "linear" else -1]),
+            numel=_static(b.numel()),
+            block=self.names.block(module),
+            producer=producer_of(product.a),
+        )
+        occurrence = self._occurrences[str(module)]
+        self._occurrences[str(module)] += 1
+        shapes = (_shape(a), _shape(b))
+        index, rule = self._rule(view, marked[0].tag.rules if marked is not None and owner is None else None)
+        quantizes = rule is not None and rule.specs is not None
+        plan = plan_site(view, rule, training=marked is None or marked[0].training) if rule and quantizes else None
+        if plan is None or plan.program is None:
+            reason = (rule.keep if rule else None) or ("no rule matches" if rule is None else "every operand is kept")
+            self.sites.append(
+                Site(module, view.op, shapes, rule and rule.name, reason, dict.fromkeys(Operand), False, occurrence, index)
+            )
+            return
+        self.sites.append(
+            Site(module, view.op, shapes, rule and rule.name, "", dict(plan.specs), True, occurrence, index)
+        )
+        self._replace(product, plan, view, marked, owner, views, occurrence)
+
+    def _rule(self, view: SiteView, candidates: tuple[int, ...] | None) -> tuple[int | None, Rule | None]:
+        """(index, rule) of the first rule that matches; names count unless a marker has already judged them."""
+        for index, rule in enumerate(self.policy.rules):
+            if candidates is None:
+                if rule.match.matches(view):
+                    return index, rule
+            elif index in candidates and rule.match.nameless.matches(view):
+                return index, rule
+        return -1, self.policy.default
+
+    def _replace(
+        self,
+        product: Product,
+        plan: Plan,
+        view: SiteView,
+        marked: tuple[Marker, int | None] | None,
+        owner: tuple[str, str] | None,
+        views: tuple[Node, ...],
+        occurrence: int,
+    ) -> None:
+        node, program = product.node, plan.program
+        assert program is not None
+        graph = node.graph
+        key = step = None
+        if program.draws and not self._stateless:
+            if marked is None:
+                raise CaptureError(
+                    "its quantizers draw noise, but no module that fp4graph prepared was called in its graph (a graph "
+                    "break inside the module's forward?); remove the break, or keep this site in high precision",
+                    site=str(view),
+                )
+            key, step = marked[0].key, marked[0].step
+        state: list[Node] = []
+        if program.state and not self._stateless:
+            state = self._state_nodes(program, view, marked)
+        salt = _salt(view, marked, owner, occurrence)
+        with graph.inserting_before(node):
+            state = [_same_view(entry, views) for entry in state]
+            function = site_function(program, product.form, float(product.alpha), float(product.beta))
+            args = (product.a, product.b, product.addend, key, step, salt, *state)
+            new = graph.call_function(function, args)
+            new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+
+    def _state_nodes(
+        self, program: MatmulProgram, view: SiteView, marked: tuple[Marker, int | None] | None
+    ) -> list[Node]:
+        nodes: list[Node] = []
+        for slot in program.state:
+            found = None
+            if marked is not None and marked[1] is not None:
+                wanted = (marked[1], slot.technique, slot.entry.name)
+                found = next((n for t, n in zip(marked[0].tag.state, marked[0].state, strict=True) if t == wanted), None)
+            if found is None:
+                raise CaptureError(
+                    f"technique {slot.technique} keeps state for its weight, which is not known as one: make it the "
+                    "weight of an nn.Linear or call the parameter '...weight', or drop the technique for it",
+                    site=str(view),
+                )
+            nodes.append(found)
+        return nodes
+
+
+class _Markers:
+    """The markers seen so far in one graph body."""
+
+    def __init__(self) -> None:
+        self._by_weight: dict[Node, tuple[Marker, int]] = {}
+        self._by_module: dict[int, Marker] = {}
+
+    def add(self, marker: Marker) -> None:
+        for index, weight in enumerate(marker.weights):
+            self._by_weight[weight] = (marker, index)
+        if marker.module_id is not None:
+            self._by_module[marker.module_id] = marker
+
+    def of_weight(self, weight: Node) -> tuple[Marker, int | None] | None:
+        return self._by_weight.get(weight)
+
+    def of_call(self, node: Node) -> tuple[Marker, int | None] | None:
+        """The marker of the innermost module around ``node`` that has one."""
+        for identity, _, _ in reversed(module_stack(node)):
+            if identity in self._by_module:
+                return self._by_module[identity], None
+        return None
+
+
+@lru_cache(maxsize=1024)
+def site_function(program: MatmulProgram, form: str, alpha: float, beta: float) -> Callable[..., Tensor]:
+    """The function that replaces a node, one object for all sites of equal program and form.
+
+    Called as ``f(a, b, addend, key, step, salt, *state)``: for ``linear`` ``a [..., K]``, ``b [N, K]``; for
+    ``matmul`` ``a [..., M, K]``, ``b [..., K, N]`` with ``torch.matmul``'s broadcasting.
+    """
+
+    def fp4graph_matmul(
+        a: Tensor,
+        b: Tensor,
+        addend: Tensor | None,
+        key: Tensor | None,
+        step: Tensor | None,
+        salt: int,
+        *state: Tensor,
+    ) -> Tensor:
+        if key is not None and salt:
+            key = noise.derive(key, salt)
+        if form == "matmul":
+            b, state = b.mT, tuple(entry.mT for entry in state)
+        bias = addend if alpha == beta == 1 and addend is not None and addend.dim() == 1 else None
+        if b.dim() == 2:
+            # The tokens of every leading axis are one axis: blocks of the weight gradient's GEMM run across them.
+            flat = a.flatten(0, -2) if a.dim() > 2 else a.unsqueeze(0) if a.dim() == 1 else a
+            y = quantized_matmul(program, flat, b, bias, key, step, state)
+            y = y.reshape(*a.shape[:-1], b.shape[0])
+        else:
+            batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+            left, right = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
+            y = quantized_matmul(program, left, right, bias, key, step, state)
+        if addend is None or bias is not None:
+            return y
+        y = y if alpha == 1 else y * alpha
+        return y + (addend if beta == 1 else addend * beta).to(y.dtype)
+
+    digest = zlib.crc32(repr((program, form, alpha, beta)).encode())
+    fp4graph_matmul.__name__ = fp4graph_matmul.__qualname__ = f"fp4graph_{form}_{digest:08x}_{id(program):x}"
+    return fp4graph_matmul
+
+
+def _graphs(gm: GraphModule) -> list[GraphModule]:
+    return [module for module in gm.modules() if isinstance(module, GraphModule)]
+
+
+def _origin(node: Node) -> tuple[Node, tuple[Node, ...]]:
+    """The node that ``node`` is a chain of views of, and the chain from there, outermost last."""
+    chain: list[Node] = []
+    while (source := view_source(node)) is not None:
+        chain.append(node)
+        node = source
+    return node, tuple(reversed(chain))
+
+
+def _same_view(node: Node, views: tuple[Node, ...]) -> Node:
+    """``node`` seen through the same chain of views as the weight it belongs to."""
+    for view in views:
+        node = node.graph.create_node(view.op, view.target, (node, *view.args[1:]), dict(view.kwargs))
+    return node
+
+
+def _salt(view: SiteView, marked: tuple[Marker, int | None] | None, owner: tuple[str, str] | None, occurrence: int) -> int:
+    """What tells the sites under one key apart: which weight of the marker, or which product, and which call."""
+    if marked is None:
+        return 0
+    marker, weight = marked
+    if weight is not None:
+        path = marker.tag.weights[weight]
+        if occurrence == 0 and weight == 0:
+            return 0
+    else:
+        path = f"{view.op}:{owner[1] if owner else ''}:{(view.module or '').rpartition('.')[2]}"
+    return zlib.crc32(f"{path}#{occurrence}".encode()) & 0x3FFFFFFF | 1
+
+
+def _static(size: int | torch.SymInt) -> int | None:
+    return size if isinstance(size, int) else None
+
+
+def _shape(x: Tensor) -> tuple[int | str, ...]:
+    return tuple(size if isinstance(size, int) else str(size) for size in x.shape)
+

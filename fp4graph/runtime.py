@@ -1,0 +1,375 @@
+"""An applied model at run time: prepares modules, compiles the root, counts forwards, checks coverage."""
+
+from __future__ import annotations
+
+import os
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._guards import CompileContext
+
+from fp4graph import hooks, state
+from fp4graph.errors import CaptureError, Error, PolicyError
+from fp4graph.graph.marker import Tag
+from fp4graph.graph.names import Names
+from fp4graph.graph.plan import Plan, plan_weight
+from fp4graph.graph.rewrite import Rewriter, Site
+from fp4graph.numerics import noise
+from fp4graph.policy import Policy, Rule
+from fp4graph.site import SiteView
+
+BACKENDS = ("inductor", "aot_eager", "eager")
+Backend = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
+
+
+class Weight:
+    """One weight that the policy quantizes at every use, as the optimizer sees it.
+
+    Attributes:
+        name: of the parameter; module, parameter_name: its owner.
+        plan: of its site; rule: that decided.
+    """
+
+    def __init__(self, module: nn.Module, fqn: str, parameter_name: str, view: SiteView, rule: Rule, plan: Plan) -> None:
+        self.module, self.fqn, self.parameter_name = module, fqn, parameter_name
+        self.view, self.rule, self.plan = view, rule, plan
+
+    @property
+    def name(self) -> str:
+        return f"{self.fqn}.{self.parameter_name}" if self.fqn else self.parameter_name
+
+    @property
+    def parameter(self) -> Tensor:
+        return self.module._parameters[self.parameter_name]  # type: ignore[return-value]
+
+    def buffer(self, technique: str, entry: str) -> str:
+        """Name of the buffer that holds a technique's entry for this weight."""
+        prefix = "" if self.parameter_name == "weight" else f"{self.parameter_name}_"
+        return f"{prefix}{technique}_{entry}"
+
+    @property
+    def stored_transposed(self) -> bool:
+        """Whether the parameter is stored ``[K, N]`` (Hugging Face Conv1D) rather than ``[N, K]``."""
+        return type(self.module).__name__ == "Conv1D"
+
+
+class Runtime:
+    """Everything that ties one policy to one model.
+
+    Args:
+        root: the model. policy: resolved. backend: one of BACKENDS. seed: of the noise; None is 0.
+    """
+
+    def __init__(self, root: nn.Module, policy: Policy, backend: str, seed: int | None, dynamic: bool | None) -> None:
+        self.root, self.policy, self.backend, self.seed = root, policy, backend, 0 if seed is None else seed
+        self.dynamic = dynamic
+        self.names = Names(root)
+        self.device = next((p.device for p in root.parameters()), torch.device("cpu"))
+        self.step: Tensor = noise.make_key(0)
+        self.sites: list[Site] = []
+        self.weights: list[Weight] = []
+        self.has_optimizer = False
+        self._frames: dict[Any, tuple[dict[str, int], list[Site]]] = {}
+        self._checked = False
+        self._previous: Any = None
+        self._compiled: Callable[..., Any] | None = None
+        self._pending_error: Error | None = None
+        self._trained = 0
+
+    # ------------------------------------------------------------------ preparing the model
+
+    def attach(self) -> None:
+        """Add state, hooks and the compiled call to the root. On an error the model is left as it was."""
+        self._previous = self.root._compiled_call_impl
+        try:
+            if any(_quantizes(rule) for rule in (*self.policy.rules, self.policy.default)):
+                self._attach_state()
+            self._compiled = torch.compile(_entry_point(self.root), backend=self._capture, dynamic=self.dynamic)
+            self.root._compiled_call_impl = _Call(self)  # type: ignore[assignment]
+        except BaseException:
+            detach(self.root)
+            raise
+
+    def _attach_state(self) -> None:
+        previous = {
+            key: value for key, value in self.root.state_dict().items() if state.is_ours(key) and isinstance(value, Tensor)
+        }
+        root_state = state.RootState(self.policy.to_yaml(), self.device)
+        planned: dict[str, list[Weight]] = {}
+        for fqn, module in list(self.root.named_modules(remove_duplicate=False)):
+            if state.NAME in fqn.split("."):
+                continue
+            for parameter_name, parameter in module._parameters.items():
+                weight = self._weight(fqn, module, parameter_name, parameter)
+                if weight is not None:
+                    planned.setdefault(fqn, []).append(weight)
+                    self.weights.append(weight)
+        hosts = self._hosts()
+        site_states: dict[int, state.SiteState] = {}
+        for fqn, module in list(self.root.named_modules(remove_duplicate=False)):
+            if (fqn in planned or fqn in hosts) and state.NAME not in fqn.split(".") and id(module) not in site_states:
+                if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+                    continue
+                device = next((p.device for p in module.parameters()), self.device)
+                site_states[id(module)] = own = state.SiteState(fqn, device)
+                for weight in planned.get(fqn, ()):
+                    self._add_entries(own, weight)
+        for fqn, module in list(self.root.named_modules(remove_duplicate=False)):
+            if id(module) in site_states and state.NAME not in fqn.split("."):
+                self._prepare(fqn, module, site_states[id(module)], planned)
+        self.root_state = root_state
+        root_holder = site_states.get(id(self.root))
+        if root_holder is None:
+            self.root.add_module(state.NAME, root_state)
+        else:
+            root_holder.add_module("root", root_state)
+        self._restore(previous)
+        ours = [name for name, _ in self.root.named_buffers() if state.is_ours(name)]
+        # DDP would overwrite every rank's counters and EMAs with rank 0's at each forward.
+        ignored = list(getattr(self.root, "_ddp_params_and_buffers_to_ignore", []))
+        self.root._ddp_params_and_buffers_to_ignore = [*ignored, *ours]  # type: ignore[assignment]
+
+    def _weight(self, fqn: str, module: nn.Module, name: str, parameter: Tensor | None) -> Weight | None:
+        """``parameter`` as a weight that a rule quantizes, or None."""
+        if parameter is None or parameter.dim() != 2 or isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            return None
+        transposed = type(module).__name__ == "Conv1D"
+        out_features, in_features = reversed(parameter.shape) if transposed else parameter.shape
+        view = SiteView(fqn, "linear", in_features, out_features, parameter.numel(), self.names.block(fqn))
+        rule = next((r for r in self.policy.rules if r.match.matches(view)), self.policy.default)
+        if not _quantizes(rule):
+            return None
+        if not (name == "weight" or name.endswith("_weight")):
+            return None
+        plan = plan_weight(view, rule)
+        return Weight(module, fqn, name, view, rule, plan) if plan.program is not None else None
+
+    def _hosts(self) -> set[str]:
+        """Modules that may multiply activations with each other or use parameters directly, under a rule for it."""
+        hosts = set()
+        for fqn, module in self.root.named_modules(remove_duplicate=False):
+            inside_torch = type(module).__module__.startswith("torch.nn.modules")
+            attends = isinstance(module, nn.MultiheadAttention)
+            if (inside_torch and not attends) or state.NAME in fqn.split("."):
+                continue
+            owns = any(p is not None and p.dim() >= 2 for p in module._parameters.values())
+            for op in ("matmul", "sdpa", *(("linear",) if owns or attends else ())):
+                view = SiteView(fqn, op, None, None, None, self.names.block(fqn))
+                rules = (*self.policy.rules, self.policy.default)
+                if any(_quantizes(r) and (r is self.policy.default or r.match.may_match(view)) for r in rules):
+                    hosts.add(fqn)
+        return hosts
+
+    def _add_entries(self, own: state.SiteState, weight: Weight) -> None:
+        assert weight.plan.program is not None
+        for slot in weight.plan.program.state:
+            parameter = weight.module._parameters
+            own.add(
+                weight.buffer(slot.technique, slot.entry.name),
+                slot.entry.init,
+                lambda p=parameter, n=weight.parameter_name: p[n],
+            )
+
+    def _prepare(self, fqn: str, module: nn.Module, own: state.SiteState, planned: dict[str, list[Weight]]) -> None:
+        """Give one module its state and its hook. The hook carries the weights of children it uses without a call."""
+        if state.NAME not in module._modules:
+            module.add_module(state.NAME, own)
+        carried = [(weight.parameter_name, weight) for weight in planned.get(fqn, ())]
+        if isinstance(module, nn.MultiheadAttention):
+            child = f"{fqn}.out_proj" if fqn else "out_proj"
+            carried += [(f"out_proj.{weight.parameter_name}", weight) for weight in planned.get(child, ())]
+        entries, paths = [], []
+        for index, (path, weight) in enumerate(carried):
+            assert weight.plan.program is not None
+            holder = path.rpartition(".")[0]
+            for slot in weight.plan.program.state:
+                entries.append((index, slot.technique, slot.entry.name))
+                buffer = weight.buffer(slot.technique, slot.entry.name)
+                paths.append(".".join(part for part in (holder, state.NAME, buffer) if part))
+        block = self.names.block(fqn)
+        rules = tuple(i for i, rule in enumerate(self.policy.rules) if rule.match.module_candidate(fqn, block))
+        tag = Tag(rules, tuple(path for path, _ in carried), tuple(entries))
+        module.register_forward_pre_hook(hooks.Entry(self, fqn, tag, tuple(paths)), prepend=True)
+
+    def _restore(self, previous: dict[str, Tensor]) -> None:
+        """Take over the values of an earlier application of the same policy (a deepcopy applied again)."""
+        buffers = dict(self.root.named_buffers(remove_duplicate=False))
+        for key, value in previous.items():
+            if key in buffers and buffers[key].shape == value.shape:
+                buffers[key].copy_(value)
+        self.root_state._count = int(self.root_state.forwards)  # type: ignore[arg-type]
+
+    # ------------------------------------------------------------------ compiling and running
+
+    def _capture(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        """The torch.compile backend: rewrite, record, hand on to the inner backend."""
+        context = CompileContext.current_compile_id()
+        frame = getattr(context, "frame_id", None)
+        first = self._frames.get(frame, (self._occurrences(), []))[0]
+        try:
+            rewriter = Rewriter(self.policy, self.names, first_occurrence=first)
+            rewriter.run(gm)
+        except Error as error:
+            self._pending_error = error
+            raise
+        self._frames[frame] = (first, rewriter.sites)
+        self.sites.extend(rewriter.sites)
+        return inner_backend(self.backend)(gm, example_inputs)
+
+    def _occurrences(self) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for _, sites in self._frames.values():
+            for site in sites:
+                counts[str(site.module)] = max(counts.get(str(site.module), 0), site.occurrence + 1)
+        return counts
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """One root forward."""
+        if any(hook.bypassed for _, _, hook in hooks.entries(self.root)[:1]):
+            return self.root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        assert self._compiled is not None
+        training = torch.is_grad_enabled()
+        root_state = getattr(self, "root_state", None)
+        if root_state is not None:
+            self._check_optimizer(training)
+            device = root_state.forwards.device
+            self.step = noise.make_key("forward", self.seed, _rank(), root_state.count, device=device)
+        try:
+            result = self._compiled(*args, **kwargs)
+        except Exception as error:
+            pending, self._pending_error = self._pending_error, None
+            if pending is not None:
+                self._give_up()
+                raise pending from None
+            raise error
+        if not self._checked:
+            try:
+                self.check_coverage()
+            except Error:
+                self._give_up()
+                raise
+            self._checked = True
+        if root_state is not None and training:
+            root_state.advance()
+            self._trained += 1
+        return result
+
+    def _give_up(self) -> None:
+        if not self._checked:
+            detach(self.root)
+
+    def _check_optimizer(self, training: bool) -> None:
+        needs = sorted({slot.technique for w in self.weights for slot in w.plan.program.state if slot.entry.writer == "optimizer"})  # type: ignore[union-attr]
+        if training and needs and self._trained == 1 and not self.has_optimizer:
+            raise CaptureError(
+                f"technique {', '.join(needs)} is updated by the optimizer's step, but no optimizer was prepared: call "
+                "fp4graph.prepare_optimizer(model, optimizer) before training"
+            )
+
+    def check_coverage(self) -> None:
+        """Every required rule matched something, and something is quantized, over all graphs of the first forward."""
+        check_coverage(self.policy, self.sites)
+
+
+def check_coverage(policy: Policy, sites: list[Site]) -> None:
+    """Raise PolicyError for a required rule without a site, for nothing quantized, or for a failed ``expect``."""
+    matched = {site.rule_index for site in sites}
+    products = sorted({f"{s.module or '(root)'} ({s.op})" for s in sites if s.rule_index is not None})
+    for index, rule in enumerate(policy.rules):
+        if rule.required and index not in matched:
+            seen = ", ".join(products[:8]) + (" ..." if len(products) > 8 else "")
+            raise PolicyError(
+                f"rule {rule.name!r} matches no site of this model; give it 'required: false' if that is meant. "
+                f"Sites: {seen or 'none, the model has no matrix product'}. The model is as it was before apply()",
+                file=rule.file,
+                line=rule.line,
+            )
+    quantized = sum(site.quantized for site in sites)
+    if not quantized and any(_quantizes(rule) for rule in (*policy.rules, policy.default)):
+        raise PolicyError(
+            f"policy {policy.name!r} quantizes no site of this model "
+            f"({len(products)} products found); fp4graph.explain(model, policy, args) lists them with the reasons. "
+            "The model is as it was before apply()",
+            file=policy.file,
+        )
+    policy.expect.check(quantized, len(products))
+
+
+class _Call:
+    """What ``nn.Module.__call__`` runs instead of the plain forward."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+
+    # An outer torch.compile must not trace through into our graphs with its own backend.
+    @torch.compiler.disable(recursive=False)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.runtime.call(*args, **kwargs)
+
+
+def _entry_point(root: nn.Module) -> Callable[..., Any]:
+    """``root._call_impl`` behind a code object of its own: Dynamo's cache and recompile limit are per code object,
+    and ``Module._call_impl`` is one for all models of the process."""
+
+    def entry(*args: Any, **kwargs: Any) -> Any:
+        return root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    code = entry.__code__.replace(co_name=f"fp4graph_{type(root).__name__}")
+    return types.FunctionType(code, entry.__globals__, code.co_name, None, entry.__closure__)
+
+
+def inner_backend(name: str) -> Backend:
+    """The torch.compile backend that runs the rewritten graph."""
+    if name not in BACKENDS:
+        raise ValueError(f"backend is one of {', '.join(BACKENDS)}; got {name!r}")
+    return torch._dynamo.lookup_backend(name)  # type: ignore[no-any-return]
+
+
+def _quantizes(rule: Rule | None) -> bool:
+    return rule is not None and rule.specs is not None
+
+
+def _rank() -> int:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", 0))
+
+
+def runtime_of(root: nn.Module) -> Runtime | None:
+    """The runtime of an applied model, or None."""
+    call = root.__dict__.get("_compiled_call_impl")
+    return call.runtime if isinstance(call, _Call) else None
+
+
+def detach(root: nn.Module) -> None:
+    """Take hooks, state and the compiled call off ``root``."""
+    runtime = runtime_of(root)
+    for module, key, _ in hooks.entries(root):
+        module._forward_pre_hooks.pop(key)
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
+    for module in list(root.modules()):
+        module._modules.pop(state.NAME, None)
+    ignored = [n for n in getattr(root, "_ddp_params_and_buffers_to_ignore", []) if not state.is_ours(n)]
+    if ignored:
+        root._ddp_params_and_buffers_to_ignore = ignored  # type: ignore[assignment]
+    else:
+        root.__dict__.pop("_ddp_params_and_buffers_to_ignore", None)
+    if runtime is not None:
+        root._compiled_call_impl = runtime._previous
+
+
+@contextmanager
+def bypassed(root: nn.Module) -> Iterator[None]:
+    """All hooks below ``root`` let their modules run uncompiled while the context lasts."""
+    found = [hook for _, _, hook in hooks.entries(root)]
+    for hook in found:
+        hook.bypassed += 1
+    try:
+        yield
+    finally:
+        for hook in found:
+            hook.bypassed -= 1

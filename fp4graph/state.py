@@ -1,0 +1,122 @@
+"""What fp4graph keeps inside a model: buffers under ``*._fp4graph.*`` and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from fp4graph.numerics import noise
+
+#: Name of the submodule that holds our buffers, on the root and on every module with planned sites.
+NAME = "_fp4graph"
+
+_V = TypeVar("_V")
+
+
+def is_ours(key: str) -> bool:
+    """Whether a state-dict key belongs to fp4graph."""
+    return NAME in key.split(".")
+
+
+def strip(state_dict: Mapping[str, _V]) -> dict[str, _V]:
+    """``state_dict`` without fp4graph's entries: loads strictly into the plain model."""
+    return {key: value for key, value in state_dict.items() if not is_ours(key)}
+
+
+class State(nn.Module):
+    """Holds buffers, keeps float ones in fp32 whatever ``.to`` says, and forgives a checkpoint that lacks them.
+
+    An EMA with β = 0.998 freezes in bf16, whose neighbours are 0.4 % apart; so dtype casts move devices only.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._initialisers: dict[str, Callable[[], Tensor]] = {}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> State:
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                moved = fn(buffer)
+                self._buffers[name] = moved if moved.dtype is buffer.dtype else buffer.to(moved.device)
+        return self
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        local_metadata, strict, missing, *rest = args
+        absent: list[str] = []
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, absent, *rest)  # type: ignore[no-untyped-call]
+        for key in absent:
+            name = key.removeprefix(prefix)
+            self.reset(name)
+
+    def reset(self, name: str) -> None:
+        """Give buffer ``name`` its first value again; a plain checkpoint was loaded, which does not hold it."""
+
+
+class SiteState(State):
+    """State of one module with planned sites: its noise key, and each weight's technique entries."""
+
+    def __init__(self, fqn: str, device: torch.device) -> None:
+        super().__init__()
+        # Derivable from the name, so not saved.
+        self.register_buffer("key", noise.make_key("site", fqn, device=device), persistent=False)
+        self._weights: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]] = {}
+
+    def add(self, name: str, init: Callable[[Tensor], Tensor], weight: Callable[[], Tensor]) -> None:
+        """Keep entry ``name``, first valued ``init(weight())``."""
+        self._weights[name] = (init, weight)
+        self.register_buffer(name, self._first(name))
+
+    def _first(self, name: str) -> Tensor:
+        init, weight = self._weights[name]
+        with torch.no_grad():
+            return init(weight().detach())
+
+    def reset(self, name: str) -> None:
+        if name in self._weights:
+            self._buffers[name] = self._first(name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Closures over the weight do not travel; apply() makes them anew.
+        state = self.__dict__.copy()
+        state["_weights"] = {}
+        return state
+
+
+class RootState(State):
+    """State of the whole model: the count of root forwards with gradients enabled, and the policy's text."""
+
+    def __init__(self, policy_text: str, device: torch.device) -> None:
+        super().__init__()
+        self.policy_text = policy_text
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64, device=device))
+        self._count = 0  # mirror of the buffer, so that no forward waits for a device
+
+    @property
+    def count(self) -> int:
+        return self._count
+
+    def advance(self) -> None:
+        """One more root forward with gradients enabled."""
+        self._count += 1
+        assert isinstance(self.forwards, Tensor)
+        self.forwards.fill_(self._count)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        assert isinstance(self.forwards, Tensor)
+        self._count = int(self.forwards)
+
+    def reset(self, name: str) -> None:
+        if name == "forwards":
+            assert isinstance(self.forwards, Tensor)
+            self.forwards.zero_()
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"policy": self.policy_text}
+
+    def set_extra_state(self, state: Any) -> None:
+        # The applied policy stays; what a checkpoint was written under is for the reader of the checkpoint.
+        return
