@@ -48,18 +48,19 @@ def round_nearest(
     if ties == "even" and element.mantissa_bits:
         # A binade starts at an even code, so the parity of a code is that of v, and torch.round takes ties to even.
         return _normal_zero(torch.round(v) * step, element)
-    v = v.abs()
+    if ties != "up":
+        v = v.abs()
     lower = v.floor()
     fraction = v - lower
-    if ties == "away":
-        up = fraction >= 0.5
-    elif ties == "up":
-        up = (fraction > 0.5) | ((fraction == 0.5) & (u > 0))
-    else:
+    if ties == "even":
         # Without mantissa bits every binade holds one value, and codes count binades.
         code = (step.view(torch.int32) >> 23) - (element.min_exponent + 127) + lower.to(torch.int32)
-        up = (fraction > 0.5) | ((fraction == 0.5) & ((code & 1) == 1))
-    return _normal_zero(torch.copysign((lower + up) * step, u), element)
+        rounded = lower + ((fraction > 0.5) | ((fraction == 0.5) & ((code & 1) == 1)))
+    else:
+        # Up iff fraction >= 1/2. The difference has the right sign even where it is rounded, and staying in floats is
+        # several times faster than a comparison, which compiled code on the CPU keeps as a tensor of bool.
+        rounded = lower + (1 - (0.5 - fraction).ceil())
+    return _with_sign(rounded * step, u, element)
 
 
 def round_stochastic(u: torch.Tensor, element: ElementFormat, bits: torch.Tensor, random_bits: int = 24) -> torch.Tensor:
@@ -78,9 +79,13 @@ def round_stochastic(u: torch.Tensor, element: ElementFormat, bits: torch.Tensor
     u = u.clamp(-element.max, element.max)
     step, inverse = spacing(u, element.min_exponent, element.mantissa_bits)
     v = (u * inverse).abs()
+    return _with_sign(stochastic_integer(v, uniform(bits, random_bits)) * step, u, element)
+
+
+def stochastic_integer(v: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+    """The integer above ``v >= 0`` where the fraction of ``v`` exceeds ``r`` of [0, 1), else the one below."""
     lower = v.floor()
-    up = v - lower > uniform(bits, random_bits)
-    return _normal_zero(torch.copysign((lower + up) * step, u), element)
+    return lower + (v - lower - r).ceil()  # in floats and not as a comparison: see round_nearest
 
 
 def uniform(bits: torch.Tensor, random_bits: int = 24) -> torch.Tensor:
@@ -104,6 +109,13 @@ def bracket(u: torch.Tensor, element: ElementFormat) -> tuple[torch.Tensor, torc
     step, inverse = spacing(u, element.min_exponent, element.mantissa_bits)
     v = u * inverse
     return _normal_zero(v.floor() * step, element), _normal_zero(v.ceil() * step, element)
+
+
+def _with_sign(q: torch.Tensor, u: torch.Tensor, element: ElementFormat) -> torch.Tensor:
+    """``q``, whose sign is that of ``u`` or positive, with the sign of ``u``; an integer format's zero has none."""
+    # The bits are at hand for the exponent; torch.copysign is a slow call in compiled code on the CPU.
+    sign = u.view(torch.int32) & -(1 << 31)
+    return _normal_zero((q.view(torch.int32) | sign).view(torch.float32), element)
 
 
 def _normal_zero(q: torch.Tensor, element: ElementFormat) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from fp4graph.numerics.formats import ElementFormat, ScaleFormat
 from fp4graph.numerics.noise import Noise
-from fp4graph.numerics.rounding import spacing, uniform
+from fp4graph.numerics.rounding import spacing, stochastic_integer, uniform
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 
 _MANTISSA = 0x7FFFFF  # the mantissa bits of an fp32
@@ -112,7 +112,8 @@ def _to_format(ideal: torch.Tensor, spec: ScaleSpec, noise: torch.Tensor | None)
     number = spec.format
     ideal = ideal.clamp(max=number.max)
     if not number.has_zero:
-        return _from_exponent((_unbounded(ideal) + _carry(_unbounded(ideal), 23, spec, noise) >> 23) - 127, spec)
+        bits = _unbounded(ideal)
+        return _from_exponent(((bits + _carry(bits, 23, spec, noise)) >> 23) - 127, spec)
     if number.min_exponent == -126:
         scale = _round_bits(ideal, 23 - number.mantissa_bits, spec, noise)
     else:
@@ -153,5 +154,4 @@ def _round_spaced(ideal: torch.Tensor, spec: ScaleSpec, noise: torch.Tensor | No
         return v.ceil() * step
     if noise is None:
         return torch.round(v) * step
-    lower = v.floor()
-    return (lower + (v - lower > uniform(noise))) * step
+    return stochastic_integer(v, uniform(noise)) * step
