@@ -1,0 +1,81 @@
+"""fp4graph: one YAML policy, applied to an unmodified PyTorch model, trains it with simulated FP4 linear layers.
+
+>>> model = fp4graph.apply(model, "tetrajet")
+>>> optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters()))
+>>> scaler = fp4graph.grad_scaler(model)
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fp4graph import formats
+    from fp4graph.api import apply, bypass, remove
+    from fp4graph.errors import CaptureError, Error, PluginError, PolicyError, UncompiledError
+    from fp4graph.explain import explain
+    from fp4graph.hookspecs import hookimpl
+    from fp4graph.numerics.packing import pack, unpack
+    from fp4graph.numerics.quantize import fake_quantize
+    from fp4graph.numerics.spec import QuantSpec, ScaleSpec
+    from fp4graph.policy import load_policy
+    from fp4graph.state import strip
+    from fp4graph.technique import Technique
+    from fp4graph.training import grad_scaler, prepare_optimizer
+
+__version__ = "0.1.0"
+
+# Resolved at first use: importing fp4graph loads no plugin, no compiler and no device.
+_HOME = {
+    **dict.fromkeys(("apply", "bypass", "remove"), "fp4graph.api"),
+    **dict.fromkeys(("CaptureError", "Error", "PluginError", "PolicyError", "UncompiledError"), "fp4graph.errors"),
+    "explain": "fp4graph.explain",
+    "hookimpl": "fp4graph.hookspecs",
+    **dict.fromkeys(("pack", "unpack"), "fp4graph.numerics.packing"),
+    "fake_quantize": "fp4graph.numerics.quantize",
+    **dict.fromkeys(("QuantSpec", "ScaleSpec"), "fp4graph.numerics.spec"),
+    "load_policy": "fp4graph.policy",
+    "strip": "fp4graph.state",
+    "Technique": "fp4graph.technique",
+    **dict.fromkeys(("grad_scaler", "prepare_optimizer"), "fp4graph.training"),
+}
+
+__all__ = [
+    "CaptureError",
+    "Error",
+    "PluginError",
+    "PolicyError",
+    "QuantSpec",
+    "ScaleSpec",
+    "Technique",
+    "UncompiledError",
+    "apply",
+    "bypass",
+    "explain",
+    "fake_quantize",
+    "formats",
+    "grad_scaler",
+    "hookimpl",
+    "load_policy",
+    "pack",
+    "prepare_optimizer",
+    "remove",
+    "strip",
+    "unpack",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "formats":
+        return importlib.import_module("fp4graph.formats")
+    if name in _HOME:
+        value = getattr(importlib.import_module(_HOME[name]), name)
+        # Importing the submodule ``fp4graph.explain`` binds the module here; the function is what users call.
+        globals()[name] = value
+        return value
+    raise AttributeError(f"module 'fp4graph' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -19,9 +19,13 @@ from fp4graph.graph.names import Names
 from fp4graph.graph.plan import Plan, plan_weight
 from fp4graph.graph.rewrite import Rewriter, Site
 from fp4graph.numerics import noise
+from fp4graph.operands import Operand
+from fp4graph.ops.program import operand_key, total
 from fp4graph.policy import Policy, Rule
 from fp4graph.site import SiteView
+from fp4graph.technique import Technique
 
+entries = hooks.entries
 BACKENDS = ("inductor", "aot_eager", "eager")
 Backend = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
 
@@ -50,6 +54,33 @@ class Weight:
         """Name of the buffer that holds a technique's entry for this weight."""
         prefix = "" if self.parameter_name == "weight" else f"{self.parameter_name}_"
         return f"{prefix}{technique}_{entry}"
+
+    def entries(self, technique: Technique) -> dict[str, Tensor]:
+        """A technique's state tensors for this weight, by entry name."""
+        assert self.plan.program is not None
+        holder = getattr(self.module, state.NAME)
+        return {
+            slot.entry.name: getattr(holder, self.buffer(slot.technique, slot.entry.name))
+            for slot in self.plan.program.state
+            if slot.technique == technique.name
+        }
+
+    def quantize(self, w: Tensor, step: Tensor) -> Tensor:
+        """What the graph's fprop makes of a weight ``w`` (stored layout): dequantized, same shape and dtype."""
+        assert self.plan.program is not None
+        fprop = self.plan.program.fprop
+        canonical = w.mT if self.stored_transposed else w
+        weights: dict[str, dict[str, Tensor]] = {}
+        for slot in self.plan.program.state:
+            entry = getattr(getattr(self.module, state.NAME), self.buffer(slot.technique, slot.entry.name))
+            weights.setdefault(slot.technique, {})[slot.entry.name] = entry.mT if self.stored_transposed else entry
+        site_key = getattr(self.module, state.NAME).key
+        key = noise.mix(site_key, step.to(site_key.device)) if self.plan.program.draws else None
+        rotation = fprop.rotate(canonical, canonical, operand_key(key, Operand.FPROP_INPUT))
+        weights = {t: {n: rotation.apply(e, "right") for n, e in group.items()} for t, group in weights.items()}
+        terms = fprop.right(rotation.right, operand_key(key, Operand.FPROP_WEIGHT), weights)
+        result = rotation.undo(total(terms), "right").to(w.dtype)
+        return result.mT if self.stored_transposed else result
 
     @property
     def stored_transposed(self) -> bool:
@@ -88,7 +119,8 @@ class Runtime:
         try:
             if any(_quantizes(rule) for rule in (*self.policy.rules, self.policy.default)):
                 self._attach_state()
-            self._compiled = torch.compile(_entry_point(self.root), backend=self._capture, dynamic=self.dynamic)
+            self.entry = _entry_point(self.root)
+            self._compiled = torch.compile(self.entry, backend=self._capture, dynamic=self.dynamic)
             self.root._compiled_call_impl = _Call(self)  # type: ignore[assignment]
         except BaseException:
             detach(self.root)
@@ -160,7 +192,7 @@ class Runtime:
             for op in ("matmul", "sdpa", *(("linear",) if owns or attends else ())):
                 view = SiteView(fqn, op, None, None, None, self.names.block(fqn))
                 rules = (*self.policy.rules, self.policy.default)
-                if any(_quantizes(r) and (r is self.policy.default or r.match.may_match(view)) for r in rules):
+                if any(_quantizes(r) and (r is self.policy.default or _may_match(r, view)) for r in rules):
                     hosts.add(fqn)
         return hosts
 
@@ -262,6 +294,11 @@ class Runtime:
         if not self._checked:
             detach(self.root)
 
+    def techniques(self) -> tuple[Technique, ...]:
+        """Every technique that some rule of the policy uses."""
+        rules = (*self.policy.rules, self.policy.default)
+        return tuple(dict.fromkeys(t for rule in rules if _quantizes(rule) for t in rule.techniques))
+
     def _check_optimizer(self, training: bool) -> None:
         needs = sorted({slot.technique for w in self.weights for slot in w.plan.program.state if slot.entry.writer == "optimizer"})  # type: ignore[union-attr]
         if training and needs and self._trained == 1 and not self.has_optimizer:
@@ -331,6 +368,11 @@ def inner_backend(name: str) -> Backend:
 
 def _quantizes(rule: Rule | None) -> bool:
     return rule is not None and rule.specs is not None
+
+
+def _may_match(rule: Rule, view: SiteView) -> bool:
+    """Whether a site of the module in ``view`` could match, as far as is known before a capture."""
+    return view.op in (rule.match.op or ("linear", "matmul")) and rule.match.module_candidate(view.module, view.block)
 
 
 def _rank() -> int:

@@ -41,6 +41,8 @@ class State(nn.Module):
             if buffer is not None:
                 moved = fn(buffer)
                 self._buffers[name] = moved if moved.dtype is buffer.dtype else buffer.to(moved.device)
+        for child in self.children():
+            child._apply(fn)
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -7,6 +7,7 @@ around :func:`fp4graph.ops.matmul.quantized_matmul`; everything else is as it wa
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from fp4graph.errors import CaptureError
+from fp4graph.errors import CaptureError, PolicyError
 from fp4graph.graph.expand import expand_all
 from fp4graph.graph.marker import Marker, module_stack
 from fp4graph.graph.names import Names
@@ -27,6 +28,7 @@ from fp4graph.numerics.spec import QuantSpec
 from fp4graph.operands import Operand
 from fp4graph.ops.matmul import MatmulProgram, quantized_matmul
 from fp4graph.policy import Policy, Rule
+from fp4graph.policy.match import Match
 from fp4graph.site import SiteView
 
 #: Higher-order ops whose bodies run once, as written, on the operands at the end of their arguments.
@@ -184,7 +186,7 @@ class Rewriter:
             if candidates is None:
                 if rule.match.matches(view):
                     return index, rule
-            elif index in candidates and rule.match.nameless.matches(view):
+            elif index in candidates and _nameless(rule.match).matches(view):
                 return index, rule
         return -1, self.policy.default
 
@@ -201,8 +203,14 @@ class Rewriter:
         node, program = product.node, plan.program
         assert program is not None
         graph = node.graph
+        if self._stateless and (program.draws or program.state):
+            raise PolicyError(
+                f"policy {self.policy.name!r} draws noise or keeps state at {view}, which torch.compile's "
+                "backend='fp4graph' cannot carry; use fp4graph.apply(model, policy)",
+                file=self.policy.file,
+            )
         key = step = None
-        if program.draws and not self._stateless:
+        if program.draws:
             if marked is None:
                 raise CaptureError(
                     "its quantizers draw noise, but no module that fp4graph prepared was called in its graph (a graph "
@@ -211,7 +219,7 @@ class Rewriter:
                 )
             key, step = marked[0].key, marked[0].step
         state: list[Node] = []
-        if program.state and not self._stateless:
+        if program.state:
             state = self._state_nodes(program, view, marked)
         salt = _salt(view, marked, owner, occurrence)
         with graph.inserting_before(node):
@@ -305,6 +313,12 @@ def site_function(program: MatmulProgram, form: str, alpha: float, beta: float) 
     digest = zlib.crc32(repr((program, form, alpha, beta)).encode())
     fp4graph_matmul.__name__ = fp4graph_matmul.__qualname__ = f"fp4graph_{form}_{digest:08x}_{id(program):x}"
     return fp4graph_matmul
+
+
+@lru_cache(maxsize=1024)
+def _nameless(match: Match) -> Match:
+    """``match`` without the predicates that a marker's rules have been judged by already."""
+    return dataclasses.replace(match, module=None, block=None, first_blocks=None, last_blocks=None)
 
 
 def _graphs(gm: GraphModule) -> list[GraphModule]:

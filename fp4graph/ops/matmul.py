@@ -104,6 +104,7 @@ class _QuantizedMatmul(torch.autograd.Function):
         fprop = program.fprop
         weights = _by_technique(program.state, state)
         rotation, left_key, right_key = _rotated(fprop, dtype, a, b, key, Operand.FPROP_INPUT, Operand.FPROP_WEIGHT)
+        weights = {t: {n: rotation.apply(e, "right") for n, e in group.items()} for t, group in weights.items()}
         left = _in(dtype, fprop.left(rotation.left, left_key))
         right = _in(dtype, fprop.right(rotation.right, right_key, weights))
         y = multiply(left, right, None if bias is None else bias.to(dtype))
@@ -112,8 +113,8 @@ class _QuantizedMatmul(torch.autograd.Function):
         # original where an operand or a gradient factor starts from it.
         needs_a, needs_b = ctx.needs_input_grad[2], ctx.needs_input_grad[3]
         factors = fprop.left.has_gradient_factor or fprop.right.has_gradient_factor
-        a_fprop = rotation.undo(total(left), "left") if needs_b and program.wgrad.right.from_fprop else None
-        b_fprop = rotation.undo(total(right), "right") if needs_a and program.dgrad.right.from_fprop else None
+        a_fprop = rotation.undo(total(left), "left").to(dtype) if needs_b and program.wgrad.right.from_fprop else None
+        b_fprop = rotation.undo(total(right), "right").to(dtype) if needs_a and program.dgrad.right.from_fprop else None
         keep_a = (needs_b and a_fprop is None) or factors
         keep_b = (needs_a and b_fprop is None) or factors
         ctx.program, ctx.dtype, ctx.has_bias = program, dtype, bias is not None
@@ -205,6 +206,7 @@ def _with_factors(
         factor = fprop.left.gradient_factor(rotation.left, left_key, {})
         da = da if factor is None else rotation.undo(rotation.apply(da, "left") * factor, "left")
     if db is not None:
+        weights = {t: {n: rotation.apply(e, "right") for n, e in group.items()} for t, group in weights.items()}
         factor = fprop.right.gradient_factor(rotation.right, right_key, weights)
         db = db if factor is None else rotation.undo(rotation.apply(db, "right") * factor, "right")
     return da, db

@@ -1,0 +1,158 @@
+"""What a policy would do to a model, without doing it."""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from fp4graph.errors import Error, PolicyError
+from fp4graph.graph.rewrite import Site
+from fp4graph.numerics.spec import QuantSpec
+from fp4graph.operands import Operand
+from fp4graph.policy import Policy, load_policy
+from fp4graph.runtime import Runtime, check_coverage, detach
+from fp4graph.site import BlockPosition
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The sites of a model under a policy; ``str()`` is a table.
+
+    Attributes:
+        policy: resolved. sites: every place of matrix work, in graph order. blocks: how blocks were found.
+        problem: the error that training under this policy would raise, or None.
+        graphs: how many graphs the forward was captured in.
+    """
+
+    policy: Policy
+    sites: tuple[Site, ...]
+    blocks: Mapping[str, BlockPosition]
+    problem: str | None
+    graphs: int
+
+    @property
+    def quantized(self) -> int:
+        """Number of quantized sites."""
+        return sum(site.quantized for site in self.sites)
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        console = Console(file=text, width=140, no_color=True, highlight=False)
+        table = Table(title=f"{self.policy.name}: {self.quantized} of {len(self.sites)} sites quantized", title_justify="left")
+        for column in ("module", "op", "shapes", "rule", "operands or reason"):
+            table.add_column(column, overflow="fold")
+        for site in self.sites:
+            shapes = " @ ".join("×".join(map(str, shape)) for shape in site.shapes)
+            what = summarize(site.operands) if site.quantized else site.reason
+            module = "(root)" if site.module == "" else site.module or "-"
+            table.add_row(module, site.op, shapes, site.rule or "-", what)
+        console.print(table)
+        console.print(_blocks(self.blocks))
+        if self.problem:
+            console.print(f"problem: {self.problem}")
+        return text.getvalue()
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data."""
+        return {
+            "policy": self.policy.name,
+            "quantized": self.quantized,
+            "graphs": self.graphs,
+            "problem": self.problem,
+            "sites": [
+                {
+                    "module": site.module,
+                    "op": site.op,
+                    "shapes": [list(shape) for shape in site.shapes],
+                    "rule": site.rule,
+                    "reason": site.reason,
+                    "quantized": site.quantized,
+                    "operands": {o.value: describe(spec) for o, spec in site.operands.items()},
+                }
+                for site in self.sites
+            ],
+        }
+
+
+def explain(
+    model: nn.Module,
+    policy: Any,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+) -> Explanation:
+    """Capture ``model(*args, **kwargs)`` on fake tensors and report every site; model and RNG stay untouched.
+
+    Args:
+        model: applied or not, in train or eval mode as it is.
+        policy: as for :func:`fp4graph.apply`.
+        args, kwargs: of the forward call; their values do not matter, their shapes and dtypes do.
+
+    Raises:
+        PolicyError: the policy cannot be loaded. CaptureError: it cannot be planned for a site.
+    """
+    loaded = load_policy(policy)
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    python_state = random.getstate()
+    with torch.random.fork_rng(), FakeCopyMode(fake_mode):
+        twin = copy.deepcopy(model)
+    detach(twin)
+    twin._compiled_call_impl = None
+    fake_args, fake_kwargs = pytree.tree_map_only(
+        torch.Tensor, lambda t: t if isinstance(t, torch._subclasses.FakeTensor) else fake_mode.from_tensor(t), (args, dict(kwargs or {}))
+    )
+    runtime = Runtime(twin, loaded, "eager", 0, None)
+    runtime._checked = True  # an explanation shows what does not fit instead of raising it
+    problem = None
+    try:
+        with torch.random.fork_rng(), fake_mode:
+            runtime.attach()
+            twin(*fake_args, **fake_kwargs)
+    finally:
+        random.setstate(python_state)
+        torch._dynamo.reset_code(runtime.entry.__code__)
+    try:
+        check_coverage(loaded, runtime.sites)
+    except PolicyError as error:
+        problem = str(error).replace(" The model is as it was before apply()", "")
+    return Explanation(loaded, tuple(runtime.sites), runtime.names.blocks, problem, len(runtime._frames))
+
+
+def describe(spec: QuantSpec | None) -> str:
+    """One operand's spec in a few words: ``e2m1/32 e8m0 ceil stochastic fprop``."""
+    if spec is None:
+        return "-"
+    block = "×".join(map(str, spec.block)) if isinstance(spec.block, tuple) else spec.block
+    words = [f"{spec.element.name}/{block}", spec.scale.format.name, spec.scale.rounding]
+    words += [spec.scale.convention] if spec.scale.convention != "decode" else []
+    words += ["SR" if spec.rounding == "stochastic" else f"RTN-{spec.ties}"]
+    words += ["of fprop"] if spec.source == "fprop" else []
+    return " ".join(words)
+
+
+def summarize(operands: Mapping[Operand, QuantSpec | None]) -> str:
+    """Six specs, equal ones together: ``Q1 Q2: ..., Q3 Q5: ...``."""
+    groups: dict[str, list[str]] = {}
+    for number, operand in enumerate(Operand, 1):
+        groups.setdefault(describe(operands[operand]), []).append(f"Q{number}")
+    return "; ".join(f"{' '.join(names)}: {text}" for text, names in groups.items())
+
+
+def _blocks(blocks: Mapping[str, BlockPosition]) -> str:
+    if set(blocks) == {""}:
+        return "blocks: no repeated stack of modules was found, so the whole model is one block"
+    stacks = {position.stack: position.total for position in blocks.values()}
+    return "blocks: " + ", ".join(f"{stack} ({total})" for stack, total in stacks.items())
+
+
+__all__ = ["Error", "Explanation", "describe", "explain", "summarize"]

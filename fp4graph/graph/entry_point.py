@@ -1,0 +1,35 @@
+"""``torch.compile(model, backend="fp4graph", options={"policy": ...})``, for policies that keep no state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.fx import GraphModule
+
+from fp4graph.errors import PolicyError
+from fp4graph.graph.names import Names
+from fp4graph.graph.rewrite import Rewriter
+from fp4graph.policy import load_policy
+
+
+def fp4graph_backend(
+    gm: GraphModule, example_inputs: list[Any], *, options: dict[str, Any] | None = None, **_: Any
+) -> Callable[..., Any]:
+    """Rewrite ``gm`` under ``options["policy"]`` and compile it with ``options["backend"]`` (inductor by default).
+
+    Raises:
+        PolicyError: no policy is given, an option is unknown, or the policy draws noise or keeps state, which needs
+            the model and so :func:`fp4graph.apply`.
+    """
+    from fp4graph.runtime import inner_backend
+
+    settings = dict(options or {})
+    policy, backend = settings.pop("policy", None), settings.pop("backend", "inductor")
+    if policy is None or settings:
+        raise PolicyError(
+            "torch.compile(backend='fp4graph') takes options={'policy': ..., 'backend': ...}; got "
+            f"{', '.join(options or {}) or 'none'}"
+        )
+    Rewriter(load_policy(policy), Names(None), stateless=True).run(gm)
+    return inner_backend(backend)(gm, example_inputs)

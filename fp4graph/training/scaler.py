@@ -1,0 +1,19 @@
+"""Dynamic loss scaling: torch's own scaler, on when the policy asks for it (Micikevicius et al. 2018)."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from fp4graph.errors import Error
+from fp4graph.runtime import runtime_of
+
+
+def grad_scaler(model: nn.Module) -> torch.amp.GradScaler:
+    """A ``torch.amp.GradScaler`` for an applied model, disabled (a no-op) unless a technique scales the loss."""
+    runtime = runtime_of(model)
+    if runtime is None:
+        raise Error("grad_scaler() takes a model that fp4graph.apply has prepared")
+    return torch.amp.GradScaler(
+        runtime.device.type, enabled=any(technique.scales_loss for technique in runtime.techniques())
+    )
