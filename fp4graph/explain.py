@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import random
+import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -120,12 +121,17 @@ def explain(
             twin(*fake_args, **fake_kwargs)
     finally:
         random.setstate(python_state)
-        torch._dynamo.reset_code(runtime.entry.__code__)
+        _forget(runtime.entry.__code__)
     try:
         check_coverage(loaded, runtime.sites)
     except PolicyError as error:
         problem = str(error).replace(" The model is as it was before apply()", "")
     return Explanation(loaded, tuple(runtime.sites), runtime.names.blocks, problem, len(runtime._frames))
+
+
+def _forget(code: types.CodeType) -> None:
+    """Drop what Dynamo compiled for the twin."""
+    torch._dynamo.reset_code(code)
 
 
 def describe(spec: QuantSpec | None) -> str:

@@ -98,6 +98,7 @@ class Runtime:
     def __init__(self, root: nn.Module, policy: Policy, backend: str, seed: int | None, dynamic: bool | None) -> None:
         self.root, self.policy, self.backend, self.seed = root, policy, backend, 0 if seed is None else seed
         self.dynamic = dynamic
+        self.entry = _entry_point(root)
         self.names = Names(root)
         self.device = next((p.device for p in root.parameters()), torch.device("cpu"))
         self.step: Tensor = noise.make_key(0)
@@ -119,7 +120,6 @@ class Runtime:
         try:
             if any(_quantizes(rule) for rule in (*self.policy.rules, self.policy.default)):
                 self._attach_state()
-            self.entry = _entry_point(self.root)
             self._compiled = torch.compile(self.entry, backend=self._capture, dynamic=self.dynamic)
             self.root._compiled_call_impl = _Call(self)  # type: ignore[assignment]
         except BaseException:
@@ -233,7 +233,8 @@ class Runtime:
         for key, value in previous.items():
             if key in buffers and buffers[key].shape == value.shape:
                 buffers[key].copy_(value)
-        self.root_state._count = int(self.root_state.forwards)  # type: ignore[arg-type]
+        if any(key.endswith(".forwards") for key in previous):
+            self.root_state.recount()
 
     # ------------------------------------------------------------------ compiling and running
 

@@ -106,10 +106,14 @@ class RootState(State):
         assert isinstance(self.forwards, Tensor)
         self.forwards.fill_(self._count)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
+    def recount(self) -> None:
+        """Take the count from the buffer, which a checkpoint may have changed."""
         assert isinstance(self.forwards, Tensor)
         self._count = int(self.forwards)
+
+    def _load_from_state_dict(self, *args: Any) -> None:
+        super()._load_from_state_dict(*args)
+        self.recount()
 
     def reset(self, name: str) -> None:
         if name == "forwards":

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from fp4graph.graph.products import is_sdpa
 
@@ -57,10 +58,10 @@ def inline(gm: GraphModule, node: Node, function: Callable[..., Any], tag: str |
         args, kwargs = pytree.tree_unflatten([given[x] if isinstance(x, Node) else x for x in flat], spec)
         return function(*args, **kwargs)
 
-    fake_mode = detect_fake_mode(values)
-    assert fake_mode is not None, "Dynamo's graphs carry fake values"
-    # Before autograd and autocast, so that linear stays linear and the caller's autocast still decides dtypes.
-    with fake_mode:
+    fake_mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
+    # Before autograd and autocast, so that linear stays linear and the caller's autocast still decides dtypes. The
+    # caller may itself run on fake tensors (explain), of another mode than Dynamo's.
+    with _disable_current_modes(), fake_mode:
         traced = make_fx(on_tensors, pre_dispatch=True)(*values)
     replaced = _splice(gm, node, traced, inputs, tag)
     _replace(node, replaced)
