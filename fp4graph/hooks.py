@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -64,6 +65,21 @@ def _follow(module: Any, path: tuple[str, ...]) -> Tensor:
     for step in path:
         module = getattr(module, step)
     return module  # type: ignore[no-any-return]
+
+
+class GuardedForward:
+    """``forward`` of a root that owns quantized weights itself, where a direct call would meet no hook at all."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        functools.update_wrapper(self, type(module).forward)
+        del self.__wrapped__  # type: ignore[attr-defined]  # a function of the class, not picklable by every pickler
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            for _, _, hook in entries(self.module):
+                hook(self.module, args)
+        return type(self.module).forward(self.module, *args, **kwargs)
 
 
 def entries(root: nn.Module) -> list[tuple[nn.Module, int, Entry]]:

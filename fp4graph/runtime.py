@@ -153,6 +153,8 @@ class Runtime:
         for fqn, module in list(self.root.named_modules(remove_duplicate=False)):
             if id(module) in site_states and state.NAME not in fqn.split("."):
                 self._prepare(fqn, module, site_states[id(module)], planned)
+        if "" in planned:
+            self.root.forward = hooks.GuardedForward(self.root)
         self.root_state = root_state
         root_holder = site_states.get(id(self.root))
         if root_holder is None:
@@ -396,6 +398,8 @@ def detach(root: nn.Module) -> None:
         module._forward_pre_hooks_with_kwargs.pop(key, None)
     for module in list(root.modules()):
         module._modules.pop(state.NAME, None)
+    if isinstance(root.__dict__.get("forward"), hooks.GuardedForward):
+        del root.forward
     ignored = [n for n in getattr(root, "_ddp_params_and_buffers_to_ignore", []) if not state.is_ours(n)]
     if ignored:
         root._ddp_params_and_buffers_to_ignore = ignored  # type: ignore[assignment]

@@ -1,0 +1,36 @@
+"""Shared fixtures: small real models, and a clean compiler between tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import timm
+import torch
+from torch import nn
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    """No test sees another's compiled code, or its random state."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def vit() -> Callable[..., nn.Module]:
+    """Makes a two-block timm ViT of width 64 on 32x32 images, the same weights every time."""
+
+    def make(**options: object) -> nn.Module:
+        torch.manual_seed(0)
+        settings = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 64, "num_heads": 2, "num_classes": 10}
+        return timm.create_model("vit_tiny_patch16_224", **{**settings, **options})
+
+    return make
+
+
+@pytest.fixture
+def images() -> torch.Tensor:
+    return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))

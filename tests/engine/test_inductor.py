@@ -1,0 +1,129 @@
+"""A deliberate, small set under Inductor: compiling costs about a second a kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fp4graph
+from fp4graph.operands import Operand
+from fp4graph.ops import matmul
+from fp4graph.runtime import runtime_of
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc1, self.fc2 = nn.Linear(64, 96), nn.Linear(96, 64)
+
+    def forward(self, x):
+        return self.fc2(torch.relu(self.fc1(x)))
+
+
+def train(backend, x, policy, steps=3, ulp=False):
+    model = fp4graph.apply(Mlp(), policy, backend=backend)
+    optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    if ulp:
+        x = torch.nextafter(x, torch.full_like(x, torch.inf))
+    losses = []
+    for _ in range(steps):
+        loss = (model(x) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return torch.tensor(losses, dtype=torch.float64), model
+
+
+@pytest.mark.parametrize("policy", ["tetrajet-qema"])
+def test_training_under_inductor_follows_eager(policy):
+    """No further apart than 3 times what a one-ulp change of the input does: quantized training amplifies an ulp."""
+    x = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+    eager, _ = train("eager", x, policy)
+    nudged, _ = train("eager", x, policy, ulp=True)
+    compiled, model = train("inductor", x, policy)
+    assert (compiled - eager).abs().max() <= 3 * max((nudged - eager).abs().max().item(), 1e-7)
+    assert sum(site.quantized for site in runtime_of(model).sites) == 2
+
+
+@pytest.fixture(scope="module")
+def recorded():
+    """The six operands of every site of a real training step, with their programs and keys."""
+    calls = []
+    original = matmul.OperandProgram.__call__
+
+    def record(program, x, key=None, state=None):
+        calls.append((program, x.detach().clone(), None if key is None else key.clone()))
+        return original(program, x, key, state)
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(matmul.OperandProgram, "__call__", record)
+    torch._dynamo.reset()
+    train("eager", torch.randn(40, 64, generator=torch.Generator().manual_seed(0)), "tetrajet", steps=1)
+    patch.undo()
+    return calls
+
+
+def test_quantizers_are_bit_identical_on_a_real_steps_operands(recorded):
+    programs = [c for c in recorded if c[0].spec is not None]
+    assert len(programs) == 2 * len(Operand) - 1  # the first layer's input needs no gradient: one GEMM less, two operands
+    for program, x, key in programs:
+        torch._dynamo.reset()
+        eager = program(x, key)[0].values
+        compiled = torch.compile(lambda t, k, program=program: program(t, k)[0].values, backend="inductor")(x, key)
+        assert torch.equal(eager, compiled), program.spec
+
+
+def test_an_edited_technique_never_runs_the_old_code():
+    """Equal options, other code: nothing compiled for the first class may serve the second."""
+    from fp4graph.registry import Registry
+    from fp4graph.technique import Overhead, Technique
+
+    def version(factor):
+        class Scaled(Technique):
+            name = "scaled"
+            overhead = Overhead("O(n)", "O(1)", True)
+
+            @property
+            def complexity(self):
+                return 0.5
+
+            def operands(self, site):
+                return frozenset({Operand.FPROP_WEIGHT})
+
+            def after(self, x, noise):
+                return x * factor
+
+        class Plugin:
+            @staticmethod
+            @fp4graph.hookimpl
+            def fp4graph_techniques():
+                return [Scaled]
+
+        return Registry([("scaled", Plugin)], entry_point_group=None)
+
+    x, outputs = torch.randn(8, 64), []
+    for factor in (1.0, 2.0):
+        torch._dynamo.reset()
+        policy = fp4graph.load_policy(
+            {
+                "version": 1,
+                "name": "p",
+                "rules": [
+                    {
+                        "name": "all",
+                        "match": {"op": "linear"},
+                        "quantize": {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}},
+                        "techniques": ["scaled"],
+                    }
+                ],
+            },
+            registry=version(factor),
+        )
+        model = nn.Linear(64, 32, bias=False)
+        nn.init.constant_(model.weight, 0.5)
+        with torch.no_grad():
+            outputs.append(fp4graph.apply(model, policy, backend="inductor")(x))
+    assert torch.equal(outputs[1], 2 * outputs[0])

@@ -1,0 +1,197 @@
+"""The six-operand product against TetraJet Eq. 3-5 (and Microscaling's Eq. 6-7) written out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fp4graph
+from fp4graph.graph.plan import plan_site
+from fp4graph.graph.rewrite import site_function
+from fp4graph.numerics import noise
+from fp4graph.operands import Operand
+from fp4graph.ops.program import operand_key
+from fp4graph.site import SiteView
+
+CEIL = fp4graph.ScaleSpec("e8m0", "ceil")
+FLOOR = fp4graph.ScaleSpec("e8m0", "floor")
+KEY, STEP = noise.make_key("site", "fc"), noise.make_key("forward", 0, 0, 0)
+
+
+def linear(policy: str):
+    loaded = fp4graph.load_policy(policy)
+    view = SiteView("fc", "linear", 64, 96, 64 * 96)
+    program = plan_site(view, loaded.rules[0]).program
+    return site_function(program, "linear", 1.0, 1.0)
+
+
+def run(policy: str, x, w, bias, dy, step=STEP):
+    x, w, bias = (t.detach().clone().requires_grad_() for t in (x, w, bias))
+    y = linear(policy)(x, w, bias, KEY, step, 0)
+    y.backward(dy)
+    return y.detach(), x.grad, w.grad, bias.grad
+
+
+@pytest.fixture
+def data():
+    generator = torch.Generator().manual_seed(0)
+    # 50 tokens: the block of 32 does not divide them, so wgrad's operands are padded.
+    shapes = (50, 64), (96, 64), (96,), (50, 96)
+    return tuple(torch.randn(shape, generator=generator) for shape in shapes)
+
+
+def test_microscaling_is_its_equations(data):
+    x, w, bias, dy = data
+
+    def quantize(t, dim):
+        return fp4graph.fake_quantize(t, fp4graph.QuantSpec(scale=FLOOR), dim)
+
+    y, dx, dw, db = run("microscaling", x, w, bias, dy)
+    torch.testing.assert_close(y, torch.addmm(bias, quantize(x, 1), quantize(w, 1).T), rtol=0, atol=0)
+    torch.testing.assert_close(dx, quantize(dy, 1) @ quantize(w, 0), rtol=0, atol=0)
+    torch.testing.assert_close(dw, quantize(dy, 0).T @ quantize(x, 0), rtol=0, atol=0)
+    torch.testing.assert_close(db, dy.sum(0), rtol=0, atol=0)
+
+
+def test_tetrajet_is_its_equations(data):
+    x, w, bias, dy = data
+    nearest = fp4graph.QuantSpec(scale=CEIL, ties="up")
+    stochastic = dataclasses.replace(nearest, rounding="stochastic")
+    key = noise.mix(KEY, STEP)
+
+    def sr(t, operand):  # blocks along the last axis, as the GEMM reads the operand
+        return fp4graph.fake_quantize(t, stochastic, -1, operand_key(key, operand).clone() if False else _salted(key, operand))
+
+    y, dx, dw, _ = run("tetrajet", x, w, bias, dy)
+    q1, q2 = fp4graph.fake_quantize(x, nearest, 1), fp4graph.fake_quantize(w, nearest, 1)
+    torch.testing.assert_close(y, torch.addmm(bias, q1, q2.T), rtol=0, atol=0)
+    q3, q4 = sr(dy, Operand.DGRAD_GRAD_OUTPUT), sr(q2.T, Operand.DGRAD_WEIGHT).T
+    torch.testing.assert_close(dx, q3 @ q4, rtol=0, atol=0)
+    q5, q6 = sr(dy.T, Operand.WGRAD_GRAD_OUTPUT), sr(q1.T, Operand.WGRAD_INPUT).T
+    torch.testing.assert_close(dw, q5 @ q6, rtol=0, atol=0)
+
+
+def _salted(key, operand):
+    """The key of an operand's element noise: salt 1 + its number, then 0 for elements."""
+    return noise.derive(operand_key(key, operand), 0)
+
+
+@pytest.mark.parametrize("quantity", ["dx", "dw"])
+def test_tetrajet_averages_to_the_unbiased_gradient(data, quantity):
+    """E[gradient] is TJ Eq. 8-9, the gradient of the quantized forward: within 4 standard errors nearly everywhere."""
+    x, w, bias, dy = data
+    nearest = fp4graph.QuantSpec(scale=CEIL, ties="up")
+    steps = 400
+    index = 1 if quantity == "dx" else 2
+    samples = torch.stack(
+        [run("tetrajet", x, w, bias, dy, noise.make_key("forward", 0, 0, i))[index] for i in range(steps)]
+    ).double()
+    q1, q2 = fp4graph.fake_quantize(x, nearest, 1).double(), fp4graph.fake_quantize(w, nearest, 1).double()
+    expected = dy.double() @ q2 if quantity == "dx" else dy.double().T @ q1
+    z = (samples.mean(0) - expected) / (samples.std(0) / steps**0.5)
+    assert z.abs().mean() < 0.9  # E|z| of a standard normal is 0.8
+    assert (z.abs() > 4).float().mean() < 1e-3
+    # Microscaling's is not: its bias does not shrink.
+    biased = run("microscaling", x, w, bias, dy)[index].double()
+    assert (biased - expected).norm() > 5 * (samples.mean(0) - expected).norm()
+
+
+@pytest.mark.parametrize("shape", [(64,), (0, 64), (1, 64), (3, 5, 64), (2, 3, 4, 64)])
+def test_leading_axes_are_tokens(shape):
+    f, w = linear("tetrajet"), torch.randn(96, 64)
+    x = torch.randn(shape, requires_grad=True)
+    y = f(x, w, None, KEY, STEP, 0)
+    assert y.shape == F.linear(x, w).shape
+    y.sum().backward()
+    assert x.grad.shape == x.shape
+    flat = f(x.detach().reshape(-1, 64), w, None, KEY, STEP, 0)
+    assert torch.equal(y.detach().reshape(-1, 96), flat.reshape(-1, 96))
+
+
+def test_unquantized_operands_leave_their_gemm_exact(data):
+    x, w, bias, dy = data
+    policy = {
+        "version": 1,
+        "name": "forward-only",
+        "rules": [
+            {
+                "name": "all",
+                "match": {"op": "linear"},
+                "quantize": {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "floor"}},
+                "operands": {"backward": "keep"},
+            }
+        ],
+    }
+    _, dx, dw, _ = run(policy, x, w, bias, dy)
+    assert torch.equal(dx, dy @ w)
+    assert torch.equal(dw, dy.T @ x)
+
+
+def test_needs_no_gradient_it_is_not_asked_for(data):
+    x, w, bias, _ = data
+    frozen = w.clone()
+    y = linear("tetrajet")(x.requires_grad_(), frozen, bias, KEY, STEP, 0)
+    y.sum().backward()
+    assert x.grad is not None
+    assert frozen.grad is None
+
+
+def test_autocast_runs_the_gemms_in_its_dtype(data):
+    x, w, bias, dy = data
+    f = linear("tetrajet")
+    with torch.autocast("cpu", torch.bfloat16):
+        y = f(x.requires_grad_(), w.requires_grad_(), bias, KEY, STEP, 0)
+    assert y.dtype is torch.bfloat16
+    y.backward(dy.to(torch.bfloat16))
+    assert x.grad.dtype is w.grad.dtype is torch.float32
+    spec = fp4graph.QuantSpec(scale=CEIL, ties="up")
+    expected = torch.addmm(
+        bias.bfloat16(),
+        fp4graph.fake_quantize(x.detach().bfloat16(), spec),
+        fp4graph.fake_quantize(w.detach().bfloat16(), spec).T,
+    )
+    assert torch.equal(y.detach(), expected)
+
+
+def test_from_master_quantizes_before_the_cast(data):
+    x, w, bias, _ = data
+    quantize = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}, "from_master": True}
+    policy = {"version": 1, "name": "master", "rules": [{"name": "all", "match": {"op": "linear"}, "quantize": quantize}]}
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear(policy)(x, w, None, KEY, STEP, 0)
+    spec = fp4graph.QuantSpec(scale=CEIL)
+    expected = fp4graph.fake_quantize(x, spec).bfloat16() @ fp4graph.fake_quantize(w, spec).bfloat16().T
+    assert torch.equal(y, expected)
+
+
+def test_mixed_dtypes_are_refused_as_torch_does(data):
+    x, w, _, _ = data
+    with pytest.raises(RuntimeError, match="one dtype"):
+        linear("tetrajet")(x, w.bfloat16(), None, KEY, STEP, 0)
+
+
+def test_a_second_derivative_is_refused(data):
+    x, w, bias, _ = data
+    y = linear("microscaling")(x.requires_grad_(), w, bias, None, None, 0)
+    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="twice|once_differentiable"):
+        gradient.sum().backward()
+
+
+def test_batched_products_broadcast_and_sum_back():
+    spec = fp4graph.QuantSpec(scale=CEIL)
+    quantize = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}}
+    policy = {"version": 1, "name": "p", "rules": [{"name": "all", "match": {"op": "matmul"}, "quantize": quantize}]}
+    program = plan_site(SiteView("a", "matmul", 16, 7, None), fp4graph.load_policy(policy).rules[0]).program
+    f = site_function(program, "matmul", 1.0, 1.0)
+    a, b = torch.randn(2, 3, 5, 16, requires_grad=True), torch.randn(3, 16, 7, requires_grad=True)
+    y = f(a, b, None, None, None, 0)
+    assert torch.equal(y.detach(), fp4graph.fake_quantize(a.detach(), spec) @ fp4graph.fake_quantize(b.detach(), spec, -2))
+    y.sum().backward()
+    assert b.grad.shape == b.shape
+    dy = torch.ones_like(y)
+    da = fp4graph.fake_quantize(dy, spec) @ fp4graph.fake_quantize(b.detach(), spec, -1).mT
+    assert torch.equal(a.grad, da)

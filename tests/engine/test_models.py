@@ -1,0 +1,219 @@
+"""The same policy on other people's models, with the sites that a person would count by hand."""
+
+from __future__ import annotations
+
+import pytest
+import timm
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fp4graph
+from fp4graph.graph.expand import attention, encoder_layer
+from fp4graph.runtime import runtime_of
+
+QUANTIZE = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}}
+
+
+def swin():
+    model = timm.create_model(
+        "swin_tiny_patch4_window7_224", img_size=56, depths=(2, 2, 2, 1), embed_dim=32, num_heads=(1, 2, 4, 8), num_classes=5
+    )
+    names = [f"layers.{s}.blocks.{b}.{m}" for s, d in enumerate((2, 2, 2, 1)) for b in range(d) for m in BLOCK]
+    return model, (torch.randn(2, 3, 56, 56),), names
+
+
+BLOCK = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+
+
+def deit():
+    model = timm.create_model("deit_tiny_patch16_224", img_size=32, depth=2, num_classes=5)
+    return model, (torch.randn(2, 3, 32, 32),), [f"blocks.{b}.{m}" for b in range(2) for m in BLOCK]
+
+
+def gpt2():
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        n_embd=64, n_layer=2, n_head=2, vocab_size=97, n_positions=32, bos_token_id=0, eos_token_id=0, use_cache=False
+    )
+    linears = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+    names = [f"transformer.h.{i}.{m}" for i in range(2) for m in linears]
+    return GPT2LMHeadModel(config), (torch.randint(97, (2, 16)),), names
+
+
+def llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        vocab_size=97,
+        max_position_embeddings=32,
+        bos_token_id=0,
+        eos_token_id=0,
+        use_cache=False,
+    )
+    linears = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
+    names = [f"model.layers.{i}.{m}" for i in range(2) for m in linears]
+    return LlamaForCausalLM(config), (torch.randint(97, (2, 16)),), names
+
+
+def encoder():
+    layer = nn.TransformerEncoderLayer(64, 2, 96, batch_first=True)
+    return layer, (torch.randn(2, 8, 64),), ["self_attn", "self_attn.out_proj", "linear1", "linear2"]
+
+
+def bare_linear():
+    return nn.Linear(40, 24), (torch.randn(6, 40),), [""]
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("make", [deit, swin, gpt2, llama, encoder, bare_linear])
+def test_sites_are_those_a_person_counts(make, training):
+    model, args, names = make()
+    model.train(training)
+    explanation = fp4graph.explain(model, "tetrajet-qema", args)
+    assert sorted(site.module for site in explanation.sites if site.quantized) == sorted(names)
+    assert explanation.problem is None
+
+    fp4graph.apply(model, "tetrajet-qema", backend="eager")
+    optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters()))
+    if training:
+        for _ in range(2):
+            out = model(*args)
+            loss = (out if isinstance(out, torch.Tensor) else out.logits).float().square().mean()
+            loss.backward()
+            assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+            optimizer.step()
+    else:
+        with torch.no_grad():
+            model(*args)
+    sites = runtime_of(model).sites
+    assert {site.module for site in sites if site.quantized} == set(names)
+
+
+def test_llama_knows_its_swiglu():
+    model, args, _ = llama()
+    rules = [
+        {"name": "swiglu", "match": {"op": "linear", "producer": "swiglu"}, "quantize": QUANTIZE},
+    ]
+    explanation = fp4graph.explain(model, {"version": 1, "name": "p", "rules": rules}, args)
+    assert [s.module for s in explanation.sites if s.quantized] == [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
+
+
+def test_first_and_last_blocks():
+    model, args, _ = deit()
+    rules = [
+        {"name": "ends", "match": {"first_blocks": 1}, "keep": "first block"},
+        {"name": "rest", "match": {"op": "linear", "block": True}, "quantize": QUANTIZE},
+    ]
+    explanation = fp4graph.explain(model, {"version": 1, "name": "p", "rules": rules}, args)
+    assert {s.module.split(".")[1] for s in explanation.sites if s.quantized} == {"1"}
+    assert all(s.reason == "first block" for s in explanation.sites if s.rule == "ends")
+
+
+class Forms(nn.Module):
+    """Every spelling of a matrix product."""
+
+    def __init__(self):
+        super().__init__()
+        self.w_weight = nn.Parameter(torch.randn(32, 32))
+        self.bias = nn.Parameter(torch.randn(32))
+
+    def forward(self, x):
+        w, b = self.w_weight, self.bias
+        y = F.linear(x, w, b)
+        y = y @ w
+        y = torch.matmul(y, w.t())
+        y = torch.addmm(b, y.flatten(0, 1), w).view_as(x)
+        y = torch.addmm(y.flatten(0, 1), y.flatten(0, 1), w, beta=0.5, alpha=2.0).view_as(x)
+        y = y.matmul(w)
+        y = torch.einsum("btk,nk->btn", y, w)
+        z = torch.bmm(y, y.transpose(1, 2))
+        z = torch.baddbmm(z, z, z)
+        z = torch.einsum("bij,bjk->bki", z, z)
+        return torch.mm(z[0], z[1]) + F.scaled_dot_product_attention(z[:, None], z[:, None], z[:, None]).sum()
+
+
+def test_every_spelling_is_found_and_computes_the_same():
+    torch.manual_seed(0)
+    model, x = Forms(), torch.randn(2, 5, 32)
+    rules = [
+        {"name": "weights", "match": {"op": "linear"}, "quantize": {**QUANTIZE, "element": "e4m3"}},
+        {"name": "activations", "match": {"op": "matmul"}, "quantize": QUANTIZE, "operands": {"weights": "keep"}},
+        {"name": "attention", "match": {"op": "sdpa"}, "quantize": QUANTIZE},
+    ]
+    explanation = fp4graph.explain(model, {"version": 1, "name": "p", "rules": rules}, (x,))
+    ops = [site.op for site in explanation.sites if site.quantized]
+    assert ops == ["linear"] * 7 + ["matmul"] * 4 + ["sdpa"] * 2
+    # With every operand kept the rewritten forms are the originals.
+    keep = [{**rule, "operands": {"fprop": "keep", "wgrad": "keep", "dgrad.weight": "keep"}} for rule in rules]
+    expected = model(x)
+    got = fp4graph.apply(model, {"version": 1, "name": "p", "rules": keep}, backend="eager")(x)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_a_product_of_vectors_or_of_integers_is_listed_with_its_reason():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x):
+            counts = torch.ones(2, 2, dtype=torch.int64)
+            return self.fc(x) @ torch.ones(8) + (counts @ counts).sum()
+
+    explanation = fp4graph.explain(Odd(), "tetrajet", (torch.randn(4, 8),))
+    reasons = {site.op: site.reason for site in explanation.sites if not site.quantized}
+    assert sorted(reasons.values()) == ["a matrix-vector product", "not floating point"]
+
+
+def test_explain_touches_nothing(vit, images):
+    model = vit(drop_rate=0.5)
+    keys, before = list(model.state_dict()), torch.get_rng_state()
+    fp4graph.explain(model, "tetrajet-qema", (images,))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert list(model.state_dict()) == keys
+    applied = fp4graph.apply(model, "tetrajet", backend="eager")
+    assert "8 of 12 sites quantized" in str(fp4graph.explain(applied, "microscaling", (images,)))
+    applied(images)
+
+
+@pytest.mark.parametrize(
+    ("mask", "causal", "gqa"), [(None, False, False), ("bool", False, False), ("float", False, True), (None, True, False)]
+)
+def test_the_opened_attention_is_torchs(mask, causal, gqa):
+    q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2 if gqa else 4, 6, 8), torch.randn(2, 2 if gqa else 4, 6, 8)
+    given = {None: None, "bool": torch.rand(5, 6) > 0.3, "float": torch.randn(5, 6)}[mask]
+    arguments = {"attn_mask": given, "is_causal": causal, "enable_gqa": gqa}
+    # Another order of summation than the fused kernel's: float error, no more.
+    torch.testing.assert_close(attention(q, k, v, **arguments), F.scaled_dot_product_attention(q, k, v, **arguments))
+
+
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+def test_the_opened_encoder_layer_is_torchs(norm_first, masked):
+    layer = nn.TransformerEncoderLayer(16, 2, 24, batch_first=True, norm_first=norm_first, activation="gelu").eval()
+    x, mask = torch.randn(3, 5, 16), torch.ones(5, 5, dtype=torch.bool).triu(1) if masked else None
+    a = layer.self_attn
+    with torch.no_grad():
+        got = encoder_layer(
+            x, 16, 2, a.in_proj_weight, a.in_proj_bias, a.out_proj.weight, a.out_proj.bias, True, norm_first, 1e-5,
+            layer.norm1.weight, layer.norm1.bias, layer.norm2.weight, layer.norm2.bias, layer.linear1.weight,
+            layer.linear1.bias, layer.linear2.weight, layer.linear2.bias, mask, 0,
+        )  # fmt: skip
+        torch.testing.assert_close(got, layer(x, src_mask=mask))
+
+
+def test_the_entry_point_opens_the_fused_encoder_layer():
+    layer, (x,), _ = encoder()
+    layer.eval()
+    with torch.no_grad():
+        fused = torch.compile(layer, backend="fp4graph", options={"policy": "microscaling", "backend": "eager"})(x)
+        applied = fp4graph.apply(layer, "microscaling", backend="eager")(x)
+    torch.testing.assert_close(fused, applied)
+    assert not torch.allclose(applied, layer.norm2(x))
