@@ -1,0 +1,7 @@
+"""Policies: which sites of a model are quantized and how, as data."""
+
+from fp4graph.policy.load import PolicyRef, load_policy
+from fp4graph.policy.match import Match, Range
+from fp4graph.policy.policy import Expect, Policy, Rule, Specs, check_modules
+
+__all__ = ["Expect", "Match", "Policy", "PolicyRef", "Range", "Rule", "Specs", "check_modules", "load_policy"]

@@ -1,0 +1,174 @@
+"""YAML as plain data that remembers its lines: what every error message of a policy is pinned to.
+
+The data is what ``yaml.safe_load`` would give (merge keys and aliases included, no tag that runs code), except that a
+key given twice, which YAML forbids and PyYAML lets pass, is an error, and that keys are text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import yaml
+
+from fp4graph.errors import PolicyError
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where something stands: a file and a 1-based line, both None in a policy given as data."""
+
+    file: str | None = None
+    line: int | None = None
+
+    def error(self, message: str) -> PolicyError:
+        return PolicyError(message, file=self.file, line=self.line)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A value with its place: a scalar, a list of nodes, or a dict of nodes with ``keys``, the places of its keys."""
+
+    value: Any
+    place: Place
+    keys: Mapping[str, Place] = field(default_factory=dict)
+
+    def child(self, part: object) -> Node | None:
+        """The item under one key or index, or None."""
+        if isinstance(self.value, dict) and isinstance(part, str):
+            return self.value.get(part)
+        if isinstance(self.value, list) and isinstance(part, int) and part < len(self.value):
+            item = self.value[part]
+            assert isinstance(item, Node)
+            return item
+        return None
+
+    def get(self, *path: object) -> Node:
+        """The deepest node along ``path``; parts that lead nowhere are passed over."""
+        node = self
+        for part in path:
+            node = node.child(part) or node
+        return node
+
+    def where(self, *path: object) -> Place:
+        """The place of the key at the end of ``path``, or the nearest there is."""
+        *parents, last = path
+        parent = self.get(*parents)
+        return parent.keys.get(str(last), parent.get(last).place)
+
+    def replacing(self, items: Mapping[str, tuple[Place, Node]]) -> Node:
+        """A mapping with ``items`` in place of, or after, those of the same key."""
+        return replace(
+            self,
+            value={**self.value, **{key: node for key, (_, node) in items.items()}},
+            keys={**self.keys, **{key: place for key, (place, _) in items.items()}},
+        )
+
+    def plain(self) -> Any:
+        """The data alone: dicts, lists and scalars."""
+        if isinstance(self.value, dict):
+            return {key: item.plain() for key, item in self.value.items()}
+        if isinstance(self.value, list):
+            return [item.plain() for item in self.value]
+        return self.value
+
+
+def parse(text: str, file: str) -> Node:
+    """The one document in ``text``."""
+    try:
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        if root is None:
+            raise Place(file).error("the file is empty; a policy begins with 'version: 1'")
+        return _Reader(loader, file).read(root)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        problem = ", ".join(filter(None, (error.context, error.problem)))
+        raise Place(file, mark.line + 1 if mark else None).error(
+            f"not valid YAML: {problem}{_hint(text, mark)}"
+        ) from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise Place(file, line).error(f"not valid YAML: {error.reason}; remove the character") from None
+    except RecursionError:
+        raise Place(file).error("not a policy: nested too deeply") from None
+
+
+def _hint(text: str, mark: yaml.Mark | None) -> str:
+    """What to do about a syntax error, where its line tells."""
+    lines = text.splitlines()
+    line = lines[mark.line] if mark and mark.line < len(lines) else ""
+    if "\t" in line:
+        return "; indent with spaces, not tabs"
+    if line.lstrip().startswith(("*", "&", "%", "@", "`")) or ": *" in line:
+        return "; quote text that begins with a character YAML gives a meaning to, such as '*'"
+    return "; check indentation, colons, quotes and brackets around here"
+
+
+class _Reader:
+    """Turns PyYAML's composed nodes into ours."""
+
+    def __init__(self, loader: yaml.SafeLoader, file: str) -> None:
+        self._loader = loader
+        self._file = file
+        self._open: set[int] = set()
+        self._done: dict[int, Node] = {}
+
+    def read(self, node: yaml.Node) -> Node:
+        place = self._place(node)
+        if id(node) in self._open:
+            raise place.error("an alias contains itself; write the block out")
+        if id(node) not in self._done:
+            self._open.add(id(node))
+            self._done[id(node)] = self._build(node, place)
+            self._open.remove(id(node))
+        return self._done[id(node)]
+
+    def _build(self, node: yaml.Node, place: Place) -> Node:
+        if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
+            return self._mapping(node, place)
+        if isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
+            return Node([self.read(item) for item in node.value], place)
+        if not isinstance(node, yaml.ScalarNode):
+            raise place.error(f"tag {node.tag!r} is not allowed; a policy is plain mappings, lists and values")
+        try:
+            return Node(self._loader.construct_object(node), place)
+        except yaml.constructor.ConstructorError:
+            raise place.error(f"tag {node.tag!r} is not allowed; a policy runs no code, write a plain value") from None
+        except ValueError as error:
+            raise place.error(f"{node.value!r} is not a value: {error}; quote it to make it text") from None
+
+    def _mapping(self, node: yaml.MappingNode, place: Place) -> Node:
+        written = [self._key(key) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+        first: dict[str, Place] = {}
+        for key, where in written:
+            if key in first:
+                raise where.error(f"key {key!r} is given twice, first on line {first[key].line}; remove one of them")
+            first[key] = where
+        self._loader.flatten_mapping(node)
+        items = [(*self._key(key), self.read(value)) for key, value in node.value]  # merged ones first: own keys win
+        return Node({key: item for key, _, item in items}, place, {key: where for key, where, _ in items})
+
+    def _key(self, node: yaml.Node) -> tuple[str, Place]:
+        place = self._place(node)
+        value = self._loader.construct_object(node) if isinstance(node, yaml.ScalarNode) else None
+        if not isinstance(value, str):
+            raise place.error(f"a key is text, and YAML reads this one as {value!r}; quote it or correct it")
+        return value, place
+
+    def _place(self, node: yaml.Node) -> Place:
+        return Place(self._file, node.start_mark.line + 1)
+
+
+def from_data(data: object) -> Node:
+    """Data given in Python, without places."""
+    nowhere = Place()
+    if isinstance(data, Mapping):
+        for key in data:
+            if not isinstance(key, str):
+                raise nowhere.error(f"a key is text; got {key!r}")
+        return Node({str(key): from_data(item) for key, item in data.items()}, nowhere)
+    if isinstance(data, list | tuple):
+        return Node([from_data(item) for item in data], nowhere)
+    return Node(data, nowhere)

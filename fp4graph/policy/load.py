@@ -1,0 +1,111 @@
+"""From a reference to a policy: a file, a shipped name, data or a policy."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from fp4graph.policy.document import Node, Place, from_data, parse
+from fp4graph.policy.policy import Policy
+from fp4graph.policy.resolve import resolve
+from fp4graph.policy.schema import PolicySection
+from fp4graph.policy.validation import validate
+from fp4graph.registry import Registry, default_registry
+
+PolicyRef = str | PathLike[str] | Mapping[str, Any] | Policy
+
+
+def load_policy(ref: PolicyRef, registry: Registry | None = None) -> Policy:
+    """The policy that ``ref`` refers to.
+
+    Args:
+        ref: a path, the name of a policy that fp4graph or a plugin ships, the content of a policy file as a dict, or
+            a policy, which is returned as it is. Text without a directory and without the suffix ``.yaml`` or ``.yml``
+            is a shipped name before it is a path.
+        registry: where techniques, formats and shipped policies are looked up; everything installed by default.
+
+    Raises:
+        PolicyError: with file and line, at the first thing that is wrong.
+    """
+    if isinstance(ref, Policy):
+        return ref
+    registry = registry or default_registry()
+    if isinstance(ref, Mapping):
+        document = _extended(from_data(ref), Path(), (), registry)
+        return resolve(document, "unnamed", None, registry)
+    if not isinstance(ref, str | PathLike):
+        raise Place().error(f"a policy is a path, a shipped name, a dict or a Policy; got {type(ref).__name__}")
+    path = _find(ref, Path(), registry, Place())
+    return resolve(_extended(_read(path), path.parent, (path,), registry), path.stem, str(path), registry)
+
+
+def _find(ref: str | PathLike[str], directory: Path, registry: Registry, place: Place) -> Path:
+    """The file of a path, relative to ``directory``, or of a shipped name; ``place`` is where it is asked for."""
+    path = Path(ref)
+    is_name = isinstance(ref, str) and path.name == ref and path.suffix not in (".yaml", ".yml")
+    if is_name and ref in registry.policies:
+        return registry.policies[str(ref)]
+    if (directory / path).is_file():
+        return directory / path
+    near = difflib.get_close_matches(path.stem, registry.policies, n=1)
+    shipped = f"did you mean the shipped policy {near[0]!r}? " if near else ""
+    known = f"Shipped policies: {', '.join(sorted(registry.policies)) or 'none'}"
+    what = "is a directory" if (directory / path).is_dir() else "is not a file"
+    described = f"no policy {str(ref)!r} is shipped, and it {what}" if is_name else f"policy {str(ref)!r} {what}"
+    raise place.error(f"{described}; {shipped}{known}")
+
+
+def _read(path: Path) -> Node:
+    try:
+        return parse(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise Place(str(path)).error(
+            f"not text in UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
+        ) from None
+    except OSError as error:
+        raise Place(str(path)).error(f"cannot be read: {error.strerror}") from None
+
+
+def _extended(document: Node, directory: Path, chain: tuple[Path, ...], registry: Registry) -> Node:
+    """``document`` merged onto what it extends; ``chain`` holds the files on the way to it."""
+    written = validate(PolicySection, document)
+    if written.extends is None:
+        return document
+    place = document.get("extends").place
+    path = _find(written.extends, directory, registry, place)
+    if any(path.resolve() == seen.resolve() for seen in chain):
+        names = " → ".join(step.name for step in (*chain, path))
+        raise place.error(f"extends goes round in a circle: {names}; extend another policy or none")
+    return _merge(_extended(_read(path), path.parent, (*chain, path), registry), document)
+
+
+def _merge(parent: Node, child: Node) -> Node:
+    """``child`` over ``parent``: its keys win, its techniques come after the parent's or replace their namesakes.
+
+    The parent's name is not inherited, nor is its ``extends``, which is done.
+    """
+    items = {key: (child.where(key), node) for key, node in child.value.items() if key != "extends"}
+    if "techniques" in items and "techniques" in parent.value:
+        items["techniques"] = (items["techniques"][0], _append(parent.get("techniques"), items["techniques"][1]))
+    inherited = {key: node for key, node in parent.value.items() if key not in ("name", "extends")}
+    return Node(inherited, child.place, parent.keys).replacing(items)
+
+
+def _append(parent: Node, child: Node) -> Node:
+    """Two lists of techniques as one, in which the child's entry stands where the parent has its namesake."""
+    own = {_technique_name(entry) for entry in child.value}
+    replaced = {_technique_name(entry) for entry in parent.value} & own
+    child_entries = list(child.value)
+    merged: list[Node] = []
+    for entry in parent.value:
+        name = _technique_name(entry)
+        merged.append(next(e for e in child_entries if _technique_name(e) == name) if name in replaced else entry)
+    placed = {id(entry) for entry in merged}
+    return Node([*merged, *(entry for entry in child_entries if id(entry) not in placed)], child.place)
+
+
+def _technique_name(entry: Node) -> str:
+    return entry.value if isinstance(entry.value, str) else str(next(iter(entry.value)))

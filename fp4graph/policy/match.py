@@ -1,0 +1,87 @@
+"""The left-hand side of a rule: which sites it speaks of."""
+
+from __future__ import annotations
+
+import fnmatch
+from dataclasses import dataclass
+from typing import Literal
+
+from fp4graph.site import BlockPosition, SiteView
+
+Op = Literal["linear", "matmul", "sdpa"]
+
+
+@dataclass(frozen=True)
+class Range:
+    """Bounds on a whole number, each optional; ``min == max`` asks for one value."""
+
+    min: int | None = None
+    max: int | None = None
+    multiple_of: int | None = None
+
+    def __contains__(self, value: int | None) -> bool:
+        """Whether ``value`` is known and within the bounds: a symbolic size is in no range."""
+        return (
+            value is not None
+            and (self.min is None or value >= self.min)
+            and (self.max is None or value <= self.max)
+            and (self.multiple_of is None or value % self.multiple_of == 0)
+        )
+
+    def __str__(self) -> str:
+        if self.min is not None and self.min == self.max and self.multiple_of is None:
+            return str(self.min)
+        parts = {"at least": self.min, "at most": self.max, "a multiple of": self.multiple_of}
+        return " and ".join(f"{words} {bound}" for words, bound in parts.items() if bound is not None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """Predicates on a site, all of which must hold; one that is None holds for every site.
+
+    Attributes:
+        op: kinds of operation. None is linear and matmul: fused attention is taken apart only for a rule that says
+            ``op: sdpa``, since that costs O(N²) memory.
+        module: globs for the whole fully qualified name, any of which will do. Case-sensitive; ``*`` matches any
+            text, dots included, so ``*.attn.qkv`` is every block's and ``head`` only the top-level head.
+        block: whether the site is inside a repeated stack of blocks.
+        first_blocks, last_blocks: the site is inside the first or last so many blocks of its stack. Both together
+            ask for both; write two rules for either.
+        in_features, out_features, min_numel: sizes K and N of the product, and elements of its second factor. A size
+            that is symbolic in the captured graph satisfies none of them.
+        producer: operations that may have made the input.
+    """
+
+    op: tuple[Op, ...] | None = None
+    module: tuple[str, ...] | None = None
+    block: bool | None = None
+    first_blocks: int | None = None
+    last_blocks: int | None = None
+    in_features: Range | None = None
+    out_features: Range | None = None
+    min_numel: int | None = None
+    producer: tuple[str, ...] | None = None
+
+    def matches(self, site: SiteView) -> bool:
+        """Whether every predicate holds for ``site``."""
+        return (
+            site.op in (self.op or ("linear", "matmul"))
+            and self.module_candidate(site.module, site.block)
+            and (self.in_features is None or site.in_features in self.in_features)
+            and (self.out_features is None or site.out_features in self.out_features)
+            and (self.min_numel is None or site.numel in Range(min=self.min_numel))
+            and (self.producer is None or site.producer in self.producer)
+        )
+
+    def module_candidate(self, module: str | None, block: BlockPosition | None) -> bool:
+        """Whether a site of ``module`` may match, by the predicates that need no captured graph."""
+        return (
+            (self.module is None or self.names(module))
+            and (self.block is None or self.block == (block is not None))
+            and (self.first_blocks is None or (block is not None and block.index < self.first_blocks))
+            and (self.last_blocks is None or (block is not None and block.index >= block.total - self.last_blocks))
+        )
+
+    def names(self, module: str | None) -> bool:
+        """Whether one of the ``module`` globs is the name of ``module``."""
+        return module is not None and any(fnmatch.fnmatchcase(module, glob) for glob in self.module or ())

@@ -1,0 +1,193 @@
+"""A resolved policy: frozen data, all names looked up, all exceptions applied."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from fp4graph.errors import PolicyError
+from fp4graph.numerics.formats import ScaleFormat
+from fp4graph.numerics.spec import QuantSpec
+from fp4graph.operands import Operand
+from fp4graph.policy import dump
+from fp4graph.policy.document import Place
+from fp4graph.policy.match import Match, Range
+from fp4graph.site import SiteView
+from fp4graph.technique import Technique
+
+
+@dataclass(frozen=True)
+class Specs(Mapping[Operand, QuantSpec | None]):
+    """The specs of the six operands, in the order of :class:`Operand`; None is high precision."""
+
+    six: tuple[QuantSpec | None, ...]
+
+    def __getitem__(self, operand: Operand) -> QuantSpec | None:
+        return self.six[list(Operand).index(operand)]
+
+    def __iter__(self) -> Iterator[Operand]:
+        return iter(Operand)
+
+    def __len__(self) -> int:
+        return len(self.six)
+
+
+KEPT = Specs((None,) * len(Operand))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """What happens to the sites that ``match`` speaks of.
+
+    Attributes:
+        keep: why they stay in high precision, or None where they are quantized.
+        specs: of the six operands; all None for a rule that keeps.
+        techniques: the policy's and then the rule's own, one of the rule's taking the place of its namesake.
+        required: whether it is an error that the rule matches nothing.
+    """
+
+    name: str
+    match: Match = field(default_factory=Match)
+    keep: str | None = None
+    specs: Specs = KEPT
+    techniques: tuple[Technique, ...] = ()
+    required: bool = True
+    file: str | None = field(default=None, compare=False)
+    line: int | None = field(default=None, compare=False)
+
+    @property
+    def quantizes(self) -> bool:
+        return self.keep is None
+
+    def error(self, message: str) -> PolicyError:
+        """An error of this rule, with its place and name."""
+        return Place(self.file, self.line).error(f"rule {self.name!r}: {message}")
+
+
+@dataclass(frozen=True)
+class Expect:
+    """Assertions about the captured graphs of a model: how many of its sites are quantized and how many kept."""
+
+    quantized: Range | None = None
+    kept: Range | None = None
+    places: tuple[tuple[str, Place], ...] = field(default=(), compare=False)
+
+    def check(self, quantized: int, total: int) -> None:
+        """Raise a PolicyError unless ``quantized`` of ``total`` sites is as expected."""
+        for name, expected, found in (
+            ("quantized", self.quantized, quantized),
+            ("kept", self.kept, total - quantized),
+        ):
+            if expected is not None and found not in expected:
+                raise (
+                    dict(self.places)
+                    .get(name, Place())
+                    .error(
+                        f"expected {expected} {name} site(s), found {found} of {total}; "
+                        "fp4graph.explain shows the rule of each site: correct the rules or the expectation"
+                    )
+                )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy:
+    """Which sites of a model are quantized and how.
+
+    Equality and hash go by content; where a policy was read from is no part of it.
+
+    Attributes:
+        rules: in order; the first that matches a site decides.
+        default: what a site gets that no rule matches.
+        techniques: those declared for the whole policy.
+        implied: techniques that the specs amount to although nobody declared them, as ``rounding: stochastic`` does.
+        file: where it was read from, or None.
+    """
+
+    name: str
+    description: str = ""
+    rules: tuple[Rule, ...] = ()
+    default: Rule = Rule(name="default", keep="no rule matches", required=False)
+    techniques: tuple[Technique, ...] = ()
+    expect: Expect = Expect()
+    implied: tuple[Technique, ...] = field(default=(), compare=False)
+    file: str | None = field(default=None, compare=False)
+    #: Scale formats made with ``max``, by the name of the format they were made from: how to write them down.
+    base_formats: tuple[tuple[ScaleFormat, str], ...] = field(default=(), compare=False, repr=False)
+
+    def rule_for(self, site: SiteView) -> Rule:
+        """The first rule that matches ``site``, or the default. Fused attention is never quantized by default."""
+        for rule in self.rules:
+            if rule.match.matches(site):
+                return rule
+        if site.op == "sdpa" and self.default.quantizes:
+            return Rule(
+                name="default", keep="fused attention is quantized only by a rule with op: sdpa", required=False
+            )
+        return self.default
+
+    @property
+    def quantizes(self) -> bool:
+        """Whether any site of any model can be quantized; False for a baseline."""
+        return self.default.quantizes or any(rule.quantizes for rule in self.rules)
+
+    @property
+    def complexity(self) -> float:
+        """Ω: the weights of the techniques in use, however spelled, summed over distinct names.
+
+        Where options differ from rule to rule the largest weight counts. A declared technique counts even if no site
+        can use it, as in the tables of "Elucidating the design space of FP4 training".
+        """
+        weights: dict[str, float] = {}
+        for technique in (*self.declared, *self.implied):
+            weights[technique.name] = max(technique.complexity, weights.get(technique.name, technique.complexity))
+        return math.fsum(weights.values())  # exact, hence the same in any order
+
+    @property
+    def declared(self) -> tuple[Technique, ...]:
+        """The techniques of the policy and of its rules, each once."""
+        own = (technique for rule in (*self.rules, self.default) for technique in rule.techniques)
+        return tuple(dict.fromkeys((*self.techniques, *own)))
+
+    def to_yaml(self) -> str:
+        """The whole policy, ``extends`` resolved and defaults left out: text that loads as an equal policy."""
+        return dump.to_yaml(self)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 of everything that changes behaviour: all but the policy's name, description and file.
+
+        Formats count with all their numbers, so that a plugin's format that changes under its name is noticed. The
+        code of techniques does not count; whoever caches compiled code adds it.
+        """
+        content = dump.to_data(self)
+        del content["name"]
+        content.pop("description", None)
+        specs = [spec for rule in (*self.rules, self.default) for spec in rule.specs.six if spec]
+        formats = {spec.element for spec in specs} | {spec.scale.format for spec in specs}
+        content["formats"] = sorted(repr(dataclasses.astuple(number_format)) for number_format in formats)
+        return hashlib.sha256(json.dumps(content, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def check_modules(policy: Policy, names: Iterable[str]) -> None:
+    """Raise a PolicyError at the first required rule whose ``module`` globs fit none of a model's module ``names``.
+
+    One glob of a list is enough: lists are how a policy fits several families of models.
+    """
+    known = list(names)
+    for rule in policy.rules:
+        globs = rule.match.module
+        if rule.required and globs is not None and not any(rule.match.names(name) for name in known):
+            near = [match for glob in globs for match in difflib.get_close_matches(glob, known, n=3, cutoff=0.5)]
+            hint = (
+                f"the nearest are {', '.join(near)}" if near else f"the model has {', '.join(known[:5]) or 'none'}, ..."
+            )
+            raise rule.error(
+                f"no module of the model is called {' or '.join(map(repr, globs))}; {hint}. "
+                "Correct it, or say required: false"
+            )

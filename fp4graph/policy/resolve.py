@@ -1,0 +1,320 @@
+"""From the written form to the resolved one: exceptions applied, formats and techniques looked up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fp4graph.errors import PluginError, PolicyError
+from fp4graph.numerics.formats import ScaleFormat
+from fp4graph.numerics.spec import QuantSpec, ScaleSpec
+from fp4graph.operands import ADDRESSES, GROUPS, Operand
+from fp4graph.policy.document import Node
+from fp4graph.policy.policy import Expect, Policy, Rule, Specs
+from fp4graph.policy.schema import (
+    DefaultSection,
+    OperandException,
+    PolicySection,
+    QuantizeSection,
+    RuleSection,
+    TechniqueEntry,
+)
+from fp4graph.policy.validation import dotted, validate
+from fp4graph.registry import Registry, suggest
+from fp4graph.technique import Technique
+
+_Path = tuple[str | int, ...]
+
+
+def resolve(document: Node, name: str, file: str | None, registry: Registry) -> Policy:
+    """The policy that ``document``, free of ``extends``, describes; ``name`` where it does not name itself."""
+    return _Resolver(document, registry).policy(name, file)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One quantize block and where it was written; ``section`` None says ``keep``."""
+
+    section: QuantizeSection | None
+    path: _Path
+
+
+@dataclass(frozen=True)
+class _Declared:
+    """A technique and where it was declared."""
+
+    technique: Technique
+    path: _Path
+
+
+class _Resolver:
+    def __init__(self, document: Node, registry: Registry) -> None:
+        self._document = document
+        self._registry = registry
+        self._written = validate(PolicySection, document)
+        self._base_formats: dict[ScaleFormat, str] = {}
+
+    def policy(self, name: str, file: str | None) -> Policy:
+        written = self._written
+        shared = self._techniques(written.techniques, ("techniques",))
+        rules = tuple(self._rule(index, section, shared) for index, section in enumerate(written.rules))
+        default = self._default(shared)
+        if not rules and written.default is None:
+            raise self._error(
+                (), "nothing says what to quantize; add rules, or 'default: keep' for a high-precision baseline"
+            )
+        if written.default is None and not any(rule.quantizes for rule in rules):
+            raise self._error(("rules",), "no rule quantizes; add one, or 'default: keep' to say that this is meant")
+        self._check_names(rules)
+        if not any(rule.quantizes for rule in (*rules, default)):
+            self._check_together(shared, Specs((None,) * len(Operand)))
+        return Policy(
+            name=written.name or name,
+            description=written.description.strip(),
+            rules=rules,
+            default=default,
+            techniques=tuple(declared.technique for declared in shared),
+            expect=self._expect(),
+            implied=tuple(dict.fromkeys(t for rule in (*rules, default) for t in self._implied(rule.specs))),
+            file=file,
+            base_formats=tuple(self._base_formats.items()),
+        )
+
+    # ------------------------------------------------------------------ rules
+
+    def _rule(self, index: int, section: RuleSection, shared: list[_Declared]) -> Rule:
+        path: _Path = ("rules", index)
+        place = self._document.get(*path).place
+        specs = Specs((None,) * len(Operand))
+        techniques: list[_Declared] = []
+        if section.quantize is not None:
+            specs = self._specs(section.quantize, (*path, "quantize"), section.operands, (*path, "operands"))
+            techniques = _override(shared, self._techniques(section.techniques, (*path, "techniques")))
+            self._check_together(techniques, specs)
+        return Rule(
+            name=section.name or f"rule {index + 1}",
+            match=section.match.build(),
+            keep=section.keep,
+            specs=specs,
+            techniques=tuple(declared.technique for declared in techniques),
+            required=section.required,
+            file=place.file,
+            line=place.line,
+        )
+
+    def _default(self, shared: list[_Declared]) -> Rule:
+        section = self._written.default
+        place = self._document.where("default") if section is not None else self._document.place
+        if not isinstance(section, DefaultSection):
+            return Rule(name="default", keep="no rule matches", required=False, file=place.file, line=place.line)
+        specs = self._specs(section, ("default",), section.operands, ("default", "operands"))
+        self._check_together(shared, specs)
+        return Rule(
+            name="default",
+            specs=specs,
+            techniques=tuple(declared.technique for declared in shared),
+            required=False,
+            file=place.file,
+            line=place.line,
+        )
+
+    def _check_names(self, rules: Iterable[Rule]) -> None:
+        seen: set[str] = set()
+        for index, rule in enumerate(rules):
+            if rule.name in seen:
+                raise self._error(
+                    ("rules", index, "name"),
+                    f"two rules are called {rule.name!r}; rename one, so that reports tell them apart",
+                )
+            seen.add(rule.name)
+
+    def _expect(self) -> Expect:
+        written = self._written.expect
+        return Expect(
+            quantized=written.quantized.build() if written.quantized else None,
+            kept=written.kept.build() if written.kept else None,
+            places=tuple(
+                (name, self._document.where("expect", name)) for name in ("quantized", "kept") if getattr(written, name)
+            ),
+        )
+
+    # ------------------------------------------------------------------ specs
+
+    def _specs(
+        self, base: QuantizeSection, path: _Path, exceptions: Mapping[str, OperandException], exceptions_path: _Path
+    ) -> Specs:
+        """Six specs. Groups act in the order they are written, then single operands: the most particular last."""
+        layers = {operand: [_Layer(base, path)] for operand in Operand}
+        for address in sorted(exceptions, key=lambda address: address not in GROUPS):  # stable: groups keep their order
+            exception = exceptions[address]
+            section = exception if isinstance(exception, QuantizeSection) else None
+            for operand in ADDRESSES[address]:
+                if section is None or layers[operand][-1].section is None:
+                    del layers[operand][1:]  # keep forgets the exceptions so far; what follows it starts from the base
+                layers[operand].append(_Layer(section, (*exceptions_path, address)))
+        specs = Specs(tuple(self._spec(operand, layers[operand]) for operand in Operand))
+        if not any(specs.values()):
+            raise self._error(
+                exceptions_path, "all six operands are kept; write keep: with a reason instead of quantize"
+            )
+        return specs
+
+    def _spec(self, operand: Operand, layers: list[_Layer]) -> QuantSpec | None:
+        if layers[-1].section is None:
+            return None
+        given: dict[str, tuple[Any, _Path]] = {}
+        scale: dict[str, tuple[Any, _Path]] = {}
+        for layer in layers:
+            if layer.section is None:
+                continue
+            given.update(_fields(layer.section, layer.path, without=("scale", "operands")))
+            if layer.section.scale is not None:
+                if layer.section.scale.format is not None:
+                    scale.pop("max", None)  # belonged to the format that is replaced
+                scale.update(_fields(layer.section.scale, (*layer.path, "scale")))
+        if "element" in given:
+            name, path = given["element"]
+            given["element"] = (self._format(name, path, "element"), path)
+        scale_spec = self._scale(scale, layers[-1].path)
+        source, source_path = given.get("source", ("original", ()))
+        if source == "fprop" and operand.fprop is None:
+            raise self._error(
+                source_path,
+                f"source: fprop has no meaning for {operand}: fprop quantizes no such tensor before it. "
+                "Only dgrad.weight and wgrad.input may say it",
+            )
+        try:
+            return QuantSpec(scale=scale_spec, **{name: value for name, (value, _) in given.items()})
+        except (TypeError, ValueError) as error:
+            raise self._error(layers[-1].path, f"{dotted(layers[-1].path)}: {error}") from None
+
+    def _scale(self, given: Mapping[str, tuple[Any, _Path]], fallback: _Path) -> ScaleSpec:
+        values = {name: value for name, (value, _) in given.items() if name not in ("format", "max")}
+        name, path = given.get("format", ("e8m0", fallback))
+        number_format = self._format(name, path, "scale")
+        if "max" in given:
+            largest, path = given["max"]
+            number_format = self._with_max(number_format, largest, path)
+        try:
+            return ScaleSpec(format=number_format, **values)
+        except ValueError as error:
+            _, path = given.get("rounding", given.get("convention", ("", fallback)))
+            raise self._error(path, f"{dotted(path[:-1])}: {error}") from None
+
+    def _with_max(self, number_format: ScaleFormat, largest: float, path: _Path) -> ScaleFormat:
+        if largest == number_format.max:
+            return number_format
+        try:
+            variant = number_format.with_max(largest)
+        except ValueError as error:
+            below = _below(number_format, largest)
+            raise self._error(path, f"{dotted(path)}: {error}{below}") from None
+        if self._registry.scales.get(variant.name) != variant:
+            self._base_formats[variant] = number_format.name
+        return variant
+
+    def _format(self, name: str, path: _Path, kind: str) -> Any:
+        table: Mapping[str, Any] = self._registry.elements if kind == "element" else self._registry.scales
+        other, other_kind = (
+            (self._registry.scales, "scale") if kind == "element" else (self._registry.elements, "element")
+        )
+        if name in table:
+            return table[name]
+        if name in other:
+            raise self._error(
+                path, f"{name!r} is a format of {other_kind}s, not of {kind}s; known: {', '.join(sorted(table))}"
+            )
+        raise self._error(path, f"unknown {kind} format {name!r}; {suggest(name, table)}")
+
+    # ------------------------------------------------------------------ techniques
+
+    def _techniques(self, entries: Iterable[TechniqueEntry], path: _Path) -> list[_Declared]:
+        declared: list[_Declared] = []
+        for index, entry in enumerate(entries):
+            here = (*path, index)
+            if any(other.technique.name == entry.name for other in declared):
+                raise self._error(here, f"technique {entry.name!r} is listed twice; keep one of them")
+            declared.append(_Declared(self._technique(entry, here), here))
+        return declared
+
+    def _technique(self, entry: TechniqueEntry, path: _Path) -> Technique:
+        if entry.name not in self._registry.techniques:
+            failure = self._registry.failures.get(entry.name)
+            cause = f" ({failure})" if failure else ""
+            raise self._error(
+                path, f"unknown technique {entry.name!r}{cause}; {suggest(entry.name, self._registry.techniques)}"
+            )
+        node = self._document.get(*path)
+        options = node.child(entry.name) or Node({}, node.place)
+        options = Node({}, options.place) if options.value is None else options
+        technique = validate(self._registry.techniques[entry.name], options, (*path, entry.name), "option")
+        for name, field in type(technique).model_fields.items():
+            written = entry.options.get(field.alias or name)
+            if isinstance(written, bool) and type(getattr(technique, name)) in (int, float):  # pydantic reads true as 1
+                raise self._error(
+                    (*path, entry.name, field.alias or name),
+                    f"{dotted((*path, entry.name, field.alias or name))} must be a number; got {str(written).lower()}",
+                )
+        try:
+            hash(technique)
+        except TypeError as error:
+            raise PluginError(
+                f"options of technique {entry.name!r} cannot be hashed ({error}); declare tuples, not lists or dicts",
+                plugin=self._registry.origin(entry.name),
+            ) from None
+        return technique
+
+    def _implied(self, specs: Specs) -> list[Technique]:
+        found = (
+            technique.implied_by(spec)
+            for technique in self._registry.techniques.values()
+            for spec in dict.fromkeys(specs.six)
+            if spec is not None
+        )
+        return [technique for technique in found if technique is not None]
+
+    def _check_together(self, techniques: list[_Declared], specs: Specs) -> None:
+        """What meets at one site must fit: ``conflicts`` and ``requires``, of techniques declared or implied."""
+        named = {declared.technique.name for declared in techniques}
+        implied = {t.name: t for t in self._implied(specs) if t.name not in named}
+        present = {**{declared.technique.name: declared.technique for declared in techniques}, **implied}
+        for index, declared in enumerate(techniques):
+            mine = declared.technique
+            rivals = {*(other.technique.name for other in techniques[:index]), *implied}
+            for rival in sorted(rivals):
+                if rival in mine.conflicts or mine.name in present[rival].conflicts:
+                    spelled = " (what the specs amount to)" if rival in implied else ""
+                    raise self._error(
+                        declared.path,
+                        f"techniques {mine.name!r} and {rival!r}{spelled} cannot share a site; remove one of them",
+                    )
+            missing = sorted(mine.requires - present.keys())
+            if missing:
+                raise self._error(
+                    declared.path,
+                    f"technique {mine.name!r} requires {' and '.join(map(repr, missing))}; add it to techniques",
+                )
+
+    def _error(self, path: _Path, message: str) -> PolicyError:
+        return self._document.get(*path).place.error(message)
+
+
+def _fields(section: QuantizeSection | Any, path: _Path, without: tuple[str, ...] = ()) -> dict[str, tuple[Any, _Path]]:
+    """What a block gives, each with its path."""
+    return {name: (getattr(section, name), (*path, name)) for name in section.model_fields_set if name not in without}
+
+
+def _override(techniques: list[_Declared], by: list[_Declared]) -> list[_Declared]:
+    """``techniques`` with namesakes from ``by`` in their place, and the rest of ``by`` after them."""
+    replacing = {declared.technique.name: declared for declared in by}
+    first = [replacing.pop(declared.technique.name, declared) for declared in techniques]
+    return [*first, *replacing.values()]
+
+
+def _below(number_format: ScaleFormat, largest: float) -> str:
+    try:
+        below = max((value for value in number_format.values() if 0 < value <= largest), default=None)
+    except ValueError:  # too many to list: such a format takes no other max
+        return "; leave max out"
+    return f"; the nearest below is {below:g}" if below is not None else ""

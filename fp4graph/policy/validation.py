@@ -1,0 +1,121 @@
+"""Checks nodes against pydantic models, and says what pydantic found in plain words with its line."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from fp4graph.policy.document import Node
+from fp4graph.registry import suggest
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+_Model = TypeVar("_Model", bound=BaseModel)
+
+#: pydantic's error types whose own words are too technical for a policy's author.
+_WORDS = {
+    "model_type": "must be a mapping",
+    "model_attributes_type": "must be a mapping",
+    "dict_type": "must be a mapping",
+    "tuple_type": "must be a list",
+    "list_type": "must be a list",
+    "string_type": "must be text",
+    "string_too_short": "must not be empty",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "greater_than": "must be above {gt}",
+    "greater_than_equal": "must be at least {ge}",
+    "less_than": "must be below {lt}",
+    "less_than_equal": "must be at most {le}",
+}
+
+
+def validate(model: type[_Model], node: Node, path: tuple[str | int, ...] = (), what: str = "key") -> _Model:
+    """``node`` as a ``model``.
+
+    Args:
+        path: where ``node`` stands in the policy, for messages.
+        what: the word for a key: "key", or "option" of a technique.
+
+    Raises:
+        PolicyError: at the first thing that is wrong.
+    """
+    try:
+        return model.model_validate(node.plain())
+    except ValidationError as error:
+        details = error.errors(include_url=False)
+    located = [(_steps(node, detail), detail) for detail in details]
+    # A union reports on each of its members; what was found deepest inside is about the one that was meant.
+    deepest = [
+        (steps, detail)
+        for steps, detail in located
+        if not any(len(other) > len(steps) and other[: len(steps)] == steps for other, _ in located)
+    ]
+    steps, _ = min(deepest, key=lambda item: node.get(*item[0]).place.line or 0)
+    messages = dict.fromkeys(_sentence(d, [*path, *s], model, what) for s, d in deepest if s == steps)
+    on_key = any(d["type"] in ("unknown", "extra_forbidden") for s, d in deepest if s == steps)
+    place = node.where(*steps) if on_key else node.get(*steps).place
+    raise place.error(" or ".join(messages)) from None
+
+
+def _steps(node: Node, detail: ErrorDetails) -> tuple[str | int, ...]:
+    """The part of pydantic's location that exists in ``node``: without its tags of unions."""
+    steps: list[str | int] = []
+    for part in detail["loc"]:
+        child = node.child(part)
+        if child is not None:
+            steps.append(part)
+            node = child
+    return tuple(steps)
+
+
+def _sentence(detail: ErrorDetails, path: list[str | int], model: type[BaseModel], what: str) -> str:
+    kind, context, value = detail["type"], detail.get("ctx", {}), detail["input"]
+    if kind == "missing":
+        return f"{dotted(path) or 'the policy'} has no {what} {detail['loc'][-1]!r}; add it"
+    if kind == "extra_forbidden":
+        *path, key = path
+        return f"unknown {what} {key!r} of {dotted(path)}; {suggest(str(key), keys(model))}"
+    if kind == "unknown":
+        *path, _ = path
+        message, _, hint = detail["msg"].partition("; ")
+        return f"{message} in {dotted(path) or 'the policy'}; {hint}"
+    if kind in ("value_error", "assertion_error"):
+        return f"{dotted(path) or 'the policy'}: {re.sub('^(Value|Assertion) error, ', '', detail['msg'])}"
+    hint = ""
+    if kind in ("literal_error", "enum"):
+        message = f"must be {context['expected']}"
+        near = suggest(str(value), re.findall(r"'([^']*)'", context["expected"]))
+        hint = f"; {near}" if near.startswith("did you mean") else ""
+    elif kind in _WORDS:
+        message = _WORDS[kind].format(**context)
+    else:
+        message = re.sub("^Input should", "must", detail["msg"])
+    return f"{dotted(path) or 'the policy'} {message}; got {_shown(value)}{hint}"
+
+
+def _shown(value: Any) -> str:
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return str(value).lower()
+    text = f"a mapping of {', '.join(map(str, value))}" if isinstance(value, dict) and value else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def keys(model: type[BaseModel]) -> list[str]:
+    """How the fields of ``model`` are written: by alias where they have one."""
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def dotted(path: list[str | int] | tuple[str | int, ...]) -> str:
+    """``("rules", 0, "match", "block")`` as ``rules[0].match.block``."""
+    return re.sub(r"\.\[", "[", ".".join(f"[{part}]" if isinstance(part, int) else part for part in path))
