@@ -118,7 +118,7 @@ class Runtime:
         """Add state, hooks and the compiled call to the root. On an error the model is left as it was."""
         self._previous = self.root._compiled_call_impl
         try:
-            if any(_quantizes(rule) for rule in (*self.policy.rules, self.policy.default)):
+            if self.policy.quantizes:
                 self._attach_state()
             self._compiled = torch.compile(self.entry, backend=self._capture, dynamic=self.dynamic)
             self.root._compiled_call_impl = _Call(self)  # type: ignore[assignment]
@@ -175,7 +175,7 @@ class Runtime:
         out_features, in_features = reversed(parameter.shape) if transposed else parameter.shape
         view = SiteView(fqn, "linear", in_features, out_features, parameter.numel(), self.names.block(fqn))
         rule = next((r for r in self.policy.rules if r.match.matches(view)), self.policy.default)
-        if not _quantizes(rule):
+        if not rule.quantizes:
             return None
         if not (name == "weight" or name.endswith("_weight")):
             return None
@@ -194,7 +194,7 @@ class Runtime:
             for op in ("matmul", "sdpa", *(("linear",) if owns or attends else ())):
                 view = SiteView(fqn, op, None, None, None, self.names.block(fqn))
                 rules = (*self.policy.rules, self.policy.default)
-                if any(_quantizes(r) and (r is self.policy.default or _may_match(r, view)) for r in rules):
+                if any(r.quantizes and (r is self.policy.default or _may_match(r, view)) for r in rules):
                     hosts.add(fqn)
         return hosts
 
@@ -300,7 +300,7 @@ class Runtime:
     def techniques(self) -> tuple[Technique, ...]:
         """Every technique that some rule of the policy uses."""
         rules = (*self.policy.rules, self.policy.default)
-        return tuple(dict.fromkeys(t for rule in rules if _quantizes(rule) for t in rule.techniques))
+        return tuple(dict.fromkeys(t for rule in rules if rule.quantizes for t in rule.techniques))
 
     def _check_optimizer(self, training: bool) -> None:
         needs = sorted({slot.technique for w in self.weights for slot in w.plan.program.state if slot.entry.writer == "optimizer"})  # type: ignore[union-attr]
@@ -329,7 +329,7 @@ def check_coverage(policy: Policy, sites: list[Site]) -> None:
                 line=rule.line,
             )
     quantized = sum(site.quantized for site in sites)
-    if not quantized and any(_quantizes(rule) for rule in (*policy.rules, policy.default)):
+    if not quantized and policy.quantizes:
         raise PolicyError(
             f"policy {policy.name!r} quantizes no site of this model "
             f"({len(products)} products found); fp4graph.explain(model, policy, args) lists them with the reasons. "
@@ -367,10 +367,6 @@ def inner_backend(name: str) -> Backend:
     if name not in BACKENDS:
         raise ValueError(f"backend is one of {', '.join(BACKENDS)}; got {name!r}")
     return torch._dynamo.lookup_backend(name)  # type: ignore[no-any-return]
-
-
-def _quantizes(rule: Rule | None) -> bool:
-    return rule is not None and rule.specs is not None
 
 
 def _may_match(rule: Rule, view: SiteView) -> bool:

@@ -91,7 +91,7 @@ class Technique(BaseModel):
         """Choose or change the specs of a site's operands. Raise ValueError where the options do not fit the site."""
         return specs
 
-    def operands(self, site: SiteView) -> frozenset[Operand]:
+    def acts_on(self, site: SiteView) -> frozenset[Operand]:
         """The operands whose tensor stages (split ... after, gradient_factor) this technique takes part in."""
         return frozenset()
 

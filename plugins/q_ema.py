@@ -54,7 +54,7 @@ class QEma(Technique):
             raise ValueError("fprop.weight already rounds stochastically; q_ema chooses its rounding, so drop one")
         return specs
 
-    def operands(self, site: SiteView) -> frozenset[Operand]:
+    def acts_on(self, site: SiteView) -> frozenset[Operand]:
         """The forward weight; an activation has no moving average."""
         return frozenset({Operand.FPROP_WEIGHT}) if site.op == "linear" else frozenset()
 

@@ -39,10 +39,10 @@ class StochasticRounding(Technique):
     name: ClassVar[str] = "stochastic_rounding"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
 
-    operands_: Literal["backward", "all_activation"] | tuple[str, ...] = Field("backward", alias="operands")
+    operands: Literal["backward", "all_activation"] | tuple[str, ...] = "backward"
     bits: int = Field(24, ge=1, le=24)
 
-    @field_validator("operands_")
+    @field_validator("operands")
     @classmethod
     def _known(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
         if not isinstance(value, str):
@@ -63,7 +63,7 @@ class StochasticRounding(Technique):
 
     def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
         """The chosen operands, as far as they are quantized, round stochastically."""
-        scope = self.operands_
+        scope = self.operands
         chosen = _SCOPES[scope] if isinstance(scope, str) else {o for name in scope for o in ADDRESSES[name]}
         return {
             operand: dataclasses.replace(spec, rounding="stochastic", random_bits=self.bits)

@@ -46,7 +46,7 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
     if all(spec is None for _, spec in ordered):
         return Plan(ordered, None)
 
-    acts_on = {t: _call(t, site, rule, lambda t=t: t.operands(site)) for t in techniques}
+    acts_on = {t: _call(t, site, rule, lambda t=t: t.acts_on(site)) for t in techniques}
     pairs = {t: _call(t, site, rule, lambda t=t: t.pairs(site)) for t in techniques}
     slots = tuple(
         StateSlot(t.name, entry)

@@ -141,7 +141,7 @@ class Rewriter:
     def _wants_sdpa(self, node: Node, gm: GraphModule) -> bool:
         view = SiteView(self.names.module(node), "sdpa", None, None, None, self.names.block(self.names.module(node)))
         rule = self._rule(view, None)[1]
-        return rule is not None and rule.specs is not None and is_sdpa(node)
+        return rule.quantizes and rule is not self.policy.default and is_sdpa(node)
 
     def _site(self, product: Product, markers: _Markers, outer: Mapping[Node, Node]) -> None:
         """Decide on one product, and rewrite it if it is to be quantized."""
@@ -167,20 +167,17 @@ class Rewriter:
         self._occurrences[str(module)] += 1
         shapes = (_shape(a), _shape(b))
         index, rule = self._rule(view, marked[0].tag.rules if marked is not None and owner is None else None)
-        quantizes = rule is not None and rule.specs is not None
-        plan = plan_site(view, rule, training=marked is None or marked[0].training) if rule and quantizes else None
+        name = rule.name if index >= 0 or rule.quantizes else None
+        plan = plan_site(view, rule, training=marked is None or marked[0].training) if rule.quantizes else None
         if plan is None or plan.program is None:
-            reason = (rule.keep if rule else None) or ("no rule matches" if rule is None else "every operand is kept")
-            self.sites.append(
-                Site(module, view.op, shapes, rule and rule.name, reason, dict.fromkeys(Operand), False, occurrence, index)
-            )
+            reason = rule.keep or "every operand is kept in high precision"
+            kept = dict.fromkeys(Operand)
+            self.sites.append(Site(module, view.op, shapes, name, reason, kept, False, occurrence, index))
             return
-        self.sites.append(
-            Site(module, view.op, shapes, rule and rule.name, "", dict(plan.specs), True, occurrence, index)
-        )
+        self.sites.append(Site(module, view.op, shapes, name, "", dict(plan.specs), True, occurrence, index))
         self._replace(product, plan, view, marked, owner, views, occurrence)
 
-    def _rule(self, view: SiteView, candidates: tuple[int, ...] | None) -> tuple[int | None, Rule | None]:
+    def _rule(self, view: SiteView, candidates: tuple[int, ...] | None) -> tuple[int, Rule]:
         """(index, rule) of the first rule that matches; names count unless a marker has already judged them."""
         for index, rule in enumerate(self.policy.rules):
             if candidates is None:

@@ -90,7 +90,7 @@ def test_an_edited_technique_never_runs_the_old_code():
             def complexity(self):
                 return 0.5
 
-            def operands(self, site):
+            def acts_on(self, site):
                 return frozenset({Operand.FPROP_WEIGHT})
 
             def after(self, x, noise):
