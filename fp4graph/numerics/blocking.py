@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4graph.numerics.spec import Block
 
@@ -71,7 +72,7 @@ class Blocking:
             if length is None:
                 sizes.append(size)
             elif length == 0:  # one element at least, for a maximum of none is not defined
-                sizes.append(1 if isinstance(size, int) and size == 0 else size)
+                sizes.append(1 if statically_known_true(size == 0) else size)
             else:
                 sizes.append(count * length)
         return sizes
@@ -102,27 +103,33 @@ class Blocking:
         return [1 if axis in axes else size for axis, size in enumerate(self.layout)]
 
     def _uneven(self, axis: int) -> bool:
-        """Whether padding of an axis must be dealt with: always for a symbolic size, so as not to guard on it."""
-        size, padded = self.shape[axis], self.padded_shape[axis]
-        return not (isinstance(size, int) and isinstance(padded, int)) or size != padded
+        """Whether an axis may need padding. Not a comparison where sizes are symbolic: that would be a guard."""
+        return not statically_known_true(self.padded_shape[axis] == self.shape[axis])
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
         """``x`` in the blocked layout, zero-padded; a view of it where every block is full."""
         padded = self.padded_shape
         for axis, length in enumerate(self._lengths):
             if length is not None and self._uneven(axis):
-                fill = list(x.shape)
-                fill[axis] = padded[axis] - self.shape[axis]
-                x = torch.cat([x, x.new_zeros(fill)], axis) if length else _one_zero_if_empty(x, axis, self.shape[axis])
+                # Not torch.nn.functional.pad: the width of the padding is symbolic where the size is, and torch guards
+                # on widths being 0 or 1.
+                full = x.new_zeros([*x.shape[:axis], padded[axis], *x.shape[axis + 1 :]])
+                x = full.slice_scatter(x, axis, 0, self.shape[axis])
         return x.reshape(self.layout)
 
     def join(self, values: torch.Tensor) -> torch.Tensor:
-        """The inverse of :meth:`split`: the tensor's shape again, without the padding."""
-        x = values.reshape(self.padded_shape)
-        for axis, length in enumerate(self._lengths):
-            if length is not None and self._uneven(axis):
-                x = x.narrow(axis, 0, self.shape[axis])
-        return x
+        """The inverse of :meth:`split`: the tensor's shape again, without the padding (a view that steps over it)."""
+        padded = self.padded_shape
+        x = values.reshape(padded)
+        if not any(length is not None and self._uneven(axis) for axis, length in enumerate(self._lengths)):
+            return x
+        # as_strided, unlike a slice, makes Inductor write the padded tensor before anything reads this part of it.
+        # Fused with a slice, its loop over n elements in blocks of l is split into n // l blocks, and on the CPU the
+        # last n % l elements are never written (pytorch issue 195582).
+        strides = [1]
+        for size in reversed(padded[1:]):
+            strides.insert(0, strides[0] * size)
+        return x.contiguous().as_strided(list(self.shape), strides)
 
     def index(self, device: torch.device | str) -> torch.Tensor:
         """Row-major index of every element in the *unpadded* tensor, int32, in the blocked layout.
@@ -152,11 +159,3 @@ class Blocking:
             axis += 2 if length else 1
         return index
 
-
-def _one_zero_if_empty(x: torch.Tensor, axis: int, size: int) -> torch.Tensor:
-    """``x`` with one zero along an axis of no elements; a symbolic size is never 0, torch specialises that."""
-    if isinstance(size, int) and size == 0:
-        fill = list(x.shape)
-        fill[axis] = 1
-        return x.new_zeros(fill)
-    return x

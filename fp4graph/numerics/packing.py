@@ -60,7 +60,7 @@ def unpack(packed: Packed) -> torch.Tensor:
         codes = codes.narrow(-1, 0, blocking.padded_shape[dim])
     values = _decode_elements(codes, spec.element).movedim(-1, dim).reshape(blocking.layout)
     scale = _decode_scales(packed.scales, spec.scale.format).movedim(-1, dim).reshape(blocking.scale_shape)
-    return blocking.join(dequantize(values, scale, spec)).to(packed.dtype)
+    return blocking.join(dequantize(values, scale, spec).to(packed.dtype))
 
 
 def _encode_elements(values: torch.Tensor, element: ElementFormat) -> torch.Tensor:

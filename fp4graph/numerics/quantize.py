@@ -30,7 +30,7 @@ def fake_quantize(
         ValueError: ``spec`` needs random bits and there is no key, or ``x`` has too few axes for the block.
     """
     blocking, codes, scale = quantize(x, spec, dim, key)
-    return blocking.join(dequantize(codes, scale, spec)).to(x.dtype)
+    return blocking.join(dequantize(codes, scale, spec).to(x.dtype))
 
 
 def quantize(
