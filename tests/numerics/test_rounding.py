@@ -1,0 +1,127 @@
+"""Element rounding against the oracle, ml_dtypes and gfloat."""
+
+from __future__ import annotations
+
+import math
+
+import gfloat
+import gfloat.formats as gfloat_formats
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from fp4graph.numerics import reference
+from fp4graph.numerics.formats import ELEMENTS, element_format
+from fp4graph.numerics.noise import hash_bits, make_key
+from fp4graph.numerics.rounding import bracket, round_nearest, round_stochastic, uniform
+from .helpers import any_floats, assert_same_bits, critical_points
+
+
+def points(name: str) -> torch.Tensor:
+    return torch.cat([torch.tensor(critical_points(ELEMENTS[name])), any_floats((200,))])
+
+
+@pytest.mark.parametrize("ties", ["even", "up", "away"])
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_nearest_agrees_with_the_oracle(name: str, ties: str) -> None:
+    u, element = points(name), ELEMENTS[name]
+    expected = torch.tensor([reference.round_nearest(v, element, ties) for v in u.tolist()])
+    assert_same_bits(round_nearest(u, element, ties), expected)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("random_bits", [1, 4, 8, 23, 24])
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_stochastic_agrees_with_the_oracle(name: str, random_bits: int) -> None:
+    u, element = points(name), ELEMENTS[name]
+    bits = hash_bits(make_key(1), torch.arange(len(u), dtype=torch.int32))
+    expected = [
+        reference.round_stochastic(v, element, b, random_bits) for v, b in zip(u.tolist(), bits.tolist(), strict=True)
+    ]
+    assert_same_bits(round_stochastic(u, element, bits, random_bits), torch.tensor(expected))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("e2m1", ml_dtypes.float4_e2m1fn),
+        ("e2m3", ml_dtypes.float6_e2m3fn),
+        ("e3m2", ml_dtypes.float6_e3m2fn),
+        ("e4m3", ml_dtypes.float8_e4m3fn),
+        ("e5m2", ml_dtypes.float8_e5m2),
+    ],
+)
+def test_nearest_even_is_the_cast_of_ml_dtypes(name: str, dtype: type) -> None:
+    u = points(name).clamp(-ELEMENTS[name].max, ELEMENTS[name].max)  # its 8-bit casts overflow to NaN and Inf
+    expected = torch.from_numpy(u.numpy().astype(dtype).astype(np.float32))
+    assert_same_bits(round_nearest(u, ELEMENTS[name]), expected)
+
+
+@pytest.mark.parametrize(
+    ("ties", "mode"), [("even", gfloat.RoundMode.TiesToEven), ("away", gfloat.RoundMode.TiesToAway)]
+)
+@pytest.mark.parametrize("name", ["e2m1", "e2m3", "e3m2", "e4m3", "e5m2", "int8"])
+def test_nearest_agrees_with_gfloat(name: str, ties: str, mode: gfloat.RoundMode) -> None:
+    u, element = points(name), ELEMENTS[name]
+    info = getattr(gfloat_formats, f"format_info_ocp_{name}")
+    # gfloat's int8 reaches -2, which ours leaves out.
+    expected = gfloat.round_ndarray(info, u.clamp(-element.max, element.max).double().numpy(), mode, sat=True)
+    actual = round_nearest(u, element, ties)  # type: ignore[arg-type]
+    if element.integer:
+        assert torch.equal(actual, torch.from_numpy(expected).float())
+    else:
+        assert_same_bits(actual, torch.from_numpy(expected).float())
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_bracket_holds_the_neighbours(name: str) -> None:
+    u, element = points(name), ELEMENTS[name]
+    lower, upper = bracket(u, element)
+    expected = [reference.neighbours(v, element) for v in u.tolist()]
+    assert torch.equal(lower, torch.tensor([pair[0] for pair in expected]))
+    assert torch.equal(upper, torch.tensor([pair[1] for pair in expected]))
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_nan_stays_nan_and_infinity_saturates(name: str) -> None:
+    element, u = ELEMENTS[name], torch.tensor([math.nan, math.inf, -math.inf])
+    for q in (
+        *(round_nearest(u, element, ties) for ties in ("even", "up", "away")),
+        round_stochastic(u, element, torch.zeros(3, dtype=torch.int32)),
+        *bracket(u, element),
+    ):
+        assert q[0].isnan()
+        assert q[1:].tolist() == [element.max, -element.max]
+
+
+def test_an_integer_format_has_one_zero_and_a_float_format_two() -> None:
+    u = torch.tensor([-0.1, -0.0])
+    for ties in ("even", "up", "away"):
+        assert round_nearest(u, element_format("e2m1"), ties).signbit().tolist() == [True, True]
+        assert round_nearest(u, element_format("int4"), ties).signbit().tolist() == [False, False]
+
+
+@pytest.mark.parametrize("u", [0.1, 0.3, 1.2, 2.7, 4.5, 5.9, -0.1, -3.25])
+def test_stochastic_rounding_is_unbiased(u: float) -> None:
+    n = 200_000
+    bits = hash_bits(make_key("unbiased"), torch.arange(n, dtype=torch.int32))
+    q = round_stochastic(torch.full((n,), u), element_format("e2m1"), bits)
+    assert len(q.unique()) == 2
+    sigma = q.double().std().item() / math.sqrt(n)
+    assert abs(q.double().mean().item() - float(np.float32(u))) < 3 * sigma
+
+
+def test_few_random_bits_compare_with_midpoints() -> None:
+    """With b bits the fraction f of 2^b equally likely words rounds up as often as f·2^b, to the nearest integer."""
+    words = torch.arange(16, dtype=torch.int64).mul(2**28).to(torch.int32)
+    for fraction in (0.0, 1 / 64, 1 / 32 + 1e-6, 0.3, 0.5, 0.96, 63 / 64):
+        ups = (round_stochastic(torch.full((16,), 2 + fraction), element_format("e2m1"), words, 4) == 3).sum().item()
+        assert ups == math.floor(fraction * 16 + 0.5)
+    assert uniform(words, 4).tolist() == [(k + 0.5) / 16 for k in range(16)]
+
+
+def test_a_value_of_the_format_is_never_moved() -> None:
+    for element in ELEMENTS.values():
+        u = torch.tensor(element.values())
+        for word in (0, 1, -1, 2**31 - 1, -(2**31)):
+            assert torch.equal(round_stochastic(u, element, torch.full_like(u, word, dtype=torch.int32)), u)
