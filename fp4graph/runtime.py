@@ -26,6 +26,8 @@ from fp4graph.site import SiteView
 from fp4graph.technique import Technique
 
 entries = hooks.entries
+#: Modules that call, count or iterate over their children: a child of ours would change what they do.
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 BACKENDS = ("inductor", "aot_eager", "eager")
 Backend = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
 
@@ -144,7 +146,7 @@ class Runtime:
         site_states: dict[int, state.SiteState] = {}
         for fqn, module in list(self.root.named_modules(remove_duplicate=False)):
             if (fqn in planned or fqn in hosts) and state.NAME not in fqn.split(".") and id(module) not in site_states:
-                if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
+                if isinstance(module, CONTAINERS):
                     continue
                 device = next((p.device for p in module.parameters()), self.device)
                 site_states[id(module)] = own = state.SiteState(fqn, device)
@@ -156,16 +158,23 @@ class Runtime:
         if "" in planned:
             self.root.forward = hooks.GuardedForward(self.root)
         self.root_state = root_state
-        root_holder = site_states.get(id(self.root))
-        if root_holder is None:
-            self.root.add_module(state.NAME, root_state)
-        else:
-            root_holder.add_module("root", root_state)
+        self._place(root_state, site_states)
         self._restore(previous)
         ours = [name for name, _ in self.root.named_buffers() if state.is_ours(name)]
         # DDP would overwrite every rank's counters and EMAs with rank 0's at each forward.
         ignored = list(getattr(self.root, "_ddp_params_and_buffers_to_ignore", []))
         self.root._ddp_params_and_buffers_to_ignore = [*ignored, *ours]  # type: ignore[assignment]
+
+    def _place(self, root_state: state.RootState, site_states: dict[int, state.SiteState]) -> None:
+        """Put the root's state on the root; where that is a container, which calls or counts its children, on the
+        first module that has state of its own."""
+        holder = site_states.get(id(self.root))
+        if holder is None and isinstance(self.root, CONTAINERS):
+            holder = next(iter(site_states.values()), None)
+        if holder is not None:
+            holder.add_module("root", root_state)
+        elif not isinstance(self.root, CONTAINERS):
+            self.root.add_module(state.NAME, root_state)
 
     def _weight(self, fqn: str, module: nn.Module, name: str, parameter: Tensor | None) -> Weight | None:
         """``parameter`` as a weight that a rule quantizes, or None."""

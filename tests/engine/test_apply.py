@@ -264,3 +264,13 @@ def test_a_users_own_checkpoint_calls():
         model.recompute = recompute
         grads.append(gradients(fp4graph.apply(model, "tetrajet", backend="aot_eager"), x))
     assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
+
+
+def test_a_sequential_root_keeps_its_length_and_order():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
+    x = torch.randn(4, 32)
+    fp4graph.apply(model, "tetrajet", backend="eager")
+    assert len(model) == 3
+    assert model(x).shape == (4, 8)
+    assert "0._fp4graph.root.forwards" in model.state_dict()

@@ -73,9 +73,9 @@ def test_a_bare_linears_forward_raises():
     assert torch.equal(fp4graph.remove(model).forward(torch.zeros(1, 32))[0], model.bias)
 
 
-def rule(**match):
+def rule(name="the rule", **match):
     quantize = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}}
-    return {"name": "the rule", "match": match, "quantize": quantize}
+    return {"name": name, "match": match, "quantize": quantize}
 
 
 def test_a_glob_that_names_no_module_fails_at_apply_and_leaves_the_model(vit, images):
@@ -90,8 +90,8 @@ def test_a_glob_that_names_no_module_fails_at_apply_and_leaves_the_model(vit, im
 def test_a_rule_without_a_site_fails_at_the_first_forward_and_leaves_the_model(vit, images):
     model = vit()
     expected = model(images)
-    rules = [rule(op="linear", in_features=12345), rule(op="linear")]
-    with pytest.raises(fp4graph.PolicyError, match="matches no site"):
+    rules = [rule("wide", op="linear", in_features=12345), rule(op="linear")]
+    with pytest.raises(fp4graph.PolicyError, match=r"'wide' matches no site"):
         fp4graph.apply(model, {"version": 1, "name": "p", "rules": rules}, backend="eager")(images)
     assert runtime_of(model) is None
     assert torch.equal(model(images), expected)

@@ -121,7 +121,7 @@ class Forms(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.w_weight = nn.Parameter(torch.randn(32, 32))
+        self.w_weight = nn.Parameter(torch.randn(32, 32) / 32)
         self.bias = nn.Parameter(torch.randn(32))
 
     def forward(self, x):
@@ -153,8 +153,9 @@ def test_every_spelling_is_found_and_computes_the_same():
     # With every operand kept the rewritten forms are the originals.
     keep = [{**rule, "operands": {"fprop": "keep", "wgrad": "keep", "dgrad.weight": "keep"}} for rule in rules]
     expected = model(x)
+    assert expected.isfinite().all()
     got = fp4graph.apply(model, {"version": 1, "name": "p", "rules": keep}, backend="eager")(x)
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5 * expected.detach().abs().max().item())
 
 
 def test_a_product_of_vectors_or_of_integers_is_listed_with_its_reason():
@@ -168,8 +169,8 @@ def test_a_product_of_vectors_or_of_integers_is_listed_with_its_reason():
             return self.fc(x) @ torch.ones(8) + (counts @ counts).sum()
 
     explanation = fp4graph.explain(Odd(), "tetrajet", (torch.randn(4, 8),))
-    reasons = {site.op: site.reason for site in explanation.sites if not site.quantized}
-    assert sorted(reasons.values()) == ["a matrix-vector product", "not floating point"]
+    reasons = [site.reason for site in explanation.sites if not site.quantized]
+    assert sorted(reasons) == ["a matrix-vector product", "not floating point"]
 
 
 def test_explain_touches_nothing(vit, images):
