@@ -56,8 +56,10 @@ class Registry:
 
     def _add(self, name: str, plugin: object) -> None:
         """Register one plugin's offers, all or none of them."""
-        self._manager.register(plugin, name=name)
+        if self._manager.has_plugin(name):
+            raise PluginError("another plugin has this name", plugin=name)
         try:
+            self._manager.register(plugin, name=name)
             self._manager.check_pending()
             callers = {
                 hook: self._manager.subset_hook_caller(
@@ -69,18 +71,23 @@ class Registry:
                 [item for batch in caller() for item in batch] for caller in callers.values()
             )
             self._check(name, techniques, number_formats)
+            self._check_policies(name, [Path(path) for path in policies])
         except BaseException:
-            self._manager.unregister(plugin)
+            if self._manager.get_plugin(name) is plugin:  # registering stops halfway at a bad signature
+                self._manager.unregister(plugin)
             raise
         for technique in techniques:
             self._techniques[technique.name] = technique
             self._origin[technique.name] = name
         for number_format in number_formats:
-            table = self._elements if isinstance(number_format, formats.ElementFormat) else self._scales
-            table[number_format.name] = number_format  # type: ignore[index, assignment]
+            if isinstance(number_format, formats.ElementFormat):
+                self._elements[number_format.name] = number_format
+            else:
+                self._scales[number_format.name] = number_format
         self._policies.update((Path(path).stem, Path(path)) for path in policies)
 
     def _check(self, plugin: str, techniques: list[object], number_formats: list[object]) -> None:
+        offered: set[str] = set()
         for technique in techniques:
             if not (isinstance(technique, type) and issubclass(technique, Technique)):
                 raise PluginError(f"{technique!r} is not a subclass of fp4graph.Technique", plugin=plugin)
@@ -89,16 +96,24 @@ class Registry:
                 raise PluginError(
                     f"{technique.__name__} must declare {', '.join(missing) or 'complexity'}", plugin=plugin
                 )
-            if technique.name in self._techniques:
-                raise PluginError(
-                    f"technique {technique.name!r} is already offered by plugin {self._origin[technique.name]!r}",
-                    plugin=plugin,
-                )
+            if technique.name in self._techniques or technique.name in offered:
+                other = self._origin.get(technique.name, plugin)
+                raise PluginError(f"technique {technique.name!r} is already offered by plugin {other!r}", plugin=plugin)
+            offered.add(technique.name)
         for number_format in number_formats:
             if not isinstance(number_format, formats.ElementFormat | formats.ScaleFormat):
                 raise PluginError(f"{number_format!r} is neither an ElementFormat nor a ScaleFormat", plugin=plugin)
             if number_format.name in self._elements or number_format.name in self._scales:
                 raise PluginError(f"format {number_format.name!r} already exists", plugin=plugin)
+
+    def _check_policies(self, plugin: str, policies: list[Path]) -> None:
+        for path in policies:
+            if not path.is_file():
+                raise PluginError(f"policy file {str(path)!r} does not exist", plugin=plugin)
+            if path.stem in self._policies:
+                raise PluginError(
+                    f"policy {path.stem!r} is already shipped as {str(self._policies[path.stem])!r}", plugin=plugin
+                )
 
     @property
     def techniques(self) -> Mapping[str, type[Technique]]:

@@ -105,7 +105,14 @@ class Runtime:
         self.device = next((p.device for p in root.parameters()), torch.device("cpu"))
         self.step: Tensor = noise.make_key(0)
         self.sites: list[Site] = []
-        self.weights: list[Weight] = []
+        # Planned before anything is touched, so that a refusal leaves the model as it was.
+        self.weights = [
+            weight
+            for fqn, module in root.named_modules(remove_duplicate=False)
+            if not state.is_ours(fqn)
+            for name, parameter in module._parameters.items()
+            if (weight := self._weight(fqn, module, name, parameter)) is not None
+        ]
         self.has_optimizer = False
         self._frames: dict[Any, tuple[dict[str, int], list[Site]]] = {}
         self._checked = False
@@ -118,34 +125,29 @@ class Runtime:
 
     def attach(self) -> None:
         """Add state, hooks and the compiled call to the root. On an error the model is left as it was."""
+        former = {
+            key: value for key, value in self.root.state_dict().items() if state.is_ours(key) and isinstance(value, Tensor)
+        }
+        detach(self.root)
         self._previous = self.root._compiled_call_impl
         try:
             if self.policy.quantizes:
-                self._attach_state()
+                self._attach_state(former)
             self._compiled = torch.compile(self.entry, backend=self._capture, dynamic=self.dynamic)
             self.root._compiled_call_impl = _Call(self)  # type: ignore[assignment]
         except BaseException:
             detach(self.root)
             raise
 
-    def _attach_state(self) -> None:
-        previous = {
-            key: value for key, value in self.root.state_dict().items() if state.is_ours(key) and isinstance(value, Tensor)
-        }
+    def _attach_state(self, former: dict[str, Tensor]) -> None:
         root_state = state.RootState(self.policy.to_yaml(), self.device)
         planned: dict[str, list[Weight]] = {}
-        for fqn, module in list(self.root.named_modules(remove_duplicate=False)):
-            if state.NAME in fqn.split("."):
-                continue
-            for parameter_name, parameter in module._parameters.items():
-                weight = self._weight(fqn, module, parameter_name, parameter)
-                if weight is not None:
-                    planned.setdefault(fqn, []).append(weight)
-                    self.weights.append(weight)
+        for weight in self.weights:
+            planned.setdefault(weight.fqn, []).append(weight)
         hosts = self._hosts()
         site_states: dict[int, state.SiteState] = {}
         for fqn, module in list(self.root.named_modules(remove_duplicate=False)):
-            if (fqn in planned or fqn in hosts) and state.NAME not in fqn.split(".") and id(module) not in site_states:
+            if (fqn in planned or fqn in hosts) and not state.is_ours(fqn) and id(module) not in site_states:
                 if isinstance(module, CONTAINERS):
                     continue
                 device = next((p.device for p in module.parameters()), self.device)
@@ -153,13 +155,13 @@ class Runtime:
                 for weight in planned.get(fqn, ()):
                     self._add_entries(own, weight)
         for fqn, module in list(self.root.named_modules(remove_duplicate=False)):
-            if id(module) in site_states and state.NAME not in fqn.split("."):
+            if id(module) in site_states and not state.is_ours(fqn):
                 self._prepare(fqn, module, site_states[id(module)], planned)
         if "" in planned:
             self.root.forward = hooks.GuardedForward(self.root)
         self.root_state = root_state
         self._place(root_state, site_states)
-        self._restore(previous)
+        self._restore(former)
         ours = [name for name, _ in self.root.named_buffers() if state.is_ours(name)]
         # DDP would overwrite every rank's counters and EMAs with rank 0's at each forward.
         ignored = list(getattr(self.root, "_ddp_params_and_buffers_to_ignore", []))
@@ -197,7 +199,7 @@ class Runtime:
         for fqn, module in self.root.named_modules(remove_duplicate=False):
             inside_torch = type(module).__module__.startswith("torch.nn.modules")
             attends = isinstance(module, nn.MultiheadAttention)
-            if (inside_torch and not attends) or state.NAME in fqn.split("."):
+            if (inside_torch and not attends) or state.is_ours(fqn):
                 continue
             owns = any(p is not None and p.dim() >= 2 for p in module._parameters.values())
             for op in ("matmul", "sdpa", *(("linear",) if owns or attends else ())):
@@ -238,13 +240,13 @@ class Runtime:
         tag = Tag(rules, tuple(path for path, _ in carried), tuple(entries))
         module.register_forward_pre_hook(hooks.Entry(self, fqn, tag, tuple(paths)), prepend=True)
 
-    def _restore(self, previous: dict[str, Tensor]) -> None:
+    def _restore(self, former: dict[str, Tensor]) -> None:
         """Take over the values of an earlier application of the same policy (a deepcopy applied again)."""
         buffers = dict(self.root.named_buffers(remove_duplicate=False))
-        for key, value in previous.items():
+        for key, value in former.items():
             if key in buffers and buffers[key].shape == value.shape:
                 buffers[key].copy_(value)
-        if any(key.endswith(".forwards") for key in previous):
+        if any(key.endswith(".forwards") for key in former):
             self.root_state.recount()
 
     # ------------------------------------------------------------------ compiling and running
@@ -355,7 +357,7 @@ class _Call:
         self.runtime = runtime
 
     # An outer torch.compile must not trace through into our graphs with its own backend.
-    @torch.compiler.disable(recursive=False)
+    @torch.compiler.disable
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.runtime.call(*args, **kwargs)
 
@@ -411,7 +413,9 @@ def detach(root: nn.Module) -> None:
     else:
         root.__dict__.pop("_ddp_params_and_buffers_to_ignore", None)
     if runtime is not None:
-        root._compiled_call_impl = runtime._previous
+        del root._compiled_call_impl  # the class has None
+        if runtime._previous is not None:
+            root._compiled_call_impl = runtime._previous
 
 
 @contextmanager

@@ -57,6 +57,11 @@ class Node:
         parent = self.get(*parents)
         return parent.keys.get(str(last), parent.get(last).place)
 
+    def blame(self, *path: object) -> Place:
+        """The place that an error about what is at ``path`` names: a mapping or list begins where its key stands."""
+        node = self.get(*path)
+        return self.where(*path) if path and isinstance(node.value, dict | list) else node.place
+
     def replacing(self, items: Mapping[str, tuple[Place, Node]]) -> Node:
         """A mapping with ``items`` in place of, or after, those of the same key."""
         return replace(
@@ -84,6 +89,8 @@ def parse(text: str, file: str) -> Node:
         return _Reader(loader, file).read(root)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
+        if mark and error.context_mark and mark.index >= len(text.rstrip()):  # never closed: name where it was opened
+            mark = error.context_mark
         problem = ", ".join(filter(None, (error.context, error.problem)))
         raise Place(file, mark.line + 1 if mark else None).error(
             f"not valid YAML: {problem}{_hint(text, mark)}"
@@ -106,6 +113,10 @@ def _hint(text: str, mark: yaml.Mark | None) -> str:
     return "; check indentation, colons, quotes and brackets around here"
 
 
+#: Values in a document with its aliases written out; a few lines of aliases to aliases could ask for any number.
+_MOST_VALUES = 100_000
+
+
 class _Reader:
     """Turns PyYAML's composed nodes into ours."""
 
@@ -114,6 +125,7 @@ class _Reader:
         self._file = file
         self._open: set[int] = set()
         self._done: dict[int, Node] = {}
+        self._size: dict[int, int] = {}
 
     def read(self, node: yaml.Node) -> Node:
         place = self._place(node)
@@ -123,6 +135,9 @@ class _Reader:
             self._open.add(id(node))
             self._done[id(node)] = self._build(node, place)
             self._open.remove(id(node))
+            self._size[id(node)] = 1 + sum(self._size[id(item)] for item in _items(node))
+            if self._size[id(node)] > _MOST_VALUES:
+                raise place.error("aliases make this too large; write out what is meant")
         return self._done[id(node)]
 
     def _build(self, node: yaml.Node, place: Place) -> Node:
@@ -159,6 +174,12 @@ class _Reader:
 
     def _place(self, node: yaml.Node) -> Place:
         return Place(self._file, node.start_mark.line + 1)
+
+
+def _items(node: yaml.Node) -> list[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        return [value for _, value in node.value]
+    return node.value if isinstance(node, yaml.SequenceNode) else []
 
 
 def from_data(data: object) -> Node:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from fp4graph.site import BlockPosition, SiteView
@@ -61,6 +61,15 @@ class Match:
     out_features: Range | None = None
     min_numel: int | None = None
     producer: tuple[str, ...] | None = None
+
+    def __str__(self) -> str:
+        predicates = {item.name: getattr(self, item.name) for item in fields(self)}
+        words = [
+            f"{name} {' or '.join(value) if isinstance(value, tuple) else str(value).lower()}"
+            for name, value in predicates.items()
+            if value is not None
+        ]
+        return ", ".join(words) or "every site"
 
     def matches(self, site: SiteView) -> bool:
         """Whether every predicate holds for ``site``."""

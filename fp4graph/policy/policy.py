@@ -144,12 +144,17 @@ class Policy:
         can use it, as in the tables of "Elucidating the design space of FP4 training".
         """
         weights: dict[str, float] = {}
-        for technique in (*self.declared, *self.implied):
+        for technique in (*self._declared, *self.implied):
             weights[technique.name] = max(technique.complexity, weights.get(technique.name, technique.complexity))
         return math.fsum(weights.values())  # exact, hence the same in any order
 
     @property
-    def declared(self) -> tuple[Technique, ...]:
+    def used(self) -> tuple[Technique, ...]:
+        """One technique of each name in use, declared or implied."""
+        return tuple({technique.name: technique for technique in (*self.implied, *self._declared[::-1])}.values())
+
+    @property
+    def _declared(self) -> tuple[Technique, ...]:
         """The techniques of the policy and of its rules, each once."""
         own = (technique for rule in (*self.rules, self.default) for technique in rule.techniques)
         return tuple(dict.fromkeys((*self.techniques, *own)))

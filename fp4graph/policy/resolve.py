@@ -225,7 +225,7 @@ class _Resolver:
             raise self._error(
                 path, f"{name!r} is a format of {other_kind}s, not of {kind}s; known: {', '.join(sorted(table))}"
             )
-        raise self._error(path, f"unknown {kind} format {name!r}; {suggest(name, table)}")
+        raise self._error(path, f"unknown {kind} format {name!r}; {suggest(name.lower(), table)}")
 
     # ------------------------------------------------------------------ techniques
 
@@ -297,7 +297,7 @@ class _Resolver:
                 )
 
     def _error(self, path: _Path, message: str) -> PolicyError:
-        return self._document.get(*path).place.error(message)
+        return self._document.blame(*path).error(message)
 
 
 def _fields(section: QuantizeSection | Any, path: _Path, without: tuple[str, ...] = ()) -> dict[str, tuple[Any, _Path]]:

@@ -62,7 +62,7 @@ def validate(model: type[_Model], node: Node, path: tuple[str | int, ...] = (), 
     steps, _ = min(deepest, key=lambda item: node.get(*item[0]).place.line or 0)
     messages = dict.fromkeys(_sentence(d, [*path, *s], model, what) for s, d in deepest if s == steps)
     on_key = any(d["type"] in ("unknown", "extra_forbidden") for s, d in deepest if s == steps)
-    place = node.where(*steps) if on_key else node.get(*steps).place
+    place = node.where(*steps) if on_key else node.blame(*steps)
     raise place.error(" or ".join(messages)) from None
 
 
