@@ -158,4 +158,3 @@ class Blocking:
             index = index * count + torch.arange(count, dtype=torch.int32, device=device).reshape(shape)
             axis += 2 if length else 1
         return index
-

@@ -104,7 +104,7 @@ class ScaleFormat:
         if (self.mantissa_bits == 0) == self.has_zero:
             raise ValueError(f"scale format {self.name!r}: formats of powers of two, and only they, have no zero")
         if self.min_exponent < -127 or self.max >= 2.0**128:
-            raise ValueError(f"scale format {self.name!r}: the range exceeds that of fp32, in which scales are computed")
+            raise ValueError(f"scale format {self.name!r}: the range exceeds fp32's, in which scales are computed")
 
     @property
     def code_bits(self) -> int:
@@ -165,9 +165,7 @@ E5M2 = ElementFormat("e5m2", exponent_bits=5, mantissa_bits=2, bias=15, max=5734
 #: OCP's: a step of 2^-6, kept symmetric (the code of -2 is not used).
 INT8 = ElementFormat("int8", exponent_bits=0, mantissa_bits=7, bias=0, max=127 / 64)
 
-E8M0 = ScaleFormat(
-    "e8m0", exponent_bits=8, mantissa_bits=0, bias=127, max=2.0**127, has_zero=False, nan_code=0xFF
-)
+E8M0 = ScaleFormat("e8m0", exponent_bits=8, mantissa_bits=0, bias=127, max=2.0**127, has_zero=False, nan_code=0xFF)
 E4M3 = ScaleFormat("e4m3", exponent_bits=4, mantissa_bits=3, bias=7, max=448.0, nan_code=0x7F)
 UE5M3 = ScaleFormat("ue5m3", exponent_bits=5, mantissa_bits=3, bias=15, max=114688.0, nan_code=0xFF)
 #: The top exponent reserved, as in an IEEE format.
@@ -179,9 +177,7 @@ BF16 = ScaleFormat("bf16", exponent_bits=8, mantissa_bits=7, bias=127, max=(2 - 
 ELEMENTS: dict[str, ElementFormat] = {
     element.name: element for element in (E2M1, E3M0, INT4, E2M3, E3M2, E4M3_ELEMENT, E5M2, INT8)
 }
-SCALES: dict[str, ScaleFormat] = {
-    scale.name: scale for scale in (E8M0, E4M3, UE5M3, UE5M3_61440, E8M3, FP32, BF16)
-}
+SCALES: dict[str, ScaleFormat] = {scale.name: scale for scale in (E8M0, E4M3, UE5M3, UE5M3_61440, E8M3, FP32, BF16)}
 
 
 def element_format(name: str) -> ElementFormat:

@@ -6,6 +6,8 @@ leave every magnitude as it is.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from fp4graph.numerics.blocking import Blocking
@@ -24,7 +26,8 @@ def hadamard_matrix(
     parity = index[:, None] & index[None, :]
     for shift in (16, 8, 4, 2, 1):
         parity = parity ^ (parity >> shift)
-    return ((1 - 2 * (parity & 1)).to(torch.float64) / size**0.5).to(dtype)
+    signs = (1 - 2 * (parity & 1)).to(torch.float64)
+    return (signs / math.sqrt(size)).to(dtype)
 
 
 def rotate(x: torch.Tensor, block: int, signs: torch.Tensor | None = None) -> torch.Tensor:

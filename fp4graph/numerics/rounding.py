@@ -63,7 +63,9 @@ def round_nearest(
     return _with_sign(rounded * step, u, element)
 
 
-def round_stochastic(u: torch.Tensor, element: ElementFormat, bits: torch.Tensor, random_bits: int = 24) -> torch.Tensor:
+def round_stochastic(
+    u: torch.Tensor, element: ElementFormat, bits: torch.Tensor, random_bits: int = 24
+) -> torch.Tensor:
     """One of the two values of ``element`` around each of ``u``, the farther from zero with probability equal to the
     fraction of the way that ``u`` lies towards it; saturating.
 
@@ -89,7 +91,7 @@ def stochastic_integer(v: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
 
 
 def uniform(bits: torch.Tensor, random_bits: int = 24) -> torch.Tensor:
-    """Numbers of [0, 1), fp32, from the top ``random_bits`` of int32 ``bits``: k·2^-24, or (k + 1/2)·2^-b for b < 24."""
+    """fp32 of [0, 1) from the top ``random_bits`` of int32 ``bits``: k·2^-24, or (k + 1/2)·2^-b for b < 24."""
     k = (bits >> (32 - random_bits)) & ((1 << random_bits) - 1)
     offset = 0.0 if random_bits == 24 else 2.0 ** -(random_bits + 1)
     scaled = k.to(torch.float32) * 2.0**-random_bits

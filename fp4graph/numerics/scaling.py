@@ -9,7 +9,7 @@ import math
 
 import torch
 
-from fp4graph.numerics.formats import ElementFormat, ScaleFormat
+from fp4graph.numerics.formats import ElementFormat
 from fp4graph.numerics.noise import Noise
 from fp4graph.numerics.rounding import spacing, stochastic_integer, uniform
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
@@ -129,9 +129,7 @@ def _round_bits(ideal: torch.Tensor, dropped: int, spec: ScaleSpec, noise: torch
     return ((bits + _carry(bits, dropped, spec, noise)) & -(1 << dropped)).view(torch.float32)
 
 
-def _carry(
-    bits: torch.Tensor, dropped: int, spec: ScaleSpec, noise: torch.Tensor | None
-) -> torch.Tensor | int:
+def _carry(bits: torch.Tensor, dropped: int, spec: ScaleSpec, noise: torch.Tensor | None) -> torch.Tensor | int:
     """What to add to ``bits`` so that cutting the ``dropped`` low ones off rounds by the spec's rule."""
     below = (1 << dropped) - 1
     if spec.rounding == "toward_positive":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import torch
@@ -42,7 +43,7 @@ def around(values: list[float]) -> list[float]:
 def critical_points(element: ElementFormat) -> list[float]:
     """Every value of a format, every midpoint, what is next to them, and what is far outside."""
     grid = element.magnitudes()
-    middles = [(a + b) / 2 for a, b in zip(grid, grid[1:], strict=False)]
+    middles = [(a + b) / 2 for a, b in itertools.pairwise(grid)]
     far = [0.49999997, 2 * element.max, 1e30, 3.4e38, 1e-30, 2.0**-149, 2.0**-126]
     return around([*grid, *middles, *far])
 
@@ -50,7 +51,8 @@ def critical_points(element: ElementFormat) -> list[float]:
 def blocks_of_every_scale(size: int) -> torch.Tensor:
     """``[n, size]``: blocks whose maxima lie at, and one ulp around, the places where a scale rule changes its mind."""
     maxima: list[float] = [0.0, 2.0**-149, 3 * 2.0**-149, 2.0**-127, 3.3e38, (2 - 2.0**-23) * 2.0**127]
-    for exponent in (-140, -128, -127, -126, -125, -124, -30, -18, -17, -16, -14, -9, -8, -6, -1, 0, 1, 5, 8, 11, 18, 120):
+    exponents = (-140, -128, -127, -126, -125, -124, -30, -18, -17, -16, -14, -9, -8, -6, -1, 0, 1, 5, 8, 11, 18, 120)
+    for exponent in exponents:
         for mantissa in (1.0, 1.25, 1.5, 1.75, 1.0625 * 1.5, 1.75 * 1.3125, 127 / 64):
             if 2.0**exponent * mantissa < 3e38:
                 maxima.append(2.0**exponent * mantissa)

@@ -1,0 +1,80 @@
+"""Blocks as views: shapes, padding, indices."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp4graph.numerics.blocking import Blocking
+
+SHAPES = [(7,), (64,), (6, 64), (64, 6), (5, 33), (2, 3, 40), (2, 33, 17)]
+BLOCKS = [1, 16, 32, (2, 16), (16, 16), "row", "tensor"]
+
+
+def cases() -> list[object]:
+    return [
+        pytest.param(shape, block, dim, id=f"{shape}-{block}-{dim}")
+        for shape in SHAPES
+        for block in BLOCKS
+        for dim in range(len(shape))
+        if not (isinstance(block, tuple) and len(shape) == 1)
+    ]
+
+
+@pytest.mark.parametrize(("shape", "block", "dim"), cases())
+def test_split_join_and_indices(shape: tuple[int, ...], block: object, dim: int) -> None:
+    x = torch.randn(shape)
+    blocking = Blocking(shape, block, dim)  # type: ignore[arg-type]
+    values = blocking.split(x)
+    assert list(values.shape) == blocking.layout
+    assert torch.equal(blocking.join(values), x)
+    assert values.square().sum() == pytest.approx(x.square().sum().item())  # the padding is zeros
+
+    index = blocking.join(blocking.index("cpu").expand(blocking.layout))
+    assert index.dtype == torch.int32
+    assert torch.equal(index, torch.arange(x.numel(), dtype=torch.int32).reshape(shape))
+
+    blocks = blocking.block_index("cpu")
+    assert list(blocks.shape) == blocking.scale_shape == list(values.amax(blocking.axes, keepdim=True).shape)
+    assert torch.equal(blocks.flatten(), torch.arange(blocks.numel(), dtype=torch.int32))
+
+
+def test_a_block_is_what_its_description_says() -> None:
+    x = torch.arange(24.0).reshape(4, 6)
+
+    def first(block: object, dim: int) -> list[float]:
+        blocking = Blocking(x.shape, block, dim)  # type: ignore[arg-type]
+        inside = blocking.join(blocking.block_index("cpu").expand(blocking.layout)) == 0
+        return x[inside].tolist()
+
+    assert first(2, 1) == [0, 1]
+    assert first(2, 0) == [0, 6]
+    assert first((2, 3), 0) == first((2, 3), 1) == [0, 1, 2, 6, 7, 8]
+    assert first("row", 1) == [0, 1, 2, 3, 4, 5]
+    assert first("row", 0) == [0, 6, 12, 18]
+    assert first("tensor", 0) == x.flatten().tolist()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_full_blocks_are_a_view(dim: int) -> None:
+    x = torch.randn(64, 96)
+    for view in (x, x.t(), x[:1].expand(64, 96)):
+        blocking = Blocking(view.shape, 32, dim)
+        split = blocking.split(view)
+        assert split.data_ptr() == view.data_ptr()
+        assert split.untyped_storage().nbytes() == x.untyped_storage().nbytes()
+
+
+def test_layout_needs_no_transposition() -> None:
+    blocking = Blocking((64, 96), 32, 0)
+    assert (blocking.layout, blocking.axes, blocking.scale_shape) == ([2, 32, 96], (1,), [2, 1, 96])
+    blocking = Blocking((5, 64, 96), (16, 32), 0)
+    assert (blocking.layout, blocking.axes) == ([5, 4, 16, 3, 32], (2, 4))
+
+
+def test_indices_wrap_around_where_a_stride_exceeds_int32() -> None:
+    shape = (3, 2**20, 2**13)  # 2^33 elements to a step of the first axis
+    blocking = Blocking(shape, "tensor")
+    assert Blocking((3,), 1).index("cpu").flatten().tolist() == [0, 1, 2]
+    with torch.device("meta"):
+        assert list(blocking.index("meta").shape) == list(shape)

@@ -1,0 +1,72 @@
+"""Inductor gives the same bits as eager mode, from one fused kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._inductor.utils import run_and_get_code
+
+from fp4graph.numerics.noise import make_key
+from fp4graph.numerics.quantize import fake_quantize
+from fp4graph.numerics.spec import QuantSpec, ScaleSpec
+
+from .helpers import any_floats, assert_same_bits, blocks_of_every_scale
+
+CASES = {
+    "mxfp4": (QuantSpec(), -1),
+    "tetrajet": (QuantSpec(scale=ScaleSpec("e8m0", "ceil"), rounding="stochastic"), 0),
+    "ties up": (QuantSpec(scale=ScaleSpec("e8m0", "ceil"), ties="up"), -1),
+    "nvfp4, stochastic": (QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even"), "stochastic"), -1),
+    "stochastic ue5m3 scale": (QuantSpec("e2m1", 32, ScaleSpec("ue5m3", "stochastic", zero="to_one")), 0),
+    "stochastic e8m0 scale": (QuantSpec("e2m1", (16, 16), ScaleSpec("e8m0", "stochastic")), -1),
+    "e3m0, encode e8m3": (QuantSpec("e3m0", 16, ScaleSpec("e8m3", "nearest_even", "encode")), -1),
+    "int4 per tensor": (QuantSpec("int4", "tensor", ScaleSpec("fp32", "nearest_even")), 0),
+}
+
+
+def data() -> torch.Tensor:
+    """``[.., 64]``: all exponents, subnormals, zeros, NaN and Inf, in a number of rows that 32 divides."""
+    x = torch.cat([any_floats((100, 64)), blocks_of_every_scale(64), torch.randn(200, 64), torch.zeros(1, 64)])
+    x[3, 5], x[150, 40], x[151, 0] = torch.nan, torch.inf, -torch.inf
+    return x[: len(x) // 32 * 32].contiguous()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_compiled_is_eager_in_one_kernel(case: str) -> None:
+    spec, dim = CASES[case]
+    x = data() if spec.block != "tensor" else torch.randn(200, 64)
+    key = make_key(11)
+    compiled = torch.compile(lambda x, key: fake_quantize(x, spec, dim, key), dynamic=False)
+    result, code = run_and_get_code(compiled, x, key)
+    assert_same_bits(result, fake_quantize(x, spec, dim, key))
+    assert sum(source.count('extern "C"') for source in code) == 1
+
+
+@pytest.mark.parametrize(("dim", "dtype"), [(0, torch.bfloat16), (1, torch.float32)])
+def test_compiled_is_eager_where_blocks_do_not_fit(dim: int, dtype: torch.dtype) -> None:
+    """A fused slice of the blocks lost the last elements on the CPU; what reads the result must not bring that back."""
+    spec, x = QuantSpec(scale=ScaleSpec("e8m0", "ceil"), rounding="stochastic"), torch.randn(90, 90).to(dtype)
+    key = make_key(12)
+
+    def step(x: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q = fake_quantize(x, spec, dim, key)
+        return fake_quantize(q, QuantSpec(), 1 - dim), q * 2
+
+    for actual, expected in zip(torch.compile(step, dynamic=False)(x, key), step(x, key), strict=True):
+        assert_same_bits(actual, expected)
+
+
+def test_a_dynamic_number_of_rows_does_not_recompile() -> None:
+    spec, key, compiles = QuantSpec(rounding="stochastic"), make_key(13), 0
+
+    def count(graph: torch.fx.GraphModule, example: list[torch.Tensor]) -> object:
+        nonlocal compiles
+        compiles += 1
+        return torch._inductor.compile(graph, example)
+
+    compiled = torch.compile(lambda x, key: fake_quantize(x, spec, 0, key), backend=count)
+    for rows in (64, 65, 96, 33, 130):
+        x = torch.randn(rows, 48)
+        torch._dynamo.mark_dynamic(x, 0)
+        assert_same_bits(compiled(x, key), fake_quantize(x, spec, 0, key))
+    assert compiles == 1

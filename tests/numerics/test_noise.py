@@ -1,0 +1,134 @@
+"""The hash: uniform, without relations between streams, the same in every process."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from fp4graph.numerics.blocking import Blocking
+from fp4graph.numerics.noise import Noise, derive, hash_bits, make_key, mix
+
+N = 1 << 14
+INDEX = torch.arange(N, dtype=torch.int32)
+
+
+def related_keys() -> dict[str, torch.Tensor]:
+    """Keys as a training run makes them: one thing differs at a time."""
+    base = make_key(0)
+    keys = {f"seed {seed}": make_key(seed) for seed in range(4)}
+    keys |= {f"site {name}": make_key(0, name) for name in ("a", "b", "ab")}
+    keys |= {f"salt {salt}": derive(base, salt) for salt in range(6)}
+    keys |= {f"block salt {salt}": derive(base, salt + 2**16) for salt in range(3)}
+    keys |= {f"step {k}": mix(base, torch.tensor([k, 0], dtype=torch.int32)) for k in range(5)}
+    keys |= {f"rank {k}": mix(base, torch.tensor([0, k], dtype=torch.int32)) for k in range(1, 4)}
+    keys |= {"mixed": mix(base, make_key(1)), "mixed the other way": mix(make_key(1), base)}
+    keys |= {"mixed with itself": mix(base, base), "twice": mix(mix(base, make_key(1)), make_key(1))}
+    return keys
+
+
+def as_uniform(bits: torch.Tensor) -> torch.Tensor:
+    return bits.double() / 2**32
+
+
+def test_every_bit_and_byte_is_uniform() -> None:
+    for key in related_keys().values():
+        bits = hash_bits(key, INDEX)
+        for shift in range(0, 32, 4):
+            counts = torch.bincount((bits.long() >> shift) & 0xF, minlength=16)
+            expected = N / len(counts)
+            chi2 = ((counts - expected) ** 2 / expected).sum().item()
+            freedom = len(counts) - 1
+            assert abs(chi2 - freedom) < 6 * (2 * freedom) ** 0.5
+
+
+def test_streams_are_neither_correlated_nor_permutations_of_each_other() -> None:
+    streams = {name: hash_bits(key, INDEX) for name, key in related_keys().items()}
+    table = torch.stack([as_uniform(bits) for bits in streams.values()])
+    correlation = torch.corrcoef(table)
+    correlation.fill_diagonal_(0)
+    assert correlation.abs().max() < 5.5 / N**0.5
+    for lag in (1, 2, 32):
+        lagged = torch.corrcoef(torch.cat([table[:, :-lag], table[:, lag:]]))[: len(table), len(table) :]
+        assert lagged.abs().max() < 5.5 / N**0.5
+    for a, b in itertools.combinations(streams.values(), 2):
+        assert len(torch.cat([a, b]).unique()) > 2 * N - 20  # words in common: none to speak of
+
+
+@pytest.mark.parametrize("pair", [([7, 5], [8, 5]), ([5, 7], [5, 8]), ([0, 1], [1, 0])])
+def test_raw_keys_that_differ_in_one_bit(pair: tuple[list[int], list[int]]) -> None:
+    """Keys are never made so, yet even then one stream is no reordering of the other over the same range."""
+    a, b = (hash_bits(torch.tensor(key, dtype=torch.int32), INDEX) for key in pair)
+    assert not torch.equal(a.sort().values, b.sort().values)
+    assert abs(torch.corrcoef(torch.stack([as_uniform(a), as_uniform(b)]))[0, 1]) < 5.5 / N**0.5
+
+
+def test_avalanche() -> None:
+    """Flipping any bit of the index, of either word of a key, or of a mixed-in word flips half of the output's."""
+    key = make_key("avalanche")
+    base = hash_bits(key, INDEX)
+
+    def flipped(bits: torch.Tensor) -> float:
+        changed = (bits ^ base).long() & 0xFFFFFFFF
+        return sum(((changed >> i) & 1).double().mean().item() for i in range(32)) / 32
+
+    for bit in range(32):
+        mask = torch.tensor(1 << bit if bit < 31 else -(2**31), dtype=torch.int32)
+        assert abs(flipped(hash_bits(key, INDEX ^ mask)) - 0.5) < 0.01
+        for word in (0, 1):
+            other = key.clone()
+            other[word] ^= mask
+            assert abs(flipped(hash_bits(other, INDEX)) - 0.5) < 0.01
+            change = torch.zeros(2, dtype=torch.int32)
+            change[word] ^= mask
+            assert abs(flipped(hash_bits(mix(key, change), INDEX)) - 0.5) < 0.01
+
+
+def test_mixing_does_not_collapse() -> None:
+    counters = [torch.tensor([k, 0], dtype=torch.int32) for k in range(500)]
+    keys = {tuple(mix(make_key(1), c).tolist()) for c in counters}
+    keys |= {tuple(derive(make_key(1), salt).tolist()) for salt in range(500)}
+    keys |= {tuple(mix(c, make_key(1)).tolist()) for c in counters}
+    assert len(keys) == 1500
+    words = torch.tensor([list(key) for key in keys])
+    assert words.unique().numel() > 2990
+
+
+PINNED_KEY = [628784176, 1532565806]
+PINNED_BITS = [-649457248, 280669434, -208420219]
+
+
+def test_keys_are_pinned_and_distinguish_their_parts() -> None:
+    """These numbers are what checkpoints are resumed by: changing them changes every run."""
+    assert make_key(0).tolist() == PINNED_KEY
+    assert hash_bits(make_key(0), INDEX[:3]).tolist() == PINNED_BITS
+    keys = [
+        make_key(*p) for p in [(1,), ("1",), (1, 1), (11,), ("a", "b"), ("ab",), ("a", "", "b"), (), (-1,), (2**70,)]
+    ]
+    assert len({tuple(key.tolist()) for key in keys}) == len(keys)
+    code = "from fp4graph.numerics.noise import make_key; print(make_key(3, 'x').tolist())"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == str(make_key(3, "x").tolist())
+    with pytest.raises(TypeError, match="int and str"):
+        make_key(1.5)  # type: ignore[arg-type]
+
+
+def test_an_element_draws_the_same_bits_however_it_is_blocked() -> None:
+    x = torch.randn(6, 40)
+    noises = [
+        Noise(make_key(1), Blocking(x.shape, b, d), x.device) for b in (16, (2, 8), "row", "tensor") for d in (0, 1)
+    ]
+    joined = [noise.blocking.join(noise.bits().expand(noise.blocking.layout)) for noise in noises]
+    assert all(torch.equal(bits, joined[0]) for bits in joined)
+    assert not torch.equal(noises[0].bits(1), noises[0].bits(0))
+    assert not torch.equal(noises[0].block_bits(1), noises[0].block_bits(0))
+
+
+def test_bits_without_a_key_are_refused() -> None:
+    noise = Noise(None, Blocking((4, 32), 32), torch.device("cpu"))
+    for ask in (noise.bits, noise.block_bits):
+        with pytest.raises(ValueError, match="pass a key"):
+            ask()

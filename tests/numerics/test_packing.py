@@ -1,0 +1,86 @@
+"""Bytes and back, bit for bit, for every format and block shape."""
+
+from __future__ import annotations
+
+import io
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from fp4graph.numerics.formats import ELEMENTS, SCALES
+from fp4graph.numerics.packing import pack, unpack
+from fp4graph.numerics.quantize import fake_quantize
+from fp4graph.numerics.spec import QuantSpec, ScaleSpec
+
+from .helpers import any_floats, assert_same_bits
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_every_format_round_trips(element: str, scale: str) -> None:
+    x = torch.cat([any_floats((40, 33)), torch.randn(40, 33), torch.zeros(1, 33), torch.full((1, 33), -1e-20)])
+    x[3, 4], x[50, 32] = torch.nan, torch.inf
+    spec = QuantSpec(element, 16, ScaleSpec(scale, "nearest_even"), "stochastic")  # type: ignore[arg-type]
+    assert_same_bits(unpack(pack(x, spec, key=1)), fake_quantize(x, spec, key=1))
+
+
+@pytest.mark.parametrize("convention", ["decode", "encode"])
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize("block", [8, 5, (4, 8), (3, 5), "row", "tensor"])
+@pytest.mark.parametrize("element", ["e2m1", "int4", "e3m2"])
+def test_every_block_shape_round_trips(element: str, block: object, dim: int, convention: str) -> None:
+    x = torch.randn(3, 11, 21, dtype=torch.bfloat16)
+    scale = ScaleSpec("ue5m3", "nearest_even", convention)  # type: ignore[arg-type]
+    spec = QuantSpec(element, block, scale)  # type: ignore[arg-type]
+    packed = pack(x, spec, dim)
+    assert_same_bits(unpack(packed), fake_quantize(x, spec, dim))
+    assert packed.scales.ndim == packed.codes.ndim == x.ndim
+
+
+def test_the_bytes_of_mxfp4() -> None:
+    values = torch.tensor([0.0, -0.0, 0.5, -0.5, 1, 1.5, 2, 3, 4, 6, -6, -4, 0, 0, 0, 1] * 2)[None] * 8
+    packed = pack(values, QuantSpec())
+    assert packed.codes.tolist() == [[0x80, 0x91, 0x32, 0x54, 0x76, 0xEF, 0x00, 0x20] * 2]
+    assert packed.scales.tolist() == [[127 + 3]]
+    assert packed.nbytes == 17
+
+
+def test_codes_are_the_bit_patterns_of_ml_dtypes() -> None:
+    x = torch.randn(4, 64) * 50
+    for name, dtype in (
+        ("e4m3", ml_dtypes.float8_e4m3fn),
+        ("e5m2", ml_dtypes.float8_e5m2),
+        ("e3m2", ml_dtypes.float6_e3m2fn),
+    ):
+        packed = pack(x, QuantSpec(name, 32, ScaleSpec("fp32", "nearest_even")))  # type: ignore[arg-type]
+        u = x.reshape(4, 2, 32) / packed.scales[..., None]
+        assert packed.scales.dtype == torch.float32
+        assert np.array_equal(packed.codes.numpy(), u.numpy().astype(dtype).view(np.uint8).reshape(4, 64))
+
+
+def test_integers_are_twos_complement_and_poison_is_the_scale_formats_nan() -> None:
+    spec = QuantSpec("int8", 4, ScaleSpec("e8m0", "ceil"))  # type: ignore[arg-type]
+    assert pack(torch.tensor([[127.0, -127, 1, -1]]) / 64, spec).codes.tolist() == [[127, 129, 1, 255]]
+    for name, code in (("e8m0", 0xFF), ("e4m3", 0x7F), ("ue5m3", 0xFF)):
+        spec = QuantSpec("e2m1", 4, ScaleSpec(name, "nearest_even"))  # type: ignore[arg-type]
+        assert pack(torch.tensor([[torch.nan, 1, 1, 1]]), spec).scales.tolist() == [[code]]
+    for name, dtype in (("e8m3", torch.bfloat16), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        scales = pack(torch.tensor([[torch.nan, 1, 1, 1]]), QuantSpec("e2m1", 4, ScaleSpec(name, "floor"))).scales  # type: ignore[arg-type]
+        assert scales.dtype == dtype
+        assert scales.isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 8), (8, 0)])
+def test_empty_tensors_round_trip(shape: tuple[int, ...]) -> None:
+    for block in (16, "row", "tensor"):
+        assert unpack(pack(torch.zeros(shape), QuantSpec(block=block))).shape == shape  # type: ignore[arg-type]
+
+
+def test_packed_tensors_can_be_saved() -> None:
+    packed = pack(torch.randn(8, 64), QuantSpec())
+    file = io.BytesIO()
+    torch.save(packed, file)
+    file.seek(0)
+    assert_same_bits(unpack(torch.load(file, weights_only=False)), unpack(packed))

@@ -1,0 +1,216 @@
+"""Scales and the whole quantizer: one table, run by the vectorised code and by the scalar oracle."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from fp4graph.numerics import reference
+from fp4graph.numerics.blocking import Blocking
+from fp4graph.numerics.formats import ELEMENTS, SCALES, element_format, scale_format
+from fp4graph.numerics.noise import Noise, make_key
+from fp4graph.numerics.quantize import fake_quantize
+from fp4graph.numerics.scaling import amax, block_scale
+from fp4graph.numerics.spec import QuantSpec, ScaleSpec
+
+from .helpers import any_floats, assert_same_bits, blocks_of_every_scale
+
+DECODE = ("floor", "ceil", "nearest_even", "toward_positive", "stochastic", "amax_ceil", "amax_even")
+SCALE_SPECS = [
+    ScaleSpec(name, rounding, convention, zero)  # type: ignore[arg-type]
+    for name, (convention, roundings), zero in itertools.product(
+        SCALES, (("decode", DECODE), ("encode", ("nearest_even", "stochastic"))), ("nearest_subnormal", "to_one")
+    )
+    for rounding in roundings
+]
+
+
+def oracle(blocks: torch.Tensor, spec: QuantSpec, noise: Noise) -> torch.Tensor:
+    """The oracle on every row of ``blocks [n, size]``, with the bits that ``noise`` gives to each."""
+    bits = noise.bits().reshape(blocks.shape).tolist() if spec.rounding == "stochastic" else [None] * len(blocks)
+    scale_bits = noise.block_bits().flatten().tolist() if spec.needs_key else [None] * len(blocks)
+    rows = zip(blocks.tolist(), bits, scale_bits, strict=True)
+    return torch.tensor([reference.quantize_block(row, spec, b, s) for row, b, s in rows])
+
+
+@pytest.mark.parametrize("spec", SCALE_SPECS, ids=lambda s: f"{s.format.name}-{s.rounding}-{s.convention}-{s.zero}")
+def test_scales_agree_with_the_oracle(spec: ScaleSpec) -> None:
+    blocks = torch.cat([blocks_of_every_scale(1), any_floats((100, 1))])
+    blocking = Blocking(blocks.shape, "row")
+    noise = Noise(make_key(5), blocking, blocks.device)
+    bits = noise.block_bits().flatten().tolist()
+    z = amax(blocks, blocking.axes)
+    for name in ("e2m1", "e3m0", "int4", "int8", "e4m3"):
+        element = element_format(name)
+        expected = [
+            reference.scale_of_block(row, spec, element, b) for row, b in zip(blocks.tolist(), bits, strict=True)
+        ]
+        assert_same_bits(block_scale(z, spec, element, noise), torch.tensor(expected)[:, None])
+
+
+# Every element format with every rounding of elements, and every kind of scale with E2M1; scales alone are above.
+QUANTIZERS = [
+    *(
+        QuantSpec(element, 8, ScaleSpec(scale, rounding, convention), "nearest", ties)  # type: ignore[arg-type]
+        for element, ties in itertools.product(ELEMENTS, ("even", "up", "away"))
+        for scale, rounding, convention in (
+            ("e8m0", "floor", "decode"),
+            ("e4m3", "nearest_even", "decode"),
+            ("fp32", "nearest_even", "encode"),
+        )
+    ),
+    *(
+        QuantSpec(element, 8, ScaleSpec("ue5m3", "nearest_even"), "stochastic", random_bits=bits)
+        for element, bits in itertools.product(ELEMENTS, (3, 24))
+    ),
+    *(QuantSpec("e2m1", 8, scale) for scale in SCALE_SPECS if scale.rounding != "floor"),
+    QuantSpec("e2m1", 8, ScaleSpec("e8m0", "stochastic"), "stochastic"),
+]
+
+
+@pytest.mark.parametrize("spec", QUANTIZERS, ids=str)
+def test_quantizer_agrees_with_the_oracle(spec: QuantSpec) -> None:
+    x = torch.cat([blocks_of_every_scale(8)[::9], any_floats((10, 8)), torch.randn(10, 8)])
+    noise = Noise(make_key(7), Blocking(x.shape, 8), x.device)
+    assert_same_bits(fake_quantize(x, spec, key=7), oracle(x, spec, noise))
+
+
+@pytest.mark.parametrize("dim", [0, 1, -1])
+@pytest.mark.parametrize("block", [8, 5, (4, 8), (3, 5), "row", "tensor"])
+def test_blocks_of_every_shape_agree_with_the_oracle(block: object, dim: int) -> None:
+    x = torch.randn(3, 12, 20)
+    x[0, 0, 0] = 100.0
+    spec = QuantSpec("e2m1", block, ScaleSpec("e4m3", "nearest_even"), "stochastic")  # type: ignore[arg-type]
+    actual = fake_quantize(x, spec, dim, key=3)
+    blocking = Blocking(x.shape, spec.block, dim)
+    noise = Noise(make_key(3), blocking, x.device)
+    bits, block_of = noise.bits().expand(blocking.layout), blocking.block_index("cpu").expand(blocking.layout)
+    values = blocking.split(x)
+    expected = torch.empty_like(values)
+    for number in block_of.unique():
+        inside = block_of == number
+        expected[inside] = torch.tensor(reference.quantize_block(values[inside].tolist(), spec, bits[inside].tolist()))
+    assert_same_bits(actual, blocking.join(expected))
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("e8m0", ml_dtypes.float8_e8m0fnu), ("e4m3", ml_dtypes.float8_e4m3fn)])
+def test_nearest_scales_are_the_cast_of_ml_dtypes_and_torch(name: str, dtype: type) -> None:
+    number = scale_format(name)
+    z = torch.cat([blocks_of_every_scale(1).abs(), any_floats((2000, 1)).abs()])
+    # Their casts give NaN beyond the range, and take everything between 2^-127 and 2^-126 up, however near the former.
+    z = z[(z[:, 0] / 4 >= max(number.min, 2.0**-126)) & (z[:, 0] / 4 <= number.max)]
+    # A power of two as Qmax (E3M0's 16), so that the ideal scale is any number at all.
+    scale = block_scale(z * 4, ScaleSpec(name, "nearest_even"), element_format("e3m0"))  # type: ignore[arg-type]
+    finite = (z * 4).isfinite()
+    expected = torch.from_numpy((z / 4).numpy().astype(dtype).astype(np.float32))
+    assert_same_bits(scale[finite], expected[finite])
+    torch_dtype = {"e8m0": torch.float8_e8m0fnu, "e4m3": torch.float8_e4m3fn}[name]
+    assert_same_bits(scale[finite], (z / 4).to(torch_dtype).float()[finite])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("scale", [s for s in SCALE_SPECS if s.zero == "to_one"], ids=str)
+def test_a_bad_value_poisons_its_block_and_no_other(scale: ScaleSpec, bad: float) -> None:
+    x = torch.randn(4, 16)
+    clean = fake_quantize(x, QuantSpec(block=8, scale=scale), key=1)
+    x[2, 3] = bad
+    q = fake_quantize(x, QuantSpec(block=8, scale=scale), key=1)
+    assert q[2, :8].isnan().all()
+    q[2, :8] = clean[2, :8]
+    assert_same_bits(q, clean)
+
+
+@pytest.mark.parametrize("scale", SCALE_SPECS, ids=str)
+def test_zeros_stay_zeros_of_their_sign(scale: ScaleSpec) -> None:
+    x = torch.tensor([[0.0, -0.0] * 8])
+    assert_same_bits(fake_quantize(x, QuantSpec(block=8, scale=scale), key=1), x)
+    assert_same_bits(fake_quantize(x, QuantSpec(block=8, scale=scale, rounding="stochastic"), key=1), x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_other_dtypes_are_computed_in_fp32(dtype: torch.dtype) -> None:
+    x = (torch.randn(8, 64, dtype=torch.float64) * 3).to(dtype)
+    for spec in (QuantSpec(), QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even"), "stochastic")):
+        q = fake_quantize(x, spec, key=2)
+        assert_same_bits(q, fake_quantize(x.float(), spec, key=2).to(dtype))
+        assert q.shape == x.shape
+
+
+def test_beyond_the_range_of_the_dtype_is_infinity() -> None:
+    x = torch.full((1, 32), 65504.0, dtype=torch.float16)
+    assert fake_quantize(x, QuantSpec(scale=ScaleSpec("e8m0", "ceil"))).isinf().all()  # 4 · 2^14
+    assert (fake_quantize(x, QuantSpec()) == 49152).all()  # 6 · 2^13: floor saturates
+    huge = torch.full((1, 32), 1e300, dtype=torch.float64)
+    assert fake_quantize(huge, QuantSpec()).isnan().all()  # Inf in fp32
+
+
+@pytest.mark.parametrize("block", [16, (4, 8), "row", "tensor"])
+@pytest.mark.parametrize("shape", [(0,), (0, 8), (8, 0), (3, 0, 5), (0, 0)])
+@pytest.mark.parametrize("dim", [0, -1])
+def test_empty_tensors(shape: tuple[int, ...], block: object, dim: int) -> None:
+    if isinstance(block, tuple) and len(shape) < 2:
+        pytest.skip("2-D blocks of a 1-D tensor are an error")
+    spec = QuantSpec(block=block, rounding="stochastic")  # type: ignore[arg-type]
+    q = fake_quantize(torch.zeros(shape, dtype=torch.bfloat16), spec, dim, key=1)
+    assert q.shape == shape
+    assert q.dtype == torch.bfloat16
+
+
+def test_any_strides() -> None:
+    x = torch.randn(24, 40)
+    spec = QuantSpec(rounding="stochastic")
+    for view in (x.t(), x[::2, 1::3], x[:1].expand(10, 40), x.reshape(4, 6, 40).permute(2, 0, 1)):
+        for dim in range(view.ndim):
+            assert_same_bits(
+                fake_quantize(view, spec, dim, key=1).contiguous(), fake_quantize(view.contiguous(), spec, dim, key=1)
+            )
+
+
+def test_padding_is_as_if_zeros_had_been_there() -> None:
+    x = torch.randn(5, 70)
+    q = fake_quantize(x, QuantSpec())
+    assert_same_bits(q, fake_quantize(torch.nn.functional.pad(x, (0, 26)), QuantSpec())[:, :70])
+    assert_same_bits(q, fake_quantize(x.t().contiguous(), QuantSpec(), 0).t())
+
+
+def test_misuse_is_told() -> None:
+    x = torch.randn(4, 32)
+    with pytest.raises(TypeError, match=r"torch.int64"):
+        fake_quantize(torch.arange(4), QuantSpec())
+    for spec in (QuantSpec(rounding="stochastic"), QuantSpec(scale=ScaleSpec("e8m0", "stochastic"))):
+        with pytest.raises(ValueError, match="pass a key"):
+            fake_quantize(x, spec)
+    with pytest.raises(ValueError, match="int32 tensor of two"):
+        fake_quantize(x, QuantSpec(rounding="stochastic"), key=torch.tensor(3))
+    with pytest.raises(ValueError, match="two axes"):
+        fake_quantize(x[0], QuantSpec(block=(2, 2)))
+    with pytest.raises(ValueError, match="at least one axis"):
+        fake_quantize(torch.tensor(1.0), QuantSpec())
+    with pytest.raises(ValueError, match="out of range"):
+        fake_quantize(x, QuantSpec(), dim=2)
+    with pytest.raises(ValueError, match="needs noise"):
+        block_scale(torch.ones(1), ScaleSpec("e8m0", "stochastic"), element_format("e2m1"))
+
+
+def test_stochastic_scales_are_unbiased() -> None:
+    for name in ("e8m0", "e4m3", "e8m3"):
+        z = torch.full((100_000, 1), 7.3)
+        noise = Noise(make_key("scale"), Blocking(z.shape, "row"), z.device)
+        scale = block_scale(z, ScaleSpec(name, "stochastic"), element_format("e2m1"), noise).double()  # type: ignore[arg-type]
+        assert len(scale.unique()) == 2
+        ideal = float(np.float32(7.3) / np.float32(6))
+        assert abs(scale.mean().item() - ideal) < 3 * scale.std().item() / math.sqrt(len(z))
+
+
+def test_stochastic_rounding_of_a_tensor_is_unbiased() -> None:
+    x = torch.linspace(-5.9, 6.0, 32)[None]  # no value but the last is one of E2M1, nor near one
+    spec = QuantSpec(rounding="stochastic", scale=ScaleSpec("e8m0", "ceil"))
+    draws = torch.stack([fake_quantize(x, spec, key=k) for k in range(2000)]).double()
+    error = (draws.mean(0) - x) / (draws.std(0) / math.sqrt(2000)).clamp(min=1e-12)
+    assert error.abs().max() < 4.5  # 32 elements, 2000 draws
+    assert error.abs().mean() < 1.1
