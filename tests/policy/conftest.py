@@ -1,0 +1,100 @@
+"""Toy techniques and a registry that knows nothing but them, so that these tests need no plugin and no model."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import pytest
+from pydantic import Field
+
+from fp4graph.hookspecs import hookimpl
+from fp4graph.numerics.formats import ElementFormat, ScaleFormat
+from fp4graph.numerics.spec import QuantSpec
+from fp4graph.registry import Registry
+from fp4graph.technique import Overhead, Technique
+
+
+class Dither(Technique):
+    """Implied by stochastic rounding; its weight depends on an option."""
+
+    name: ClassVar[str] = "dither"
+    overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
+
+    scope: Literal["backward", "all"] | tuple[str, ...] = "backward"
+    bits: int = Field(24, ge=1, le=24)
+
+    @property
+    def complexity(self) -> float:
+        return 0.5 if self.bits == 24 else 0.25
+
+    @classmethod
+    def implied_by(cls, spec: QuantSpec) -> Dither | None:
+        return cls(bits=spec.random_bits) if spec.rounding == "stochastic" else None
+
+
+class Average(Technique):
+    name: ClassVar[str] = "average"
+    overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=True)
+    conflicts: ClassVar[frozenset[str]] = frozenset({"ramp"})
+
+    beta: float = Field(0.998, gt=0, lt=1)
+
+    @property
+    def complexity(self) -> float:
+        return 1.5
+
+
+class Ramp(Technique):
+    name: ClassVar[str] = "ramp"
+    overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=False)
+
+    steps_: int = Field(alias="steps")
+
+    @property
+    def complexity(self) -> float:
+        return 3.0
+
+
+class Echo(Technique):
+    name: ClassVar[str] = "echo"
+    overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
+    requires: ClassVar[frozenset[str]] = frozenset({"dither"})
+
+    @property
+    def complexity(self) -> float:
+        return 1.0
+
+
+class Mutable(Technique):
+    """Breaks the contract: options that cannot be hashed."""
+
+    name: ClassVar[str] = "mutable"
+    overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
+
+    items: list[int] = Field(default_factory=list)
+
+    @property
+    def complexity(self) -> float:
+        return 0.0
+
+
+class Toys:
+    """A plugin object."""
+
+    @hookimpl
+    def fp4graph_techniques(self) -> list[type[Technique]]:
+        return [Dither, Average, Ramp, Echo, Mutable]
+
+    @hookimpl
+    def fp4graph_formats(self) -> list[ElementFormat | ScaleFormat]:
+        return [
+            ElementFormat("e1m2", exponent_bits=1, mantissa_bits=2, bias=1, max=3.5),
+            ScaleFormat("ue4m2", exponent_bits=4, mantissa_bits=2, bias=7, max=448.0),
+        ]
+
+
+@pytest.fixture(scope="session")
+def registry() -> Registry:
+    registry = Registry(plugins=[("toys", Toys())], entry_point_group=None)
+    assert not registry.failures
+    return registry

@@ -1,0 +1,74 @@
+"""Ω: each technique once, however the policy spells it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp4graph.policy import load_policy
+from fp4graph.registry import Registry, default_registry
+
+STOCHASTIC = {"rounding": "stochastic"}
+
+
+@pytest.mark.parametrize(
+    ("content", "complexity"),
+    [
+        ({"default": {}}, 0.0),
+        ({"default": STOCHASTIC}, 0.5),
+        ({"default": {"operands": {"dgrad.weight": STOCHASTIC}}}, 0.5),
+        ({"default": {}, "techniques": ["dither"]}, 0.5),
+        ({"default": STOCHASTIC, "techniques": ["dither"]}, 0.5),
+        ({"rules": [{"match": {}, "quantize": STOCHASTIC}]}, 0.5),
+        ({"rules": [{"match": {}, "quantize": {}, "techniques": ["dither"]}]}, 0.5),
+        ({"default": STOCHASTIC, "rules": [{"match": {}, "quantize": STOCHASTIC, "techniques": ["dither"]}]}, 0.5),
+        ({"default": {}, "techniques": ["average", "dither"]}, 2.0),
+        ({"default": {}, "techniques": ["dither", "average"]}, 2.0),
+        ({"default": STOCHASTIC, "techniques": ["average", "echo"]}, 3.0),
+        ({"default": "keep", "techniques": ["average"]}, 1.5),
+    ],
+)
+def test_complexity(content: dict[str, Any], complexity: float, registry: Registry) -> None:
+    found = load_policy({"version": 1, **content}, registry).complexity
+    assert found == complexity
+    assert isinstance(found, float)
+
+
+def test_the_largest_weight_counts_where_options_differ(registry: Registry) -> None:
+    cheap, dear = [{"dither": {"bits": 8}}], [{"dither": {"bits": 24}}]
+    assert load_policy({"version": 1, "default": {}, "techniques": cheap}, registry).complexity == 0.25
+    for order in itertools.permutations([cheap, dear]):
+        rules = [{"match": {}, "quantize": {}, "techniques": techniques} for techniques in order]
+        assert load_policy({"version": 1, "rules": rules}, registry).complexity == 0.5
+
+
+def test_names_in_use(registry: Registry) -> None:
+    rule = {"match": {}, "quantize": STOCHASTIC, "techniques": ["echo"]}
+    policy = load_policy({"version": 1, "rules": [rule], "techniques": ["average"]}, registry)
+    assert {technique.name for technique in policy.used} == {"dither", "echo", "average"}
+
+
+def shipped() -> list[Path]:
+    return sorted(Registry(entry_point_group=None).policies.values())
+
+
+@pytest.mark.parametrize("path", shipped(), ids=lambda path: path.stem)
+def test_shipped_policies_have_the_complexity_that_their_comment_states(path: Path) -> None:
+    policy = load_policy(path.stem)
+    stated = re.search(r"^# Ω = ([\d.]+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert stated is not None
+    assert policy.complexity == float(stated[1])
+    assert policy.name == path.stem
+    assert policy.description
+    assert policy.file == str(default_registry().policies[path.stem])
+
+
+@pytest.mark.parametrize(
+    ("name", "complexity"), [("bf16", 0), ("microscaling", 0), ("mxfp4", 0), ("nvfp4", 0), ("tetrajet", 0.5)]
+)
+def test_complexity_of_the_papers(name: str, complexity: float) -> None:
+    assert load_policy(name).complexity == complexity

@@ -1,0 +1,185 @@
+"""From a reference to a policy: files, shipped names, data; and what ``extends`` does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fp4graph.errors import PolicyError
+from fp4graph.hookspecs import hookimpl
+from fp4graph.policy import load_policy
+from fp4graph.registry import Registry
+
+PARENT = """
+version: 1
+name: parent
+description: the parent
+default: {block: 64}
+rules:
+  - {name: one, match: {op: linear}, quantize: {block: 16}}
+techniques:
+  - average: {beta: 0.5}
+  - dither
+expect: {quantized: {min: 2}}
+"""
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> Path:
+    path = tmp_path / "parent.yaml"
+    path.write_text(PARENT)
+    return path
+
+
+def child(parent: Path, text: str) -> Path:
+    path = parent.parent / "child.yaml"
+    path.write_text(f"version: 1\nextends: parent.yaml\n{text}")
+    return path
+
+
+def test_a_policy_is_itself(registry: Registry) -> None:
+    policy = load_policy("mxfp4", registry)
+    assert load_policy(policy, registry) is policy
+
+
+def test_path_text_and_data_agree(parent: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(parent.parent)
+    policy = load_policy(parent, registry)
+    assert policy.file == str(parent)
+    assert load_policy("parent.yaml", registry) == policy
+    assert load_policy("./parent.yaml", registry) == policy
+    assert load_policy(policy.to_yaml() and parent.read_text() and str(parent), registry) == policy
+
+
+def test_a_shipped_name_wins_over_a_file_of_that_name(
+    tmp_path: Path, registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mxfp4").write_text("version: 1\nname: mine\ndefault: keep\n")
+    assert load_policy("mxfp4", registry).name == "mxfp4"
+    assert load_policy("./mxfp4", registry).name == "mine"
+
+
+def test_a_name_is_the_files_stem_where_none_is_given(tmp_path: Path, registry: Registry) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("version: 1\ndefault: keep\n")
+    assert load_policy(path, registry).name == "mine"
+    assert load_policy({"version": 1, "default": "keep"}, registry).name == "unnamed"
+
+
+def test_a_baseline_quantizes_nothing(registry: Registry) -> None:
+    policy = load_policy({"version": 1, "default": "keep"}, registry)
+    assert not policy.quantizes
+    assert policy.complexity == 0
+
+
+def test_plugins_ship_policies(tmp_path: Path) -> None:
+    path = tmp_path / "house-recipe.yaml"
+    path.write_text("version: 1\nextends: mxfp4\ndescription: ours\n")
+
+    class Recipes:
+        @hookimpl
+        def fp4graph_policies(self) -> list[Path]:
+            return [path]
+
+    registry = Registry(plugins=[("recipes", Recipes())], entry_point_group=None)
+    policy = load_policy("house-recipe", registry)
+    assert policy.name == "house-recipe"
+    assert policy.rules == load_policy("mxfp4", registry).rules
+
+
+def test_rules_know_where_they_stand(parent: Path, registry: Registry) -> None:
+    rule = load_policy(parent, registry).rules[0]
+    assert (rule.file, rule.line) == (str(parent), 7)
+
+
+def test_a_child_without_more_is_its_parent_by_another_name(parent: Path, registry: Registry) -> None:
+    inherited, original = load_policy(child(parent, ""), registry), load_policy(parent, registry)
+    assert inherited.name == "child"
+    assert inherited.description == "the parent"
+    assert inherited.fingerprint == original.fingerprint
+    assert inherited.rules[0].file == str(parent)
+    assert inherited != original
+
+
+def test_rules_are_replaced_if_given(parent: Path, registry: Registry) -> None:
+    policy = load_policy(child(parent, "rules:\n  - {name: two, match: {}, quantize: {}}\n"), registry)
+    assert [rule.name for rule in policy.rules] == ["two"]
+
+
+def test_default_description_and_expect_are_replaced(parent: Path, registry: Registry) -> None:
+    policy = load_policy(child(parent, "default: keep\ndescription: mine\nexpect: {kept: 1}\n"), registry)
+    assert policy.default.keep is not None
+    assert policy.description == "mine"
+    assert policy.expect.quantized is None
+    assert policy.expect.kept is not None
+
+
+def test_techniques_are_appended_and_namesakes_replaced_in_their_place(parent: Path, registry: Registry) -> None:
+    policy = load_policy(child(parent, "techniques:\n  - echo\n  - average: {beta: 0.9}\n"), registry)
+    assert [technique.name for technique in policy.techniques] == ["average", "dither", "echo"]
+    assert policy.techniques[0].beta == 0.9  # type: ignore[attr-defined]
+
+
+def test_three_generations(parent: Path, registry: Registry) -> None:
+    child(parent, "techniques: [echo]\n")
+    grandchild = parent.parent / "deeper" / "grandchild.yaml"
+    grandchild.parent.mkdir()
+    grandchild.write_text("version: 1\nextends: ../child.yaml\ntechniques: [{average: {beta: 0.1}}]\n")
+    policy = load_policy(grandchild, registry)
+    assert [technique.name for technique in policy.techniques] == ["average", "dither", "echo"]
+
+
+def test_data_extends_a_shipped_policy(registry: Registry) -> None:
+    policy = load_policy({"version": 1, "name": "x", "extends": "mxfp4", "default": {"block": 16}}, registry)
+    assert policy.rules == load_policy("mxfp4", registry).rules
+    assert policy.default.quantizes
+
+
+def test_a_parent_error_is_the_parents(parent: Path, registry: Registry) -> None:
+    parent.write_text(PARENT.replace("beta: 0.5", "beta: 1.5"))
+    with pytest.raises(PolicyError, match="beta must be below 1") as caught:
+        load_policy(child(parent, ""), registry)
+    assert (caught.value.file, caught.value.line) == (str(parent), 9)
+
+
+def test_a_parent_rule_that_is_replaced_is_checked_all_the_same(parent: Path, registry: Registry) -> None:
+    parent.write_text(PARENT.replace("name: one", "nam: one"))
+    with pytest.raises(PolicyError, match="did you mean 'name'") as caught:
+        load_policy(child(parent, "rules: []\n"), registry)
+    assert (caught.value.file, caught.value.line) == (str(parent), 7)
+
+
+def test_a_conflict_across_files_is_the_childs(parent: Path, registry: Registry) -> None:
+    path = child(parent, "techniques:\n  - ramp: {steps: 1}\n")
+    with pytest.raises(PolicyError, match="'ramp' and 'average' cannot share a site") as caught:
+        load_policy(path, registry)
+    assert (caught.value.file, caught.value.line) == (str(path), 4)
+
+
+def test_a_circle(parent: Path, registry: Registry) -> None:
+    path = child(parent, "")
+    parent.write_text("version: 1\n\nextends: ./child.yaml\n")
+    with pytest.raises(PolicyError, match=r"circle: child\.yaml → parent\.yaml → child\.yaml; extend") as caught:
+        load_policy(path, registry)
+    assert (caught.value.file, caught.value.line) == (str(parent), 3)
+
+
+def test_itself(tmp_path: Path, registry: Registry) -> None:
+    path = tmp_path / "me.yaml"
+    path.write_text("version: 1\nextends: me.yaml\n")
+    with pytest.raises(PolicyError, match=r"circle: me\.yaml → me\.yaml") as caught:
+        load_policy(path, registry)
+    assert caught.value.line == 2
+
+
+def test_merge_keys_and_aliases_are_yaml(tmp_path: Path, registry: Registry) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text(
+        "version: 1\ndefault: &base {block: 16, ties: up}\nrules:\n"
+        "  - match: {}\n    quantize: {<<: *base, ties: away}\n  - {match: {op: sdpa}, quantize: *base}\n"
+    )
+    policy = load_policy(path, registry)
+    specs = [next(iter(rule.specs.values())) for rule in policy.rules]
+    assert [(spec.block, spec.ties) for spec in specs if spec] == [(16, "away"), (16, "up")]

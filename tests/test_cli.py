@@ -1,0 +1,228 @@
+"""The command line: tables for people, JSON for programs, one line on stderr for mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fp4graph import cli, registry
+from fp4graph.hookspecs import hookimpl
+from fp4graph.registry import Registry
+
+
+class Result:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def data(self) -> Any:
+        return json.loads(self.out)
+
+
+@pytest.fixture
+def fp4graph(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Runs the command as the installed script does."""
+
+    def run(*arguments: str) -> Result:
+        monkeypatch.setattr(sys, "argv", ["fp4graph", *arguments])
+        code = 0
+        try:
+            cli.main()
+        except SystemExit as stop:
+            code = int(stop.code or 0)
+        return Result(code, *capsys.readouterr())
+
+    return run
+
+
+SHIPPED = ["bf16", "microscaling", "mxfp4", "nvfp4", "tetrajet", "tetrajet-qema"]
+
+
+def test_policies(fp4graph: Any) -> None:
+    result = fp4graph("policies")
+    assert (result.code, result.err) == (0, "")
+    assert "Ω" in result.out
+    for name in SHIPPED:
+        assert name in result.out
+
+
+def test_policies_as_json(fp4graph: Any) -> None:
+    rows = {row["name"]: row for row in fp4graph("policies", "--json").data}
+    assert set(SHIPPED) <= set(rows)
+    assert rows["tetrajet"]["complexity"] == 0.5
+    assert rows["tetrajet"]["techniques"] == ["stochastic_rounding"]
+    assert rows["tetrajet"]["file"].endswith("tetrajet.yaml")
+
+
+def test_techniques(fp4graph: Any) -> None:
+    result = fp4graph("techniques")
+    assert (result.code, result.err) == (0, "")
+    for words in ("q_ema", "hadamard", "stochastic_rounding", "fusable", "O(n)"):
+        assert words in result.out
+
+
+def test_one_technique(fp4graph: Any) -> None:
+    result = fp4graph("techniques", "q_ema")
+    for words in (
+        "q_ema",
+        "0.998",
+        "beta",
+        "float",
+        "compute O(n), memory O(n), fusable",
+        "round",
+        "after_step",
+        "TetraJet",
+    ):
+        assert words in result.out
+    data = fp4graph("techniques", "q_ema", "--json").data
+    assert data["options"]["beta"] == {"type": "float", "required": False, "default": 0.998}
+    assert {"round", "state", "after_step"} <= set(data["stages"])
+
+
+def test_options_are_shown_as_policies_write_them(fp4graph: Any) -> None:
+    assert set(fp4graph("techniques", "stochastic_rounding", "--json").data["options"]) >= {"operands", "bits"}
+
+
+def test_unknown_technique(fp4graph: Any) -> None:
+    result = fp4graph("techniques", "q_emma")
+    assert (result.code, result.out) == (1, "")
+    assert result.err == "unknown technique 'q_emma'; did you mean 'q_ema'?\n"
+
+
+def test_check(fp4graph: Any) -> None:
+    result = fp4graph("check", "tetrajet-qema")
+    assert (result.code, result.err) == (0, "")
+    for words in ("Q1", "Q6", "dgrad.weight", "e8m0 ceil", "nearest, ties up", "q_ema(beta=0.998", "tetrajet.yaml:"):
+        assert words in result.out
+
+
+def test_check_as_json(fp4graph: Any) -> None:
+    data = fp4graph("check", "tetrajet", "--json").data
+    (rule,) = data["rules"]
+    assert rule["operands"]["dgrad.weight"] == {
+        "element": "e2m1",
+        "block": "32",
+        "scale": "e8m0 ceil",
+        "rounding": "stochastic",
+        "source": "fprop",
+    }
+    assert data["default"]["keep"] == "no rule matches"
+    assert data["complexity"] == 0.5
+    assert len(data["fingerprint"]) == 64
+
+
+def test_check_of_kept_operands(fp4graph: Any, tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text("version: 1\ndefault: {operands: {backward: keep}}\n")
+    result = fp4graph("check", str(path))
+    assert result.out.count("high precision") == 4
+    assert "every other site" in result.out
+
+
+def test_check_of_a_wrong_policy_is_one_line(fp4graph: Any, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text("version: 1\nrules:\n  - match: {}\n    quantise: {}\n")
+    result = fp4graph("check", str(path))
+    assert (result.code, result.out) == (1, "")
+    assert result.err == f"{path}:4: unknown key 'quantise' in rules[0]; did you mean 'quantize'?\n"
+
+
+def test_the_installed_command(tmp_path: Path) -> None:
+    path = tmp_path / "wrong.yaml"
+    path.write_text("version: 3\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "from fp4graph.cli import main; main()", "check", str(path)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"{path}:1: ")
+    assert "Traceback" not in done.stderr
+
+
+def test_usage_errors_are_typers(fp4graph: Any) -> None:
+    assert fp4graph("check").code == 2
+    assert fp4graph("nonsense").code == 2
+
+
+def test_broken_plugins_and_policies_are_warnings(
+    fp4graph: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    class Raises:
+        @hookimpl
+        def fp4graph_techniques(self) -> list[Any]:
+            raise RuntimeError("out of order")
+
+    class Ships:
+        @hookimpl
+        def fp4graph_policies(self) -> list[Path]:
+            return [path]
+
+    path = tmp_path / "shabby.yaml"
+    path.write_text("version: 9\n")
+    found = Registry([("shiny", Raises()), ("ships", Ships())])
+    monkeypatch.setattr(cli, "default_registry", lambda: found)
+    result = fp4graph("policies")
+    assert result.code == 0
+    assert "tetrajet" in result.out
+    warnings = result.err.splitlines()
+    assert warnings[0] == "warning: plugin 'shiny': cannot be loaded: RuntimeError: out of order"
+    assert warnings[1].startswith(f"warning: policy 'shabby' cannot be loaded: {path}:1: ")
+    assert registry.default_registry() is not found
+
+
+def test_without_timm(fp4graph: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "timm", None)
+    result = fp4graph("explain", "--model", "deit_tiny_patch16_224", "bf16")
+    assert result.code == 1
+    assert result.err == "models are made by timm, which is not installed; pip install 'fp4graph[vision]'\n"
+
+
+@pytest.fixture
+def timm() -> Any:
+    return pytest.importorskip("timm")
+
+
+@pytest.mark.usefixtures("timm")
+def test_unknown_model(fp4graph: Any) -> None:
+    result = fp4graph("explain", "--model", "deit_tiny_patch16_225", "bf16")
+    assert result.code == 1
+    assert "did you mean 'deit_tiny_patch16_224'?" in result.err
+
+
+@pytest.mark.usefixtures("timm")
+@pytest.mark.parametrize("size", ["224", "3,32,32", "3x0x32", "x"])
+def test_wrong_shape(size: str, fp4graph: Any) -> None:
+    result = fp4graph("explain", "--model", "test_vit", "--input-size", size.replace("224", "a"), "bf16")
+    assert result.code == 1
+    assert "is not a shape" in result.err
+
+
+@pytest.mark.usefixtures("timm")
+def test_explain(fp4graph: Any) -> None:
+    result = fp4graph("explain", "--model", "test_vit", "--batch-size", "3", "--json", "tetrajet")
+    assert result.code == 0
+    sites = {site["module"]: site for site in result.data["sites"]}
+    assert sites["blocks.0.attn.qkv"]["quantized"]
+    assert sites["blocks.0.attn.qkv"]["rule"] == "transformer linears"
+    assert sites["blocks.0.attn.qkv"]["shapes"][0][0] == 3
+    assert not sites["head"]["quantized"]
+    text = fp4graph("explain", "--model", "test_vit", "tetrajet").out
+    assert "blocks.0.attn.qkv" in text
+
+
+@pytest.mark.usefixtures("timm")
+def test_check_against_a_model(fp4graph: Any, tmp_path: Path) -> None:
+    result = fp4graph("check", "tetrajet", "--model", "test_vit")
+    assert result.code == 0
+    assert "blocks.0.attn.qkv" in result.out
+    path = tmp_path / "p.yaml"
+    path.write_text("version: 1\nextends: tetrajet\nexpect:\n  quantized: {min: 1000}\n")
+    result = fp4graph("check", str(path), "--model", "test_vit")
+    assert result.code == 1
+    assert "expected at least 1000 quantized site(s)" in result.err

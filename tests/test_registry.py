@@ -1,0 +1,229 @@
+"""Finding plugins: what they may offer, and that a broken one hurts nobody else."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from fp4graph import hookspecs, registry
+from fp4graph.errors import PluginError
+from fp4graph.hookspecs import hookimpl
+from fp4graph.numerics.formats import E2M1, ELEMENTS, ElementFormat, ScaleFormat
+from fp4graph.registry import GROUP, Registry, suggest
+from fp4graph.technique import Overhead, Technique
+
+ROOT = Path(__file__).parents[1]
+FREE = Overhead("O(1)", "O(1)", fusable=True)
+
+
+def technique(called: str, **members: Any) -> type[Technique]:
+    """A technique class of that name."""
+    members = {"name": called, "overhead": FREE, "complexity": property(lambda self: 0.0), **members}
+    annotations = {"name": ClassVar[str], "overhead": ClassVar[Overhead]}
+    namespace = {key: value for key, value in members.items() if value is not None}
+    kept = {key: kind for key, kind in annotations.items() if key in namespace}
+    return type("Made", (Technique,), {"__module__": __name__, "__annotations__": kept, **namespace})
+
+
+def offering(
+    techniques: list[Any] = [],  # noqa: B006  # only read
+    formats: list[Any] = [],  # noqa: B006
+    policies: list[Any] = [],  # noqa: B006
+) -> object:
+    """A plugin object that offers these."""
+
+    class Plugin:
+        @hookimpl
+        def fp4graph_techniques(self) -> list[Any]:
+            return techniques
+
+        @hookimpl
+        def fp4graph_formats(self) -> list[Any]:
+            return formats
+
+        @hookimpl
+        def fp4graph_policies(self) -> list[Any]:
+            return policies
+
+    return Plugin()
+
+
+class WrongSignature:
+    @hookimpl
+    def fp4graph_techniques(self, model: object) -> list[type[Technique]]:
+        return []
+
+
+class UnknownHook:
+    @hookimpl
+    def fp4graph_techniqes(self) -> list[type[Technique]]:
+        return []
+
+
+class UnknownHookAndWrongSignature:
+    """Registering stops at the second, when the first is already pending."""
+
+    @hookimpl
+    def fp4graph_aardvark(self) -> None: ...
+
+    @hookimpl
+    def fp4graph_techniques(self, model: object) -> list[type[Technique]]:
+        return []
+
+
+class Raises:
+    @hookimpl
+    def fp4graph_techniques(self) -> list[type[Technique]]:
+        raise RuntimeError("out of order")
+
+
+ODD = ElementFormat("odd", exponent_bits=2, mantissa_bits=1, bias=1, max=6.0)
+BROKEN = {
+    "signature": (WrongSignature(), "model"),
+    "unknown hook": (UnknownHook(), "fp4graph_techniqes"),
+    "two mistakes": (UnknownHookAndWrongSignature(), "model"),
+    "raises": (Raises(), "RuntimeError: out of order"),
+    "not a technique": (offering([int]), "<class 'int'> is not a subclass of fp4graph.Technique"),
+    "an instance": (offering([technique("t")()]), "is not a subclass of fp4graph.Technique"),
+    "no overhead": (offering([technique("t", overhead=None)]), "Made must declare overhead"),
+    "no name": (offering([technique("t", name=None)]), "Made must declare name"),
+    "no complexity": (offering([technique("t", complexity=None)]), "Made must declare complexity"),
+    "two of one name": (offering([technique("t"), technique("t")]), "technique 't' is already offered"),
+    "half right": (offering([technique("t"), int]), "is not a subclass"),
+    "not iterable": (offering(3), "TypeError"),  # type: ignore[arg-type]
+    "not a format": (offering(formats=["e2m1"]), "'e2m1' is neither an ElementFormat nor a ScaleFormat"),
+    "a taken format": (offering(formats=[E2M1]), "format 'e2m1' already exists"),
+    "format after technique": (offering([technique("t")], [E2M1]), "format 'e2m1' already exists"),
+    "a missing policy": (offering(policies=["/nowhere/p.yaml"]), "policy file '/nowhere/p.yaml' does not exist"),
+    "a taken policy": (offering(policies=[ROOT / "policies/bf16.yaml"]), "'bf16' is already shipped"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_broken_plugin_is_named_and_the_others_stay_usable(case: str, first: bool) -> None:
+    plugin, message = BROKEN[case]
+    healthy = ("healthy", offering([technique("fine")], [ODD]))
+    plugins = [("broken", plugin), healthy] if first else [healthy, ("broken", plugin)]
+    found = Registry(plugins, entry_point_group=None)
+    assert list(found.techniques) == ["fine"]
+    assert found.elements == {**ELEMENTS, "odd": ODD}
+    assert list(found.failures) == ["broken"]
+    error = found.failures["broken"]
+    assert isinstance(error, PluginError)
+    assert error.plugin == "broken"
+    assert str(error).startswith("plugin 'broken': ")
+    assert message in str(error)
+
+
+def test_offers() -> None:
+    scale = ScaleFormat("sparse", exponent_bits=4, mantissa_bits=2, bias=7, max=448.0)
+    found = Registry(
+        [("a", offering([technique("t")], [ODD, scale])), ("b", offering([technique("u")]))], entry_point_group=None
+    )
+    assert not found.failures
+    assert list(found.techniques) == ["t", "u"]
+    assert (found.origin("t"), found.origin("u")) == ("a", "b")
+    assert found.elements["odd"] is ODD
+    assert found.scales["sparse"] is scale
+
+
+def test_a_technique_taken_from_another_plugin_names_it() -> None:
+    found = Registry([("a", offering([technique("t")])), ("b", offering([technique("t")]))], entry_point_group=None)
+    assert found.origin("t") == "a"
+    assert "technique 't' is already offered by plugin 'a'" in str(found.failures["b"])
+
+
+def test_two_plugins_of_one_name() -> None:
+    found = Registry([("a", offering([technique("t")])), ("a", offering([technique("u")]))], entry_point_group=None)
+    assert list(found.techniques) == ["t"]
+    assert "another plugin has this name" in str(found.failures["a"])
+
+
+def test_each_registry_is_its_own() -> None:
+    Registry([("a", offering([technique("t")], [ODD]))], entry_point_group=None)
+    fresh = Registry(entry_point_group=None)
+    assert not fresh.techniques
+    assert fresh.elements == ELEMENTS
+
+
+def test_tables_are_read_only() -> None:
+    found = Registry(entry_point_group=None)
+    for table in (found.techniques, found.elements, found.scales, found.policies):
+        with pytest.raises(TypeError):
+            table["x"] = None  # type: ignore[index]
+
+
+def test_entry_points_are_loaded_and_broken_ones_isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "good_fp4_plugin.py").write_text(
+        "from typing import ClassVar\n"
+        "from fp4graph.technique import Overhead, Technique\n"
+        "from fp4graph.hookspecs import hookimpl\n"
+        "class Mine(Technique):\n"
+        "    name: ClassVar[str] = 'mine'\n"
+        "    overhead: ClassVar[Overhead] = Overhead('O(1)', 'O(1)', True)\n"
+        "    @property\n"
+        "    def complexity(self): return 0.5\n"
+        "@hookimpl\n"
+        "def fp4graph_techniques(): return [Mine]\n"
+    )
+    (tmp_path / "bad_fp4_plugin.py").write_text("import no_such_module_anywhere\n")
+    (tmp_path / "syntax_fp4_plugin.py").write_text("def (:\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    importlib.invalidate_caches()
+    names = {
+        "bad": "bad_fp4_plugin",
+        "syntax": "syntax_fp4_plugin",
+        "gone": "nowhere_fp4_plugin",
+        "good": "good_fp4_plugin",
+    }
+    points = tuple(EntryPoint(name, module, GROUP) for name, module in names.items())
+    monkeypatch.setattr(registry, "entry_points", lambda group: points if group == GROUP else ())
+    found = Registry()
+    assert list(found.techniques) == ["mine"]
+    assert found.techniques["mine"]().complexity == 0.5
+    assert set(found.failures) == {"bad", "syntax", "gone"}
+    assert "ModuleNotFoundError: No module named 'no_such_module_anywhere'" in str(found.failures["bad"])
+    assert "SyntaxError" in str(found.failures["syntax"])
+
+
+def test_first_party_techniques_come_through_the_same_door() -> None:
+    points = {point.name: point.value for point in entry_points(group=GROUP)}
+    found = Registry()
+    assert not found.failures
+    for name in ("stochastic_rounding", "hadamard", "q_ema"):
+        assert points[name] == f"fp4graph_plugins.{name}"
+        assert found.techniques[name].name == name
+        assert found.origin(name) == name
+
+
+def test_importing_loads_no_plugin_and_no_torch_device() -> None:
+    code = (
+        "import sys, fp4graph, fp4graph.registry\n"
+        "assert not [m for m in sys.modules if m.startswith('fp4graph_plugins')]\n"
+        "torch = sys.modules.get('torch')\n"
+        "assert torch is None or not torch.cuda.is_initialized()\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_hook_has_a_sentence() -> None:
+    hooks = [hook for name, hook in vars(hookspecs).items() if name.startswith("fp4graph_")]
+    assert len(hooks) == 3
+    for hook in hooks:
+        assert hook.__doc__
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("hadamrd", "did you mean 'hadamard'?"), ("zzz", "known: hadamard, q_ema")],
+)
+def test_suggestions(name: str, hint: str) -> None:
+    assert suggest(name, ["q_ema", "hadamard"]) == hint
+    assert suggest(name, []) == "known: none"
