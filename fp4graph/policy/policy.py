@@ -85,13 +85,10 @@ class Expect:
             ("kept", self.kept, total - quantized),
         ):
             if expected is not None and found not in expected:
-                raise (
-                    dict(self.places)
-                    .get(name, Place())
-                    .error(
-                        f"expected {expected} {name} site(s), found {found} of {total}; "
-                        "fp4graph.explain shows the rule of each site: correct the rules or the expectation"
-                    )
+                place = dict(self.places).get(name, Place())
+                raise place.error(
+                    f"expected {expected} {name} site(s), found {found} of {total}; "
+                    "fp4graph.explain shows the rule of each site: correct the rules or the expectation"
                 )
 
 

@@ -47,15 +47,13 @@ def _must_be(what: str) -> WrapValidator:
 
 def _only_known(data: Any, known: Collection[str], kind: str) -> Any:
     """``data`` if each of its keys is ``known`` and has a value: looked at before anything else."""
-    found = [_unknown(kind, key, known) if key not in known else _EMPTY for key in _suspects(data, known)]
-    if found:
-        raise ValidationError.from_exception_data(
-            "policy",
-            [
-                InitErrorDetails(type=error, loc=(key,), input=data[key])
-                for error, key in zip(found, _suspects(data, known), strict=True)
-            ],
-        )
+    errors = [
+        InitErrorDetails(type=_EMPTY if key in known else _unknown(kind, key, known), loc=(key,), input=value)
+        for key, value in (data.items() if isinstance(data, dict) else ())
+        if key not in known or value is None
+    ]
+    if errors:
+        raise ValidationError.from_exception_data("policy", errors)
     return data
 
 
@@ -65,10 +63,6 @@ _EMPTY = PydanticCustomError("must_be", "must have a value, or be left out")
 def _unknown(kind: str, key: str, known: Collection[str]) -> PydanticCustomError:
     context = {"kind": kind, "key": repr(key), "hint": suggest(key, known)}
     return PydanticCustomError("unknown", "unknown {kind} {key}; {hint}", context)
-
-
-def _suspects(data: Any, known: Collection[str]) -> list[str]:
-    return [key for key, value in data.items() if key not in known or value is None] if isinstance(data, dict) else []
 
 
 class _Section(BaseModel):

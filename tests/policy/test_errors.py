@@ -267,7 +267,7 @@ def test_a_policy_given_as_data_names_the_place_by_path(registry: Registry) -> N
 
 def test_data_with_a_key_that_is_no_text(registry: Registry) -> None:
     with pytest.raises(PolicyError, match="a key is text; got 3"):
-        load_policy({"version": 1, 3: "x"}, registry)
+        load_policy({"version": 1, 3: "x"}, registry)  # type: ignore[dict-item]
 
 
 def test_empty_file(tmp_path: Path, registry: Registry) -> None:

@@ -96,7 +96,7 @@ def test_does_not_hold(predicates: dict[str, Any], registry: Registry) -> None:
     ],
 )
 def test_what_is_unknown_satisfies_no_predicate(field: str, predicates: dict[str, Any], registry: Registry) -> None:
-    unknown = replace(SITE, **{field: None})
+    unknown = replace(SITE, **{field: None})  # type: ignore[arg-type]
     assert match(registry, **predicates).matches(SITE)
     assert not match(registry, **predicates).matches(unknown)
     assert match(registry).matches(unknown)

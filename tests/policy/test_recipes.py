@@ -25,7 +25,8 @@ def only_rule(name: str) -> dict[Operand, QuantSpec | None]:
 
 def test_bf16() -> None:
     policy = load_policy("bf16")
-    assert policy.rules == policy.techniques == ()
+    assert not policy.rules
+    assert not policy.techniques
     assert not policy.quantizes
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fp4graph.numerics.formats import E4M3, E8M0, UE5M3, UE5M3_61440
+from fp4graph.numerics.formats import E3M0, E4M3, E8M0, UE5M3, UE5M3_61440
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.operands import GROUPS, Operand
 from fp4graph.policy import Policy, Specs, load_policy
@@ -38,13 +38,13 @@ def test_every_field_arrives(registry: Registry) -> None:
     )
     scale = ScaleSpec(E4M3, "nearest_even", "encode", "to_one")
     expected = QuantSpec(
-        "e3m0",
+        E3M0,
         (16, 16),
         scale,
         "stochastic",
         ties="away",
         random_bits=8,
-        from_master=True,  # type: ignore[arg-type]
+        from_master=True,
     )
     assert set(found.values()) == {expected}
 

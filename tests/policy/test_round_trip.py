@@ -144,6 +144,12 @@ def test_only_what_differs_is_written(registry: Registry) -> None:
     }
 
 
+def test_options_are_written_by_the_names_that_policies_use(registry: Registry) -> None:
+    policy = load_policy({"version": 1, "default": {}, "techniques": [{"ramp": {"steps": 3}}]}, registry)
+    assert yaml.safe_load(policy.to_yaml())["techniques"] == [{"ramp": {"steps": 3}}]
+    check_round_trip(policy, registry)
+
+
 def test_a_reduced_maximum_is_written_with_its_format(registry: Registry) -> None:
     policy = load_policy({"version": 1, "default": {"scale": {"format": "e4m3", "max": 240}}}, registry)
     assert yaml.safe_load(policy.to_yaml())["default"] == {"scale": {"format": "e4m3", "max": 240.0}}
