@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import subprocess
 import sys
 
@@ -54,8 +53,8 @@ def test_streams_are_neither_correlated_nor_permutations_of_each_other() -> None
     for lag in (1, 2, 32):
         lagged = torch.corrcoef(torch.cat([table[:, :-lag], table[:, lag:]]))[: len(table), len(table) :]
         assert lagged.abs().max() < 5.5 / N**0.5
-    for a, b in itertools.combinations(streams.values(), 2):
-        assert len(torch.cat([a, b]).unique()) > 2 * N - 20  # words in common: none to speak of
+    words = torch.cat(list(streams.values()))
+    assert len(words.unique()) > len(words) - 100  # two streams with one multiset would lose 16384
 
 
 @pytest.mark.parametrize("pair", [([7, 5], [8, 5]), ([5, 7], [5, 8]), ([0, 1], [1, 0])])
@@ -125,6 +124,9 @@ def test_an_element_draws_the_same_bits_however_it_is_blocked() -> None:
     assert all(torch.equal(bits, joined[0]) for bits in joined)
     assert not torch.equal(noises[0].bits(1), noises[0].bits(0))
     assert not torch.equal(noises[0].block_bits(1), noises[0].block_bits(0))
+    # With one element to a block, the numbers of blocks and elements are the same; their bits are not.
+    single = Noise(make_key(1), Blocking((64,), 1), x.device)
+    assert (single.bits() != single.block_bits()).all()
 
 
 def test_bits_without_a_key_are_refused() -> None:
