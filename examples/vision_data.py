@@ -1,0 +1,266 @@
+"""Images for examples/pretrain_vit.py: ``digits`` (in memory), ``cifar10`` and ``imagefolder:PATH``.
+
+What a model sees is a pure function of (seed, epoch, index): every random choice of the augmentation is made under
+generators seeded for that one image, so neither the model's own use of randomness nor the number of workers changes
+it. Runs that differ in their policy only therefore train on the same pixels in the same order.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader, Dataset
+
+
+class ExampleError(Exception):
+    """Something the user of the example can put right, said in one sentence."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What suits a data set: the defaults of the command line's options, and the augmentation.
+
+    Attributes:
+        augmentation: keyword arguments of ``timm.data.create_transform`` for training images.
+        evaluation: the same for validation images.
+        mixup: keyword arguments of ``timm.data.Mixup``, or empty for none.
+    """
+
+    model: str
+    img_size: int
+    patch_size: int | None
+    model_kwargs: dict[str, Any]
+    epochs: int
+    batch_size: int
+    lr: float
+    weight_decay: float
+    warmup_epochs: int
+    augmentation: dict[str, Any]
+    evaluation: dict[str, Any] = field(default_factory=lambda: {"crop_pct": 1.0})
+    mixup: dict[str, float] = field(default_factory=dict)
+
+
+RECIPES = {
+    # 8x8 grey digits, enlarged to 16x16, in 16 patches. A 6 and a mirrored 6 are not the same class: no flip, and
+    # crops that lose no stroke.
+    "digits": Recipe(
+        model="vit_tiny_patch16_224",
+        img_size=16,
+        patch_size=4,
+        model_kwargs={"embed_dim": 96, "depth": 4, "num_heads": 3},
+        epochs=30,
+        batch_size=64,
+        lr=1e-3,
+        weight_decay=0.05,
+        warmup_epochs=3,
+        augmentation={"scale": (0.7, 1.0), "ratio": (0.9, 1.1), "hflip": 0.0, "color_jitter": None},
+    ),
+    "cifar10": Recipe(
+        model="vit_tiny_patch16_224",
+        img_size=32,
+        patch_size=4,
+        model_kwargs={"depth": 6},
+        epochs=100,
+        batch_size=128,
+        lr=1e-3,
+        weight_decay=0.05,
+        warmup_epochs=5,
+        augmentation={"scale": (0.5, 1.0), "hflip": 0.5, "color_jitter": None, "auto_augment": "rand-m5-mstd0.5-inc1"},
+    ),
+    # Touvron et al. 2021, "Training data-efficient image transformers", Table 9, for one device.
+    "imagefolder": Recipe(
+        model="deit_tiny_patch16_224",
+        img_size=224,
+        patch_size=None,
+        model_kwargs={},
+        epochs=300,
+        batch_size=256,
+        lr=2.5e-4,
+        weight_decay=0.05,
+        warmup_epochs=5,
+        augmentation={"auto_augment": "rand-m9-mstd0.5-inc1", "re_prob": 0.25, "re_mode": "pixel"},
+        evaluation={"crop_pct": 0.9},
+        mixup={"mixup_alpha": 0.8, "cutmix_alpha": 1.0, "label_smoothing": 0.1},
+    ),
+}
+
+
+class Images(Protocol):
+    """A map-style data set of (PIL image, class index)."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]: ...
+
+
+@dataclass(frozen=True)
+class Split:
+    """Training and validation images of one data set."""
+
+    train: Images
+    validation: Images
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def channels(self) -> int:
+        return len(self.mean)
+
+
+class Digits:
+    """Some of scikit-learn's 1797 scans of handwritten digits (8x8, 17 grey levels), as 8-bit grey images."""
+
+    def __init__(self, indices: Sequence[int]) -> None:
+        from sklearn.datasets import load_digits
+
+        scans = load_digits()
+        self.indices = [int(index) for index in indices]
+        self.images = [Image.fromarray(np.uint8(np.round(scans.images[i] * (255 / 16)))) for i in self.indices]
+        self.labels = [int(scans.target[i]) for i in self.indices]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        return self.images[index], self.labels[index]
+
+
+def digits(split_seed: int = 0) -> Split:
+    """Stratified 80/20 split. It depends on ``split_seed`` alone, so that runs of any ``--seed`` are comparable."""
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    target = load_digits().target
+    train, validation = train_test_split(
+        np.arange(len(target)), test_size=0.2, stratify=target, random_state=split_seed
+    )
+    return Split(Digits(train), Digits(validation), classes=10, mean=(0.305,), std=(0.376,))
+
+
+def cifar10(root: Path, *, download: bool) -> Split:
+    """CIFAR-10 from ``root``, fetched there by torchvision where ``download`` allows it."""
+    from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
+    from torchvision.datasets import CIFAR10
+
+    if not download and not (root / CIFAR10.base_folder).is_dir():
+        raise ExampleError(
+            f"CIFAR-10 is not in {root}: unpack {CIFAR10.filename} there, so that {root / CIFAR10.base_folder} "
+            "exists, or pass --download"
+        )
+    parts = [CIFAR10(root=str(root), train=train, download=download) for train in (True, False)]
+    return Split(*parts, classes=10, mean=IMAGENET_INCEPTION_MEAN, std=IMAGENET_INCEPTION_STD)
+
+
+def imagefolder(root: Path) -> Split:
+    """ImageNet's layout: ``root/train/CLASS/*.jpg`` and ``root/val/CLASS/*.jpg``."""
+    from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_dataset
+
+    missing = [name for name in ("train", "val") if not (root / name).is_dir()]
+    if missing:
+        raise ExampleError(
+            f"{root} has no folder {' and no folder '.join(missing)}: imagefolder:PATH needs PATH/train/CLASS/*.jpg "
+            "and PATH/val/CLASS/*.jpg"
+        )
+    empty = [name for name in ("train", "val") if not any(path.is_dir() for path in (root / name).iterdir())]
+    if empty:
+        raise ExampleError(f"{root / empty[0]} has no class folders: put the images in {root / empty[0]}/CLASS/*.jpg")
+    train = create_dataset("", root=str(root / "train"), split="train", search_split=False)
+    classes = train.reader.class_to_idx
+    validation = create_dataset("", root=str(root / "val"), split="val", search_split=False, class_map=classes)
+    return Split(train, validation, len(classes), mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD)
+
+
+def load(data: str, *, root: Path, download: bool) -> tuple[Recipe, Split]:
+    """The data set that ``--data`` names, with its recipe."""
+    name, _, path = data.partition(":")
+    if name == "imagefolder" and path:
+        return RECIPES[name], imagefolder(Path(path).expanduser())
+    if data == "cifar10":
+        return RECIPES[name], cifar10(root, download=download)
+    if data == "digits":
+        return RECIPES[name], digits()
+    raise ExampleError(f"--data {data!r} is not known: give digits, cifar10 or imagefolder:PATH")
+
+
+@contextmanager
+def seeded(*key: int) -> Iterator[None]:
+    """Seed the three generators that augmentations draw from, and put them back afterwards."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    words = [int(word) for word in np.random.SeedSequence(key).generate_state(3)]
+    random.seed(words[0])
+    np.random.seed(words[1])
+    torch.default_generator.manual_seed(words[2])
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)
+
+
+class Augmented(Dataset[tuple[torch.Tensor, int]]):
+    """``images`` through ``transform``, which ``timm.data.create_loader`` sets."""
+
+    def __init__(self, images: Images, seed: int) -> None:
+        self.images = images
+        self.seed = seed
+        self.epoch = 0
+        self.transform: Callable[[Image.Image], torch.Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        image, label = self.images[index]
+        assert self.transform is not None
+        with seeded(self.seed, self.epoch, index):
+            return self.transform(image), label
+
+
+def loaders(
+    split: Split, recipe: Recipe, *, img_size: int, batch_size: int, seed: int, workers: int, device: torch.device
+) -> tuple[DataLoader[Any], DataLoader[Any]]:
+    """Training and validation loaders. Call :func:`start_epoch` before each pass over the first.
+
+    The training loader drops its last, short batch: one shape is one compiled graph.
+    """
+    from timm.data import create_loader
+
+    if len(split.train) < batch_size:
+        raise ExampleError(f"--batch-size {batch_size} is more than the {len(split.train)} training images")
+    shared: dict[str, Any] = {
+        "input_size": (split.channels, img_size, img_size),
+        "batch_size": batch_size,
+        "interpolation": "bicubic",
+        "mean": split.mean,
+        "std": split.std,
+        "num_workers": workers,
+        "persistent_workers": False,  # a worker copies the data set when it starts, and with it the epoch
+        "use_prefetcher": False,
+        "pin_memory": device.type == "cuda",
+    }
+    train = create_loader(Augmented(split.train, seed), is_training=True, **shared, **recipe.augmentation)
+    validation = create_loader(Augmented(split.validation, seed), is_training=False, **shared, **recipe.evaluation)
+    return train, validation
+
+
+def start_epoch(loader: DataLoader[Any], seed: int, epoch: int) -> None:
+    """Fix the order and the augmentation of the coming pass, and whatever the model draws during it."""
+    random.seed(seed + epoch)
+    np.random.seed((seed + epoch) % 2**32)
+    torch.manual_seed(seed + epoch)
+    loader.dataset.epoch = epoch  # type: ignore[attr-defined]
+
+
+def padded(images: torch.Tensor, size: int) -> torch.Tensor:
+    """A short validation batch filled up with zeros to ``size`` images, so that it meets the compiled shape."""
+    return torch.cat([images, images.new_zeros(size - len(images), *images.shape[1:])])
