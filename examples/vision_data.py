@@ -29,6 +29,7 @@ class Recipe:
     """What suits a data set: the defaults of the command line's options, and the augmentation.
 
     Attributes:
+        model_kwargs: of ``timm.create_model``, for ``model`` only.
         augmentation: keyword arguments of ``timm.data.create_transform`` for training images.
         evaluation: the same for validation images.
         mixup: keyword arguments of ``timm.data.Mixup``, or empty for none.
@@ -36,7 +37,6 @@ class Recipe:
 
     model: str
     img_size: int
-    patch_size: int | None
     model_kwargs: dict[str, Any]
     epochs: int
     batch_size: int
@@ -54,20 +54,18 @@ RECIPES = {
     "digits": Recipe(
         model="vit_tiny_patch16_224",
         img_size=16,
-        patch_size=4,
-        model_kwargs={"embed_dim": 96, "depth": 4, "num_heads": 3},
-        epochs=30,
+        model_kwargs={"patch_size": 4, "embed_dim": 96, "depth": 2, "num_heads": 3},
+        epochs=24,
         batch_size=64,
-        lr=1e-3,
+        lr=2e-3,
         weight_decay=0.05,
-        warmup_epochs=3,
+        warmup_epochs=1,
         augmentation={"scale": (0.7, 1.0), "ratio": (0.9, 1.1), "hflip": 0.0, "color_jitter": None},
     ),
     "cifar10": Recipe(
         model="vit_tiny_patch16_224",
         img_size=32,
-        patch_size=4,
-        model_kwargs={"depth": 6},
+        model_kwargs={"patch_size": 4, "depth": 6},
         epochs=100,
         batch_size=128,
         lr=1e-3,
@@ -79,7 +77,6 @@ RECIPES = {
     "imagefolder": Recipe(
         model="deit_tiny_patch16_224",
         img_size=224,
-        patch_size=None,
         model_kwargs={},
         epochs=300,
         batch_size=256,
