@@ -50,7 +50,9 @@ def apply(
     check_modules(loaded, [name for name, _ in model.named_modules() if not state.is_ours(name)])
     for name, module in model.named_modules():
         if name and runtime_of(module) is not None:
-            raise Error(f"submodule {name!r} has a policy of its own; fp4graph.remove() it before applying to the whole")
+            raise Error(
+                f"submodule {name!r} has a policy of its own; fp4graph.remove() it before applying to the whole"
+            )
     runtime = Runtime(model, loaded, backend, seed, dynamic)
     runtime.attach()
     return model

@@ -50,7 +50,9 @@ class Explanation:
     def __str__(self) -> str:
         text = io.StringIO()
         console = Console(file=text, width=140, no_color=True, highlight=False)
-        table = Table(title=f"{self.policy.name}: {self.quantized} of {len(self.sites)} sites quantized", title_justify="left")
+        table = Table(
+            title=f"{self.policy.name}: {self.quantized} of {len(self.sites)} sites quantized", title_justify="left"
+        )
         for column in ("module", "op", "shapes", "rule", "operands or reason"):
             table.add_column(column, overflow="fold")
         for site in self.sites:
@@ -110,7 +112,9 @@ def explain(
     detach(twin)
     twin._compiled_call_impl = None
     fake_args, fake_kwargs = pytree.tree_map_only(
-        torch.Tensor, lambda t: t if isinstance(t, torch._subclasses.FakeTensor) else fake_mode.from_tensor(t), (args, dict(kwargs or {}))
+        torch.Tensor,
+        lambda t: t if isinstance(t, torch._subclasses.FakeTensor) else fake_mode.from_tensor(t),
+        (args, dict(kwargs or {})),
     )
     runtime = Runtime(twin, loaded, "eager", 0, None)
     runtime._checked = True  # an explanation shows what does not fit instead of raising it
@@ -131,7 +135,7 @@ def explain(
 
 def _forget(code: types.CodeType) -> None:
     """Drop what Dynamo compiled for the twin."""
-    torch._dynamo.reset_code(code)
+    torch._dynamo.reset_code(code)  # type: ignore[attr-defined]  # not in its __all__
 
 
 def describe(spec: QuantSpec | None) -> str:

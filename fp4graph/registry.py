@@ -34,9 +34,7 @@ class Registry:
         failures: plugin name to the error that kept it out; the others stay usable.
     """
 
-    def __init__(
-        self, plugins: Iterable[tuple[str, object]] = (), *, entry_point_group: str | None = GROUP
-    ) -> None:
+    def __init__(self, plugins: Iterable[tuple[str, object]] = (), *, entry_point_group: str | None = GROUP) -> None:
         self._manager = pluggy.PluginManager("fp4graph")
         self._manager.add_hookspecs(hookspecs)
         self._techniques: dict[str, type[Technique]] = {}
@@ -50,8 +48,10 @@ class Registry:
             try:
                 self._add(name, candidate.load() if isinstance(candidate, EntryPoint) else candidate)
             except Exception as error:  # noqa: BLE001  # whatever a stranger's module raises, the others stay usable
-                self.failures[name] = error if isinstance(error, PluginError) else PluginError(
-                    f"cannot be loaded: {type(error).__name__}: {error}", plugin=name
+                self.failures[name] = (
+                    error
+                    if isinstance(error, PluginError)
+                    else PluginError(f"cannot be loaded: {type(error).__name__}: {error}", plugin=name)
                 )
 
     def _add(self, name: str, plugin: object) -> None:

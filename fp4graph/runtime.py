@@ -6,6 +6,7 @@ import os
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -40,7 +41,9 @@ class Weight:
         plan: of its site; rule: that decided.
     """
 
-    def __init__(self, module: nn.Module, fqn: str, parameter_name: str, view: SiteView, rule: Rule, plan: Plan) -> None:
+    def __init__(
+        self, module: nn.Module, fqn: str, parameter_name: str, view: SiteView, rule: Rule, plan: Plan
+    ) -> None:
         self.module, self.fqn, self.parameter_name = module, fqn, parameter_name
         self.view, self.rule, self.plan = view, rule, plan
 
@@ -126,7 +129,9 @@ class Runtime:
     def attach(self) -> None:
         """Add state, hooks and the compiled call to the root. On an error the model is left as it was."""
         former = {
-            key: value for key, value in self.root.state_dict().items() if state.is_ours(key) and isinstance(value, Tensor)
+            key: value
+            for key, value in self.root.state_dict().items()
+            if state.is_ours(key) and isinstance(value, Tensor)
         }
         detach(self.root)
         self._previous = self.root._compiled_call_impl
@@ -134,7 +139,7 @@ class Runtime:
             if self.policy.quantizes:
                 self._attach_state(former)
             self._compiled = torch.compile(self.entry, backend=self._capture, dynamic=self.dynamic)
-            self.root._compiled_call_impl = _Call(self)  # type: ignore[assignment]
+            self.root._compiled_call_impl = _Call(self)
         except BaseException:
             detach(self.root)
             raise
@@ -212,11 +217,10 @@ class Runtime:
     def _add_entries(self, own: state.SiteState, weight: Weight) -> None:
         assert weight.plan.program is not None
         for slot in weight.plan.program.state:
-            parameter = weight.module._parameters
             own.add(
                 weight.buffer(slot.technique, slot.entry.name),
                 slot.entry.init,
-                lambda p=parameter, n=weight.parameter_name: p[n],
+                partial(_parameter, weight.module, weight.parameter_name),
             )
 
     def _prepare(self, fqn: str, module: nn.Module, own: state.SiteState, planned: dict[str, list[Weight]]) -> None:
@@ -314,7 +318,15 @@ class Runtime:
         return tuple(dict.fromkeys(t for rule in rules if rule.quantizes for t in rule.techniques))
 
     def _check_optimizer(self, training: bool) -> None:
-        needs = sorted({slot.technique for w in self.weights for slot in w.plan.program.state if slot.entry.writer == "optimizer"})  # type: ignore[union-attr]
+        needs = sorted(
+            {
+                slot.technique
+                for weight in self.weights
+                if weight.plan.program is not None
+                for slot in weight.plan.program.state
+                if slot.entry.writer == "optimizer"
+            }
+        )
         if training and needs and self._trained == 1 and not self.has_optimizer:
             raise CaptureError(
                 f"technique {', '.join(needs)} is updated by the optimizer's step, but no optimizer was prepared: call "
@@ -357,7 +369,7 @@ class _Call:
         self.runtime = runtime
 
     # An outer torch.compile must not trace through into our graphs with its own backend.
-    @torch.compiler.disable
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.runtime.call(*args, **kwargs)
 
@@ -377,7 +389,13 @@ def inner_backend(name: str) -> Backend:
     """The torch.compile backend that runs the rewritten graph."""
     if name not in BACKENDS:
         raise ValueError(f"backend is one of {', '.join(BACKENDS)}; got {name!r}")
-    return torch._dynamo.lookup_backend(name)  # type: ignore[no-any-return]
+    return torch._dynamo.lookup_backend(name)
+
+
+def _parameter(module: nn.Module, name: str) -> Tensor:
+    parameter = module._parameters[name]
+    assert parameter is not None
+    return parameter
 
 
 def _may_match(rule: Rule, view: SiteView) -> bool:

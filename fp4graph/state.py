@@ -32,23 +32,19 @@ class State(nn.Module):
     An EMA with β = 0.998 freezes in bf16, whose neighbours are 0.4 % apart; so dtype casts move devices only.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._initialisers: dict[str, Callable[[], Tensor]] = {}
-
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> State:
         for name, buffer in self._buffers.items():
             if buffer is not None:
                 moved = fn(buffer)
                 self._buffers[name] = moved if moved.dtype is buffer.dtype else buffer.to(moved.device)
         for child in self.children():
-            child._apply(fn)
+            child._apply(fn)  # type: ignore[no-untyped-call]
         return self
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        local_metadata, strict, missing, *rest = args
+        local_metadata, strict, _missing, *rest = args
         absent: list[str] = []
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, absent, *rest)  # type: ignore[no-untyped-call]
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, absent, *rest)
         for key in absent:
             name = key.removeprefix(prefix)
             self.reset(name)

@@ -111,14 +111,18 @@ class Technique(BaseModel):
     # ------------------------------------------------------------------ pair transform
 
     def pair_context(self, left: torch.Tensor, right: torch.Tensor, noise: Noise) -> tuple[torch.Tensor, ...]:
-        """Tensors both operands of a GEMM share: random signs, channel scales. ``left [..., K]``, ``right [..., K]``."""
+        """Tensors both operands of a GEMM share (random signs, channel scales). ``left``, ``right``: ``[..., K]``."""
         return ()
 
-    def transform(self, x: torch.Tensor, side: Literal["left", "right"], context: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def transform(
+        self, x: torch.Tensor, side: Literal["left", "right"], context: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
         """One operand in the new basis, contraction axis last: ``transform(l) @ transform(r)ᵀ = l @ rᵀ``."""
         return x
 
-    def inverse(self, x: torch.Tensor, side: Literal["left", "right"], context: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    def inverse(
+        self, x: torch.Tensor, side: Literal["left", "right"], context: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
         """Undo :meth:`transform` on one operand, contraction axis last."""
         return x
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
 from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics.hadamard import rotate, unrotate

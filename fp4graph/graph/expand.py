@@ -39,7 +39,8 @@ def expand_all(gm: GraphModule, expands_sdpa: Callable[[Node], bool]) -> None:
         elif node.target is torch._native_multi_head_attention:
             inline(gm, node, native_attention)
         elif node.target in (torch.einsum, torch.functional.einsum, aten.einsum.default):
-            if (function := einsum_as_matmul(node)) is not None:
+            function = einsum_as_matmul(node)
+            if function is not None:
                 inline(gm, node, function)
     for node in list(gm.graph.nodes):
         if is_sdpa(node) and expands_sdpa(node):
@@ -87,7 +88,9 @@ def _splice(gm: GraphModule, node: Node, traced: GraphModule, inputs: list[Node]
             else:
                 copied = graph.node_copy(new, lambda n: mapping[n])
                 copied.meta = {
-                    **{k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace", "source_fn_stack")},
+                    **{
+                        k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace", "source_fn_stack")
+                    },
                     "example_value": new.meta.get("val"),
                 }
                 if tag is not None:
@@ -106,10 +109,17 @@ def _replace(node: Node, value: Any) -> None:
             if isinstance(item, Node):
                 user.replace_all_uses_with(item)
             else:
-                for reader in list(user.users):
-                    reader.args = torch.fx.map_arg(reader.args, lambda n, u=user, i=item: i if n is u else n)
+                _replace_by_constant(user, item)
             user.graph.erase_node(user)
     node.graph.erase_node(node)
+
+
+def _replace_by_constant(node: Node, value: Any) -> None:
+    def swap(argument: Node) -> Any:
+        return value if argument is node else argument
+
+    for reader in list(node.users):
+        reader.args = torch.fx.map_arg(reader.args, swap)
 
 
 def attention(
@@ -137,9 +147,7 @@ def attention(
         allowed = torch.ones(query.size(-2), key.size(-2), dtype=torch.bool, device=query.device).tril()
         scores = scores.masked_fill(~allowed, float("-inf"))
     if attn_mask is not None:
-        scores = (
-            scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype is torch.bool else scores + attn_mask
-        )
+        scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype is torch.bool else scores + attn_mask
     weights = torch.softmax(scores, -1)
     if dropout_p > 0.0:
         weights = torch.dropout(weights, dropout_p, True)
@@ -252,7 +260,11 @@ def einsum_as_matmul(node: Node) -> Callable[..., Tensor] | None:
 
         def matrix(x: Tensor, labels: str, first: list[str], second: list[str]) -> Tensor:
             x = x.permute([labels.index(i) for i in (*batch, *first, *second)])
-            shape = [*(sizes[i] for i in batch), math.prod(sizes[i] for i in first), math.prod(sizes[i] for i in second)]
+            shape = [
+                *(sizes[i] for i in batch),
+                math.prod(sizes[i] for i in first),
+                math.prod(sizes[i] for i in second),
+            ]
             return x.reshape(shape)
 
         product = torch.matmul(matrix(a, left, rows, summed), matrix(b, right, summed, columns))

@@ -23,7 +23,7 @@ _FOREIGN = (
     "precision; call the applied model, or fp4graph.remove(model) first"
 )
 
-_library = torch.library.Library("fp4graph", "FRAGMENT")
+_library: Any = torch.library.Library("fp4graph", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("enter(str tag, Tensor key, Tensor step, Tensor[] weights, Tensor[] state, bool training) -> ()")
 
 
@@ -82,8 +82,9 @@ class Marker:
             return None
         tag, key, step, weights, state, training = node.args
         stack = module_stack(node)
-        arguments: Any = (key, step, weights, state, training)
-        return Marker(Tag.decode(str(tag)), *arguments, stack[-1][0] if stack else None)
+        innermost = stack[-1][0] if stack else None
+        carried: list[Any] = [key, step, weights, state, training]
+        return Marker(Tag.decode(str(tag)), carried[0], carried[1], carried[2], carried[3], carried[4], innermost)
 
 
 def module_stack(node: torch.fx.Node) -> list[tuple[int, str, type]]:

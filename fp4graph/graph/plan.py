@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TypeVar
 
 from fp4graph.errors import CaptureError, PluginError
@@ -37,7 +37,7 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
     """
     specs: OperandSpecs = dict(rule.specs)
     for technique in rule.techniques:
-        specs = _call(technique, site, rule, lambda t=technique, s=specs: t.plan(site, s))
+        specs = _call(technique, site, rule, partial(technique.plan, site, specs))
     techniques = rule.techniques
     if not training:
         specs = {operand: _settled(spec) if operand.gemm is Gemm.FPROP else spec for operand, spec in specs.items()}
@@ -46,13 +46,13 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
     if all(spec is None for _, spec in ordered):
         return Plan(ordered, None)
 
-    acts_on = {t: _call(t, site, rule, lambda t=t: t.acts_on(site)) for t in techniques}
-    pairs = {t: _call(t, site, rule, lambda t=t: t.pairs(site)) for t in techniques}
+    acts_on = {t: _call(t, site, rule, partial(t.acts_on, site)) for t in techniques}
+    pairs = {t: _call(t, site, rule, partial(t.pairs, site)) for t in techniques}
     slots = tuple(
         StateSlot(t.name, entry)
         for t in techniques
         if site.op == "linear"
-        for entry in _call(t, site, rule, lambda t=t: t.state(site))
+        for entry in _call(t, site, rule, partial(t.state, site))
         if specs.get(entry.operand) is not None
     )
 

@@ -33,7 +33,7 @@ class Product:
     beta: float = 1
 
 
-def _linear(node: Node, input: Node, weight: Node, bias: Node | None = None) -> Product:  # noqa: A002  # torch's name
+def _linear(node: Node, input: Node, weight: Node, bias: Node | None = None) -> Product:  # torch's name
     return Product(node, "linear", input, weight, bias)
 
 
@@ -67,9 +67,7 @@ _READERS: Mapping[Any, Callable[..., Product]] = {
         ),
         _matmul,
     ),
-    **dict.fromkeys(
-        (torch.addmm, torch.baddbmm, aten.addmm.default, aten.baddbmm.default, "addmm", "baddbmm"), _addmm
-    ),
+    **dict.fromkeys((torch.addmm, torch.baddbmm, aten.addmm.default, aten.baddbmm.default, "addmm", "baddbmm"), _addmm),
 }
 
 _NOT_SITES: Mapping[Any, tuple[str, str]] = {
@@ -140,9 +138,45 @@ def value_of(node: Any) -> torch.Tensor | None:
 
 #: Operations that show the same numbers in another shape, layout or dtype: a weight is followed through them.
 _VIEW_NAMES = frozenset(
-    "t transpose permute view reshape contiguous to float half bfloat16 type_as chunk split unbind narrow select "
-    "unsqueeze squeeze expand detach clone flatten unflatten swapaxes adjoint getitem __getitem__ getattr slice alias "
-    "_to_copy _unsafe_view numpy_T mT T tensor_split movedim".split()
+    [
+        "t",
+        "transpose",
+        "permute",
+        "view",
+        "reshape",
+        "contiguous",
+        "to",
+        "float",
+        "half",
+        "bfloat16",
+        "type_as",
+        "chunk",
+        "split",
+        "unbind",
+        "narrow",
+        "select",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "detach",
+        "clone",
+        "flatten",
+        "unflatten",
+        "swapaxes",
+        "adjoint",
+        "getitem",
+        "__getitem__",
+        "getattr",
+        "slice",
+        "alias",
+        "_to_copy",
+        "_unsafe_view",
+        "numpy_T",
+        "mT",
+        "T",
+        "tensor_split",
+        "movedim",
+    ]
 )
 
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
@@ -33,8 +34,15 @@ from fp4graph.site import SiteView
 
 #: Higher-order ops whose bodies run once, as written, on the operands at the end of their arguments.
 _TRANSPARENT = frozenset(
-    "tag_activation_checkpoint wrap wrap_activation_checkpoint wrap_with_set_grad_enabled wrap_with_autocast "
-    "invoke_subgraph hints_wrapper".split()
+    [
+        "tag_activation_checkpoint",
+        "wrap",
+        "wrap_activation_checkpoint",
+        "wrap_with_set_grad_enabled",
+        "wrap_with_autocast",
+        "invoke_subgraph",
+        "hints_wrapper",
+    ]
 )
 
 
@@ -77,7 +85,12 @@ class Rewriter:
     """
 
     def __init__(
-        self, policy: Policy, names: Names, *, first_occurrence: Mapping[str, int] | None = None, stateless: bool = False
+        self,
+        policy: Policy,
+        names: Names,
+        *,
+        first_occurrence: Mapping[str, int] | None = None,
+        stateless: bool = False,
     ) -> None:
         self.policy = policy
         self.names = names
@@ -111,14 +124,17 @@ class Rewriter:
     def _enter(self, gm: GraphModule, node: Node, outer: Mapping[Node, Node]) -> None:
         """A higher-order op: rewrite its body where that is sound, else list the products inside."""
         for argument in node.args:
-            body = getattr(gm, str(argument.target), None) if isinstance(argument, Node) and argument.op == "get_attr" else None
+            if not isinstance(argument, Node) or argument.op != "get_attr":
+                continue
+            body = getattr(gm, str(argument.target), None)
             if not isinstance(body, GraphModule) or id(body) in self._bodies:
                 continue
             self._bodies.add(id(body))
             name = getattr(node.target, "_name", str(node.target))
             if name in _TRANSPARENT:
                 inner = [n for n in body.graph.nodes if n.op == "placeholder"]
-                operands = [arg for arg in node.args if isinstance(arg, Node) or arg is None][-len(inner) :] if inner else []
+                given_all = [arg for arg in node.args if isinstance(arg, Node) or arg is None]
+                operands = given_all[-len(inner) :] if inner else []
                 resolved = {
                     place: outer.get(given, given)
                     for place, given in zip(inner, operands, strict=True)
@@ -153,7 +169,8 @@ class Rewriter:
         marked = markers.of_weight(weight) or markers.of_call(node)
         module = owner[0] if owner is not None else self.names.module(node)
         a, b = value_of(product.a), value_of(product.b)
-        assert a is not None and b is not None, "read_product checked both"
+        assert a is not None, "read_product checked it"
+        assert b is not None, "read_product checked it"
         view = SiteView(
             module=module,
             op=node.meta.get("fp4graph_op") or ("linear" if is_weight else "matmul"),
@@ -236,7 +253,9 @@ class Rewriter:
             found = None
             if marked is not None and marked[1] is not None:
                 wanted = (marked[1], slot.technique, slot.entry.name)
-                found = next((n for t, n in zip(marked[0].tag.state, marked[0].state, strict=True) if t == wanted), None)
+                found = next(
+                    (n for t, n in zip(marked[0].tag.state, marked[0].state, strict=True) if t == wanted), None
+                )
             if found is None:
                 raise CaptureError(
                     f"technique {slot.technique} keeps state for its weight, which is not known as one: make it the "
@@ -299,7 +318,7 @@ def site_function(program: MatmulProgram, form: str, alpha: float, beta: float) 
             y = quantized_matmul(program, flat, b, bias, key, step, state)
             y = y.reshape(*a.shape[:-1], b.shape[0])
         else:
-            batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+            batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
             left, right = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
             y = quantized_matmul(program, left, right, bias, key, step, state)
         if addend is None or bias is not None:
@@ -338,7 +357,9 @@ def _same_view(node: Node, views: tuple[Node, ...]) -> Node:
     return node
 
 
-def _salt(view: SiteView, marked: tuple[Marker, int | None] | None, owner: tuple[str, str] | None, occurrence: int) -> int:
+def _salt(
+    view: SiteView, marked: tuple[Marker, int | None] | None, owner: tuple[str, str] | None, occurrence: int
+) -> int:
     """What tells the sites under one key apart: which weight of the marker, or which product, and which call."""
     if marked is None:
         return 0
@@ -358,4 +379,3 @@ def _static(size: int | torch.SymInt) -> int | None:
 
 def _shape(x: Tensor) -> tuple[int | str, ...]:
     return tuple(size if isinstance(size, int) else str(size) for size in x.shape)
-

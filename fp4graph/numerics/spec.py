@@ -7,9 +7,7 @@ from typing import Literal
 
 from fp4graph.numerics.formats import ElementFormat, ScaleFormat, element_format, scale_format
 
-ScaleRounding = Literal[
-    "floor", "ceil", "nearest_even", "toward_positive", "stochastic", "amax_ceil", "amax_even"
-]
+ScaleRounding = Literal["floor", "ceil", "nearest_even", "toward_positive", "stochastic", "amax_ceil", "amax_even"]
 Block = int | tuple[int, int] | Literal["row", "tensor"]
 
 
@@ -73,8 +71,6 @@ class QuantSpec:
     def __post_init__(self) -> None:
         if isinstance(self.element, str):
             object.__setattr__(self, "element", element_format(self.element))
-        if isinstance(self.block, list):
-            object.__setattr__(self, "block", tuple(self.block))
         sizes = self.block if isinstance(self.block, tuple) else (self.block,)
         if any(isinstance(size, int) and size < 1 for size in sizes):
             raise ValueError(f"a block holds at least one element; got block={self.block}")

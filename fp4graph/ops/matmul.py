@@ -91,7 +91,7 @@ def quantized_matmul(
 
 class _QuantizedMatmul(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]  # named arguments instead of *args
+    def forward(
         ctx: Any,
         program: MatmulProgram,
         dtype: torch.dtype,
@@ -131,7 +131,7 @@ class _QuantizedMatmul(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         program: MatmulProgram = ctx.program
         a, b, a_fprop, b_fprop, key, *state = ctx.saved_tensors
         with torch.autocast(dy.device.type, enabled=False):
@@ -167,9 +167,7 @@ def _gemm(
 ) -> Tensor:
     """One backward GEMM, in ``dtype``."""
     rotation, left_key, right_key = _rotated(gemm, dtype, left, right, key, left_operand, right_operand)
-    return multiply(
-        _in(dtype, gemm.left(rotation.left, left_key)), _in(dtype, gemm.right(rotation.right, right_key))
-    )
+    return multiply(_in(dtype, gemm.left(rotation.left, left_key)), _in(dtype, gemm.right(rotation.right, right_key)))
 
 
 def _rotated(

@@ -23,8 +23,9 @@ from fp4graph.numerics.spec import QuantSpec
 from fp4graph.operands import Operand
 from fp4graph.technique import StateEntry, Technique, overrides
 
-#: Salts that keep the noise of different uses of one key apart. Stable: changing one changes every seeded run.
-_ELEMENTS, _BLOCKS, _PAIR = 0, 1, 2
+#: Salts that keep the noise of transforms and techniques apart from the spec's own, which draws from the operand's key
+#: as fake_quantize does. Stable: changing one changes every seeded run.
+_PAIR = 2  # the i-th transform of a GEMM draws under salt 2 + i
 _TECHNIQUE = 16  # the i-th technique of an operand draws under salt 16 + i
 
 
@@ -157,7 +158,7 @@ class OperandProgram:
             chosen = technique.scale(z, spec, self._noise(technique, key, x))
             scale = scale if chosen is None else _checked(technique, chosen, z)
         if scale is None:
-            scale = scaling.block_scale(z, spec.scale, spec.element, Noise(_salted(key, _BLOCKS), blocking, x.device))
+            scale = scaling.block_scale(z, spec.scale, spec.element, Noise(key, blocking, x.device))
         ratio = scaling.ratio(values, scale, spec)
         codes: Tensor | None = None
         for technique in self._at("round"):
@@ -165,7 +166,7 @@ class OperandProgram:
             chosen = technique.round(ratio, scale, spec, self._noise(technique, key, x), mine)
             codes = codes if chosen is None else _checked(technique, chosen, ratio)
         if codes is None:
-            codes = round_elements(ratio, spec, Noise(_salted(key, _ELEMENTS), blocking, x.device))
+            codes = round_elements(ratio, spec, Noise(key, blocking, x.device))
         return Quantization(spec, blocking, axes, values, z, scale, ratio, codes, gamma)
 
     def gradient_factor(

@@ -240,7 +240,9 @@ def test_torch_save_carries_the_state(vit, images):
     assert loaded.state_dict().keys() == model.state_dict().keys()
     with pytest.raises(fp4graph.UncompiledError, match="apply"):
         loaded(images)
-    assert torch.equal(fp4graph.apply(loaded, "tetrajet-qema", backend="eager").blocks[0].norm1.weight, model.blocks[0].norm1.weight)
+    assert torch.equal(
+        fp4graph.apply(loaded, "tetrajet-qema", backend="eager").blocks[0].norm1.weight, model.blocks[0].norm1.weight
+    )
 
 
 class Checkpointed(nn.Module):

@@ -41,27 +41,31 @@ def test_force_eager_raises(applied, images):
 
 
 def test_the_recompile_limit_raises():
-    class Flags(nn.Module):
+    class OneLayer(nn.Module):
         def __init__(self):
             super().__init__()
-            self.fc, self.flag = nn.Linear(32, 32), 0.0
+            self.fc = nn.Linear(32, 32)
 
         def forward(self, x):
-            return self.fc(x) * self.flag
+            return self.fc(x)
 
-    model = fp4graph.apply(Flags(), "tetrajet", backend="eager")
-    with pytest.raises(fp4graph.UncompiledError, match="recompile limit"):
-        for flag in range(40):
-            model.flag = str(flag) and flag + 0.5
-            model.fc.extra = flag
-            with torch._dynamo.config.patch(recompile_limit=2):
-                model(torch.randn(*([1] * (flag % 8)), 2, 32))
+    model = fp4graph.apply(OneLayer(), "tetrajet", backend="eager")
+
+    def call_with_ever_more_dimensions():
+        for rank in range(8):
+            model(torch.randn(*([1] * rank), 2, 32))
+
+    with (
+        torch._dynamo.config.patch(recompile_limit=2),
+        pytest.raises(fp4graph.UncompiledError, match="recompile limit"),
+    ):
+        call_with_ever_more_dimensions()
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_another_backend_is_refused(vit, backend):
     model = fp4graph.apply(vit(), "tetrajet", backend="eager")
-    with pytest.raises(Exception, match="another torch.compile backend"):
+    with pytest.raises(Exception, match=r"another torch\.compile backend"):
         torch.compile(model.blocks[0], backend=backend)(torch.randn(1, 17, 64))
 
 
@@ -99,7 +103,7 @@ def test_a_rule_without_a_site_fails_at_the_first_forward_and_leaves_the_model(v
 
 def test_a_model_without_a_product_is_refused():
     model = nn.Sequential(nn.ReLU(), nn.LayerNorm(4))
-    with pytest.raises(fp4graph.PolicyError, match="no site|matches no site"):
+    with pytest.raises(fp4graph.PolicyError, match=r"no site"):
         fp4graph.apply(model, "tetrajet", backend="eager")(torch.randn(2, 4))
     assert torch.equal(model(torch.ones(2, 4)), torch.zeros(2, 4))
 

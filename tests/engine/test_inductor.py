@@ -68,7 +68,7 @@ def recorded():
 
 def test_quantizers_are_bit_identical_on_a_real_steps_operands(recorded):
     programs = [c for c in recorded if c[0].spec is not None]
-    assert len(programs) == 2 * len(Operand) - 2  # the first layer's input needs no gradient: no dgrad, so two operands less
+    assert len(programs) == 2 * len(Operand) - 2  # no dgrad for the first layer, whose input needs no gradient
     for program, x, key in programs:
         torch._dynamo.reset()
         eager = program(x, key)[0].values

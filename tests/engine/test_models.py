@@ -17,7 +17,12 @@ QUANTIZE = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "roundin
 
 def swin():
     model = timm.create_model(
-        "swin_tiny_patch4_window7_224", img_size=56, depths=(2, 2, 2, 1), embed_dim=32, num_heads=(1, 2, 4, 8), num_classes=5
+        "swin_tiny_patch4_window7_224",
+        img_size=56,
+        depths=(2, 2, 2, 1),
+        embed_dim=32,
+        num_heads=(1, 2, 4, 8),
+        num_classes=5,
     )
     names = [f"layers.{s}.blocks.{b}.{m}" for s, d in enumerate((2, 2, 2, 1)) for b in range(d) for m in BLOCK]
     return model, (torch.randn(2, 3, 56, 56),), names
@@ -185,7 +190,8 @@ def test_explain_touches_nothing(vit, images):
 
 
 @pytest.mark.parametrize(
-    ("mask", "causal", "gqa"), [(None, False, False), ("bool", False, False), ("float", False, True), (None, True, False)]
+    ("mask", "causal", "gqa"),
+    [(None, False, False), ("bool", False, False), ("float", False, True), (None, True, False)],
 )
 def test_the_opened_attention_is_torchs(mask, causal, gqa):
     q, k, v = torch.randn(2, 4, 5, 8), torch.randn(2, 2 if gqa else 4, 6, 8), torch.randn(2, 2 if gqa else 4, 6, 8)
