@@ -4,7 +4,8 @@ A *stack* is a run of modules of one class that stand under numbered names of on
 ``model.layers.*``, Swin's ``layers.*.blocks.*`` flattened in order), at least two of them side by side, each with
 submodules of its own and at least two matrices inside. Where stacks nest, the inner one wins if its modules are
 themselves built of submodules that hold matrices below them (a Swin block inside a stage), and the outer one otherwise
-(a decoder layer around a mixture of experts). A model without any stack (a bare ``nn.Linear``, a single encoder layer) is one block: the root.
+(a decoder layer around a mixture of experts). A model without any stack (a bare ``nn.Linear``, a single encoder layer)
+is one block: the root.
 """
 
 from __future__ import annotations
