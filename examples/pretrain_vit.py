@@ -315,8 +315,8 @@ def main(
         raise typer.Exit(1) from None
     console.print(closing_table(runs, settings.title))
     console.print(
-        f"ms/step: median without the first {WARM_UP_STEPS} steps, data loading not counted. 1st step: with compilation. "
-        "Sites: matrix products quantized, of all captured.",
+        f"ms/step: median after the first {WARM_UP_STEPS} steps, data loading left out; 1st step: with compilation",
+        "train, val.: cross-entropy of the last epoch; sites: matrix products quantized, of all in the graph",
         f"log: {output / 'log.json'}, picture: {output / 'loss.png'}",
         sep="\n",
         highlight=False,

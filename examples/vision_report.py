@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 
@@ -77,10 +78,10 @@ def _finite(value: Any) -> Any:
 def closing_table(runs: Sequence[Run], title: str) -> Table:
     """One line a policy: last epoch's losses and top-1; the ratio is to the first run with nothing quantized."""
     baseline = next((run.step_seconds for run in runs if not run.quantized), None)
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     columns = ("policy", "Ω", "train", "val.", "top-1", "ms/step", "ratio", "1st step", "sites")
     for column in columns:
-        table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=column != "policy")
+        table.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
     for run in runs:
         ratio = run.step_seconds / baseline if run.step_seconds and baseline else None
         table.add_row(
@@ -106,7 +107,7 @@ def plot(runs: Sequence[Run], title: str, file: Path) -> None:
     for number, run in enumerate(runs):
         epochs = range(1, len(run.train_loss) + 1)
         label = f"{run.policy} ({100 * run.top1[-1]:.1f} %)"
-        axes.plot(epochs, run.validation_loss, color=f"C{number}", label=label)
+        axes.plot(epochs, run.validation_loss, color=f"C{number}", marker=".", label=label)
         axes.plot(epochs, run.train_loss, color=f"C{number}", linestyle="--", linewidth=0.9, alpha=0.7)
     axes.set(xlabel="epoch", ylabel="cross-entropy (log scale)", yscale="log", title=title)
     axes.legend(title="validation, solid (top-1);\ntraining, augmented, dashed")
