@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint wheel clean
+.PHONY: demo test lint format wheel clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/pretrain_vit.py --data digits --backend eager \
@@ -13,20 +13,30 @@ demo: $(STAMP)
 test: $(STAMP) lint
 	$(BIN)/python -m pytest
 
+# Formatting is not checked here: ruff is not pinned, and a new release's taste should not fail a fresh checkout.
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+format: $(STAMP)
+	$(BIN)/ruff format .
+
 wheel: $(STAMP)
 	$(BIN)/python -m build --wheel
 
+# Leaves runs/: results and data sets.
 clean:
-	rm -rf $(VENV) build dist *.egg-info runs
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
 
 $(STAMP): pyproject.toml
-	$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' \
-		|| { echo "fp4graph needs Python 3.11 to 3.13: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
-	$(PYTHON) -m venv $(VENV) || { echo "python3 -m venv failed: install your system's python3-venv package"; exit 1; }
+	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON) on the PATH: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
+		echo "fp4graph needs Python 3.11 to 3.13, not $$($(PYTHON) -V): make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+		echo "$(PYTHON) cannot make virtual environments: install its venv package (Debian: apt-get install python3-venv)"; \
+		exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	@echo "installing into $(VENV): torch and what comes with it are gigabytes, so this takes minutes the first time"
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -e ".[vision,test]"
 	touch $(STAMP)
