@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from fp4graph import formats
     from fp4graph.api import apply, bypass, remove
     from fp4graph.errors import CaptureError, Error, PluginError, PolicyError, UncompiledError
-    from fp4graph.explain import explain
+    from fp4graph.explanation import explain
     from fp4graph.hookspecs import hookimpl
     from fp4graph.numerics.packing import pack, unpack
     from fp4graph.numerics.quantize import fake_quantize
@@ -30,7 +30,7 @@ __version__ = "0.1.0"
 _HOME = {
     **dict.fromkeys(("apply", "bypass", "remove"), "fp4graph.api"),
     **dict.fromkeys(("CaptureError", "Error", "PluginError", "PolicyError", "UncompiledError"), "fp4graph.errors"),
-    "explain": "fp4graph.explain",
+    "explain": "fp4graph.explanation",
     "hookimpl": "fp4graph.hookspecs",
     **dict.fromkeys(("pack", "unpack"), "fp4graph.numerics.packing"),
     "fake_quantize": "fp4graph.numerics.quantize",
@@ -71,8 +71,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("fp4graph.formats")
     if name in _HOME:
         value = getattr(importlib.import_module(_HOME[name]), name)
-        # Importing the submodule ``fp4graph.explain`` binds the module here; the function is what users call.
-        globals()[name] = value
+        globals()[name] = value  # the next look-up is a plain one
         return value
     raise AttributeError(f"module 'fp4graph' has no attribute {name!r}")
 
