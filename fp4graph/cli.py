@@ -20,7 +20,7 @@ from fp4graph.operands import Operand
 from fp4graph.policy import Policy, Rule, load_policy
 from fp4graph.policy.validation import keys
 from fp4graph.registry import Registry, default_registry, suggest
-from fp4graph.technique import Technique
+from fp4graph.technique import STAGES, Technique, overrides
 
 app = typer.Typer(
     name="fp4graph", help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -28,12 +28,6 @@ app = typer.Typer(
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 PolicyArgument = Annotated[str, typer.Argument(metavar="POLICY", help="A policy file, or a shipped policy's name.")]
-
-#: The methods of a technique that are stages, in the order in which they act.
-STAGES = (
-    "plan", "state", "pair_context", "transform", "inverse", "split", "statistic", "normalizer", "scale", "round",
-    "around", "after", "gradient_factor", "before_step", "after_step",
-)  # fmt: skip
 
 
 @app.command()
@@ -175,6 +169,7 @@ def _rule_data(rule: Rule) -> dict[str, Any]:
         "match": str(rule.match),
         "keep": rule.keep,
         "operands": {operand.value: _words(spec) for operand, spec in rule.specs.items()},
+        "reuses": sorted(operand.value for operand in rule.reuses),
         "techniques": [technique.name for technique in rule.techniques],
     }
 
@@ -230,7 +225,7 @@ def _describe(name: str, registry: Registry, as_json: bool) -> None:
     row = _row(technique, registry)
     doc = inspect.getdoc(technique) or ""
     options = dict(zip(keys(technique), map(_option, technique.model_fields.values()), strict=True))
-    stages = [stage for stage in STAGES if getattr(technique, stage) is not getattr(Technique, stage)]
+    stages = [stage for stage in STAGES if overrides(technique, stage)]
     table = Table("option", "type", "default")
     for key, option in options.items():
         table.add_row(key, option["type"], "required" if option["required"] else repr(option["default"]))
@@ -256,7 +251,8 @@ def _rule_table(rule: Rule) -> Table | str:
     table = Table("", "operand", "element", "block", "scale", "rounding", "source", title=heading, title_justify="left")
     for number, operand in enumerate(Operand, start=1):
         words = _words(rule.specs[operand])
-        table.add_row(f"Q{number}", operand.value, *(words.values() if words else ("high precision",)))
+        exact = "high precision, of the dequantized fprop operand" if operand in rule.reuses else "high precision"
+        table.add_row(f"Q{number}", operand.value, *(words.values() if words else (exact,)))
     if rule.techniques:
         table.caption = "techniques: " + ", ".join(map(_spelled, rule.techniques))
     return table

@@ -24,6 +24,10 @@ class PolicyError(Error):
         super().__init__(f"{place}: {message}" if place else message)
 
 
+class PolicyWarning(UserWarning):
+    """What a policy says and does not mean, probably: it is done nevertheless."""
+
+
 class PluginError(Error):
     """A plugin that cannot be loaded or that broke its contract; ``plugin`` is its name."""
 

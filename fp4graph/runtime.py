@@ -21,7 +21,7 @@ from fp4graph.graph.plan import Plan, plan_weight
 from fp4graph.graph.rewrite import Rewriter, Site
 from fp4graph.numerics import noise
 from fp4graph.operands import Operand
-from fp4graph.ops.program import operand_key, total
+from fp4graph.ops.program import Draw, StateSlot, operand_draw, total
 from fp4graph.policy import Policy, Rule
 from fp4graph.site import SiteView
 from fp4graph.technique import Technique
@@ -55,19 +55,21 @@ class Weight:
     def parameter(self) -> Tensor:
         return self.module._parameters[self.parameter_name]  # type: ignore[return-value]
 
-    def buffer(self, technique: str, entry: str) -> str:
+    def buffer(self, slot: StateSlot) -> str:
         """Name of the buffer that holds a technique's entry for this weight."""
         prefix = "" if self.parameter_name == "weight" else f"{self.parameter_name}_"
-        return f"{prefix}{technique}_{entry}"
+        return f"{prefix}{slot.technique}_{slot.label}"
+
+    @property
+    def slots(self) -> tuple[StateSlot, ...]:
+        """What techniques keep for it."""
+        return () if self.plan.program is None else self.plan.program.state
 
     def entries(self, technique: Technique) -> dict[str, Tensor]:
-        """A technique's state tensors for this weight, by entry name."""
-        assert self.plan.program is not None
+        """A technique's state tensors for this weight, by their labels."""
         holder = getattr(self.module, state.NAME)
         return {
-            slot.entry.name: getattr(holder, self.buffer(slot.technique, slot.entry.name))
-            for slot in self.plan.program.state
-            if slot.technique == technique.name
+            slot.label: getattr(holder, self.buffer(slot)) for slot in self.slots if slot.technique == technique.name
         }
 
     def quantize(self, w: Tensor, step: Tensor) -> Tensor:
@@ -75,15 +77,17 @@ class Weight:
         assert self.plan.program is not None
         fprop = self.plan.program.fprop
         canonical = w.mT if self.stored_transposed else w
+        holder = getattr(self.module, state.NAME)
+        draw = Draw(holder.key, step.to(holder.key.device)) if self.plan.program.draws else None
+        rotation = fprop.rotate(canonical, canonical, operand_draw(draw, Operand.FPROP_INPUT))
         weights: dict[str, dict[str, Tensor]] = {}
-        for slot in self.plan.program.state:
-            entry = getattr(getattr(self.module, state.NAME), self.buffer(slot.technique, slot.entry.name))
-            weights.setdefault(slot.technique, {})[slot.entry.name] = entry.mT if self.stored_transposed else entry
-        site_key = getattr(self.module, state.NAME).key
-        key = noise.mix(site_key, step.to(site_key.device)) if self.plan.program.draws else None
-        rotation = fprop.rotate(canonical, canonical, operand_key(key, Operand.FPROP_INPUT))
-        weights = {t: {n: rotation.apply(e, "right") for n, e in group.items()} for t, group in weights.items()}
-        terms = fprop.right(rotation.right, operand_key(key, Operand.FPROP_WEIGHT), weights)
+        for slot in self.slots:
+            if slot.entry.operand is Operand.FPROP_WEIGHT:
+                entry = getattr(holder, self.buffer(slot))
+                if slot.entry.weight_like:
+                    entry = rotation.apply(entry.mT if self.stored_transposed else entry, "right")
+                weights.setdefault(slot.technique, {})[slot.entry.name] = entry
+        terms = fprop.right(rotation.right, operand_draw(draw, Operand.FPROP_WEIGHT), weights)
         result = rotation.undo(total(terms), "right").to(w.dtype)
         return result.mT if self.stored_transposed else result
 
@@ -106,7 +110,7 @@ class Runtime:
         self.entry = _entry_point(root)
         self.names = Names(root)
         self.device = next((p.device for p in root.parameters()), torch.device("cpu"))
-        self.step: Tensor = noise.make_key(0)
+        self.step: Tensor = noise.make_step(self.seed, 0, 0)
         self.sites: list[Site] = []
         # Planned before anything is touched, so that a refusal leaves the model as it was.
         self.weights = [
@@ -215,10 +219,9 @@ class Runtime:
         return hosts
 
     def _add_entries(self, own: state.SiteState, weight: Weight) -> None:
-        assert weight.plan.program is not None
-        for slot in weight.plan.program.state:
+        for slot in weight.slots:
             own.add(
-                weight.buffer(slot.technique, slot.entry.name),
+                weight.buffer(slot),
                 slot.entry.init,
                 partial(_parameter, weight.module, weight.parameter_name),
             )
@@ -233,11 +236,10 @@ class Runtime:
             carried += [(f"out_proj.{weight.parameter_name}", weight) for weight in planned.get(child, ())]
         entries, paths = [], []
         for index, (path, weight) in enumerate(carried):
-            assert weight.plan.program is not None
             holder = path.rpartition(".")[0]
-            for slot in weight.plan.program.state:
-                entries.append((index, slot.technique, slot.entry.name))
-                buffer = weight.buffer(slot.technique, slot.entry.name)
+            for slot in weight.slots:
+                entries.append((index, slot.technique, slot.label))
+                buffer = weight.buffer(slot)
                 paths.append(".".join(part for part in (holder, state.NAME, buffer) if part))
         block = self.names.block(fqn)
         rules = tuple(i for i, rule in enumerate(self.policy.rules) if rule.match.module_candidate(fqn, block))
@@ -287,7 +289,7 @@ class Runtime:
         if root_state is not None:
             self._check_optimizer(training)
             device = root_state.forwards.device
-            self.step = noise.make_key("forward", self.seed, _rank(), root_state.count, device=device)
+            self.step = noise.make_step(self.seed, _rank(), root_state.count, device=device)
         try:
             result = self._compiled(*args, **kwargs)
         except Exception as error:
@@ -319,13 +321,7 @@ class Runtime:
 
     def _check_optimizer(self, training: bool) -> None:
         needs = sorted(
-            {
-                slot.technique
-                for weight in self.weights
-                if weight.plan.program is not None
-                for slot in weight.plan.program.state
-                if slot.entry.writer == "optimizer"
-            }
+            {slot.technique for weight in self.weights for slot in weight.slots if slot.entry.writer == "optimizer"}
         )
         if training and needs and self._trained == 1 and not self.has_optimizer:
             raise CaptureError(

@@ -3,13 +3,13 @@
 A technique is frozen data (a pydantic model), so that equal options mean equal compiled code. Planning methods see
 the site; tensor methods see tensors only and must be pure functions of them, because one compiled operand program
 serves every site of the same plan. A class overrides the stages it needs and inherits the identity for the rest.
-docs/techniques.md says which technique uses which stage.
+docs/techniques.md says which technique uses which stage, and in which order stages run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -18,8 +18,9 @@ from fp4graph.operands import Gemm, Operand
 from fp4graph.site import SiteView
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
+    from fp4graph.numerics.blocking import Blocking, Granularity, Groups
     from fp4graph.numerics.noise import Noise
     from fp4graph.numerics.spec import QuantSpec
     from fp4graph.ops.program import Quantization
@@ -40,24 +41,57 @@ class Overhead:
 
 @dataclass(frozen=True)
 class StateEntry:
-    """A tensor that a technique keeps for each weight it acts on, as a buffer ``<owner>._fp4graph.<name>``.
+    """A tensor that a technique keeps for each weight it acts on, as a buffer of the module that owns the weight.
 
     Attributes:
-        name: of the buffer, after the technique's name.
+        name: of the buffer, after the technique's name (and the operand's, unless that is ``fprop.weight``).
         operand: whose stages receive it.
-        init: makes the first value from the weight (shape of the weight); called again when a plain checkpoint
-            without the entry is loaded.
-        writer: who changes it: the ``optimizer``'s step, or the ``backward`` pass.
+        init: makes the first value from the weight; called again when a plain checkpoint without the entry is loaded.
+        writer: who changes it: the ``optimizer``'s step, or the ``graph`` (see :meth:`Technique.observe`).
+        weight_like: whether it has the weight's shape; it is then rotated and cut into blocks as the weight is.
+            Otherwise it has any shape and reaches the stages as it is.
     """
 
     name: str
     operand: Operand
-    init: Callable[[torch.Tensor], torch.Tensor]
-    writer: Literal["optimizer", "backward"] = "optimizer"
+    init: Callable[[Tensor], Tensor]
+    writer: Literal["optimizer", "graph"] = "optimizer"
+    weight_like: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """What a tensor stage may read besides its arguments.
+
+    Attributes:
+        blocking: how the operand falls into blocks.
+        noise: random bits of this technique at this operand, new at every forward.
+        constant: likewise, the same at every forward.
+        count: forwards with gradients so far, int32, 0-d; None where the technique does not say that it ``draws``.
+        state: the technique's entries for this operand, by name; ``weight_like`` ones fp32 in the blocked layout.
+        spec: of the operand; only pair transforms, which serve two operands, have none.
+    """
+
+    blocking: Blocking
+    noise: Noise
+    constant: Noise
+    count: Tensor | None = None
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    spec: QuantSpec | None = None
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axes of the blocked layout inside a block."""
+        return self.blocking.axes
 
 
 class Technique(BaseModel):
-    """Base of every technique; subclass it, set ``name`` and ``overhead``, declare options as fields."""
+    """Base of every technique; subclass it, set ``name`` and ``overhead``, declare options as fields.
+
+    Tensor stages work in the *blocked layout* (:class:`~fp4graph.numerics.blocking.Blocking`): values have the axes
+    inside a block as axes of their own, statistics and scales have those axes with size 1. Everything is fp32 unless
+    a method says otherwise.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=False)
 
@@ -87,12 +121,24 @@ class Technique(BaseModel):
 
     # ------------------------------------------------------------------ planning
 
+    def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
+        """Raise ValueError where the options fit no site of a rule; called when a policy is loaded.
+
+        Args:
+            specs: of the rule's operands, after every technique's :meth:`plan`.
+            techniques: all of the rule, by name, this one included.
+        """
+
+    def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
+        """Why this technique would change nothing beside these, or None; a policy's author is warned of it."""
+        return None
+
     def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
         """Choose or change the specs of a site's operands. Raise ValueError where the options do not fit the site."""
         return specs
 
     def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """The operands whose tensor stages (split ... after, gradient_factor) this technique takes part in."""
+        """The operands at whose tensor stages (split ... group_gradient, observe) this technique takes part."""
         return frozenset()
 
     def pairs(self, site: SiteView) -> frozenset[Gemm]:
@@ -105,64 +151,95 @@ class Technique(BaseModel):
 
     @property
     def draws(self) -> bool:
-        """Whether a tensor stage of this technique uses ``noise``."""
+        """Whether a tensor stage of this technique uses ``noise``, ``constant`` or ``count`` of its context."""
         return False
 
     # ------------------------------------------------------------------ pair transform
 
-    def pair_context(self, left: torch.Tensor, right: torch.Tensor, noise: Noise) -> tuple[torch.Tensor, ...]:
+    def pair_context(self, left: Tensor, right: Tensor, context: Context) -> tuple[Tensor, ...]:
         """Tensors both operands of a GEMM share (random signs, channel scales). ``left``, ``right``: ``[..., K]``."""
         return ()
 
-    def transform(
-        self, x: torch.Tensor, side: Literal["left", "right"], context: tuple[torch.Tensor, ...]
-    ) -> torch.Tensor:
+    def transform(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:
         """One operand in the new basis, contraction axis last: ``transform(l) @ transform(r)ᵀ = l @ rᵀ``."""
         return x
 
-    def inverse(
-        self, x: torch.Tensor, side: Literal["left", "right"], context: tuple[torch.Tensor, ...]
-    ) -> torch.Tensor:
+    def inverse(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:
         """Undo :meth:`transform` on one operand, contraction axis last."""
         return x
 
     # ------------------------------------------------------------------ one operand
 
-    def split(self, x: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """``x`` as (part to quantize, residual kept in high precision or None), multiplied apart and summed."""
+    def split(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
+        """``x [..., K]`` as (part to quantize, residual or None), multiplied apart and summed; dtype of ``x``."""
         return x, None
 
-    def statistic(self, values: torch.Tensor, axes: tuple[int, ...], z: torch.Tensor) -> torch.Tensor:
-        """The block statistic Z, fp32, shape of ``z`` (kept axes of size 1), ``z`` being the one chosen so far."""
+    def around(self, quantize: Callable[[Tensor], Tensor], x: Tensor, context: Context) -> Tensor:
+        """Wrap the composed quantizer: call ``quantize`` on tensors of the shape of ``x`` as often as needed.
+
+        Each call after the first draws noise of its own and rounds by the spec alone (weight state describes the
+        weight, not a residual of it).
+        """
+        return quantize(x)
+
+    def statistic(self, values: Tensor, z: Tensor, context: Context) -> Tensor:
+        """The block statistic Z, shape of ``z``, which is the one chosen so far: the amax, unless changed before."""
         return z
 
-    def normalizer(self, z: torch.Tensor, spec: QuantSpec) -> torch.Tensor | None:
-        """γ, fp32, broadcastable to ``z``: the operand is quantized as γ·f(x/γ). None is 1."""
-        return None
+    def group_statistic(self, values: Tensor, g: Tensor, groups: Groups, context: Context) -> Tensor:
+        """The statistic g of groups of blocks that normalizers use, shape of ``g``, the maximum of Z chosen so far."""
+        return g
 
-    def scale(self, z: torch.Tensor, spec: QuantSpec, noise: Noise) -> torch.Tensor | None:
-        """Decode scale S per block, fp32, shape of ``z``; None leaves it to the spec."""
-        return None
+    def normalizer(
+        self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context
+    ) -> Tensor | tuple[Tensor, Tensor] | None:
+        """γ, broadcastable to ``z``: the operand is quantized as γ·f(x/γ). None is 1.
 
-    def round(
-        self, ratio: torch.Tensor, scale: torch.Tensor, spec: QuantSpec, noise: Noise, state: Mapping[str, torch.Tensor]
-    ) -> torch.Tensor | None:
-        """Element rounding: values of the element format for ``ratio = x/S``; None leaves it to the spec.
+        Args:
+            group: gives g, the group statistic at a granularity, broadcastable to ``z``. γ is taken to be
+                proportional to the g asked for (EL Eq. 3 differentiates it so).
 
-        ``ratio``, and every tensor of ``state``, are fp32 in the blocked layout; ``scale`` broadcasts against them.
+        Returns:
+            γ alone, or γ and the statistic of x/γ where that is not ``z / γ``.
         """
         return None
 
-    def around(self, quantize: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-        """Wrap the composed quantizer: call ``quantize`` on tensors of the shape of ``x`` as often as needed."""
-        return quantize(x)
+    def scale(self, values: Tensor, z: Tensor, context: Context) -> Tensor | None:
+        """The stored scale per block in the spec's convention, shape of ``z``; None leaves it to the spec."""
+        return None
 
-    def after(self, x: torch.Tensor, noise: Noise) -> torch.Tensor:
-        """Change the dequantized operand, shape and dtype of ``x``."""
+    def round(self, ratio: Tensor, scale: Tensor, context: Context) -> Tensor | None:
+        """Element rounding: values of the element format for ``ratio = x/S``; None leaves it to the spec.
+
+        ``scale`` broadcasts against ``ratio`` and against the entries of ``context.state``.
+        """
+        return None
+
+    def after(self, x: Tensor, context: Context) -> Tensor:
+        """Change the dequantized operand ``[..., K]``, shape and dtype of ``x``."""
         return x
 
-    def gradient_factor(self, quantization: Quantization) -> torch.Tensor | None:
-        """Diagonal of the Jacobian of the fprop quantizer, shape of the operand, in its transformed basis."""
+    def observe(self, quantization: Quantization, context: Context) -> Mapping[str, Tensor]:
+        """New values for entries whose ``writer`` is the graph, after a forward with gradients (or a backward)."""
+        return {}
+
+    # ------------------------------------------------------------------ gradient of the fprop quantizers
+    # The engine composes what these return as EL Eq. 1 and 3 do; see fp4graph.ops.gradient.
+
+    def element_slope(self, ratio: Tensor, context: Context) -> Tensor | None:
+        """Q'(u) at ``ratio = u``; None is the straight-through 1."""
+        return None
+
+    def scale_slope(self, ideal: Tensor, context: Context) -> Tensor | None:
+        """q'(s) at the scale before rounding, in the spec's convention; None is the straight-through 1."""
+        return None
+
+    def statistic_gradient(self, values: Tensor, z: Tensor, context: Context) -> Tensor | None:
+        """dZ/dX, shape of ``values``; None treats the scale as a constant (EL's STE)."""
+        return None
+
+    def group_gradient(self, values: Tensor, g: Tensor, groups: Groups, context: Context) -> Tensor | None:
+        """dg/dX, shape of ``values``, of the group statistic; None treats the normalizer as a constant."""
         return None
 
     # ------------------------------------------------------------------ optimizer
@@ -174,6 +251,17 @@ class Technique(BaseModel):
         """Runs after ``optimizer.step()``, likewise."""
 
 
-def overrides(technique: Technique, stage: str) -> bool:
+#: Stages whose presence replaces the straight-through estimator.
+GRADIENT_STAGES = ("element_slope", "scale_slope", "statistic_gradient", "group_gradient")
+
+#: The methods that are stages, in the order in which they act.
+STAGES = (
+    "plan", "state", "pair_context", "transform", "inverse", "split", "around", "statistic", "group_statistic",
+    "normalizer", "scale", "round", "after", "observe", *GRADIENT_STAGES, "before_step", "after_step",
+)  # fmt: skip
+
+
+def overrides(technique: Technique | type[Technique], stage: str) -> bool:
     """Whether ``technique`` acts at ``stage``, i.e. replaces the method of that name."""
-    return getattr(type(technique), stage) is not getattr(Technique, stage)
+    cls = technique if isinstance(technique, type) else type(technique)
+    return getattr(cls, stage) is not getattr(Technique, stage)

@@ -9,10 +9,10 @@ from pydantic import field_validator
 
 from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics.hadamard import rotate, unrotate
-from fp4graph.numerics.noise import Noise, hash_bits
+from fp4graph.numerics.noise import hash_bits
 from fp4graph.operands import Gemm
 from fp4graph.site import SiteView
-from fp4graph.technique import Overhead, Technique
+from fp4graph.technique import Context, Overhead, Technique
 
 
 class Hadamard(Technique):
@@ -33,6 +33,7 @@ class Hadamard(Technique):
     scope: Literal["all", "backward"] | tuple[Gemm, ...] = "all"
     block: int = 32
     kind: Literal["deterministic", "random"] = "random"
+    resample: Literal["step", "never"] = "step"
 
     @field_validator("block")
     @classmethod
@@ -56,26 +57,27 @@ class Hadamard(Technique):
             return frozenset(Gemm) if self.scope == "all" else frozenset((Gemm.DGRAD, Gemm.WGRAD))
         return frozenset(self.scope)
 
-    def pair_context(self, left: torch.Tensor, right: torch.Tensor, noise: Noise) -> tuple[torch.Tensor, ...]:
+    def pair_context(self, left: torch.Tensor, right: torch.Tensor, context: Context) -> tuple[torch.Tensor, ...]:
         """The signs, fp32 ``[g]``."""
         if self.kind == "deterministic":
             return ()
+        noise = context.noise if self.resample == "step" else context.constant
         if noise.key is None:
             raise ValueError("random signs need a key")
         bits = hash_bits(noise.key, torch.arange(self.block, dtype=torch.int32, device=left.device))
         return (1.0 - 2.0 * (bits & 1).to(torch.float32),)
 
     def transform(
-        self, x: torch.Tensor, side: Literal["left", "right"], context: tuple[torch.Tensor, ...]
+        self, x: torch.Tensor, side: Literal["left", "right"], shared: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
         """x·S·H, fp32: 1/√g is not exact in shorter dtypes."""
-        return rotate(x.to(torch.float32), self.block, *context)
+        return rotate(x.to(torch.float32), self.block, shared[0] if shared else None)
 
     def inverse(
-        self, x: torch.Tensor, side: Literal["left", "right"], context: tuple[torch.Tensor, ...]
+        self, x: torch.Tensor, side: Literal["left", "right"], shared: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
         """x·H·S, fp32, still padded."""
-        return unrotate(x.to(torch.float32), self.block, *context)
+        return unrotate(x.to(torch.float32), self.block, shared[0] if shared else None)
 
 
 @hookimpl

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from pydantic import Field
 
 from fp4graph.hookspecs import hookimpl
-from fp4graph.numerics.noise import Noise
 from fp4graph.numerics.rounding import bracket
 from fp4graph.numerics.scaling import ratio as scaled
-from fp4graph.numerics.spec import QuantSpec
 from fp4graph.operands import Operand
 from fp4graph.site import SiteView
-from fp4graph.technique import OperandSpecs, Overhead, StateEntry, Technique
+from fp4graph.technique import Context, OperandSpecs, Overhead, StateEntry, Technique
 
 if TYPE_CHECKING:
     from fp4graph.training.optimizer import WeightUpdate
@@ -62,17 +59,11 @@ class QEma(Technique):
         """e, fp32, shape of the weight."""
         return (StateEntry("weight", Operand.FPROP_WEIGHT, _as_fp32),)
 
-    def round(
-        self,
-        ratio: torch.Tensor,
-        scale: torch.Tensor,
-        spec: QuantSpec,
-        noise: Noise,
-        state: Mapping[str, torch.Tensor],
-    ) -> torch.Tensor:
+    def round(self, ratio: torch.Tensor, scale: torch.Tensor, context: Context) -> torch.Tensor:
         """Algorithm 1, lines 4 to 11."""
-        lower, upper = bracket(ratio, spec.element)
-        average = scaled(state["weight"], scale, spec)
+        assert context.spec is not None
+        lower, upper = bracket(ratio, context.spec.element)
+        average = scaled(context.state["weight"], scale, context.spec)
         return torch.where((average - lower).abs() < (average - upper).abs(), lower, upper)
 
     def after_step(self, update: WeightUpdate) -> None:

@@ -57,10 +57,12 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
     )
 
     def operand(which: Operand) -> OperandProgram:
+        spec = specs.get(which)
         return OperandProgram(
-            specs.get(which),
-            tuple(t for t in techniques if which in acts_on[t]),
+            spec,
+            tuple(t for t in techniques if spec is not None and which in acts_on[t]),
             tuple(slot for slot in slots if slot.entry.operand is which),
+            reuses=spec is None and which in rule.reuses,
         )
 
     def gemm(which: Gemm, left: Operand, right: Operand) -> GemmProgram:

@@ -237,7 +237,8 @@ class Rewriter:
             state = self._state_nodes(program, view, marked)
         salt = _salt(view, marked, owner, occurrence)
         with graph.inserting_before(node):
-            state = [_same_view(entry, views) for entry in state]
+            slots = zip(program.state, state, strict=True)
+            state = [_same_view(entry, views) if slot.entry.weight_like else entry for slot, entry in slots]
             function = site_function(program, product.form, float(product.alpha), float(product.beta))
             args = (product.a, product.b, product.addend, key, step, salt, *state)
             new = graph.call_function(function, args)
@@ -252,7 +253,7 @@ class Rewriter:
         for slot in program.state:
             found = None
             if marked is not None and marked[1] is not None:
-                wanted = (marked[1], slot.technique, slot.entry.name)
+                wanted = (marked[1], slot.technique, slot.label)
                 found = next(
                     (n for t, n in zip(marked[0].tag.state, marked[0].state, strict=True) if t == wanted), None
                 )
@@ -310,7 +311,8 @@ def site_function(program: MatmulProgram, form: str, alpha: float, beta: float) 
         if key is not None and salt:
             key = noise.derive(key, salt)
         if form == "matmul":
-            b, state = b.mT, tuple(entry.mT for entry in state)
+            slots = zip(program.state, state, strict=True)
+            b, state = b.mT, tuple(entry.mT if slot.entry.weight_like else entry for slot, entry in slots)
         bias = addend if alpha == beta == 1 and addend is not None and addend.dim() == 1 else None
         if b.dim() == 2:
             # The tokens of every leading axis are one axis: blocks of the weight gradient's GEMM run across them.

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4graph.numerics.spec import Block
+
+#: Which blocks form a group: all, those of one line along the contraction axis, or those of so many elements of it.
+Granularity = Literal["tensor", "row"] | int
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,3 +162,67 @@ class Blocking:
             index = index * count + torch.arange(count, dtype=torch.int32, device=device).reshape(shape)
             axis += 2 if length else 1
         return index
+
+    def valid(self, device: torch.device | str) -> torch.Tensor | None:
+        """1.0 for the tensor's own elements and 0.0 for padding, broadcastable to the blocked layout, fp32; None where
+        nothing is padded."""
+        mask: torch.Tensor | None = None
+        rank, position = len(self.layout), 0
+        for axis, (size, padded, length) in enumerate(zip(self.shape, self.padded_shape, self._lengths, strict=True)):
+            if length is not None and self._uneven(axis):
+                shape = [1] * rank
+                shape[position : position + (2 if length else 1)] = [padded // length, length] if length else [padded]
+                index = torch.arange(padded, device=device).reshape(shape)
+                here = (index < size).to(torch.float32)
+                mask = here if mask is None else mask * here
+            position += 2 if length else 1
+        return mask
+
+
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """Blocks that share a factor on top of their scales.
+
+    Attributes:
+        blocking: of the tensor, its blocks along the last axis.
+        granularity: "tensor", "row" (one line along the contraction axis; a row of blocks where they are 2-D), or the
+            number of elements along the contraction axis, a multiple of the block's.
+    """
+
+    blocking: Blocking
+    granularity: Granularity
+
+    @property
+    def run(self) -> int | None:
+        """Blocks of a group along the last axis, or None where a group is a row or the tensor."""
+        return None if isinstance(self.granularity, str) else self.granularity // block_length(self.blocking.block)
+
+    def reduce(self, x: torch.Tensor, op: Literal["amax", "sum"], fill: float = 0) -> torch.Tensor:
+        """``x``, of the shape of a statistic, reduced over each group; broadcastable to a statistic.
+
+        Args:
+            fill: stands for the blocks that a last, incomplete group lacks.
+        """
+        if self.run is None:
+            along = tuple(range(x.dim())) if self.granularity == "tensor" else (x.dim() - 2, x.dim() - 1)
+            if self.granularity == "row" and self.blocking.block in ("row", "tensor"):
+                return x
+            return x.amax(along, keepdim=True) if op == "amax" else x.sum(along, keepdim=True)
+        lines = x.squeeze(-1)
+        runs = Blocking(tuple(lines.shape), self.run)
+        split = runs.split(lines)
+        valid = runs.valid(x.device) if fill else None
+        split = split if valid is None else torch.where(valid > 0, split, torch.full_like(split, fill))
+        reduced = split.amax(-1, keepdim=True) if op == "amax" else split.sum(-1, keepdim=True)
+        return runs.join(reduced.expand(runs.layout).contiguous()).unsqueeze(-1)
+
+
+def block_length(block: Block) -> int:
+    """Elements of a block along the contraction axis.
+
+    Raises:
+        ValueError: for blocks without a fixed length, "row" and "tensor".
+    """
+    if isinstance(block, str):
+        raise ValueError(f"blocks of a {block} have no fixed length along the contraction axis")
+    return block[1] if isinstance(block, tuple) else block

@@ -43,6 +43,15 @@ def make_key(*parts: int | str, device: torch.device | str | None = None) -> tor
     return torch.tensor(signed, dtype=torch.int32, device=device)
 
 
+def make_step(seed: int, rank: int, count: int, device: torch.device | str | None = None) -> torch.Tensor:
+    """One forward's part in all keys, int32 ``[5]``: a key of (seed, rank, count), a key of the seed alone, the count.
+
+    The second key is for what is drawn once and kept, and is the same on every rank. The count wraps at 2^31.
+    """
+    words = [make_key("forward", seed, rank, count), make_key("constant", seed)]
+    return torch.cat([*words, torch.tensor([count & 0x7FFFFFFF], dtype=torch.int32)]).to(device)
+
+
 def mix(key: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """A key that depends on all bits of both keys and on their order, int32 ``[2]``."""
     return _absorb(_absorb(key, other[0]), other[1])

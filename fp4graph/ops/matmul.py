@@ -14,19 +14,28 @@ transformed basis: dA ← (dA·R ⊙ f')·R⁻¹.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from fp4graph.numerics import noise
 from fp4graph.operands import Operand
-from fp4graph.ops.program import GemmProgram, OperandProgram, Rotation, StateSlot, Term, multiply, operand_key, total
+from fp4graph.ops.program import (
+    Draw,
+    GemmProgram,
+    OperandProgram,
+    OperandState,
+    Rotation,
+    StateSlot,
+    Term,
+    multiply,
+    operand_draw,
+    total,
+)
 
-Weights = Mapping[str, Mapping[str, Tensor]]
+Side = Literal["left", "right"]
 
 
 @dataclass(frozen=True)
@@ -71,8 +80,9 @@ def quantized_matmul(
 
     Args:
         a: ``[..., M, K]``; b: ``[..., N, K]``, the same leading axes; bias: ``[N]``.
-        key: int32 ``[2]``, the site's; step: int32 ``[2]``, this forward's. Needed if ``program.draws``.
-        state: weight-state tensors of the shape of ``b``, in the order of ``program.state``.
+        key: int32 ``[2]``, the site's; step: int32 ``[5]``, this forward's. Needed if ``program.draws``.
+        state: in the order of ``program.state``; ``weight_like`` ones of the shape of ``b``. Entries that the graph
+            writes are changed in place where gradients are enabled.
 
     Returns:
         ``[..., M, N]`` in the dtype autocast asks for, else in that of ``a``.
@@ -83,143 +93,184 @@ def quantized_matmul(
         dtype = torch.get_autocast_dtype(device)
     elif a.dtype != b.dtype:
         raise RuntimeError(f"expected both factors to have one dtype, got {a.dtype} and {b.dtype}")
-    combined = noise.mix(key, step) if key is not None and step is not None else None
+    options = _Options(program, dtype, torch.is_grad_enabled())
     with torch.autocast(device, enabled=False):
-        result: Tensor = _QuantizedMatmul.apply(program, dtype, a, b, bias, combined, *state)
+        result: Tensor = _QuantizedMatmul.apply(options, a, b, bias, key, step, *state)
     return result
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What is known without looking at a tensor; ``training``: whether state may be written."""
+
+    program: MatmulProgram
+    dtype: torch.dtype
+    training: bool
 
 
 class _QuantizedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        program: MatmulProgram,
-        dtype: torch.dtype,
+        options: _Options,
         a: Tensor,
         b: Tensor,
         bias: Tensor | None,
         key: Tensor | None,
+        step: Tensor | None,
         *state: Tensor,
     ) -> Tensor:
+        program, dtype = options.program, options.dtype
         fprop = program.fprop
-        weights = _by_technique(program.state, state)
-        rotation, left_key, right_key = _rotated(fprop, dtype, a, b, key, Operand.FPROP_INPUT, Operand.FPROP_WEIGHT)
-        weights = {t: {n: rotation.apply(e, "right") for n, e in group.items()} for t, group in weights.items()}
-        left = _in(dtype, fprop.left(rotation.left, left_key))
-        right = _in(dtype, fprop.right(rotation.right, right_key, weights))
+        call = _Call(options, _draw(key, step), state)
+        rotation, left, right = call.quantized(fprop, a, b, Operand.FPROP_INPUT, Operand.FPROP_WEIGHT)
         y = multiply(left, right, None if bias is None else bias.to(dtype))
 
         # Only what the backward reads is saved: the dequantized fprop operand where the policy requantizes that, the
         # original where an operand or a gradient factor starts from it.
-        needs_a, needs_b = ctx.needs_input_grad[2], ctx.needs_input_grad[3]
+        needs_a, needs_b = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
         factors = fprop.left.has_gradient_factor or fprop.right.has_gradient_factor
         a_fprop = rotation.undo(total(left), "left").to(dtype) if needs_b and program.wgrad.right.from_fprop else None
         b_fprop = rotation.undo(total(right), "right").to(dtype) if needs_a and program.dgrad.right.from_fprop else None
         keep_a = (needs_b and a_fprop is None) or factors
         keep_b = (needs_a and b_fprop is None) or factors
-        ctx.program, ctx.dtype, ctx.has_bias = program, dtype, bias is not None
+        ctx.options, ctx.has_bias = options, bias is not None
         ctx.dtypes = (a.dtype, b.dtype, None if bias is None else bias.dtype)
+        # A factor must differentiate what was computed, so state that this forward is about to change is copied. What
+        # the backward changes is not saved but referred to: two forwards may come before one backward.
+        written = [slot.entry.writer == "graph" for slot in program.state]
+        ctx.live = tuple(entry if now else None for entry, now in zip(state, written, strict=True))
+        before = tuple(
+            (entry.clone() if now else entry) if factors else None for entry, now in zip(state, written, strict=True)
+        )
         ctx.save_for_backward(
             _saved(a, dtype, fprop.left, program.wgrad.right) if keep_a else None,
             _saved(b, dtype, fprop.right, program.dgrad.right) if keep_b else None,
             a_fprop,
             b_fprop,
             key,
-            *(state if factors else ()),
+            step,
+            *before,
         )
+        call.observe(fprop, rotation, Operand.FPROP_INPUT, Operand.FPROP_WEIGHT)
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        program: MatmulProgram = ctx.program
-        a, b, a_fprop, b_fprop, key, *state = ctx.saved_tensors
+        options: _Options = ctx.options
+        program, dtype = options.program, options.dtype
+        a, b, a_fprop, b_fprop, key, step, *before = ctx.saved_tensors
+        draw = _draw(key, step)
+        call = _Call(options, draw, ctx.live)
         with torch.autocast(dy.device.type, enabled=False):
             da = db = dbias = None
-            dy = dy.to(ctx.dtype)
-            if ctx.needs_input_grad[2]:
+            dy = dy.to(dtype)
+            if ctx.needs_input_grad[1]:
                 source = b if b_fprop is None else b_fprop
-                da = _gemm(
-                    program.dgrad, ctx.dtype, dy, source.mT, key, Operand.DGRAD_GRAD_OUTPUT, Operand.DGRAD_WEIGHT
-                )
-            if ctx.needs_input_grad[3]:
+                da = call.gemm(program.dgrad, dy, source.mT, Operand.DGRAD_GRAD_OUTPUT, Operand.DGRAD_WEIGHT)
+            if ctx.needs_input_grad[2]:
                 source = a if a_fprop is None else a_fprop
-                db = _gemm(
-                    program.wgrad, ctx.dtype, dy.mT, source.mT, key, Operand.WGRAD_GRAD_OUTPUT, Operand.WGRAD_INPUT
-                )
+                db = call.gemm(program.wgrad, dy.mT, source.mT, Operand.WGRAD_GRAD_OUTPUT, Operand.WGRAD_INPUT)
             if program.fprop.left.has_gradient_factor or program.fprop.right.has_gradient_factor:
-                da, db = _with_factors(program, ctx.dtype, a, b, da, db, key, _by_technique(program.state, state))
-            if ctx.has_bias and ctx.needs_input_grad[4]:
+                da, db = _Call(options, draw, tuple(before)).with_factors(a, b, da, db)
+            if ctx.has_bias and ctx.needs_input_grad[3]:
                 dbias = dy.sum_to_size(dy.shape[-1]).to(ctx.dtypes[2])
             da = None if da is None else da.to(ctx.dtypes[0])
             db = None if db is None else db.to(ctx.dtypes[1])
-        return (None, None, da, db, dbias, None, *(None for _ in program.state))
+        return (None, da, db, dbias, None, None, *(None for _ in program.state))
 
 
-def _gemm(
-    gemm: GemmProgram,
-    dtype: torch.dtype,
-    left: Tensor,
-    right: Tensor,
-    key: Tensor | None,
-    left_operand: Operand,
-    right_operand: Operand,
-) -> Tensor:
-    """One backward GEMM, in ``dtype``."""
-    rotation, left_key, right_key = _rotated(gemm, dtype, left, right, key, left_operand, right_operand)
-    return multiply(_in(dtype, gemm.left(rotation.left, left_key)), _in(dtype, gemm.right(rotation.right, right_key)))
+class _Call:
+    """One forward or backward of one site: the program with its noise and state."""
+
+    def __init__(self, options: _Options, draw: Draw | None, state: tuple[Tensor | None, ...]) -> None:
+        self._options, self._draw = options, draw
+        self._slots = tuple(zip(options.program.state, state, strict=True))
+
+    def gemm(self, gemm: GemmProgram, left: Tensor, right: Tensor, *operands: Operand) -> Tensor:
+        """One backward GEMM, in its dtype."""
+        rotation, left_terms, right_terms = self.quantized(gemm, left, right, *operands)
+        self.observe(gemm, rotation, *operands)
+        return multiply(left_terms, right_terms)
+
+    def quantized(
+        self, gemm: GemmProgram, left: Tensor, right: Tensor, *operands: Operand
+    ) -> tuple[Rotation, tuple[Term, ...], tuple[Term, ...]]:
+        """Both operands, in the GEMM's basis and dtype, with the way back."""
+        rotation = self.rotated(gemm, left, right, operands[0])
+        terms = (
+            program(x, operand_draw(self._draw, operand), self._state(program, operand, rotation))
+            for program, x, operand in _sides(gemm, rotation, operands)
+        )
+        first, second = (_in(self._options.dtype, side) for side in terms)
+        return rotation, first, second
+
+    def rotated(self, gemm: GemmProgram, left: Tensor, right: Tensor, first: Operand) -> Rotation:
+        """The operands in the dtype they are quantized from and in the GEMM's basis."""
+        left = left if gemm.left.from_master else left.to(self._options.dtype)
+        right = right if gemm.right.from_master else right.to(self._options.dtype)
+        # Transforms share one draw per GEMM: that of its left operand.
+        return gemm.rotate(left, right, operand_draw(self._draw, first))
+
+    def observe(self, gemm: GemmProgram, rotation: Rotation, *operands: Operand) -> None:
+        """Write the state that the graph keeps, after everything else has read it."""
+        if not self._options.training:
+            return
+        for program, x, operand in _sides(gemm, rotation, operands):
+            if program.observes:
+                state = self._state(program, operand, rotation)
+                values = program.observe(x, operand_draw(self._draw, operand), state)
+                for slot, entry in self._slots:
+                    if entry is not None and slot.entry.operand is operand:
+                        entry.copy_(values[slot.technique, slot.entry.name])
+
+    def with_factors(
+        self, a: Tensor, b: Tensor, da: Tensor | None, db: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """``dA ← (dA·R ⊙ f'(A·R))·R⁻¹`` and the same for B, R being fprop's pair transforms."""
+        fprop = self._options.program.fprop
+        operands = Operand.FPROP_INPUT, Operand.FPROP_WEIGHT
+        rotation = self.rotated(fprop, a, b, operands[0])
+        gradients: list[Tensor | None] = []
+        for gradient, side, (program, x, operand) in zip(
+            (da, db), ("left", "right"), _sides(fprop, rotation, operands), strict=True
+        ):
+            if gradient is not None:
+                state = self._state(program, operand, rotation)
+                factor = program.gradient_factor(x, operand_draw(self._draw, operand), state)
+                if factor is not None:
+                    # The gradient with respect to A·R is dA·R⁻ᵀ: a transform of the other side.
+                    other: Side = "right" if side == "left" else "left"
+                    gradient = rotation.undo(rotation.apply(gradient, other) * factor, other)
+            gradients.append(gradient)
+        return gradients[0], gradients[1]
+
+    def _state(self, program: OperandProgram, operand: Operand, rotation: Rotation) -> OperandState:
+        """An operand's entries, those of the weight's shape laid out as the operand is."""
+        result: dict[str, dict[str, Tensor]] = {}
+        for slot, tensor in self._slots:
+            if slot.entry.operand is operand and tensor is not None:
+                if slot.entry.weight_like:
+                    tensor = tensor.mT if operand is Operand.DGRAD_WEIGHT else tensor
+                    tensor = rotation.apply(tensor, "right")
+                result.setdefault(slot.technique, {})[slot.entry.name] = tensor
+        return result
 
 
-def _rotated(
-    gemm: GemmProgram,
-    dtype: torch.dtype,
-    left: Tensor,
-    right: Tensor,
-    key: Tensor | None,
-    left_operand: Operand,
-    right_operand: Operand,
-) -> tuple[Rotation, Tensor | None, Tensor | None]:
-    """The operands in the dtype they are quantized from and in the GEMM's basis, with their keys."""
-    left = left if gemm.left.from_master else left.to(dtype)
-    right = right if gemm.right.from_master else right.to(dtype)
-    left_key, right_key = operand_key(key, left_operand), operand_key(key, right_operand)
-    # Random transforms share one draw per GEMM: that of its left operand.
-    return gemm.rotate(left, right, left_key), left_key, right_key
+def _sides(
+    gemm: GemmProgram, rotation: Rotation, operands: tuple[Operand, ...]
+) -> tuple[tuple[OperandProgram, Tensor, Operand], ...]:
+    return (gemm.left, rotation.left, operands[0]), (gemm.right, rotation.right, operands[1])
 
 
-def _with_factors(
-    program: MatmulProgram,
-    dtype: torch.dtype,
-    a: Tensor,
-    b: Tensor,
-    da: Tensor | None,
-    db: Tensor | None,
-    key: Tensor | None,
-    weights: Weights,
-) -> tuple[Tensor | None, Tensor | None]:
-    """``dA ← (dA·R ⊙ f'(A·R))·R⁻¹`` and the same for B, R being fprop's pair transforms."""
-    fprop = program.fprop
-    rotation, left_key, right_key = _rotated(fprop, dtype, a, b, key, Operand.FPROP_INPUT, Operand.FPROP_WEIGHT)
-    if da is not None:
-        factor = fprop.left.gradient_factor(rotation.left, left_key, {})
-        da = da if factor is None else rotation.undo(rotation.apply(da, "left") * factor, "left")
-    if db is not None:
-        weights = {t: {n: rotation.apply(e, "right") for n, e in group.items()} for t, group in weights.items()}
-        factor = fprop.right.gradient_factor(rotation.right, right_key, weights)
-        db = db if factor is None else rotation.undo(rotation.apply(db, "right") * factor, "right")
-    return da, db
+def _draw(key: Tensor | None, step: Tensor | None) -> Draw | None:
+    return None if key is None or step is None else Draw(key, step)
 
 
 def _saved(x: Tensor, dtype: torch.dtype, *readers: OperandProgram) -> Tensor:
     """``x`` as the backward needs it: already cast unless a reader starts from the master."""
     return x if any(reader.from_master for reader in readers) else x.to(dtype)
-
-
-def _by_technique(slots: tuple[StateSlot, ...], state: tuple[Tensor, ...] | list[Tensor]) -> Weights:
-    result: dict[str, dict[str, Tensor]] = {}
-    for slot, tensor in zip(slots, state, strict=False):
-        result.setdefault(slot.technique, {})[slot.entry.name] = tensor
-    return result
 
 
 def _in(dtype: torch.dtype, terms: tuple[Term, ...]) -> tuple[Term, ...]:

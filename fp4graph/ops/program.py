@@ -9,32 +9,89 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4graph.errors import PluginError
 from fp4graph.numerics import noise, scaling
-from fp4graph.numerics.blocking import Blocking
+from fp4graph.numerics.blocking import Blocking, Granularity, Groups
 from fp4graph.numerics.noise import Noise
 from fp4graph.numerics.quantize import round_elements
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.operands import Operand
-from fp4graph.technique import StateEntry, Technique, overrides
+from fp4graph.ops.gradient import jacobian_diagonal
+from fp4graph.technique import GRADIENT_STAGES, Context, StateEntry, Technique, overrides
 
 #: Salts that keep the noise of transforms and techniques apart from the spec's own, which draws from the operand's key
 #: as fake_quantize does. Stable: changing one changes every seeded run.
 _PAIR = 2  # the i-th transform of a GEMM draws under salt 2 + i
 _TECHNIQUE = 16  # the i-th technique of an operand draws under salt 16 + i
+_AGAIN = 256  # the i-th further call of the quantizer, under a technique that wraps it, draws under salt 256 + i
+
+#: State of one operand: technique, then entry name.
+OperandState = Mapping[str, Mapping[str, Tensor]]
+
+
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """Where a site's random bits come from.
+
+    Attributes:
+        key: int32 ``[2]``, the site's. step: int32 ``[5]``, this forward's (:func:`fp4graph.numerics.noise.make_step`).
+        salts: what was derived so far, outermost first.
+    """
+
+    key: Tensor
+    step: Tensor
+    salts: tuple[int, ...] = ()
+
+    def salted(self, *salts: int) -> Draw:
+        """An unrelated source for one part of the site."""
+        return Draw(self.key, self.step, (*self.salts, *salts))
+
+    @property
+    def varying(self) -> Tensor:
+        """The key of this forward, int32 ``[2]``."""
+        return self._derived(self.step[:2])
+
+    @property
+    def constant(self) -> Tensor:
+        """The key that is the same at every forward and on every rank, int32 ``[2]``."""
+        return self._derived(self.step[2:4])
+
+    @property
+    def count(self) -> Tensor:
+        """Forwards with gradients so far, int32, 0-d."""
+        return self.step[4]
+
+    def _derived(self, words: Tensor) -> Tensor:
+        key = noise.mix(self.key, words)
+        for salt in self.salts:
+            key = noise.derive(key, salt)
+        return key
+
+
+@dataclass(frozen=True)
+class Normalization:
+    """One normalizer's part: γ, and the group statistic g it is proportional to (None where it asked for none)."""
+
+    gamma: Tensor
+    g: Tensor | None
+    groups: Groups | None
+    values: Tensor  # before division by γ
 
 
 @dataclass(frozen=True)
 class Quantization:
     """The parts of one operand's quantization, in the blocked layout, for techniques that need to see inside.
 
-    Shapes: ``values``, ``ratio`` and ``codes`` alike; ``z`` and ``scale`` with the axes ``axes`` of size 1. All fp32.
-    The dequantized operand is ``gamma · codes · S`` (``codes / s`` for an encode scale).
+    Shapes: ``values`` (x/γ), ``ratio`` and ``codes`` alike; ``z`` and ``scale`` with the axes ``axes`` of size 1. All
+    fp32. The dequantized operand is ``γ · codes · S`` (``codes / s`` for an encode scale), γ being the product of the
+    normalizations'.
     """
 
     spec: QuantSpec
@@ -45,11 +102,19 @@ class Quantization:
     scale: Tensor
     ratio: Tensor
     codes: Tensor
-    gamma: Tensor | None
+    normalizations: tuple[Normalization, ...] = ()
 
     def dequantized(self) -> Tensor:
         """γ⁻¹ times the dequantized operand: blocked layout, fp32."""
         return scaling.dequantize(self.codes, self.scale, self.spec)
+
+    @property
+    def gamma(self) -> Tensor | None:
+        """γ, or None where nothing normalizes."""
+        product: Tensor | None = None
+        for part in self.normalizations:
+            product = part.gamma if product is None else product * part.gamma
+        return product
 
 
 @dataclass(frozen=True)
@@ -66,10 +131,17 @@ class Term:
 
 @dataclass(frozen=True)
 class StateSlot:
-    """A weight-state tensor that a program takes, by technique and entry name."""
+    """A state tensor that a program takes: a technique's entry for one operand."""
 
     technique: str
     entry: StateEntry
+
+    @property
+    def label(self) -> str:
+        """The entry's name among those of its technique: the operand's name goes first unless it is fprop.weight."""
+        operand = self.entry.operand
+        prefix = "" if operand is Operand.FPROP_WEIGHT else f"{operand.replace('.', '_')}_"
+        return prefix + self.entry.name
 
 
 @dataclass(frozen=True)
@@ -77,21 +149,25 @@ class OperandProgram:
     """One operand's quantizer: a spec with the techniques that act on it, in the policy's order.
 
     Called on ``x [..., K]``, blocks along the last axis; returns the operand's terms in ``dtype``, shape of ``x``.
+
+    Attributes:
+        reuses: whether an operand in high precision (``spec`` None) reads the dequantized fprop operand as it is.
     """
 
     spec: QuantSpec | None
     techniques: tuple[Technique, ...] = ()
     state: tuple[StateSlot, ...] = field(default=())
+    reuses: bool = False
 
     @property
     def draws(self) -> bool:
-        """Whether calling it needs a key."""
+        """Whether calling it needs a source of noise."""
         return self.spec is not None and (self.spec.needs_key or any(t.draws for t in self.techniques))
 
     @property
     def from_fprop(self) -> bool:
-        """Whether it requantizes the dequantized fprop operand."""
-        return self.spec is not None and self.spec.source == "fprop"
+        """Whether it starts from the dequantized fprop operand."""
+        return self.reuses or (self.spec is not None and self.spec.source == "fprop")
 
     @property
     def from_master(self) -> bool:
@@ -101,96 +177,147 @@ class OperandProgram:
     @property
     def has_gradient_factor(self) -> bool:
         """Whether a technique replaces the straight-through estimator."""
-        return self.spec is not None and bool(self._at("gradient_factor"))
+        return self.spec is not None and any(overrides(t, stage) for t in self.techniques for stage in GRADIENT_STAGES)
 
-    def __call__(
-        self, x: Tensor, key: Tensor | None = None, state: Mapping[str, Mapping[str, Tensor]] | None = None
-    ) -> tuple[Term, ...]:
+    @property
+    def observes(self) -> bool:
+        """Whether calling it while training changes state."""
+        return any(slot.entry.writer == "graph" for slot in self.state)
+
+    def __call__(self, x: Tensor, draw: Draw | None = None, state: OperandState | None = None) -> tuple[Term, ...]:
         if self.spec is None:
             return (Term(x),)
-        residuals = []
-        for technique in self._at("split"):
-            x, residual = technique.split(x, -1)
-            if residual is not None:
-                residuals.append(Term(residual.to(x.dtype)))
-        return (self._composed(x, key, state or {}), *residuals)
+        part, residuals = self._split(x, draw, state)
+        return (self._composed(part, draw, state), *residuals)
 
-    def _composed(self, x: Tensor, key: Tensor | None, state: Mapping[str, Mapping[str, Tensor]]) -> Term:
+    def _split(self, x: Tensor, draw: Draw | None, state: OperandState | None) -> tuple[Tensor, list[Term]]:
+        residuals = []
+        for technique in self.at("split"):
+            x, residual = technique.split(x, self.context(technique, x, draw, state))
+            if residual is not None:
+                residuals.append(Term(_checked(technique, residual, x).to(x.dtype)))
+        return x, residuals
+
+    def _composed(self, x: Tensor, draw: Draw | None, state: OperandState | None) -> Term:
         """The quantizer inside every technique that wraps it."""
-        multiplier: list[Tensor | None] = []
+        multiplier: Tensor | None = None
+        calls = 0
+        wrapped = bool(self.at("around") or self.at("after"))
 
         def quantize(part: Tensor) -> Tensor:
-            quantization = self.quantize(part, key, state)
+            nonlocal multiplier, calls
+            again = None if draw is None or calls == 0 else draw.salted(_AGAIN + calls)
+            quantization = self.quantize(part, again or draw, state, residual=calls > 0)
+            calls += 1
             values, gamma = quantization.dequantized(), quantization.gamma
             # A scalar γ is multiplied after the GEMM: FP4 code times scale is exact in bf16, times γ it is not.
-            if gamma is not None and (gamma.numel() != 1 or wrapped):
+            if gamma is not None and (wrapped or not _is_scalar(gamma)):
                 values, gamma = values * gamma, None
-            multiplier[:] = [None if gamma is None else gamma.reshape(())]
+            multiplier = None if gamma is None else gamma.reshape(())
             return quantization.blocking.join(values).to(part.dtype)
 
-        wrapped = bool(self._at("around") or self._at("after"))
         inner: Callable[[Tensor], Tensor] = quantize
-        for technique in self._at("around"):
-            inner = _wrap(technique, inner)
+        for technique in reversed(self.at("around")):  # the first of the policy is the outermost
+            inner = _wrap(technique, inner, self.context(technique, x, draw, state))
         y = inner(x)
-        for technique in self._at("after"):
-            y = _checked(technique, technique.after(y, self._noise(technique, key, x)), y)
-        return Term(y, multiplier[0] if multiplier else None)
+        for technique in self.at("after"):
+            y = _checked(technique, technique.after(y, self.context(technique, x, draw, state)), y)
+        return Term(y, multiplier)
 
-    def quantize(self, x: Tensor, key: Tensor | None, state: Mapping[str, Mapping[str, Tensor]]) -> Quantization:
-        """The bare quantizer, with its parts: statistic, γ, scale, ratio, codes."""
+    def quantize(
+        self, x: Tensor, draw: Draw | None = None, state: OperandState | None = None, *, residual: bool = False
+    ) -> Quantization:
+        """The bare quantizer, with its parts: statistic, γ, scale, ratio, codes.
+
+        Args:
+            residual: whether ``x`` is what an earlier call left over, which techniques with state do not round.
+        """
         spec = self.spec
         assert spec is not None, "a high-precision operand has no quantizer"
         blocking = Blocking(tuple(x.shape), spec.block)
         values = blocking.split(x.to(torch.float32))
-        axes = blocking.axes
-        z = scaling.amax(values, axes)
-        for technique in self._at("statistic"):
-            z = _checked(technique, technique.statistic(values, axes, z), z)
-        gamma: Tensor | None = None
-        for technique in self._at("normalizer"):
-            factor = technique.normalizer(z, spec)
-            if factor is not None:
-                values, z = values / factor, z / factor
-                gamma = factor if gamma is None else gamma * factor
+        z = scaling.amax(values, blocking.axes)
+        contexts = {t: self.context(t, x, draw, state) for t in self.techniques}
+        for technique in self.at("statistic"):
+            z = _checked(technique, technique.statistic(values, z, contexts[technique]), z)
+        normalizations: list[Normalization] = []
+        for technique in self.at("normalizer"):
+            asked: list[tuple[Tensor, Groups]] = []
+            group = partial(self._group_statistic, values, z, blocking, contexts, asked)
+            chosen = technique.normalizer(z, group, contexts[technique])
+            if chosen is None:
+                continue
+            gamma, z = chosen if isinstance(chosen, tuple) else (chosen, z / chosen)
+            g, groups = asked[-1] if asked else (None, None)
+            normalizations.append(Normalization(gamma, g, groups, values))
+            values = values / gamma
         scale: Tensor | None = None
-        for technique in self._at("scale"):
-            chosen = technique.scale(z, spec, self._noise(technique, key, x))
-            scale = scale if chosen is None else _checked(technique, chosen, z)
+        for technique in self.at("scale"):
+            own = technique.scale(values, z, contexts[technique])
+            scale = scale if own is None else _checked(technique, own, z)
+        key = None if draw is None or not spec.needs_key else draw.varying
         if scale is None:
             scale = scaling.block_scale(z, spec.scale, spec.element, Noise(key, blocking, x.device))
         ratio = scaling.ratio(values, scale, spec)
         codes: Tensor | None = None
-        for technique in self._at("round"):
-            mine = {name: blocking.split(entry) for name, entry in state.get(technique.name, {}).items()}
-            chosen = technique.round(ratio, scale, spec, self._noise(technique, key, x), mine)
-            codes = codes if chosen is None else _checked(technique, chosen, ratio)
+        for technique in self.at("round"):
+            if residual and contexts[technique].state:
+                continue
+            rounded = technique.round(ratio, scale, contexts[technique])
+            codes = codes if rounded is None else _checked(technique, rounded, ratio)
         if codes is None:
             codes = round_elements(ratio, spec, Noise(key, blocking, x.device))
-        return Quantization(spec, blocking, axes, values, z, scale, ratio, codes, gamma)
+        return Quantization(spec, blocking, blocking.axes, values, z, scale, ratio, codes, tuple(normalizations))
 
-    def gradient_factor(
-        self, x: Tensor, key: Tensor | None, state: Mapping[str, Mapping[str, Tensor]]
-    ) -> Tensor | None:
+    def _group_statistic(
+        self,
+        values: Tensor,
+        z: Tensor,
+        blocking: Blocking,
+        contexts: Mapping[Technique, Context],
+        asked: list[tuple[Tensor, Groups]],
+        granularity: Granularity,
+    ) -> Tensor:
+        groups = Groups(blocking, granularity)
+        g = groups.reduce(z, "amax")
+        for technique in self.at("group_statistic"):
+            g = _checked(technique, technique.group_statistic(values, g, groups, contexts[technique]), g)
+        asked.append((g, groups))
+        return g
+
+    def observe(self, x: Tensor, draw: Draw | None, state: OperandState) -> dict[tuple[str, str], Tensor]:
+        """New values, by technique and entry name, of the entries that the graph writes."""
+        if not self.observes:
+            return {}
+        part, _ = self._split(x, draw, state)
+        quantization = self.quantize(part, draw, state)
+        return {
+            (technique.name, name): value
+            for technique in self.at("observe")
+            for name, value in technique.observe(quantization, self.context(technique, x, draw, state)).items()
+        }
+
+    def gradient_factor(self, x: Tensor, draw: Draw | None, state: OperandState | None) -> Tensor | None:
         """Diagonal of the quantizer's Jacobian at ``x`` by the techniques' surrogates, shape of ``x``; None is 1."""
-        techniques = self._at("gradient_factor")
-        if self.spec is None or not techniques:
+        if not self.has_gradient_factor:
             return None
-        quantization = self.quantize(x, key, state)
-        factor: Tensor | None = None
-        for technique in techniques:
-            mine = technique.gradient_factor(quantization)
-            if mine is not None:
-                factor = mine if factor is None else factor * mine
-        return None if factor is None else quantization.blocking.join(factor)
+        part, _ = self._split(x, draw, state)
+        quantization = self.quantize(part, draw, state)
+        factor = jacobian_diagonal(quantization, {t: self.context(t, x, draw, state) for t in self.techniques})
+        return quantization.blocking.join(factor)
 
-    def _at(self, stage: str) -> list[Technique]:
+    def at(self, stage: str) -> list[Technique]:
+        """The techniques that act at ``stage``, in order."""
         return [technique for technique in self.techniques if overrides(technique, stage)]
 
-    def _noise(self, technique: Technique, key: Tensor | None, x: Tensor) -> Noise:
+    def context(self, technique: Technique, x: Tensor, draw: Draw | None, state: OperandState | None) -> Context:
+        """What ``technique`` may read at this operand."""
         assert self.spec is not None
-        salt = _TECHNIQUE + self.techniques.index(technique)
-        return Noise(_salted(key, salt), Blocking(tuple(x.shape), self.spec.block), x.device)
+        blocking = Blocking(tuple(x.shape), self.spec.block)
+        entries = (state or {}).get(technique.name, {})
+        like = {slot.entry.name for slot in self.state if slot.technique == technique.name and slot.entry.weight_like}
+        own = {name: blocking.split(entry) if name in like else entry for name, entry in entries.items()}
+        return _context(technique, _TECHNIQUE + self.techniques.index(technique), blocking, x, draw, own, self.spec)
 
 
 @dataclass(frozen=True)
@@ -209,14 +336,13 @@ class GemmProgram:
         """Whether calling it needs a key."""
         return self.left.draws or self.right.draws or any(t.draws for t in self.transforms)
 
-    def rotate(self, left: Tensor, right: Tensor, key: Tensor | None) -> Rotation:
+    def rotate(self, left: Tensor, right: Tensor, draw: Draw | None) -> Rotation:
         """Both operands in the transforms' basis, with what it takes to come back."""
         contexts: list[tuple[Tensor, ...]] = []
         lengths: list[int | torch.SymInt] = []
         for index, transform in enumerate(self.transforms):
-            salted = _salted(key, _PAIR + index)
-            draw = Noise(salted, Blocking(tuple(left.shape), "tensor"), left.device)
-            context = transform.pair_context(left, right, draw)
+            own = _context(transform, _PAIR + index, Blocking(tuple(left.shape), "tensor"), left, draw)
+            context = transform.pair_context(left, right, own)
             contexts.append(context)
             lengths.append(left.shape[-1])
             left, right = transform.transform(left, "left", context), transform.transform(right, "right", context)
@@ -276,21 +402,50 @@ def total(terms: tuple[Term, ...]) -> Tensor:
     return result
 
 
-def operand_key(key: Tensor | None, operand: Operand) -> Tensor | None:
-    """The key of one of a site's six operands."""
-    return _salted(key, 1 + list(Operand).index(operand))
+def operand_draw(draw: Draw | None, operand: Operand) -> Draw | None:
+    """The source of noise of one of a site's six operands."""
+    return None if draw is None else draw.salted(_operand_salt(operand))
 
 
-def _salted(key: Tensor | None, salt: int) -> Tensor | None:
-    return None if key is None else noise.derive(key, salt)
+def operand_key(key: Tensor, operand: Operand) -> Tensor:
+    """The key that one operand's spec draws from, given the site's key for this forward."""
+    return noise.derive(key, _operand_salt(operand))
+
+
+def _operand_salt(operand: Operand) -> int:
+    return 1 + list(Operand).index(operand)
+
+
+def _context(
+    technique: Technique,
+    salt: int,
+    blocking: Blocking,
+    x: Tensor,
+    draw: Draw | None,
+    state: Mapping[str, Tensor] | None = None,
+    spec: QuantSpec | None = None,
+) -> Context:
+    own = draw.salted(salt) if draw is not None and technique.draws else None
+    return Context(
+        blocking,
+        Noise(None if own is None else own.varying, blocking, x.device),
+        Noise(None if own is None else own.constant, blocking, x.device),
+        None if own is None else own.count,
+        state or {},
+        spec,
+    )
+
+
+def _is_scalar(gamma: Tensor) -> bool:
+    return all(statically_known_true(size == 1) for size in gamma.shape)
 
 
 def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
     return x if bias is None else x + bias
 
 
-def _wrap(technique: Technique, inner: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    return lambda x: _checked(technique, technique.around(inner, x), x)
+def _wrap(technique: Technique, inner: Callable[[Tensor], Tensor], context: Context) -> Callable[[Tensor], Tensor]:
+    return lambda x: _checked(technique, technique.around(inner, x, context), x)
 
 
 def _checked(technique: Technique, result: Tensor, like: Tensor) -> Tensor:

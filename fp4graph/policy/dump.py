@@ -84,7 +84,7 @@ def _action(rule: Rule, bases: _BaseFormats) -> dict[str, Any]:
     """The ``quantize`` block that most operands share, and ``operands`` with the exceptions."""
     common = Counter(spec for spec in rule.specs.values() if spec is not None).most_common(1)[0][0]
     exceptions: dict[Operand, object] = {
-        operand: "keep" if spec is None else _difference(spec, common, bases)
+        operand: ("fprop" if operand in rule.reuses else "keep") if spec is None else _difference(spec, common, bases)
         for operand, spec in rule.specs.items()
         if spec != common
     }

@@ -48,6 +48,7 @@ class Rule:
     Attributes:
         keep: why they stay in high precision, or None where they are quantized.
         specs: of the six operands; all None for a rule that keeps.
+        reuses: those in high precision that read the dequantized fprop operand in place of the original.
         techniques: the policy's and then the rule's own, one of the rule's taking the place of its namesake.
         required: whether it is an error that the rule matches nothing.
     """
@@ -56,6 +57,7 @@ class Rule:
     match: Match = field(default_factory=Match)
     keep: str | None = None
     specs: Specs = KEPT
+    reuses: frozenset[Operand] = frozenset()
     techniques: tuple[Technique, ...] = ()
     required: bool = True
     file: str | None = field(default=None, compare=False)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from fp4graph.errors import PluginError, PolicyError
+from fp4graph.errors import Error, PluginError, PolicyError, PolicyWarning
 from fp4graph.numerics.formats import ScaleFormat
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.operands import ADDRESSES, GROUPS, Operand
 from fp4graph.policy.document import Node
+from fp4graph.policy.match import Match
 from fp4graph.policy.policy import Expect, Policy, Rule, Specs
 from fp4graph.policy.schema import (
     DefaultSection,
@@ -22,7 +25,8 @@ from fp4graph.policy.schema import (
 )
 from fp4graph.policy.validation import dotted, validate
 from fp4graph.registry import Registry, suggest
-from fp4graph.technique import Technique
+from fp4graph.site import SiteView
+from fp4graph.technique import OperandSpecs, Technique, overrides
 
 _Path = tuple[str | int, ...]
 
@@ -34,10 +38,11 @@ def resolve(document: Node, name: str, file: str | None, registry: Registry) -> 
 
 @dataclass(frozen=True)
 class _Layer:
-    """One quantize block and where it was written; ``section`` None says ``keep``."""
+    """One quantize block and where it was written; ``section`` None says ``keep``, or ``fprop`` where it ``reuses``."""
 
     section: QuantizeSection | None
     path: _Path
+    reuses: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,7 @@ class _Resolver:
         self._registry = registry
         self._written = validate(PolicySection, document)
         self._base_formats: dict[ScaleFormat, str] = {}
+        self._inert: dict[_Path, list[str | None]] = {}
 
     def policy(self, name: str, file: str | None) -> Policy:
         written = self._written
@@ -69,6 +75,7 @@ class _Resolver:
         self._check_names(rules)
         if not any(rule.quantizes for rule in (*rules, default)):
             self._check_together(shared, Specs((None,) * len(Operand)))
+        self._warn_inert(shared if any(rule.quantizes for rule in (*rules, default)) else [])
         return Policy(
             name=written.name or name,
             description=written.description.strip(),
@@ -86,17 +93,19 @@ class _Resolver:
     def _rule(self, index: int, section: RuleSection, shared: list[_Declared]) -> Rule:
         path: _Path = ("rules", index)
         place = self._document.get(*path).place
-        specs = Specs((None,) * len(Operand))
+        specs, reuses = Specs((None,) * len(Operand)), frozenset[Operand]()
         techniques: list[_Declared] = []
         if section.quantize is not None:
-            specs = self._specs(section.quantize, (*path, "quantize"), section.operands, (*path, "operands"))
+            specs, reuses = self._specs(section.quantize, (*path, "quantize"), section.operands, (*path, "operands"))
             techniques = _override(shared, self._techniques(section.techniques, (*path, "techniques")))
             self._check_together(techniques, specs)
+            self._check_fit(techniques, specs, section.match.build())
         return Rule(
             name=section.name or f"rule {index + 1}",
             match=section.match.build(),
             keep=section.keep,
             specs=specs,
+            reuses=reuses,
             techniques=tuple(declared.technique for declared in techniques),
             required=section.required,
             file=place.file,
@@ -108,11 +117,13 @@ class _Resolver:
         place = self._document.where("default") if section is not None else self._document.place
         if not isinstance(section, DefaultSection):
             return Rule(name="default", keep="no rule matches", required=False, file=place.file, line=place.line)
-        specs = self._specs(section, ("default",), section.operands, ("default", "operands"))
+        specs, reuses = self._specs(section, ("default",), section.operands, ("default", "operands"))
         self._check_together(shared, specs)
+        self._check_fit(shared, specs, Match())
         return Rule(
             name="default",
             specs=specs,
+            reuses=reuses,
             techniques=tuple(declared.technique for declared in shared),
             required=False,
             file=place.file,
@@ -143,8 +154,11 @@ class _Resolver:
 
     def _specs(
         self, base: QuantizeSection, path: _Path, exceptions: Mapping[str, OperandException], exceptions_path: _Path
-    ) -> Specs:
-        """Six specs. Groups act in the order they are written, then single operands: the most particular last."""
+    ) -> tuple[Specs, frozenset[Operand]]:
+        """Six specs, and who reuses fprop's operand.
+
+        Groups act in the order they are written, then single operands: the most particular last.
+        """
         layers = {operand: [_Layer(base, path)] for operand in Operand}
         for address in sorted(exceptions, key=lambda address: address not in GROUPS):  # stable: groups keep their order
             exception = exceptions[address]
@@ -152,13 +166,19 @@ class _Resolver:
             for operand in ADDRESSES[address]:
                 if section is None or layers[operand][-1].section is None:
                     del layers[operand][1:]  # keep forgets the exceptions so far; what follows it starts from the base
-                layers[operand].append(_Layer(section, (*exceptions_path, address)))
+                layers[operand].append(_Layer(section, (*exceptions_path, address), exception == "fprop"))
+                if exception == "fprop" and operand.fprop is None:
+                    raise self._error(
+                        (*exceptions_path, address),
+                        f"fprop has no meaning for {operand}: fprop multiplies no such tensor. Only dgrad.weight and "
+                        "wgrad.input may say it; write keep for the others",
+                    )
         specs = Specs(tuple(self._spec(operand, layers[operand]) for operand in Operand))
         if not any(specs.values()):
             raise self._error(
                 exceptions_path, "all six operands are kept; write keep: with a reason instead of quantize"
             )
-        return specs
+        return specs, frozenset(operand for operand in Operand if layers[operand][-1].reuses)
 
     def _spec(self, operand: Operand, layers: list[_Layer]) -> QuantSpec | None:
         if layers[-1].section is None:
@@ -296,8 +316,71 @@ class _Resolver:
                     f"technique {mine.name!r} requires {' and '.join(map(repr, missing))}; add it to techniques",
                 )
 
+    def _check_fit(self, techniques: list[_Declared], specs: Specs, match: Match) -> None:
+        """Plans a site of which nothing is known but the rule, so that a refusal comes at load and names its line."""
+        site = SiteView(None, (match.op or ("linear",))[0], None, None, None, None, (match.producer or (None,))[0])
+        planned: OperandSpecs = specs
+        acting = {technique.name for technique in self._implied(specs)}
+        by_name = {declared.technique.name: declared.technique for declared in techniques}
+        with _refusals(self, techniques) as at:
+            for technique in at("plan"):
+                before, planned = planned, technique.plan(site, planned)
+                if dict(before) != dict(planned):
+                    acting.add(technique.name)
+            quantized = {operand for operand, spec in planned.items() if spec is not None}
+            gemms = {operand.gemm for operand in quantized}
+            for technique in at("check"):
+                technique.check(planned, by_name)
+            for technique in at("acts_on"):
+                on_optimizer = technique.scales_loss or any(
+                    overrides(technique, stage) for stage in ("before_step", "after_step")
+                )
+                if technique.acts_on(site) & quantized or technique.pairs(site) & gemms or on_optimizer:
+                    acting.add(technique.name)
+            for technique, declared in zip(at("inert"), techniques, strict=True):
+                reason = technique.inert(planned, by_name)
+                if reason is None and technique.name not in acting:
+                    reason = "it acts on no operand that is quantized"
+                self._inert.setdefault(declared.path, []).append(reason)
+
+    def _warn_inert(self, shared: list[_Declared]) -> None:
+        """A technique without effect under any rule is probably a mistake; Ω counts it all the same, as papers do."""
+        for declared in shared:
+            self._inert.setdefault(declared.path, [])
+        names = {path: self._document.get(*path) for path in self._inert}
+        for path, reasons in self._inert.items():
+            if all(reasons):
+                entry = names[path].plain()
+                name = entry if isinstance(entry, str) else next(iter(entry))
+                why = reasons[0] if reasons else "no rule that it belongs to quantizes"
+                warning = self._error(path, f"technique {name!r} has no effect here: {why}; remove it")
+                warnings.warn(str(warning), PolicyWarning, stacklevel=2)
+
     def _error(self, path: _Path, message: str) -> PolicyError:
         return self._document.blame(*path).error(message)
+
+
+@contextmanager
+def _refusals(resolver: _Resolver, techniques: list[_Declared]) -> Iterator[Callable[[str], Iterator[Technique]]]:
+    """Gives ``at(stage)``, which goes through the techniques; what one of them raises is an error with its line."""
+    current: list[tuple[_Declared, str]] = []
+
+    def at(stage: str) -> Iterator[Technique]:
+        for declared in techniques:
+            current[:] = [(declared, stage)]
+            yield declared.technique
+
+    try:
+        yield at
+    except ValueError as error:
+        declared, _ = current[0]
+        raise resolver._error(declared.path, f"technique {declared.technique.name!r}: {error}") from None
+    except Exception as error:
+        if isinstance(error, Error) or not current:
+            raise
+        declared, stage = current[0]
+        plugin = resolver._registry.origin(declared.technique.name)
+        raise PluginError(f"{stage}() failed: {type(error).__name__}: {error}", plugin=plugin) from error
 
 
 def _fields(section: QuantizeSection | Any, path: _Path, without: tuple[str, ...] = ()) -> dict[str, tuple[Any, _Path]]:

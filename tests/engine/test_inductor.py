@@ -54,9 +54,9 @@ def recorded():
     calls = []
     original = matmul.OperandProgram.__call__
 
-    def record(program, x, key=None, state=None):
-        calls.append((program, x.detach().clone(), None if key is None else key.clone()))
-        return original(program, x, key, state)
+    def record(program, x, draw=None, state=None):
+        calls.append((program, x.detach().clone(), draw))
+        return original(program, x, draw, state)
 
     patch = pytest.MonkeyPatch()
     patch.setattr(matmul.OperandProgram, "__call__", record)
@@ -69,10 +69,10 @@ def recorded():
 def test_quantizers_are_bit_identical_on_a_real_steps_operands(recorded):
     programs = [c for c in recorded if c[0].spec is not None]
     assert len(programs) == 2 * len(Operand) - 2  # no dgrad for the first layer, whose input needs no gradient
-    for program, x, key in programs:
+    for program, x, draw in programs:
         torch._dynamo.reset()
-        eager = program(x, key)[0].values
-        compiled = torch.compile(lambda t, k, program=program: program(t, k)[0].values, backend="inductor")(x, key)
+        eager = program(x, draw)[0].values
+        compiled = torch.compile(lambda t, program=program, draw=draw: program(t, draw)[0].values)(x)
         assert torch.equal(eager, compiled), program.spec
 
 
@@ -93,7 +93,7 @@ def test_an_edited_technique_never_runs_the_old_code():
             def acts_on(self, site):
                 return frozenset({Operand.FPROP_WEIGHT})
 
-            def after(self, x, noise):
+            def after(self, x, context):
                 return x * factor
 
         class Plugin:

@@ -18,7 +18,7 @@ from fp4graph.site import SiteView
 
 CEIL = fp4graph.ScaleSpec("e8m0", "ceil")
 FLOOR = fp4graph.ScaleSpec("e8m0", "floor")
-KEY, STEP = noise.make_key("site", "fc"), noise.make_key("forward", 0, 0, 0)
+KEY, STEP = noise.make_key("site", "fc"), noise.make_step(0, 0, 0)
 
 
 def linear(policy: str):
@@ -82,7 +82,7 @@ def test_tetrajet_averages_to_the_unbiased_gradient(data, quantity):
     steps = 400
     index = 1 if quantity == "dx" else 2
     samples = torch.stack(
-        [run("tetrajet", x, w, bias, dy, noise.make_key("forward", 0, 0, i))[index] for i in range(steps)]
+        [run("tetrajet", x, w, bias, dy, noise.make_step(0, 0, i))[index] for i in range(steps)]
     ).double()
     q1, q2 = fp4graph.fake_quantize(x, nearest, 1).double(), fp4graph.fake_quantize(w, nearest, 1).double()
     expected = dy.double() @ q2 if quantity == "dx" else dy.double().T @ q1

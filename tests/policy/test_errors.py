@@ -76,7 +76,7 @@ WRONG = {
     "operands is a list": (RULE + "    quantize: {}\n    operands: [backward] #!\n", "operands must be a mapping"),
     "exception is text": (
         RULE + "    quantize: {}\n    operands:\n      backward: kept #!\n",
-        "rules[0].operands.backward must be keep, or a quantize block",
+        "rules[0].operands.backward must be keep, fprop, or a quantize block",
         "'kept'",
     ),
     "unknown element": (RULE + "    quantize: {element: E2M1} #!\n", "'E2M1'", "did you mean 'e2m1'?"),

@@ -1,0 +1,79 @@
+"""The gradient of a fake quantizer through surrogates of its roundings.
+
+Rounding has no useful derivative. Training takes 1 in its place (straight-through), or a surrogate's; this module
+composes the surrogates that techniques give into the diagonal of the Jacobian of one operand's quantizer, with which
+the gradient is multiplied element by element. Source: "Elucidating the design space of FP4 training", Eq. 1 to 5
+(encode scales) and Corollary 1 (tensor scales); the decode form follows from the same product rule.
+
+With U = X/γ the normalized values in blocks of statistic Z, u the ratio that is rounded, Q(u) the codes:
+
+    encode  s = Qmax/Z, u = s_q·U, f = Q(u)/s_q:
+        f' = Q'(u) + ds/dU · q'(s)/s_q · (U·Q'(u) - Q(u)/s_q),   ds/dU = -Qmax/Z² · dZ/dU
+    decode  S = Z/Qmax, u = U/S_q, f = Q(u)·S_q:
+        f' = Q'(u) + dZ/dU / Qmax · q'(S) · (Q(u) - u·Q'(u))
+    tensor scale  γ = g/κ, h = γ·f(X/γ):
+        h' = f' + dg/dX / κ · (f(U) - U·f'(U))
+
+Only the diagonal is kept: an element's influence on its neighbours through the shared scale is dropped, as there.
+Where Z = 0 the second summands are 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fp4graph.technique import Context, Technique, overrides
+
+if TYPE_CHECKING:
+    from fp4graph.ops.program import Quantization
+
+
+def jacobian_diagonal(q: Quantization, techniques: Mapping[Technique, Context]) -> Tensor:
+    """h'(X) at the quantization ``q``, in its blocked layout, fp32; ``techniques`` in the policy's order."""
+    slope = block_slope(q, techniques)
+    # Normalizers from the innermost out: each sees f as what lies inside it.
+    inner = q.dequantized()
+    u = q.values
+    for part in reversed(q.normalizations):
+        if part.g is not None and part.groups is not None:
+            gradient = _last(techniques, "group_gradient", part.values, part.g, part.groups)
+            if gradient is not None:
+                kappa = part.g / part.gamma
+                term = gradient / kappa * (inner - u * slope)
+                slope = slope + torch.where(part.g > 0, term, torch.zeros_like(term))
+        inner, u = inner * part.gamma, part.values
+    return slope
+
+
+def block_slope(q: Quantization, techniques: Mapping[Technique, Context]) -> Tensor:
+    """f'(U): Eq. 1, or its decode form."""
+    slope = _last(techniques, "element_slope", q.ratio)
+    slope = torch.ones_like(q.ratio) if slope is None else slope
+    gradient = _last(techniques, "statistic_gradient", q.values, q.z)
+    if gradient is None:
+        return slope
+    qmax = torch.full((), q.spec.element.max, dtype=torch.float32, device=q.z.device)
+    encode = q.spec.scale.convention == "encode"
+    ideal = qmax / q.z if encode else q.z / qmax
+    scale_slope = _last(techniques, "scale_slope", ideal)
+    scale_slope = torch.ones_like(q.z) if scale_slope is None else scale_slope
+    if encode:
+        ds = -qmax / (q.z * q.z) * gradient
+        term = ds * (scale_slope / q.scale) * (q.values * slope - q.codes / q.scale)
+    else:
+        term = gradient / qmax * scale_slope * (q.codes - q.ratio * slope)
+    return slope + torch.where(q.z > 0, term, torch.zeros_like(term))
+
+
+def _last(techniques: Mapping[Technique, Context], stage: str, *args: object) -> Tensor | None:
+    """What the last technique of the policy that answers at ``stage`` says."""
+    answer: Tensor | None = None
+    for technique, context in techniques.items():
+        if overrides(technique, stage):
+            own = getattr(technique, stage)(*args, context)
+            answer = answer if own is None else own
+    return answer
