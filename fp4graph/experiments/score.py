@@ -31,8 +31,8 @@ def gain(loss: float, reference: float) -> float:
 def score(loss: float, reference: float, complexity: float, rule: Rule = "text") -> float:
     """S: the gain of a run, the less the more its techniques cost.
 
-    - ``text``: S = G/(1 + Ω), as the paper defines it (sec. 7). It makes a loss smaller too: where G < 0 a costlier
-      policy scores higher.
+    - ``text``: S = G/(1 + Ω), as the paper defines it (sec. 7). It shrinks negative gains too: of two policies that
+      lose equally much the costlier one scores higher.
     - ``table``: S = G/max(1, Ω) where G > 0 and S = G·max(1, Ω) elsewhere. The paper does not state this rule; 113 of
       the 118 scores that its appendix prints (Tables 3 to 8) follow it, and 46 follow ``text``.
 

@@ -1,0 +1,123 @@
+"""Ω by the rule of "Elucidating the design space of FP4 training", Table 9, against what its Tables 3 to 8 print."""
+
+from __future__ import annotations
+
+import csv
+import math
+from pathlib import Path
+from typing import Any
+
+with (Path(__file__).parents[1] / "golden" / "design_space.csv").open(encoding="utf-8", newline="") as file:
+    QUANTIZED = [row for row in csv.DictReader(file) if row["kind"] == "quantized"]
+
+#: One technique of a policy's list: its name and options.
+Entry = dict[str, dict[str, str]]
+
+#: Table 9: of what changes the operands, hence belongs to a policy, and of what belongs to the training loop.
+POLICY_WEIGHTS = {
+    "smooth_max": 3.0,
+    "tensor_scaling_gradient": 3.0,
+    "step_gradient": 2.0,
+    "scale_gradient": 1.5,
+    "hadamard": 1.0,
+    "stochastic_rounding": 0.5,
+    "tensor_scaling": 0.5,
+    "stochastic_scale_rounding": 0.25,
+}
+TRAINING_WEIGHTS = {"loss_scaling": 0.5, "stable_spam": 0.5}
+
+#: Column by column, the entry that each printed cell stands for. Values that only Table 10 has are included.
+ENTRIES: dict[str, dict[str, Entry | None]] = {
+    "max_grad": {
+        "STE": None,
+        "absmax": {"smooth_max": {"kind": "absmax"}},
+        "softsoftmax": {"smooth_max": {"kind": "softmax"}},
+        "hardsoftmax": {"smooth_max": {"kind": "hybrid"}},
+    },
+    "quant_grad": {
+        "STE": None,
+        "baseline": {"step_gradient": {"kind": "dge"}},
+        "spline": {"step_gradient": {"kind": "spline"}},
+    },
+    "scale_grad": {
+        "STE": None,
+        "baseline": {"scale_gradient": {"kind": "dge"}},
+        "spline": {"scale_gradient": {"kind": "spline"}},
+    },
+    "hadamard": {
+        "N/A": None,
+        "None_exact": None,
+        "all_exact": {"hadamard": {"scope": "all"}},
+        "backward.exact": {"hadamard": {"scope": "backward"}},
+        "backward_exact": {"hadamard": {"scope": "backward"}},
+    },
+    "sr": {
+        "None.exact": None,
+        "None_exact": None,
+        "IntelFP4_exact": {"stochastic_rounding": {"operands": "backward"}},
+        "IntelfP4.exact": {"stochastic_rounding": {"operands": "backward"}},
+        "IntFP4.exact": {"stochastic_rounding": {"operands": "backward"}},
+        "all_activation.exact": {"stochastic_rounding": {"operands": "all_activation"}},
+        "all_activation_exact": {"stochastic_rounding": {"operands": "all_activation"}},
+    },
+    "round_mode": {
+        "N/A": None,
+        "TiesToEven": None,
+        "TowardPositive": None,
+        "Stochastic": {"stochastic_scale_rounding": {}},
+    },
+    "tensor_scaling": {"False": None, "True": {"tensor_scaling": {}}},
+    "tensor_grad": {
+        "N/A": None,
+        "ignore": None,
+        "absmax": {"tensor_scaling_gradient": {"kind": "absmax"}},
+        "STE": {"tensor_scaling_gradient": {"kind": "ste"}},
+    },
+    "loss_scaling": {"False": None, "True": {"loss_scaling": {}}},
+    "optimiser": {"Adam": None, "StableSPAM": {"stable_spam": {}}, "StablesPAM": {"stable_spam": {}}},
+}
+
+#: Rows whose columns contradict their complexity points: those printed, and those of the columns by Table 9.
+CONTRADICTORY = {
+    "Table 4: llama.1B, Pure FP4, E8M0": (0.0, 1.0),
+    "Table 4: llama.350M, Best Score (Neg), E8M0": (1.5, 2.0),
+    "Table 4: llama.60M, Best loss NVFP4, E4M3": (1.5, 2.0),
+    "Table 5: CIFAR10, Best Score (Pos), E4M3": (1.0, 1.5),
+    "Table 5: CIFAR10, Pure FP4, E4M3": (0.0, 0.5),
+    "Table 5: MNIST, Best Score (Neg), E4M3": (1.0, 1.5),
+    "Table 5: llama.9M, Best loss NVFP4, E4M3": (2.0, 1.5),
+}
+
+
+def name(row: dict[str, str]) -> str:
+    return f"Table {row['table']}: {row['dataset']}, {row['source']}, {row['scale']}"
+
+
+def entries(row: dict[str, str]) -> list[Entry]:
+    """The techniques that a row's columns say are in use."""
+    return [entry for column, cells in ENTRIES.items() if (entry := cells[row[column]]) is not None]
+
+
+def policy(techniques: list[Entry]) -> dict[str, Any]:
+    """A policy of one rule, with those of ``techniques`` that belong to a policy."""
+    own = [entry for entry in techniques if not entry.keys() & TRAINING_WEIGHTS.keys()]
+    return {"version": 1, "rules": [{"match": {"op": "linear"}, "quantize": {}, "techniques": own}]}
+
+
+def complexity(techniques: list[Entry]) -> float:
+    own = policy(techniques)["rules"][0]["techniques"]
+    training = (TRAINING_WEIGHTS.get(key, 0.0) for entry in techniques for key in entry)
+    return math.fsum(training) + math.fsum(POLICY_WEIGHTS[key] for entry in own for key in entry)
+
+
+def test_printed_complexity_follows_from_the_columns() -> None:
+    printed = {name(row): float(row["complexity_points"].replace(",", ".")) for row in QUANTIZED}
+    found = {name(row): (printed[name(row)], complexity(entries(row))) for row in QUANTIZED}
+    assert len(found) == 118
+    contradictory = {row: pair for row, pair in found.items() if pair[0] != pair[1]}
+    assert contradictory == CONTRADICTORY
+    assert len(found) - len(contradictory) == 111
+
+
+def test_the_golden_file_names_the_contradictions() -> None:
+    assert {name(row) for row in QUANTIZED if "complexity points" in row["misprint"]} == CONTRADICTORY.keys()
