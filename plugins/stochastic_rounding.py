@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import ClassVar, Literal
 
+import torch
 from pydantic import Field, field_validator
 
 from fp4graph.hookspecs import hookimpl
+from fp4graph.numerics.blocking import Granularity
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.operands import ADDRESSES, Operand
+from fp4graph.operands import Operand, select
 from fp4graph.site import SiteView
-from fp4graph.technique import OperandSpecs, Overhead, Technique
+from fp4graph.technique import Context, OperandSpecs, Overhead, Technique
 
 _SCOPES = {
     # dY in dgrad and wgrad, X in wgrad: Chmiel et al. 2025, "IntelFP4" in the design-space paper's tables.
@@ -26,29 +29,49 @@ _SCOPES = {
 
 
 class StochasticRounding(Technique):
-    """Round up with probability equal to the fraction: for q1 <= u < q2, P(q2) = (u - q1)/(q2 - q1), so E[SR(u)] = u.
+    """Elements round to the neighbour above with probability equal to the fraction of the way to it: E[SR(u)] = u.
 
-    ``operands``: ``backward`` (dY in both backward GEMMs and X in wgrad), ``all_activation`` (X and dY in every GEMM),
-    or a list of operands or groups. ``bits``: random bits per element; with fewer than 24 the fraction is compared to
-    the midpoint of its interval of 2^-bits (Fitzgibbon & Felix 2025).
+    For element values q1 <= u < q2 around u = x/S: P(q2) = (u - q1)/(q2 - q1). ``bits`` b < 24 compares the fraction
+    with the midpoint (k + 1/2)·2^-b of its interval. What lies beyond ±Qmax is clipped, which biases it; a
+    ``range_guard`` f keeps elements inside. f < 1 (3/4): x·f is rounded with the scale of x and the result divided by
+    f, for scales rounded down, under which ratios reach 8. f > 1 (17/16): the scale is that of f·Z, so that a scale
+    rounded to E4M3, at most 1/16 too small, cannot clip.
 
-    Stage: plan. Source: Courbariaux et al. 2015; "Elucidating the design space of FP4 training", sec. 3.1.
+    Source: "Elucidating the design space of FP4 training", sec. 3.1 and Table 9. ``backward`` (dY in dgrad and wgrad,
+    X in wgrad) is Chmiel et al. 2025, "FP4 All the Way", called IntelFP4 there; ``all_activation`` adds X in fprop.
+    Few bits: Fitzgibbon & Felix 2025, "On Stochastic Rounding with Few Random Bits". Range guards: Tseng et al. 2025,
+    "Training LLMs with MXFP4" (3/4), and Castro et al. 2025, Quartet's NVFP4 variant (17/16).
+
+    Stages: plan; with a guard also scale (normalizer or statistic).
+
+    Cost: one hash and one comparison per element, fused into the rounding.
+
     Use it on gradients: nearest rounding biases them, and the bias does not average out over steps.
     """
 
     name: ClassVar[str] = "stochastic_rounding"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
 
-    operands: Literal["backward", "all_activation"] | tuple[str, ...] = "backward"
-    bits: int = Field(24, ge=1, le=24)
+    operands: Literal["backward", "all_activation"] | tuple[str, ...] = Field(
+        "backward", description="Who rounds stochastically: a scope of the paper's, or operands and groups of them."
+    )
+    bits: int = Field(24, ge=1, le=24, description="Random bits per element.")
+    range_guard: float | None = Field(
+        None, gt=0, le=2, description="Factor that keeps elements from being clipped, such as 0.75 or 1.0625."
+    )
 
     @field_validator("operands")
     @classmethod
     def _known(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
         if not isinstance(value, str):
-            unknown = [name for name in value if name not in ADDRESSES]
-            if unknown or not value:
-                raise ValueError(f"unknown operands {unknown}; known: {', '.join(ADDRESSES)}")
+            select(value)
+        return value
+
+    @field_validator("range_guard")
+    @classmethod
+    def _guards(cls, value: float | None) -> float | None:
+        if value == 1:
+            raise ValueError("a factor of 1 guards nothing; leave range_guard out")
         return value
 
     @property
@@ -61,16 +84,34 @@ class StochasticRounding(Technique):
         """Any operand whose spec says ``rounding: stochastic``."""
         return cls(bits=spec.random_bits) if spec.rounding == "stochastic" else None
 
+    @property
+    def _chosen(self) -> frozenset[Operand]:
+        return frozenset(_SCOPES[self.operands]) if isinstance(self.operands, str) else select(self.operands)
+
     def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
         """The chosen operands, as far as they are quantized, round stochastically."""
-        scope = self.operands
-        chosen = _SCOPES[scope] if isinstance(scope, str) else {o for name in scope for o in ADDRESSES[name]}
         return {
             operand: dataclasses.replace(spec, rounding="stochastic", random_bits=self.bits)
-            if spec is not None and operand in chosen
+            if spec is not None and operand in self._chosen
             else spec
             for operand, spec in specs.items()
         }
+
+    def acts_on(self, site: SiteView) -> frozenset[Operand]:
+        """The chosen operands, if they are guarded."""
+        return frozenset() if self.range_guard is None else self._chosen
+
+    def statistic(self, values: torch.Tensor, z: torch.Tensor, context: Context) -> torch.Tensor:
+        """f·Z, for f > 1."""
+        return z if self.range_guard is None or self.range_guard < 1 else z * self.range_guard
+
+    def normalizer(
+        self, z: torch.Tensor, group: Callable[[Granularity], torch.Tensor], context: Context
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """γ = 1/f with Z as it is, for f < 1."""
+        if self.range_guard is None or self.range_guard > 1:
+            return None
+        return torch.full([1] * z.dim(), 1 / self.range_guard, dtype=torch.float32, device=z.device), z
 
 
 @hookimpl

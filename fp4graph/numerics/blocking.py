@@ -204,9 +204,11 @@ class Groups:
             fill: stands for the blocks that a last, incomplete group lacks.
         """
         if self.run is None:
-            along = tuple(range(x.dim())) if self.granularity == "tensor" else (x.dim() - 2, x.dim() - 1)
+            along = tuple(range(x.dim()))[0 if self.granularity == "tensor" else -2 :]
             if self.granularity == "row" and self.blocking.block in ("row", "tensor"):
                 return x
+            if op == "amax" and any(statically_known_true(x.shape[axis] == 0) for axis in along):
+                return x.new_zeros([1 if axis in along else size for axis, size in enumerate(x.shape)])
             return x.amax(along, keepdim=True) if op == "amax" else x.sum(along, keepdim=True)
         lines = x.squeeze(-1)
         runs = Blocking(tuple(lines.shape), self.run)

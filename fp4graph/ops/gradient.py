@@ -14,7 +14,8 @@ With U = X/γ the normalized values in blocks of statistic Z, u the ratio that i
     tensor scale  γ = g/κ, h = γ·f(X/γ):
         h' = f' + dg/dX / κ · (f(U) - U·f'(U))
 
-Only the diagonal is kept: an element's influence on its neighbours through the shared scale is dropped, as there.
+Only the diagonal is kept, of f' inside h' too: an element's influence on its neighbours through the shared scale is
+dropped, as there.
 Where Z = 0 the second summands are 0.
 """
 
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fp4graph.ops import contract
 from fp4graph.technique import Context, Technique, overrides
 
 if TYPE_CHECKING:
@@ -69,11 +71,11 @@ def block_slope(q: Quantization, techniques: Mapping[Technique, Context]) -> Ten
     return slope + torch.where(q.z > 0, term, torch.zeros_like(term))
 
 
-def _last(techniques: Mapping[Technique, Context], stage: str, *args: object) -> Tensor | None:
-    """What the last technique of the policy that answers at ``stage`` says."""
+def _last(techniques: Mapping[Technique, Context], stage: str, at: Tensor, *args: object) -> Tensor | None:
+    """What the last technique of the policy that answers at ``stage`` says, shape of ``at``."""
     answer: Tensor | None = None
     for technique, context in techniques.items():
         if overrides(technique, stage):
-            own = getattr(technique, stage)(*args, context)
+            own = contract.run_like(technique, stage, at, at, *args, context)
             answer = answer if own is None else own
     return answer

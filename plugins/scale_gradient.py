@@ -1,0 +1,85 @@
+"""A surrogate for the slope of the block scale's rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+
+from fp4graph.hookspecs import hookimpl
+from fp4graph.numerics import surrogates
+from fp4graph.operands import GROUPS, Operand
+from fp4graph.site import SiteView
+from fp4graph.technique import Context, OperandSpecs, Overhead, Technique
+
+
+class ScaleGradient(Technique):
+    """q'(s) in EL Eq. 1, the slope of rounding the block scale s to its format, in place of the straight-through 1.
+
+    With s1 <= s < s2 the neighbouring scales and t = (s - s1)/(s2 - s1): ``dge`` (1/k)·abs(2t - 1)^(1/k - 1), capped
+    at 3; ``spline`` the slope of the line through (threshold, its value to nearest even): 0 around scales of even
+    code, 2 around those of odd code; for E8M0, whose ties go up, 4/3 everywhere; ``ste`` is 1. Above the format's
+    maximum the surrogates are 0. The scale is that of the spec's convention, S = Z/Qmax or s = Qmax/Z: the surrogate
+    differs between them. With ``range: low`` it acts below the format's smallest normal, where s/s_q strays furthest
+    from 1, and is 1 above.
+
+    Source: "Elucidating the design space of FP4 training", sec. 5 and Eq. 1; the clip from below, 0.2, is ours, as
+    for step_gradient.
+
+    Stage: gradient of fprop.input and fprop.weight. It acts where the scale is differentiated (smooth_max): without
+    that the term it belongs to is dropped, and the policy's author is warned.
+
+    Cost: O(n) work and O(n/l) memory, unfusable.
+
+    Use it with smooth_max, for E4M3 scales in their subnormal range.
+    """
+
+    name: ClassVar[str] = "scale_gradient"
+    overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n/l)", fusable=False)
+
+    kind: Literal["spline", "dge", "ste"] = Field("spline", description="Which stand-in for the scale's rounding.")
+    range: Literal["all", "low"] = Field("all", description="Where it acts: everywhere, or below the smallest normal.")
+    k: float = Field(5.0, gt=1, description="dge: its exponent is 1/k - 1.")
+    lower: float | None = Field(None, ge=0, description="Least slope; by default 0.2 for spline, 0 for dge.")
+    upper: float | None = Field(None, gt=0, description="Greatest slope; by default 3 for dge, else unlimited.")
+
+    @property
+    def complexity(self) -> float:
+        """1.5, for ``ste`` 0 (design-space paper, Table 9)."""
+        return 0.0 if self.kind == "ste" else 1.5
+
+    def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
+        """It needs a scale that is differentiated."""
+        smooth = techniques.get("smooth_max")
+        if self.kind == "ste" or smooth is None or getattr(smooth, "kind", "ste") == "ste":
+            return "the block scale is not differentiated; add smooth_max with another kind than ste, or"
+        return None
+
+    def acts_on(self, site: SiteView) -> frozenset[Operand]:
+        """The operands of fprop."""
+        return frozenset() if self.kind == "ste" else frozenset(GROUPS["forward"])
+
+    def scale_slope(self, ideal: torch.Tensor, context: Context) -> torch.Tensor | None:
+        """q'(s), shape of ``ideal``."""
+        if self.kind == "ste":
+            return None
+        assert context.spec is not None
+        number = context.spec.scale.format
+        part, odd = surrogates.scale_fraction(ideal, number)
+        if self.kind == "dge":
+            slope = surrogates.dge(part, self.k)
+        else:
+            slope = 2 * odd if number.has_zero else torch.full_like(ideal, 4 / 3)
+        slope = torch.where(ideal <= number.max, slope, torch.zeros_like(slope))
+        lower, upper = (0.2, None) if self.kind == "spline" else (0.0, 3.0)
+        slope = slope.clamp(lower if self.lower is None else self.lower, upper if self.upper is None else self.upper)
+        if self.range == "low":
+            slope = torch.where(ideal < 2.0**number.min_exponent, slope, torch.ones_like(slope))
+        return slope
+
+
+@hookimpl
+def fp4graph_techniques() -> list[type[Technique]]:
+    return [ScaleGradient]

@@ -1,0 +1,84 @@
+"""Max relaxation: lets the gradient flow through the block scale, and smooths the maximum it comes from."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+
+from fp4graph.hookspecs import hookimpl
+from fp4graph.numerics.surrogates import absmax_gradient, log_sum_exp, softmax_gradient
+from fp4graph.operands import GROUPS, Operand
+from fp4graph.site import SiteView
+from fp4graph.technique import Context, Overhead, Technique
+
+
+class SmoothMax(Technique):
+    """The block scale is differentiated, through its statistic Z: dX ← dX ⊙ f'(X) with f' of EL Eq. 1.
+
+    ``kind`` says what Z is and what dZ/dX is taken for (Table 1):
+    ``absmax`` Z = max abs(x), dZ/dx = sign(x) at its first maximum, 0 elsewhere (Eq. 4);
+    ``softmax`` Z = log(Σ exp(β·abs(x)))/β in the forward of all six operands, dZ/dx = softmax(β·abs(x))·sign(x)
+    (Eq. 5); ``hybrid`` the former's Z with the latter's gradient; ``ste`` drops the term, the straight-through
+    default of every policy. Sums go over the elements of a block, its padding left out. β is absolute, in the units
+    of x, unless ``relative`` divides it by the block's amax: at amax 0.01 an absolute β of 40 makes Z nine times as
+    large as the maximum.
+
+    Source: "Elucidating the design space of FP4 training", sec. 5.1, Eq. 1, 4 and 5, Table 1; β = 40 in A.12. Its
+    search space calls softmax and hybrid softsoftmax and hardsoftmax, as far as one can tell. Where the decode scale
+    is rounded, the term is that of the decode form (fp4graph.ops.gradient).
+
+    Stages: block statistic (softmax only), gradient of fprop.input and fprop.weight.
+
+    Cost: O(4n) work and O(3n) (absmax) to O(4n) memory, unfusable; exp and log differ between compiled and eager
+    code in their last bit, so softmax's forward is not bit-identical between them.
+
+    Use it to study the scale's gradient: none of the paper's 118 result rows gained from it.
+    """
+
+    name: ClassVar[str] = "smooth_max"
+    overhead: ClassVar[Overhead] = Overhead("O(4n)", "O(4n)", fusable=False)
+
+    kind: Literal["absmax", "softmax", "hybrid", "ste"] = Field("absmax", description="What Z and dZ/dX are.")
+    beta: float = Field(40.0, gt=0, allow_inf_nan=False, description="β, the inverse temperature of the softmax.")
+    relative: bool = Field(False, description="Whether β is in units of 1/amax of the block.")
+
+    @property
+    def complexity(self) -> float:
+        """3.0, for ``ste`` 0 (design-space paper, Table 9)."""
+        return 0.0 if self.kind == "ste" else 3.0
+
+    def acts_on(self, site: SiteView) -> frozenset[Operand]:
+        """The operands of fprop; all six where the forward changes."""
+        if self.kind == "ste":
+            return frozenset()
+        return frozenset(Operand) if self.kind == "softmax" else frozenset(GROUPS["forward"])
+
+    def statistic(self, values: torch.Tensor, z: torch.Tensor, context: Context) -> torch.Tensor:
+        """LogSumExp in place of the maximum, for ``softmax``."""
+        if self.kind != "softmax":
+            return z
+        valid = context.blocking.valid(values.device)
+        return log_sum_exp(values, z, self._beta(z), valid, lambda x: x.sum(context.axes, keepdim=True))
+
+    def statistic_gradient(self, values: torch.Tensor, z: torch.Tensor, context: Context) -> torch.Tensor | None:
+        """Eq. 4 or Eq. 5."""
+        if self.kind == "ste":
+            return None
+        # Of the normalized values, which z has followed; the softmax's own z is no maximum.
+        m = values.abs().amax(context.axes, keepdim=True)
+        if self.kind == "absmax":
+            index = context.blocking.index(values.device).expand(values.shape)
+            return absmax_gradient(values, m, index, lambda x: x.amin(context.axes, keepdim=True))
+        valid = context.blocking.valid(values.device)
+        return softmax_gradient(values, m, self._beta(m), valid, lambda x: x.sum(context.axes, keepdim=True))
+
+    def _beta(self, m: torch.Tensor) -> torch.Tensor:
+        beta = torch.full_like(m, self.beta)
+        return torch.where(m > 0, beta / torch.where(m > 0, m, 1.0), beta) if self.relative else beta
+
+
+@hookimpl
+def fp4graph_techniques() -> list[type[Technique]]:
+    return [SmoothMax]

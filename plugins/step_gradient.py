@@ -1,0 +1,97 @@
+"""A surrogate for the slope of element rounding, in place of the straight-through 1."""
+
+from __future__ import annotations
+
+import itertools
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field, field_validator
+
+from fp4graph.hookspecs import hookimpl
+from fp4graph.numerics import surrogates
+from fp4graph.operands import GROUPS, Operand, select
+from fp4graph.site import SiteView
+from fp4graph.technique import Context, Overhead, Technique
+
+_LOWER = {"spline": 0.2, "dge": 0.0, "sigmoid": 0.0}
+_UPPER = {"dge": 3.0}
+
+
+class StepGradient(Technique):
+    """dX ← dX ⊙ Q'(u), u = X/S the ratio that is rounded, with Q' the slope of a smooth or linear stand-in for Q.
+
+    With v1 <= u < v2 the neighbouring element values and t = (u - v1)/(v2 - v1):
+    ``dge`` Q' = (1/k)·abs(2t - 1)^(1/k - 1), infinite in the middle and therefore capped (``upper``, 3);
+    ``sigmoid`` Q' = (12/T)·σ(z)(1 - σ(z)), z = 12(t - 1/2)/T;
+    ``spline`` the slope of the line through ``knots`` on abs(u), by default (threshold, its value to nearest even),
+    whose slopes for E2M1 are 0 on [0, .25), 2 on [.25, .75), 0 on [.75, 1.25), 2 on [1.25, 1.75), 0 on [1.75, 2.5),
+    2 on [2.5, 3.5), 0 on [3.5, 5) and 2 on [5, 6];
+    ``ste`` is 1, the default of every policy. Beyond ±Qmax the surrogates are 0. The result is clipped to [``lower``,
+    ``upper``]: 0.2 and nothing for spline, so that no gradient is masked out, 0 and 3 for dge.
+
+    Source: "Elucidating the design space of FP4 training", sec. 4 (spline, with clipping from below; the knots are
+    not printed, and these fit what it says of them; 0.2 is ours) and A.13 (sigmoid); Wang et al. 2025, "Optimizing
+    Large Language Model Training Using FP4 Quantization" (DGE, k = 5; the cap of 3 is their code's).
+
+    Stage: gradient of fprop.input and fprop.weight.
+
+    Cost: O(n log k) to O(n·w log k) work, and X in high precision kept for the backward: O(n) memory, unfusable.
+
+    Use it on weights to reproduce Wang et al.; the design-space paper found no surrogate better than straight-through.
+    """
+
+    name: ClassVar[str] = "step_gradient"
+    overhead: ClassVar[Overhead] = Overhead("O(n log k)", "O(n)", fusable=False)
+
+    kind: Literal["spline", "dge", "sigmoid", "ste"] = Field("spline", description="Which stand-in for Q.")
+    operands: tuple[str, ...] = Field(("forward",), description="Whose gradient: fprop.input, fprop.weight, or both.")
+    k: float = Field(5.0, gt=1, description="dge: its exponent is 1/k - 1.")
+    temperature: float = Field(1.0, gt=0, description="sigmoid: T; towards 0 it becomes the step.")
+    knots: tuple[tuple[float, float], ...] = Field(
+        (), description="spline: (abs(u), value) pairs from (0, 0) up; empty takes the thresholds of nearest even."
+    )
+    lower: float | None = Field(None, ge=0, description="Least slope; by default 0.2 for spline, else 0.")
+    upper: float | None = Field(None, gt=0, description="Greatest slope; by default 3 for dge, else unlimited.")
+
+    @field_validator("operands")
+    @classmethod
+    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        select(value, GROUPS["forward"])
+        return value
+
+    @field_validator("knots")
+    @classmethod
+    def _ascending(cls, value: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
+        if value and (len(value) < 2 or any(b[0] <= a[0] for a, b in itertools.pairwise(value))):
+            raise ValueError("knots are at least two pairs (abs(u), value), abs(u) ascending")
+        return value
+
+    @property
+    def complexity(self) -> float:
+        """2.0, for ``ste`` 0 (design-space paper, Table 9)."""
+        return 0.0 if self.kind == "ste" else 2.0
+
+    def acts_on(self, site: SiteView) -> frozenset[Operand]:
+        """Those of ``operands``."""
+        return frozenset() if self.kind == "ste" else select(self.operands, GROUPS["forward"])
+
+    def element_slope(self, ratio: torch.Tensor, context: Context) -> torch.Tensor | None:
+        """Q'(u), shape of ``ratio``."""
+        if self.kind == "ste":
+            return None
+        assert context.spec is not None
+        element = context.spec.element
+        if self.kind == "spline":
+            slope = surrogates.spline(ratio, self.knots or surrogates.ties_even_knots(element))
+        else:
+            part = surrogates.fraction(ratio, element)
+            slope = surrogates.dge(part, self.k) if self.kind == "dge" else surrogates.sigmoid(part, self.temperature)
+        slope = torch.where(ratio.abs() <= element.max, slope, torch.zeros_like(slope))
+        lower = _LOWER[self.kind] if self.lower is None else self.lower
+        return slope.clamp(lower, _UPPER.get(self.kind) if self.upper is None else self.upper)
+
+
+@hookimpl
+def fp4graph_techniques() -> list[type[Technique]]:
+    return [StepGradient]

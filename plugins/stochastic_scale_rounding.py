@@ -1,0 +1,69 @@
+"""Stochastic rounding of block scales: unbiased scales where a power of two is a coarse grid."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+
+from pydantic import Field, field_validator
+
+from fp4graph.hookspecs import hookimpl
+from fp4graph.numerics.spec import QuantSpec
+from fp4graph.operands import select
+from fp4graph.site import SiteView
+from fp4graph.technique import OperandSpecs, Overhead, Technique
+
+
+class StochasticScaleRounding(Technique):
+    """Block scales round to the neighbour above with probability equal to the fraction of the way to it.
+
+    For representable s1 <= s < s2 around the ideal scale s: P(s2) = (s - s1)/(s2 - s1), so that E[q(s)] = s. One draw
+    per block. The ideal scale is S = Z/Qmax, or s = Qmax/Z where the spec's convention is ``encode``; the paper's is
+    the latter. A decode scale that rounds down clips the block's largest elements.
+
+    Source: "Elucidating the design space of FP4 training", sec. 3.1 (rounding of the scales), Table 9.
+
+    Stage: plan.
+
+    Cost: O(n/l) hashed bits, no memory.
+
+    Use it to see whether the bias of E8M0 scales matters to a run: its neighbours are a factor of two apart.
+    """
+
+    name: ClassVar[str] = "stochastic_scale_rounding"
+    overhead: ClassVar[Overhead] = Overhead("O(n/l)", "O(1)", fusable=True)
+
+    operands: tuple[str, ...] = Field(
+        ("forward", "backward"), description="Whose scales round stochastically: operands or groups of them."
+    )
+
+    @field_validator("operands")
+    @classmethod
+    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        select(value)
+        return value
+
+    @property
+    def complexity(self) -> float:
+        """0.25 (design-space paper, Table 9)."""
+        return 0.25
+
+    @classmethod
+    def implied_by(cls, spec: QuantSpec) -> StochasticScaleRounding | None:
+        """Any operand whose scale says ``rounding: stochastic``."""
+        return cls() if spec.scale.rounding == "stochastic" else None
+
+    def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
+        """The chosen operands, as far as they are quantized, round their scales stochastically."""
+        chosen = select(self.operands)
+        return {
+            operand: dataclasses.replace(spec, scale=dataclasses.replace(spec.scale, rounding="stochastic"))
+            if spec is not None and operand in chosen
+            else spec
+            for operand, spec in specs.items()
+        }
+
+
+@hookimpl
+def fp4graph_techniques() -> list[type[Technique]]:
+    return [StochasticScaleRounding]

@@ -1,0 +1,158 @@
+"""A second, full-precision scale for a whole tensor (or row, or macro block) above the block scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+import torch
+from pydantic import Field, field_validator
+
+from fp4graph.hookspecs import hookimpl
+from fp4graph.numerics.blocking import Granularity, block_length
+from fp4graph.numerics.spec import QuantSpec
+from fp4graph.operands import Operand, select
+from fp4graph.site import SiteView
+from fp4graph.technique import Context, OperandSpecs, Overhead, StateEntry, Technique
+
+if TYPE_CHECKING:
+    from fp4graph.ops.program import Quantization
+
+_SMALLEST_NORMAL = 2.0**-126  # of fp32: what γ may not fall below, for x/γ to stay finite
+
+
+class TensorScaling(Technique):
+    """X is normalized by γ = g/κ before its block scales are chosen, and the result is multiplied by γ.
+
+    With g = max_p Z_p over the blocks p of a group (taken from the block statistics, not by a second pass over X):
+    h(X) = γ·f(X/γ) (Eq. 2, which has κ = 1). κ = Qmax·T·headroom makes the largest block's scale T·headroom, T being
+    ``target`` or else the scale format's maximum: for E2M1 and E4M3 κ = 6·448·headroom, so that
+    S_b = q(amax_b/6 · 2688/amax) and the value is code·S_b·amax/2688, as NVFP4 hardware computes it. Formats with
+    fp32's exponents (E8M0, E8M3, FP32, BF16) have range to spare: there κ = 1 unless ``target`` is given.
+    A scalar γ is multiplied in after the GEMM. γ is fp32, at least 2^-126, and 1 for a group of zeros.
+
+    With ``hold_steps`` h > 1 γ is refreshed at every h-th training forward and kept in between, a sample and not a
+    running maximum; what outgrows it saturates. It is kept for products with a weight only, and backward must follow
+    its own forward: compiled code cannot run two forwards before one backward with it (torch raises an error).
+
+    Source: "Elucidating the design space of FP4 training", Eq. 2 and sec. 3.1, which also gives headroom 0.5 (after
+    Chmiel et al. 2025, "FP4 All the Way"); NVIDIA 2025, "Pretraining LLMs with NVFP4"; held scales: Graphcore's UE5M3
+    training code.
+
+    Stages: scale (normalizer), observe (the held γ).
+
+    Cost: a maximum over n/l block statistics, and a multiplication of the result.
+
+    Use it whenever scales have few exponents: E4M3 scales underflow on gradients without it.
+    """
+
+    name: ClassVar[str] = "tensor_scaling"
+    overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
+
+    granularity: Literal["tensor", "row"] | int = Field(
+        "tensor",
+        description="What shares γ: the tensor, a line along the contraction axis (row), or so many elements of one.",
+    )
+    headroom: float = Field(1.0, gt=0, le=1, description="Share of the scale format's range that the largest uses.")
+    target: float | None = Field(
+        None, gt=0, allow_inf_nan=False, description="Scale of the largest block, in place of the format's maximum."
+    )
+    hold_steps: int = Field(1, ge=1, description="Training forwards for which γ is kept; 1 computes it every time.")
+    operands: tuple[str, ...] = Field(
+        ("forward", "backward"), description="Which operands are normalized: operands or groups of them."
+    )
+
+    @field_validator("granularity")
+    @classmethod
+    def _positive(cls, value: Granularity) -> Granularity:
+        if isinstance(value, int) and value < 1:
+            raise ValueError(f"a group holds at least one element; got {value}")
+        return value
+
+    @field_validator("operands")
+    @classmethod
+    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        select(value)
+        return value
+
+    @property
+    def complexity(self) -> float:
+        """0.5 (design-space paper, Table 9)."""
+        return 0.5
+
+    @property
+    def draws(self) -> bool:
+        """A held γ counts forwards."""
+        return self.hold_steps > 1
+
+    def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
+        """A macro block is made of whole blocks; only a tensor's γ can be held."""
+        if self.hold_steps > 1 and self.granularity != "tensor":
+            raise ValueError("hold_steps keeps one γ per operand; use granularity: tensor with it")
+        if isinstance(self.granularity, int):
+            chosen = select(self.operands)
+            for operand, spec in specs.items():
+                if spec is None or operand not in chosen:
+                    continue
+                length = block_length(spec.block)
+                if self.granularity % length:
+                    raise ValueError(
+                        f"granularity {self.granularity} is not a multiple of the block of {operand}, {length} elements"
+                    )
+
+    def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
+        """Refuses to hold γ where there is no weight to keep it beside."""
+        if self.hold_steps > 1 and site.op != "linear":
+            raise ValueError("hold_steps keeps γ beside a weight, and this product has none; use hold_steps: 1")
+        return specs
+
+    def acts_on(self, site: SiteView) -> frozenset[Operand]:
+        """Those of ``operands``."""
+        return select(self.operands)
+
+    def state(self, site: SiteView) -> tuple[StateEntry, ...]:
+        """The held γ of each operand, fp32, 0-d."""
+        if self.hold_steps == 1:
+            return ()
+        chosen = select(self.operands)
+        return tuple(
+            StateEntry("gamma", operand, _one, writer="graph", weight_like=False)
+            for operand in Operand
+            if operand in chosen
+        )
+
+    def kappa(self, spec: QuantSpec) -> float:
+        """κ for operands of ``spec``."""
+        number = spec.scale.format
+        if self.target is None and number.min_exponent <= -126:
+            return 1.0
+        return spec.element.max * (number.max if self.target is None else self.target) * self.headroom
+
+    def normalizer(
+        self, z: torch.Tensor, group: Callable[[Granularity], torch.Tensor], context: Context
+    ) -> torch.Tensor:
+        """γ per group, fp32, broadcastable to ``z``."""
+        assert context.spec is not None
+        g = group(self.granularity)
+        kappa = torch.full((), self.kappa(context.spec), dtype=torch.float32, device=z.device)
+        gamma = torch.where(g == 0, 1.0, (g / kappa).clamp(min=_SMALLEST_NORMAL))
+        if self.hold_steps == 1:
+            return gamma
+        assert context.count is not None
+        return torch.where(context.count % self.hold_steps == 0, gamma, context.state["gamma"])
+
+    def observe(self, quantization: Quantization, context: Context) -> dict[str, torch.Tensor]:
+        """The γ in use, to be held."""
+        if self.hold_steps == 1:
+            return {}
+        (mine,) = (part for part in quantization.normalizations if part.technique == self)
+        return {"gamma": mine.gamma.reshape(())}
+
+
+def _one(weight: torch.Tensor) -> torch.Tensor:
+    return torch.ones((), dtype=torch.float32, device=weight.device)
+
+
+@hookimpl
+def fp4graph_techniques() -> list[type[Technique]]:
+    return [TensorScaling]

@@ -1,0 +1,117 @@
+"""stochastic_rounding's scopes and guards, stochastic_scale_rounding."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import fp4graph
+from fp4graph.errors import PolicyError
+from fp4graph.graph.plan import plan_site
+from fp4graph.numerics import noise
+from fp4graph.operands import Operand
+from fp4graph.ops.program import Draw, total
+from fp4graph.site import SiteView
+
+Q1, Q2, Q3, Q4, Q5, Q6 = Operand
+FLOOR = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "floor"}}
+NVFP4 = {"element": "e2m1", "block": 16, "scale": {"format": "e4m3", "rounding": "nearest_even"}}
+
+
+def plan(techniques, quantize=FLOOR):
+    rule = {"name": "all", "match": {"op": "linear"}, "quantize": quantize, "techniques": techniques}
+    policy = fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]})
+    return plan_site(SiteView("fc", "linear", 64, 8, 512), policy.rules[0]), policy
+
+
+def draw(count=0):
+    return Draw(noise.make_key("site", "fc"), noise.make_step(0, 0, count))
+
+
+@pytest.mark.parametrize(
+    ("operands", "stochastic"),
+    [
+        ("backward", {Q3, Q5, Q6}),
+        ("all_activation", {Q1, Q3, Q5, Q6}),
+        (["gradients"], {Q3, Q5}),
+        (["fprop.weight", "wgrad"], {Q2, Q5, Q6}),
+    ],
+)
+def test_scopes(operands, stochastic):
+    """backward is Chmiel et al.'s: dY in both backward GEMMs, X in wgrad; W stays nearest in dgrad."""
+    planned, policy = plan([{"stochastic_rounding": {"operands": operands, "bits": 8}}])
+    assert {o for o, spec in planned.specs if spec.rounding == "stochastic"} == stochastic
+    assert {spec.random_bits for o, spec in planned.specs if o in stochastic} == {8}
+    assert policy.complexity == 0.5
+
+
+def test_three_quarters_never_clips_and_is_unbiased():
+    """Tseng et al.: u = 3/4·x/S with S = 2^(floor(log2 amax) - 2), so that abs(u) < 6; the mean of 4/3·SR(u)·S is x."""
+    x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    x[0, 5], x[1, 40] = 7.9, -7.999  # ratios up to 8 without the guard
+    program = plan([{"stochastic_rounding": {"range_guard": 0.75}}])[0].program.operand(Q3)
+    quantization = program.quantize(x, draw())
+    blocks = x.reshape(4, 2, 32).double()
+    scale = 2.0 ** (torch.floor(torch.log2(blocks.abs().amax(2, keepdim=True))) - 2)
+    assert torch.equal(quantization.scale.double(), scale)  # of the unguarded maximum
+    torch.testing.assert_close(quantization.ratio.double(), blocks * 0.75 / scale, rtol=3e-7, atol=0)
+    assert quantization.ratio.abs().max() < 6
+    samples = torch.stack([total(program(x, draw(i))) for i in range(2000)]).double()
+    z = (samples.mean(0) - x) / (samples.std(0) / math.sqrt(2000)).clamp(min=1e-12)
+    assert (z.abs() > 4.5).float().mean() < 0.01
+    unguarded = plan([{"stochastic_rounding": {}}])[0].program.operand(Q3)
+    clipped = torch.stack([total(unguarded(x, draw(i))) for i in range(50)]).mean(0)
+    assert clipped[0, 5] == 6.0
+
+
+def test_seventeen_sixteenths_keeps_e4m3_scales_from_clipping():
+    x = torch.randn(500, 64, generator=torch.Generator().manual_seed(1))
+    plain = plan([{"stochastic_rounding": {}}], NVFP4)[0].program.operand(Q3).quantize(x, draw())
+    guarded = plan([{"stochastic_rounding": {"range_guard": 1.0625}}], NVFP4)[0].program.operand(Q3).quantize(x, draw())
+    assert plain.ratio.abs().max() > 6
+    assert guarded.ratio.abs().max() <= 6
+    expected = (x.reshape(500, 4, 16).abs().amax(2, keepdim=True) * 1.0625 / 6).to(torch.float8_e4m3fn).float()
+    assert torch.equal(guarded.scale, expected)
+
+
+def test_scales_round_up_as_often_as_they_should():
+    """E8M0 around 1.5·2^k: P(up) is the fraction of the way, so the mean scale is the ideal one."""
+    planned, policy = plan([{"stochastic_scale_rounding": {"operands": ["gradients"]}}])
+    assert policy.complexity == 0.25
+    assert {o for o, spec in planned.specs if spec.scale.rounding == "stochastic"} == {Q3, Q5}
+    x = torch.full((2000, 32), 6 * 1.25)
+    scale = planned.program.operand(Q3).quantize(x, draw()).scale
+    assert set(scale.unique().tolist()) == {1.0, 2.0}
+    assert scale.mean().item() == pytest.approx(1.25, abs=4 * math.sqrt(0.1875 / 2000))
+
+
+def test_implied_by_its_spec():
+    quantize = {**FLOOR, "scale": {"format": "e8m0", "rounding": "stochastic"}}
+    assert plan([], quantize)[1].complexity == 0.25
+
+
+def test_compiled_bits():
+    x = torch.randn(16, 64)
+    for technique in ({"range_guard": 0.75, "bits": 8}, {"range_guard": 1.0625}):
+        program = plan([{"stochastic_rounding": technique}, {"stochastic_scale_rounding": {}}])[0].program.operand(Q3)
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda t, p=program: total(p(t, draw())))(x)
+        assert torch.equal(compiled, total(program(x, draw())))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"operands": ["sideways"]}, "unknown operand 'sideways'"),
+        ({"operands": []}, "empty list"),
+        ({"operands": "forward"}, "backward"),
+        ({"range_guard": 1}, "guards nothing"),
+        ({"range_guard": 0}, "above 0"),
+        ({"bits": 25}, "at most 24"),
+    ],
+)
+def test_refusals(options, message):
+    with pytest.raises(PolicyError, match=message):
+        plan([{"stochastic_rounding": options}])
