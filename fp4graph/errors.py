@@ -29,12 +29,25 @@ class PolicyWarning(UserWarning):
 
 
 class PluginError(Error):
-    """A plugin that cannot be loaded or that broke its contract; ``plugin`` is its name."""
+    """A plugin that cannot be loaded or that broke its contract.
 
-    def __init__(self, message: str, *, plugin: str | None = None) -> None:
+    Args:
+        message: what went wrong.
+        plugin: its name, or None where it is not known.
+        site: the place in the model where it happened; whoever knows it may fill it in while the error passes.
+    """
+
+    def __init__(self, message: str, *, plugin: str | None = None, site: str | None = None) -> None:
         self.message = message
         self.plugin = plugin
-        super().__init__(f"plugin {plugin!r}: {message}" if plugin else message)
+        self.site = site
+        super().__init__(message)
+
+    def __str__(self) -> str:
+        # Not from args: torch.fx appends the whole graph to them when an error passes.
+        where = [f"plugin {self.plugin!r}"] if self.plugin else []
+        where += [f"at {self.site}"] if self.site else []
+        return f"{', '.join(where)}: {self.message}" if where else self.message
 
 
 class CaptureError(Error):

@@ -78,6 +78,7 @@ class Registry:
             raise
         for technique in techniques:
             self._techniques[technique.name] = technique
+            technique.plugin = name
             self._origin[technique.name] = name
         for number_format in number_formats:
             if isinstance(number_format, formats.ElementFormat):

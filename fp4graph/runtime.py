@@ -21,6 +21,7 @@ from fp4graph.graph.plan import Plan, plan_weight
 from fp4graph.graph.rewrite import Rewriter, Site
 from fp4graph.numerics import noise
 from fp4graph.operands import Operand
+from fp4graph.ops import contract
 from fp4graph.ops.program import Draw, StateSlot, operand_draw, total
 from fp4graph.policy import Policy, Rule
 from fp4graph.site import SiteView
@@ -219,10 +220,11 @@ class Runtime:
         return hosts
 
     def _add_entries(self, own: state.SiteState, weight: Weight) -> None:
+        by_name = {technique.name: technique for technique in weight.rule.techniques}
         for slot in weight.slots:
             own.add(
                 weight.buffer(slot),
-                slot.entry.init,
+                contract.initial(by_name[slot.technique], slot.entry, weight.name),
                 partial(_parameter, weight.module, weight.parameter_name),
             )
 
@@ -265,12 +267,13 @@ class Runtime:
         try:
             rewriter = Rewriter(self.policy, self.names, first_occurrence=first)
             rewriter.run(gm)
+            compiled = inner_backend(self.backend)(gm, example_inputs)  # traces stages, which may fail
         except Error as error:
             self._pending_error = error
             raise
         self._frames[frame] = (first, rewriter.sites)
         self.sites.extend(rewriter.sites)
-        return inner_backend(self.backend)(gm, example_inputs)
+        return compiled
 
     def _occurrences(self) -> dict[str, int]:
         counts: dict[str, int] = {}
@@ -296,7 +299,7 @@ class Runtime:
             pending, self._pending_error = self._pending_error, None
             if pending is not None:
                 self._give_up()
-                raise pending from None
+                raise pending from pending.__cause__  # without the compiler's own errors around it
             raise error
         if not self._checked:
             try:

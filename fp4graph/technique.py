@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from fp4graph.numerics.spec import QuantSpec
 from fp4graph.operands import Gemm, Operand
 from fp4graph.site import SiteView
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
     from fp4graph.numerics.blocking import Blocking, Granularity, Groups
     from fp4graph.numerics.noise import Noise
-    from fp4graph.numerics.spec import QuantSpec
     from fp4graph.ops.program import Quantization
     from fp4graph.training.optimizer import WeightUpdate
 
@@ -103,6 +103,8 @@ class Technique(BaseModel):
     requires: ClassVar[frozenset[str]] = frozenset()
     #: Whether training needs torch's dynamic loss scaling (``fp4graph.grad_scaler``).
     scales_loss: ClassVar[bool] = False
+    #: The plugin that offers it, for errors; the registry fills it in.
+    plugin: ClassVar[str | None] = None
 
     # ------------------------------------------------------------------ accounting
 
@@ -259,6 +261,24 @@ STAGES = (
     "plan", "state", "pair_context", "transform", "inverse", "split", "around", "statistic", "group_statistic",
     "normalizer", "scale", "round", "after", "observe", *GRADIENT_STAGES, "before_step", "after_step",
 )  # fmt: skip
+
+
+def checked_plan(technique: Technique, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
+    """What :meth:`Technique.plan` makes of ``specs``, checked: an operand left out would pass for high precision.
+
+    Raises:
+        TypeError: it is no mapping from all six operands to specs or None.
+    """
+    result = technique.plan(site, specs)
+    if not isinstance(result, Mapping):
+        raise TypeError(f"plan() must return a mapping of operands to specs; got {result!r}")
+    if set(result) != set(Operand):
+        wrong = sorted({str(key) for key in {*result} ^ {*Operand}})
+        raise TypeError(f"plan() must return all six operands and nothing else; wrong or missing: {', '.join(wrong)}")
+    for operand, spec in result.items():
+        if not isinstance(spec, QuantSpec | None):
+            raise TypeError(f"plan() must return a QuantSpec or None for each operand; got {spec!r} for {operand}")
+    return result
 
 
 def overrides(technique: Technique | type[Technique], stage: str) -> bool:

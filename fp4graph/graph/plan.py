@@ -14,7 +14,7 @@ from fp4graph.ops.matmul import MatmulProgram
 from fp4graph.ops.program import GemmProgram, OperandProgram, StateSlot
 from fp4graph.policy import Rule
 from fp4graph.site import SiteView
-from fp4graph.technique import OperandSpecs, Technique, overrides
+from fp4graph.technique import OperandSpecs, StateEntry, Technique, checked_plan, overrides
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
     """
     specs: OperandSpecs = dict(rule.specs)
     for technique in rule.techniques:
-        specs = _call(technique, site, rule, partial(technique.plan, site, specs))
+        specs = _call(technique, site, rule, partial(checked_plan, technique, site, specs))
     techniques = rule.techniques
     if not training:
         specs = {operand: _settled(spec) if operand.gemm is Gemm.FPROP else spec for operand, spec in specs.items()}
@@ -46,13 +46,13 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
     if all(spec is None for _, spec in ordered):
         return Plan(ordered, None)
 
-    acts_on = {t: _call(t, site, rule, partial(t.acts_on, site)) for t in techniques}
-    pairs = {t: _call(t, site, rule, partial(t.pairs, site)) for t in techniques}
+    acts_on = {t: _members(t, site, rule, "acts_on", Operand) for t in techniques}
+    pairs = {t: _members(t, site, rule, "pairs", Gemm) for t in techniques}
     slots = tuple(
         StateSlot(t.name, entry)
         for t in techniques
         if site.op == "linear"
-        for entry in _call(t, site, rule, partial(t.state, site))
+        for entry in _members(t, site, rule, "state", StateEntry)
         if specs.get(entry.operand) is not None
     )
 
@@ -98,6 +98,19 @@ def _settled(spec: QuantSpec | None) -> QuantSpec | None:
     return dataclasses.replace(spec, rounding="nearest", scale=scale)
 
 
+def _members(technique: Technique, site: SiteView, rule: Rule, method: str, kind: type[T]) -> tuple[T, ...]:
+    """What a planning method lists, each of ``kind``."""
+
+    def listed() -> tuple[T, ...]:
+        members = tuple(getattr(technique, method)(site))
+        wrong = next((member for member in members if not isinstance(member, kind)), None)
+        if wrong is not None:
+            raise TypeError(f"{method}() must return {kind.__name__} members only; got {wrong!r}")
+        return members
+
+    return _call(technique, site, rule, listed)
+
+
 def _call(technique: Technique, site: SiteView, rule: Rule, method: Callable[[], T]) -> T:
     """One planning method of a technique, its refusals as errors that name the site and the rule."""
     place = f"{rule.file}:{rule.line}: " if rule.file else ""
@@ -106,4 +119,8 @@ def _call(technique: Technique, site: SiteView, rule: Rule, method: Callable[[],
     except ValueError as error:
         raise CaptureError(f"{place}technique {technique.name}: {error}", site=str(site)) from error
     except Exception as error:  # a stranger's bug, named
-        raise PluginError(f"planning {site} failed: {type(error).__name__}: {error}", plugin=technique.name) from error
+        raise PluginError(
+            f"technique {technique.name!r}, planning: {type(error).__name__}: {error}",
+            plugin=technique.plugin or technique.name,
+            site=str(site),
+        ) from error

@@ -241,7 +241,7 @@ class Rewriter:
             state = [_same_view(entry, views) if slot.entry.weight_like else entry for slot, entry in slots]
             function = site_function(program, product.form, float(product.alpha), float(product.beta))
             args = (product.a, product.b, product.addend, key, step, salt, *state)
-            new = graph.call_function(function, args)
+            new = graph.call_function(function, args, {"site": str(view)})
             new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
@@ -295,7 +295,7 @@ class _Markers:
 def site_function(program: MatmulProgram, form: str, alpha: float, beta: float) -> Callable[..., Tensor]:
     """The function that replaces a node, one object for all sites of equal program and form.
 
-    Called as ``f(a, b, addend, key, step, salt, *state)``: for ``linear`` ``a [..., K]``, ``b [N, K]``; for
+    Called as ``f(a, b, addend, key, step, salt, *state, site=...)``: for ``linear`` ``a [..., K]``, ``b [N, K]``; for
     ``matmul`` ``a [..., M, K]``, ``b [..., K, N]`` with ``torch.matmul``'s broadcasting.
     """
 
@@ -307,6 +307,7 @@ def site_function(program: MatmulProgram, form: str, alpha: float, beta: float) 
         step: Tensor | None,
         salt: int,
         *state: Tensor,
+        site: str | None = None,
     ) -> Tensor:
         if key is not None and salt:
             key = noise.derive(key, salt)
@@ -317,12 +318,12 @@ def site_function(program: MatmulProgram, form: str, alpha: float, beta: float) 
         if b.dim() == 2:
             # The tokens of every leading axis are one axis: blocks of the weight gradient's GEMM run across them.
             flat = a.flatten(0, -2) if a.dim() > 2 else a.unsqueeze(0) if a.dim() == 1 else a
-            y = quantized_matmul(program, flat, b, bias, key, step, state)
+            y = quantized_matmul(program, flat, b, bias, key, step, state, site)
             y = y.reshape(*a.shape[:-1], b.shape[0])
         else:
             batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
             left, right = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
-            y = quantized_matmul(program, left, right, bias, key, step, state)
+            y = quantized_matmul(program, left, right, bias, key, step, state, site)
         if addend is None or bias is not None:
             return y
         y = y if alpha == 1 else y * alpha

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fp4graph.operands import Operand
+from fp4graph.ops import contract
 from fp4graph.ops.program import (
     Draw,
     GemmProgram,
@@ -75,6 +76,7 @@ def quantized_matmul(
     key: Tensor | None = None,
     step: Tensor | None = None,
     state: tuple[Tensor, ...] = (),
+    site: str | None = None,
 ) -> Tensor:
     """``A @ Bᵀ (+ bias)`` under ``program``, differentiable in A, B and bias.
 
@@ -83,6 +85,7 @@ def quantized_matmul(
         key: int32 ``[2]``, the site's; step: int32 ``[5]``, this forward's. Needed if ``program.draws``.
         state: in the order of ``program.state``; ``weight_like`` ones of the shape of ``b``. Entries that the graph
             writes are changed in place where gradients are enabled.
+        site: for the errors of plugins.
 
     Returns:
         ``[..., M, N]`` in the dtype autocast asks for, else in that of ``a``.
@@ -93,8 +96,8 @@ def quantized_matmul(
         dtype = torch.get_autocast_dtype(device)
     elif a.dtype != b.dtype:
         raise RuntimeError(f"expected both factors to have one dtype, got {a.dtype} and {b.dtype}")
-    options = _Options(program, dtype, torch.is_grad_enabled())
-    with torch.autocast(device, enabled=False):
+    options = _Options(program, dtype, torch.is_grad_enabled(), site)
+    with torch.autocast(device, enabled=False), contract.at(site):
         result: Tensor = _QuantizedMatmul.apply(options, a, b, bias, key, step, *state)
     return result
 
@@ -106,6 +109,7 @@ class _Options:
     program: MatmulProgram
     dtype: torch.dtype
     training: bool
+    site: str | None
 
 
 class _QuantizedMatmul(torch.autograd.Function):
@@ -138,7 +142,7 @@ class _QuantizedMatmul(torch.autograd.Function):
         ctx.dtypes = (a.dtype, b.dtype, None if bias is None else bias.dtype)
         # A factor must differentiate what was computed, so state that this forward is about to change is copied. What
         # the backward changes is not saved but referred to: two forwards may come before one backward.
-        written = [slot.entry.writer == "graph" for slot in program.state]
+        written = [slot.written for slot in program.state]
         ctx.live = tuple(entry if now else None for entry, now in zip(state, written, strict=True))
         before = tuple(
             (entry.clone() if now else entry) if factors else None for entry, now in zip(state, written, strict=True)
@@ -163,7 +167,7 @@ class _QuantizedMatmul(torch.autograd.Function):
         a, b, a_fprop, b_fprop, key, step, *before = ctx.saved_tensors
         draw = _draw(key, step)
         call = _Call(options, draw, ctx.live)
-        with torch.autocast(dy.device.type, enabled=False):
+        with torch.autocast(dy.device.type, enabled=False), contract.at(options.site):
             da = db = dbias = None
             dy = dy.to(dtype)
             if ctx.needs_input_grad[1]:

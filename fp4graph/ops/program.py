@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fp4graph.errors import PluginError
 from fp4graph.numerics import noise, scaling
 from fp4graph.numerics.blocking import Blocking, Granularity, Groups
 from fp4graph.numerics.noise import Noise
 from fp4graph.numerics.quantize import round_elements
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.operands import Operand
+from fp4graph.ops import contract
 from fp4graph.ops.gradient import jacobian_diagonal
 from fp4graph.technique import GRADIENT_STAGES, Context, StateEntry, Technique, overrides
 
@@ -77,8 +77,9 @@ class Draw:
 
 @dataclass(frozen=True)
 class Normalization:
-    """One normalizer's part: γ, and the group statistic g it is proportional to (None where it asked for none)."""
+    """One technique's normalizer: γ, and the group statistic g it is proportional to (None where it asked for none)."""
 
+    technique: Technique
     gamma: Tensor
     g: Tensor | None
     groups: Groups | None
@@ -143,6 +144,11 @@ class StateSlot:
         prefix = "" if operand is Operand.FPROP_WEIGHT else f"{operand.replace('.', '_')}_"
         return prefix + self.entry.name
 
+    @property
+    def written(self) -> bool:
+        """Whether the graph writes it."""
+        return self.entry.writer == "graph"
+
 
 @dataclass(frozen=True)
 class OperandProgram:
@@ -182,7 +188,7 @@ class OperandProgram:
     @property
     def observes(self) -> bool:
         """Whether calling it while training changes state."""
-        return any(slot.entry.writer == "graph" for slot in self.state)
+        return any(slot.written for slot in self.state)
 
     def __call__(self, x: Tensor, draw: Draw | None = None, state: OperandState | None = None) -> tuple[Term, ...]:
         if self.spec is None:
@@ -193,9 +199,13 @@ class OperandProgram:
     def _split(self, x: Tensor, draw: Draw | None, state: OperandState | None) -> tuple[Tensor, list[Term]]:
         residuals = []
         for technique in self.at("split"):
-            x, residual = technique.split(x, self.context(technique, x, draw, state))
+            parts = contract.run(technique, "split", x, self.context(technique, x, draw, state))
+            if not (isinstance(parts, tuple) and len(parts) == 2):
+                raise contract.broken(technique, "split", "must return (part to quantize, residual or None)")
+            part, residual = parts
             if residual is not None:
-                residuals.append(Term(_checked(technique, residual, x).to(x.dtype)))
+                residuals.append(Term(contract.same(technique, "split", residual, x, any_float=True).to(x.dtype)))
+            x = contract.same(technique, "split", part, x)
         return x, residuals
 
     def _composed(self, x: Tensor, draw: Draw | None, state: OperandState | None) -> Term:
@@ -221,7 +231,8 @@ class OperandProgram:
             inner = _wrap(technique, inner, self.context(technique, x, draw, state))
         y = inner(x)
         for technique in self.at("after"):
-            y = _checked(technique, technique.after(y, self.context(technique, x, draw, state)), y)
+            context = self.context(technique, x, draw, state)
+            y = contract.same(technique, "after", contract.run(technique, "after", y, context), y)
         return Term(y, multiplier)
 
     def quantize(
@@ -239,22 +250,27 @@ class OperandProgram:
         z = scaling.amax(values, blocking.axes)
         contexts = {t: self.context(t, x, draw, state) for t in self.techniques}
         for technique in self.at("statistic"):
-            z = _checked(technique, technique.statistic(values, z, contexts[technique]), z)
+            chosen = contract.run(technique, "statistic", values, z, contexts[technique])
+            z = contract.same(technique, "statistic", chosen, z)
         normalizations: list[Normalization] = []
         for technique in self.at("normalizer"):
             asked: list[tuple[Tensor, Groups]] = []
             group = partial(self._group_statistic, values, z, blocking, contexts, asked)
-            chosen = technique.normalizer(z, group, contexts[technique])
-            if chosen is None:
+            answer = contract.run(technique, "normalizer", z, group, contexts[technique])
+            if answer is None:
                 continue
-            gamma, z = chosen if isinstance(chosen, tuple) else (chosen, z / chosen)
+            if isinstance(answer, tuple) and len(answer) != 2:
+                raise contract.broken(technique, "normalizer", "must return γ, (γ, statistic of x/γ) or None")
+            gamma, own = answer if isinstance(answer, tuple) else (answer, None)
+            gamma = contract.broadcastable(technique, "normalizer", gamma, z)
+            z = z / gamma if own is None else contract.same(technique, "normalizer", own, z)
             g, groups = asked[-1] if asked else (None, None)
-            normalizations.append(Normalization(gamma, g, groups, values))
+            normalizations.append(Normalization(technique, gamma, g, groups, values))
             values = values / gamma
         scale: Tensor | None = None
         for technique in self.at("scale"):
-            own = technique.scale(values, z, contexts[technique])
-            scale = scale if own is None else _checked(technique, own, z)
+            own = contract.run_like(technique, "scale", z, values, z, contexts[technique])
+            scale = scale if own is None else own
         key = None if draw is None or not spec.needs_key else draw.varying
         if scale is None:
             scale = scaling.block_scale(z, spec.scale, spec.element, Noise(key, blocking, x.device))
@@ -263,8 +279,8 @@ class OperandProgram:
         for technique in self.at("round"):
             if residual and contexts[technique].state:
                 continue
-            rounded = technique.round(ratio, scale, contexts[technique])
-            codes = codes if rounded is None else _checked(technique, rounded, ratio)
+            own = contract.run_like(technique, "round", ratio, ratio, scale, contexts[technique])
+            codes = codes if own is None else own
         if codes is None:
             codes = round_elements(ratio, spec, Noise(key, blocking, x.device))
         return Quantization(spec, blocking, blocking.axes, values, z, scale, ratio, codes, tuple(normalizations))
@@ -281,7 +297,8 @@ class OperandProgram:
         groups = Groups(blocking, granularity)
         g = groups.reduce(z, "amax")
         for technique in self.at("group_statistic"):
-            g = _checked(technique, technique.group_statistic(values, g, groups, contexts[technique]), g)
+            chosen = contract.run(technique, "group_statistic", values, g, groups, contexts[technique])
+            g = contract.same(technique, "group_statistic", chosen, g)
         asked.append((g, groups))
         return g
 
@@ -291,11 +308,17 @@ class OperandProgram:
             return {}
         part, _ = self._split(x, draw, state)
         quantization = self.quantize(part, draw, state)
-        return {
-            (technique.name, name): value
-            for technique in self.at("observe")
-            for name, value in technique.observe(quantization, self.context(technique, x, draw, state)).items()
-        }
+        observed: dict[tuple[str, str], Tensor] = {}
+        for technique in self.at("observe"):
+            new = contract.run(technique, "observe", quantization, self.context(technique, x, draw, state))
+            due = {slot.entry.name for slot in self.state if slot.technique == technique.name and slot.written}
+            if not isinstance(new, Mapping) or set(new) != due:
+                got = sorted(map(str, new)) if isinstance(new, Mapping) else type(new).__name__
+                raise contract.broken(technique, "observe", f"returned {got} where values of {sorted(due)} are due")
+            for name, value in new.items():
+                like = state[technique.name][name]
+                observed[technique.name, name] = contract.same(technique, "observe", value, like)
+        return observed
 
     def gradient_factor(self, x: Tensor, draw: Draw | None, state: OperandState | None) -> Tensor | None:
         """Diagonal of the quantizer's Jacobian at ``x`` by the techniques' surrogates, shape of ``x``; None is 1."""
@@ -342,10 +365,18 @@ class GemmProgram:
         lengths: list[int | torch.SymInt] = []
         for index, transform in enumerate(self.transforms):
             own = _context(transform, _PAIR + index, Blocking(tuple(left.shape), "tensor"), left, draw)
-            context = transform.pair_context(left, right, own)
+            context = contract.run(transform, "pair_context", left, right, own)
+            if not (isinstance(context, tuple) and all(isinstance(shared, Tensor) for shared in context)):
+                raise contract.broken(transform, "pair_context", "must return a tuple of tensors")
             contexts.append(context)
             lengths.append(left.shape[-1])
-            left, right = transform.transform(left, "left", context), transform.transform(right, "right", context)
+            left, right = (
+                _transformed(transform, left, "left", context),
+                _transformed(transform, right, "right", context),
+            )
+            if statically_known_true(left.shape[-1] != right.shape[-1]):
+                lengths_now = f"{left.shape[-1]} and {right.shape[-1]}"
+                raise contract.broken(transform, "transform", f"gave the operands contraction axes of {lengths_now}")
         return Rotation(left, right, self.transforms, tuple(contexts), tuple(lengths))
 
 
@@ -362,14 +393,20 @@ class Rotation:
     def apply(self, x: Tensor, side: Literal["left", "right"]) -> Tensor:
         """A further tensor of the side's shape, into the transforms' basis."""
         for transform, context in zip(self.transforms, self.contexts, strict=True):
-            x = transform.transform(x, side, context)
+            x = _transformed(transform, x, side, context)
         return x
 
     def undo(self, x: Tensor, side: Literal["left", "right"]) -> Tensor:
         """Back to the original basis and length."""
         steps = zip(reversed(self.transforms), reversed(self.contexts), reversed(self.lengths), strict=True)
         for transform, context, length in steps:
-            x = transform.inverse(x, side, context)[..., :length]
+            back = contract.run(transform, "inverse", x, side, context)
+            x = contract.along_last(transform, "inverse", back, x)
+            if statically_known_true(x.shape[-1] < length):
+                raise contract.broken(
+                    transform, "inverse", f"returned a last axis of {x.shape[-1]} where {length} is due"
+                )
+            x = x[..., :length]
         return x
 
 
@@ -445,12 +482,18 @@ def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _wrap(technique: Technique, inner: Callable[[Tensor], Tensor], context: Context) -> Callable[[Tensor], Tensor]:
-    return lambda x: _checked(technique, technique.around(inner, x, context), x)
+    def wrapped(x: Tensor) -> Tensor:
+        def quantize(part: Tensor) -> Tensor:
+            return inner(contract.same(technique, "around (what it quantizes)", part, x, any_float=True))
+
+        return contract.same(
+            technique, "around", contract.run(technique, "around", quantize, x, context), x, any_float=True
+        )
+
+    return wrapped
 
 
-def _checked(technique: Technique, result: Tensor, like: Tensor) -> Tensor:
-    """``result``, or an error naming the plugin whose stage returned another shape than it was given."""
-    if not isinstance(result, Tensor) or result.shape != like.shape:
-        got = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
-        raise PluginError(f"a stage returned {got} where shape {tuple(like.shape)} is due", plugin=technique.name)
-    return result
+def _transformed(
+    transform: Technique, x: Tensor, side: Literal["left", "right"], context: tuple[Tensor, ...]
+) -> Tensor:
+    return contract.along_last(transform, "transform", contract.run(transform, "transform", x, side, context), x)

@@ -26,7 +26,7 @@ from fp4graph.policy.schema import (
 from fp4graph.policy.validation import dotted, validate
 from fp4graph.registry import Registry, suggest
 from fp4graph.site import SiteView
-from fp4graph.technique import OperandSpecs, Technique, overrides
+from fp4graph.technique import OperandSpecs, Technique, checked_plan, overrides
 
 _Path = tuple[str | int, ...]
 
@@ -287,12 +287,22 @@ class _Resolver:
 
     def _implied(self, specs: Specs) -> list[Technique]:
         found = (
-            technique.implied_by(spec)
+            self._implied_by(technique, spec)
             for technique in self._registry.techniques.values()
             for spec in dict.fromkeys(specs.six)
             if spec is not None
         )
         return [technique for technique in found if technique is not None]
+
+    def _implied_by(self, technique: type[Technique], spec: QuantSpec) -> Technique | None:
+        """A failure is a warning only: every technique is asked, and the policy may not even name this one."""
+        try:
+            return technique.implied_by(spec)
+        except Exception as error:  # noqa: BLE001  # a stranger's bug, named
+            cause = f"technique {technique.name!r}, implied_by: {type(error).__name__}: {error}"
+            warning = PluginError(f"{cause}; it is left out of Ω", plugin=self._registry.origin(technique.name))
+            warnings.warn(str(warning), PolicyWarning, stacklevel=2)
+            return None
 
     def _check_together(self, techniques: list[_Declared], specs: Specs) -> None:
         """What meets at one site must fit: ``conflicts`` and ``requires``, of techniques declared or implied."""
@@ -324,7 +334,7 @@ class _Resolver:
         by_name = {declared.technique.name: declared.technique for declared in techniques}
         with _refusals(self, techniques) as at:
             for technique in at("plan"):
-                before, planned = planned, technique.plan(site, planned)
+                before, planned = planned, checked_plan(technique, site, planned)
                 if dict(before) != dict(planned):
                     acting.add(technique.name)
             quantized = {operand for operand, spec in planned.items() if spec is not None}

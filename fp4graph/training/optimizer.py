@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4graph.errors import Error
+from fp4graph.ops import contract
 from fp4graph.runtime import Runtime, Weight, runtime_of
 from fp4graph.technique import Technique, overrides
 
@@ -89,6 +90,7 @@ def _hook(acting: list[tuple[Weight, Technique]], runtime: Runtime, stage: str) 
                 groups.get(id(parameter), {}),
                 lambda w, weight=weight: weight.quantize(w, runtime.step),  # type: ignore[misc]
             )
-            getattr(technique, stage)(update)
+            with contract.at(weight.name):
+                contract.run(technique, stage, update)
 
     return run

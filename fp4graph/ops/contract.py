@@ -1,0 +1,115 @@
+"""What tensor stages owe the engine, checked at every call: a plugin that breaks its contract is named, with the stage.
+
+The checks look at shapes and dtypes alone, so that they cost nothing in compiled code and trace with symbolic sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fp4graph.errors import Error, PluginError
+from fp4graph.technique import StateEntry, Technique
+
+
+def run(technique: Technique, stage: str, *args: object) -> Any:
+    """What a stage returns; what it raises becomes an error that names the plugin."""
+    try:
+        return getattr(technique, stage)(*args)
+    except (Error, torch.OutOfMemoryError):  # another stage called from here, or nobody's fault
+        raise
+    except Exception as error:
+        raise broken(technique, stage, f"{type(error).__name__}: {error}") from error
+
+
+def run_like(technique: Technique, stage: str, like: Tensor, *args: object) -> Tensor | None:
+    """What a stage that may decline returns: None, or a tensor of the shape and dtype of ``like``."""
+    result = run(technique, stage, *args)
+    return None if result is None else same(technique, stage, result, like)
+
+
+def same(technique: Technique, stage: str, result: Any, like: Tensor, *, any_float: bool = False) -> Tensor:
+    """``result``, which must be a tensor of the shape, device and dtype of ``like`` (with ``any_float``, any float)."""
+    tensor = _float(technique, stage, result)
+    if tensor.shape != like.shape:
+        raise broken(technique, stage, f"returned shape {_shape(tensor)} where {_shape(like)} is due")
+    if tensor.device != like.device or not (any_float or tensor.dtype is like.dtype):
+        raise broken(
+            technique,
+            stage,
+            f"returned {tensor.dtype} on {tensor.device} where {like.dtype} on {like.device} is due",
+        )
+    return tensor
+
+
+def broadcastable(technique: Technique, stage: str, result: Any, like: Tensor) -> Tensor:
+    """``result``, which must be a tensor that broadcasts to the shape of ``like``, of its dtype."""
+    tensor = _float(technique, stage, result)
+    sizes = zip(reversed(tensor.shape), reversed(like.shape), strict=False)
+    if tensor.dim() > like.dim() or not all(statically_known_true(own == 1) or own == size for own, size in sizes):
+        raise broken(technique, stage, f"returned shape {_shape(tensor)}, which does not broadcast to {_shape(like)}")
+    if tensor.dtype is not like.dtype:
+        raise broken(technique, stage, f"returned {tensor.dtype} where {like.dtype} is due")
+    return tensor
+
+
+def along_last(technique: Technique, stage: str, result: Any, like: Tensor) -> Tensor:
+    """``result``, which must be a tensor of the shape of ``like`` but for the length of the last axis."""
+    tensor = _float(technique, stage, result)
+    if tensor.dim() != like.dim() or tensor.shape[:-1] != like.shape[:-1]:
+        due = ", ".join([*map(str, like.shape[:-1]), "..."])
+        raise broken(technique, stage, f"returned shape {_shape(tensor)} where ({due}) is due")
+    return tensor
+
+
+def initial(technique: Technique, entry: StateEntry, weight_name: str) -> Callable[[Tensor], Tensor]:
+    """``entry.init`` for one weight, checked."""
+
+    def init(weight: Tensor) -> Tensor:
+        try:
+            value = entry.init(weight)
+        except Exception as error:
+            raise broken(technique, f"state {entry.name!r}", f"{type(error).__name__}: {error}") from error
+        if not isinstance(value, Tensor) or (entry.weight_like and value.shape != weight.shape):
+            got = f"shape {_shape(value)}" if isinstance(value, Tensor) else type(value).__name__
+            message = f"starts with {got} where a tensor of shape {_shape(weight)} is due"
+            raise broken(technique, f"state {entry.name!r}", message)
+        return value
+
+    def named(weight: Tensor) -> Tensor:
+        with at(weight_name):
+            return init(weight)
+
+    return named
+
+
+def broken(technique: Technique, stage: str, message: str) -> PluginError:
+    """An error of one stage."""
+    return PluginError(f"technique {technique.name!r}, {stage}: {message}", plugin=technique.plugin or technique.name)
+
+
+@contextmanager
+def at(site: str | None) -> Iterator[None]:
+    """Adds the site to the errors of plugins that pass."""
+    try:
+        yield
+    except PluginError as error:
+        error.site = error.site or site
+        raise
+
+
+def _float(technique: Technique, stage: str, result: Any) -> Tensor:
+    if not isinstance(result, Tensor):
+        raise broken(technique, stage, f"returned {type(result).__name__} where a tensor is due")
+    if not result.is_floating_point():
+        raise broken(technique, stage, f"returned {result.dtype} where floating point is due")
+    return result
+
+
+def _shape(x: Tensor) -> tuple[int | torch.SymInt, ...]:
+    return tuple(x.shape)

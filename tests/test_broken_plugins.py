@@ -1,0 +1,361 @@
+"""A plugin that breaks the contract of a stage: one error that names the plugin and the site, and others go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fp4graph
+from fp4graph.errors import PolicyWarning
+from fp4graph.operands import Gemm, Operand
+from fp4graph.ops import contract
+from fp4graph.registry import Registry
+from fp4graph.technique import Overhead, StateEntry, Technique
+
+FREE = Overhead("O(1)", "O(1)", fusable=True)
+FPROP = frozenset({Operand.FPROP_INPUT, Operand.FPROP_WEIGHT})
+
+
+def technique(called: str, **members: Any) -> type[Technique]:
+    """A technique of that name which acts on both operands of fprop, with these methods."""
+    defaults = {
+        "name": called,
+        "overhead": FREE,
+        "complexity": property(lambda self: 0.0),
+        "acts_on": lambda self, site: FPROP,
+    }
+    annotations = {"name": ClassVar[str], "overhead": ClassVar[Overhead]}
+    return type("Made", (Technique,), {"__module__": __name__, "__annotations__": annotations, **defaults, **members})
+
+
+class Offers:
+    def __init__(self, cls: type[Technique]) -> None:
+        self.cls = cls
+
+    @fp4graph.hookimpl
+    def fp4graph_techniques(self) -> list[type[Technique]]:
+        return [self.cls]
+
+
+def policy(used: str, *classes: type[Technique], element: str = "e2m1") -> fp4graph.policy.Policy:
+    """A policy that uses technique ``used``; each class comes from a plugin called ``NAME-plugin``."""
+    registry = Registry([(f"{cls.name}-plugin", Offers(cls)) for cls in classes], entry_point_group=None)
+    assert not registry.failures
+    data = {
+        "version": 1,
+        "name": "p",
+        "rules": [{"name": "all", "match": {"op": "linear"}, "quantize": {"element": element, "block": 32}}],
+        "techniques": [used],
+    }
+    return fp4graph.load_policy(data, registry)
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(48, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+def train(model: nn.Module, chosen: fp4graph.policy.Policy, backend: str = "eager") -> Tensor:
+    """One step: forward, backward, optimizer."""
+    model = fp4graph.apply(model, chosen, backend=backend)
+    optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    loss = model(torch.randn(5, 48, generator=torch.Generator().manual_seed(1))).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def first_axis_twice(x: Tensor) -> Tensor:
+    return torch.cat([x, x])
+
+
+def raises(*args: Any) -> Any:
+    raise ZeroDivisionError("a stranger's bug")
+
+
+def gradients(**members: Any) -> dict[str, Any]:
+    """A technique that differentiates everything rightly, but for these methods."""
+    return {
+        "normalizer": lambda self, z, group, c: group("tensor"),
+        "statistic_gradient": lambda self, values, z, c: values.sign(),
+        "scale_slope": lambda self, ideal, c: torch.ones_like(ideal),
+        "group_gradient": lambda self, values, g, groups, c: values.sign(),
+    } | members
+
+
+def pairing(**members: Any) -> dict[str, Any]:
+    return {"pairs": lambda self, site: frozenset({Gemm.FPROP})} | members
+
+
+def observing(returned: Callable[..., Any]) -> dict[str, Any]:
+    entry = StateEntry("mean", Operand.FPROP_WEIGHT, lambda w: w.new_zeros(()), writer="graph", weight_like=False)
+    return {"state": lambda self, site: (entry,), "observe": returned}
+
+
+def starting(init: Callable[[Tensor], Any]) -> dict[str, Any]:
+    entry = StateEntry("mean", Operand.FPROP_WEIGHT, init)
+    return {"state": lambda self, site: (entry,), "after_step": lambda self, update: None}
+
+
+#: stage -> (members, what the message says)
+WRONG = {
+    "statistic": ({"statistic": lambda self, v, z, c: v}, "returned shape (5, 2, 32) where (5, 2, 1) is due"),
+    "statistic, None": ({"statistic": lambda self, v, z, c: None}, "returned NoneType where a tensor is due"),
+    "statistic, float64": ({"statistic": lambda self, v, z, c: z.double()}, "torch.float32 on cpu is due"),
+    "statistic, whole numbers": ({"statistic": lambda self, v, z, c: z.int()}, "where floating point is due"),
+    "group_statistic": (
+        gradients(group_statistic=lambda self, v, g, groups, c: v),
+        "returned shape (5, 2, 32) where (1, 1, 1) is due",
+    ),
+    "normalizer": (
+        {"normalizer": lambda self, z, group, c: z.new_ones(7)},
+        "returned shape (7,), which does not broadcast to (5, 2, 1)",
+    ),
+    "normalizer, per element": (
+        {"normalizer": lambda self, z, group, c: z.new_ones(5, 2, 32)},
+        "does not broadcast to (5, 2, 1)",
+    ),
+    "normalizer, its statistic": (
+        {"normalizer": lambda self, z, group, c: (z.new_ones(()), z[0])},
+        "returned shape (2, 1) where (5, 2, 1) is due",
+    ),
+    "normalizer, three things": (
+        {"normalizer": lambda self, z, group, c: (z, z, z)},
+        "must return γ, (γ, statistic of x/γ) or None",
+    ),
+    "scale": ({"scale": lambda self, v, z, c: first_axis_twice(z)}, "shape (10, 2, 1) where (5, 2, 1) is due"),
+    "round": ({"round": lambda self, r, s, c: r.sum(-1)}, "returned shape (5, 2) where (5, 2, 32) is due"),
+    "split": ({"split": lambda self, x, c: (first_axis_twice(x), None)}, "shape (10, 48) where (5, 48) is due"),
+    "split, the residual": ({"split": lambda self, x, c: (x, x[:1])}, "shape (1, 48) where (5, 48) is due"),
+    "split, one tensor": ({"split": lambda self, x, c: x}, "must return (part to quantize, residual or None)"),
+    "around": ({"around": lambda self, q, x, c: q(x)[:, :8]}, "returned shape (5, 8) where (5, 48) is due"),
+    "around, what it quantizes": (
+        {"around": lambda self, q, x, c: q(x[:, :8])},
+        "returned shape (5, 8) where (5, 48) is due",
+    ),
+    "after": ({"after": lambda self, x, c: x.mT}, "returned shape (48, 5) where (5, 48) is due"),
+    "after, float64": ({"after": lambda self, x, c: x.double()}, "returned torch.float64"),
+    "observe": (observing(lambda self, q, c: {"mean": q.codes}), "where () is due"),
+    "observe, another name": (observing(lambda self, q, c: {"men": q.z.sum()}), "['men'] where values of ['mean']"),
+    "observe, no mapping": (observing(lambda self, q, c: q.z.sum()), "returned Tensor where values of ['mean']"),
+    "pair_context": (pairing(pair_context=lambda self, a, b, c: 3), "must return a tuple of tensors"),
+    "transform": (pairing(transform=lambda self, x, side, shared: x.mT), "shape (48, 5) where (5, ...) is due"),
+    "transform, two lengths": (
+        pairing(transform=lambda self, x, side, shared: x[:, :8] if side == "left" else x),
+        "contraction axes of 8 and 48",
+    ),
+    "inverse": (
+        pairing(inverse=lambda self, x, side, shared: first_axis_twice(x), element_slope=lambda self, u, c: u),
+        "shape (10, 64) where (5, ...) is due",
+    ),
+    "inverse, too short": (
+        pairing(inverse=lambda self, x, side, shared: x[:, :8], element_slope=lambda self, u, c: u),
+        "a last axis of 8 where 64 is due",
+    ),
+    "element_slope": ({"element_slope": lambda self, u, c: u.sum()}, "returned shape () where"),
+    "statistic_gradient": (gradients(statistic_gradient=lambda self, v, z, c: z), "returned shape"),
+    "scale_slope": (gradients(scale_slope=lambda self, s, c: s[0]), "returned shape"),
+    "group_gradient": (gradients(group_gradient=lambda self, v, g, groups, c: g), "returned shape (1, 1, 1) where"),
+    "state 'mean'": (starting(lambda w: w[0]), "starts with shape (48,) where a tensor of shape (64, 48) is due"),
+    "state 'mean', nothing": (starting(lambda w: None), "starts with NoneType"),
+}
+#: Stages in which an exception is raised, with what it takes to get there.
+RAISING: dict[str, dict[str, Any]] = {
+    **{stage: {} for stage in ("statistic", "scale", "round", "split", "around", "after", "normalizer")},
+    "group_statistic": gradients(),
+    "observe": observing(raises),
+    **{stage: pairing() for stage in ("pair_context", "transform")},
+    "inverse": pairing(element_slope=lambda self, u, c: u),
+    "element_slope": {},
+    **{stage: gradients() for stage in ("statistic_gradient", "scale_slope", "group_gradient")},
+    "before_step": {},
+    "after_step": {},
+}
+#: Stages at which the error comes when torch.compile traces.
+TRACED = [stage for stage in RAISING if not stage.endswith("_step")]
+
+
+def healthy() -> type[Technique]:
+    return technique("healthy", statistic=lambda self, values, z, context: z * 0.5)
+
+
+@pytest.fixture
+def model() -> Iterator[nn.Module]:
+    """A model that another plugin's technique still trains after the test, to the same loss as a fresh one."""
+    model = Mlp()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    yield model
+    model.load_state_dict(before)
+    assert torch.equal(train(model, policy("healthy", healthy())), train(Mlp(), policy("healthy", healthy())))
+
+
+def check(error: fp4graph.PluginError, stage: str, *, site: str | None = None) -> None:
+    assert error.plugin == "broken-plugin"
+    sites = [site] if site else ["first", "second", "first.weight"]
+    assert error.site in sites
+    assert str(error).startswith(f"plugin 'broken-plugin', at {error.site}: technique 'broken', {stage}")
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_result_is_named(case: str, model: nn.Module) -> None:
+    members, message = WRONG[case]
+    broken = policy("broken", technique("broken", **members), healthy())
+    with pytest.raises(fp4graph.PluginError) as caught:
+        train(model, broken)
+    check(caught.value, case.partition(",")[0])
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("stage", RAISING)
+def test_an_exception_is_named(stage: str, model: nn.Module) -> None:
+    broken = policy("broken", technique("broken", **RAISING[stage] | {stage: raises}), healthy())
+    with pytest.raises(fp4graph.PluginError, match="ZeroDivisionError: a stranger's bug") as caught:
+        train(model, broken)
+    check(caught.value, stage)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+@pytest.mark.parametrize("stage", TRACED)
+def test_an_exception_while_the_model_is_compiled_is_named(stage: str, model: nn.Module) -> None:
+    broken = policy("broken", technique("broken", **RAISING[stage] | {stage: raises}), healthy())
+    with pytest.raises(fp4graph.PluginError, match=r"ZeroDivisionError: a stranger's bug$") as caught:
+        train(model, broken, backend="aot_eager")
+    check(caught.value, stage)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert "_fp4graph" not in " ".join(model.state_dict())  # as it was before apply()
+
+
+def test_a_wrong_result_under_inductor_is_named(model: nn.Module) -> None:
+    broken = policy("broken", technique("broken", round=lambda self, ratio, scale, context: ratio[..., :1]))
+    with pytest.raises(fp4graph.PluginError, match=r"returned shape \(5, 2, 1\) where \(5, 2, 32\) is due$") as caught:
+        train(model, broken, backend="inductor")
+    check(caught.value, "round", site="first")
+
+
+def test_only_the_broken_one_of_two_techniques_is_named(model: nn.Module) -> None:
+    registry = Registry(
+        [
+            ("outer-plugin", Offers(technique("outer", around=lambda self, quantize, x, context: quantize(x)))),
+            ("inner-plugin", Offers(technique("inner", round=raises))),
+        ],
+        entry_point_group=None,
+    )
+    data = {"version": 1, "default": {"block": 32}, "techniques": ["outer", "inner"]}
+    with pytest.raises(fp4graph.PluginError) as caught:
+        train(model, fp4graph.load_policy(data, registry))
+    assert (caught.value.plugin, caught.value.site) == ("inner-plugin", "first")
+
+
+def test_running_out_of_memory_is_nobodys_fault(model: nn.Module) -> None:
+    def greedy(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory left")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        train(model, policy("broken", technique("broken", round=greedy)))
+
+
+# ------------------------------------------------------------------ planning
+
+
+def known(site: Any) -> bool:
+    """Whether a site is of a model; a policy is checked on one of which nothing is known when it is loaded."""
+    return site.module is not None
+
+
+GARBAGE = {
+    "no mapping": (42, "must return a mapping of operands to specs; got 42"),
+    "nothing": (None, "must return a mapping of operands to specs; got None"),
+    "empty": ({}, "wrong or missing: dgrad.grad_output, dgrad.weight, fprop.input"),
+    "strangers": (dict.fromkeys([*Operand, "fprop.bias"]), "wrong or missing: fprop.bias"),
+    "no specs": (dict.fromkeys(Operand, "e2m1"), "must return a QuantSpec or None for each operand; got 'e2m1'"),
+}
+
+
+@pytest.mark.parametrize("case", GARBAGE)
+def test_a_plan_of_garbage_is_refused_when_the_policy_is_loaded(case: str) -> None:
+    garbage, message = GARBAGE[case]
+    with pytest.raises(fp4graph.PluginError) as caught:
+        policy("broken", technique("broken", plan=lambda self, site, specs: garbage))
+    assert caught.value.plugin == "broken-plugin"
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("case", GARBAGE)
+def test_a_plan_of_garbage_for_a_site_names_it(case: str, model: nn.Module) -> None:
+    garbage, message = GARBAGE[case]
+    late = technique("broken", plan=lambda self, site, specs: garbage if known(site) else specs)
+    with pytest.raises(fp4graph.PluginError) as caught:
+        train(model, policy("broken", late, healthy()))
+    check(caught.value, "planning: TypeError", site="first")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "wrong", "message"),
+    [
+        ("acts_on", {"fprop.bias"}, "acts_on() must return Operand members only; got 'fprop.bias'"),
+        ("acts_on", None, "TypeError"),
+        ("pairs", {"fprop"}, "pairs() must return Gemm members only; got 'fprop'"),
+        ("state", ["mean"], "state() must return StateEntry members only; got 'mean'"),
+    ],
+)
+def test_other_garbage_of_planning_names_the_site(method: str, wrong: Any, message: str, model: nn.Module) -> None:
+    late = technique("broken", **{method: lambda self, site: wrong if known(site) else frozenset()})
+    with pytest.raises(fp4graph.PluginError) as caught:
+        train(model, policy("broken", late, healthy()))
+    check(caught.value, "planning", site="first")
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["plan", "acts_on", "pairs", "state"])
+def test_an_exception_while_planning_is_named(method: str, model: nn.Module) -> None:
+    def late(self: Technique, site: Any, *specs: Any) -> Any:
+        return raises() if known(site) else (specs[0] if specs else frozenset())
+
+    with pytest.raises(fp4graph.PluginError, match="ZeroDivisionError: a stranger's bug") as caught:
+        train(model, policy("broken", technique("broken", **{method: late}), healthy()))
+    check(caught.value, "planning", site="first")
+
+
+def test_a_refusal_while_planning_names_technique_and_site(model: nn.Module) -> None:
+    def refuse(self: Technique, site: Any, specs: Any) -> Any:
+        if known(site):
+            raise ValueError("48 is no multiple of 32")
+        return specs
+
+    with pytest.raises(fp4graph.CaptureError, match="technique broken: 48 is no multiple of 32") as caught:
+        train(model, policy("broken", technique("broken", plan=refuse), healthy()))
+    assert caught.value.site == "first"
+
+
+def test_a_technique_nobody_asked_for_stops_no_policy(model: nn.Module) -> None:
+    with pytest.warns(
+        PolicyWarning, match=r"plugin 'broken-plugin': technique 'broken', implied_by: ZeroDivisionError"
+    ):
+        chosen = policy("healthy", technique("broken", implied_by=classmethod(raises)), healthy())
+    train(model, chosen)
+
+
+# ------------------------------------------------------------------ the checks themselves
+
+
+def test_a_normalizer_may_be_anything_that_broadcasts() -> None:
+    like = torch.zeros(5, 2, 1)
+    made = technique("made")()
+    for shape in ((), (1,), (1, 1, 1), (2, 1), (5, 1, 1), (5, 2, 1)):
+        value = torch.ones(shape)
+        assert contract.broadcastable(made, "normalizer", value, like) is value
+
+
+def test_a_technique_outside_any_registry_is_named_itself() -> None:
+    error = contract.broken(technique("loose")(), "round", "wrong")
+    assert str(error) == "plugin 'loose': technique 'loose', round: wrong"
