@@ -1,0 +1,232 @@
+"""outlier_fallback against Q(X) + m·Q(X − Q(X)) with the chosen blocks found by a loop."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+
+import fp4graph
+from fp4graph.errors import PolicyError
+from fp4graph.graph.plan import plan_site
+from fp4graph.graph.rewrite import site_function
+from fp4graph.numerics import noise
+from fp4graph.operands import Operand
+from fp4graph.ops.program import Draw
+from fp4graph.site import SiteView
+
+NEAREST = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
+DRAW = Draw(noise.make_key("site", "fc"), noise.make_step(0, 0, 0))
+
+
+def policy(options=None, rounding="nearest", block=32, **more):
+    quantize = {"element": "e2m1", "block": block, "scale": {"format": "e8m0", "rounding": "ceil"}}
+    rule = {
+        "name": "all",
+        "match": {"op": "linear"},
+        "quantize": {**quantize, "rounding": rounding},
+        "techniques": [{"outlier_fallback": options} if options else "outlier_fallback"],
+        **more,
+    }
+    return fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]})
+
+
+def site(options=None, **more):
+    return plan_site(SiteView("fc", "linear", 96, 64, 96 * 64), policy(options, **more).rules[0]).program
+
+
+def quantized(x, options=None, operand=Operand.FPROP_INPUT, **more):
+    (term,) = site(options, **more).operand(operand)(x, DRAW)
+    return term.product()
+
+
+def heavy_tailed(*shape, seed=0):
+    """Gaussian with one outlier in a few of the blocks of 32."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=generator)
+    flat = x.view(-1)
+    flat[:: 32 * 7] *= torch.linspace(10, 300, flat[:: 32 * 7].numel())
+    return x
+
+
+def blocks(x, length=32):
+    """(row, first column, last column) of every block, in order."""
+    return [(r, c, min(c + length, x.shape[1])) for r in range(x.shape[0]) for c in range(0, x.shape[1], length)]
+
+
+def scores(x, q):
+    """The largest magnitude lost to zero, block by block."""
+    return [
+        max((abs(v) for v, w in zip(x[r, a:b].tolist(), q[r, a:b].tolist(), strict=True) if w == 0), default=0.0)
+        for r, a, b in blocks(x)
+    ]
+
+
+def expected(x, chosen, spec=NEAREST):
+    q = fp4graph.fake_quantize(x, spec)
+    again = fp4graph.fake_quantize(x - q, spec)
+    y = q.clone()
+    for index in chosen:
+        r, a, b = blocks(x)[index]
+        y[r, a:b] += again[r, a:b]
+    return y
+
+
+@pytest.mark.parametrize("width", [96, 80])  # 80: the last block of each row is padded
+@pytest.mark.parametrize("fraction", [None, 0.3, 1.0])
+def test_the_largest_scores_get_a_second_pass(width, fraction):
+    x = heavy_tailed(40, width)
+    score = scores(x, fp4graph.fake_quantize(x, NEAREST))
+    count = math.ceil(round((fraction or 0.1) * len(score), 9))
+    chosen = sorted(range(len(score)), key=lambda i: (-score[i], i))[:count]
+    y = quantized(x, {"fraction": fraction} if fraction else None)
+    assert torch.equal(y, expected(x, chosen))
+    assert (y != fp4graph.fake_quantize(x, NEAREST)).any()
+
+
+def test_the_threshold_is_a_share_of_the_largest_magnitude():
+    x = heavy_tailed(40, 96)
+    score = scores(x, fp4graph.fake_quantize(x, NEAREST))
+    top = x.abs().max().item()
+    chosen = [i for i, s in enumerate(score) if s > 0.002 * top]
+    assert 0 < len(chosen) < len(score) // 2
+    assert torch.equal(quantized(x, {"threshold": 0.002}), expected(x, chosen))
+
+
+def test_of_equal_scores_the_first_blocks_are_chosen():
+    x = heavy_tailed(1, 32).repeat(10, 3)
+    y = quantized(x, {"fraction": 0.1})
+    assert torch.equal(y, expected(x, [0, 1, 2]))
+
+
+def test_a_tenth_of_thirty_blocks_is_three():
+    """In floats it would be four: 0.1 is a little above a tenth."""
+    x = heavy_tailed(10, 96)
+    q = fp4graph.fake_quantize(x, NEAREST)
+    changed = (quantized(x, {"fraction": 0.1}) != q).view(10, 3, 32).any(-1)
+    assert changed.sum() == 3
+
+
+def test_with_every_block_chosen_only_the_second_dead_zone_is_left():
+    """Below a quarter of the scale becomes zero; of what remains, that of a scale at most as large as the residual's
+    maximum asks for: 1/24 of it, doubled by the rounding of the scale to a power of two."""
+    x = heavy_tailed(64, 96)
+    q = fp4graph.fake_quantize(x, NEAREST)
+    y = quantized(x, {"fraction": 1.0})
+    assert torch.equal(y, expected(x, range(len(blocks(x)))))
+    residual = (x - q).view(64, 3, 32).abs().amax(-1, keepdim=True).expand(64, 3, 32).reshape(64, 96)
+    assert x[y == 0].square().sum() < x[q == 0].square().sum() / 4
+    assert (x[y == 0].abs() <= residual[y == 0] / 12).all()
+    assert (x[q == 0].abs() > residual[q == 0] / 12).any()
+
+
+def test_only_the_chosen_operands_fall_back():
+    x = heavy_tailed(64, 96)
+    q = fp4graph.fake_quantize(x, NEAREST)
+    assert not torch.equal(quantized(x), q)
+    assert torch.equal(quantized(x, operand=Operand.WGRAD_INPUT), q)
+    assert torch.equal(quantized(x, {"operands": ["gradients"]}), q)
+    assert not torch.equal(quantized(x, {"operands": ["gradients"]}, operand=Operand.DGRAD_GRAD_OUTPUT), q)
+
+
+def test_the_second_pass_draws_its_own_noise():
+    stochastic = replace(NEAREST, rounding="stochastic")
+    x = heavy_tailed(64, 96)
+    both = quantized(x, {"fraction": 1.0}, rounding="stochastic")
+    first = fp4graph.fake_quantize(x, stochastic, key=DRAW.varying)
+    second = both - first
+    shared = first + fp4graph.fake_quantize(x - first, stochastic, key=DRAW.varying)
+    assert not torch.equal(both, shared)
+    # It is stochastic too, and unbiased: its mean over many elements of one value is their residual.
+    x = torch.full((200, 96), 1.2)
+    x[:, ::32] = 6.0
+    both = quantized(x, {"fraction": 1.0}, rounding="stochastic")
+    first = fp4graph.fake_quantize(x, stochastic, key=DRAW.varying)
+    for value in (1.0, 1.5):
+        inner = first == value
+        second = (both - first)[inner]
+        assert second.unique().numel() > 1
+        assert abs(second.mean() - (1.2 - value)) < 4 * second.std() / second.numel() ** 0.5
+
+
+def test_zeros_poison_and_empty_tensors():
+    x = heavy_tailed(8, 96)
+    x[0], x[1, 3], x[2, 40] = 0, math.nan, math.inf
+    for options in ({"fraction": 1.0}, {"fraction": 0.2}, {"threshold": 0.001}):
+        y = quantized(x, options)
+        assert (y[0] == 0).all()
+        assert y[1, :32].isnan().all()
+        assert y[2, 32:64].isnan().all()
+        assert y.isnan().sum() == 64
+        assert quantized(x[:0], options).shape == (0, 96)
+        assert quantized(x[:0].mT, options).shape == (96, 0)
+        assert (quantized(torch.zeros(4, 96), options) == 0).all()
+    # A poisoned block does not count as the largest magnitude, else nothing would pass the threshold.
+    assert not torch.equal(
+        quantized(x, {"threshold": 0.001}).nan_to_num(), fp4graph.fake_quantize(x, NEAREST).nan_to_num()
+    )
+
+
+@pytest.mark.parametrize("block", ["row", "tensor", [4, 32]])
+def test_other_blocks(block):
+    x = heavy_tailed(40, 96)
+    spec = replace(NEAREST, block=tuple(block) if isinstance(block, list) else block)
+    q = fp4graph.fake_quantize(x, spec)
+    every = quantized(x, {"fraction": 1.0}, block=block)
+    assert torch.equal(every, q + fp4graph.fake_quantize(x - q, spec))
+    some = quantized(x, {"fraction": 0.3}, block=block)
+    assert ((some == q) | (some == every)).all()
+
+
+def test_bf16_is_the_fp32_result_rounded():
+    x = heavy_tailed(40, 96).bfloat16()
+    y = quantized(x, {"fraction": 0.3})
+    assert y.dtype is torch.bfloat16
+    assert torch.equal(y, quantized(x.float(), {"fraction": 0.3}).bfloat16())
+
+
+@pytest.mark.parametrize("options", [{"fraction": 0.3}, {"threshold": 0.002}])
+def test_eager_and_inductor_agree(options):
+    program = site(options, rounding="stochastic").operand(Operand.FPROP_INPUT)
+    compiled = torch.compile(lambda x: program(x, DRAW)[0].values, dynamic=True)
+    for x in (heavy_tailed(40, 80), heavy_tailed(24, 70, seed=1).bfloat16().float()):
+        assert torch.equal(program(x, DRAW)[0].values, compiled(x))
+
+
+def test_the_gradient_is_straight_through():
+    x, w = heavy_tailed(40, 96).requires_grad_(), torch.randn(64, 96, requires_grad=True)
+    keep = {"operands": {"backward": "keep"}}
+    y = site_function(site({"fraction": 0.3}, **keep), "linear", 1.0, 1.0)(x, w, None, None, None, 0)
+    dy = torch.randn(40, 64)
+    y.backward(dy)
+    torch.testing.assert_close(x.grad, dy @ w.detach(), rtol=0, atol=0)
+    torch.testing.assert_close(w.grad, dy.mT @ x.detach(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"fraction": 0.1, "threshold": 0.1}, "two ways to choose blocks"),
+        ({"fraction": 0}, "above 0"),
+        ({"fraction": 1.5}, "at most 1"),
+        ({"threshold": -1}, "at least 0"),
+        ({"operands": []}, "empty list of operands"),
+        ({"operands": ["fprop.imput"]}, "unknown operand 'fprop.imput'"),
+        ({"fractoin": 0.1}, "unknown option 'fractoin'"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(PolicyError, match=message):
+        policy(options)
+
+
+def test_the_policy_writes_its_options_down():
+    loaded = policy({"threshold": 0.01, "operands": ["fprop.input", "gradients"]})
+    assert loaded.complexity == 1.5
+    written = yaml.safe_load(loaded.to_yaml())
+    options = {"operands": ["fprop.input", "gradients"], "threshold": 0.01}
+    assert written["rules"][0]["techniques"] == [{"outlier_fallback": options}]
+    assert fp4graph.load_policy(written) == loaded
