@@ -1,0 +1,105 @@
+"""Macro-block scaling: a factor finer than a power of two, shared by the blocks of a macro block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+import torch
+from pydantic import Field, field_validator
+
+from fp4graph.hookspecs import hookimpl
+from fp4graph.numerics.blocking import Granularity
+from fp4graph.operands import Operand, select
+from fp4graph.site import SiteView
+from fp4graph.technique import Context, OperandSpecs, Overhead, Technique
+
+_ONE = 127 << 23  # the bits of 1.0 in fp32
+
+
+class MacroBlockScaling(Technique):
+    """The blocks of a macro block share a factor γ in [1, 2], which takes over what a power of two cannot express.
+
+    h(X) = γ·f(X/γ) for the elements of a macro block of ``block`` elements along the contraction axis, f being the
+    quantizer in blocks of l. With g = max_p Z_p over its blocks p, γ is the mantissa of g/Qmax = γ'·2^k,
+    1 <= γ' < 2, rounded up to ``mantissa_bits`` stored bits. The ideal scale g/(γ·Qmax) of its largest block then lies
+    just below a power of two or on it, at most 2^-m of it away for m bits, so that rounding scales to powers of two by
+    any rule (to nearest, up, or OCP's by the exponent of Z) finds that power and clips nothing of that block. Other
+    blocks' scales keep what their mantissas differ by. γ is 1 for a macro block of zeros, and where it holds NaN or
+    Inf. With up to 3 bits γ·S·code is exact in bf16, as S·code is.
+
+    Source: "Decomposing MXFP4 quantization error for LLM reinforcement learning" names the method (a finer factor per
+    macro block on top of E8M0 scales, to reduce scale bias); the paper's formula is not public, so this one is ours.
+
+    Stage: scale (normalizer).
+
+    Cost: a maximum over block/l statistics, and m more bits per macro block. The complexity weight is ours: 0.25,
+    Table 2's fusable O(n/l), since γ can be multiplied into the scales.
+
+    Use it with E8M0 scales. Beside tensor_scaling of a tensor or row, which gives scales range but leaves their
+    mantissas alone, it does what it does alone.
+    """
+
+    name: ClassVar[str] = "macro_block_scaling"
+    overhead: ClassVar[Overhead] = Overhead("O(n/l)", "O(n/block)", fusable=True)
+
+    block: int = Field(128, ge=1, description="Elements along the contraction axis that share γ.")
+    mantissa_bits: int = Field(3, ge=1, le=10, description="Stored bits of γ below its leading one.")
+    operands: tuple[str, ...] = Field(
+        ("forward", "backward"), description="Which operands are normalized: operands or groups of them."
+    )
+
+    @field_validator("operands")
+    @classmethod
+    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        select(value)
+        return value
+
+    @property
+    def complexity(self) -> float:
+        """0.25, ours: fusable O(n/l)."""
+        return 0.25
+
+    def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
+        """A macro block is made of whole blocks, and has one factor."""
+        for operand in sorted(select(self.operands)):
+            spec = specs.get(operand)
+            if spec is None:
+                continue
+            length = spec.block[1] if isinstance(spec.block, tuple) else spec.block
+            if isinstance(length, str):
+                raise ValueError(
+                    f"{operand} has one scale per {length}; a macro block is made of blocks of fixed length"
+                )
+            if self.block % length:
+                raise ValueError(f"block {self.block} is not a multiple of the block of {operand}, {length} elements")
+        other = techniques.get("tensor_scaling")
+        if other is not None and isinstance(getattr(other, "granularity", None), int):
+            raise ValueError(
+                "tensor_scaling with a granularity in elements already gives macro blocks a factor, and an unrounded "
+                "one; drop one of them, or use granularity: tensor there"
+            )
+
+    def acts_on(self, site: SiteView) -> frozenset[Operand]:
+        """Those of ``operands``."""
+        return select(self.operands)
+
+    def normalizer(
+        self, z: torch.Tensor, group: Callable[[Granularity], torch.Tensor], context: Context
+    ) -> torch.Tensor:
+        """γ per macro block, fp32, shape of ``z``."""
+        assert context.spec is not None
+        qmax = torch.full((), context.spec.element.max, dtype=torch.float32, device=z.device)
+        bits = (group(self.block) / qmax).view(torch.int32)
+        below = (1 << (23 - self.mantissa_bits)) - 1
+        # A mantissa that rounds up past the last one carries into the exponent, which makes γ 2.
+        gamma = (((bits & 0x7FFFFF) + below) & ~below) + _ONE
+        # Zeros, subnormals (too small for any scale format), Inf and NaN have no mantissa to speak of.
+        exponent = bits >> 23
+        ordinary = (exponent > 0) & (exponent < 255)
+        return torch.where(ordinary, gamma, _ONE).view(torch.float32)
+
+
+@hookimpl
+def fp4graph_techniques() -> list[type[Technique]]:
+    return [MacroBlockScaling]

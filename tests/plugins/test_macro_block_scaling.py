@@ -1,0 +1,245 @@
+"""macro_block_scaling against its equation in exact fractions, and the error component that it is there to reduce."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+
+import fp4graph
+from fp4graph.errors import PolicyError
+from fp4graph.graph.plan import plan_site
+from fp4graph.graph.rewrite import site_function
+from fp4graph.numerics.formats import E2M1
+from fp4graph.numerics.scaling import block_scale
+from fp4graph.operands import Operand
+from fp4graph.site import SiteView
+
+OPTIONS = {"block": 64}
+
+
+def policy(options=None, *, block=16, element="e2m1", more=(), operands=None, **scale):
+    quantize = {"element": element, "block": block, "scale": {"format": "e8m0", "rounding": "nearest_even", **scale}}
+    rule = {
+        "name": "all",
+        "match": {"op": "linear"},
+        "quantize": quantize,
+        "techniques": [*more, {"macro_block_scaling": options} if options else "macro_block_scaling"],
+        **({"operands": operands} if operands else {}),
+    }
+    return fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]})
+
+
+def program(options=None, **more):
+    return plan_site(SiteView("fc", "linear", 64, 8, 512), policy(options, **more).rules[0]).program
+
+
+def quantized(x, options=None, operand=Operand.FPROP_INPUT, **more):
+    (term,) = program(options, **more).operand(operand)(x)
+    return term.product()
+
+
+def factor(largest, bits=3, qmax=Fraction(6)):
+    """γ: the mantissa of g/Qmax, rounded up to so many bits."""
+    if largest == 0:
+        return Fraction(1)
+    mantissa = Fraction(largest) / qmax
+    while mantissa >= 2:
+        mantissa /= 2
+    while mantissa < 1:
+        mantissa *= 2
+    return Fraction(math.ceil(mantissa * 2**bits), 2**bits)
+
+
+def expected(x, macro, spec, bits=3, qmax=6):
+    """γ·Q(x/γ), macro block by macro block."""
+    y = torch.empty_like(x)
+    for row in range(x.shape[0]):
+        for start in range(0, x.shape[1], macro):
+            part = x[row, start : start + macro]
+            gamma = float(factor(part.abs().max().item(), bits, Fraction(qmax)))
+            y[row, start : start + macro] = gamma * fp4graph.fake_quantize(part / torch.tensor(gamma), spec)
+    return y
+
+
+def gaussian(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def log_normal(*shape, seed=0):
+    return torch.exp(gaussian(*shape, seed=seed)) * gaussian(*shape, seed=seed + 1).sign()
+
+
+@pytest.mark.parametrize("rounding", ["nearest_even", "ceil", "floor"])
+@pytest.mark.parametrize("width", [192, 200])  # 200: a macro block of half a block
+def test_each_macro_block_has_the_mantissa_of_its_largest_block(width, rounding):
+    x = log_normal(20, width) * torch.logspace(-30, 30, 20)[:, None]
+    spec = fp4graph.QuantSpec(block=16, scale=fp4graph.ScaleSpec("e8m0", rounding))
+    y = quantized(x, OPTIONS, rounding=rounding)
+    assert torch.equal(y, expected(x, 64, spec))
+    assert not torch.equal(y, fp4graph.fake_quantize(x, spec))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 7, 10])
+def test_mantissa_bits(bits):
+    x = log_normal(20, 192)
+    spec = fp4graph.QuantSpec(block=16, scale=fp4graph.ScaleSpec("e8m0", "nearest_even"))
+    assert torch.equal(quantized(x, {**OPTIONS, "mantissa_bits": bits}), expected(x, 64, spec, bits))
+
+
+@pytest.mark.parametrize(("element", "qmax"), [("e3m0", 16), ("int4", 7), ("e4m3", 448), ("int8", Fraction(127, 64))])
+def test_other_elements_and_encode_scales(element, qmax):
+    x = log_normal(20, 128)
+    scale = fp4graph.ScaleSpec("e8m0", "nearest_even", "encode")
+    spec = fp4graph.QuantSpec(element, 16, scale)
+    y = quantized(x, OPTIONS, element=element, convention="encode")
+    assert torch.equal(y, expected(x, 64, spec, qmax=qmax))
+
+
+@pytest.mark.parametrize("rounding", ["nearest_even", "ceil", "floor"])
+def test_the_largest_block_loses_its_scale_bias(rounding):
+    """Its scale times γ is Z/Qmax but for the rounding of γ, and never less, so that nothing is clipped. The maxima
+    include every value just above, on and just below those that γ represents exactly."""
+    exact = torch.tensor([6 * (1 + k / 8) for k in range(8)])
+    edges = torch.cat([exact, torch.nextafter(exact, exact + 1), torch.nextafter(exact, exact - 1)])
+    maxima = torch.cat([edges, 6 * torch.exp2(torch.rand(500))])
+    x = gaussian(maxima.numel(), 64).clamp(-1, 1)
+    x[:, 20] = maxima
+    q = program(OPTIONS, rounding=rounding).operand(Operand.FPROP_INPUT).quantize(x)
+    scale = (q.scale * q.gamma)[:, 1, 0].double()
+    ideal = maxima.double() / 6
+    assert (scale >= ideal).all()
+    assert (scale <= ideal * 1.125 * (1 + 1e-6)).all()
+    assert (q.ratio[:, 1].abs().amax(-1) <= 6).all()
+
+
+def decomposed(x, dequantized, scale, length):
+    """(dead zone −x, scale bias Q_S(x) − Q_S*(x), grid noise Q_S*(x) − x) per element, which add up to the error."""
+    values = x.double().reshape(x.shape[0], -1, length)
+    ideal_scale = values.abs().amax(-1, keepdim=True) / 6
+    grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+
+    def rounded(s):
+        u = values / s
+        return grid[(u.abs().clamp(max=6)[..., None] - grid).abs().argmin(-1)] * u.sign() * s
+
+    got = dequantized.double().reshape(values.shape)
+    torch.testing.assert_close(got, rounded(scale.double()), rtol=1e-5, atol=0)
+    dead, ideal = got == 0, rounded(ideal_scale)
+    zero = torch.zeros_like(values)
+    parts = (
+        torch.where(dead, -values, zero),
+        torch.where(dead, zero, got - ideal),
+        torch.where(dead, zero, ideal - values),
+    )
+    torch.testing.assert_close(sum(parts), got - values, rtol=0, atol=1e-9)
+    return parts
+
+
+@pytest.mark.parametrize("data", [gaussian, log_normal])
+@pytest.mark.parametrize("rounding", ["nearest_even", "ceil", "floor"])
+def test_the_scale_bias_falls(data, rounding):
+    x = data(128, 512)
+    scale_spec = fp4graph.ScaleSpec("e8m0", rounding)
+    amax = x.reshape(128, -1, 32).abs().amax(-1, keepdim=True)
+    plain = fp4graph.fake_quantize(x, fp4graph.QuantSpec(block=32, scale=scale_spec))
+    macro = {"options": {"block": 128}, "block": 32, "rounding": rounding}
+    q = program(**macro).operand(Operand.FPROP_INPUT).quantize(x)
+    cases = (plain, block_scale(amax, scale_spec, E2M1)), (quantized(x, **macro), q.scale * q.gamma)
+    (_, before, _), (_, after, _) = (decomposed(x, dequantized, scale, 32) for dequantized, scale in cases)
+    assert after.square().sum() < 0.95 * before.square().sum()
+    assert (cases[1][0] - x).square().sum() < (plain - x).square().sum()
+
+
+def test_blocks_of_two_axes_and_the_weight_of_both_gemms():
+    """A macro block of 2-D blocks is a run of them; each row of blocks has its own."""
+    w = log_normal(32, 128)
+    y = quantized(w, OPTIONS, Operand.FPROP_WEIGHT, block=[16, 16])
+    spec = fp4graph.QuantSpec(block=(16, 16), scale=fp4graph.ScaleSpec("e8m0", "nearest_even"))
+    for rows in (slice(0, 16), slice(16, 32)):
+        for columns in (slice(0, 64), slice(64, 128)):
+            part = w[rows, columns]
+            gamma = torch.tensor(float(factor(part.abs().max().item())))
+            assert torch.equal(y[rows, columns], gamma * fp4graph.fake_quantize(part / gamma, spec))
+
+
+def test_beside_a_tensor_scale():
+    """A tensor scale changes the range of the block scales, and macro blocks of X/g have the mantissas of X's."""
+    x = log_normal(20, 128)
+    x = x / x.abs().max() * 8  # g = 8, by which division is exact
+    alone = quantized(x, OPTIONS)
+    assert torch.equal(quantized(x, OPTIONS, more=["tensor_scaling"]), alone)
+
+
+def test_zeros_poison_tiny_and_empty():
+    x = log_normal(6, 128)
+    x[0], x[1, 3], x[2, 70], x[3] = 0, math.nan, math.inf, 1e-40
+    y = quantized(x, OPTIONS)
+    assert (y[0] == 0).all()
+    assert y[1, :16].isnan().all()
+    assert y[2, 64:80].isnan().all()
+    assert y.isnan().sum() == 32
+    spec = fp4graph.QuantSpec(block=16, scale=fp4graph.ScaleSpec("e8m0", "nearest_even"))
+    # The poisoned block's neighbours, and what no scale reaches, are quantized without a factor.
+    assert torch.equal(y[1, 16:64], fp4graph.fake_quantize(x, spec)[1, 16:64])
+    assert torch.equal(y[3], fp4graph.fake_quantize(x, spec)[3])
+    assert quantized(x[:0], OPTIONS).shape == (0, 128)
+    assert quantized(x[:0].mT, OPTIONS).shape == (128, 0)
+
+
+def test_only_the_chosen_operands():
+    x = log_normal(20, 128)
+    plain = fp4graph.fake_quantize(x, fp4graph.QuantSpec(block=16, scale=fp4graph.ScaleSpec("e8m0", "nearest_even")))
+    options = {**OPTIONS, "operands": ["backward"]}
+    assert torch.equal(quantized(x, options), plain)
+    assert not torch.equal(quantized(x, options, Operand.DGRAD_GRAD_OUTPUT), plain)
+
+
+def test_eager_and_inductor_agree():
+    f = program(OPTIONS).operand(Operand.FPROP_INPUT)
+    compiled = torch.compile(lambda t: f(t)[0].product(), dynamic=True)
+    for x in (log_normal(20, 200), log_normal(33, 100)):
+        assert torch.equal(f(x)[0].product(), compiled(x))
+
+
+def test_the_gradient_quantizes_macro_blocks_along_each_gemms_own_axis():
+    x, w, dy = log_normal(40, 64).requires_grad_(), gaussian(8, 64).requires_grad_(), gaussian(40, 8, seed=5)
+    y = site_function(program({"block": 32}), "linear", 1.0, 1.0)(x, w, None, None, None, 0)
+    y.backward(dy)
+    spec = fp4graph.QuantSpec(block=16, scale=fp4graph.ScaleSpec("e8m0", "nearest_even"))
+
+    def q(t):
+        return expected(t.detach().contiguous(), 32, spec)
+
+    torch.testing.assert_close(y, q(x) @ q(w).mT, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(x.grad, q(dy) @ q(w.mT).mT, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(w.grad, q(dy.mT) @ q(x.mT).mT, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "message"),
+    [
+        ({"block": 40}, {}, "block 40 is not a multiple of the block of .*, 16 elements"),
+        ({"block": 0}, {}, "at least 1"),
+        ({"mantissa_bits": 0}, {}, "at least 1"),
+        ({"mantissa_bits": 11}, {}, "at most 10"),
+        (OPTIONS, {"block": "row"}, "one scale per row"),
+        (OPTIONS, {"block": "tensor"}, "one scale per tensor"),
+        (OPTIONS, {"block": [16, 48]}, "not a multiple of the block of .*, 48 elements"),
+        (OPTIONS, {"more": [{"tensor_scaling": {"granularity": 64}}]}, "already gives macro blocks a factor"),
+        ({"operands": ["weihgts"]}, {}, "unknown operand 'weihgts'"),
+        ({"operands": []}, {}, "empty list"),
+    ],
+)
+def test_wrong_options_are_named(options, more, message):
+    with pytest.raises(PolicyError, match=message):
+        policy(options, **more)
+
+
+def test_a_kept_operand_is_not_checked_and_costs_are_counted():
+    assert (
+        policy({"block": 64, "operands": ["forward"]}, operands={"gradients": {"block": "tensor"}}).complexity == 0.25
+    )
+    policy(OPTIONS, operands={"gradients": "keep"})
