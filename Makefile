@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint format wheel clean
+.PHONY: demo test lint format docs wheel clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/pretrain_vit.py --data digits --backend eager \
@@ -20,6 +20,9 @@ lint: $(STAMP)
 
 format: $(STAMP)
 	$(BIN)/ruff format .
+
+docs: $(STAMP)
+	$(BIN)/python -m fp4graph.reference docs/reference
 
 wheel: $(STAMP)
 	$(BIN)/python -m build --wheel

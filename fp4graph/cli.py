@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.table import Table
 
+from fp4graph import reference
 from fp4graph.errors import Error
-from fp4graph.numerics.spec import QuantSpec
-from fp4graph.operands import Operand
 from fp4graph.policy import Policy, Rule, load_policy
-from fp4graph.policy.validation import keys
 from fp4graph.registry import Registry, default_registry, suggest
-from fp4graph.technique import STAGES, Technique, overrides
 
 app = typer.Typer(
     name="fp4graph", help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -31,21 +26,29 @@ PolicyArgument = Annotated[str, typer.Argument(metavar="POLICY", help="A policy 
 
 
 @app.command()
-def policies(as_json: AsJson = False) -> None:
-    """List the policies that can be called by name."""
+def policies(
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Describe this one in full.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the policies that can be called by name, or describe one."""
     registry = _registry()
+    if name is not None:
+        if name not in registry.policies:
+            raise Error(f"unknown policy {name!r}; {suggest(name, registry.policies)}")
+        policy = load_policy(name, registry)
+        return _show(reference.policy_data(policy), Markdown(reference.policy_page(policy)), as_json=as_json)
     table = Table("name", "Ω", "techniques", "description")
     rows = []
-    for name, path in sorted(registry.policies.items()):
+    for listed, path in sorted(registry.policies.items()):
         try:
             policy = load_policy(path, registry)
         except Error as error:
-            _warn(f"policy {name!r} cannot be loaded: {error}")
+            _warn(f"policy {listed!r} cannot be loaded: {error}")
             continue
-        used = [technique.name for technique in policy.used]
-        rows.append({"name": name, "complexity": policy.complexity, "techniques": used} | _about(policy))
-        table.add_row(name, f"{policy.complexity:g}", ", ".join(used), policy.description)
-    _show(rows, table, as_json=as_json)
+        row = reference.policy_row(policy) | {"name": listed}
+        rows.append(row)
+        table.add_row(listed, f"{policy.complexity:g}", ", ".join(row["techniques"]), policy.description)
+    return _show(rows, table, as_json=as_json)
 
 
 @app.command()
@@ -56,12 +59,17 @@ def techniques(
     """List the techniques that policies can use, or describe one."""
     registry = _registry()
     if name is not None:
-        return _describe(name, registry, as_json)
-    rows = [_row(technique, registry) for _, technique in sorted(registry.techniques.items())]
+        if name not in registry.techniques:
+            raise Error(f"unknown technique {name!r}; {suggest(name, registry.techniques)}")
+        technique = registry.techniques[name]
+        page = Markdown(reference.technique_page(technique, registry))
+        return _show(reference.technique_data(technique, registry), page, as_json=as_json)
+    rows = [reference.technique_row(technique, registry) for _, technique in sorted(registry.techniques.items())]
     table = Table("name", "Ω", "compute", "memory", "fusable", "plugin")
     for row in rows:
         fusable = "yes" if row["fusable"] else "no"
-        table.add_row(row["name"], _weight(row), row["compute"], row["memory"], fusable, row["plugin"])
+        weight = "by options" if row["complexity"] is None else f"{row['complexity']:g}"
+        table.add_row(row["name"], weight, row["compute"], row["memory"], fusable, row["plugin"])
     return _show(rows, table, as_json=as_json)
 
 
@@ -74,7 +82,7 @@ def check(
     """Load a policy and print what it came to: its rules, and what happens to the six operands."""
     loaded = load_policy(policy, _registry())
     explanation = _explanation(model, loaded, None, 2) if model else None
-    data = _data(loaded) | ({"model": explanation.to_json()} if explanation else {})
+    data = reference.policy_data(loaded) | ({"model": explanation.to_json()} if explanation else {})
     heading = f"{loaded.name}   Ω {loaded.complexity:g}   fingerprint {loaded.fingerprint[:12]}\n{loaded.description}\n"
     tables = [_rule_table(rule) for rule in (*loaded.rules, loaded.default)]
     _show(data, heading, *tables, *([str(explanation)] if explanation else []), as_json=as_json)
@@ -140,137 +148,33 @@ def _shape(text: str) -> tuple[int, ...]:
     return tuple(int(size) for size in sizes)
 
 
-# ------------------------------------------------------------------ as plain data
-
-
-def _about(policy: Policy) -> dict[str, Any]:
-    return {"description": policy.description, "file": policy.file}
-
-
-def _data(policy: Policy) -> dict[str, Any]:
-    return {
-        "name": policy.name,
-        **_about(policy),
-        "complexity": policy.complexity,
-        "techniques": [technique.name for technique in policy.used],
-        "fingerprint": policy.fingerprint,
-        "rules": [_rule_data(rule) for rule in policy.rules],
-        "default": _rule_data(policy.default),
-        "yaml": policy.to_yaml(),
-    }
-
-
-def _rule_data(rule: Rule) -> dict[str, Any]:
-    return {
-        "name": rule.name,
-        "file": rule.file,
-        "line": rule.line,
-        "required": rule.required,
-        "match": str(rule.match),
-        "keep": rule.keep,
-        "operands": {operand.value: _words(spec) for operand, spec in rule.specs.items()},
-        "reuses": sorted(operand.value for operand in rule.reuses),
-        "techniques": [technique.name for technique in rule.techniques],
-    }
-
-
-def _words(spec: QuantSpec | None) -> dict[str, str] | None:
-    """One operand's spec, column by column."""
-    if spec is None:
-        return None
-    block = "×".join(map(str, spec.block)) if isinstance(spec.block, tuple) else str(spec.block)
-    scale = [spec.scale.format.name, spec.scale.rounding]
-    scale += [spec.scale.convention] if spec.scale.convention != "decode" else []
-    scale += [spec.scale.zero] if spec.scale.zero != "nearest_subnormal" else []
-    bits = f", {spec.random_bits} bits" if spec.random_bits != 24 else ""
-    return {
-        "element": spec.element.name,
-        "block": block,
-        "scale": " ".join(scale),
-        "rounding": f"nearest, ties {spec.ties}" if spec.rounding == "nearest" else f"stochastic{bits}",
-        "source": spec.source + (", from master" if spec.from_master else ""),
-    }
-
-
-def _row(technique: type[Technique], registry: Registry) -> dict[str, Any]:
-    try:
-        complexity = technique().complexity
-    except ValidationError:  # has an option without default
-        complexity = None
-    return {
-        "name": technique.name,
-        "complexity": complexity,
-        "compute": technique.overhead.compute,
-        "memory": technique.overhead.memory,
-        "fusable": technique.overhead.fusable,
-        "plugin": registry.origin(technique.name),
-    }
-
-
-def _option(field: FieldInfo) -> dict[str, Any]:
-    default = {} if field.is_required() else {"default": field.get_default(call_default_factory=True)}
-    kind = field.annotation
-    shown = kind.__name__ if isinstance(kind, type) and not hasattr(kind, "__args__") else str(kind)
-    return {"type": shown.replace("typing.", ""), "required": field.is_required(), **default}
-
-
 # ------------------------------------------------------------------ as text
-
-
-def _describe(name: str, registry: Registry, as_json: bool) -> None:
-    """One technique in full."""
-    if name not in registry.techniques:
-        raise Error(f"unknown technique {name!r}; {suggest(name, registry.techniques)}")
-    technique = registry.techniques[name]
-    row = _row(technique, registry)
-    doc = inspect.getdoc(technique) or ""
-    options = dict(zip(keys(technique), map(_option, technique.model_fields.values()), strict=True))
-    stages = [stage for stage in STAGES if overrides(technique, stage)]
-    table = Table("option", "type", "default")
-    for key, option in options.items():
-        table.add_row(key, option["type"], "required" if option["required"] else repr(option["default"]))
-    fusable = "fusable" if row["fusable"] else "not fusable"
-    heading = (
-        f"{name}   Ω {_weight(row)}   plugin {row['plugin']}\n"
-        f"compute {row['compute']}, memory {row['memory']}, {fusable}\n\n{doc}\n"
-    )
-    data = row | {"doc": doc, "options": options, "stages": stages}
-    _show(data, heading, *([table] if options else []), f"stages: {', '.join(stages) or 'none'}", as_json=as_json)
-
-
-def _weight(row: dict[str, Any]) -> str:
-    return "by options" if row["complexity"] is None else f"{row['complexity']:g}"
 
 
 def _rule_table(rule: Rule) -> Table | str:
     place = f" ({Path(rule.file).name}:{rule.line})" if rule.file else ""
-    optional = "" if rule.required or rule.name == "default" else ", may match nothing"
-    heading = f"{rule.name}{place}: {rule.match if rule.name != 'default' else 'every other site'}{optional}"
+    heading = f"{rule.name}{place}{reference.rule_heading(rule).removeprefix(rule.name)}"
     if rule.keep is not None:
         return f"{heading}\nkept in high precision: {rule.keep}\n"
-    table = Table("", "operand", "element", "block", "scale", "rounding", "source", title=heading, title_justify="left")
-    for number, operand in enumerate(Operand, start=1):
-        words = _words(rule.specs[operand])
-        exact = "high precision, of the dequantized fprop operand" if operand in rule.reuses else "high precision"
-        table.add_row(f"Q{number}", operand.value, *(words.values() if words else (exact,)))
+    table = Table(*reference.COLUMNS, title=heading, title_justify="left")
+    for row in reference.rule_rows(rule):
+        table.add_row(*row)
     if rule.techniques:
-        table.caption = "techniques: " + ", ".join(map(_spelled, rule.techniques))
+        table.caption = "techniques: " + ", ".join(map(reference.spelled, rule.techniques))
     return table
 
 
-def _spelled(technique: Technique) -> str:
-    options = technique.model_dump(mode="json", by_alias=True)
-    return f"{technique.name}({', '.join(f'{key}={value!r}' for key, value in options.items())})"
-
-
-def _show(data: Any, *parts: Table | str, as_json: bool) -> None:
-    """Print ``data`` as JSON, or ``parts`` for a person."""
+def _show(data: Any, *parts: Table | Markdown | str, as_json: bool) -> None:
+    """Print ``data`` as JSON, or ``parts`` for a person; Markdown as it is, unless on a terminal."""
     if as_json:
         print(json.dumps(data, indent=2, ensure_ascii=False, default=str))
         return
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
     for part in parts:
-        console.print(part)
+        if isinstance(part, Markdown) and not console.is_terminal:
+            print(part.markup, end="")
+        else:
+            console.print(part)
 
 
 def _warn(message: str) -> None:

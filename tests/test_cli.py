@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from fp4graph import cli, registry
+from fp4graph import cli, load_policy, reference, registry
 from fp4graph.hookspecs import hookimpl
 from fp4graph.registry import Registry
 
@@ -67,21 +67,38 @@ def test_techniques(fp4graph: Any) -> None:
 
 
 def test_one_technique(fp4graph: Any) -> None:
+    found = registry.default_registry()
     result = fp4graph("techniques", "q_ema")
-    for words in (
-        "q_ema",
-        "0.998",
-        "beta",
-        "float",
-        "compute O(n), memory O(n), fusable",
-        "round",
-        "after_step",
-        "TetraJet",
-    ):
-        assert words in result.out
+    assert result.code == 0
+    assert result.out == reference.technique_page(found.techniques["q_ema"], found)
     data = fp4graph("techniques", "q_ema", "--json").data
-    assert data["options"]["beta"] == {"type": "float", "required": False, "default": 0.998}
+    beta = data["options"]["beta"]
+    assert beta.pop("description")
+    assert beta == {"type": "number above 0 and below 1", "required": False, "default": 0.998}
     assert {"round", "state", "after_step"} <= set(data["stages"])
+    assert (data["compute"], data["memory"], data["fusable"]) == ("O(n)", "O(n)", True)
+
+
+def test_one_policy(fp4graph: Any) -> None:
+    result = fp4graph("policies", "tetrajet-qema")
+    assert result.code == 0
+    assert result.out == reference.policy_page(load_policy("tetrajet-qema"))
+    data = fp4graph("policies", "tetrajet-qema", "--json").data
+    assert data["weights"] == {"q_ema": 2.0, "stochastic_rounding": 0.5}
+    assert data["fingerprint"] == load_policy("tetrajet-qema").fingerprint
+
+
+def test_a_page_is_rendered_on_a_terminal(fp4graph: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    shown = fp4graph("techniques", "q_ema").out
+    assert "\x1b[" in shown
+    assert "| --- |" not in shown
+
+
+def test_unknown_policy(fp4graph: Any) -> None:
+    result = fp4graph("policies", "tetrajett")
+    assert (result.code, result.out) == (1, "")
+    assert "unknown policy 'tetrajett'; did you mean 'tetrajet'?\n" in result.err
 
 
 def test_options_are_shown_as_policies_write_them(fp4graph: Any) -> None:

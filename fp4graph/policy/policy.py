@@ -139,13 +139,18 @@ class Policy:
     def complexity(self) -> float:
         """Ω: the weights of the techniques in use, however spelled, summed over distinct names.
 
-        Where options differ from rule to rule the largest weight counts. A declared technique counts even if no site
-        can use it, as in the tables of "Elucidating the design space of FP4 training".
+        A declared technique counts even if no site can use it, as in the tables of "Elucidating the design space of
+        FP4 training".
         """
+        return math.fsum(self.weights.values())  # exact, hence the same in any order
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """What each technique in use adds to Ω, by name; the largest weight where options differ from rule to rule."""
         weights: dict[str, float] = {}
         for technique in (*self._declared, *self.implied):
             weights[technique.name] = max(technique.complexity, weights.get(technique.name, technique.complexity))
-        return math.fsum(weights.values())  # exact, hence the same in any order
+        return weights
 
     @property
     def used(self) -> tuple[Technique, ...]:

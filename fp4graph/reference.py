@@ -1,0 +1,557 @@
+"""Reference pages, generated from the code: ``python -m fp4graph.reference docs/reference [--check]``.
+
+A technique's page comes from its class: docstring, options, stages, overhead. A policy's comes from its file and from
+what it resolves to. ``fp4graph techniques NAME`` and ``fp4graph policies NAME`` print the same text. Nothing in it
+depends on the machine or the order of installation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import enum
+import functools
+import inspect
+import re
+import sys
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any, Literal
+
+import annotated_types
+import yaml
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
+
+from fp4graph.errors import Error
+from fp4graph.numerics.spec import QuantSpec
+from fp4graph.operands import Gemm, Operand
+from fp4graph.policy import Policy, Rule, load_policy
+from fp4graph.policy.validation import keys
+from fp4graph.registry import GROUP, Registry
+from fp4graph.site import SiteView
+from fp4graph.technique import STAGES, Technique, overrides
+
+#: Docstring parts after the summary: how a paragraph that opens one begins, and the heading it gets.
+PARTS = {
+    "Source:": "Source",
+    "Stage:": "Stage",
+    "Stages:": "Stage",
+    "Cost:": "Cost",
+    "The complexity weight is ours:": "Complexity weight",
+    "Use it": "When to use it",
+}
+_SHIPPED_PLUGINS, _SHIPPED_POLICIES = "fp4graph_plugins", "fp4graph_policies"
+
+
+# ------------------------------------------------------------------ as plain data
+
+
+def technique_data(technique: type[Technique], registry: Registry) -> dict[str, Any]:
+    """What is known of a technique, as JSON has it; ``complexity`` None where it takes options to know."""
+    fields = zip(keys(technique), technique.model_fields.items(), strict=True)
+    return technique_row(technique, registry) | {
+        "doc": _doc(technique),
+        "options": {key: _option(name, field) for key, (name, field) in fields},
+        "stages": [stage for stage in STAGES if overrides(technique, stage)],
+        "conflicts": sorted(technique.conflicts),
+        "requires": sorted(technique.requires),
+    }
+
+
+def technique_row(technique: type[Technique], registry: Registry) -> dict[str, Any]:
+    """The short form of :func:`technique_data`: a row of the list."""
+    return {
+        "name": technique.name,
+        "complexity": _weight(technique, {}),
+        "compute": technique.overhead.compute,
+        "memory": technique.overhead.memory,
+        "fusable": technique.overhead.fusable,
+        "plugin": registry.origin(technique.name),
+    }
+
+
+def policy_data(policy: Policy) -> dict[str, Any]:
+    """A policy and what it resolves to, as JSON has it."""
+    return policy_row(policy) | {
+        "weights": policy.weights,
+        "fingerprint": policy.fingerprint,
+        "rules": [_rule_data(rule) for rule in policy.rules],
+        "default": _rule_data(policy.default),
+        "yaml": policy.to_yaml(),
+    }
+
+
+def policy_row(policy: Policy) -> dict[str, Any]:
+    """The short form of :func:`policy_data`: a row of the list."""
+    return {
+        "name": policy.name,
+        "description": policy.description,
+        "file": policy.file,
+        "complexity": policy.complexity,
+        "techniques": [technique.name for technique in policy.used],
+    }
+
+
+def _rule_data(rule: Rule) -> dict[str, Any]:
+    return {
+        "name": rule.name,
+        "file": rule.file,
+        "line": rule.line,
+        "required": rule.required,
+        "match": str(rule.match),
+        "keep": rule.keep,
+        "operands": {operand.value: spec_words(spec) for operand, spec in rule.specs.items()},
+        "reuses": sorted(operand.value for operand in rule.reuses),
+        "techniques": [technique.name for technique in rule.techniques],
+    }
+
+
+def spec_words(spec: QuantSpec | None) -> dict[str, str] | None:
+    """One operand's spec, column by column."""
+    if spec is None:
+        return None
+    block = "×".join(map(str, spec.block)) if isinstance(spec.block, tuple) else str(spec.block)
+    scale = [spec.scale.format.name, spec.scale.rounding]
+    scale += [spec.scale.convention] if spec.scale.convention != "decode" else []
+    scale += [spec.scale.zero] if spec.scale.zero != "nearest_subnormal" else []
+    bits = f", {spec.random_bits} bits" if spec.random_bits != 24 else ""
+    return {
+        "element": spec.element.name,
+        "block": block,
+        "scale": " ".join(scale),
+        "rounding": f"nearest, ties {spec.ties}" if spec.rounding == "nearest" else f"stochastic{bits}",
+        "source": spec.source + (", from master" if spec.from_master else ""),
+    }
+
+
+def _option(name: str, field: FieldInfo) -> dict[str, Any]:
+    default = {} if field.is_required() else {"default": to_jsonable_python(_default(field))}
+    words = _words(field.annotation, field.metadata, name)
+    return {
+        "type": words,
+        "required": field.is_required(),
+        **default,
+        "description": _one_line(field.description or ""),
+    }
+
+
+def _default(field: FieldInfo) -> Any:
+    return field.get_default(call_default_factory=True)
+
+
+def _weight(technique: type[Technique], options: Mapping[str, Any]) -> float | None:
+    try:
+        return technique.model_validate(options).complexity
+    except ValidationError:  # an option without default, or options that do not go together
+        return None
+
+
+# ------------------------------------------------------------------ rules, for tables
+
+
+#: Columns of a rule's operand table.
+COLUMNS = ("", "operand", "element", "block", "scale", "rounding", "source")
+
+
+def rule_heading(rule: Rule) -> str:
+    """What a rule is called and what it matches."""
+    optional = "" if rule.required or rule.name == "default" else ", may match nothing"
+    return f"{rule.name}: {rule.match if rule.name != 'default' else 'every other site'}{optional}"
+
+
+def rule_rows(rule: Rule) -> list[tuple[str, ...]]:
+    """The operands of a rule, a row each; shorter than :data:`COLUMNS` for those in high precision."""
+    rows: list[tuple[str, ...]] = []
+    for number, operand in enumerate(Operand, start=1):
+        words = spec_words(rule.specs[operand])
+        exact = "high precision, of the dequantized fprop operand" if operand in rule.reuses else "high precision"
+        rows.append((f"Q{number}", operand.value, *(words.values() if words else (exact,))))
+    return rows
+
+
+def spelled(technique: Technique) -> str:
+    """A technique with its options, as a call."""
+    options = technique.model_dump(mode="json", by_alias=True)
+    return f"{technique.name}({', '.join(f'{key}={value!r}' for key, value in options.items())})"
+
+
+# ------------------------------------------------------------------ options in words
+
+
+def _words(annotation: Any, metadata: Sequence[Any] = (), name: str = "", *, plural: bool = False) -> str:
+    """What a policy may write for an option of this type."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        nested = (item.metadata if isinstance(item, FieldInfo) else [item] for item in arguments[1:])
+        return _words(arguments[0], [item for items in nested for item in items], name, plural=plural)
+    if origin in (typing.Union, types.UnionType):
+        words = [_words(part, metadata, name, plural=plural) for part in arguments if part is not types.NoneType]
+        return ", or ".join([*words, *(["null"] if types.NoneType in arguments else [])])
+    if origin is Literal:
+        return " | ".join(str(to_jsonable_python(value)) for value in arguments)
+    if origin is tuple:
+        items = set(arguments) - {...}
+        item = _words(items.pop(), (), name, plural=True) if len(items) == 1 else "values"
+        if ... in arguments:
+            return f"{'lists' if plural else 'list'} of {item}"
+        count = {2: "pair"}.get(len(arguments), f"list of {len(arguments)}")
+        return f"{count}{'s' if plural and len(arguments) == 2 else ''} of {item}".replace(" of of ", " of ")
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return " | ".join(str(to_jsonable_python(member)) for member in annotation)
+    if annotation is bool:
+        return "true or false"
+    if annotation in (int, float):
+        noun = ("whole number" if annotation is int else "number") + ("s" if plural else "")
+        return noun + _bounds(metadata)
+    if annotation is str:
+        return ("operands" if plural else "operand") if name.startswith("operand") else "names" if plural else "text"
+    return getattr(annotation, "__name__", None) or str(annotation).replace("typing.", "")
+
+
+def _bounds(metadata: Iterable[Any]) -> str:
+    """The range of a number, in words."""
+    words = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
+    bounds = {
+        name: getattr(item, name)
+        for name in words
+        for item in metadata
+        if isinstance(item, getattr(annotated_types, name.capitalize()))
+    }
+    if set(bounds) == {"ge", "le"}:
+        return f" from {bounds['ge']:g} to {bounds['le']:g}"
+    return " and".join(f" {words[name]} {bound:g}" for name, bound in bounds.items())
+
+
+# ------------------------------------------------------------------ pages
+
+
+def technique_page(technique: type[Technique], registry: Registry) -> str:
+    """The reference page of one technique, Markdown."""
+    data = technique_data(technique, registry)
+    parts = docstring_parts(technique)
+    fusable = "fusable" if data["fusable"] else "not fusable"
+    facts = {
+        "complexity weight": _weights(technique),
+        "weight declared as": _weight_doc(technique),
+        "overhead": f"compute {data['compute']}, memory {data['memory']}, {fusable}",
+        "stages": ", ".join(f"`{stage}`" for stage in data["stages"]) or "none",
+        "acts on": _acts_on(technique),
+        "conflicts with": _technique_links(data["conflicts"], registry) or "none",
+        "requires": _technique_links(data["requires"], registry) or "none",
+        "plugin": f"`{data['plugin']}`",
+    }
+    lines = [f"# {technique.name}", "", parts.pop("Summary", ""), "", *_table(("", ""), facts.items()), ""]
+    for heading, text in parts.items():
+        lines += [f"## {heading}", "", text, ""]
+    lines += ["## Options", ""]
+    if data["options"]:
+        rows = [
+            (
+                f"`{key}`",
+                option["type"],
+                "required" if option["required"] else f"`{_flow(option['default'])}`",
+                _markdown(option["description"]),
+            )
+            for key, option in data["options"].items()
+        ]
+        lines += _table(("option", "type", "default", "meaning"), rows)
+    else:
+        lines += ["None."]
+    lines += ["", "In a policy:", "", "```yaml", _example(technique).rstrip(), "```", ""]
+    users = [name for name, policy in _policies(registry).items() if technique.name in policy.weights]
+    links = ", ".join(f"[{name}](../policies/{name}.md)" for name in users)
+    lines += ["## Policies that use it", "", f"{links}." if links else "None of those shipped.", ""]
+    return _page(lines)
+
+
+def policy_page(policy: Policy) -> str:
+    """The reference page of one policy, Markdown."""
+    text = Path(policy.file).read_text(encoding="utf-8") if policy.file else ""
+    comment, written = _split_comment(text)
+    weights = [f"[{name}](../techniques/{name}.md) {weight:g}" for name, weight in sorted(policy.weights.items())]
+    lines = [f"# {policy.name}", "", f"{_markdown(policy.description)}.".replace("..", "."), ""]
+    lines += [f"Ω = {policy.complexity:g}{': ' + ' + '.join(weights) if weights else ', no technique'}.", ""]
+    lines += [_comment_prose(comment), ""] if comment else []
+    lines += ["## Rules", ""]
+    for rule in (*policy.rules, policy.default):
+        lines += [f"### {_markdown(rule_heading(rule))}", ""]
+        if rule.keep is not None:
+            lines += [f"Kept in high precision: {_markdown(rule.keep)}.", ""]
+            continue
+        lines += [*_table(COLUMNS, (_filled(row) for row in rule_rows(rule))), ""]
+        if rule.techniques:
+            used = "`, `".join(map(spelled, rule.techniques))
+            lines += [f"Techniques: `{used}`.", ""]
+    if written:
+        lines += ["## YAML", "", "```yaml", written.rstrip(), "```", ""]
+    if not written or re.search(r"^extends:", written, re.MULTILINE):
+        heading = "## With what it extends written out" if written else "## YAML"
+        lines += [heading, "", "```yaml", policy.to_yaml().rstrip(), "```", ""]
+    return _page(lines)
+
+
+def index_page(registry: Registry) -> str:
+    """The page that lists the others."""
+    lines = ["# Reference", ""]
+    lines += ["Generated from the code by `make docs`; change the docstring, option or policy file, not the page.", ""]
+    lines += ["## Techniques", ""]
+    lines += _table(
+        ("technique", "Ω", "what it does"),
+        (
+            (f"[{name}](techniques/{name}.md)", _default_weight(cls), docstring_parts(cls).get("Summary", ""))
+            for name, cls in sorted(registry.techniques.items())
+        ),
+    )
+    lines += ["", "## Policies", ""]
+    lines += _table(
+        ("policy", "Ω", "techniques", "what it is"),
+        (
+            (
+                f"[{name}](policies/{name}.md)",
+                f"{policy.complexity:g}",
+                ", ".join(sorted(policy.weights)),
+                _markdown(policy.description),
+            )
+            for name, policy in _policies(registry).items()
+        ),
+    )
+    return _page(lines)
+
+
+def docstring_parts(technique: type[Technique]) -> dict[str, str]:
+    """A technique's docstring by heading, Markdown: ``Summary``, ``Definition``, then those of :data:`PARTS`."""
+    summary, *rest = re.split(r"\n\s*\n", _doc(technique))
+    parts = {"Summary": [summary]} if summary else {}
+    heading = "Definition"
+    for paragraph in rest:
+        opening = next((opening for opening in PARTS if paragraph.startswith(opening)), None)
+        if opening is not None:
+            heading = PARTS[opening]
+            if opening.endswith(":"):
+                paragraph = paragraph.removeprefix(opening).lstrip()
+                if re.match(r"(a|[a-z]{2,})\b", paragraph):  # a word, not a symbol
+                    paragraph = paragraph[0].upper() + paragraph[1:]
+        parts.setdefault(heading, []).append(paragraph)
+    return {
+        heading: _one_line(text) if heading == "Summary" else text
+        for heading, paragraphs in parts.items()
+        if (text := _markdown("\n\n".join(paragraphs)))
+    }
+
+
+def _doc(technique: type[Technique]) -> str:
+    # Not inspect.getdoc, which would take the docstring of Technique itself for want of one.
+    return inspect.cleandoc(technique.__dict__.get("__doc__") or "")
+
+
+def _weights(technique: type[Technique]) -> str:
+    """The weight of the default options, and which options change it."""
+    default = _weight(technique, {})
+    others: dict[str, list[str]] = {}
+    for key, (_, field) in zip(keys(technique), technique.model_fields.items(), strict=True):
+        for value in _choices(field.annotation):
+            weight = _weight(technique, {key: value})
+            if weight is not None and weight != default:
+                others.setdefault(f"{weight:g}", []).append(f"`{key}: {_flow(to_jsonable_python(value))}`")
+    return "; ".join(
+        [_default_weight(technique), *(f"{weight} with {' or '.join(names)}" for weight, names in others.items())]
+    )
+
+
+def _weight_doc(technique: type[Technique]) -> str:
+    doc = technique.complexity.__doc__ if overrides(technique, "complexity") else None
+    return _markdown(_one_line(doc or "")) or "nothing said"
+
+
+def _default_weight(technique: type[Technique]) -> str:
+    weight = _weight(technique, {})
+    return "by options" if weight is None else f"{weight:g}"
+
+
+def _choices(annotation: Any) -> list[Any]:
+    """The values of a type that has few."""
+    if typing.get_origin(annotation) is Literal:
+        return list(typing.get_args(annotation))
+    if annotation is bool:
+        return [False, True]
+    return [value for part in typing.get_args(annotation) for value in _choices(part) if part is not annotation]
+
+
+def _acts_on(technique: type[Technique]) -> str:
+    """Where a technique takes part with its default options, as far as it says so of a linear it knows nothing of."""
+    site = SiteView(None, "linear", None, None, None)
+    before = dict.fromkeys(Operand, QuantSpec())
+    try:
+        default = technique.model_validate({})
+        after = default.plan(site, before)
+        operands = {o for o in Operand if after[o] != before[o]} | set(default.acts_on(site))
+        operands |= {entry.operand for entry in default.state(site)}
+        gemms = default.pairs(site)
+    except ValueError:  # an option without default, or a site it refuses
+        return "depends on options and site"
+    said = []
+    if operands:
+        named = ", ".join(f"`{o}`" for o in Operand if o in operands)
+        said.append("all six operands" if operands == set(Operand) else named)
+    if gemms:
+        said.append("both operands of " + ", ".join(f"`{gemm}`" for gemm in Gemm if gemm in gemms))
+    return "; ".join(said) + (" (default options)" if technique.model_fields else "") if said else "no operand"
+
+
+def _example(technique: type[Technique]) -> str:
+    """A technique with its options written out, as a policy has it."""
+    options: dict[str, Any] = {}
+    for key, field in zip(keys(technique), technique.model_fields.values(), strict=True):
+        if field.is_required():
+            options[key] = to_jsonable_python(field.examples[0]) if field.examples else "..."
+        elif _default(field) is not None:
+            options[key] = to_jsonable_python(_default(field))
+    entries = [*sorted(technique.requires), {technique.name: options} if options else technique.name]
+    return "techniques:\n" + "".join(f"  - {_flow(entry, brackets=False)}\n" for entry in entries)
+
+
+# ------------------------------------------------------------------ Markdown
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    return [_line(header), _line(["---"] * len(header)), *map(_line, rows)]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+
+
+def _filled(row: tuple[str, ...]) -> tuple[str, ...]:
+    return (*row, *[""] * (len(COLUMNS) - len(row)))
+
+
+def _technique_links(names: Iterable[str], registry: Registry) -> str:
+    return ", ".join(f"[{name}]({name}.md)" if name in registry.techniques else f"`{name}`" for name in names)
+
+
+def _flow(value: Any, *, brackets: bool = True) -> str:
+    """A value as YAML on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6).strip()
+    text = text.removesuffix("\n...").strip()
+    return text if brackets or not text.startswith("{") else text[1:-1]
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _markdown(text: str) -> str:
+    """Prose of a docstring as Markdown: code as it is there, everything else without a meaning it does not have."""
+    blocks = [
+        block if block.startswith("    ") else re.sub(r"(``.+?``|`.+?`)|(\*|<(?=[\w/!]))", _escape, block, flags=re.S)
+        for block in text.split("\n\n")
+    ]
+    return "\n\n".join(blocks).strip("\n")
+
+
+def _escape(found: re.Match[str]) -> str:
+    code, special = found.groups()
+    return f"`{code.strip('`')}`" if code else f"\\{special}"
+
+
+def _split_comment(text: str) -> tuple[str, str]:
+    """The leading comment block of a YAML file, without its signs, and the rest."""
+    lines = text.splitlines()
+    end = next((index for index, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    return "\n".join(line[1:].removeprefix(" ").rstrip() for line in lines[:end]), "\n".join(lines[end:]).strip("\n")
+
+
+def _comment_prose(comment: str) -> str:
+    """A comment block as Markdown; its indented lines, which are tables, keep their columns."""
+    lines: list[str] = []
+    inside = False
+    for line in comment.splitlines():
+        indented = line.startswith("  ") and bool(line.strip())
+        if indented != inside and (indented or line.strip()):
+            lines += ["", "```text"] if indented else ["```", ""]
+            inside = indented
+        elif inside and not line.strip():
+            lines += ["```"]
+            inside = False
+        lines.append(line if indented else _markdown(line))
+    return re.sub(r"\n{3,}", "\n\n", "\n".join([*lines, *(["```"] if inside else [])])).strip("\n")
+
+
+def _page(lines: Iterable[str]) -> str:
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n") + "\n"
+
+
+# ------------------------------------------------------------------ the command
+
+
+@functools.lru_cache(maxsize=4)
+def _policies(registry: Registry) -> dict[str, Policy]:
+    """Every policy of ``registry`` that can be loaded, by name."""
+    found: dict[str, Policy] = {}
+    for name, path in sorted(registry.policies.items()):
+        try:
+            found[name] = load_policy(path, registry)
+        except Error:  # whoever lists policies names it
+            continue
+    return found
+
+
+def shipped_registry() -> Registry:
+    """Fp4graph's own techniques and policies, whatever else is installed."""
+    points = sorted(point for point in entry_points(group=GROUP) if point.module.startswith(f"{_SHIPPED_PLUGINS}."))
+    return Registry([(point.name, point) for point in points], entry_point_group=None)
+
+
+def pages(registry: Registry) -> dict[str, str]:
+    """Every page by its path below the reference's folder."""
+    return {
+        "README.md": index_page(registry),
+        **{f"techniques/{name}.md": technique_page(cls, registry) for name, cls in sorted(registry.techniques.items())},
+        **{f"policies/{name}.md": policy_page(policy) for name, policy in _policies(registry).items()},
+    }
+
+
+def differences(directory: Path, expected: Mapping[str, str]) -> list[str]:
+    """What is wrong with the pages under ``directory``, a line each."""
+    present = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*.md"))}
+    found = [f"missing: {name}" for name in expected if name not in present]
+    found += [
+        f"stale: {name}"
+        for name, text in expected.items()
+        if name in present and present[name].read_text(encoding="utf-8") != text
+    ]
+    return found + [f"superfluous: {name}" for name in present if name not in expected]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the pages, or with ``--check`` say which are not as the code has them; the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m fp4graph.reference", description="Writes the reference pages.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page is out of date")
+    options = parser.parse_args(arguments)
+    registry = shipped_registry()
+    failures = [str(failure) for failure in registry.failures.values()]
+    failures += [f"policy {name!r} cannot be loaded" for name in registry.policies if name not in _policies(registry)]
+    for failure in failures:
+        print(f"left out: {failure}", file=sys.stderr)
+    expected = pages(registry)
+    wrong = differences(options.directory, expected)
+    if not options.check:
+        for name, text in expected.items():
+            path = options.directory / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        for name in (line.removeprefix("superfluous: ") for line in wrong if line.startswith("superfluous: ")):
+            (options.directory / name).unlink()
+        wrong = []
+    elif wrong:
+        print("\n".join([*wrong, "run: make docs"]))
+    return 1 if wrong or failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

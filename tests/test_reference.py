@@ -1,0 +1,260 @@
+"""The reference pages: committed as the code has them, complete for what is shipped, possible for anything else."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import pytest
+import yaml
+from pydantic import Field
+
+from fp4graph import hookimpl, load_policy, reference, registry
+from fp4graph.operands import Gemm
+from fp4graph.registry import Registry
+from fp4graph.technique import Overhead, Technique
+
+DOCS = Path(__file__).parents[1] / "docs/reference"
+SHIPPED = reference.shipped_registry()
+
+
+def test_committed_pages_are_what_the_code_generates() -> None:
+    assert not SHIPPED.failures
+    assert not reference.differences(DOCS, reference.pages(SHIPPED)), "run: make docs"
+
+
+def test_every_shipped_policy_has_a_page() -> None:
+    assert {f"policies/{name}.md" for name in SHIPPED.policies} <= reference.pages(SHIPPED).keys()
+
+
+@pytest.mark.parametrize("name", sorted(SHIPPED.techniques))
+def test_a_shipped_technique_is_described_in_full(name: str) -> None:
+    technique = SHIPPED.techniques[name]
+    undescribed = [option for option, field in technique.model_fields.items() if not field.description]
+    assert not undescribed, "every option has a description"
+    parts = reference.docstring_parts(technique)
+    assert {"Summary", "Definition", "Source", "Stage", "Cost", "When to use it"} <= parts.keys()
+    order = [heading for heading in parts if heading != "Complexity weight"]
+    assert order == ["Summary", "Definition", "Source", "Stage", "Cost", "When to use it"]
+    assert technique.complexity.__doc__
+    for option in reference.technique_data(technique, SHIPPED)["options"].values():
+        assert not any(sign in option["type"] for sign in ("[", "typing", "NoneType", "<"))
+
+
+@pytest.mark.parametrize("name", sorted(SHIPPED.techniques))
+def test_the_example_of_a_page_is_accepted(name: str) -> None:
+    page = reference.technique_page(SHIPPED.techniques[name], SHIPPED)
+    example = page.partition("```yaml\n")[2].partition("```")[0]
+    entry = yaml.safe_load(example)["techniques"][-1]
+    options = {} if isinstance(entry, str) else entry[name]
+    if "..." not in options.values():
+        SHIPPED.techniques[name].model_validate(options)
+
+
+@pytest.mark.parametrize("page", sorted(reference.pages(SHIPPED)))
+def test_links_lead_somewhere(page: str) -> None:
+    pages = reference.pages(SHIPPED)
+    for target in re.findall(r"\]\(([^)]+\.md)\)", pages[page]):
+        path = (Path("/") / page).parent.joinpath(target)
+        assert str(Path(*path.resolve().parts[1:])) in pages, target
+
+
+# ------------------------------------------------------------------ any technique
+
+
+class Bare(Technique):
+    name: ClassVar[str] = "bare"
+    overhead: ClassVar[Overhead] = Overhead("O(1)", "O(1)", fusable=False)
+    strength: float
+
+    @property
+    def complexity(self) -> float:
+        return self.strength
+
+
+class Colour(StrEnum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Rich(Technique):
+    """One sentence
+    on two lines with x*y and ``code*``.
+
+    y = |x|, for a <b> tag.
+
+        y   x
+        1   -1*
+
+    Source: a paper, Eq. 1.
+
+    Second paragraph of the source.
+
+    Stages: element rounding.
+
+    Cost: u per element.
+
+    The complexity weight is ours: O(n).
+
+    Use it when it helps.
+    """
+
+    name: ClassVar[str] = "rich"
+    overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=True)
+    conflicts: ClassVar[frozenset[str]] = frozenset({"bare", "absent"})
+    requires: ClassVar[frozenset[str]] = frozenset({"bare"})
+    kind: Literal["a", "b", "free"] = Field("a", description="a | b")
+    on: bool = Field(False, alias="is_on", description="Whether.")
+
+    @property
+    def complexity(self) -> float:
+        """1.5, but nothing when free."""
+        return 0.0 if self.kind == "free" else 1.5
+
+
+class Plugin:
+    @hookimpl
+    def fp4graph_techniques(self) -> list[type[Technique]]:
+        return [Bare, Rich]
+
+
+REGISTRY = Registry([("stranger", Plugin())], entry_point_group=None)
+
+
+def test_a_technique_that_says_nothing_has_a_page() -> None:
+    assert reference.technique_page(Bare, REGISTRY) == (
+        "# bare\n\n"
+        "|  |  |\n| --- | --- |\n"
+        "| complexity weight | by options |\n"
+        "| weight declared as | nothing said |\n"
+        "| overhead | compute O(1), memory O(1), not fusable |\n"
+        "| stages | none |\n"
+        "| acts on | depends on options and site |\n"
+        "| conflicts with | none |\n| requires | none |\n| plugin | `stranger` |\n\n"
+        "## Options\n\n"
+        "| option | type | default | meaning |\n| --- | --- | --- | --- |\n| `strength` | number | required |  |\n\n"
+        "In a policy:\n\n```yaml\ntechniques:\n  - bare: {strength: '...'}\n```\n\n"
+        "## Policies that use it\n\nNone of those shipped.\n"
+    )
+
+
+def test_what_a_docstring_says_is_laid_out() -> None:
+    page = reference.technique_page(Rich, REGISTRY)
+    assert page.startswith("# rich\n\nOne sentence on two lines with x\\*y and `code*`.\n\n")
+    assert "| complexity weight | 1.5; 0 with `kind: free` |\n" in page
+    assert "| weight declared as | 1.5, but nothing when free. |\n" in page
+    assert "| acts on | no operand |\n" in page
+    assert "| conflicts with | `absent`, [bare](bare.md) |\n| requires | [bare](bare.md) |\n" in page
+    assert "## Definition\n\ny = |x|, for a \\<b> tag.\n\n    y   x\n    1   -1*\n\n" in page
+    assert "## Source\n\nA paper, Eq. 1.\n\nSecond paragraph of the source.\n\n## Stage\n\nElement rounding.\n" in page
+    assert "## Cost\n\nU" not in page  # a symbol keeps its case
+    assert "## Complexity weight\n\nO(n).\n\n## When to use it\n\nUse it when it helps.\n" in page
+    assert "| `kind` | a \\| b \\| free | `a` | a \\| b |\n| `is_on` | true or false | `false` | Whether. |\n" in page
+    assert "  - bare\n  - rich: {kind: a, is_on: false}\n" in page
+
+
+@pytest.mark.parametrize(
+    ("annotation", "words"),
+    [
+        (Literal["spline", "dge"], "spline | dge"),
+        (Annotated[int, Field(ge=1, le=24)], "whole number from 1 to 24"),
+        (Annotated[int, Field(ge=1)], "whole number of at least 1"),
+        (Annotated[float, Field(gt=0, lt=1)], "number above 0 and below 1"),
+        (Annotated[float, Field(gt=0, le=1)], "number above 0 and at most 1"),
+        (float | None, "number, or null"),
+        (bool, "true or false"),
+        (str, "text"),
+        (Literal["tensor", "row"] | int, "tensor | row, or whole number"),
+        (Colour, "red | blue"),
+        (Literal["all"] | tuple[Gemm, ...], "all, or list of fprop | dgrad | wgrad"),
+        (tuple[int, int], "pair of whole numbers"),
+        (tuple[tuple[float, float], ...], "list of pairs of numbers"),
+        (tuple[str, ...], "list of names"),
+        (dict[str, int], "dict"),
+    ],
+)
+def test_types_in_words(annotation: Any, words: str) -> None:
+    assert reference._words(annotation) == words
+
+
+def test_a_list_of_operands_is_called_one() -> None:
+    assert reference._words(Literal["backward"] | tuple[str, ...], (), "operands") == "backward, or list of operands"
+
+
+# ------------------------------------------------------------------ policies
+
+
+def test_a_policy_without_a_file_shows_what_it_resolves_to() -> None:
+    policy = load_policy(
+        {"version": 1, "name": "p", "description": "A | B.", "default": {"operands": {"wgrad": "keep"}}}, REGISTRY
+    )
+    page = reference.policy_page(policy)
+    assert page.startswith("# p\n\nA | B.\n\nΩ = 0, no technique.\n\n## Rules\n\n### default: every other site\n")
+    assert "| Q1 | fprop.input | e2m1 | 32 | e8m0 floor | nearest, ties even | original |\n" in page
+    assert "| Q6 | wgrad.input | high precision |  |  |  |  |\n" in page
+    assert page.endswith(f"## YAML\n\n```yaml\n{policy.to_yaml()}```\n")
+
+
+def test_a_policy_files_comment_becomes_prose(tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text("# First.\n#\n# Then:\n#   a   1\n#   b   2\n# Last.\nversion: 1\nextends: bf16\n# not prose\n")
+    page = reference.policy_page(load_policy(path, REGISTRY))
+    assert "\n\nFirst.\n\nThen:\n\n```text\n  a   1\n  b   2\n```\n\nLast.\n\n## Rules\n" in page
+    assert "## YAML\n\n```yaml\nversion: 1\nextends: bf16\n# not prose\n```\n" in page
+    assert "## With what it extends written out\n\n```yaml\nversion: 1\nname: p\n" in page
+    assert str(tmp_path) not in page
+
+
+# ------------------------------------------------------------------ the command
+
+
+def test_pages_are_the_same_every_time() -> None:
+    again = reference.shipped_registry()
+    assert again is not SHIPPED
+    assert reference.pages(again) == reference.pages(SHIPPED)
+
+
+def test_the_command_writes_checks_and_cleans(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(registry, "_shipped_policies", list)
+    found = Registry([("stranger", Plugin())], entry_point_group=None)
+    monkeypatch.setattr(reference, "shipped_registry", lambda: found)
+    target = tmp_path / "reference"
+    assert reference.main([str(target)]) == 0
+    assert reference.main([str(target), "--check"]) == 0
+    (target / "techniques/bare.md").unlink()
+    (target / "techniques/rich.md").write_text("old")
+    (target / "policies").mkdir()
+    (target / "policies/gone.md").write_text("gone")
+    capsys.readouterr()
+    assert reference.main([str(target), "--check"]) == 1
+    assert capsys.readouterr().out.splitlines() == [
+        "missing: techniques/bare.md",
+        "stale: techniques/rich.md",
+        "superfluous: policies/gone.md",
+        "run: make docs",
+    ]
+    assert (target / "policies/gone.md").exists()
+    assert reference.main([str(target)]) == 0
+    assert not (target / "policies/gone.md").exists()
+    assert reference.main([str(target), "--check"]) == 0
+    shutil.rmtree(target)
+    assert reference.main([str(target), "--check"]) == 1
+
+
+def test_what_is_left_out_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Broken:
+        @hookimpl
+        def fp4graph_techniques(self) -> list[type[Technique]]:
+            raise RuntimeError("out of order")
+
+    found = Registry([("broken", Broken())], entry_point_group=None)
+    monkeypatch.setattr(reference, "shipped_registry", lambda: found)
+    assert reference.main([str(tmp_path)]) == 1
+    assert "left out: plugin 'broken': cannot be loaded: RuntimeError: out of order" in capsys.readouterr().err
