@@ -1,0 +1,234 @@
+"""four_over_six against a loop over blocks with the scalar oracle and exact sums of errors."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from fractions import Fraction
+
+import pytest
+import torch
+
+import fp4graph
+from fp4graph.errors import PolicyError, PolicyWarning
+from fp4graph.graph.plan import plan_site
+from fp4graph.graph.rewrite import site_function
+from fp4graph.numerics import noise, reference
+from fp4graph.numerics.formats import E2M1
+from fp4graph.operands import Operand
+from fp4graph.ops.program import Draw
+from fp4graph.site import SiteView
+
+DRAW = Draw(noise.make_key("site", "fc"), noise.make_step(0, 0, 0))
+MEASURES = {
+    "mse": lambda errors: sum(e * e for e in errors),
+    "mae": lambda errors: sum(abs(e) for e in errors),
+    "amax": lambda errors: max(abs(e) for e in errors),
+}
+
+
+def policy(options=None, *, more=(), operands=None, element="e2m1", block=16, elements="nearest", **scale):
+    scale = {"format": "e4m3", "rounding": "nearest_even", **scale}
+    rule = {
+        "name": "all",
+        "match": {"op": "linear"},
+        "quantize": {"element": element, "block": block, "rounding": elements, "scale": scale},
+        "techniques": [*more, {"four_over_six": options} if options else "four_over_six"],
+        **({"operands": operands} if operands else {}),
+    }
+    return fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]})
+
+
+def program(options=None, **more):
+    return plan_site(SiteView("fc", "linear", 64, 8, 512), policy(options, **more).rules[0]).program
+
+
+def quantization(x, options=None, operand=Operand.FPROP_INPUT, **more):
+    return program(options, **more).operand(operand).quantize(x, DRAW)
+
+
+def quantized(x, options=None, operand=Operand.FPROP_INPUT, **more):
+    (term,) = program(options, **more).operand(operand)(x, DRAW)
+    return term.product()
+
+
+def gaussian(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def block_choice(values, spec, measure="mse"):
+    """(dequantized, scale, whether it is that for 4) of one block."""
+    largest = max(map(abs, values))
+    candidates = []
+    for stretch in (1.0, 1.5):
+        scale = reference.scale_of_block([largest * stretch], spec, E2M1)
+        decode = spec.convention == "decode"
+        codes = [reference.round_nearest(_fp32(v / scale if decode else v * scale), E2M1, "even") for v in values]
+        deq = [_fp32(q * scale if decode else q / scale) for q in codes]
+        error = MEASURES[measure]([Fraction(d) - Fraction(v) for d, v in zip(deq, values, strict=True)])
+        candidates.append((error, deq, scale))
+    (six, *chosen), (four, *other) = candidates
+    saturates = spec.convention == "decode" and largest * 1.5 / 6 > spec.format.max
+    return (*other, True) if four < six and not saturates else (*chosen, False)
+
+
+def _fp32(value):
+    return torch.tensor(value, dtype=torch.float64).float().item()
+
+
+def expected(x, spec, measure="mse", length=16):
+    y, fours = torch.empty_like(x), 0
+    for row, start in itertools.product(range(x.shape[0]), range(0, x.shape[1], length)):
+        part = x[row, start : start + length]
+        deq, _, four = block_choice(part.tolist(), spec, measure)
+        y[row, start : start + length] = torch.tensor(deq)
+        fours += four
+    return y, fours
+
+
+@pytest.mark.parametrize("measure", MEASURES)
+@pytest.mark.parametrize(
+    "scale",
+    [
+        {"format": "e4m3"},
+        {"format": "e4m3", "convention": "encode"},
+        {"format": "ue5m3", "rounding": "toward_positive"},
+        {"format": "e8m0", "rounding": "floor"},
+        {"format": "e8m0"},
+        {"format": "fp32"},
+        {"format": "bf16", "convention": "encode"},
+    ],
+    ids=lambda scale: "-".join(scale.values()),
+)
+def test_each_block_takes_the_scale_that_errs_less(scale, measure):
+    x = gaussian(24, 72)  # the last block of a row is half empty
+    scale = {"rounding": "nearest_even", **scale}
+    y, fours = expected(x, fp4graph.ScaleSpec(**scale), measure)
+    assert torch.equal(quantized(x, {"measure": measure}, **scale), y)
+    assert 0 < fours < 24 * 5
+
+
+def test_a_worked_example():
+    """Scales unrounded. 10, 20, 30, 40 are codes 1 to 4 of E2M1 times 10; 5, 20, 40, 60 are codes up to 6."""
+    x = torch.zeros(2, 16)
+    x[:, :4] = torch.tensor([[10.0, 20, 30, 40], [5.0, 20, 40, 60]])
+    q = quantization(x, format="fp32")
+    assert torch.equal(q.scale.flatten(), torch.tensor([10.0, 10.0]))
+    assert torch.equal(q.codes[:, 0, :4], torch.tensor([[1.0, 2, 3, 4], [0.5, 2, 4, 6]]))
+
+
+def test_ties_take_six():
+    """A block of its maximum alone is exact either way; so are zeros."""
+    x = torch.zeros(3, 16)
+    x[0, 3], x[1] = 48.0, -96.0
+    scale = quantization(x).scale.flatten()
+    assert torch.equal(scale, torch.tensor([8.0, 16.0, 2.0**-9]))
+
+
+def test_a_scale_for_four_that_saturates_falls_back():
+    """6·448 needs a scale of 448 for 6 and of 672 for 4, which E4M3 does not have, however much better 4 would be."""
+    x = torch.zeros(2, 16)
+    x[:, :4] = torch.tensor([10.0, 20, 30, 40]) * torch.tensor([[44.0], [67.2]])  # maxima 1760 and 2688
+    assert torch.equal(quantization(x).scale.flatten(), torch.tensor([448.0, 448.0]))
+    codes = quantization(x).codes[:, 0, 3]
+    assert torch.equal(codes, torch.tensor([4.0, 6.0]))
+    # The tensor scale of the paper leaves room: its largest block has scale 256, or 384.
+    q = quantization(x, more=[{"tensor_scaling": {"target": 256}}])
+    assert q.scale.flatten()[1] == 384
+    assert q.scale.max() <= 448
+    assert torch.equal(q.codes[:, 0, 3], torch.tensor([4.0, 4.0]))
+    # The default of 448 does not.
+    assert quantization(x, more=["tensor_scaling"]).scale.flatten()[1] == 448
+
+
+def test_it_errs_less_than_six_alone():
+    x = gaussian(256, 256)
+    plain = fp4graph.fake_quantize(x, fp4graph.QuantSpec(block=16, scale=fp4graph.ScaleSpec("e4m3", "nearest_even")))
+    before, after = ((q - x).square().mean() for q in (plain, quantized(x)))
+    assert after < 0.95 * before
+    by_block = ((q - x).reshape(-1, 16).double().square().sum(1) for q in (plain, quantized(x)))
+    six, chosen = by_block
+    assert (chosen <= six).all()
+
+
+def test_stochastic_rounding_keeps_the_choice_of_nearest():
+    x = gaussian(64, 64)
+    nearest, stochastic = quantization(x), quantization(x, elements="stochastic")
+    assert torch.equal(nearest.scale, stochastic.scale)
+    assert not torch.equal(nearest.codes, stochastic.codes)
+
+
+def test_poison_overflow_and_empty():
+    x = gaussian(4, 32)
+    x[0, 3], x[1, 20], x[2] = math.nan, math.inf, 3e38
+    for measure, scale in itertools.product(MEASURES, ({"format": "e8m0", "rounding": "floor"}, {"format": "fp32"})):
+        y = quantized(x, {"measure": measure}, **scale)
+        assert y[0, :16].isnan().all()
+        assert y[1, 16:].isnan().all()
+        assert y.isnan().sum() == 32
+        assert y[2].isfinite().all()
+        assert quantized(x[:0], {"measure": measure}).shape == (0, 32)
+        assert quantized(x[:0].mT, {"measure": measure}).shape == (32, 0)
+
+
+def test_blocks_of_two_axes_share_one_choice():
+    w = gaussian(32, 32)
+    spec = fp4graph.ScaleSpec("e4m3", "nearest_even")
+    y = quantized(w, operand=Operand.FPROP_WEIGHT, block=[16, 16])
+    for rows, columns in itertools.product((slice(0, 16), slice(16, 32)), repeat=2):
+        deq, _, _ = block_choice(w[rows, columns].flatten().tolist(), spec)
+        assert torch.equal(y[rows, columns].flatten(), torch.tensor(deq))
+
+
+def test_only_the_chosen_operands():
+    x = gaussian(64, 64)
+    plain = fp4graph.fake_quantize(x, fp4graph.QuantSpec(block=16, scale=fp4graph.ScaleSpec("e4m3", "nearest_even")))
+    assert torch.equal(quantized(x, {"operands": ["weights"]}), plain)
+    assert not torch.equal(quantized(x, {"operands": ["weights"]}, Operand.DGRAD_WEIGHT), plain)
+
+
+@pytest.mark.parametrize("measure", ["mse", "amax"])
+def test_eager_and_inductor_agree(measure):
+    f = program({"measure": measure}).operand(Operand.FPROP_INPUT)
+    compiled = torch.compile(lambda t: f(t)[0].product(), dynamic=True)
+    for x in (gaussian(300, 512), gaussian(65, 100, seed=1).bfloat16()):
+        assert torch.equal(f(x)[0].product(), compiled(x))
+
+
+def test_the_gradient_is_straight_through():
+    x, w = gaussian(40, 64).requires_grad_(), gaussian(8, 64, seed=1).requires_grad_()
+    keep = program(operands={"backward": "keep"})
+    y = site_function(keep, "linear", 1.0, 1.0)(x, w, None, None, None, 0)
+    dy = gaussian(40, 8, seed=2)
+    y.backward(dy)
+    torch.testing.assert_close(x.grad, dy @ w.detach(), rtol=0, atol=0)
+    torch.testing.assert_close(w.grad, dy.mT @ x.detach(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "message"),
+    [
+        ({"measure": "l2"}, {}, "must be 'mse', 'mae' or 'amax'"),
+        ({"operands": ["fprop.inputs"]}, {}, "unknown operand 'fprop.inputs'"),
+        ({}, {"element": "int4"}, "codes 4 and 6 of e2m1, and .* is int4"),
+        ({}, {"operands": {"gradients": {"element": "e3m0"}}}, "is e3m0"),
+        ({}, {"more": ["stochastic_scale_rounding"]}, "rounded stochastically"),
+        ({}, {"more": ["smooth_max"]}, "cannot share a site"),
+    ],
+)
+def test_wrong_options_are_named(options, more, message):
+    with pytest.raises(PolicyError, match=message):
+        policy(options, **more)
+
+
+@pytest.mark.parametrize("rounding", ["ceil", "amax_ceil", "toward_positive"])
+def test_powers_of_two_rounded_up_never_take_four(rounding):
+    x = gaussian(200, 64)
+    with pytest.warns(PolicyWarning, match="never errs less"):
+        y = quantized(x, format="e8m0", rounding=rounding)
+    scale = fp4graph.ScaleSpec("e8m0", rounding)
+    assert torch.equal(y, fp4graph.fake_quantize(x, fp4graph.QuantSpec(block=16, scale=scale)))
+
+
+def test_an_operand_of_other_elements_may_be_left_out():
+    assert policy({"operands": ["forward"]}, operands={"gradients": {"element": "e4m3"}}).complexity == 0.5
