@@ -23,13 +23,12 @@ _ROUND_UP = ("ceil", "amax_ceil", "toward_positive")
 class FourOverSix(Technique):
     """Each block's maximum is scaled to the code 6 or to the code 4, whichever makes the smaller error.
 
-    E2M1 has no value between 4 and 6, so a block scaled to its maximum 6 rounds what lies near 5/6 of its maximum by
-    up to a sixth of it. Scaled to 4 it has 3 and 2 there. With S_6 = q(Z/6) and S_4 = q(Z/4) = q(1.5·Z/6) (encode:
-    q(6/Z) and q(4/Z)), q being the spec's own rule, and x̂_6, x̂_4 the block rounded to nearest with either,
-    S = S_4 where E(x̂_4 − x) < E(x̂_6 − x), else S_6; so 6 where they tie. ``measure`` is E: ``mse`` Σe², ``mae``
-    Σabs(e), ``amax`` max abs(e). A block whose scale for
-    4 lies above the scale format's maximum takes 6. The choice is by rounding to nearest even where the elements are
-    then rounded stochastically.
+    E2M1 has no value between 4 and 6, so a block scaled to 6 rounds 5/6 of its maximum by a sixth of it; scaled to 4
+    it rounds nothing by more than an eighth, but small elements more coarsely. With S_6 = q(Z/6) and
+    S_4 = q(Z/4) = q(1.5·Z/6) (encode: q(6/Z) and q(4/Z)), q being the spec's own rule, and x̂_6 and x̂_4 the block
+    rounded to nearest under each, S = S_4 where E(x̂_4 − x) < E(x̂_6 − x), else S_6; so 6 where they tie. ``measure``
+    is E: ``mse`` Σe², ``mae`` Σabs(e), ``amax`` max abs(e). A block whose scale for 4 lies above the scale format's
+    maximum takes 6. Where elements are rounded stochastically the choice is still that of rounding to nearest.
 
     Source: Cook et al. 2025, "Four Over Six: More Accurate NVFP4 Quantization with Adaptive Block Scaling", for NVFP4
     and with mean squared error; the other measures are of the authors' code. With E4M3 scales it needs a tensor scale
