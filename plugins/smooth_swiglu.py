@@ -1,0 +1,84 @@
+"""Smooth-SwiGLU: channels of silu(gate)·up are normalized before they are quantized; the next weight absorbs it."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fp4graph.hookspecs import hookimpl
+from fp4graph.operands import Gemm
+from fp4graph.site import SiteView
+from fp4graph.technique import Context, Overhead, Technique
+
+_LARGEST_POWER = 2.0**127  # of fp32
+
+
+class SmoothSwiglu(Technique):
+    """Channel k of a SwiGLU's output is divided by its largest magnitude, and column k of the next weight multiplied.
+
+    Y = Q(X·S⁻¹)·Q(W·S)ᵀ with X [tokens, K] = silu(gate)·up, W [N, K] the down-projection, S = diag(s) and
+    s_k = max over all tokens t of abs(X[t, k]). Unquantized, S cancels. A SwiGLU multiplies two projections of the
+    same input, which training can align so that a few channels grow far beyond the others; they would set the scale
+    of every block they lie in. s_k is 1 for a channel of zeros and for one that holds NaN or Inf. ``power_of_two``
+    rounds s_k up to a power of two, so that S cancels exactly and shifts cost nothing.
+
+    Source: Fishman et al. 2025, "Scaling FP8 training to trillion-token LLMs" (Smooth-SwiGLU), there with a scale per
+    channel before a per-tensor quantizer; "Elucidating the design space of FP4 training", A.3, tried it with FP4.
+    The leading axes of a linear's input, batch and sequence, are one axis of tokens.
+
+    Stage: pair transform of fprop, at sites whose input is silu(x)·y (``producer: swiglu``) and nowhere else. dgrad
+    and wgrad quantize what their specs say: with ``source: fprop`` the operands of fprop, scaled back.
+
+    Cost: a maximum over the tokens of X, which no block-wise kernel sees, and a multiplication of X and of W. The
+    complexity weight is ours: 0.5, Table 2's unfusable O(n) with O(1) memory (K values).
+
+    Use it for models with SwiGLU trained long enough to grow such channels. The spread moves into W, whose blocks run
+    along the same channels, so it pays where activations are quantized more coarsely than weights. Put it in a rule
+    with ``match: {producer: swiglu}``, which is an error where a model has none.
+    """
+
+    name: ClassVar[str] = "smooth_swiglu"
+    overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=False)
+
+    power_of_two: bool = Field(False, description="Whether s is rounded up to a power of two.")
+
+    @property
+    def complexity(self) -> float:
+        """0.5, ours: unfusable O(n), O(1) memory."""
+        return 0.5
+
+    def pairs(self, site: SiteView) -> frozenset[Gemm]:
+        """fprop after a SwiGLU."""
+        return frozenset({Gemm.FPROP}) if site.producer == "swiglu" else frozenset()
+
+    def pair_context(self, left: torch.Tensor, right: torch.Tensor, context: Context) -> tuple[torch.Tensor, ...]:
+        """s, fp32 ``[..., 1, K]``."""
+        if statically_known_true(left.shape[-2] == 0):  # no tokens, of which there is no maximum
+            return (left.new_ones([*left.shape[:-2], 1, left.shape[-1]], dtype=torch.float32),)
+        s = left.to(torch.float32).abs().amax(-2, keepdim=True)
+        ordinary = (s > 0) & (s < torch.inf)
+        if self.power_of_two:
+            # Cutting the mantissa off after adding all but one of its range rounds up.
+            bits = (s.clamp(max=_LARGEST_POWER).view(torch.int32) + 0x7FFFFF) & 0x7F800000
+            s = bits.view(torch.float32)
+        return (torch.where(ordinary, s, 1.0),)
+
+    def transform(
+        self, x: torch.Tensor, side: Literal["left", "right"], shared: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        """X/s and W·s, fp32."""
+        return x.to(torch.float32) / shared[0] if side == "left" else x.to(torch.float32) * shared[0]
+
+    def inverse(
+        self, x: torch.Tensor, side: Literal["left", "right"], shared: tuple[torch.Tensor, ...]
+    ) -> torch.Tensor:
+        """X·s and W/s, fp32."""
+        return self.transform(x, "right" if side == "left" else "left", shared)
+
+
+@hookimpl
+def fp4graph_techniques() -> list[type[Technique]]:
+    return [SmoothSwiglu]

@@ -1,0 +1,228 @@
+"""smooth_swiglu against Q(X/s)·Q(W·s)ᵀ written out, and where it acts in a real model."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fp4graph
+from fp4graph.errors import PolicyError, PolicyWarning
+from fp4graph.graph.plan import plan_site
+from fp4graph.graph.rewrite import site_function
+from fp4graph.numerics import noise
+from fp4graph.operands import Gemm
+from fp4graph.site import SiteView
+
+SPEC = fp4graph.QuantSpec(block=16, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
+QUANTIZE = {"element": "e2m1", "block": 16, "scale": {"format": "e8m0", "rounding": "ceil"}}
+
+
+def policy(options=None, operands=None, producer="swiglu", more=(), rest=False):
+    smooth = {
+        "name": "down",
+        "match": {"op": "linear", **({"producer": producer} if producer else {})},
+        "quantize": QUANTIZE,
+        "techniques": [{"smooth_swiglu": options} if options else "smooth_swiglu", *more],
+        **({"operands": operands} if operands else {}),
+    }
+    rules = [smooth, {"name": "rest", "match": {"op": "linear"}, "quantize": QUANTIZE}]
+    return fp4graph.load_policy({"version": 1, "name": "p", "rules": rules[: 1 + rest]})
+
+
+def program(options=None, **more):
+    view = SiteView("mlp.down", "linear", 96, 32, 96 * 32, producer="swiglu")
+    return plan_site(view, policy(options, **more).rules[0]).program
+
+
+def run(x, w, dy, options=None, **more):
+    x, w = x.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
+    key, step = noise.make_key("site"), noise.make_step(0, 0, 0)
+    y = site_function(program(options, **more), "linear", 1.0, 1.0)(x, w, None, key, step, 0)
+    y.backward(dy)
+    return y.detach(), x.grad, w.grad
+
+
+def quantize(t):
+    return fp4graph.fake_quantize(t.contiguous(), SPEC)
+
+
+def channel_scales(x, power_of_two=False):
+    """s_k by a loop."""
+    result = []
+    for k in range(x.shape[1]):
+        largest = max(abs(v) for v in x[:, k].tolist())
+        if power_of_two and largest:
+            mantissa, exponent = math.frexp(largest)  # largest = mantissa·2^exponent, mantissa in [1/2, 1)
+            largest = 2.0 ** (exponent - 1 if mantissa == 0.5 else exponent)
+        result.append(largest or 1.0)
+    return torch.tensor(result)
+
+
+@pytest.fixture
+def data():
+    generator = torch.Generator().manual_seed(0)
+    x = F.silu(torch.randn(50, 96, generator=generator)) * torch.randn(50, 96, generator=generator)
+    x = x * torch.exp(2 * torch.randn(96, generator=generator))  # channels of very different size
+    x[:, 5] = 0
+    return x, torch.randn(32, 96, generator=generator), torch.randn(50, 32, generator=generator)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_fprop_quantizes_the_smoothed_operands(data, power_of_two):
+    x, w, dy = data
+    s = channel_scales(x, power_of_two)
+    y, dx, dw = run(x, w, dy, {"power_of_two": power_of_two})
+    torch.testing.assert_close(y, quantize(x / s) @ quantize(w * s).mT, rtol=0, atol=0)
+    assert not torch.equal(y, quantize(x) @ quantize(w).mT)
+    # The backward GEMMs quantize the originals: no transform there.
+    torch.testing.assert_close(dx, quantize(dy) @ quantize(w.mT).mT, rtol=0, atol=0)
+    torch.testing.assert_close(dw, quantize(dy.mT) @ quantize(x.mT).mT, rtol=0, atol=0)
+
+
+def test_the_backward_reads_the_fprop_operands_scaled_back(data):
+    x, w, dy = data
+    s = channel_scales(x)
+    backward = {"dgrad.weight": "fprop", "wgrad.input": "fprop", "gradients": "keep"}
+    _, dx, dw = run(x, w, dy, operands=backward)
+    torch.testing.assert_close(dx, dy @ (quantize(w * s) / s), rtol=0, atol=0)
+    torch.testing.assert_close(dw, dy.mT @ (quantize(x / s) * s), rtol=0, atol=0)
+
+
+def test_small_channels_survive_beside_large_ones(data):
+    """In a block with a large channel the others become zero, unless they are divided by their own maxima."""
+    x, w, _ = data
+    x = x.clone()
+    x[:, ::16] *= 100
+    fprop = program().fprop
+    (smooth,) = fprop.left(fprop.rotate(x, w, None).left)
+    others = torch.arange(96) % 16 > 0
+    lost, lost_smooth = ((q == 0)[:, others].float().mean() for q in (quantize(x), smooth.values))
+    assert lost > 0.8
+    assert lost_smooth < lost / 2
+
+
+def test_the_unquantized_function_is_unchanged(data):
+    """To fp32's rounding; exactly where s is a power of two and the data have bits to spare."""
+    x, w, _ = data
+    for options in (None, {"power_of_two": True}):
+        fprop = program(options).fprop
+        rotation = fprop.rotate(x, w, None)
+        product, exact = rotation.left.double() @ rotation.right.double().mT, x.double() @ w.double().mT
+        torch.testing.assert_close(product, exact, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(rotation.undo(rotation.left, "left"), x, rtol=1e-6, atol=0)
+        torch.testing.assert_close(rotation.undo(rotation.right, "right"), w, rtol=1e-6, atol=0)
+        assert rotation.left.abs().max() <= 1
+    x, w = (x * 64).round().clamp(-500, 500) / 64, (w * 64).round() / 64  # dyadic: every sum is exact
+    rotation = program({"power_of_two": True}).fprop.rotate(x, w, None)
+    assert torch.equal(rotation.left @ rotation.right.mT, x @ w.mT)
+    assert not torch.equal(rotation.left, x)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_zeros_poison_extremes_and_no_tokens(data, power_of_two):
+    x, w, dy = data
+    x = x.clone()
+    x[3, 7], x[4, 40], x[:, 20], x[:, 21] = math.nan, math.inf, 1e-42, 3e38
+    options = {"power_of_two": power_of_two}
+    (s,) = program(options).fprop.transforms[0].pair_context(x, w, None)
+    assert torch.equal(s[0, [5, 7, 40]], torch.ones(3))  # zeros, NaN and Inf
+    assert (s > 0).all()
+    assert s.isfinite().all()
+    rotation = program(options).fprop.rotate(x, w, None)
+    assert rotation.left.isfinite().sum() == x.numel() - 2
+    # A poisoned block stays the only one: row 3's and row 4's products are NaN, the others are not.
+    y = run(x, w / 1e4, dy, options)[0]
+    assert torch.equal(y.isnan().any(1).nonzero().flatten(), torch.tensor([3, 4]))
+    y, dx, dw = run(x[:0], w, dy[:0], options)
+    assert y.shape == (0, 32)
+    assert dx.shape == (0, 96)
+    assert torch.equal(dw, torch.zeros(32, 96))
+
+
+def test_batch_and_sequence_are_one_axis_of_tokens(data):
+    x, w, dy = data
+    together = run(x, w, dy)[0]
+    apart = run(x.view(5, 10, 96), w, dy.view(5, 10, 32))[0]
+    assert torch.equal(apart.view(50, 32), together)
+
+
+def test_a_bf16_operand_is_smoothed_in_fp32(data):
+    x, w, _ = (t.bfloat16() for t in data)
+    rotation = program().fprop.rotate(x, w, None)
+    s = channel_scales(x.float())
+    assert rotation.left.dtype is torch.float32
+    assert torch.equal(rotation.left, x.float() / s)
+    assert torch.equal(rotation.right, w.float() * s)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_eager_and_inductor_agree(data, power_of_two):
+    x, w, _ = data
+    fprop = program({"power_of_two": power_of_two}).fprop
+
+    def both(left, right):
+        rotation = fprop.rotate(left, right, None)
+        return fprop.left(rotation.left)[0].values, fprop.right(rotation.right)[0].values
+
+    compiled = torch.compile(both, dynamic=True)
+    for tokens in (50, 17):
+        assert all(map(torch.equal, both(x[:tokens], w), compiled(x[:tokens], w)))
+
+
+class SwiGlu(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.up = nn.Linear(32, 96, bias=False), nn.Linear(32, 96, bias=False)
+        self.down = nn.Linear(96, 32, bias=False)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def test_in_a_model_it_acts_on_the_down_projection_only():
+    model, x = SwiGlu(), torch.randn(2, 10, 32)
+    gate, up, down = (m.weight.detach().clone() for m in (model.gate, model.up, model.down))
+    fp4graph.apply(model, policy(rest=True), backend="eager")
+    with torch.no_grad():
+        y = model(x)
+    tokens = x.view(20, 32)
+    hidden = F.silu(quantize(tokens) @ quantize(gate).mT) * (quantize(tokens) @ quantize(up).mT)
+    s = channel_scales(hidden)
+    torch.testing.assert_close(y.view(20, 32), quantize(hidden / s) @ quantize(down * s).mT, rtol=0, atol=0)
+    model(x).square().mean().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+def test_a_model_without_swiglu_is_refused():
+    """By the rule that asks for one, with the sites that there are."""
+    model = nn.Sequential(nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 32))
+    fp4graph.apply(model, policy(rest=True), backend="eager")
+    with pytest.raises(PolicyError, match="rule 'down' matches no site of this model"):
+        model(torch.randn(4, 32))
+
+
+def test_other_products_are_left_alone():
+    technique = policy().rules[0].techniques[0]
+    for producer in (None, "gelu", "silu", "mul"):
+        assert technique.pairs(SiteView("fc", "linear", 96, 32, 96 * 32, producer=producer)) == frozenset()
+    assert technique.pairs(SiteView("fc", "linear", 96, 32, 96 * 32, producer="swiglu")) == {Gemm.FPROP}
+
+
+def test_it_is_warned_about_where_it_has_no_effect():
+    with pytest.warns(PolicyWarning, match="has no effect here"):
+        policy(producer="gelu")
+    with pytest.warns(PolicyWarning, match="has no effect here"):
+        policy(operands={"forward": "keep"})
+
+
+def test_options_and_cost():
+    assert policy().complexity == 0.5
+    with pytest.raises(PolicyError, match="must be true or false"):
+        policy({"power_of_two": "sometimes"})
+    with pytest.raises(PolicyError, match="unknown option 'power'"):
+        policy({"power": 2})
