@@ -1,0 +1,104 @@
+"""Conditional block-wise scaling: a published negative result, kept so that it can be reproduced."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+import torch
+from pydantic import Field, field_validator
+
+from fp4graph.hookspecs import hookimpl
+from fp4graph.numerics.blocking import Granularity, Groups
+from fp4graph.operands import Operand, select
+from fp4graph.site import SiteView
+from fp4graph.technique import Context, OperandSpecs, Overhead, Technique
+
+_LARGEST = torch.finfo(torch.float32).max
+
+
+class ConditionalScaling(Technique):
+    """Block scales are moved to the middle of the scale format's range if they fit into it, else squeezed into it.
+
+    With m_p the block statistics, s_p = Qmax/m_p the encode scales, g = max_p m_p, g̃ = min_p m_p over the blocks that
+    are not zero, T the scale format's largest value, t its smallest positive one (E4M3: 448 and 2^-9), q its rounding:
+
+    Case 1, g/g̃ <= T/t: C = √(T·t·g·g̃)/Qmax, h(X) = C/q(C·s_p) · Q(q(C·s_p)/C · X).
+
+    Case 2, otherwise: a = (T − t)/(Qmax/g̃ − Qmax/g), b = T − a·Qmax/g̃, s̃_p = a·s_p + b,
+    h(X) = γ/q(s̃_p) · Q(q(s̃_p)/γ · X) with γ = g·T/Qmax.
+
+    Both are h(X) = γ·f(X/γ) with f an encode quantizer, γ = C in case 1, where f chooses its scales as ever; in case 2
+    it is given the statistic Qmax/s̃_p. In case 2 everything becomes zero: with r = g/m_p in [1, g/g̃] the largest
+    ratio of a block is Qmax/T·(t/r + (T − t)·(1 − 1/r)/(g/g̃ − 1)) < 2·Qmax·t/T, which for E4M3 is 5e-5, where a
+    quarter is needed to round to anything else. An operand of zeros stays zero.
+
+    Source: "Elucidating the design space of FP4 training", A.13, among what was tried and did not work: training on
+    CIFAR-10 came nowhere near convergence.
+
+    Stage: scale (normalizer).
+
+    Cost: the largest and the smallest of n/l block statistics, before anything is quantized, and a multiplication of
+    the result. The complexity weight is ours: 0.5, that of tensor scaling, which Table 2 and Table 9 give for the same
+    work.
+
+    Use it to reproduce that; tensor_scaling is what works.
+    """
+
+    name: ClassVar[str] = "conditional_scaling"
+    overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=False)
+    #: Others that scale a tensor or part of it; and the gradient of the block scale, which case 2 replaces.
+    conflicts: ClassVar[frozenset[str]] = frozenset({"tensor_scaling", "macro_block_scaling", "smooth_max"})
+
+    operands: tuple[str, ...] = Field(
+        ("forward", "backward"), description="Which operands are scaled so: operands or groups of them."
+    )
+
+    @field_validator("operands")
+    @classmethod
+    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        select(value)
+        return value
+
+    @property
+    def complexity(self) -> float:
+        """0.5, ours: as tensor_scaling."""
+        return 0.5
+
+    def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
+        """Its formulas are of encode scales."""
+        for operand in sorted(select(self.operands)):
+            spec = specs.get(operand)
+            if spec is not None and spec.scale.convention != "encode":
+                raise ValueError(
+                    f"its scales multiply before rounding: write scale: {{convention: encode}} for {operand}"
+                )
+
+    def acts_on(self, site: SiteView) -> frozenset[Operand]:
+        """Those of ``operands``."""
+        return select(self.operands)
+
+    def normalizer(
+        self, z: torch.Tensor, group: Callable[[Granularity], torch.Tensor], context: Context
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """γ, one for the tensor, and the statistic whose encode scale is C·s_p or s̃_p."""
+        assert context.spec is not None
+        qmax, number = context.spec.element.max, context.spec.scale.format
+        tensor = Groups(context.blocking, "tensor")
+        g = tensor.reduce(z, "amax")
+        smallest = -tensor.reduce(-torch.where(z > 0, z, torch.inf), "amax")  # of zeros alone Inf
+        data_range = g / smallest
+        centred = torch.sqrt(g) * torch.sqrt(smallest) * (math.sqrt(number.max * number.min) / qmax)
+        # s̃ as t + a·(s_p - Qmax/g), which is the same line: b is the difference of two nearly equal numbers. And with
+        # s_p in units of Qmax/g, since Qmax/m_p overflows for a small m_p.
+        span = data_range.clamp(max=_LARGEST) - 1
+        affine = number.min + (number.max - number.min) * (((g / z).clamp(max=_LARGEST) - 1) / span)
+        fits = data_range <= number.max / number.min
+        gamma = torch.where(g == 0, 1.0, torch.where(fits, centred, g * (number.max / qmax)))
+        return gamma, torch.where((z == 0) | fits, z / gamma, torch.full_like(affine, qmax) / affine)
+
+
+@hookimpl
+def fp4graph_techniques() -> list[type[Technique]]:
+    return [ConditionalScaling]

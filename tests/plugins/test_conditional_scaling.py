@@ -1,0 +1,228 @@
+"""conditional_scaling against the two cases of A.13 written out in float64, block by block."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import fp4graph
+from fp4graph.errors import PolicyError
+from fp4graph.graph.plan import plan_site
+from fp4graph.graph.rewrite import site_function
+from fp4graph.operands import Operand
+from fp4graph.site import SiteView
+
+E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+#: Positive values and the codes' parities: position in the list is the code, subnormals m/8·2^(1-bias) first.
+FORMATS = {
+    "e4m3": [m / 8 * 2.0**-6 for m in range(8)] + [(1 + m / 8) * 2.0**e for e in range(-6, 9) for m in range(8)][:-1],
+    "ue5m3": [m / 8 * 2.0**-14 for m in range(8)]
+    + [(1 + m / 8) * 2.0**e for e in range(-14, 17) for m in range(8)][:-1],
+}
+
+
+def nearest(v, values):
+    """To nearest, ties to the even code."""
+    below = max(i for i, value in enumerate(values) if value <= v)
+    if below == len(values) - 1:
+        return values[-1]
+    low, high = values[below], values[below + 1]
+    up = v - low > high - v or (v - low == high - v and below % 2 == 1)
+    return high if up else low
+
+
+def policy(options=None, *, more=(), operands=None, **scale):
+    scale = {"format": "e4m3", "rounding": "nearest_even", "convention": "encode", **scale}
+    rule = {
+        "name": "all",
+        "match": {"op": "linear"},
+        "quantize": {"element": "e2m1", "block": 16, "scale": scale},
+        "techniques": [*more, {"conditional_scaling": options} if options else "conditional_scaling"],
+        **({"operands": operands} if operands else {}),
+    }
+    return fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]})
+
+
+def program(options=None, **more):
+    return plan_site(SiteView("fc", "linear", 64, 8, 512), policy(options, **more).rules[0]).program
+
+
+def quantized(x, options=None, operand=Operand.FPROP_INPUT, **more):
+    (term,) = program(options, **more).operand(operand)(x)
+    return term.product()
+
+
+def expected(x, number="e4m3"):
+    """(h(X), case) in float64."""
+    scales = FORMATS[number]
+    largest, smallest = scales[-1], scales[1]
+    blocks = [(r, c) for r in range(x.shape[0]) for c in range(0, x.shape[1], 16)]
+    m = {(r, c): x[r, c : c + 16].abs().max().item() for r, c in blocks}
+    g, g_min = max(m.values()), min(v for v in m.values() if v > 0)
+    case = 1 if g / g_min <= largest / smallest else 2
+    y = torch.zeros_like(x, dtype=torch.float64)
+    for (r, c), largest_here in m.items():
+        if largest_here == 0:
+            continue
+        s = 6 / largest_here
+        if case == 1:
+            gamma = math.sqrt(largest * smallest * g * g_min) / 6
+            q = nearest(gamma * s, scales)
+        else:
+            gamma = g * largest / 6
+            a = (largest - smallest) / (6 / g_min - 6 / g)
+            b = largest - a * 6 / g_min
+            q = nearest(a * s + b, scales)
+        q = max(q, smallest)
+        for i in range(c, min(c + 16, x.shape[1])):
+            v = x[r, i].item()
+            y[r, i] = gamma / q * math.copysign(nearest(min(abs(q / gamma * v), 6), E2M1), v)
+    return y, case
+
+
+def spread(rows, decades, width=64, seed=0):
+    """Gaussian rows whose sizes lie over so many powers of ten."""
+    x = torch.randn(rows, width, generator=torch.Generator().manual_seed(seed))
+    return x * torch.logspace(0, -decades, rows)[:, None]
+
+
+@pytest.mark.parametrize("number", FORMATS)
+@pytest.mark.parametrize("decades", [0, 2, 4])
+@pytest.mark.parametrize("width", [64, 72])  # 72: half-empty last blocks
+def test_case_one_centres_the_scales(decades, number, width):
+    x = spread(30, decades, width) * 1e-5
+    x[3, 16:32] = 0
+    y, case = expected(x, number)
+    assert case == 1
+    assert (y != 0).float().mean() > 0.7
+    torch.testing.assert_close(quantized(x, format=number).double(), y, rtol=1e-5, atol=0)
+
+
+def test_the_centre_is_the_formats():
+    """The largest and the smallest block's scales are equally far from the ends of the range, in factors."""
+    x = spread(30, 3)
+    q = program().operand(Operand.FPROP_INPUT).quantize(x)
+    ideal = 6 / q.z.double()
+    assert math.isclose((ideal.max() * ideal.min()).item(), 448 * 2.0**-9, rel_tol=1e-5)
+    m = x.reshape(30, 4, 16).abs().amax(2).double()
+    c = math.sqrt(448 * 2.0**-9 * m.max().item() * m.min().item()) / 6
+    assert math.isclose(q.gamma.item(), c, rel_tol=1e-6)
+
+
+def test_blocks_of_zeros_do_not_count_as_the_smallest():
+    x = spread(30, 2)
+    with_zeros = torch.cat([x, torch.zeros(2, 64)])
+    assert torch.equal(quantized(with_zeros)[:30], quantized(x))
+    assert (quantized(with_zeros)[30:] == 0).all()
+
+
+def block_maxima(*maxima):
+    x = torch.zeros(len(maxima), 16)
+    x[:, 0] = torch.tensor(maxima)
+    return x
+
+
+@pytest.mark.parametrize(("number", "ratio"), [("e4m3", 448 * 2.0**9), ("ue5m3", 114688 * 2.0**17)])
+def test_the_case_changes_at_the_formats_range(number, ratio):
+    """At T/t itself both ends are scales of the format, and both maxima are exact; just above all is lost."""
+    x = block_maxima(ratio, 1.0)
+    torch.testing.assert_close(quantized(x, format=number), x, rtol=1e-5, atol=0)
+    wider = block_maxima(ratio * 1.001, 1.0)
+    assert expected(wider, number)[1] == 2
+    assert (quantized(wider, format=number) == 0).all()
+
+
+def test_case_two_maps_the_scales_to_the_whole_range():
+    """s̃ = a·s + b, whose ends are t and T; with its own γ."""
+    maxima = [3e6, 1e4, 2.0, 1.0, 0.4]
+    q = program().operand(Operand.FPROP_INPUT).quantize(block_maxima(*maxima))
+    s = [6 / m for m in maxima]
+    a = (448 - 2.0**-9) / (s[-1] - s[0])
+    b = 448 - a * s[-1]
+    expected_scales = torch.tensor([max(nearest(a * v + b, FORMATS["e4m3"]), 2.0**-9) for v in s])
+    assert torch.equal(q.scale.flatten(), expected_scales)
+    assert q.scale.flatten()[0] == 2.0**-9
+    assert q.scale.flatten()[-1] == 448
+    assert math.isclose(q.gamma.item(), 3e6 * 448 / 6, rel_tol=1e-6)
+    x = block_maxima(*maxima)
+    ideal = torch.tensor([a * v + b for v in s])
+    torch.testing.assert_close(q.ratio[:, 0, 0], x[:, 0] * expected_scales * 6 / (3e6 * 448), rtol=1e-5, atol=0)
+    torch.testing.assert_close(6 / q.z.flatten(), ideal.float(), rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("decades", [5.5, 7, 12])
+def test_in_case_two_every_block_rounds_to_zero(decades):
+    """At g/g̃ = 1e7, and anywhere else: the bound of the docstring."""
+    x = spread(40, decades)
+    y, case = expected(x)
+    assert case == 2
+    assert (y == 0).all()
+    assert (quantized(x) == 0).all()
+    ratio = program().operand(Operand.FPROP_INPUT).quantize(x).ratio.abs().max()
+    assert ratio < 2 * 6 * 2.0**-9 / 448
+
+
+def test_zeros_poison_and_empty():
+    assert (quantized(torch.zeros(4, 64)) == 0).all()
+    assert quantized(torch.zeros(0, 64)).shape == (0, 64)
+    assert quantized(torch.zeros(64, 0)).shape == (64, 0)
+    for bad in (math.nan, math.inf):  # one factor for all: as with a tensor scale, all is poisoned
+        x = spread(4, 1)
+        x[1, 3] = bad
+        assert quantized(x).isnan().all()
+    extreme = block_maxima(1e38, 1e-38)
+    assert (quantized(extreme).nan_to_num() == 0).all()
+    x = spread(30, 2)
+    for tiny in (1e-30, 1e30):  # g·g̃ lies outside fp32
+        torch.testing.assert_close(quantized(x * tiny) / tiny, quantized(x), rtol=1e-5, atol=0)
+
+
+def test_eager_and_inductor_agree():
+    f = program().operand(Operand.FPROP_INPUT)
+    compiled = torch.compile(lambda t: f(t)[0].product(), dynamic=True)
+    for x in (spread(50, 3, 100), spread(30, 7, 64), spread(33, 0, 90, seed=1)):
+        assert torch.equal(f(x)[0].product(), compiled(x))
+
+
+def test_the_backward_scales_every_operand():
+    x, w, dy = spread(40, 1).requires_grad_(), spread(8, 2, seed=1).requires_grad_(), spread(40, 3, 8, seed=2)
+    y = site_function(program(), "linear", 1.0, 1.0)(x, w, None, None, None, 0)
+    y.backward(dy)
+
+    def q(t):
+        return expected(t.detach().contiguous())[0].float()
+
+    torch.testing.assert_close(y, q(x) @ q(w).mT, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(x.grad, q(dy) @ q(w.mT).mT, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(w.grad, q(dy.mT) @ q(x.mT).mT, rtol=1e-4, atol=1e-5)
+
+
+def test_only_the_chosen_operands():
+    x = spread(40, 2)
+    spec = fp4graph.QuantSpec(block=16, scale=fp4graph.ScaleSpec("e4m3", "nearest_even", "encode"))
+    plain = fp4graph.fake_quantize(x, spec)
+    assert torch.equal(quantized(x, {"operands": ["gradients"]}), plain)
+    assert not torch.equal(quantized(x, {"operands": ["gradients"]}, Operand.DGRAD_GRAD_OUTPUT), plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "message"),
+    [
+        ({}, {"convention": "decode"}, "write scale: {convention: encode} for dgrad.grad_output"),
+        ({}, {"more": ["tensor_scaling"]}, "cannot share a site"),
+        ({}, {"more": [{"macro_block_scaling": {"block": 64}}]}, "cannot share a site"),
+        ({}, {"more": ["smooth_max"]}, "cannot share a site"),
+        ({"operands": ["dgrad.input"]}, {}, "unknown operand 'dgrad.input'"),
+        ({"case": 2}, {}, "unknown option 'case'"),
+    ],
+)
+def test_wrong_options_are_named(options, more, message):
+    with pytest.raises(PolicyError, match=message):
+        policy(options, **more)
+
+
+def test_a_decode_operand_may_be_left_out():
+    decode = {"backward": {"scale": {"convention": "decode"}}}
+    assert policy({"operands": ["forward"]}, operands=decode).complexity == 0.5
