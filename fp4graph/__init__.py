@@ -19,9 +19,10 @@ if TYPE_CHECKING:
     from fp4graph.numerics.packing import pack, unpack
     from fp4graph.numerics.quantize import fake_quantize
     from fp4graph.numerics.spec import QuantSpec, ScaleSpec
+    from fp4graph.operands import Gemm, Operand
     from fp4graph.policy import load_policy
     from fp4graph.state import strip
-    from fp4graph.technique import Technique
+    from fp4graph.technique import Context, Overhead, StateEntry, Technique
     from fp4graph.training import grad_scaler, prepare_optimizer
 
 __version__ = "0.1.0"
@@ -37,17 +38,23 @@ _HOME = {
     **dict.fromkeys(("QuantSpec", "ScaleSpec"), "fp4graph.numerics.spec"),
     "load_policy": "fp4graph.policy",
     "strip": "fp4graph.state",
-    "Technique": "fp4graph.technique",
+    **dict.fromkeys(("Gemm", "Operand"), "fp4graph.operands"),
+    **dict.fromkeys(("Context", "Overhead", "StateEntry", "Technique"), "fp4graph.technique"),
     **dict.fromkeys(("grad_scaler", "prepare_optimizer"), "fp4graph.training"),
 }
 
 __all__ = [
     "CaptureError",
+    "Context",
     "Error",
+    "Gemm",
+    "Operand",
+    "Overhead",
     "PluginError",
     "PolicyError",
     "QuantSpec",
     "ScaleSpec",
+    "StateEntry",
     "Technique",
     "UncompiledError",
     "apply",

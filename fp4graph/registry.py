@@ -100,6 +100,7 @@ class Registry:
             if technique.name in self._techniques or technique.name in offered:
                 other = self._origin.get(technique.name, plugin)
                 raise PluginError(f"technique {technique.name!r} is already offered by plugin {other!r}", plugin=plugin)
+            technique.model_rebuild()  # raises where the type of an option cannot be found
             offered.add(technique.name)
         for number_format in number_formats:
             if not isinstance(number_format, formats.ElementFormat | formats.ScaleFormat):

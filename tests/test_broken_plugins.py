@@ -345,6 +345,14 @@ def test_a_technique_nobody_asked_for_stops_no_policy(model: nn.Module) -> None:
     train(model, chosen)
 
 
+def test_an_option_of_a_type_that_does_not_exist_keeps_the_plugin_out() -> None:
+    annotations = {"name": ClassVar[str], "overhead": ClassVar[Overhead], "option": "Nowhere"}
+    broken = technique("broken", __annotations__=annotations)
+    registry = Registry([("broken-plugin", Offers(broken)), ("healthy-plugin", Offers(healthy()))])
+    assert "Nowhere" in str(registry.failures["broken-plugin"])
+    assert {"healthy"} <= registry.techniques.keys()
+
+
 # ------------------------------------------------------------------ the checks themselves
 
 

@@ -1,0 +1,87 @@
+"""A technique in somebody else's package: the README's tutorial, and the same code installed from elsewhere."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+import fp4graph
+from fp4graph.registry import Registry
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "examples/technique_plugin"
+
+
+@pytest.fixture
+def tutorial() -> str:
+    """The Python code of the README's tutorial."""
+    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Write a technique")[2]
+    (code,) = re.findall(r"```python\n(.*?)```", section.partition("\n## ")[0], re.DOTALL)
+    return code
+
+
+def test_the_tutorial_is_short_and_is_the_package(tutorial: str) -> None:
+    assert tutorial == (PACKAGE / "mse_scale.py").read_text(encoding="utf-8")
+    assert len([line for line in tutorial.splitlines() if line.strip()]) < 40
+
+
+def test_the_tutorial_runs(tutorial: str) -> None:
+    module = types.ModuleType("mse_scale_of_the_readme")
+    exec(compile(tutorial, "README.md", "exec", dont_inherit=True), module.__dict__)
+    registry = Registry([("readme", module)], entry_point_group=None)
+    assert not registry.failures
+    options = {"factors": [1.0, 0.75]}  # the README's own example
+    data = {"version": 1, "default": {"element": "e1m2"}, "techniques": [{"mse_scale": options}]}
+    policy = fp4graph.load_policy(data, registry)
+    assert policy.complexity == 0.5
+    model = fp4graph.apply(torch.nn.Linear(64, 32), policy, backend="eager")
+    x = torch.randn(8, 64)
+    before = model(x).square().mean()
+    before.backward()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert model(x).square().mean() < before
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a process for which the package is installed, which it is not for this one."""
+    folder = tmp_path_factory.mktemp("stranger")
+    # A copy: building leaves files beside the sources.
+    shutil.copytree(PACKAGE, folder / "source", ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-index"]
+    command += ["--no-deps", "--no-build-isolation", "--target", str(folder / "site"), str(folder / "source")]
+    subprocess.run(command, check=True)
+    return {**os.environ, "PYTHONPATH": str(folder / "site"), "SOURCE": str(folder / "source")}
+
+
+def run(environment: dict[str, str], *arguments: str) -> str:
+    """Standard output of a Python process outside the repository."""
+    done = subprocess.run(
+        [sys.executable, *arguments], env=environment, cwd=environment["SOURCE"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_command_lists_the_installed_technique(installed: dict[str, str]) -> None:
+    listed = run(installed, "-c", "from fp4graph.cli import main; main()", "techniques")
+    assert re.search(r"mse_scale +│ 0\.5 +│ O\(n\) +│ O\(1\) +│ yes +│ mse_scale", listed)
+
+
+def test_the_packages_own_tests_pass_and_train(installed: dict[str, str]) -> None:
+    """They load the technique and the format through the entry point, and train a model under ``eager``."""
+    report = run(installed, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests")
+    assert re.search(r"^\d+ passed", report, re.MULTILINE)
+
+
+def test_the_reference_holds_what_is_shipped_whatever_else_is_installed(installed: dict[str, str]) -> None:
+    code = "from fp4graph import reference; print('mse_scale' in reference.shipped_registry().techniques)"
+    assert run(installed, "-c", code) == "False\n"
