@@ -399,7 +399,10 @@ def _acts_on(technique: type[Technique]) -> str:
         said.append("all six operands" if operands == set(Operand) else named)
     if gemms:
         said.append("both operands of " + ", ".join(f"`{gemm}`" for gemm in Gemm if gemm in gemms))
-    return "; ".join(said) + (" (default options)" if technique.model_fields else "") if said else "no operand"
+    if not said:
+        chooses = any(overrides(technique, method) for method in ("plan", "acts_on", "pairs", "state"))
+        return "depends on options and site" if chooses else "no operand"
+    return "; ".join(said) + (" (default options)" if technique.model_fields else "")
 
 
 def _example(technique: type[Technique]) -> str:
