@@ -188,11 +188,10 @@ def test_only_the_chosen_operands():
 
 
 @pytest.mark.parametrize("measure", ["mse", "amax"])
-def test_eager_and_inductor_agree(measure):
-    f = program({"measure": measure}).operand(Operand.FPROP_INPUT)
-    compiled = torch.compile(lambda t: f(t)[0].product(), dynamic=True)
-    for x in (gaussian(300, 512), gaussian(65, 100, seed=1).bfloat16()):
-        assert torch.equal(f(x)[0].product(), compiled(x))
+def test_eager_and_inductor_agree(measure, inductor):
+    tensors = gaussian(300, 512), gaussian(65, 100, seed=1)
+    compiled = inductor(lambda x: quantized(x, {"measure": measure}), tensors[0])
+    assert all(torch.equal(quantized(x, {"measure": measure}), compiled(x)) for x in tensors)
 
 
 def test_the_gradient_is_straight_through():
