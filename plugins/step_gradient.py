@@ -14,7 +14,7 @@ from fp4graph.operands import GROUPS, Operand, select
 from fp4graph.site import SiteView
 from fp4graph.technique import Context, Overhead, Technique
 
-_LOWER = {"spline": 0.2, "dge": 0.0, "sigmoid": 0.0}
+_LOWER = {"spline": 0.2, "dge": 0.0, "sigmoid": 0.0, "clip": 0.0}
 _UPPER = {"dge": 3.0}
 
 
@@ -27,12 +27,13 @@ class StepGradient(Technique):
     ``spline`` the slope of the line through ``knots`` on abs(u), by default (threshold, its value to nearest even),
     whose slopes for E2M1 are 0 on [0, .25), 2 on [.25, .75), 0 on [.75, 1.25), 2 on [1.25, 1.75), 0 on [1.75, 2.5),
     2 on [2.5, 3.5), 0 on [3.5, 5) and 2 on [5, 6];
-    ``ste`` is 1, the default of every policy. Beyond ±Qmax the surrogates are 0. The result is clipped to [``lower``,
+    ``clip`` Q' = 1, so that only what is clipped gets no gradient (QuEST's trust mask, in Quartet's forward);
+    ``ste`` is 1 everywhere, the default of every policy. Beyond ±Qmax the surrogates are 0. The result is clipped to [``lower``,
     ``upper``]: 0.2 and nothing for spline, so that no gradient is masked out, 0 and 3 for dge.
 
     Source: "Elucidating the design space of FP4 training", sec. 4 (spline, with clipping from below; the knots are
     not printed, and these fit what it says of them; 0.2 is ours) and A.13 (sigmoid); Wang et al. 2025, "Optimizing
-    Large Language Model Training Using FP4 Quantization" (DGE, k = 5; the cap of 3 is their code's).
+    Large Language Model Training Using FP4 Quantization" (DGE, k = 5; the cap of 3 is their code's); Castro et al. 2025, "Quartet" (clip).
 
     Stage: gradient of fprop.input and fprop.weight.
 
@@ -44,7 +45,7 @@ class StepGradient(Technique):
     name: ClassVar[str] = "step_gradient"
     overhead: ClassVar[Overhead] = Overhead("O(n log k)", "O(n)", fusable=False)
 
-    kind: Literal["spline", "dge", "sigmoid", "ste"] = Field("spline", description="Which stand-in for Q.")
+    kind: Literal["spline", "dge", "sigmoid", "clip", "ste"] = Field("spline", description="Which stand-in for Q.")
     operands: tuple[str, ...] = Field(("forward",), description="Whose gradient: fprop.input, fprop.weight, or both.")
     k: float = Field(5.0, gt=1, description="dge: its exponent is 1/k - 1.")
     temperature: float = Field(1.0, gt=0, description="sigmoid: T; towards 0 it becomes the step.")
@@ -84,6 +85,8 @@ class StepGradient(Technique):
         element = context.spec.element
         if self.kind == "spline":
             slope = surrogates.spline(ratio, self.knots or surrogates.ties_even_knots(element))
+        elif self.kind == "clip":
+            slope = torch.ones_like(ratio)
         else:
             part = surrogates.fraction(ratio, element)
             slope = surrogates.dge(part, self.k) if self.kind == "dge" else surrogates.sigmoid(part, self.temperature)

@@ -21,7 +21,7 @@ Where Z = 0 the second summands are 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from fp4graph.ops.program import Quantization
 
 
-def jacobian_diagonal(q: Quantization, techniques: Mapping[Technique, Context]) -> Tensor:
+def jacobian_diagonal(q: Quantization, techniques: Sequence[tuple[Technique, Context]]) -> Tensor:
     """h'(X) at the quantization ``q``, in its blocked layout, fp32; ``techniques`` in the policy's order."""
     slope = block_slope(q, techniques)
     # Normalizers from the innermost out: each sees f as what lies inside it.
@@ -51,7 +51,7 @@ def jacobian_diagonal(q: Quantization, techniques: Mapping[Technique, Context]) 
     return slope
 
 
-def block_slope(q: Quantization, techniques: Mapping[Technique, Context]) -> Tensor:
+def block_slope(q: Quantization, techniques: Sequence[tuple[Technique, Context]]) -> Tensor:
     """f'(U): Eq. 1, or its decode form."""
     slope = _last(techniques, "element_slope", q.ratio)
     slope = torch.ones_like(q.ratio) if slope is None else slope
@@ -71,10 +71,10 @@ def block_slope(q: Quantization, techniques: Mapping[Technique, Context]) -> Ten
     return slope + torch.where(q.z > 0, term, torch.zeros_like(term))
 
 
-def _last(techniques: Mapping[Technique, Context], stage: str, at: Tensor, *args: object) -> Tensor | None:
+def _last(techniques: Sequence[tuple[Technique, Context]], stage: str, at: Tensor, *args: object) -> Tensor | None:
     """What the last technique of the policy that answers at ``stage`` says, shape of ``at``."""
     answer: Tensor | None = None
-    for technique, context in techniques.items():
+    for technique, context in techniques:
         if overrides(technique, stage):
             own = contract.run_like(technique, stage, at, at, *args, context)
             answer = answer if own is None else own

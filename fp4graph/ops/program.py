@@ -7,8 +7,8 @@ in as tensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -32,13 +32,15 @@ _PAIR = 2  # the i-th transform of a GEMM draws under salt 2 + i
 _TECHNIQUE = 16  # the i-th technique of an operand draws under salt 16 + i
 _AGAIN = 256  # the i-th further call of the quantizer, under a technique that wraps it, draws under salt 256 + i
 
+#: Techniques with their contexts, in the policy's order. Not a mapping: Dynamo cannot trace a pydantic model's hash.
+Acting = Sequence[tuple[Technique, Context]]
 #: State of one operand: technique, then entry name.
 OperandState = Mapping[str, Mapping[str, Tensor]]
 
 
 @dataclass(frozen=True, eq=False)
 class Draw:
-    """Where a site's random bits come from.
+    """Where random bits come from: a site's, or one part's of it.
 
     Attributes:
         key: int32 ``[2]``, the site's. step: int32 ``[5]``, this forward's (:func:`fp4graph.numerics.noise.make_step`).
@@ -50,26 +52,25 @@ class Draw:
     salts: tuple[int, ...] = ()
 
     def salted(self, *salts: int) -> Draw:
-        """An unrelated source for one part of the site."""
-        return Draw(self.key, self.step, (*self.salts, *salts))
+        """An unrelated source for one part."""
+        return replace(self, salts=(*self.salts, *salts))
 
     @property
     def varying(self) -> Tensor:
         """The key of this forward, int32 ``[2]``."""
-        return self._derived(self.step[:2])
+        return self._derived(noise.mix(self.key, self.step[:2]))
 
     @property
     def constant(self) -> Tensor:
         """The key that is the same at every forward and on every rank, int32 ``[2]``."""
-        return self._derived(self.step[2:4])
+        return self._derived(noise.mix(self.key, self.step[2:4]))
 
     @property
     def count(self) -> Tensor:
         """Forwards with gradients so far, int32, 0-d."""
         return self.step[4]
 
-    def _derived(self, words: Tensor) -> Tensor:
-        key = noise.mix(self.key, words)
+    def _derived(self, key: Tensor) -> Tensor:
         for salt in self.salts:
             key = noise.derive(key, salt)
         return key
@@ -248,15 +249,15 @@ class OperandProgram:
         blocking = Blocking(tuple(x.shape), spec.block)
         values = blocking.split(x.to(torch.float32))
         z = scaling.amax(values, blocking.axes)
-        contexts = {t: self.context(t, x, draw, state) for t in self.techniques}
-        for technique in self.at("statistic"):
-            chosen = contract.run(technique, "statistic", values, z, contexts[technique])
+        acting = self.acting(x, draw, state)
+        for technique, context in _at("statistic", acting):
+            chosen = contract.run(technique, "statistic", values, z, context)
             z = contract.same(technique, "statistic", chosen, z)
         normalizations: list[Normalization] = []
-        for technique in self.at("normalizer"):
+        for technique, context in _at("normalizer", acting):
             asked: list[tuple[Tensor, Groups]] = []
-            group = partial(self._group_statistic, values, z, blocking, contexts, asked)
-            answer = contract.run(technique, "normalizer", z, group, contexts[technique])
+            group = partial(_group_statistic, values, z, blocking, acting, asked)
+            answer = contract.run(technique, "normalizer", z, group, context)
             if answer is None:
                 continue
             if isinstance(answer, tuple) and len(answer) != 2:
@@ -268,39 +269,22 @@ class OperandProgram:
             normalizations.append(Normalization(technique, gamma, g, groups, values))
             values = values / gamma
         scale: Tensor | None = None
-        for technique in self.at("scale"):
-            own = contract.run_like(technique, "scale", z, values, z, contexts[technique])
+        for technique, context in _at("scale", acting):
+            own = contract.run_like(technique, "scale", z, values, z, context)
             scale = scale if own is None else own
         key = None if draw is None or not spec.needs_key else draw.varying
         if scale is None:
             scale = scaling.block_scale(z, spec.scale, spec.element, Noise(key, blocking, x.device))
         ratio = scaling.ratio(values, scale, spec)
         codes: Tensor | None = None
-        for technique in self.at("round"):
-            if residual and contexts[technique].state:
+        for technique, context in _at("round", acting):
+            if residual and context.state:
                 continue
-            own = contract.run_like(technique, "round", ratio, ratio, scale, contexts[technique])
+            own = contract.run_like(technique, "round", ratio, ratio, scale, context)
             codes = codes if own is None else own
         if codes is None:
             codes = round_elements(ratio, spec, Noise(key, blocking, x.device))
         return Quantization(spec, blocking, blocking.axes, values, z, scale, ratio, codes, tuple(normalizations))
-
-    def _group_statistic(
-        self,
-        values: Tensor,
-        z: Tensor,
-        blocking: Blocking,
-        contexts: Mapping[Technique, Context],
-        asked: list[tuple[Tensor, Groups]],
-        granularity: Granularity,
-    ) -> Tensor:
-        groups = Groups(blocking, granularity)
-        g = groups.reduce(z, "amax")
-        for technique in self.at("group_statistic"):
-            chosen = contract.run(technique, "group_statistic", values, g, groups, contexts[technique])
-            g = contract.same(technique, "group_statistic", chosen, g)
-        asked.append((g, groups))
-        return g
 
     def observe(self, x: Tensor, draw: Draw | None, state: OperandState) -> dict[tuple[str, str], Tensor]:
         """New values, by technique and entry name, of the entries that the graph writes."""
@@ -326,8 +310,12 @@ class OperandProgram:
             return None
         part, _ = self._split(x, draw, state)
         quantization = self.quantize(part, draw, state)
-        factor = jacobian_diagonal(quantization, {t: self.context(t, x, draw, state) for t in self.techniques})
+        factor = jacobian_diagonal(quantization, self.acting(x, draw, state))
         return quantization.blocking.join(factor)
+
+    def acting(self, x: Tensor, draw: Draw | None, state: OperandState | None) -> Acting:
+        """Every technique with what it may read here, in order."""
+        return [(technique, self.context(technique, x, draw, state)) for technique in self.techniques]
 
     def at(self, stage: str) -> list[Technique]:
         """The techniques that act at ``stage``, in order."""
@@ -341,6 +329,28 @@ class OperandProgram:
         like = {slot.entry.name for slot in self.state if slot.technique == technique.name and slot.entry.weight_like}
         own = {name: blocking.split(entry) if name in like else entry for name, entry in entries.items()}
         return _context(technique, _TECHNIQUE + self.techniques.index(technique), blocking, x, draw, own, self.spec)
+
+
+def _at(stage: str, acting: Acting) -> Iterator[tuple[Technique, Context]]:
+    return ((technique, context) for technique, context in acting if overrides(technique, stage))
+
+
+def _group_statistic(
+    values: Tensor,
+    z: Tensor,
+    blocking: Blocking,
+    acting: Acting,
+    asked: list[tuple[Tensor, Groups]],
+    granularity: Granularity,
+) -> Tensor:
+    """g at ``granularity``, by the techniques that relax the maximum; ``asked`` takes down what was asked for."""
+    groups = Groups(blocking, granularity)
+    g = groups.reduce(z, "amax")
+    for technique, context in _at("group_statistic", acting):
+        chosen = contract.run(technique, "group_statistic", values, g, groups, context)
+        g = contract.same(technique, "group_statistic", chosen, g)
+    asked.append((g, groups))
+    return g
 
 
 @dataclass(frozen=True)
