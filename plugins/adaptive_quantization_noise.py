@@ -1,0 +1,98 @@
+"""Adaptive quantization noise: Gaussian noise on quantized weights, per input channel, decayed over stages."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field, model_validator
+
+from fp4graph.hookspecs import hookimpl
+from fp4graph.numerics.noise import gaussian
+from fp4graph.operands import Operand
+from fp4graph.site import SiteView
+from fp4graph.technique import Context, Overhead, Technique
+
+
+class AdaptiveQuantizationNoise(Technique):
+    """Gaussian noise, one value per input channel and drawn anew at every forward, is added to the quantized weight.
+
+    Ŵ = Q(W) + 1·zᵀ with W [N, K] and z [K], the same for all N rows, z ~ N(0, σ_k²). σ decays exponentially over the
+    stages k = 0 ... K_s − 1: σ_k = σ_start·(σ_end/σ_start)^(k/(K_s − 1)), k = min(⌊t/T⌋, K_s − 1), with t the training
+    forwards so far, T ``steps_per_stage`` and K_s ``stages``. ``kind: multiplicative`` is Ŵ = Q(W)·diag(1 + z), the
+    form that merges into the weight of a norm in front of the layer: scaling channel k of X by 1 + z_k is scaling
+    column k of W. It is written on W here, so that norms stay as they are: z is relative to the norm's weight (what is
+    added to it there is z times it), and each layer behind a norm draws its own. The normal variates are sums of
+    integers, cut off at 6 standard deviations (fp4graph.numerics.noise.gaussian). Where W is transformed, as by
+    hadamard, channels are those of the transformed basis.
+
+    Source: Huang et al. 2026, "QeRL: Beyond Efficiency", Eq. 7 and 8 (additive), Eq. 10 and appendix G
+    (multiplicative); one of the corrections of "Decomposing MXFP4 quantization error for LLM reinforcement learning".
+    Their σ goes from 5e-2 or 1e-2 to 5e-4 in about 10 stages, and their runs begin with a stage without noise, which
+    this schedule does not have. Eq. 8 counts stages from 1.
+
+    Stage: after dequantization, of fprop.weight. dgrad sees the noise where its weight is requantized from fprop's
+    (``source: fprop``); in evaluation there is none.
+
+    Cost: K variates per weight and one addition per element. The complexity weight is ours: 0.5, Table 2's fusable
+    O(n).
+
+    Use it in reinforcement learning, where noise on the policy keeps its entropy up; it does not help to fit data.
+    """
+
+    name: ClassVar[str] = "adaptive_quantization_noise"
+    overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
+
+    sigma_start: float = Field(gt=0, allow_inf_nan=False, description="σ of the first stage.")
+    sigma_end: float = Field(gt=0, allow_inf_nan=False, description="σ of the last stage, at most sigma_start.")
+    stages: int = Field(ge=2, description="Number of stages, K_s.")
+    steps_per_stage: int = Field(
+        ge=1, lt=2**31, description="Training forwards per stage, T; the last stage has no end."
+    )
+    kind: Literal["additive", "multiplicative"] = Field(
+        "additive", description="Whether z is added to Q(W) or multiplies it as 1 + z."
+    )
+
+    @model_validator(mode="after")
+    def _decays(self) -> AdaptiveQuantizationNoise:
+        if self.sigma_end > self.sigma_start:
+            raise ValueError(
+                f"the noise decays; sigma_end {self.sigma_end:g} is above sigma_start {self.sigma_start:g}"
+            )
+        return self
+
+    @property
+    def complexity(self) -> float:
+        """0.5, ours: fusable O(n)."""
+        return 0.5
+
+    @property
+    def draws(self) -> bool:
+        return True
+
+    @property
+    def sigmas(self) -> tuple[float, ...]:
+        """σ of every stage."""
+        ratio, last = self.sigma_end / self.sigma_start, self.stages - 1
+        return tuple(self.sigma_start * ratio ** (stage / last) for stage in range(self.stages))
+
+    def acts_on(self, site: SiteView) -> frozenset[Operand]:
+        """The forward weight; an activation in its place is no parameter to explore."""
+        return frozenset({Operand.FPROP_WEIGHT}) if site.op == "linear" else frozenset()
+
+    def after(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+        """Ŵ, the sum in fp32."""
+        assert context.count is not None
+        assert context.noise.key is not None
+        stage = (context.count // self.steps_per_stage).clamp(max=self.stages - 1)
+        # A table, for powers differ between compiled and eager code; gathered, for indexing by a tensor reads it.
+        sigma = torch.tensor(self.sigmas, dtype=torch.float32, device=x.device).gather(0, stage.reshape(1).long())
+        channel = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
+        z = gaussian(context.noise.key, channel) * sigma
+        weight = x.to(torch.float32)
+        return (weight + z if self.kind == "additive" else weight * (1 + z)).to(x.dtype)
+
+
+@hookimpl
+def fp4graph_techniques() -> list[type[Technique]]:
+    return [AdaptiveQuantizationNoise]
