@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fp4graph import formats
     from fp4graph.api import apply, bypass, remove
-    from fp4graph.errors import CaptureError, Error, PluginError, PolicyError, UncompiledError
+    from fp4graph.errors import CaptureError, Error, PluginError, PolicyError, PolicyWarning, UncompiledError
     from fp4graph.explanation import explain
     from fp4graph.hookspecs import hookimpl
     from fp4graph.numerics.packing import pack, unpack
@@ -30,7 +30,9 @@ __version__ = "0.1.0"
 # Resolved at first use: importing fp4graph loads no plugin, no compiler and no device.
 _HOME = {
     **dict.fromkeys(("apply", "bypass", "remove"), "fp4graph.api"),
-    **dict.fromkeys(("CaptureError", "Error", "PluginError", "PolicyError", "UncompiledError"), "fp4graph.errors"),
+    **dict.fromkeys(
+        ("CaptureError", "Error", "PluginError", "PolicyError", "PolicyWarning", "UncompiledError"), "fp4graph.errors"
+    ),
     "explain": "fp4graph.explanation",
     "hookimpl": "fp4graph.hookspecs",
     **dict.fromkeys(("pack", "unpack"), "fp4graph.numerics.packing"),
@@ -52,6 +54,7 @@ __all__ = [
     "Overhead",
     "PluginError",
     "PolicyError",
+    "PolicyWarning",
     "QuantSpec",
     "ScaleSpec",
     "StateEntry",

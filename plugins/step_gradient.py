@@ -28,12 +28,13 @@ class StepGradient(Technique):
     whose slopes for E2M1 are 0 on [0, .25), 2 on [.25, .75), 0 on [.75, 1.25), 2 on [1.25, 1.75), 0 on [1.75, 2.5),
     2 on [2.5, 3.5), 0 on [3.5, 5) and 2 on [5, 6];
     ``clip`` Q' = 1, so that only what is clipped gets no gradient (QuEST's trust mask, in Quartet's forward);
-    ``ste`` is 1 everywhere, the default of every policy. Beyond ±Qmax the surrogates are 0. The result is clipped to [``lower``,
-    ``upper``]: 0.2 and nothing for spline, so that no gradient is masked out, 0 and 3 for dge.
+    ``ste`` is 1 everywhere, the default of every policy. Beyond ±Qmax the surrogates are 0. The result is clipped to
+    [``lower``, ``upper``]: 0.2 and nothing for spline, so that no gradient is masked out, 0 and 3 for dge.
 
     Source: "Elucidating the design space of FP4 training", sec. 4 (spline, with clipping from below; the knots are
     not printed, and these fit what it says of them; 0.2 is ours) and A.13 (sigmoid); Wang et al. 2025, "Optimizing
-    Large Language Model Training Using FP4 Quantization" (DGE, k = 5; the cap of 3 is their code's); Castro et al. 2025, "Quartet" (clip).
+    Large Language Model Training Using FP4 Quantization" (DGE, k = 5; the cap of 3 is their code's); Castro et al.
+    2025, "Quartet" (clip).
 
     Stage: gradient of fprop.input and fprop.weight.
 
