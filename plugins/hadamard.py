@@ -2,38 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
-from pydantic import field_validator
+from pydantic import Field, field_validator, model_validator
 
 from fp4graph.hookspecs import hookimpl
+from fp4graph.numerics.blocking import block_length
 from fp4graph.numerics.hadamard import rotate, unrotate
 from fp4graph.numerics.noise import hash_bits
 from fp4graph.operands import Gemm
 from fp4graph.site import SiteView
-from fp4graph.technique import Context, Overhead, Technique
+from fp4graph.technique import Context, OperandSpecs, Overhead, Technique
 
 
 class Hadamard(Technique):
-    """X·S·H on both operands of a GEMM along its contraction axis, in blocks of g: (X·S·H)(W·S·H)ᵀ = X·Wᵀ.
+    """Both operands of a GEMM are rotated along its contraction axis, which cancels: (A·S·H)(B·S·H)ᵀ = A·Bᵀ.
 
-    H is the orthonormal Sylvester-Hadamard matrix of size g, S a diagonal of random signs (``kind: random``, Tseng et
-    al. 2025: Q(HSX)) or the identity (``kind: deterministic``, "Pretraining LLMs with MXFP4 on native FP4 hardware").
-    ``scope``: ``all``, ``backward`` (dgrad and wgrad) or a list of GEMMs. ``block``: g, a power of two; axes that it
-    does not divide are zero-padded in both operands, which leaves the product alone. Random signs are drawn anew at
-    every forward, the same for all blocks of a GEMM.
+    A is [I, K] and B [J, K]; H is block-diagonal, each block the orthonormal Sylvester-Hadamard matrix of size g,
+    entry (i, j) (-1)^popcount(i & j)/√g. S is a diagonal of random signs (``kind: random``), g of them and the same in
+    every block and in both operands, or the identity (``deterministic``). Each value of a block of g becomes ±1/√g of
+    all of them, so that an outlier is shared out and the block's values draw near to a Gaussian. Signs go first: after
+    H they would leave every magnitude as it was. Axes that g does not divide are zero-padded in both operands. For g a
+    power of four 1/√g is a power of two, and the product cancels exactly where its sums do; otherwise to rounding.
 
-    Stage: pair transform, in fp32. Costs a g-point butterfly per element. Use it where blocks hold outliers.
+    Source: "Elucidating the design space of FP4 training", sec. 3.1 and Table 9 (g the block of the scales, random
+    signs, all GEMMs or the backward ones); Tseng et al. 2025, "Training LLMs with MXFP4" (random, g = 64, backward);
+    NVIDIA 2025, "Pretraining LLMs with NVFP4" (random, g = 16, wgrad); "Pretraining LLMs with MXFP4 on native FP4
+    hardware" (deterministic). Quartet's code applies signs after H, which is not offered.
+
+    Stage: pair transform, in fp32. What reads an fprop operand (``source: fprop``) gets it rotated back, and surrogate
+    gradients act in the rotated basis.
+
+    Cost: a product with a g×g matrix per block on both operands. Where one tensor serves two GEMMs, rotating it keeps
+    them from sharing its quantization.
+
+    Use it where blocks hold outliers: E8M0 scales in blocks of 32, gradients, activations of large models. Blocks of
+    a 2-D scale profit less, for H mixes one axis only.
     """
 
     name: ClassVar[str] = "hadamard"
     overhead: ClassVar[Overhead] = Overhead("O(n log l)", "O(1)", fusable=True)
 
-    scope: Literal["all", "backward"] | tuple[Gemm, ...] = "all"
-    block: int = 32
-    kind: Literal["deterministic", "random"] = "random"
-    resample: Literal["step", "never"] = "step"
+    scope: Literal["all", "backward"] | tuple[Gemm, ...] = Field(
+        "all", description="Whose operands are rotated: all GEMMs, dgrad and wgrad (backward), or a list of GEMMs."
+    )
+    block: int = Field(32, description="g, a power of two; it and the block of the scales divide one another.")
+    kind: Literal["deterministic", "random"] = Field("random", description="Whether signs are drawn before H.")
+    resample: Literal["step", "never"] = Field(
+        "step", description="Whether signs are drawn anew at every training forward or stay as they are."
+    )
 
     @field_validator("block")
     @classmethod
@@ -41,6 +60,19 @@ class Hadamard(Technique):
         if value < 2 or value & (value - 1):
             raise ValueError(f"a Hadamard block is a power of two, at least 2; got {value}")
         return value
+
+    @field_validator("scope")
+    @classmethod
+    def _some(cls, value: str | tuple[Gemm, ...]) -> str | tuple[Gemm, ...]:
+        if not value:
+            raise ValueError("an empty scope; leave it out for all GEMMs, or drop the technique")
+        return value
+
+    @model_validator(mode="after")
+    def _signs_are_drawn(self) -> Hadamard:
+        if self.kind == "deterministic" and "resample" in self.model_fields_set:
+            raise ValueError("kind: deterministic draws no signs; leave resample out")
+        return self
 
     @property
     def complexity(self) -> float:
@@ -51,11 +83,27 @@ class Hadamard(Technique):
     def draws(self) -> bool:
         return self.kind == "random"
 
-    def pairs(self, site: SiteView) -> frozenset[Gemm]:
-        """The GEMMs of ``scope``."""
+    def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
+        """A scale block is made of whole rotated blocks or lies in one: else its outliers leak into the next."""
+        for operand, spec in specs.items():
+            if spec is None or operand.gemm not in self._gemms or isinstance(spec.block, str):
+                continue
+            length = block_length(spec.block)
+            if self.block % length and length % self.block:
+                raise ValueError(
+                    f"the Hadamard block {self.block} and the block of {operand}, {length} elements, do not divide one "
+                    "another; make them equal, or one a multiple of the other"
+                )
+
+    @property
+    def _gemms(self) -> frozenset[Gemm]:
         if isinstance(self.scope, str):
             return frozenset(Gemm) if self.scope == "all" else frozenset((Gemm.DGRAD, Gemm.WGRAD))
         return frozenset(self.scope)
+
+    def pairs(self, site: SiteView) -> frozenset[Gemm]:
+        """The GEMMs of ``scope``."""
+        return self._gemms
 
     def pair_context(self, left: torch.Tensor, right: torch.Tensor, context: Context) -> tuple[torch.Tensor, ...]:
         """The signs, fp32 ``[g]``."""

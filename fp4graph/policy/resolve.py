@@ -342,10 +342,15 @@ class _Resolver:
             for technique in at("check"):
                 technique.check(planned, by_name)
             for technique in at("acts_on"):
-                on_optimizer = technique.scales_loss or any(
-                    overrides(technique, stage) for stage in ("before_step", "after_step")
+                operands = technique.acts_on(site)
+                # One that names no operands and has the optimizer's hooks acts on weights; a product of activations
+                # has none.
+                on_optimizer = (
+                    not operands
+                    and site.op == "linear"
+                    and any(overrides(technique, stage) for stage in ("before_step", "after_step"))
                 )
-                if technique.acts_on(site) & quantized or technique.pairs(site) & gemms or on_optimizer:
+                if operands & quantized or technique.pairs(site) & gemms or on_optimizer or technique.scales_loss:
                     acting.add(technique.name)
             for technique, declared in zip(at("inert"), techniques, strict=True):
                 reason = technique.inert(planned, by_name)

@@ -1,0 +1,198 @@
+"""hadamard: that it cancels, what it does to outliers, and a whole site against its equations."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fp4graph
+from fp4graph.errors import PolicyError
+from fp4graph.graph.plan import plan_site
+from fp4graph.graph.rewrite import site_function
+from fp4graph.numerics import noise
+from fp4graph.operands import Gemm, Operand
+from fp4graph.ops.program import Draw, total
+from fp4graph.site import SiteView
+
+KEY = noise.make_key("site", "fc")
+SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
+
+
+def program(options, *, block=32, operands=None, more=()):
+    rule = {
+        "name": "all",
+        "match": {"op": "linear"},
+        "quantize": {"element": "e2m1", "block": block, "scale": {"format": "e8m0", "rounding": "ceil"}},
+        "techniques": [*more, {"hadamard": options}],
+        **({"operands": operands} if operands else {}),
+    }
+    policy = fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]})
+    return plan_site(SiteView("fc", "linear", 64, 96, 64 * 96), policy.rules[0]).program
+
+
+def run(built, x, w, dy, step=0):
+    x, w = (t.detach().clone().requires_grad_() for t in (x, w))
+    y = site_function(built, "linear", 1.0, 1.0)(x, w, None, KEY, noise.make_step(0, 0, step), 0)
+    y.backward(dy)
+    return y.detach(), x.grad, w.grad
+
+
+def sylvester(size):
+    h = torch.ones(1, 1)
+    while len(h) < size:
+        h = torch.kron(torch.tensor([[1.0, 1], [1, -1]]), h)
+    return h / torch.tensor(float(size)).sqrt()
+
+
+def on_blocks(x, matrix):
+    """x [R, K] times the block-diagonal of ``matrix``, zero-padded."""
+    g = len(matrix)
+    x = torch.nn.functional.pad(x, (0, -x.shape[1] % g))
+    return (x.reshape(len(x), -1, g) @ matrix).reshape(len(x), -1)
+
+
+@pytest.fixture
+def data():
+    generator = torch.Generator().manual_seed(0)
+    # 50 tokens, which no block divides: wgrad's operands are padded.
+    return tuple(torch.randn(shape, generator=generator) for shape in ((50, 64), (96, 64), (50, 96)))
+
+
+@pytest.mark.parametrize("kind", ["random", "deterministic"])
+@pytest.mark.parametrize("block", [2, 4, 8, 16, 32, 64])
+def test_cancels_exactly_where_a_power_of_four_and_to_rounding_elsewhere(block, kind):
+    generator = torch.Generator().manual_seed(1)
+    x, w = (torch.randint(-128, 129, shape, generator=generator) / 16 for shape in ((50, 64), (96, 64)))
+    rotation = program({"block": block, "kind": kind}, block=64).fprop.rotate(x, w, Draw(KEY, noise.make_step(0, 0, 0)))
+    assert not torch.equal(rotation.left, x)
+    product, back = rotation.left @ rotation.right.T, rotation.undo(rotation.left, "left")
+    if block in (4, 16, 64):
+        assert torch.equal(product, x @ w.T)
+        assert torch.equal(back, x)
+    else:
+        # Two roundings of 1/√g per operand and 64 sums of values up to 8·8·8.
+        torch.testing.assert_close(product, x @ w.T, rtol=0, atol=64 * 512 * 2.0**-23)
+        torch.testing.assert_close(back, x, rtol=0, atol=8 * 4 * 2.0**-23)
+
+
+@pytest.mark.parametrize("block", [16, 32])
+def test_the_deterministic_site_is_its_equations(data, block):
+    """All three GEMMs from the originals: each operand rotated along its contraction axis, then quantized."""
+    x, w, dy = data
+    h = sylvester(block)
+
+    def q(t):
+        return fp4graph.fake_quantize(on_blocks(t, h), SPEC)
+
+    y, dx, dw = run(program({"block": block, "kind": "deterministic"}), x, w, dy)
+    # The order of the product with H is not ours to know: a last bit may differ, and so may then a code at a tie.
+    close = {"rtol": 1e-5, "atol": 1e-4}
+    torch.testing.assert_close(y, q(x) @ q(w).T, **close)
+    torch.testing.assert_close(dx, q(dy) @ q(w.T.contiguous()).T, **close)
+    torch.testing.assert_close(dw, q(dy.T.contiguous()) @ q(x.T.contiguous()).T, **close)
+
+
+def signs_of(built, gemm=Gemm.FPROP, step=0, seed=0):
+    """S, read off what the GEMM makes of the identity: I·S·H times Hᵀ is S."""
+    eye = torch.eye(64)
+    rotation = getattr(built, gemm).rotate(eye, eye, Draw(KEY, noise.make_step(seed, 0, step)))
+    assert torch.equal(rotation.left, rotation.right)  # both operands get the same
+    return on_blocks(rotation.left, sylvester(16).T)
+
+
+def test_random_signs_go_before_the_rotation_and_are_the_same_in_every_block():
+    s = signs_of(program({"block": 16}))
+    assert torch.equal(s, torch.diag(s.diagonal()))
+    diagonal = s.diagonal().reshape(4, 16)
+    assert {*diagonal.flatten().tolist()} == {-1.0, 1.0}
+    assert all(torch.equal(row, diagonal[0]) for row in diagonal)
+
+
+def test_signs_are_drawn_anew_at_every_forward_unless_told_otherwise():
+    anew, kept = program({"block": 16}), program({"block": 16, "resample": "never"})
+    assert len({tuple(signs_of(anew, step=i).diagonal().tolist()) for i in range(8)}) == 8
+    assert len({tuple(signs_of(kept, step=i).diagonal().tolist()) for i in range(8)}) == 1
+    assert len({tuple(signs_of(kept, seed=i).diagonal().tolist()) for i in range(8)}) == 8
+    mean = torch.stack([signs_of(anew, step=i).diagonal()[:16] for i in range(400)]).mean(0)
+    assert mean.abs().max() < 4.5 / 400**0.5  # 4.5 standard errors of a fair sign
+
+
+@pytest.mark.parametrize(
+    ("scope", "rotated"),
+    [("all", {*Gemm}), ("backward", {Gemm.DGRAD, Gemm.WGRAD}), (["wgrad"], {Gemm.WGRAD}), (["fprop"], {Gemm.FPROP})],
+)
+def test_scope(scope, rotated):
+    built = program({"scope": scope})
+    assert {gemm for gemm in Gemm if getattr(built, gemm).transforms} == rotated
+
+
+@pytest.mark.parametrize("kind", ["random", "deterministic"])
+def test_lowers_the_error_of_mxfp4_on_outliers(kind):
+    """One element in each block of 32 is 5 to 20 times the others."""
+    generator = torch.Generator().manual_seed(2)
+    x, w = (torch.randn(shape, generator=generator) for shape in ((256, 64), (96, 64)))
+    where = torch.randint(0, 32, (256, 2, 1), generator=generator)
+    factors = 1 + torch.zeros(256, 2, 32).scatter(2, where, 4 + 15 * torch.rand(256, 2, 1, generator=generator))
+    x *= factors.reshape(256, 64)
+    exact = x.double() @ w.double().T
+    rotated, plain = program({"kind": kind}), program({"scope": ["wgrad"]})
+    dy = torch.zeros(256, 96)
+
+    def error(built):
+        return (run(built, x, w, dy)[0] - exact).norm() / exact.norm()
+
+    assert error(rotated) < 0.9 * error(plain)
+    # And of the operand itself, back in its basis.
+    rotation = rotated.fprop.rotate(x, w, Draw(KEY, noise.make_step(0, 0, 0)))
+    restored = rotation.undo(total(rotated.operand(Operand.FPROP_INPUT)(rotation.left)), "left")
+    direct = fp4graph.fake_quantize(x, SPEC)
+    assert (restored - x).norm() < 0.8 * (direct - x).norm()
+
+
+def test_what_reads_an_fprop_operand_gets_it_rotated_back(data):
+    x, w, dy = data
+    built = program({"block": 16, "kind": "deterministic"}, operands={"backward": "keep", "wgrad.input": "fprop"})
+    _, dx, dw = run(built, x, w, dy)
+    h = sylvester(16)  # dyadic: 1/4
+    back = on_blocks(fp4graph.fake_quantize(on_blocks(x, h), SPEC), h.T)
+    torch.testing.assert_close(dw, dy.T @ back, rtol=1e-5, atol=1e-5)  # float sums in another order
+    torch.testing.assert_close(dx, dy @ w, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block": 24}, "power of two"),
+        ({"block": 1}, "power of two"),
+        ({"scope": []}, "empty scope"),
+        ({"scope": ["fprp"]}, "fprop"),
+        ({"kind": "deterministic", "resample": "step"}, "draws no signs"),
+        ({"kind": "signs"}, "deterministic"),
+    ],
+)
+def test_wrong_options(options, message):
+    with pytest.raises(PolicyError, match=message):
+        program(options)
+
+
+def test_a_block_that_does_not_divide_is_refused_at_load():
+    with pytest.raises(PolicyError, match=r"Hadamard block 32 and the block of fprop\.input, 24 elements"):
+        program({"block": 32}, block=24)
+    program({"block": 8}, block=24)
+    program({"block": 64}, block=16)
+    program({"block": 32}, block="row")
+    # Of GEMMs that are not rotated nothing is asked.
+    program({"block": 32, "scope": ["wgrad"]}, block=24, operands={"wgrad": {"block": 32}})
+
+
+def test_bit_identical_compiled(data, inductor):
+    x, w, _ = data
+    built = program({})
+
+    def both(x, w, key, step):
+        rotation = built.fprop.rotate(x, w, Draw(key, step))
+        return total(built.fprop.left(rotation.left)), total(built.fprop.right(rotation.right))
+
+    args = x, w, KEY, noise.make_step(0, 0, 0)
+    for a, b in zip(both(*args), inductor(both, *args)(*args), strict=True):
+        assert torch.equal(a, b)

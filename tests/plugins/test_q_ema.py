@@ -1,0 +1,157 @@
+"""q_ema against Algorithm 1 and Eq. 10 of the TetraJet paper, element by element."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fp4graph
+from fp4graph.errors import PolicyError, PolicyWarning
+from fp4graph.graph.plan import plan_site
+from fp4graph.numerics import noise
+from fp4graph.operands import Operand
+from fp4graph.ops.program import Draw, total
+from fp4graph.site import SiteView
+
+E2M1 = [-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+
+
+def policy(options=None, *, op="linear", operands=None, more=()):
+    rule = {
+        "name": "all",
+        "match": {"op": op},
+        "quantize": {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}, "ties": "up"},
+        "operands": operands or {},
+        "techniques": [*more, {"q_ema": options or {}}],
+    }
+    return fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]})
+
+
+def quantized(w, average, options=None, step=0):
+    program = plan_site(SiteView("fc", "linear", 64, 8, 512), policy(options).rules[0]).program
+    draw = Draw(noise.make_key("site", "fc"), noise.make_step(0, 0, step))
+    return total(program.operand(Operand.FPROP_WEIGHT)(w, draw, {"q_ema": {"weight": average}}))
+
+
+def algorithm_1(w, average):
+    """One element after another. S is a power of two, so that everything here is exact in Python's floats."""
+    out = torch.empty_like(w)
+    for row in range(w.shape[0]):
+        for start in range(0, w.shape[1], 32):
+            block = w[row, start : start + 32]
+            largest = block.abs().max().item()
+            scale = 2.0**-127
+            while largest > 6 * scale:  # the least power of two under which nothing is clipped
+                scale *= 2
+            for i, (x, e) in enumerate(zip(block.tolist(), average[row, start : start + 32].tolist(), strict=True)):
+                u = x / scale
+                q1 = max(q for q in E2M1 if q <= u)
+                q2 = min(q for q in E2M1 if q >= u)
+                out[row, start + i] = (q1 if abs(e / scale - q1) < abs(e / scale - q2) else q2) * scale
+    return out
+
+
+@pytest.mark.parametrize("width", [64, 50])
+@pytest.mark.parametrize("drift", [0.01, 0.3, 3.0])
+def test_picks_what_algorithm_1_picks(width, drift):
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(40, width, generator=generator)
+    average = w + drift * torch.randn(40, width, generator=generator)
+    chosen = quantized(w, average)
+    assert torch.equal(chosen, algorithm_1(w, average))
+    nearest = fp4graph.fake_quantize(
+        w, fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"), ties="up")
+    )
+    assert not torch.equal(chosen, nearest)
+
+
+def test_exact_values_and_ties():
+    w = torch.zeros(1, 32)
+    average = torch.zeros(1, 32)
+    w[0, :6] = torch.tensor([6.0, 2.4, 2.4, 2.4, 2.0, -5.0])
+    average[0, :6] = torch.tensor([0.0, 2.5, 2.4999, 9.0, 5.0, -4.9])
+    # 6 is a value, whatever its average. A tie of the average goes up, also for negative values.
+    assert quantized(w, average)[0, :6].tolist() == [6.0, 3.0, 2.0, 3.0, 2.0, -4.0]
+    average[0, 5] = -5.0
+    assert quantized(w, average)[0, 5] == -4.0
+    average[0, 5] = -5.1
+    assert quantized(w, average)[0, 5] == -6.0
+
+
+def test_the_weight_itself_as_average_rounds_to_nearest_up():
+    w = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+    spec = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"), ties="up")
+    assert torch.equal(quantized(w, w), fp4graph.fake_quantize(w, spec))
+
+
+def test_start_after_rounds_to_nearest_first():
+    w = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
+    average = w.roll(1, 0)
+    options = {"start_after": 3}
+    for step in range(5):
+        expected = quantized(w, w) if step < 3 else quantized(w, average)
+        assert torch.equal(quantized(w, average, options, step), expected)
+
+
+def test_the_average_follows_eq_10_at_every_optimizer_step():
+    torch.manual_seed(0)
+    model = fp4graph.apply(torch.nn.Linear(64, 8), policy({"beta": 0.9}), backend="eager")
+    optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    expected = model.weight.detach().double().clone()
+    x = torch.randn(16, 64)
+    for _ in range(4):
+        for _ in range(2):  # accumulation: two forwards to a step
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected = 0.9 * expected + (1 - 0.9) * model.weight.detach().double()
+    state = model._fp4graph.q_ema_weight
+    torch.testing.assert_close(state.double(), expected, rtol=0, atol=4 * 2.0**-23)  # one fp32 rounding per step
+    assert not torch.allclose(state, model.weight, atol=1e-4)
+
+
+def test_a_weight_that_wanders_about_a_threshold_stays():
+    """The purpose: the weight crosses 2.5 at every step and nearest flips every time; its average lies at 2.45."""
+    average = torch.full((1, 32), 2.3)
+    flips = nearest_flips = 0
+    before = nearest_before = None
+    for step in range(50):
+        w = torch.full((1, 32), 2.45 + (0.1 if step % 2 else -0.1))
+        w[0, 0] = 6.0
+        q, nearest = quantized(w, average)[0, 1].item(), quantized(w, w)[0, 1].item()
+        flips += before is not None and q != before
+        nearest_flips += nearest_before is not None and nearest != nearest_before
+        before, nearest_before = q, nearest
+        average = 0.9 * average + 0.1 * w
+    assert nearest_flips == 49
+    assert flips == 0
+
+
+@pytest.mark.parametrize("beta", [0, 1, -0.1, 1.5])
+def test_beta_outside_its_range(beta):
+    with pytest.raises(PolicyError, match="beta"):
+        policy({"beta": beta})
+
+
+def test_a_stochastic_weight_is_refused_however_it_came_about():
+    with pytest.raises(PolicyError, match=r"fprop\.weight already rounds stochastically"):
+        policy(operands={"fprop.weight": {"rounding": "stochastic"}})
+    with pytest.raises(PolicyError, match=r"fprop\.weight already rounds stochastically"):
+        policy(more=[{"stochastic_rounding": {"operands": ["forward"]}}])
+
+
+@pytest.mark.parametrize("where", [{"op": "matmul"}, {"operands": {"fprop.weight": "keep"}}])
+def test_without_a_quantized_weight_it_is_inert(where):
+    with pytest.warns(PolicyWarning, match="no effect"):
+        policy(**where)
+
+
+def test_bit_identical_compiled(inductor):
+    w = torch.randn(24, 64, generator=torch.Generator().manual_seed(2))
+    average = w + 0.3 * w.roll(1, 0)
+
+    def both(w, average):
+        return quantized(w, average), quantized(w, average, {"start_after": 1}, 2)
+
+    for a, b in zip(both(w, average), inductor(both, w, average)(w, average), strict=True):
+        assert torch.equal(a, b)
