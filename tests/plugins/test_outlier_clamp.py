@@ -1,0 +1,259 @@
+"""outlier_clamp against thresholds taken from a sorted copy by numpy, and Y = Q(clamp(X))·Ŵᵀ + ΔX·Ŵᵀ written out."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+import fp4graph
+from fp4graph.errors import PolicyError
+from fp4graph.graph.plan import plan_site
+from fp4graph.graph.rewrite import site_function
+from fp4graph.numerics import noise
+from fp4graph.operands import Operand
+from fp4graph.ops.program import Draw, total
+from fp4graph.site import SiteView
+
+SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
+DRAW = Draw(noise.make_key("site", "fc"), noise.make_step(0, 0, 0))
+
+
+def policy(options=None, scale=("e8m0", "ceil"), others=(), **more):
+    quantize = {"element": "e2m1", "block": 32, "scale": {"format": scale[0], "rounding": scale[1]}}
+    techniques = [{"outlier_clamp": options} if options else "outlier_clamp", *others]
+    rule = {"name": "all", "match": {"op": "linear"}, "quantize": quantize, "techniques": techniques, **more}
+    return fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]})
+
+
+def site(options=None, **more):
+    return plan_site(SiteView("fc", "linear", 96, 64, 96 * 64), policy(options, **more).rules[0]).program
+
+
+def terms(x, options=None, operand=Operand.FPROP_INPUT, **more):
+    return [term.product() for term in site(options, **more).operand(operand)(x, DRAW)]
+
+
+def activations(*shape, seed=0):
+    """Gaussian, skewed, with a few large elements of either sign."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=generator) + 0.3
+    x.view(-1)[::97] *= 40
+    x.view(-1)[::89] *= -25
+    return x
+
+
+def thresholds(x, hundredths):
+    """The elements with ⌊n·hundredths/100⌋ elements before them, counted from below and from above."""
+    ordered = np.sort(x.double().numpy().reshape(-1))
+    cut = ordered.size * hundredths // 100
+    return ordered[cut], ordered[ordered.size - 1 - cut]
+
+
+def clamped(x, hundredths):
+    low, high = thresholds(x, hundredths)
+    return torch.from_numpy(np.minimum(np.maximum(x.double().numpy(), low), high)).to(x.dtype)
+
+
+@pytest.mark.parametrize("width", [96, 80])  # 80: the last block of each row is padded
+@pytest.mark.parametrize(("options", "hundredths"), [(None, 1), ({"quantile": 0.97}, 3), ({"quantile": 0.71}, 29)])
+def test_the_bulk_is_quantized_and_the_rest_is_kept(width, options, hundredths):
+    x = activations(40, width)
+    bulk = clamped(x, hundredths)
+    part, residual = terms(x, options)
+    assert torch.equal(part, fp4graph.fake_quantize(bulk, SPEC))
+    assert torch.equal(residual, x - bulk)
+    cut = x.numel() * hundredths // 100
+    assert (residual > 0).sum() == (residual < 0).sum() == cut > 0
+    (alone,) = terms(x, {**(options or {}), "residual": False})
+    assert torch.equal(alone, part)
+
+
+@pytest.mark.parametrize("quantile", [0.999, 0.99, 0.97, 0.6])
+@pytest.mark.parametrize("n", [3, 203, 1499, 3001])
+def test_the_thresholds_are_quantiles_by_numpy(quantile, n):
+    x = activations(1, n, seed=n)
+    values = x.double().numpy()
+    found = site({"quantile": quantile}).operand(Operand.FPROP_INPUT).techniques[0].thresholds(x)
+    for q, threshold in zip((1 - quantile, quantile), found, strict=True):
+        assert threshold.item() in [np.quantile(values, q, method=method) for method in ("lower", "higher")]
+
+
+def test_a_hundredth_of_three_hundred_elements_is_three():
+    """In floats it would be two or four: 1 − 0.99 is a little above a hundredth."""
+    x = torch.randperm(300, generator=torch.Generator().manual_seed(0)).float().view(3, 100)
+    _, residual = terms(x)
+    assert sorted(residual[residual != 0].tolist()) == [-3, -2, -1, 1, 2, 3]
+
+
+def test_negation_negates():
+    x = activations(37, 80)
+    for found, negated in zip(terms(x, {"quantile": 0.9}), terms(-x, {"quantile": 0.9}), strict=True):
+        assert torch.equal(found, -negated)
+
+
+def test_ties_with_a_threshold_are_not_cut():
+    x = torch.full((4, 100), 2.0)
+    x[0, :2], x[1, :2] = 50, -50
+    part, residual = terms(x)
+    # Four elements may be cut at either end, of which two differ from the fifth.
+    assert torch.equal(residual, x - 2)
+    assert (part == 2).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_terms_sum_to_x_to_half_a_unit_of_the_residual(dtype):
+    x = activations(64, 96).to(dtype)
+    program = site().operand(Operand.FPROP_INPUT)
+    part, residual = program.techniques[0].split(x, program.context(program.techniques[0], x, DRAW, None))
+    assert part.dtype is residual.dtype is dtype
+    error = (part.double() + residual.double() - x.double()).abs()
+    assert (error <= residual.double().abs() * torch.finfo(dtype).eps / 2).all()
+    assert ((part == x) == (residual == 0)).all()
+    assert part.abs().max() < x.abs().max() / 4
+
+
+def test_the_product_of_a_layer():
+    x, w = activations(40, 96), torch.randn(64, 96, generator=torch.Generator().manual_seed(1))
+    y = site_function(site(), "linear", 1.0, 1.0)(x, w, None, None, None, 0)
+    bulk = clamped(x, 1)
+    left = fp4graph.fake_quantize(bulk, SPEC).double() + (x - bulk).double()
+    expected = left @ fp4graph.fake_quantize(w, SPEC).double().mT
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+def test_the_error_of_a_product_goes_down():
+    x, w = activations(256, 96), torch.randn(64, 96, generator=torch.Generator().manual_seed(1))
+    exact = x @ w.mT
+    plain = (fp4graph.fake_quantize(x, SPEC) @ w.mT - exact).norm()
+    assert (sum(terms(x)) @ w.mT - exact).norm() < plain / 2
+    assert (terms(x, {"residual": False})[0] @ w.mT - exact).norm() > plain  # what was cut off was most of X
+
+
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_poison_stays_visible(bad, residual):
+    options = {"quantile": 0.9, "residual": residual}
+    x = activations(40, 96)
+    x[3, 40] = bad
+    found = sum(terms(x, options))
+    assert found[3, 32:64].isnan().all()
+    assert found.isnan().sum() == 32
+    assert found[x.isfinite().all(1)].isfinite().all()
+    # The other elements are clamped: the bad one counts as an outlier.
+    ordered = x.nan_to_num(math.inf, math.inf, -math.inf)
+    bulk = clamped(ordered, 10)
+    assert torch.equal(terms(x, options)[0][:3], fp4graph.fake_quantize(bulk[:3], SPEC))
+    # With more of it than may be cut nothing is clamped at that end, and nothing is lost.
+    x[:20] = bad
+    found = sum(terms(x, options))
+    assert found[:20].isnan().all()
+    assert found[20:].isfinite().all()
+
+
+@pytest.mark.parametrize("residual", [True, False])
+def test_zeros_and_tensors_of_few_elements(residual):
+    options = {"residual": residual}
+    for x in (torch.zeros(4, 96), torch.ones(1, 1), torch.zeros(0, 96), torch.zeros(96, 0)):
+        found = terms(x, options)
+        assert len(found) == 1 + residual
+        assert all(term.shape == x.shape for term in found)
+        assert torch.equal(sum(found), x)
+
+
+def test_only_the_chosen_operands_are_clamped():
+    x = activations(64, 96)
+    q = fp4graph.fake_quantize(x, SPEC)
+    (weight,) = terms(x, operand=Operand.FPROP_WEIGHT)
+    assert torch.equal(weight, q)
+    assert len(terms(x, {"operands": ["gradients"]}, operand=Operand.DGRAD_GRAD_OUTPUT)) == 2
+    assert len(terms(x, {"operands": ["gradients"]})) == 1
+
+
+def test_a_tensor_scale_is_that_of_the_clamped_tensor():
+    x = activations(40, 96)
+    bulk = clamped(x, 1)
+    alone = site(scale=("e4m3", "nearest_even"), others=["tensor_scaling"]).operand(Operand.FPROP_INPUT)
+    part, residual = alone(x, DRAW)
+    torch.testing.assert_close(part.multiplier, bulk.abs().max() / (6 * 448), rtol=1e-6, atol=0)
+    assert torch.equal(residual.values, x - bulk)
+    assert residual.multiplier is None
+
+
+def test_elements_of_the_rotated_basis_beside_hadamard():
+    x, w = activations(40, 96), torch.randn(64, 96, generator=torch.Generator().manual_seed(1))
+    program = site(others=[{"hadamard": {"kind": "deterministic", "block": 32}}])
+    h = torch.ones(1, 1, dtype=torch.float64)
+    for _ in range(5):
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
+    rotated = (x.double().view(40, 3, 32) @ h / 32**0.5).reshape(40, 96)
+    rotation = program.fprop.rotate(x, w, DRAW)
+    found = total(program.operand(Operand.FPROP_INPUT)(rotation.left, DRAW))
+    bulk = clamped(rotated.float(), 1)
+    expected = fp4graph.fake_quantize(bulk, SPEC) + (rotated.float() - bulk)
+    # An element next to a rounding boundary may fall on either side of it: the reference rotates in float64.
+    assert ((found - expected).abs() < 1e-4).float().mean() > 0.999
+    y = site_function(program, "linear", 1.0, 1.0)(x, w, None, DRAW.key, DRAW.step, 0)
+    assert (y - x @ w.mT).norm() / (x @ w.mT).norm() < 0.2
+
+
+@pytest.mark.parametrize("options", [{"quantile": 0.9}, {"residual": False}])
+def test_eager_and_inductor_agree(options, inductor):
+    def f(x):
+        return tuple(term.values for term in site(options).operand(Operand.FPROP_INPUT)(x, DRAW))
+
+    tensors = [activations(40, 80), activations(24, 70, seed=1).bfloat16().float(), torch.zeros(0, 80)]
+    tensors[1][3, 5] = math.nan
+    compiled = inductor(f, tensors[0])
+    for x in tensors:
+        for a, b in zip(f(x), compiled(x), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("residual", [True, False])
+def test_the_gradient_is_straight_through(residual):
+    x, w = activations(40, 96).requires_grad_(), torch.randn(64, 96, requires_grad=True)
+    keep = {"operands": {"backward": "keep"}}
+    y = site_function(site({"residual": residual}, **keep), "linear", 1.0, 1.0)(x, w, None, None, None, 0)
+    dy = torch.randn(40, 64)
+    y.backward(dy)
+    torch.testing.assert_close(x.grad, dy @ w.detach(), rtol=0, atol=0)
+    torch.testing.assert_close(w.grad, dy.mT @ x.detach(), rtol=0, atol=0)
+
+
+def test_what_wgrad_reads_from_fprop_has_both_terms():
+    x, w = activations(40, 96), torch.randn(64, 96, requires_grad=True)
+    program = site(operands={"dgrad": "keep", "wgrad.grad_output": "keep", "wgrad.input": "fprop"})
+    y = site_function(program, "linear", 1.0, 1.0)(x, w, None, None, None, 0)
+    dy = torch.randn(40, 64)
+    y.backward(dy)
+    torch.testing.assert_close(w.grad, dy.mT @ sum(terms(x)), rtol=1e-6, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"quantile": 0.5}, "above 0.5"),
+        ({"quantile": 1}, "below 1"),
+        ({"quantile": math.nan}, "quantile"),
+        ({"operands": []}, "empty list of operands"),
+        ({"operands": ["fprop.imput"]}, "unknown operand 'fprop.imput'"),
+        ({"residuals": True}, "unknown option 'residuals'"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(PolicyError, match=message):
+        policy(options)
+
+
+def test_the_policy_writes_its_options_down():
+    loaded = policy({"quantile": 0.97, "residual": False, "operands": ["fprop.input", "gradients"]})
+    assert loaded.complexity == 0.5
+    assert policy().complexity == 2.0
+    written = yaml.safe_load(loaded.to_yaml())
+    options = {"operands": ["fprop.input", "gradients"], "quantile": 0.97, "residual": False}
+    assert written["rules"][0]["techniques"] == [{"outlier_clamp": options}]
+    assert fp4graph.load_policy(written) == loaded
