@@ -69,7 +69,8 @@ class Context:
         constant: likewise, the same at every forward.
         count: forwards with gradients so far, int32, 0-d; None where the technique does not say that it ``draws``.
         state: the technique's entries for this operand, by name; ``weight_like`` ones fp32 in the blocked layout.
-        spec: of the operand; only pair transforms, which serve two operands, have none.
+        spec: of the operand; None for pair transforms, which serve two operands.
+        gemm: whose operands a pair transform is given; None for other stages.
     """
 
     blocking: Blocking
@@ -78,6 +79,7 @@ class Context:
     count: Tensor | None = None
     state: Mapping[str, Tensor] = field(default_factory=dict)
     spec: QuantSpec | None = None
+    gemm: Gemm | None = None
 
     @property
     def axes(self) -> tuple[int, ...]:

@@ -22,7 +22,8 @@ class Hadamard(Technique):
 
     A is [I, K] and B [J, K]; H is block-diagonal, each block the orthonormal Sylvester-Hadamard matrix of size g,
     entry (i, j) (-1)^popcount(i & j)/√g. S is a diagonal of random signs (``kind: random``), g of them and the same in
-    every block and in both operands, or the identity (``deterministic``). Each value of a block of g becomes ±1/√g of
+    every block and in both operands, or the identity (``deterministic``; ``random_backward`` draws signs in dgrad and
+    wgrad and none in fprop). Each value of a block of g becomes ±1/√g of
     all of them, so that an outlier is shared out and the block's values draw near to a Gaussian. Signs go first: after
     H they would leave every magnitude as it was. Axes that g does not divide are zero-padded in both operands. For g a
     power of four 1/√g is a power of two, and the product cancels exactly where its sums do; otherwise to rounding.
@@ -30,7 +31,8 @@ class Hadamard(Technique):
     Source: "Elucidating the design space of FP4 training", sec. 3.1 and Table 9 (g the block of the scales, random
     signs, all GEMMs or the backward ones); Tseng et al. 2025, "Training LLMs with MXFP4" (random, g = 64, backward);
     NVIDIA 2025, "Pretraining LLMs with NVFP4" (random, g = 16, wgrad); "Pretraining LLMs with MXFP4 on native FP4
-    hardware" (deterministic). Quartet's code applies signs after H, which is not offered.
+    hardware" (deterministic); Castro et al. 2025, "Quartet" (random_backward; their code applies signs after H, which
+    is not offered).
 
     Stage: pair transform, in fp32. What reads an fprop operand (``source: fprop``) gets it rotated back, and surrogate
     gradients act in the rotated basis.
@@ -49,7 +51,9 @@ class Hadamard(Technique):
         "all", description="Whose operands are rotated: all GEMMs, dgrad and wgrad (backward), or a list of GEMMs."
     )
     block: int = Field(32, description="g, a power of two; it and the block of the scales divide one another.")
-    kind: Literal["deterministic", "random"] = Field("random", description="Whether signs are drawn before H.")
+    kind: Literal["deterministic", "random", "random_backward"] = Field(
+        "random", description="Whether signs go before H: nowhere, in every GEMM, or in dgrad and wgrad."
+    )
     resample: Literal["step", "never"] = Field(
         "step", description="Whether signs are drawn anew at every training forward or stay as they are."
     )
@@ -81,7 +85,7 @@ class Hadamard(Technique):
 
     @property
     def draws(self) -> bool:
-        return self.kind == "random"
+        return self.kind != "deterministic"
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """A scale block is made of whole rotated blocks or lies in one: else its outliers leak into the next."""
@@ -107,7 +111,7 @@ class Hadamard(Technique):
 
     def pair_context(self, left: torch.Tensor, right: torch.Tensor, context: Context) -> tuple[torch.Tensor, ...]:
         """The signs, fp32 ``[g]``."""
-        if self.kind == "deterministic":
+        if self.kind == "deterministic" or (self.kind == "random_backward" and context.gemm is Gemm.FPROP):
             return ()
         noise = context.noise if self.resample == "step" else context.constant
         if noise.key is None:

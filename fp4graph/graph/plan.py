@@ -68,7 +68,7 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
     def gemm(which: Gemm, left: Operand, right: Operand) -> GemmProgram:
         quantized = specs.get(left) is not None or specs.get(right) is not None
         return GemmProgram(
-            operand(left), operand(right), tuple(t for t in techniques if quantized and which in pairs[t])
+            which, operand(left), operand(right), tuple(t for t in techniques if quantized and which in pairs[t])
         )
 
     return Plan(

@@ -21,7 +21,7 @@ from fp4graph.numerics.blocking import Blocking, Granularity, Groups
 from fp4graph.numerics.noise import Noise
 from fp4graph.numerics.quantize import round_elements
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.operands import Operand
+from fp4graph.operands import Gemm, Operand
 from fp4graph.ops import contract
 from fp4graph.ops.gradient import jacobian_diagonal
 from fp4graph.technique import GRADIENT_STAGES, Context, StateEntry, Technique, overrides
@@ -357,9 +357,10 @@ def _group_statistic(
 class GemmProgram:
     """One GEMM ``left [..., I, K] @ right [..., J, K]ᵀ``: pair transforms, then each operand's quantizer.
 
-    ``transforms`` act on both operands in order and cancel in the product.
+    ``transforms`` act on both operands in order and cancel in the product; they are told which ``gemm`` it is.
     """
 
+    gemm: Gemm
     left: OperandProgram
     right: OperandProgram
     transforms: tuple[Technique, ...] = ()
@@ -374,7 +375,8 @@ class GemmProgram:
         contexts: list[tuple[Tensor, ...]] = []
         lengths: list[int | torch.SymInt] = []
         for index, transform in enumerate(self.transforms):
-            own = _context(transform, _PAIR + index, Blocking(tuple(left.shape), "tensor"), left, draw)
+            blocking = Blocking(tuple(left.shape), "tensor")
+            own = _context(transform, _PAIR + index, blocking, left, draw, gemm=self.gemm)
             context = contract.run(transform, "pair_context", left, right, own)
             if not (isinstance(context, tuple) and all(isinstance(shared, Tensor) for shared in context)):
                 raise contract.broken(transform, "pair_context", "must return a tuple of tensors")
@@ -471,6 +473,7 @@ def _context(
     draw: Draw | None,
     state: Mapping[str, Tensor] | None = None,
     spec: QuantSpec | None = None,
+    gemm: Gemm | None = None,
 ) -> Context:
     own = draw.salted(salt) if draw is not None and technique.draws else None
     return Context(
@@ -480,6 +483,7 @@ def _context(
         None if own is None else own.count,
         state or {},
         spec,
+        gemm,
     )
 
 

@@ -117,6 +117,13 @@ def test_signs_are_drawn_anew_at_every_forward_unless_told_otherwise():
     assert mean.abs().max() < 4.5 / 400**0.5  # 4.5 standard errors of a fair sign
 
 
+def test_random_signs_in_the_backward_alone():
+    built = program({"block": 16, "kind": "random_backward"})
+    assert torch.equal(signs_of(built), torch.eye(64))
+    diagonals = [signs_of(built, gemm).diagonal() for gemm in (Gemm.DGRAD, Gemm.WGRAD)]
+    assert all({*diagonal.tolist()} == {-1.0, 1.0} for diagonal in diagonals)
+
+
 @pytest.mark.parametrize(
     ("scope", "rotated"),
     [("all", {*Gemm}), ("backward", {Gemm.DGRAD, Gemm.WGRAD}), (["wgrad"], {Gemm.WGRAD}), (["fprop"], {Gemm.FPROP})],
