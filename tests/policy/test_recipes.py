@@ -3,24 +3,57 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import warnings
+from pathlib import Path
 
+import fp4graph_policies
 import pytest
 
-from fp4graph.numerics.formats import E4M3, E8M0
+from fp4graph.graph.plan import plan_site
+from fp4graph.numerics.formats import E2M1, E3M0, E4M3, E8M0, E8M3, FP32, INT4, UE5M3, UE5M3_61440
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.operands import Operand
-from fp4graph.policy import Match, load_policy
+from fp4graph.policy import Match, Rule, load_policy
+from fp4graph.site import SiteView
+
+FILES = sorted(Path(fp4graph_policies.__file__).parent.glob("*.yaml"))
+Q1, Q2, Q3, Q4, Q5, Q6 = Operand
+CEIL = QuantSpec(block=32, scale=ScaleSpec(E8M0, "ceil"), ties="up")
+FLOOR = QuantSpec(block=32, scale=ScaleSpec(E8M0, "floor"))
+MX = QuantSpec(block=32, scale=ScaleSpec(E8M0, "nearest_even"))
+NV = QuantSpec(block=16, scale=ScaleSpec(E4M3, "nearest_even"))
 
 
-def only_rule(name: str) -> dict[Operand, QuantSpec | None]:
+def stochastic(spec: QuantSpec, **more: object) -> QuantSpec:
+    return dataclasses.replace(spec, rounding="stochastic", **more)  # type: ignore[arg-type]
+
+
+def again(spec: QuantSpec) -> QuantSpec:
+    """Stochastic, from what fprop multiplied with."""
+    return stochastic(spec, source="fprop")
+
+
+def block_rule(name: str) -> Rule:
+    """The one rule that quantizes: the linears of the blocks, required to be there, everything else kept."""
     policy = load_policy(name)
-    (rule,) = policy.rules
+    (rule,) = (rule for rule in policy.rules if rule.quantizes)
     assert rule.match == Match(op=("linear",), block=True)
     assert rule.required
     assert policy.default.keep is not None
     with pytest.raises(Exception, match="at least 1 quantized"):
         policy.expect.check(0, 10)
-    return dict(rule.specs)
+    return rule
+
+
+def planned(name: str) -> dict[Operand, QuantSpec | None]:
+    """Specs after what techniques make of them."""
+    return dict(plan_site(SiteView("fc", "linear", 64, 64, 4096), block_rule(name)).specs)
+
+
+def techniques(name: str) -> dict[str, dict[str, object]]:
+    """Options that a policy gives, by technique, in order."""
+    return {t.name: t.model_dump(exclude_unset=True) for t in block_rule(name).techniques}
 
 
 def test_bf16() -> None:
@@ -30,31 +63,199 @@ def test_bf16() -> None:
     assert not policy.quantizes
 
 
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_policy_says_what_it_is(file: Path) -> None:
+    """A title, what it reproduces, its complexity; no technique without effect."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        policy = load_policy(file.stem)
+    comment = "".join(line for line in file.read_text().splitlines(keepends=True) if line.startswith("#"))
+    assert policy.name == file.stem
+    assert policy.description
+    assert "Reproduces:" in comment or file.stem == "bf16"
+    said = re.search(r"^# Ω = ([\d.]+)(?:: (.*))?", comment, re.MULTILINE)
+    assert said is not None
+    assert float(said[1]) == policy.complexity
+    summands = re.findall(r"\d\.\d+", said[2] or "")  # one alone goes without its figure
+    assert [float(weight) for weight in summands] in ([], sorted_like(summands, policy.weights))
+
+
+def sorted_like(summands: list[str], weights: dict[str, float]) -> list[float]:
+    """``weights`` in the order of ``summands``, if they are the same."""
+    return [float(w) for w in summands] if sorted(map(float, summands)) == sorted(weights.values()) else []
+
+
+def test_all_the_recipes_are_here() -> None:
+    names = """bf16 microscaling tetrajet tetrajet-qema tetrajet-e3m0 tetrajet-e3m0-weights tetrajet-e3m0-gradients
+        tetrajet-q1 tetrajet-q2 tetrajet-q3 tetrajet-q4 tetrajet-q5 tetrajet-q6 tetrajet-no-wq tetrajet-no-wq-aq
+        int4-per-tensor mxfp4 nvfp4 ue5m3 e8m3 mxfp4-best nvfp4-best ue5m3-best fp4-all-the-way ue5m3-d50
+        mxfp4-round-up nvfp4-te wang-dge mxfp4-rht-sr quartet mxfp4-fprop mxfp4-fprop-dgrad mxfp4-full
+        mxfp4-full-hadamard mxfp4-full-rht mxfp4-full-sr mxfp4-rl"""
+    assert {*names.split()} <= {file.stem for file in FILES}
+
+
 @pytest.mark.parametrize(
     ("name", "spec"),
     [
-        ("microscaling", QuantSpec(block=32, scale=ScaleSpec(E8M0, "floor"))),
-        ("mxfp4", QuantSpec(block=32, scale=ScaleSpec(E8M0, "nearest_even"))),
-        ("nvfp4", QuantSpec(block=16, scale=ScaleSpec(E4M3, "nearest_even"))),
+        ("microscaling", FLOOR),
+        ("mxfp4", MX),
+        ("mxfp4-full", MX),
+        ("mxfp4-round-up", QuantSpec(block=32, scale=ScaleSpec(E8M0, "toward_positive"))),
+        ("nvfp4", NV),
+        ("ue5m3", QuantSpec(block=32, scale=ScaleSpec(UE5M3, "nearest_even"))),
+        ("e8m3", QuantSpec(block=16, scale=ScaleSpec(E8M3, "nearest_even"))),
+        ("int4-per-tensor", QuantSpec(element=INT4, block="tensor", scale=ScaleSpec(FP32))),
     ],
 )
 def test_six_alike(name: str, spec: QuantSpec) -> None:
-    assert only_rule(name) == dict.fromkeys(Operand, spec)
+    assert planned(name) == dict.fromkeys(Operand, spec)
     assert load_policy(name).techniques == ()
 
 
-@pytest.mark.parametrize("name", ["tetrajet", "tetrajet-qema"])
-def test_tetrajet(name: str) -> None:
-    nearest = QuantSpec(block=32, scale=ScaleSpec(E8M0, "ceil"), ties="up")
-    stochastic = dataclasses.replace(nearest, rounding="stochastic")
-    again = dataclasses.replace(stochastic, source="fprop")
-    q1, q2, q3, q4, q5, q6 = Operand
-    assert only_rule(name) == {q1: nearest, q2: nearest, q3: stochastic, q4: again, q5: stochastic, q6: again}
+@pytest.mark.parametrize(
+    ("name", "forward", "gradient"),
+    [
+        ("tetrajet", E2M1, E2M1),
+        ("tetrajet-qema", E2M1, E2M1),
+        ("tetrajet-e3m0", E3M0, E3M0),
+        ("tetrajet-e3m0-weights", E3M0, E2M1),
+        ("tetrajet-e3m0-gradients", E2M1, E3M0),
+    ],
+)
+def test_tetrajet(name: str, forward, gradient) -> None:
+    x, dy = dataclasses.replace(CEIL, element=forward), dataclasses.replace(CEIL, element=gradient)
+    assert planned(name) == {Q1: x, Q2: x, Q3: stochastic(dy), Q4: again(x), Q5: stochastic(dy), Q6: again(x)}
+
+
+@pytest.mark.parametrize("which", range(1, 7))
+def test_one_quantizer_alone(which: int) -> None:
+    """TetraJet Table 1. With Q1 alone wgrad reads its output, with Q2 alone dgrad does, and nothing else is touched."""
+    operand = list(Operand)[which - 1]
+    rule = block_rule(f"tetrajet-q{which}")
+    spec = CEIL if which < 3 else stochastic(CEIL)
+    assert dict(rule.specs) == {**dict.fromkeys(Operand), operand: spec}
+    assert set(rule.reuses) == {1: {Q6}, 2: {Q4}}.get(which, set())
+
+
+def test_without_forward_quantizers() -> None:
+    """Table 6: without Q2, and without Q1 and Q2."""
+    q3 = stochastic(CEIL)
+    assert planned("tetrajet-no-wq") == {Q1: CEIL, Q2: None, Q3: q3, Q4: q3, Q5: q3, Q6: again(CEIL)}
+    assert planned("tetrajet-no-wq-aq") == {Q1: None, Q2: None, Q3: q3, Q4: q3, Q5: q3, Q6: q3}
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("source", ["original", "fprop"])
+@pytest.mark.parametrize("scale", ["floor", "ceil"])
+def test_the_eight_cells_of_table_5_are_three_switches(rounding: str, source: str, scale: str) -> None:
+    rule = {
+        "match": {"op": "linear", "block": True},
+        "quantize": {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": scale}},
+        "operands": {
+            "backward": {"rounding": rounding},
+            "dgrad.weight": {"source": source},
+            "wgrad.input": {"source": source},
+        },
+    }
+    if (rounding, source, scale) == ("stochastic", "fprop", "ceil"):
+        rule["quantize"]["ties"] = "up"  # type: ignore[index]
+    specs = load_policy({"version": 1, "name": "cell", "rules": [rule]}).rules[0].specs
+    corner = {("nearest", "original", "floor"): "microscaling", ("stochastic", "fprop", "ceil"): "tetrajet"}
+    known = corner.get((rounding, source, scale))
+    if known is not None:
+        assert dict(specs) == planned(known)
+    assert specs[Q4].rounding == rounding
+    assert specs[Q4].source == specs[Q6].source == source
+    assert {spec.scale.rounding for spec in dict(specs).values()} == {scale}
 
 
 def test_qema_extends_tetrajet() -> None:
     policy = load_policy("tetrajet-qema")
-    (technique,) = policy.techniques
-    assert (technique.name, technique.model_dump()["beta"]) == ("q_ema", 0.998)
+    assert techniques("tetrajet-qema") == {"q_ema": {"beta": 0.998}}
     assert policy.rules[0].techniques == policy.techniques
     assert policy.fingerprint != load_policy("tetrajet").fingerprint
+
+
+def test_the_best_of_the_design_space() -> None:
+    assert planned("mxfp4-best") == planned("mxfp4")
+    assert techniques("mxfp4-best") == {"hadamard": {"scope": "all", "block": 32, "kind": "random"}}
+    intel = {Q1: NV, Q2: NV, Q3: stochastic(NV), Q4: NV, Q5: stochastic(NV), Q6: stochastic(NV)}
+    assert planned("nvfp4-best") == intel
+    assert techniques("nvfp4-best")["tensor_scaling"] == {"headroom": 0.5}
+    to_one = QuantSpec(block=32, scale=ScaleSpec(UE5M3, "nearest_even", zero="to_one"))
+    noisy = stochastic(to_one)
+    assert planned("ue5m3-best") == {Q1: to_one, Q2: to_one, Q3: noisy, Q4: to_one, Q5: noisy, Q6: noisy}
+    assert techniques("ue5m3-best")["tensor_scaling"] == {}
+
+
+def test_fp4_all_the_way() -> None:
+    nearest = dataclasses.replace(NV, scale=ScaleSpec(E4M3, "nearest_even", zero="to_one"))
+    noisy = stochastic(nearest)
+    assert planned("fp4-all-the-way") == {Q1: nearest, Q2: nearest, Q3: noisy, Q4: nearest, Q5: noisy, Q6: noisy}
+    assert techniques("fp4-all-the-way")["tensor_scaling"] == {"headroom": 0.5}
+
+
+def test_ue5m3_d50() -> None:
+    x = QuantSpec(block=16, scale=ScaleSpec(UE5M3_61440, "nearest_even", zero="to_one"))
+    w, dy = dataclasses.replace(x, block=(16, 16)), stochastic(x, random_bits=8)
+    assert planned("ue5m3-d50") == {Q1: x, Q2: w, Q3: dy, Q4: w, Q5: dy, Q6: x}
+    assert techniques("ue5m3-d50")["tensor_scaling"] == {"target": 448.0, "hold_steps": 50}
+
+
+def test_nvfp4_te() -> None:
+    w, dy = dataclasses.replace(NV, block=(16, 16)), stochastic(NV)
+    assert planned("nvfp4-te") == {Q1: NV, Q2: w, Q3: dy, Q4: w, Q5: dy, Q6: NV}
+    used = techniques("nvfp4-te")
+    assert used["hadamard"] == {"scope": ("wgrad",), "block": 16, "kind": "random", "resample": "never"}
+    assert used["tensor_scaling"] == {}
+    first, last, _ = load_policy("nvfp4-te").rules
+    assert (first.match.first_blocks, last.match.last_blocks) == (1, 1)
+    assert first.keep
+    assert last.keep
+
+
+def test_wang_dge() -> None:
+    """X and W alone are quantized, by lines along K with exact scales; the backward reads what fprop multiplied."""
+    x = QuantSpec(block="row", scale=ScaleSpec(FP32))
+    assert planned("wang-dge") == {**dict.fromkeys(Operand), Q1: x, Q2: x}
+    assert set(block_rule("wang-dge").reuses) == {Q4, Q6}
+    used = techniques("wang-dge")
+    assert used["step_gradient"] == {"kind": "dge", "operands": ("fprop.weight",), "k": 5.0}
+    assert used["outlier_clamp"]["residual"] is True
+
+
+def test_mxfp4_rht_sr() -> None:
+    noisy = stochastic(FLOOR)
+    assert planned("mxfp4-rht-sr") == {Q1: None, Q2: None, Q3: noisy, Q4: noisy, Q5: noisy, Q6: noisy}
+    used = techniques("mxfp4-rht-sr")
+    assert used["hadamard"] == {"scope": "backward", "block": 64, "kind": "random"}
+    assert used["stochastic_rounding"]["range_guard"] == 0.75
+
+
+def test_quartet() -> None:
+    noisy = stochastic(FLOOR)
+    assert planned("quartet") == {Q1: FLOOR, Q2: FLOOR, Q3: noisy, Q4: again(FLOOR), Q5: noisy, Q6: again(FLOOR)}
+    used = techniques("quartet")
+    assert used["hadamard"] == {"scope": "all", "block": 32, "kind": "random_backward"}
+    assert used["step_gradient"] == {"kind": "clip"}
+    assert used["stochastic_rounding"]["range_guard"] == 0.75
+
+
+def test_one_gemm_after_another() -> None:
+    off = dict.fromkeys(Operand)
+    assert planned("mxfp4-fprop") == {**off, Q1: MX, Q2: MX}
+    assert planned("mxfp4-fprop-dgrad") == {**off, Q1: MX, Q2: MX, Q3: MX, Q4: MX}
+    assert not block_rule("mxfp4-fprop").reuses
+    assert techniques("mxfp4-full-hadamard")["hadamard"]["kind"] == "deterministic"
+    assert techniques("mxfp4-full-rht")["hadamard"]["kind"] == "random"
+    noisy = stochastic(MX)
+    assert planned("mxfp4-full-sr") == {Q1: MX, Q2: MX, Q3: noisy, Q4: MX, Q5: noisy, Q6: noisy}
+
+
+def test_mxfp4_rl() -> None:
+    assert planned("mxfp4-rl") == planned("mxfp4")
+    used = techniques("mxfp4-rl")
+    assert used["macro_block_scaling"] == {"block": 128}
+    assert used["outlier_fallback"] == {"fraction": 0.1, "operands": ("forward",)}
+    noise = used["adaptive_quantization_noise"]
+    assert (noise["sigma_start"], noise["sigma_end"], noise["stages"]) == (1e-2, 5e-4, 10)
