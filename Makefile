@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint format docs stranger wheel clean
+.PHONY: demo test lint format docs parity stranger wheel clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/pretrain_vit.py --data digits --backend eager \
@@ -23,6 +23,10 @@ format: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python -m fp4graph.reference docs/reference
+
+# Every policy and technique under Inductor beside eager: about an hour.
+parity: $(STAMP)
+	$(BIN)/python -m pytest tests/parity -m "parity or not parity" -s
 
 # A technique in a package of its own, installed beside a wheel of this one into a new environment.
 stranger: $(STAMP)

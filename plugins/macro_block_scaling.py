@@ -37,7 +37,7 @@ class MacroBlockScaling(Technique):
     Table 2's fusable O(n/l), since γ can be multiplied into the scales.
 
     Use it with E8M0 scales. Beside tensor_scaling of a tensor or row, which gives scales range but leaves their
-    mantissas alone, it does what it does alone.
+    mantissas alone, it does what it does alone; tensor_scaling is then declared first.
     """
 
     name: ClassVar[str] = "macro_block_scaling"
@@ -73,6 +73,12 @@ class MacroBlockScaling(Technique):
                 )
             if self.block % length:
                 raise ValueError(f"block {self.block} is not a multiple of the block of {operand}, {length} elements")
+        order = list(techniques)
+        if "tensor_scaling" in order[order.index(self.name) :]:
+            raise ValueError(
+                "it fits scales to powers of two, which the factor of tensor_scaling after it would undo; declare "
+                "tensor_scaling first"
+            )
         other = techniques.get("tensor_scaling")
         if other is not None and isinstance(getattr(other, "granularity", None), int):
             raise ValueError(

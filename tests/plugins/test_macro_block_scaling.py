@@ -237,6 +237,16 @@ def test_wrong_options_are_named(options, more, message):
         policy(options, **more)
 
 
+def test_a_tensor_scale_comes_first():
+    rule = {
+        "match": {"op": "linear"},
+        "quantize": {"element": "e2m1", "block": 16, "scale": {"format": "e8m0", "rounding": "nearest_even"}},
+        "techniques": [{"macro_block_scaling": OPTIONS}, "tensor_scaling"],
+    }
+    with pytest.raises(PolicyError, match="declare tensor_scaling first"):
+        fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]})
+
+
 def test_a_kept_operand_is_not_checked_and_costs_are_counted():
     assert (
         policy({"block": 64, "operands": ["forward"]}, operands={"gradients": {"block": "tensor"}}).complexity == 0.25

@@ -1,0 +1,244 @@
+"""Any techniques that the loader lets share a site compose: random policies from the whole catalogue."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from hypothesis import HealthCheck, assume, event, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fp4graph
+from fp4graph.errors import PolicyError, PolicyWarning
+from fp4graph.graph.plan import plan_site
+from fp4graph.graph.rewrite import site_function
+from fp4graph.numerics import noise
+from fp4graph.operands import Operand
+from fp4graph.ops.program import Draw, total
+from fp4graph.policy import Policy, load_policy
+from fp4graph.registry import default_registry
+from fp4graph.site import SiteView
+
+#: Options of every shipped technique, each at several values.
+OPTIONS: dict[str, dict[str, list[Any]]] = {
+    "stochastic_rounding": {
+        "operands": ["backward", "all_activation", ["gradients"], ["forward", "wgrad"]],
+        "bits": [24, 8],
+        "range_guard": [None, 0.75, 1.0625],
+    },
+    "stochastic_scale_rounding": {"operands": [["forward", "backward"], ["gradients"]]},
+    "hadamard": {
+        "scope": ["all", "backward", ["wgrad"]],
+        "block": [4, 16, 32],
+        "kind": ["random", "deterministic"],
+        "resample": ["step", "never"],
+    },
+    "tensor_scaling": {
+        "granularity": ["tensor", "row", 32],
+        "headroom": [1.0, 0.5],
+        "target": [None, 256.0],
+        "operands": [["forward", "backward"], ["backward"]],
+    },
+    "tensor_scaling_gradient": {"kind": ["ignore", "absmax", "softmax", "hybrid", "ste"], "relative": [False, True]},
+    "smooth_max": {"kind": ["absmax", "softmax", "hybrid", "ste"], "relative": [False, True]},
+    "step_gradient": {"kind": ["spline", "dge", "sigmoid", "clip", "ste"], "operands": [["forward"], ["fprop.weight"]]},
+    "scale_gradient": {"kind": ["spline", "dge", "ste"], "range": ["all", "low"]},
+    "q_ema": {"beta": [0.998, 0.9]},
+    "smooth_swiglu": {"power_of_two": [False, True]},
+    "macro_block_scaling": {"block": [32, 64], "mantissa_bits": [1, 3]},
+    "outlier_fallback": {"fraction": [0.1, 0.5], "operands": [["forward"], ["backward"]]},
+    "adaptive_quantization_noise": {
+        "sigma_start": [1e-2],
+        "sigma_end": [1e-3],
+        "stages": [2, 5],
+        "steps_per_stage": [1],
+        "kind": ["additive", "multiplicative"],
+    },
+    # "outlier_clamp": {"quantile": [0.99, 0.9], "residual": [True, False]},
+    # "low_rank_residual": {"rank": [1, 4], "quantize_components": [False, True]},
+    "four_over_six": {"measure": ["mse", "mae", "amax"]},
+    "conditional_scaling": {},
+}
+SCALES = st.one_of(
+    st.fixed_dictionaries(
+        {
+            "format": st.sampled_from(["e8m0", "e4m3", "ue5m3", "e8m3", "fp32"]),
+            "rounding": st.sampled_from(["nearest_even", "toward_positive"]),
+            "zero": st.sampled_from(["nearest_subnormal", "to_one"]),
+        }
+    ),
+    st.fixed_dictionaries({"format": st.just("e8m0"), "rounding": st.sampled_from(["floor", "ceil"])}),
+    st.fixed_dictionaries(
+        {
+            "format": st.sampled_from(["e8m0", "e4m3"]),
+            "rounding": st.just("nearest_even"),
+            "convention": st.just("encode"),
+        }
+    ),
+)
+
+
+@st.composite
+def technique(draw: st.DrawFn, name: str) -> dict[str, dict[str, Any]]:
+    return {name: {option: draw(st.sampled_from(values)) for option, values in OPTIONS[name].items()}}
+
+
+@st.composite
+def policies(draw: st.DrawFn) -> dict[str, Any]:
+    names = draw(st.lists(st.sampled_from(sorted(OPTIONS)), min_size=1, max_size=4, unique=True))
+    classes = default_registry().techniques
+    for name in names:  # what one needs comes along
+        names += sorted(classes[name].requires - set(names))
+    assume(not any(b in classes[a].conflicts for a, b in itertools.permutations(names, 2)))
+    source = draw(st.sampled_from([{}, {"dgrad.weight": {"source": "fprop"}, "wgrad.input": "fprop"}]))
+    quantize = {
+        "element": draw(st.sampled_from(["e2m1", "e2m1", "e3m0", "int4"])),
+        "block": draw(st.sampled_from([16, 32, [16, 16]])),
+        "scale": draw(SCALES),
+    }
+    rule = {
+        "name": "linears",
+        "match": {"op": "linear"},
+        "quantize": quantize,
+        "operands": source,
+        "techniques": [draw(technique(name)) for name in names],
+    }
+    return {"version": 1, "name": "random", "rules": [rule]}
+
+
+class SwiGlu(nn.Module):
+    """Sizes that no block divides, and a product that smooth_swiglu knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate, self.up, self.down = nn.Linear(40, 72), nn.Linear(40, 72), nn.Linear(72, 40)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def loaded(data: dict[str, Any]) -> Policy:
+    """The policy; an unfit combination is refused at load, in one sentence, and not looked at further."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PolicyWarning)
+        try:
+            policy = load_policy(data)
+        except PolicyError as error:
+            event(f"refused: {error}")
+            assume(False)
+        assert load_policy(yaml.safe_load(policy.to_yaml())) == policy
+    event("ran with " + ", ".join(sorted(t.name for t in policy.rules[0].techniques)))
+    return policy
+
+
+def test_the_catalogue_is_complete() -> None:
+    own = {name for name in default_registry().techniques if default_registry().origin(name) == name}
+    training = {"q_ramping", "dampen", "freeze", "loss_scaling", "stable_spam"}
+    assert own - training == OPTIONS.keys()
+    for name, options in OPTIONS.items():
+        fields = default_registry().techniques[name].model_fields
+        assert options.keys() <= fields.keys(), name
+
+
+quick = settings(
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.function_scoped_fixture],
+)
+
+
+@settings(quick, max_examples=60)
+@given(policies())
+def test_any_combination_trains(data: dict[str, Any]) -> None:
+    policy = loaded(data)
+    torch._dynamo.reset()
+    model = fp4graph.apply(SwiGlu(), policy, backend="eager")
+    optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    x = torch.randn(24, 40, generator=torch.Generator().manual_seed(0))
+    before = [p.detach().clone() for p in model.parameters()]
+    for _ in range(2):
+        loss = (model(x) - x).square().mean()
+        loss.backward()
+        assert loss.isfinite()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+    assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+@settings(quick, max_examples=5)
+@given(policies())
+def test_quantizers_are_bit_identical_compiled(data: dict[str, Any]) -> None:
+    """All six operands in one graph. The softmax relaxations are exempt: exp and log differ in the last bit."""
+    policy = loaded(data)
+    kinds = {t.name: getattr(t, "kind", None) for t in policy.rules[0].techniques}
+    assume("softmax" not in (kinds.get("smooth_max"), kinds.get("tensor_scaling_gradient")))
+    site = SiteView("down", "linear", 72, 40, 2880, producer="swiglu")
+    program = plan_site(site, policy.rules[0]).program
+    assert program is not None
+    x = torch.randn(24, 72, generator=torch.Generator().manual_seed(0))
+    weights = {
+        slot.technique: {slot.entry.name: slot.entry.init(x)}
+        for slot in program.state
+        if slot.entry.operand is Operand.FPROP_WEIGHT
+    }
+
+    def quantize(x: torch.Tensor, key: torch.Tensor, step: torch.Tensor) -> list[torch.Tensor]:
+        draw = Draw(key, step)
+        return [
+            total(program.operand(o)(x, draw.salted(i), weights if o is Operand.FPROP_WEIGHT else None))
+            for i, o in enumerate(Operand)
+        ]
+
+    args = x, noise.make_key("site", "down"), noise.make_step(0, 0, 3)
+    torch._dynamo.reset()
+    graph = make_fx(quantize)(*args)  # one graph, as in a model; Dynamo by itself would break it at the techniques
+    compiled = torch.compile(graph, fullgraph=True)(*args)
+    for operand, a, b in zip(Operand, quantize(*args), compiled, strict=True):
+        assert torch.equal(a, b), operand
+
+
+@pytest.mark.parametrize(
+    "pair", list(itertools.combinations(sorted(OPTIONS), 2)), ids=lambda pair: f"{pair[0]}-{pair[1]}"
+)
+def test_every_pair_runs_or_is_refused(pair: tuple[str, str]) -> None:
+    """Each two techniques at their first options: a finite product and finite gradients, or one clear refusal."""
+    classes = default_registry().techniques
+    names = [*pair]
+    for name in pair:
+        names += sorted(classes[name].requires - set(names))
+    quantize = {"element": "e2m1", "block": 16, "scale": {"format": "e4m3", "rounding": "nearest_even"}}
+    if "conditional_scaling" in pair:
+        quantize["scale"]["convention"] = "encode"  # type: ignore[index]
+    entries = [{name: {option: values[0] for option, values in OPTIONS[name].items()}} for name in names]
+    rule = {"name": "all", "match": {"op": "linear"}, "quantize": quantize, "techniques": entries}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PolicyWarning)
+        try:
+            policy = load_policy({"version": 1, "name": "p", "rules": [rule]})
+        except PolicyError as error:
+            refusal = str(error)
+            policy = None
+    if policy is None:
+        assert any(name in refusal for name in pair)
+        return
+    program = plan_site(SiteView("down", "linear", 40, 24, 960, producer="swiglu"), policy.rules[0]).program
+    assert program is not None
+    x = torch.randn(20, 40).requires_grad_()
+    w = torch.randn(24, 40).requires_grad_()
+    state = tuple(slot.entry.init(w.detach()) for slot in program.state)
+    key, step = noise.make_key("site", "down"), noise.make_step(0, 0, 0)
+    y = site_function(program, "linear", 1.0, 1.0)(x, w, None, key, step, 0, *state)
+    y.square().sum().backward()
+    assert y.isfinite().all()
+    for grad in (x.grad, w.grad):
+        assert grad is not None
+        assert grad.isfinite().all()
