@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 STATISTICS = ("max_avg", "norm_avg", "norm_avg_sq", "conditioned")
 #: Names of Adam's moments in the state of this optimizer and of torch's.
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
-#: Elements that a CPU updates at a time: a dozen passes over them stay in its cache.
-CPU_CHUNK = 1 << 16
+#: Elements updated per call: on a CPU, so that they stay in its cache; elsewhere, to bound the memory for temporaries.
+CPU_BATCH, BATCH = 1 << 20, 1 << 26
 
 
 def cosine(step: int, total_steps: int | None, eta_min: float, *, hold: bool = True) -> float:
@@ -84,7 +84,7 @@ def condition_foreach(
     """:func:`condition` of many gradients of one device and dtype; nothing waits for an accelerator."""
     if not grads:
         return []
-    on_cpu = grads[0].device.type == "cpu"
+    on_cpu = _on_cpu(grads[0])
     dtype = _precision(grads[0])
     kept = [[state[name] for state in states] for name in STATISTICS]
     old = tuple(torch.stack(values) for values in kept)
@@ -121,6 +121,11 @@ def reset_moments(state: MutableMapping[str, Any]) -> None:
     for name in (*MOMENTS, "step"):
         if name in state:
             state[name].zero_()
+
+
+def _on_cpu(x: Tensor) -> bool:
+    """Whether reading a scalar costs nothing."""
+    return x.device.type == "cpu"
 
 
 def _precision(grad: Tensor) -> torch.dtype:
@@ -164,7 +169,7 @@ def _conditioned(
     m_hat = new[1] / _bias_correction(gamma1, new[3])
     v_hat = new[2] / _bias_correction(gamma2, new[3])
     factor = m_hat / (v_hat.sqrt() + eps) / norm
-    finite = (peak * norm * norm).isfinite()
+    finite = (norm * norm).isfinite()
     kept = tuple(torch.where(finite, value, before) for value, before in zip(new, old, strict=True))
     return kept, torch.where(norm == 0, 1.0, factor)
 
@@ -212,15 +217,17 @@ class StableSPAM(Optimizer):
     Cases the equations leave open:
 
     - G = 0, or so small that ‖G‖ rounds to 0: AdaGN leaves it as it is.
-    - A gradient with Inf or NaN: G/‖G‖ makes all of that parameter's conditioned gradient NaN, and so its moments and
-      values, as Adam's update would at the element concerned; nothing hides that training failed. m_max, m_norm, v_norm
-      and n leave it out, so that they stay usable when weights are restored and moments reset. Likewise where
-      max abs(G)·‖G‖² overflows. (With ``faithful=True`` they take it in and stay NaN.)
+    - A gradient with Inf or NaN, or whose ‖G‖ overflows: AdaGN makes all of that parameter's conditioned gradient NaN,
+      and so its moments and values. Nothing hides that training failed, as nothing does in Adam, where only the element
+      concerned is lost. But m_max, m_norm, v_norm and n leave such a gradient out, and one whose ‖G‖² overflows, so
+      that they are still good once weights are restored and moments reset. (With ``faithful=True`` they take it in,
+      and stay NaN.)
     - Parameters without a gradient are skipped, but reset with the others; so are empty ones.
 
-    State of each parameter: ``step`` (k), ``exp_avg`` (M) and ``exp_avg_sq`` (V) as in torch's Adam, in the
+    State of each parameter: ``step`` (k), ``exp_avg`` (M) and ``exp_avg_sq`` (V) as in torch's Adam, kept in the
     parameter's dtype; ``max_avg``, ``norm_avg``, ``norm_avg_sq`` and ``conditioned`` (n), 0-d, in fp32 at least. t is
-    ``schedule_step`` of every parameter group; a group added later joins at the others' t.
+    ``schedule_step`` of every parameter group; a group added later joins at the others' t. The conditioned gradient has
+    the gradient's dtype; everything else is computed in fp32 at least and rounded once when it is stored.
 
     Args:
         lr: learning rate; a one-element tensor is read once per step and group, so it belongs on the CPU.
@@ -230,8 +237,9 @@ class StableSPAM(Optimizer):
         eta_min: the value c ends at.
         reset_interval: steps between resets; None or 0 for none.
         faithful: see above.
-        foreach: update many parameters per call. None does so for plain tensors, on every device, since it is faster;
-            False goes through them one by one, as does ``faithful=True``.
+        foreach: None or True update many parameters per call, which is faster on every device; other tensors than
+            plain ones (DTensors) still go one by one. False goes through all one by one, as ``faithful=True`` does.
+            Both are the same arithmetic up to rounding: on a CPU, contiguous parameters take torch's fused AdamW.
     """
 
     def __init__(
@@ -319,14 +327,13 @@ class StableSPAM(Optimizer):
             if interval and group["schedule_step"] % interval == 0:
                 for p in group["params"]:
                     reset_moments(self.state.get(p, {}))
-            many = [p for p in params if group["foreach"] or (group["foreach"] is None and _is_plain(p))]
+            many = [p for p in params if group["foreach"] is not False and type(p) in (Tensor, nn.Parameter)]
             for batch in _batches(many):
                 _steps_foreach(batch, [self._state(p) for p in batch], group)
-            if len(many) < len(params):
-                together = {id(p) for p in many}
-                for p in params:
-                    if id(p) not in together:
-                        _step_single(p, self._state(p), group)
+            together = {id(p) for p in many}
+            for p in params:
+                if id(p) not in together:
+                    _step_single(p, self._state(p), group)
         return loss
 
     def _parameters(self) -> Iterator[Tensor]:
@@ -344,23 +351,17 @@ class StableSPAM(Optimizer):
         return state
 
 
-def _is_plain(p: Tensor) -> bool:
-    return type(p) in (Tensor, nn.Parameter)
-
-
 def _batches(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """``params`` by device and dtype; on a CPU, cut so that a batch fits its cache."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    """``params`` by device, dtype and whether they are contiguous, and not too many elements at once."""
+    groups: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
     for p in params:
-        groups.setdefault((p.device, p.dtype), []).append(p)
-    for (device, _), group in groups.items():
-        if device.type != "cpu":
-            yield group
-            continue
+        groups.setdefault((p.device, p.dtype, p.is_contiguous()), []).append(p)
+    for group in groups.values():
+        limit = CPU_BATCH if _on_cpu(group[0]) else BATCH
         batch: list[Tensor] = []
         size = 0
         for p in group:
-            if batch and size + p.numel() > CPU_CHUNK:
+            if batch and size + p.numel() > limit:
                 yield batch
                 batch, size = [], 0
             batch.append(p)
@@ -380,33 +381,50 @@ def _step_single(p: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) 
     """The equations for one parameter, line by line."""
     assert p.grad is not None
     lr, beta1, beta2, conditioning = _options(group)
-    p.mul_(1 - lr * group["weight_decay"])
     grad = condition(p.grad, state, **conditioning)
     state["step"] += 1
     k = state["step"].item()
-    m, v = state["exp_avg"], state["exp_avg_sq"]
-    m.lerp_(grad, 1 - beta1)
-    v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+    # Copies where the parameter's precision is low, so that what is kept is rounded once; else the tensors themselves.
+    dtype = _precision(p)
+    w, g, m, v = (x.to(dtype) for x in (p, grad, state["exp_avg"], state["exp_avg_sq"]))
+    w.mul_(1 - lr * group["weight_decay"])
+    m.lerp_(g, 1 - beta1)
+    v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
     denominator = v.sqrt().div_(math.sqrt(1 - beta2**k)).add_(group["eps"])
-    p.addcdiv_(m, denominator, value=-lr / (1 - beta1**k))
+    w.addcdiv_(m, denominator, value=-lr / (1 - beta1**k))
+    if dtype != p.dtype:
+        for kept, value in ((p, w), (state["exp_avg"], m), (state["exp_avg_sq"], v)):
+            kept.copy_(value)
 
 
 def _steps_foreach(params: list[Tensor], states: list[dict[str, Tensor]], group: Mapping[str, Any]) -> None:
-    """The same for many parameters of one device and dtype."""
+    """The same for many parameters of one device and dtype, contiguous or not."""
     lr, beta1, beta2, conditioning = _options(group)
-    if group["weight_decay"] != 0:
-        torch._foreach_mul_(params, 1 - lr * group["weight_decay"])
+    decay, eps = group["weight_decay"], group["eps"]
     grads = condition_foreach([p.grad for p in params if p.grad is not None], states, **conditioning)
     steps, m, v = ([state[name] for state in states] for name in ("step", "exp_avg", "exp_avg_sq"))
-    torch._foreach_add_(steps, 1)
+    torch._foreach_add_(steps, torch.ones(()), alpha=1)  # a number would become a tensor for each
+    if _on_cpu(params[0]) and all(x.is_contiguous() for x in chain(params, grads, m, v)):
+        # One pass for all that follows; it reads memory in order, whatever the strides.
+        adam = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
+        torch._fused_adamw_(params, grads, m, v, [], steps, weight_decay=decay, amsgrad=False, maximize=False, **adam)
+        return
     counts = [step.item() for step in steps]  # on the CPU: nothing to wait for
+    dtype = _precision(params[0])
+    kept = (params, m, v)
+    params, grads, m, v = ([x.to(dtype) for x in tensors] for tensors in (params, grads, m, v))
+    if decay != 0:
+        torch._foreach_mul_(params, 1 - lr * decay)
     torch._foreach_lerp_(m, grads, 1 - beta1)
     torch._foreach_mul_(v, beta2)
     torch._foreach_addcmul_(v, grads, grads, 1 - beta2)
     denominators = torch._foreach_sqrt(v)
     torch._foreach_div_(denominators, [math.sqrt(1 - beta2**k) for k in counts])
-    torch._foreach_add_(denominators, group["eps"])
+    torch._foreach_add_(denominators, eps)
     torch._foreach_addcdiv_(params, m, denominators, [-lr / (1 - beta1**k) for k in counts])
+    if dtype != kept[0][0].dtype:
+        for tensors, values in zip(kept, (params, m, v), strict=True):
+            torch._foreach_copy_(tensors, values)
 
 
 def _faithful_steps(params: list[Tensor], states: list[dict[str, Tensor]], group: Mapping[str, Any]) -> None:
