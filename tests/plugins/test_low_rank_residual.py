@@ -1,0 +1,346 @@
+"""low_rank_residual against subspace iteration and singular values by numpy in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+import fp4graph
+from fp4graph.errors import PolicyError
+from fp4graph.graph.plan import plan_site
+from fp4graph.graph.rewrite import site_function
+from fp4graph.numerics import noise
+from fp4graph.operands import Operand
+from fp4graph.ops.program import Draw, operand_draw, total
+from fp4graph.site import SiteView
+
+SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
+NVFP4 = ("e4m3", "nearest_even")
+DRAW = Draw(noise.make_key("site", "fc"), noise.make_step(0, 0, 0))
+OF_WEIGHT = operand_draw(DRAW, Operand.FPROP_WEIGHT)  # what a layer of that key draws from
+
+
+def policy(options=None, scale=("e8m0", "ceil"), others=(), rounding="nearest", **more):
+    quantize = {"element": "e2m1", "block": 32, "scale": {"format": scale[0], "rounding": scale[1]}}
+    techniques = [{"low_rank_residual": options} if options else "low_rank_residual", *others]
+    rule = {
+        "name": "all",
+        "match": {"op": "linear"},
+        "quantize": {**quantize, "rounding": rounding},
+        "techniques": techniques,
+        **more,
+    }
+    return fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]})
+
+
+def site(options=None, **more):
+    return plan_site(SiteView("fc", "linear", 96, 64, 96 * 64), policy(options, **more).rules[0]).program
+
+
+def terms(w, options=None, operand=Operand.FPROP_WEIGHT, draw=DRAW, **more):
+    return [term.product() for term in site(options, **more).operand(operand)(w, draw)]
+
+
+def acting(w, options=None, **more):
+    """The technique and its context at fprop.weight."""
+    program = site(options, **more).operand(Operand.FPROP_WEIGHT)
+    return program.techniques[0], program.context(program.techniques[0], w, DRAW, None)
+
+
+def decaying(n, k, power=0.7, seed=0):
+    """Singular values i^−power."""
+    rng = np.random.default_rng(seed)
+    u, v = (np.linalg.qr(rng.standard_normal((size, min(n, k)))).Q for size in (n, k))
+    return torch.from_numpy(u * np.arange(1, min(n, k) + 1) ** -power @ v.T).float()
+
+
+def with_strong_directions(n, k, rank=8, seed=0):
+    """Weights of size 0.02 plus a few directions that are large in a few places, as trained ones have."""
+    generator = torch.Generator().manual_seed(seed)
+    w = 0.02 * torch.randn(n, k, generator=generator)
+    u, v = torch.randn(n, rank, generator=generator), torch.randn(rank, k, generator=generator) ** 3
+    return w + 0.03 * u @ v
+
+
+def subspace_iteration(w, rank, iterations, context):
+    """L in float64, by the equations."""
+    omega = noise.gaussian(context.constant.key, torch.arange(w.shape[1] * rank, dtype=torch.int32))
+    w, omega = w.double().numpy(), omega.double().numpy().reshape(w.shape[1], rank)
+    y = w @ omega
+    for _ in range(iterations):
+        y = w @ np.linalg.qr(w.T @ np.linalg.qr(y).Q).Q
+    a = np.linalg.qr(y).Q
+    return torch.from_numpy(a @ (a.T @ w))
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (80, 50), (3, 96)])  # 50: padded blocks; 3: fewer rows than rank
+@pytest.mark.parametrize(("rank", "iterations"), [(16, 2), (5, 0), (1, 1), (40, 3)])
+def test_the_remainder_of_the_approximation_is_quantized(shape, rank, iterations):
+    w = decaying(*shape)
+    options = {"rank": rank, "iterations": iterations}
+    part, low_rank = terms(w, options)
+    expected = subspace_iteration(w, rank, iterations, acting(w, options)[1])
+    torch.testing.assert_close(low_rank.double(), expected, rtol=0, atol=2e-6)
+    assert torch.equal(part, fp4graph.fake_quantize(w - low_rank, SPEC))
+    assert np.linalg.matrix_rank(low_rank.double().numpy(), tol=1e-5) == min(rank, *shape)
+
+
+@pytest.mark.parametrize("power", [0.3, 0.7, 1.5])
+def test_it_comes_near_the_best_approximation(power):
+    w = decaying(96, 128, power)
+    best = np.linalg.svd(w.double().numpy(), compute_uv=False)
+    errors = [(w - terms(w, {"iterations": q})[1]).double().norm().item() for q in (0, 1, 2, 6)]
+    optimum = math.sqrt((best[16:] ** 2).sum())
+    assert optimum * 0.9999 < errors[3] < errors[2] < errors[1] < errors[0]
+    assert errors[2] < 1.05 * optimum
+    assert errors[3] < 1.02 * optimum
+
+
+def test_a_matrix_of_low_rank_is_its_approximation():
+    rng = torch.Generator().manual_seed(0)
+    w = torch.randn(64, 5, generator=rng) @ torch.randn(5, 96, generator=rng)
+    part, low_rank = terms(w)
+    torch.testing.assert_close(low_rank, w, rtol=0, atol=1e-5)
+    assert part.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (8, 96), (64, 8), (1, 96), (64, 1), (1, 1)])
+def test_rank_may_exceed_the_matrix(shape):
+    w = torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+    part, low_rank = terms(w, {"rank": 200})
+    torch.testing.assert_close(low_rank, w, rtol=0, atol=1e-5)
+    assert part.abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_the_terms_sum_to_w_to_half_a_unit_of_the_remainder(dtype, quantized):
+    w = with_strong_directions(64, 96).to(dtype)
+    technique, context = acting(w, {"quantize_components": quantized})
+    part, low_rank = technique.split(w, context)
+    assert part.dtype is low_rank.dtype is dtype
+    error = (part.double() + low_rank.double() - w.double()).abs()
+    eps = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    tiny = 2.0**-25 if dtype is torch.float16 else 0  # half of its subnormal spacing
+    # Doubled for float64, which is rounded to fp32 first.
+    assert (error <= (part.double().abs() + (dtype is torch.float64) * w.abs()) * eps / 2 + tiny).all()
+    reference = technique.split(w.float(), context)[1]
+    torch.testing.assert_close(low_rank.float(), reference, rtol=torch.finfo(torch.bfloat16).eps, atol=1e-7)
+
+
+def test_the_error_of_a_product_goes_down():
+    x = torch.randn(128, 96, generator=torch.Generator().manual_seed(1))
+    w = with_strong_directions(64, 96)
+    exact = x @ w.mT
+    plain = (x @ fp4graph.fake_quantize(w, SPEC).mT - exact).norm()
+    kept, quantized = ((x @ sum(terms(w, {"quantize_components": q})).mT - exact).norm() for q in (False, True))
+    assert kept < quantized < plain / 2
+
+
+def test_the_product_of_a_layer():
+    x, w = torch.randn(40, 96, generator=torch.Generator().manual_seed(1)), with_strong_directions(64, 96)
+    y = site_function(site(), "linear", 1.0, 1.0)(x, w, None, DRAW.key, DRAW.step, 0)
+    _, low_rank = terms(w, draw=OF_WEIGHT)
+    left = fp4graph.fake_quantize(x, SPEC).double()
+    expected = left @ low_rank.double().mT + left @ fp4graph.fake_quantize(w - low_rank, SPEC).double().mT
+    torch.testing.assert_close(y.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_components_are_quantized_along_their_own_contraction():
+    """A [N, k] in blocks along k, here of two blocks, the second padded; B [k, K] in blocks along K."""
+    w = decaying(64, 96)
+    w = w / w.abs().max() * 1.5  # so that the power of two taken out is 1
+    options = {"rank": 40, "quantize_components": True}
+    technique, context = acting(w, options)
+    a, b = technique.factors(w, context)
+    assert a.shape == (64, 40)
+    torch.testing.assert_close(a.mT @ a, torch.eye(40), rtol=0, atol=1e-5)
+    part, low_rank = terms(w, options)
+    qa, qb = (fp4graph.fake_quantize(factor, SPEC) for factor in (a, b))
+    assert torch.equal(low_rank, qa @ qb)
+    assert torch.equal(part, fp4graph.fake_quantize(w - low_rank, SPEC))
+    assert not torch.equal(low_rank, fp4graph.fake_quantize(a, SPEC, dim=0) @ qb)
+
+
+def test_components_are_rounded_to_nearest_where_the_operand_is_not():
+    w = with_strong_directions(64, 96)
+    options = {"quantize_components": True}
+    part, low_rank = terms(w, options, rounding="stochastic")
+    assert torch.equal(low_rank, terms(w, options)[1])
+    spec = replace(SPEC, rounding="stochastic")
+    assert torch.equal(part, fp4graph.fake_quantize(w - low_rank, spec, key=DRAW.varying))
+    nearest, stochastic = (terms(w, options, scale=("e4m3", r))[1] for r in ("nearest_even", "stochastic"))
+    assert torch.equal(nearest, stochastic)
+
+
+@pytest.mark.parametrize("scale", [("e8m0", "ceil"), NVFP4])
+@pytest.mark.parametrize("quantized", [False, True])
+def test_commutes_with_powers_of_two(quantized, scale):
+    """Far beyond where a product of W with itself overflows, or underflows, and beyond the range of E4M3."""
+    w = with_strong_directions(64, 96)
+    options = {"quantize_components": quantized}
+    reference = terms(w, options, scale=scale)[1]
+    assert (w - reference).norm() < 0.5 * w.norm()
+    for exponent in (-100, -20, 100):
+        assert torch.equal(terms(w * 2.0**exponent, options, scale=scale)[1], reference * 2.0**exponent)
+
+
+def test_it_is_the_same_at_every_forward():
+    w = with_strong_directions(64, 96)
+    key = DRAW.key
+    first, later, other_rank, other_seed = (
+        terms(w, draw=Draw(key, noise.make_step(*step)))[1] for step in ((0, 0, 0), (0, 0, 7), (0, 3, 7), (1, 0, 0))
+    )
+    assert torch.equal(first, later)
+    assert torch.equal(first, other_rank)
+    assert not torch.equal(first, other_seed)
+    assert (first - other_seed).norm() < 0.05 * first.norm()
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_zeros_poison_and_empty_tensors(quantized):
+    options = {"quantize_components": quantized}
+    assert all((term == 0).all() for term in terms(torch.zeros(64, 96), options))
+    for shape in ((0, 96), (64, 0), (0, 0)):
+        assert all(term.shape == shape for term in terms(torch.zeros(*shape), options))
+    w = with_strong_directions(64, 96)
+    w[3:5, 32:64] = 0
+    reference = terms(w, options)
+    for bad in (math.nan, math.inf, -math.inf):
+        w[3, 40] = bad
+        part, low_rank = terms(w, options)
+        assert part[3, 32:64].isnan().all()
+        assert part.isnan().sum() == 32
+        part[3, 32:64] = reference[0][3, 32:64]
+        assert torch.equal(part, reference[0])
+        assert torch.equal(low_rank, reference[1])
+    assert terms(torch.full((64, 96), math.nan), options)[0].isnan().all()
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_every_matrix_of_a_batch_has_its_own(quantized):
+    batch = torch.stack([with_strong_directions(40, 96, seed=seed) for seed in range(6)]).view(2, 3, 40, 96)
+    options = {"quantize_components": quantized, "rank": 8}
+    _, low_rank = terms(batch, options)
+    errors = []
+    for i in range(2):
+        for j in range(3):
+            alone = terms(batch[i, j], options)[1]
+            # Products of a batch sum in another order, and a rounding may flip.
+            errors.append((low_rank[i, j] - alone).norm() / alone.norm())
+    assert max(errors) < (0.02 if quantized else 1e-5)
+
+
+def test_only_the_chosen_operands_are_decomposed():
+    w = with_strong_directions(64, 96)
+    (term,) = terms(w, operand=Operand.FPROP_INPUT)
+    assert torch.equal(term, fp4graph.fake_quantize(w, SPEC))
+    assert len(terms(w, {"operands": ["inputs"]}, operand=Operand.WGRAD_INPUT)) == 2
+    assert len(terms(w, {"operands": ["inputs"]})) == 1
+
+
+def test_a_tensor_scale_is_that_of_the_remainder():
+    w = with_strong_directions(64, 96)
+    part, low_rank = site(scale=NVFP4, others=["tensor_scaling"]).operand(Operand.FPROP_WEIGHT)(w, DRAW)
+    torch.testing.assert_close(part.multiplier, (w - low_rank.values).abs().max() / (6 * 448), rtol=1e-6, atol=0)
+    assert low_rank.multiplier is None
+    remainder = w - low_rank.values
+    assert (part.product() - remainder).norm() / remainder.norm() < 0.12
+
+
+def test_hadamard_rotates_before():
+    x, w = torch.randn(40, 96, generator=torch.Generator().manual_seed(1)), with_strong_directions(64, 96)
+    program = site(others=[{"hadamard": {"kind": "deterministic", "block": 32}}])
+    h = torch.ones(1, 1, dtype=torch.float64)
+    for _ in range(5):
+        h = torch.cat([torch.cat([h, h], 1), torch.cat([h, -h], 1)], 0)
+    rotated = (w.double().view(64, 3, 32) @ h / 32**0.5).reshape(64, 96)
+    weight = program.operand(Operand.FPROP_WEIGHT)
+    found = weight(program.fprop.rotate(x, w, DRAW).right, DRAW)
+    technique = next(t for t in weight.techniques if t.name == "low_rank_residual")
+    expected = subspace_iteration(rotated, 16, 2, weight.context(technique, w, DRAW, None))
+    torch.testing.assert_close(found[1].values.double(), expected, rtol=0, atol=1e-5)
+    assert (total(found) - rotated).norm() / rotated.norm() < 0.05
+    y = site_function(program, "linear", 1.0, 1.0)(x, w, None, DRAW.key, DRAW.step, 0)
+    plain = fp4graph.fake_quantize(x, SPEC) @ fp4graph.fake_quantize(w, SPEC).mT
+    assert (y - x @ w.mT).norm() < (plain - x @ w.mT).norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"rank": 5, "quantize_components": True}])
+def test_eager_and_inductor_agree(options, dtype, inductor):
+    """QR and matrix products are calls to one library in both. Left out: products of a batch with an axis of 1 (rank 1)
+    and matrices of one column, which Inductor sums itself."""
+
+    def f(w):
+        return tuple(term.values for term in site(options).operand(Operand.FPROP_WEIGHT)(w, DRAW))
+
+    tensors = [with_strong_directions(*shape) for shape in ((64, 96), (130, 70), (8, 96))]
+    tensors[1][3, 5] = math.nan
+    compiled = inductor(f, tensors[0].to(dtype))
+    for w in tensors:
+        for a, b in zip(f(w.to(dtype)), compiled(w.to(dtype)), strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def test_eager_and_inductor_agree_on_batches(inductor):
+    def f(w):
+        return tuple(term.values for term in site({"rank": 4}).operand(Operand.FPROP_WEIGHT)(w, DRAW))
+
+    batch = torch.stack([with_strong_directions(40, 70, seed=seed) for seed in range(3)])
+    assert all(torch.equal(a, b) for a, b in zip(f(batch), inductor(f, batch)(batch), strict=True))
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+def test_the_gradient_is_straight_through(quantized):
+    x, w = torch.randn(40, 96, requires_grad=True), with_strong_directions(64, 96).requires_grad_()
+    program = site({"quantize_components": quantized}, operands={"backward": "keep"})
+    y = site_function(program, "linear", 1.0, 1.0)(x, w, None, DRAW.key, DRAW.step, 0)
+    dy = torch.randn(40, 64)
+    y.backward(dy)
+    torch.testing.assert_close(x.grad, dy @ w.detach(), rtol=0, atol=0)
+    torch.testing.assert_close(w.grad, dy.mT @ x.detach(), rtol=0, atol=0)
+
+
+def test_what_dgrad_reads_from_fprop_has_both_terms():
+    x, w = torch.randn(40, 96, requires_grad=True), with_strong_directions(64, 96)
+    program = site(operands={"wgrad": "keep", "dgrad.grad_output": "keep", "dgrad.weight": "fprop"})
+    y = site_function(program, "linear", 1.0, 1.0)(x, w, None, DRAW.key, DRAW.step, 0)
+    dy = torch.randn(40, 64)
+    y.backward(dy)
+    torch.testing.assert_close(x.grad, dy @ sum(terms(w, draw=OF_WEIGHT)), rtol=1e-6, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 0}, "at least 1"),
+        ({"rank": 1.5}, "rank"),
+        ({"iterations": -1}, "at least 0"),
+        ({"operands": []}, "empty list of operands"),
+        ({"operands": ["fprop.wieght"]}, "unknown operand 'fprop.wieght'"),
+        ({"ranks": 4}, "unknown option 'ranks'"),
+    ],
+)
+def test_wrong_options_are_named(options, message):
+    with pytest.raises(PolicyError, match=message):
+        policy(options)
+
+
+def test_a_moving_average_of_the_weight_does_not_round_its_remainder():
+    with pytest.raises(PolicyError, match=r"q_ema rounds fprop\.weight by the weight's moving average"):
+        policy(others=["q_ema"])
+    assert policy({"operands": ["fprop.input"]}, others=["q_ema"])
+
+
+def test_the_policy_writes_its_options_down():
+    loaded = policy({"rank": 4, "operands": ["weights"]})
+    assert loaded.complexity == 3.0
+    written = yaml.safe_load(loaded.to_yaml())
+    assert written["rules"][0]["techniques"] == [{"low_rank_residual": {"operands": ["weights"], "rank": 4}}]
+    assert fp4graph.load_policy(written) == loaded
