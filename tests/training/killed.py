@@ -1,0 +1,122 @@
+"""A training that is killed again and again, for test_checkpoint.py: python killed.py FOLDER KILLS.
+
+This process imports everything once and forks a child for each life of the training. Half of the children die some
+time between two steps or in one, half while they save; each is killed by SIGKILL from here. The last one is let be.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch._dynamo.testing  # imports what the first compilation would
+from torch import nn
+
+import fp4graph
+from fp4graph.training import checkpoint
+
+STEPS = 120
+#: The technique keeps state for each weight, and stochastic rounding draws from the count of forwards.
+POLICY = fp4graph.load_policy("tetrajet-qema")
+
+
+def train(path: Path, report: int) -> None:
+    """Train to the end from wherever ``path`` is; a byte to ``report`` before each step."""
+    torch.manual_seed(0)
+    random.seed(0)
+    np.random.seed(0)
+    model = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Dropout(0.2), nn.Linear(96, 64))
+    fp4graph.apply(model, POLICY, backend="eager")
+    optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+    scaler = torch.amp.GradScaler("cpu", growth_interval=7)
+    losses: list[float] = []
+    if path.exists():
+        progress = checkpoint.load(path, model, optimizer, scaler=scaler, scheduler=scheduler)
+        losses = progress["losses"]
+    for _ in range(len(losses), STEPS):
+        os.write(report, b".")
+        # All three generators decide what is trained on.
+        x = torch.randn(16, 64) * random.uniform(0.5, 2.0) + float(np.random.randn())
+        loss = (model(x) - x).square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        losses.append(loss.item())
+        checkpoint.save(path, model, optimizer, scaler=scaler, scheduler=scheduler, progress={"losses": losses})
+
+
+def live(path: Path) -> tuple[int, int]:
+    """Fork a child that trains: (its pid, where it reports its steps)."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.close(reader)
+            train(path, writer)
+            code = 0
+        except BaseException:  # noqa: BLE001  # a child must not return to the caller
+            sys.excepthook(*sys.exc_info())
+        finally:
+            os._exit(code)  # nothing of the parent's is cleaned up by the child
+    os.close(writer)
+    return pid, reader
+
+
+def finish(path: Path) -> None:
+    """A life to the end."""
+    pid, reader = live(path)
+    while os.read(reader, 4096):
+        pass
+    os.close(reader)
+    _, status = os.waitpid(pid, 0)
+    if status != 0:
+        raise SystemExit(f"the training ended with status {status}")
+
+
+def kill_one(path: Path, chance: random.Random, while_saving: bool) -> dict[str, object]:
+    """A life that ends at a random moment."""
+    temporary = path.with_name(path.name + ".tmp")
+    pid, reader = live(path)
+    moments = [time.perf_counter() for _ in range(chance.randint(3, 6)) if os.read(reader, 1)]
+    lasts = moments[-1] - moments[-2]  # the first step compiles
+    if while_saving:
+        # What an earlier death left has gone with this life's first save.
+        deadline = time.perf_counter() + 10
+        while not temporary.exists() and time.perf_counter() < deadline:
+            pass
+        time.sleep(chance.uniform(0, lasts / 10))
+    else:
+        time.sleep(chance.uniform(0, lasts))
+    os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    os.close(reader)
+    summary = checkpoint.read_summary(path)
+    return {
+        "killed": os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL,
+        "left_half_a_file": temporary.exists(),
+        "steps": len(summary.progress["losses"]),
+    }
+
+
+def main(folder: Path, kills: int) -> None:
+    finish(folder / "whole.pt")
+    chance = random.Random(20)
+    deaths = [kill_one(folder / "killed.pt", chance, while_saving=bool(index % 2)) for index in range(kills)]
+    finish(folder / "killed.pt")
+    print(json.dumps(deaths))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,254 @@
+"""Checkpoints: a kill cannot ruin them, training goes on bit for bit, and what does not fit is said."""
+
+from __future__ import annotations
+
+import enum
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fp4graph
+from fp4graph.training import checkpoint
+
+KILLED = Path(__file__).with_name("killed.py")
+KILLS = 20
+
+
+def alike(left: Any, right: Any) -> bool:
+    """Equal in structure and to the last bit."""
+    if isinstance(left, torch.Tensor):
+        same = left.dtype == right.dtype and left.shape == right.shape
+        return same and torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(alike(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(alike, left, right))
+    return bool(left == right)
+
+
+def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(
+        [sys.executable, str(KILLED), str(tmp_path), str(KILLS)], env=environment, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stderr
+    deaths = json.loads(run.stdout)
+    assert len(deaths) == KILLS
+    assert all(death["killed"] for death in deaths)
+    steps = [death["steps"] for death in deaths]
+    assert steps == sorted(set(steps)), "a checkpoint went back"
+    # The kills meant for a save did meet some before it was done.
+    assert sum(death["left_half_a_file"] for death in deaths) >= 3
+    whole, killed = (torch.load(tmp_path / f"{name}.pt", weights_only=True) for name in ("whole", "killed"))
+    assert len(whole["progress"]["losses"]) > max(steps)
+    assert alike(whole, killed)
+    assert not alike(whole, {**killed, "model": {**killed["model"], "0.bias": killed["model"]["0.bias"] + 1e-8}})
+
+
+@pytest.fixture
+def made() -> Callable[..., tuple[nn.Module, torch.optim.Optimizer]]:
+    """Makes a model under a policy (None for a plain one) and its optimizer."""
+
+    def make(
+        policy: Any = "tetrajet-qema", width: int = 64, seed: int | None = None, steps: int = 0
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model: nn.Module = nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 64))
+        if policy is not None:
+            fp4graph.apply(model, policy, backend="eager", seed=seed)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if policy is not None:
+            fp4graph.prepare_optimizer(model, optimizer)
+        for _ in range(steps):
+            model(torch.randn(8, 64)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    return make
+
+
+def test_everything_comes_back(made: Any, tmp_path: Path) -> None:
+    file = tmp_path / "run.pt"
+    model, optimizer = made(steps=3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    optimizer.step()
+    scheduler.step()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    progress = {"step": 3, "loss": np.float32(0.5), "history": [1.0, (2, None)], "best": torch.tensor([7])}
+    checkpoint.save(file, model, optimizer, scaler=scaler, scheduler=scheduler, progress=progress)
+    drawn = (torch.rand(2).tolist(), np.random.rand(2).tolist(), random.random())
+
+    other, its = made()
+    its_scheduler, its_scaler = torch.optim.lr_scheduler.StepLR(its, 2), torch.amp.GradScaler("cpu")
+    back = checkpoint.load(file, other, its, scaler=its_scaler, scheduler=its_scheduler)
+    assert back.pop("best").tolist() == [7]
+    assert back == {"step": 3, "loss": 0.5, "history": [1.0, (2, None)]}
+    assert (torch.rand(2).tolist(), np.random.rand(2).tolist(), random.random()) == drawn
+    assert alike(dict(model.state_dict()), dict(other.state_dict()))
+    assert int(other.state_dict()["0._fp4graph.root.forwards"]) == 3
+    assert alike(optimizer.state_dict(), its.state_dict())
+    assert its_scheduler.last_epoch == 1
+    assert its_scaler.get_scale() == scaler.get_scale() == 8.0
+    assert checkpoint.read_summary(file).policy == fp4graph.load_policy("tetrajet-qema").to_yaml()
+    assert checkpoint.read_summary(file).progress["step"] == 3
+
+
+def test_looking_at_a_model_leaves_the_random_state(made: Any, tmp_path: Path) -> None:
+    file = tmp_path / "run.pt"
+    model, optimizer = made(steps=1)
+    checkpoint.save(file, model, optimizer)
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    other, _ = made()
+    torch.manual_seed(5)
+    checkpoint.load(file, other)
+    assert torch.equal(torch.rand(1), expected)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
+def test_a_cut_off_file_is_an_error_that_names_it(made: Any, tmp_path: Path, share: float) -> None:
+    file = tmp_path / "run.pt"
+    model, optimizer = made(steps=1)
+    checkpoint.save(file, model, optimizer)
+    content = file.read_bytes()
+    file.write_bytes(content[: int(share * len(content))])
+    before = {key: value.clone() for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    with pytest.raises(fp4graph.Error, match=r"run\.pt cannot be read as a checkpoint: it is cut off"):
+        checkpoint.load(file, model, optimizer)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items() if key in before)
+
+
+def test_other_files_are_refused(made: Any, tmp_path: Path) -> None:
+    model, optimizer = made(None)
+    with pytest.raises(fp4graph.Error, match=r"there is no checkpoint .*none\.pt$"):
+        checkpoint.load(tmp_path / "none.pt", model)
+    (tmp_path / "none.pt.tmp").touch()
+    with pytest.raises(fp4graph.Error, match=r"left a \.tmp beside it"):
+        checkpoint.load(tmp_path / "none.pt", model)
+    torch.save(model.state_dict(), tmp_path / "plain.pt")
+    with pytest.raises(fp4graph.Error, match=r"not written by .*model\.load_state_dict"):
+        checkpoint.load(tmp_path / "plain.pt", model)
+    torch.save(model, tmp_path / "pickle.pt")  # would run code
+    with pytest.raises(fp4graph.Error, match=r"pickle\.pt cannot be read"):
+        checkpoint.load(tmp_path / "pickle.pt", model)
+    (tmp_path / "text.pt").write_text("not a checkpoint at all")
+    with pytest.raises(fp4graph.Error, match=r"text\.pt cannot be read"):
+        checkpoint.load(tmp_path / "text.pt", model)
+    torch.save({"format": checkpoint.FORMAT, "version": 99}, tmp_path / "later.pt")
+    with pytest.raises(fp4graph.Error, match="layout 99"):
+        checkpoint.load(tmp_path / "later.pt", model)
+    checkpoint.save(tmp_path / "model.pt", model)
+    with pytest.raises(checkpoint.Mismatch, match=r"holds no optimizer"):
+        checkpoint.load(tmp_path / "model.pt", model, optimizer)
+
+
+def test_another_policy_is_refused_with_the_difference(made: Any, tmp_path: Path) -> None:
+    file = tmp_path / "run.pt"
+    checkpoint.save(file, *made(steps=1))
+    with pytest.raises(checkpoint.Mismatch) as caught:
+        checkpoint.load(file, *made("tetrajet"))
+    message = str(caught.value)
+    assert "written under policy 'tetrajet-qema', this model has 'tetrajet'" in message
+    assert "  -techniques:\n  -- q_ema\n" in message
+    assert "description" not in message
+    with pytest.raises(checkpoint.Mismatch, match="'tetrajet-qema', but this model is not applied"):
+        checkpoint.load(file, *made(None))
+    with pytest.raises(checkpoint.Mismatch, match=r"seed=0.* seed 3"):
+        checkpoint.load(file, *made(seed=3))
+    # A renamed copy is the same policy.
+    text = fp4graph.load_policy("tetrajet-qema").to_yaml().replace("name: tetrajet-qema", "name: mine")
+    (tmp_path / "mine.yaml").write_text(text)
+    checkpoint.load(file, *made(tmp_path / "mine.yaml"))
+
+
+@pytest.mark.parametrize("policy", ["tetrajet", None])
+def test_another_policy_can_be_asked_for(made: Any, tmp_path: Path, policy: str | None) -> None:
+    file = tmp_path / "run.pt"
+    model, optimizer = made(steps=2)
+    checkpoint.save(file, model, optimizer)
+    other, its = made(policy)
+    checkpoint.load(file, other, its, same_policy=False)
+    assert alike(dict(fp4graph.strip(model.state_dict())), dict(fp4graph.strip(other.state_dict())))
+    # And back: what the file lacks begins anew.
+    checkpoint.save(file, other, its)
+    checkpoint.load(file, *made(), same_policy=False)
+
+
+def test_another_model_is_refused_untouched(made: Any, tmp_path: Path) -> None:
+    file = tmp_path / "run.pt"
+    checkpoint.save(file, *made(None))
+    model, optimizer = made(None, width=32)
+    before = model[2].bias.detach().clone() + 1
+    with torch.no_grad():
+        model[2].bias.copy_(before)  # fits the file, so that load_state_dict would have written it
+    with pytest.raises(checkpoint.Mismatch, match=r"0\.weight is \(64, 64\) there and \(32, 64\) here; 0\.bias is"):
+        checkpoint.load(file, model, optimizer)
+    assert torch.equal(model[2].bias, before)
+    with pytest.raises(
+        checkpoint.Mismatch, match=r"weight is missing; bias is missing; 0\.weight is not in this model"
+    ):
+        checkpoint.load(file, nn.Linear(2, 2))
+    other, _ = made(None)
+    with pytest.raises(checkpoint.Mismatch, match="another optimizer"):
+        checkpoint.load(file, other, torch.optim.AdamW(other[0].parameters()))
+
+
+def test_what_would_run_code_on_reading_is_refused_on_writing(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    file = tmp_path / "run.pt"
+    checkpoint.save(file, model, progress={"step": 1})
+    with pytest.raises(fp4graph.Error, match=r"progress\.path\[0\] is a PosixPath; a checkpoint holds tensors"):
+        checkpoint.save(file, model, progress={"path": [tmp_path]})
+    assert checkpoint.read_summary(file).progress == {"step": 1}
+
+    class Kind(enum.StrEnum):
+        small = "small"
+
+    checkpoint.save(file, model, progress={"kind": Kind.small, "seed": np.int64(3), "lr": np.float64(0.5)})
+    progress = checkpoint.read_summary(file).progress
+    assert progress == {"kind": "small", "seed": 3, "lr": 0.5}
+    assert [type(value) for value in progress.values()] == [str, int, float]
+
+
+@pytest.mark.parametrize("broken", ["write", "fsync", "replace"])
+def test_the_old_file_outlives_a_failed_save(
+    made: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    file = tmp_path / "run.pt"
+    model, optimizer = made(None)
+    checkpoint.save(file, model, optimizer, progress={"step": 1})
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    if broken == "write":
+        import resource
+
+        # Files of this process end at 2 KB, as on a full disk. Python ignores the signal, and gets an error.
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2048, limits[1]))
+    else:
+        monkeypatch.setattr(os, broken, full)
+    try:
+        with pytest.raises(fp4graph.Error, match=r"cannot write checkpoint .*run\.pt.*untouched"):
+            checkpoint.save(file, model, optimizer, progress={"step": 2})
+    finally:
+        if broken == "write":
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    monkeypatch.undo()
+    assert checkpoint.read_summary(file).progress == {"step": 1}
+    assert os.listdir(tmp_path) == ["run.pt"]
+    checkpoint.save(file, model, optimizer, progress={"step": 2})
+    assert checkpoint.read_summary(file).progress == {"step": 2}
