@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._guards import CompileContext
+from torch.nn.parallel import DistributedDataParallel
 
 from fp4graph import hooks, state
 from fp4graph.errors import CaptureError, Error, PolicyError
@@ -24,8 +26,9 @@ from fp4graph.operands import Operand
 from fp4graph.ops import contract
 from fp4graph.ops.program import Draw, StateSlot, operand_draw, total
 from fp4graph.policy import Policy, Rule
+from fp4graph.sharding import is_sharded, like, whole
 from fp4graph.site import SiteView
-from fp4graph.technique import Technique
+from fp4graph.technique import Technique, overrides
 
 entries = hooks.entries
 #: Modules that call, count or iterate over their children: a child of ours would change what they do.
@@ -47,6 +50,7 @@ class Weight:
     ) -> None:
         self.module, self.fqn, self.parameter_name = module, fqn, parameter_name
         self.view, self.rule, self.plan = view, rule, plan
+        self._sharded: Tensor | None = None
 
     @property
     def name(self) -> str:
@@ -54,7 +58,11 @@ class Weight:
 
     @property
     def parameter(self) -> Tensor:
-        return self.module._parameters[self.parameter_name]  # type: ignore[return-value]
+        """What the optimizer holds: under FSDP the shards, also while the module has the whole weight instead."""
+        current = _parameter(self.module, self.parameter_name)
+        if is_sharded(current):
+            self._sharded = current
+        return current if self._sharded is None else self._sharded
 
     def buffer(self, slot: StateSlot) -> str:
         """Name of the buffer that holds a technique's entry for this weight."""
@@ -74,23 +82,26 @@ class Weight:
         }
 
     def quantize(self, w: Tensor, step: Tensor) -> Tensor:
-        """What the graph's fprop makes of a weight ``w`` (stored layout): dequantized, same shape and dtype."""
+        """What the graph's fprop makes of a weight ``w`` (stored layout): dequantized, same shape and dtype.
+
+        A sharded ``w`` is gathered for it: blocks and tensor scales reach across shards.
+        """
         assert self.plan.program is not None
         fprop = self.plan.program.fprop
-        canonical = w.mT if self.stored_transposed else w
+        canonical = whole(w).mT if self.stored_transposed else whole(w)
         holder = getattr(self.module, state.NAME)
         draw = Draw(holder.key, step.to(holder.key.device)) if self.plan.program.draws else None
         rotation = fprop.rotate(canonical, canonical, operand_draw(draw, Operand.FPROP_INPUT))
         weights: dict[str, dict[str, Tensor]] = {}
         for slot in self.slots:
             if slot.entry.operand is Operand.FPROP_WEIGHT:
-                entry = getattr(holder, self.buffer(slot))
+                entry = whole(getattr(holder, self.buffer(slot)))
                 if slot.entry.weight_like:
                     entry = rotation.apply(entry.mT if self.stored_transposed else entry, "right")
                 weights.setdefault(slot.technique, {})[slot.entry.name] = entry
         terms = fprop.right(rotation.right, operand_draw(draw, Operand.FPROP_WEIGHT), weights)
         result = rotation.undo(total(terms), "right").to(w.dtype)
-        return result.mT if self.stored_transposed else result
+        return like(result.mT if self.stored_transposed else result, w)
 
     @property
     def stored_transposed(self) -> bool:
@@ -121,13 +132,16 @@ class Runtime:
             for name, parameter in module._parameters.items()
             if (weight := self._weight(fqn, module, name, parameter)) is not None
         ]
-        self.has_optimizer = False
+        self.prepared: set[int] = set()  # ids of the quantized weights that prepared optimizers hold
         self._frames: dict[Any, tuple[dict[str, int], list[Site]]] = {}
         self._checked = False
         self._previous: Any = None
         self._compiled: Callable[..., Any] | None = None
         self._pending_error: Error | None = None
         self._trained = 0
+        self._site_states: tuple[state.SiteState, ...] = ()
+        self._bucket_bytes: int | None = None  # of the DDP that a forward runs in
+        self._synchronized: Callable[[], DistributedDataParallel | None] = lambda: None
 
     # ------------------------------------------------------------------ preparing the model
 
@@ -170,6 +184,7 @@ class Runtime:
         if "" in planned:
             self.root.forward = hooks.GuardedForward(self.root)
         self.root_state = root_state
+        self._site_states = tuple(site_states.values())
         self._place(root_state, site_states)
         self._restore(former)
         ours = [name for name, _ in self.root.named_buffers() if state.is_ours(name)]
@@ -267,7 +282,10 @@ class Runtime:
         try:
             rewriter = Rewriter(self.policy, self.names, first_occurrence=first)
             rewriter.run(gm)
-            compiled = inner_backend(self.backend)(gm, example_inputs)  # traces stages, which may fail
+            backend = inner_backend(self.backend)
+            if self._bucket_bytes is not None:
+                backend = _split_for_ddp(backend, self._bucket_bytes)
+            compiled = backend(gm, example_inputs)  # traces stages, which may fail
         except Error as error:
             self._pending_error = error
             raise
@@ -290,11 +308,13 @@ class Runtime:
         training = torch.is_grad_enabled()
         root_state = getattr(self, "root_state", None)
         if root_state is not None:
+            self._settle(root_state, training)
             self._check_optimizer(training)
             device = root_state.forwards.device
             self.step = noise.make_step(self.seed, _rank(), root_state.count, device=device)
         try:
-            result = self._compiled(*args, **kwargs)
+            with self._captured_whole():
+                result = self._compiled(*args, **kwargs)
         except Exception as error:
             pending, self._pending_error = self._pending_error, None
             if pending is not None:
@@ -313,24 +333,73 @@ class Runtime:
             self._trained += 1
         return result
 
+    @contextmanager
+    def _captured_whole(self) -> Iterator[None]:
+        """Under DDP Dynamo cuts a graph along DDP's buckets before a backend sees it, which parts markers from what
+        they mark. In this context it does not; :func:`_split_for_ddp` cuts what the pass has made of the graph."""
+        wrapper = _active_ddp()
+        if wrapper is None or torch._dynamo.config.optimize_ddp not in (True, "ddp_optimizer"):
+            yield
+            return
+        self._bucket_bytes = wrapper.bucket_bytes_cap
+        try:
+            with torch._dynamo.config.patch(optimize_ddp=False):  # type: ignore[no-untyped-call]
+                yield
+        finally:
+            self._bucket_bytes = None
+
+    def _settle(self, root_state: state.RootState, training: bool) -> None:
+        """Before the first forwards: state starts at the weights as they are now (initialized after apply(), sharded,
+        received from another rank), and is the same on all ranks of a DDP."""
+        if not self._trained:
+            for own in self._site_states:
+                if root_state.count == 0:
+                    own.restart()
+                own.follow_weights()
+        wrapper = _active_ddp()
+        if training and wrapper is not None and wrapper is not self._synchronized():
+            self._synchronize(wrapper, root_state)
+            self._synchronized = weakref.ref(wrapper)
+
+    @torch.no_grad()
+    def _synchronize(self, wrapper: DistributedDataParallel, root_state: state.RootState) -> None:
+        """Once per DDP, do for state what its constructor did for weights: take rank 0's, which may be the only rank
+        that loaded a checkpoint. What a rank's own backward wrote stays, where the rank is as far as rank 0."""
+        group = wrapper.process_group
+        source = torch.distributed.get_global_rank(group, 0)
+        own = root_state.forwards.clone()
+        torch.distributed.broadcast(root_state.forwards, source, group=group)
+        behind = not torch.equal(own, root_state.forwards)
+        root_state.recount()
+        for weight in self.weights:
+            for slot in weight.slots:
+                entry = getattr(getattr(weight.module, state.NAME), weight.buffer(slot))
+                received = entry.clone()
+                torch.distributed.broadcast(received, source, group=group)
+                if behind or slot.entry.writer == "optimizer":
+                    entry.copy_(received)
+
     def _give_up(self) -> None:
         if not self._checked:
             detach(self.root)
 
     def techniques(self) -> tuple[Technique, ...]:
-        """Every technique that some rule of the policy uses."""
+        """Every technique that some rule of the policy uses, and those that act whatever is quantized."""
         rules = (*self.policy.rules, self.policy.default)
-        return tuple(dict.fromkeys(t for rule in rules if rule.quantizes for t in rule.techniques))
+        of_rules = [t for rule in rules if rule.quantizes for t in rule.techniques]
+        return tuple(dict.fromkeys((*of_rules, *(t for t in self.policy.techniques if t.per_model))))
 
     def _check_optimizer(self, training: bool) -> None:
-        needs = sorted(
-            {slot.technique for weight in self.weights for slot in weight.slots if slot.entry.writer == "optimizer"}
-        )
-        if training and needs and self._trained == 1 and not self.has_optimizer:
-            raise CaptureError(
-                f"technique {', '.join(needs)} is updated by the optimizer's step, but no optimizer was prepared: call "
-                "fp4graph.prepare_optimizer(model, optimizer) before training"
-            )
+        if not training or self._trained != 1:
+            return
+        stages = ("before_step", "after_step")
+        for weight in self.weights:
+            needs = sorted(t.name for t in weight.rule.techniques if any(overrides(t, stage) for stage in stages))
+            if needs and weight.parameter.requires_grad and id(weight.parameter) not in self.prepared:
+                raise CaptureError(
+                    f"technique {', '.join(needs)} acts on {weight.name} at the optimizer's step, but no optimizer "
+                    "that holds it was prepared: call fp4graph.prepare_optimizer(model, optimizer) before training"
+                )
 
     def check_coverage(self) -> None:
         """Every required rule matched something, and something is quantized, over all graphs of the first forward."""
@@ -389,6 +458,21 @@ def inner_backend(name: str) -> Backend:
     if name not in BACKENDS:
         raise ValueError(f"backend is one of {', '.join(BACKENDS)}; got {name!r}")
     return torch._dynamo.lookup_backend(name)
+
+
+def _active_ddp() -> DistributedDataParallel | None:
+    """The DDP in whose forward this runs."""
+    active: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    return active
+
+
+def _split_for_ddp(backend: Backend, bucket_bytes: int) -> Backend:
+    """``backend`` behind torch's own cut along DDP's buckets, which lets gradients be reduced during the backward."""
+    from torch._dynamo.backends.distributed import DDPOptimizer
+
+    first = min(bucket_bytes, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)
+    compile_parts: Backend = DDPOptimizer(bucket_bytes, backend, first).compile_fn  # type: ignore[arg-type]
+    return compile_parts
 
 
 def _parameter(module: nn.Module, name: str) -> Tensor:

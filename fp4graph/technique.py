@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fp4graph.numerics.blocking import Blocking, Granularity, Groups
     from fp4graph.numerics.noise import Noise
     from fp4graph.ops.program import Quantization
-    from fp4graph.training.optimizer import WeightUpdate
+    from fp4graph.training.optimizer import OptimizerStep, WeightUpdate
 
 #: Specs of one site's six operands; None is high precision.
 OperandSpecs = Mapping[Operand, "QuantSpec | None"]
@@ -103,8 +103,9 @@ class Technique(BaseModel):
     #: Names of techniques that cannot share a site with this one, and of those it cannot do without.
     conflicts: ClassVar[frozenset[str]] = frozenset()
     requires: ClassVar[frozenset[str]] = frozenset()
-    #: Whether training needs torch's dynamic loss scaling (``fp4graph.grad_scaler``).
-    scales_loss: ClassVar[bool] = False
+    #: Whether it acts once for the whole model (on its loss, on all of an optimizer) and not rule by rule: then it is
+    #: declared for the policy, and acts where nothing is quantized as well.
+    per_model: ClassVar[bool] = False
     #: The plugin that offers it, for errors; the registry fills it in.
     plugin: ClassVar[str | None] = None
 
@@ -249,10 +250,23 @@ class Technique(BaseModel):
     # ------------------------------------------------------------------ optimizer
 
     def before_step(self, update: WeightUpdate) -> None:
-        """Runs before ``optimizer.step()`` for each weight this technique keeps state for (or acts on)."""
+        """Runs before ``optimizer.step()`` for each quantized weight of its rules that has a gradient."""
 
     def after_step(self, update: WeightUpdate) -> None:
         """Runs after ``optimizer.step()``, likewise."""
+
+    def before_optimizer(self, step: OptimizerStep) -> None:
+        """Runs before ``optimizer.step()``, once, after :meth:`before_step` of the weights."""
+
+    def after_optimizer(self, step: OptimizerStep) -> None:
+        """Runs after ``optimizer.step()``, likewise."""
+
+    # ------------------------------------------------------------------ loss
+
+    @property
+    def loss_scaler(self) -> Mapping[str, float] | None:
+        """Arguments for torch's dynamic loss scaling, which ``fp4graph.grad_scaler`` turns on; None asks for none."""
+        return None
 
 
 #: Stages whose presence replaces the straight-through estimator.
@@ -261,7 +275,8 @@ GRADIENT_STAGES = ("element_slope", "scale_slope", "statistic_gradient", "group_
 #: The methods that are stages, in the order in which they act.
 STAGES = (
     "plan", "state", "pair_context", "transform", "inverse", "split", "around", "statistic", "group_statistic",
-    "normalizer", "scale", "round", "after", "observe", *GRADIENT_STAGES, "before_step", "after_step",
+    "normalizer", "scale", "round", "after", "observe", *GRADIENT_STAGES, "before_step", "before_optimizer",
+    "after_step", "after_optimizer", "loss_scaler",
 )  # fmt: skip
 
 

@@ -61,8 +61,8 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
         "steps_per_stage": [1],
         "kind": ["additive", "multiplicative"],
     },
-    # "outlier_clamp": {"quantile": [0.99, 0.9], "residual": [True, False]},
-    # "low_rank_residual": {"rank": [1, 4], "quantize_components": [False, True]},
+    "outlier_clamp": {"quantile": [0.99, 0.9], "residual": [True, False]},
+    "low_rank_residual": {"rank": [1, 4], "quantize_components": [False, True]},
     "four_over_six": {"measure": ["mse", "mae", "amax"]},
     "conditional_scaling": {},
 }

@@ -97,7 +97,14 @@ class _Resolver:
         techniques: list[_Declared] = []
         if section.quantize is not None:
             specs, reuses = self._specs(section.quantize, (*path, "quantize"), section.operands, (*path, "operands"))
-            techniques = _override(shared, self._techniques(section.techniques, (*path, "techniques")))
+            own = self._techniques(section.techniques, (*path, "techniques"))
+            for declared in own:
+                if declared.technique.per_model:
+                    name = declared.technique.name
+                    raise self._error(
+                        declared.path, f"technique {name!r} acts on the whole model; move it to the policy's techniques"
+                    )
+            techniques = _override(shared, own)
             self._check_together(techniques, specs)
             self._check_fit(techniques, specs, section.match.build())
         return Rule(
@@ -350,7 +357,7 @@ class _Resolver:
                     and site.op == "linear"
                     and any(overrides(technique, stage) for stage in ("before_step", "after_step"))
                 )
-                if operands & quantized or technique.pairs(site) & gemms or on_optimizer or technique.scales_loss:
+                if operands & quantized or technique.pairs(site) & gemms or on_optimizer or technique.per_model:
                     acting.add(technique.name)
             for technique, declared in zip(at("inert"), techniques, strict=True):
                 reason = technique.inert(planned, by_name)

@@ -1,9 +1,15 @@
-"""Hooks techniques act through around the user's own ``optimizer.step()``."""
+"""Hooks techniques act through around the user's own ``optimizer.step()``.
+
+What a technique remembers of a parameter lies in ``optimizer.state[parameter]``, under keys that begin with
+``fp4graph.``: it is saved, loaded and sharded with the optimizer's own state. What the graph reads as well lies in the
+model (:mod:`fp4graph.state`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -16,81 +22,231 @@ from fp4graph.technique import Technique, overrides
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741  # the optimizer
 
+_PREFIX = "fp4graph."
+_BEFORE, _AFTER = ("before_step", "before_optimizer"), ("after_step", "after_optimizer")
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """One step of the user's optimizer, as a technique that acts on all of it sees it.
+
+    Attributes:
+        optimizer: the user's.
+        scratch: the technique's, kept from before the step until after it.
+    """
+
+    optimizer: torch.optim.Optimizer
+    scratch: dict[Any, Any]
+    _memory: _Memory
+    _technique: str
+
+    def parameters(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Every parameter with a gradient, and its group."""
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    yield parameter, group
+
+    def memory(self, parameter: Tensor) -> dict[str, Tensor]:
+        """What the technique remembers of ``parameter``, by name: to be read, written and deleted from."""
+        return self._memory.of(parameter, self._technique)
+
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """One weight at an optimizer step.
+    """One quantized weight at an optimizer step.
 
     Attributes:
-        name: fully qualified name of the parameter. parameter: itself, as stored.
-        state: the technique's entries for it, by entry name, as stored; written in place.
+        name: fully qualified name of the parameter. parameter: itself, as stored; it has a gradient.
+        state: the technique's entries for it in the model, by entry name, as stored; written in place.
+        memory: what the technique remembers of it in the optimizer's state, by name: a dict of tensors.
         optimizer, group: the user's optimizer, and the parameter group the weight is in.
         quantize: the operand program of ``fprop.weight`` outside the graph: dequantized values of a tensor of the
             weight's shape.
+        scratch: kept from before the step until after it.
     """
 
     name: str
     parameter: Tensor
     state: Mapping[str, Tensor]
+    memory: dict[str, Tensor]
     optimizer: torch.optim.Optimizer
     group: dict[str, Any]
     quantize: Callable[[Tensor], Tensor]
+    scratch: dict[Any, Any]
 
 
 def prepare_optimizer(model: nn.Module, optimizer: O) -> O:
     """Attach the policy's optimizer-side techniques to ``optimizer`` and return it.
 
     Nothing is attached where the policy has none, so the line can stay in every training script. Preparing an
-    optimizer again, after applying another policy, replaces the hooks.
+    optimizer again, after applying another policy, replaces the hooks. Where several optimizers share a model's
+    parameters, each is prepared. Load an optimizer's checkpoint after preparing it.
 
     Raises:
-        Error: the model is not applied, or the optimizer does not hold a weight that a technique keeps state for.
+        Error: the model is not applied, the optimizer holds none of the weights that a technique acts on, or it was
+            given a checkpoint before this, in which torch rounded what techniques remember to the parameters' dtype.
     """
     runtime = runtime_of(model)
     if runtime is None:
         raise Error("prepare_optimizer() takes a model that fp4graph.apply has prepared")
-    for handle in optimizer.__dict__.pop("_fp4graph_handles", ()):
-        handle.remove()
-    acting = [
-        (weight, technique)
-        for weight in runtime.weights
-        for technique in weight.rule.techniques
-        if overrides(technique, "before_step") or overrides(technique, "after_step")
-    ]
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for weight, technique in acting:
-        if weight.parameter.requires_grad and id(weight.parameter) not in held:
-            raise Error(
-                f"technique {technique.name} acts on {weight.name}, which this optimizer does not hold; pass it "
-                "model.parameters() of the applied model"
-            )
-    runtime.has_optimizer = True
-    if acting:
-        handles = (
-            optimizer.register_step_pre_hook(_hook(acting, runtime, "before_step")),
-            optimizer.register_step_post_hook(_hook(acting, runtime, "after_step")),
-        )
-        optimizer.__dict__["_fp4graph_handles"] = handles
+    former = optimizer.__dict__.pop("_fp4graph", None)
+    if former is not None:
+        former.remove()
+    hooks = _Hooks(runtime, optimizer)
+    runtime.prepared |= {id(weight.parameter) for weight in hooks.weights}
+    if hooks.techniques:
+        hooks.attach()
+        optimizer.__dict__["_fp4graph"] = hooks
     return optimizer
 
 
-def _hook(acting: list[tuple[Weight, Technique]], runtime: Runtime, stage: str) -> Callable[..., None]:
-    chosen = [(weight, technique) for weight, technique in acting if overrides(technique, stage)]
+class _Memory:
+    """What techniques remember of parameters, kept beside the optimizer's state and mirrored into it.
+
+    Not in it alone: Adam takes a parameter with any state for one whose moments exist, so nothing can be put there
+    before its first step.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._entries: dict[Tensor, dict[str, dict[str, Tensor]]] = {}
+        for parameter, state in optimizer.state.items():
+            self._adopt(parameter, state)
+            for name, value in self._flat(parameter):
+                if value.dtype in (torch.bfloat16, torch.float16):
+                    raise Error(
+                        f"the optimizer's state was loaded before prepare_optimizer(), and torch rounded {name!r} to "
+                        f"{value.dtype}; prepare the optimizer first, then load its state"
+                    )
+
+    def of(self, parameter: Tensor, technique: str) -> dict[str, Tensor]:
+        return self._entries.setdefault(parameter, {}).setdefault(technique, {})
+
+    def mirror(self) -> None:
+        """Show the optimizer's state what is remembered now."""
+        for parameter in self._entries:
+            flat = dict(self._flat(parameter))
+            state = self._optimizer.state[parameter] if flat else self._optimizer.state.get(parameter, {})
+            for name in [name for name in state if str(name).startswith(_PREFIX) and name not in flat]:
+                del state[name]
+            state.update(flat)
+
+    def reload(self, saved: dict[str, Any]) -> None:
+        """After ``load_state_dict(saved)``: take the entries from there, for torch casts them to the parameter."""
+        self._entries.clear()
+        keys = chain.from_iterable(group["params"] for group in saved["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
+        for key, parameter in zip(keys, parameters, strict=True):
+            state = saved["state"].get(key, {})
+            ours = {n: v.to(parameter.device, copy=True) for n, v in state.items() if str(n).startswith(_PREFIX)}
+            self._adopt(parameter, ours)
+        self.mirror()
+
+    def _adopt(self, parameter: Tensor, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            if str(name).startswith(_PREFIX):
+                technique, entry = name.removeprefix(_PREFIX).split(".", 1)
+                self.of(parameter, technique)[entry] = value
+
+    def _flat(self, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
+        for technique, entries in self._entries.get(parameter, {}).items():
+            for name, value in entries.items():
+                yield f"{_PREFIX}{technique}.{name}", value
+
+
+@dataclass
+class _Hooks:
+    """The hooks on one optimizer."""
+
+    runtime: Runtime
+    optimizer: torch.optim.Optimizer
+    weights: list[Weight] = field(init=False)
+    techniques: list[Technique] = field(init=False)
+
+    def __post_init__(self) -> None:
+        held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        self.weights = [weight for weight in self.runtime.weights if id(weight.parameter) in held]
+        acting = [t for t in self.runtime.techniques() if any(overrides(t, stage) for stage in (*_BEFORE, *_AFTER))]
+        for technique in acting:
+            due = [w for w in self.runtime.weights if technique in w.rule.techniques and w.parameter.requires_grad]
+            if due and not any(id(weight.parameter) in held for weight in due):
+                raise Error(
+                    f"technique {technique.name} acts on {due[0].name}, which this optimizer does not hold; pass it "
+                    "model.parameters() of the applied model"
+                )
+        self.techniques = acting
+
+    def attach(self) -> None:
+        self._memory = _Memory(self.optimizer)
+        self._scratch: dict[Any, dict[Any, Any]] = {}
+        self._handles = (
+            self.optimizer.register_step_pre_hook(self._before),
+            self.optimizer.register_step_post_hook(self._after),
+            self.optimizer.register_load_state_dict_pre_hook(self._loading),
+            self.optimizer.register_load_state_dict_post_hook(self._loaded),
+        )
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self._scratch = {}
+        acting = [t.name for t in self.techniques if any(overrides(t, stage) for stage in _BEFORE)]
+        closures = (*args[1:], kwargs.get("closure"))  # after the optimizer itself
+        if acting and any(closure is not None for closure in closures):
+            raise Error(
+                f"technique {', '.join(acting)} acts on gradients before the step, and a closure computes them inside "
+                "it; call the closure yourself, then optimizer.step()"
+            )
+        if acting and getattr(optimizer, "grad_scale", None) is not None:
+            raise Error(
+                f"technique {', '.join(acting)} acts on gradients before the step, and this fused optimizer unscales "
+                "them inside it; call scaler.unscale_(optimizer) before scaler.step(optimizer)"
+            )
+        self._run(_BEFORE)
+
+    def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        skipped = getattr(optimizer, "found_inf", None)  # a fused optimizer skips the update inside its step
+        if skipped is None or not skipped:
+            self._run(_AFTER)
+        self._memory.mirror()
+        self._scratch = {}
+
+    def _loading(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+        self._saved = saved
+
+    def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
+        self._memory.reload(self._saved)
+        del self._saved
 
     @torch.no_grad()
-    def run(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
-        for weight, technique in chosen:
-            parameter = weight.parameter
-            update = WeightUpdate(
-                weight.name,
-                parameter,
-                weight.entries(technique),
-                optimizer,
-                groups.get(id(parameter), {}),
-                lambda w, weight=weight: weight.quantize(w, runtime.step),  # type: ignore[misc]
-            )
-            with contract.at(weight.name):
-                contract.run(technique, stage, update)
+    def _run(self, stages: tuple[str, str]) -> None:
+        per_weight, whole = stages
+        groups = {id(p): group for group in self.optimizer.param_groups for p in group["params"]}
+        for technique in self.techniques:
+            if overrides(technique, per_weight):
+                for weight in self.weights:
+                    if technique in weight.rule.techniques and weight.parameter.grad is not None:
+                        with contract.at(weight.name):
+                            contract.run(technique, per_weight, self._update(technique, weight, groups))
+            if overrides(technique, whole):
+                step = OptimizerStep(self.optimizer, self._kept(technique, None), self._memory, technique.name)
+                contract.run(technique, whole, step)
 
-    return run
+    def _update(self, technique: Technique, weight: Weight, groups: dict[int, dict[str, Any]]) -> WeightUpdate:
+        parameter = weight.parameter
+        return WeightUpdate(
+            weight.name,
+            parameter,
+            weight.entries(technique),
+            self._memory.of(parameter, technique.name),
+            self.optimizer,
+            groups[id(parameter)],
+            lambda w: weight.quantize(w, self.runtime.step),
+            self._kept(technique, parameter),
+        )
+
+    def _kept(self, technique: Technique, parameter: Tensor | None) -> dict[Any, Any]:
+        return self._scratch.setdefault((technique.name, None if parameter is None else id(parameter)), {})

@@ -14,6 +14,6 @@ def grad_scaler(model: nn.Module) -> torch.amp.GradScaler:
     runtime = runtime_of(model)
     if runtime is None:
         raise Error("grad_scaler() takes a model that fp4graph.apply has prepared")
-    return torch.amp.GradScaler(
-        runtime.device.type, enabled=any(technique.scales_loss for technique in runtime.techniques())
-    )
+    asked = [technique.loss_scaler for technique in runtime.techniques() if technique.loss_scaler is not None]
+    options = asked[0] if asked else {}
+    return torch.amp.GradScaler(runtime.device.type, enabled=bool(asked), **options)  # type: ignore[arg-type]

@@ -2,13 +2,13 @@
 
 Quantized training amplifies an ulp (1e-7 becomes 1e-2 in ten steps), so no fixed tolerance is honest. The measure is
 what a one-ulp change of the input does to the losses of 20 steps in eager; compiled code, which sums in another order,
-may move them by three times that. Compiling takes about a minute for each, so only a few run by default:
-``make parity`` runs them all and prints the figures.
+may move them by three times that. An ulp is amplified once it moves an element over a rounding threshold, which is a
+matter of chance: the measure is the most that any of four such changes does. Compiling takes about a minute for each,
+so only a few run by default: ``make parity`` runs them all and prints the figures.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,15 +59,16 @@ def test_no_shipped_technique_is_left_out() -> None:
     assert shipped - in_the_optimizer == TECHNIQUES.keys()
 
 
-def losses(make: Callable[[], nn.Module], policy: Any, backend: str, towards: float | None = None) -> torch.Tensor:
-    """fp64 ``[STEPS]``; ``towards``: the images are moved by one ulp in this direction."""
+def losses(make: Callable[[], nn.Module], policy: Any, backend: str, nudge: int | None = None) -> torch.Tensor:
+    """fp64 ``[STEPS]``; ``nudge``: each pixel is moved by one ulp, up or down by a draw of this seed."""
     torch._dynamo.reset()
     model = fp4graph.apply(make(), policy, backend=backend)
     optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
-    images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(1))
-    if towards is not None:
-        images = torch.nextafter(images, torch.full_like(images, towards))
-    labels, values = torch.arange(8), []
+    images = torch.randn(64, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    if nudge is not None:
+        signs = torch.randint(0, 2, images.shape, generator=torch.Generator().manual_seed(nudge)) * 2 - 1
+        images = torch.nextafter(images, signs * torch.inf)
+    labels, values = torch.arange(64) % 10, []
     for _ in range(STEPS):
         loss = nn.functional.cross_entropy(model(images).double(), labels)  # fp32 would hide what is below its ulp
         loss.backward()
@@ -80,9 +81,7 @@ def losses(make: Callable[[], nn.Module], policy: Any, backend: str, towards: fl
 def check(name: str, make: Callable[[], nn.Module], policy: Any) -> None:
     eager = losses(make, policy, "eager")
     assert eager[-1] < eager[0], "it does not train"
-    nudged = max(
-        (losses(make, policy, "eager", towards) - eager).abs().max().item() for towards in (math.inf, -math.inf)
-    )
+    nudged = max((losses(make, policy, "eager", seed) - eager).abs().max().item() for seed in range(4))
     compiled = (losses(make, policy, "inductor") - eager).abs().max().item()
     print(f"\n{name:28} compiled {compiled:.2e}  one ulp {nudged:.2e}  ratio {compiled / nudged:.2f}", flush=True)
     assert compiled <= 3 * nudged
@@ -101,8 +100,7 @@ def test_policies(name: str, vit: Callable[..., nn.Module]) -> None:
 @pytest.mark.parity
 @pytest.mark.parametrize("name", list(TECHNIQUES))
 def test_techniques(name: str, vit: Callable[..., nn.Module]) -> None:
-    """In both blocks, on the second linear of the MLP, in all three of its GEMMs."""
     quantize, techniques = TECHNIQUES[name]
     options = {"mlp_layer": timm.layers.SwiGLU} if name == "smooth_swiglu" else {}
-    rule = {"match": {"module": "blocks.*.mlp.fc2"}, "quantize": quantize, "techniques": techniques}
+    rule = {"match": {"op": "linear", "block": True}, "quantize": quantize, "techniques": techniques}
     check(name, lambda: vit(**options), {"version": 1, "name": name, "rules": [rule]})
