@@ -86,7 +86,8 @@ def sorted_like(summands: list[str], weights: dict[str, float]) -> list[float]:
 
 
 def test_all_the_recipes_are_here() -> None:
-    names = """bf16 microscaling tetrajet tetrajet-qema tetrajet-e3m0 tetrajet-e3m0-weights tetrajet-e3m0-gradients
+    names = """bf16 microscaling tetrajet tetrajet-qema tetrajet-qramping
+        tetrajet-e3m0 tetrajet-e3m0-weights tetrajet-e3m0-gradients
         tetrajet-q1 tetrajet-q2 tetrajet-q3 tetrajet-q4 tetrajet-q5 tetrajet-q6 tetrajet-no-wq tetrajet-no-wq-aq
         int4-per-tensor mxfp4 nvfp4 ue5m3 e8m3 mxfp4-best nvfp4-best ue5m3-best fp4-all-the-way ue5m3-d50
         mxfp4-round-up nvfp4-te wang-dge mxfp4-rht-sr quartet mxfp4-fprop mxfp4-fprop-dgrad mxfp4-full
@@ -117,6 +118,7 @@ def test_six_alike(name: str, spec: QuantSpec) -> None:
     [
         ("tetrajet", E2M1, E2M1),
         ("tetrajet-qema", E2M1, E2M1),
+        ("tetrajet-qramping", E2M1, E2M1),
         ("tetrajet-e3m0", E3M0, E3M0),
         ("tetrajet-e3m0-weights", E3M0, E2M1),
         ("tetrajet-e3m0-gradients", E2M1, E3M0),
@@ -174,6 +176,16 @@ def test_qema_extends_tetrajet() -> None:
     assert techniques("tetrajet-qema") == {"q_ema": {"beta": 0.998}}
     assert policy.rules[0].techniques == policy.techniques
     assert policy.fingerprint != load_policy("tetrajet").fingerprint
+
+
+def test_qramping_extends_tetrajet() -> None:
+    assert techniques("tetrajet-qramping")["q_ramping"] == {
+        "t_update": 1251,
+        "n_max": 1251,
+        "t0": 30,
+        "k1": 16,
+        "k2": 5,
+    }
 
 
 def test_the_best_of_the_design_space() -> None:

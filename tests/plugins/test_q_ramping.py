@@ -1,0 +1,262 @@
+"""q_ramping against Algorithm 2 of the TetraJet paper, one scalar after another."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import fp4graph
+from fp4graph.errors import PolicyError
+
+SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"), ties="up")
+OPTIONS = {"t_update": 20, "t0": 8, "n_max": 4, "k1": 2.0, "k2": 1}
+
+
+def policy(options=None, *, operands=None, more=()):
+    rule = {
+        "match": {"op": "linear"},
+        "quantize": {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}, "ties": "up"},
+        "operands": operands or {},
+        "techniques": [*more, {"q_ramping": OPTIONS if options is None else options}],
+    }
+    return {"version": 1, "name": "p", "rules": [rule]}
+
+
+def model(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Linear(64, 6).to(dtype)
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=3e-3, momentum=0.9, weight_decay=0.1)
+
+
+def gradients(steps, dtype=torch.float32):
+    """They push a weight to and fro, an eighth of the weights most of all: what lies near a threshold oscillates."""
+    generator = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        sign = 1.0 if step % 2 else -1.0
+        noise = torch.randn(6, 64, generator=generator)
+        shared = torch.where(torch.arange(64) % 8 == 0, 4 * sign, 0.3)
+        yield (noise * 0.3 + shared).to(dtype), torch.randn(6, generator=generator).to(dtype)
+
+
+def drive(applied, optimizer, grads):
+    for w, b in grads:
+        applied.weight.grad, applied.bias.grad = w.clone(), b.clone()
+        optimizer.step()
+
+
+def prepared(options=None, make=adamw, dtype=torch.float32):
+    applied = fp4graph.apply(model(dtype), policy(options), backend="eager")
+    return applied, fp4graph.prepare_optimizer(applied, make(applied.parameters()))
+
+
+class Scalar:
+    """One weight under AdamW or SGD with momentum, and Algorithm 2: floats, no tensors."""
+
+    def __init__(self, w, kind):
+        self.w, self.kind, self.m, self.v, self.n, self.summed = w, kind, 0.0, 0.0, 1, 0.0
+
+    def update(self, g, t, n):
+        """One optimizer step at learning rate n·lr; t counts all steps from 1."""
+        lr = 3e-3 * n
+        if self.kind == "adamw":
+            self.m, self.v = 0.9 * self.m + 0.1 * g, 0.95 * self.v + 0.05 * g * g
+            self.w -= lr * 0.1 * self.w + lr * (self.m / (1 - 0.9**t)) / (math.sqrt(self.v / (1 - 0.95**t)) + 1e-8)
+        else:
+            g += 0.1 * self.w
+            self.m = g if t == 1 else 0.9 * self.m + g
+            self.w -= lr * self.m
+
+
+def algorithm_2(steps, kind, options):
+    """Final weights, and every N that was chosen."""
+    scalars = [Scalar(w, kind) for w in model().weight.detach().double().flatten().tolist()]
+    chosen = set()
+
+    def quantized():
+        w = torch.tensor([s.w for s in scalars]).reshape(6, 64).float()
+        return fp4graph.fake_quantize(w, SPEC).flatten().tolist()
+
+    for t, (grad, _) in enumerate(gradients(steps)):
+        place = t % options["t_update"]
+        if place == 0:
+            way, way_q = [0.0] * len(scalars), [0.0] * len(scalars)
+            before, before_q = [s.w for s in scalars], quantized()
+            for s in scalars:
+                s.n, s.summed = 1, 0.0
+        for s, g in zip(scalars, grad.flatten().tolist(), strict=True):
+            s.summed += g
+            if place < options["t0"] or (place - options["t0"] + 1) % s.n == 0:
+                s.update(s.summed / s.n, t + 1, s.n)
+                s.summed = 0.0
+        if place < options["t0"]:
+            now, now_q = [s.w for s in scalars], quantized()
+            for i, s in enumerate(scalars):
+                way[i] += abs(now[i] - before[i])
+                way_q[i] += abs(now_q[i] - before_q[i])
+                if place == options["t0"] - 1:
+                    r = way_q[i] / way[i] if way_q[i] else 0.0
+                    s.n = min(options["k2"] * math.floor(r / options["k1"]) + 1, options["n_max"])
+                    chosen.add(s.n)
+            before, before_q = now, now_q
+    return torch.tensor([s.w for s in scalars], dtype=torch.float64).reshape(6, 64), chosen
+
+
+@pytest.mark.parametrize(("kind", "make"), [("adamw", adamw), ("sgd", momentum)])
+@pytest.mark.parametrize("steps", [8, 19, 20, 47])
+def test_is_algorithm_2(kind, make, steps):
+    applied, optimizer = prepared(make=make)
+    drive(applied, optimizer, gradients(steps))
+    expected, chosen = algorithm_2(steps, kind, OPTIONS)
+    assert len(chosen) > 2  # elements with N of their own were tried
+    # fp32 against fp64, some dozens of steps of at most 12e-3.
+    torch.testing.assert_close(applied.weight.double(), expected, rtol=1e-5, atol=2e-6)
+
+
+def test_what_does_not_oscillate_is_stepped_bit_for_bit_as_without():
+    applied, optimizer = prepared()
+    plain = model()
+    plain_optimizer = adamw(plain.parameters())
+    drive(applied, optimizer, gradients(18))
+    drive(plain, plain_optimizer, gradients(18))
+    factor = optimizer.state[applied.weight]["fp4graph.q_ramping.factor"]
+    assert 0 < (factor > 1).sum() < factor.numel() / 4
+    assert torch.equal(applied.weight[factor == 1], plain.weight[factor == 1])
+    assert torch.equal(applied.bias, plain.bias)
+    assert not torch.equal(applied.weight[factor > 1], plain.weight[factor > 1])
+
+
+def test_a_weight_that_waits_is_left_alone_and_steps_n_times_as_far():
+    applied, optimizer = prepared({**OPTIONS, "n_max": 3, "k1": 0.5})
+    drive(applied, optimizer, gradients(8))
+    factor = optimizer.state[applied.weight]["fp4graph.q_ramping.factor"]
+    slow = factor == 3
+    assert slow.any()
+    grads = list(gradients(14))[8:]
+    for i, grad in enumerate(grads):
+        before = applied.weight.detach().clone()
+        moment = optimizer.state[applied.weight]["exp_avg"].clone()
+        drive(applied, optimizer, [grad])
+        moved = before != applied.weight
+        if (i + 1) % 3:
+            assert not moved[slow].any()
+            assert torch.equal(optimizer.state[applied.weight]["exp_avg"][slow], moment[slow])
+        else:
+            assert moved[slow].all()
+            mean = sum(w for w, _ in grads[i - 2 : i + 1]) / 3
+            expected = 0.9 * moment + 0.1 * mean
+            torch.testing.assert_close(optimizer.state[applied.weight]["exp_avg"][slow], expected[slow])
+
+
+@pytest.mark.parametrize("make", [adamw, momentum])
+def test_restore_takes_the_detection_back(make):
+    options = {**OPTIONS, "restore": True}
+    applied, optimizer = prepared(options, make)
+    start = copy.deepcopy([p.detach() for p in applied.parameters()])
+    drive(applied, optimizer, gradients(8))
+    assert all(torch.equal(a, b) for a, b in zip(applied.parameters(), start, strict=True))
+    ours = [v for n, v in optimizer.state[applied.weight].items() if not n.startswith("fp4graph.")]
+    assert all((v == 0).all() for v in ours if isinstance(v, torch.Tensor))
+    # N is that of the steps that were taken back; those that follow begin where the detection began.
+    other, other_optimizer = prepared(make=make)
+    drive(other, other_optimizer, gradients(8))
+    name = "fp4graph.q_ramping.factor"
+    assert torch.equal(optimizer.state[applied.weight][name], other_optimizer.state[other.weight][name])
+    # The second detection starts from weights and state that exist, and returns to them.
+    drive(applied, optimizer, gradients(12))
+    middle = copy.deepcopy([p.detach() for p in applied.parameters()])
+    drive(applied, optimizer, gradients(8))
+    assert all(torch.equal(a, b) for a, b in zip(applied.parameters(), middle, strict=True))
+    assert not torch.equal(middle[0], start[0])
+    assert not [n for n in optimizer.state[applied.weight] if "saved" in n]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("restore", [False, True])
+@pytest.mark.parametrize("at", [3, 8, 13, 23])  # in a detection, at its end, while gradients add up, in the second one
+def test_resumes_bit_for_bit(at, restore, dtype):
+    options = {**OPTIONS, "restore": restore}
+    grads = list(gradients(45, dtype))
+    whole, optimizer = prepared(options, dtype=dtype)
+    drive(whole, optimizer, grads)
+    first, optimizer = prepared(options, dtype=dtype)
+    drive(first, optimizer, grads[:at])
+    saved = copy.deepcopy((first.state_dict(), optimizer.state_dict()))
+    second, optimizer = prepared(options, dtype=dtype)
+    second.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    drive(second, optimizer, grads[at:])
+    assert torch.equal(second.weight, whole.weight)
+    assert torch.equal(second.bias, whole.bias)
+
+
+def test_a_checkpoint_loaded_before_preparing_is_refused_where_torch_rounded_it():
+    applied, optimizer = prepared(dtype=torch.bfloat16)
+    drive(applied, optimizer, gradients(12, torch.bfloat16))
+    late = adamw(applied.parameters())
+    late.load_state_dict(optimizer.state_dict())
+    with pytest.raises(fp4graph.Error, match="prepare the optimizer first"):
+        fp4graph.prepare_optimizer(applied, late)
+
+
+def test_the_ratio_of_nothing():
+    """0/0 is 0, so N is 1; what jumps without moving has N_max."""
+    from fp4graph_plugins.q_ramping import QRamping
+
+    technique = QRamping(t_update=40, n_max=7)
+    names = ("moved", "moved_q", "last", "last_q")
+    memory = {name: torch.zeros(4) for name in names}
+    memory["moved_q"] = torch.tensor([0.0, 1.0, 15.9, 16.0])
+    memory["moved"] = torch.tensor([0.0, 0.0, 1.0, 1.0])
+    technique._set_factors(memory)
+    assert memory["factor"].tolist() == [1, 7, 1, 6]
+    assert not set(names) & set(memory)
+    memory = {name: torch.zeros(4) for name in names}
+    technique._set_factors(memory)
+    assert not memory  # nothing to keep where nothing oscillates
+
+
+def test_frozen_weights_and_missing_gradients_are_skipped():
+    applied, optimizer = prepared()
+    applied.weight.grad = None
+    applied.bias.grad = torch.ones(6)
+    optimizer.step()
+    assert "fp4graph.q_ramping.steps" not in optimizer.state.get(applied.weight, {})
+    drive(applied, optimizer, gradients(12))
+    expected, _ = algorithm_2(12, "sgd", OPTIONS)
+    assert applied.weight.shape == expected.shape
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (policy({}), "t_update"),
+        (policy({"t_update": 30, "n_max": 3}), "leaves nothing"),
+        (policy({**OPTIONS, "k1": 0}), "k1"),
+        (policy({**OPTIONS, "n_max": 0}), "n_max"),
+        (policy(operands={"fprop.weight": {"rounding": "stochastic"}}), "rounds stochastically"),
+        (policy(more=["q_ema"]), "'q_ramping' and 'q_ema' cannot share a site"),
+    ],
+)
+def test_refusals_at_load(data, message):
+    with pytest.raises(PolicyError, match=message):
+        fp4graph.load_policy(data)
+
+
+def test_closures_and_gradients_not_yet_unscaled_are_refused():
+    _, optimizer = prepared()
+    with pytest.raises(fp4graph.Error, match="closure"):
+        optimizer.step(lambda: 0.0)
+    optimizer.grad_scale = torch.ones(())
+    with pytest.raises(fp4graph.Error, match="unscale_"):
+        optimizer.step()
