@@ -271,8 +271,10 @@ def test_hadamard_rotates_before():
     assert (y - x @ w.mT).norm() < (plain - x @ w.mT).norm()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"rank": 5, "quantize_components": True}])
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [({}, torch.float32), ({}, torch.bfloat16), ({"rank": 5, "quantize_components": True}, torch.float32)],
+)
 def test_eager_and_inductor_agree(options, dtype, inductor):
     """QR and matrix products are calls to one library in both. Left out: products of a batch with an axis of 1 (rank 1)
     and matrices of one column, which Inductor sums itself."""
@@ -280,7 +282,7 @@ def test_eager_and_inductor_agree(options, dtype, inductor):
     def f(w):
         return tuple(term.values for term in site(options).operand(Operand.FPROP_WEIGHT)(w, DRAW))
 
-    tensors = [with_strong_directions(*shape) for shape in ((64, 96), (130, 70), (8, 96))]
+    tensors = [with_strong_directions(*shape) for shape in ((130, 70), (200, 90))]
     tensors[1][3, 5] = math.nan
     compiled = inductor(f, tensors[0].to(dtype))
     for w in tensors:
