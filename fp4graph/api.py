@@ -11,7 +11,7 @@ from torch import nn
 from fp4graph import state
 from fp4graph.errors import Error
 from fp4graph.policy import Policy, check_modules, load_policy
-from fp4graph.runtime import BACKENDS, Runtime, bypassed, detach, entries, runtime_of
+from fp4graph.runtime import BACKENDS, Runtime, bypassed, detach, entries, runtime_of, unwrapped
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -30,7 +30,8 @@ def apply(
     first call, whose errors are ours too. Applying again replaces the policy, and keeps state where it fits.
 
     Args:
-        model: any module. policy: a path, a shipped policy's name, a dict or a :class:`Policy`.
+        model: any module. Of a DistributedDataParallel, the module inside is what the policy is applied to.
+        policy: a path, a shipped policy's name, a dict or a :class:`Policy`.
         backend: ``inductor``, ``aot_eager`` or ``eager``.
         seed: of stochastic rounding and random transforms; None is 0.
         dynamic: as torch.compile's.
@@ -46,15 +47,15 @@ def apply(
         raise TypeError(f"apply() takes an nn.Module; got {type(model).__name__}")
     if backend not in BACKENDS:
         raise ValueError(f"backend is one of {', '.join(BACKENDS)}; got {backend!r}")
+    root = unwrapped(model)
     loaded = load_policy(policy)
-    check_modules(loaded, [name for name, _ in model.named_modules() if not state.is_ours(name)])
-    for name, module in model.named_modules():
+    check_modules(loaded, [name for name, _ in root.named_modules() if not state.is_ours(name)])
+    for name, module in root.named_modules():
         if name and runtime_of(module) is not None:
             raise Error(
                 f"submodule {name!r} has a policy of its own; fp4graph.remove() it before applying to the whole"
             )
-    runtime = Runtime(model, loaded, backend, seed, dynamic)
-    runtime.attach()
+    Runtime(root, loaded, backend, seed, dynamic).attach()
     return model
 
 
@@ -62,7 +63,7 @@ def remove(model: M) -> M:
     """Undo :func:`apply`: the model runs as before, its weights as they are now. Returns ``model``."""
     if runtime_of(model) is None and not entries(model):
         raise Error("this model is not applied")
-    detach(model)
+    detach(unwrapped(model))
     return model
 
 

@@ -22,7 +22,7 @@ from fp4graph.graph.rewrite import Site
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.operands import Operand
 from fp4graph.policy import Policy, load_policy
-from fp4graph.runtime import Runtime, check_coverage, detach
+from fp4graph.runtime import Runtime, check_coverage, detach, unwrapped
 from fp4graph.site import BlockPosition
 
 
@@ -108,7 +108,7 @@ def explain(
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     python_state = random.getstate()
     with torch.random.fork_rng(), FakeCopyMode(fake_mode):
-        twin = copy.deepcopy(model)
+        twin = copy.deepcopy(unwrapped(model))
     detach(twin)
     twin._compiled_call_impl = None
     fake_args, fake_kwargs = pytree.tree_map_only(

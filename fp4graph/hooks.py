@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fp4graph.errors import UncompiledError
 from fp4graph.graph.marker import ENTER, Tag
+from fp4graph.sharding import whole
 
 if TYPE_CHECKING:
     from fp4graph.runtime import Runtime
@@ -37,7 +38,7 @@ class Entry:
             if self.runtime is None:
                 raise UncompiledError("this copy of an applied model was not applied; call fp4graph.apply on it")
             weights = [_follow(module, path) for path in self._weights]
-            state = [_follow(module, path) for path in self._state]
+            state = [whole(_follow(module, path)) for path in self._state]
             ENTER(self.tag, module._fp4graph.key, self.runtime.step, weights, state, module.training)  # type: ignore[union-attr]
         elif not self.bypassed:
             why = (

@@ -343,7 +343,7 @@ class Runtime:
             return
         self._bucket_bytes = wrapper.bucket_bytes_cap
         try:
-            with torch._dynamo.config.patch(optimize_ddp=False):  # type: ignore[no-untyped-call]
+            with torch._dynamo.config.patch(optimize_ddp=False):
                 yield
         finally:
             self._bucket_bytes = None
@@ -367,10 +367,10 @@ class Runtime:
         that loaded a checkpoint. What a rank's own backward wrote stays, where the rank is as far as rank 0."""
         group = wrapper.process_group
         source = torch.distributed.get_global_rank(group, 0)
-        own = root_state.forwards.clone()
-        torch.distributed.broadcast(root_state.forwards, source, group=group)
-        behind = not torch.equal(own, root_state.forwards)
+        count = root_state.count
+        torch.distributed.broadcast(root_state.get_buffer("forwards"), source, group=group)
         root_state.recount()
+        behind = count != root_state.count
         for weight in self.weights:
             for slot in weight.slots:
                 entry = getattr(getattr(weight.module, state.NAME), weight.buffer(slot))
@@ -470,9 +470,8 @@ def _split_for_ddp(backend: Backend, bucket_bytes: int) -> Backend:
     """``backend`` behind torch's own cut along DDP's buckets, which lets gradients be reduced during the backward."""
     from torch._dynamo.backends.distributed import DDPOptimizer
 
-    first = min(bucket_bytes, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)
-    compile_parts: Backend = DDPOptimizer(bucket_bytes, backend, first).compile_fn  # type: ignore[arg-type]
-    return compile_parts
+    first = min(bucket_bytes, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)  # type: ignore[attr-defined]
+    return DDPOptimizer(bucket_bytes, backend, first).compile_fn
 
 
 def _parameter(module: nn.Module, name: str) -> Tensor:
@@ -492,9 +491,15 @@ def _rank() -> int:
     return int(os.environ.get("RANK", 0))
 
 
-def runtime_of(root: nn.Module) -> Runtime | None:
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module that a policy is applied to: of a DistributedDataParallel, which the graph has no part of, the one
+    inside, so that names and noise are the same with it and without."""
+    return unwrapped(model.module) if isinstance(model, DistributedDataParallel) else model
+
+
+def runtime_of(model: nn.Module) -> Runtime | None:
     """The runtime of an applied model, or None."""
-    call = root.__dict__.get("_compiled_call_impl")
+    call = unwrapped(model).__dict__.get("_compiled_call_impl")
     return call.runtime if isinstance(call, _Call) else None
 
 

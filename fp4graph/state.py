@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4graph.numerics import noise
+from fp4graph.sharding import like
 
 #: Name of the submodule that holds our buffers, on the root and on every module with planned sites.
 NAME = "_fp4graph"
@@ -58,6 +59,7 @@ class SiteState(State):
 
     def __init__(self, fqn: str, device: torch.device) -> None:
         super().__init__()
+        self._fqn = fqn
         # Derivable from the name, so not saved.
         self.register_buffer("key", noise.make_key("site", fqn, device=device), persistent=False)
         self._weights: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]] = {}
@@ -74,7 +76,27 @@ class SiteState(State):
 
     def reset(self, name: str) -> None:
         if name in self._weights:
-            self._buffers[name] = self._first(name)
+            former = self._buffers[name]
+            self._buffers[name] = self._first(name) if former is None else like(self._first(name), former)
+
+    def restart(self) -> None:
+        """Give every entry its first value again, from the weights as they are now."""
+        for name in self._weights:
+            self.reset(name)
+
+    def follow_weights(self) -> None:
+        """Shard entries of the weight's shape as the weight is sharded by now."""
+        for name, (_, weight) in self._weights.items():
+            buffer, parameter = self._buffers[name], weight()
+            if buffer is not None and buffer.shape == parameter.shape:
+                self._buffers[name] = like(buffer, parameter)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SiteState:
+        super()._apply(fn, recurse)
+        key = self._buffers["key"]
+        assert key is not None
+        self._buffers["key"] = noise.make_key("site", self._fqn, device=key.device)  # to_empty() left it undefined
+        return self
 
     def __getstate__(self) -> dict[str, Any]:
         # Closures over the weight do not travel; apply() makes them anew.
