@@ -198,14 +198,14 @@ class StableSPAM(Optimizer):
     n counts the gradients that this parameter's averages have seen, k Adam's steps since the reset; t counts the steps
     of the optimizer, whether or not the parameter had a gradient.
 
-    Source: Huang et al. 2025, "Stable-SPAM: How to Train in 4-Bit More Stably than 16-Bit Adam", Algorithm 1, and the
-    authors' code, whose constructor has the same defaults; their training script's differ: γ1 0.85, γ2 0.999,
-    total_steps 20000, reset_interval 500.
+    Source: Huang et al. 2025, "Stable-SPAM: How to Train in 4-Bit More Stably than 16-Bit Adam", and the authors'
+    code, whose constructor has the same defaults; their training script's differ: γ1 0.85, γ2 0.999, total_steps
+    20000, reset_interval 500.
 
     ``faithful=True`` is the arithmetic of that code, rounding for rounding and with what we take for its mistakes:
 
     - k and n are one number, which the reset sets to 1. The averages keep their values, so for a while after a reset
-      their bias correction is too strong: the clipping threshold is several times too high and the gradient too long.
+      their bias correction is too strong: the clipping threshold is many times too high and the gradient too long.
     - The step of the reset still moves W by the old moments, corrected as if they were new ones, and its gradient is
       lost to the new moments, which enter the next step as zeros with k = 2.
     - Past ``total_steps`` the cosine climbs back to 1.
@@ -237,7 +237,7 @@ class StableSPAM(Optimizer):
         eta_min: the value c ends at.
         reset_interval: steps between resets; None or 0 for none.
         faithful: see above.
-        foreach: None or True update many parameters per call, which is faster on every device; other tensors than
+        foreach: None or True update many parameters per call, which is several times faster; other tensors than
             plain ones (DTensors) still go one by one. False goes through all one by one, as ``faithful=True`` does.
             Both are the same arithmetic up to rounding: on a CPU, contiguous parameters take torch's fused AdamW.
     """
