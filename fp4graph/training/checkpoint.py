@@ -32,7 +32,8 @@ from torch import Tensor, nn
 
 from fp4graph import state
 from fp4graph.errors import Error
-from fp4graph.runtime import runtime_of
+from fp4graph.runtime import runtime_of, unwrapped
+from fp4graph.sharding import is_sharded
 
 #: What tells our files from others, and this layout from later ones.
 FORMAT, VERSION = "fp4graph.checkpoint", 1
@@ -101,17 +102,11 @@ def save(
         Error: something is neither a tensor nor plain data, or the file cannot be written.
     """
     path = Path(path)
-    module = _unwrapped(model)
-    runtime = runtime_of(module)
+    module = unwrapped(model)
     content = {
         "format": FORMAT,
         "version": VERSION,
-        "policy": runtime
-        and {
-            "text": runtime.policy.to_yaml(),
-            "fingerprint": runtime.policy.fingerprint,
-            "seed": runtime.seed,
-        },
+        "policy": written_under(module),
         "model": _model_state(module),
         "optimizer": None if optimizer is None else _optimizer_state(module, optimizer),
         "scaler": None if scaler is None else scaler.state_dict(),
@@ -156,10 +151,10 @@ def load(
         Error: there is no file, it is cut off, or something else wrote it.
     """
     content = _read(path)
-    module = _unwrapped(model)
+    module = unwrapped(model)
     _check_parts(path, content, optimizer=optimizer, scaler=scaler, scheduler=scheduler)
     if same_policy:
-        _check_policy(path, content["policy"], module)
+        check_policy(f"checkpoint {path}", content["policy"], module)
     ranks = content["ranks"]
     entries = {**content["model"], **(ranks[_rank()]["buffers"] if _rank() < len(ranks) else {})}
     entries = _fitting(path, entries, module, same_policy)
@@ -264,7 +259,7 @@ def _own_buffers(module: nn.Module) -> dict[str, Tensor]:
     own: dict[str, Tensor] = {}
     if _distributed():
         for name, value in module.state_dict().items():
-            if state.is_ours(name) and isinstance(value, Tensor) and not _is_shard(value):
+            if state.is_ours(name) and isinstance(value, Tensor) and not is_sharded(value):
                 mine = value.detach().reshape(-1).view(torch.uint8)
                 first = mine.clone()
                 torch.distributed.broadcast(first, 0)
@@ -330,7 +325,21 @@ def _check_parts(path: str | PathLike[str], content: Mapping[str, Any], **wanted
         raise Mismatch(f"checkpoint {path} holds no {' and no '.join(missing)}: the run that wrote it saved none")
 
 
-def _check_policy(path: str | PathLike[str], saved: Mapping[str, Any] | None, module: nn.Module) -> None:
+def written_under(module: nn.Module) -> dict[str, Any] | None:
+    """What a checkpoint remembers of the policy and the noise seed of an applied model; None for a plain one."""
+    runtime = runtime_of(module)
+    if runtime is None:
+        return None
+    policy = runtime.policy
+    return {"text": policy.to_yaml(), "fingerprint": policy.fingerprint, "seed": runtime.seed}
+
+
+def check_policy(source: str, saved: Mapping[str, Any] | None, module: nn.Module) -> None:
+    """Raise :class:`Mismatch`, which says what differs, unless ``module`` trains as :func:`written_under` remembers.
+
+    Args:
+        source: what was written, as the subject of the sentence.
+    """
     runtime = runtime_of(module)
     if saved is None and runtime is None:
         return
@@ -338,7 +347,7 @@ def _check_policy(path: str | PathLike[str], saved: Mapping[str, Any] | None, mo
     if saved is None or runtime is None:
         here = "this model is not applied" if runtime is None else f"this model has {runtime.policy.name!r}"
         there = "no policy" if saved is None else f"policy {_name(saved['text'])!r}"
-        raise Mismatch(f"checkpoint {path} was written under {there}, but {here}: {remedy}")
+        raise Mismatch(f"{source} was written under {there}, but {here}: {remedy}")
     if saved["fingerprint"] != runtime.policy.fingerprint:
         old, new = saved["text"].splitlines(), runtime.policy.to_yaml().splitlines()
         changed = [
@@ -350,12 +359,12 @@ def _check_policy(path: str | PathLike[str], saved: Mapping[str, Any] | None, mo
         if len(changed) > SHOWN:
             shown += f"\n  ... and {len(changed) - SHOWN} lines more"
         raise Mismatch(
-            f"checkpoint {path} was written under policy {_name(saved['text'])!r}, this model has "
-            f"{runtime.policy.name!r}. From the checkpoint's (-) to the model's (+):\n{shown}\n{remedy}"
+            f"{source} was written under policy {_name(saved['text'])!r}, this model has {runtime.policy.name!r}. "
+            f"From that policy (-) to this one (+):\n{shown}\n{remedy}"
         )
     if saved["seed"] != runtime.seed:
         raise Mismatch(
-            f"checkpoint {path} was written under fp4graph.apply(..., seed={saved['seed']}), this model has seed "
+            f"{source} was written under fp4graph.apply(..., seed={saved['seed']}), this model has seed "
             f"{runtime.seed}: the noise would be another. Apply with the former, or pass same_policy=False"
         )
 
@@ -396,17 +405,8 @@ def _alike(value: Any, here: Any) -> bool:
 # ---------------------------------------------------------------------- processes
 
 
-def _unwrapped(model: nn.Module) -> nn.Module:
-    """The module that fp4graph.apply was called on."""
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-
-
 def _is_sharded(module: nn.Module) -> bool:
-    return any(_is_shard(parameter) for parameter in module.parameters())
-
-
-def _is_shard(value: Tensor) -> bool:
-    return hasattr(value, "full_tensor")  # a DTensor
+    return any(is_sharded(parameter) for parameter in module.parameters())
 
 
 def _distributed() -> bool:

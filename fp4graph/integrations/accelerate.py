@@ -1,0 +1,88 @@
+"""A policy for a loop on ``accelerate.Accelerator``."""
+
+from __future__ import annotations
+
+import json
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from fp4graph.api import apply
+from fp4graph.errors import Error
+from fp4graph.integrations.tensors import only_tensors
+from fp4graph.policy import Policy
+from fp4graph.training import grad_scaler, prepare_optimizer
+from fp4graph.training.checkpoint import check_policy, replacing, written_under
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator  # type: ignore[import-untyped]
+
+M = TypeVar("M", bound=nn.Module)
+#: File of an ``Accelerator.save_state`` folder that says what policy it was written under.
+POLICY_FILE = "fp4graph.json"
+
+
+def apply_with_accelerate(
+    accelerator: Accelerator,
+    model: M,
+    optimizer: torch.optim.Optimizer,
+    policy: str | PathLike[str] | dict[str, Any] | Policy,
+    *,
+    backend: str = "inductor",
+    seed: int | None = None,
+    dynamic: bool | None = None,
+    same_policy: bool = True,
+) -> M:
+    """Apply ``policy`` for a loop on Accelerate; the one line to add, before ``accelerator.prepare``.
+
+    >>> apply_with_accelerate(accelerator, model, optimizer, "tetrajet")
+    >>> model, optimizer, data = accelerator.prepare(model, optimizer, data)
+
+    Model and optimizer are prepared in place, and the accelerator is told to scale the loss where the policy asks for
+    it. ``accelerator.save_state`` and ``load_state`` work as ever: the techniques' state is in the model's file, the
+    policy in ``fp4graph.json`` beside it.
+
+    Args:
+        accelerator: not yet given this model.
+        model, policy, backend, seed, dynamic: as of :func:`fp4graph.apply`.
+        optimizer: of this model's parameters.
+        same_policy: False lets ``load_state`` read a state that was saved under another policy.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        Error: the accelerator has prepared the model already; else as :func:`fp4graph.apply` and
+            :func:`fp4graph.prepare_optimizer`. A ``Mismatch`` is raised by a later ``load_state``.
+    """
+    if getattr(model, "_is_accelerate_prepared", False) or getattr(optimizer, "optimizer", None) is not None:
+        raise Error(
+            "apply_with_accelerate() comes before accelerator.prepare(): it takes the plain model and optimizer"
+        )
+    apply(model, policy, backend=backend, seed=seed, dynamic=dynamic)
+    only_tensors(model)
+    prepare_optimizer(model, optimizer)
+    scaler = grad_scaler(model)
+    if scaler.is_enabled() and accelerator.scaler is None:
+        accelerator.scaler = scaler  # accelerator.backward() and the prepared optimizer use it
+
+    def is_here(models: list[nn.Module]) -> bool:
+        return any(accelerator.unwrap_model(prepared) is model for prepared in models)
+
+    def before_saving(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+        if is_here(models) and accelerator.is_main_process:
+            with replacing(Path(folder) / POLICY_FILE) as file:
+                file.write(json.dumps(written_under(model)).encode())
+
+    def before_loading(models: list[nn.Module], folder: str) -> None:
+        if is_here(models) and same_policy:
+            file = Path(folder) / POLICY_FILE
+            saved = json.loads(file.read_text()) if file.exists() else None
+            check_policy(f"the state in {folder}", saved, model)
+
+    accelerator.register_save_state_pre_hook(before_saving)
+    accelerator.register_load_state_pre_hook(before_loading)
+    return model

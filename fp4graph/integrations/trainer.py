@@ -1,0 +1,118 @@
+"""A policy for ``transformers.Trainer``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+import torch
+import yaml
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from fp4graph.api import apply
+from fp4graph.errors import Error
+from fp4graph.integrations.tensors import only_tensors
+from fp4graph.policy import Policy, load_policy
+from fp4graph.runtime import runtime_of
+from fp4graph.training import grad_scaler, prepare_optimizer
+from fp4graph.training.checkpoint import check_policy, written_under
+
+
+class FP4GraphCallback(TrainerCallback, ExportableState):
+    """Makes an unmodified Trainer train under a policy.
+
+    >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[FP4GraphCallback("tetrajet")])
+
+    The model is applied when the Trainer is constructed, before anything wraps it or loads a checkpoint into it; the
+    optimizer is prepared when training begins. Evaluation and ``resume_from_checkpoint`` work as ever: checkpoints
+    hold the techniques' state in the model's file, the policy in ``trainer_state.json``.
+
+    Args:
+        policy, backend, seed, dynamic: as of :func:`fp4graph.apply`.
+        same_policy: False lets training resume from a checkpoint of another policy.
+
+    Raises:
+        PolicyError: the policy cannot be loaded.
+        Mismatch: when training resumes from a checkpoint of another policy or seed, or of none.
+        Error: when training begins: the callback came too late to resume, or the policy scales the loss, which
+            Trainer does for ``fp16=True`` only.
+    """
+
+    def __init__(
+        self,
+        policy: str | PathLike[str] | dict[str, Any] | Policy,
+        *,
+        backend: str = "inductor",
+        seed: int | None = None,
+        dynamic: bool | None = None,
+        same_policy: bool = True,
+    ) -> None:
+        self.policy = load_policy(policy)
+        self.options: dict[str, Any] = {"backend": backend, "seed": seed, "dynamic": dynamic}
+        self.same_policy = same_policy
+        self.written_under: dict[str, Any] | None = None
+
+    def state(self) -> dict[str, Any]:
+        """What ``trainer_state.json`` keeps: how to make this callback, and what the model is trained under."""
+        policy = yaml.safe_load(self.policy.to_yaml())
+        return {
+            "args": {"policy": policy, **self.options, "same_policy": self.same_policy},
+            "attributes": {"written_under": self.written_under},
+        }
+
+    def on_init_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **others: Any,
+    ) -> None:
+        """The Trainer is made: apply the policy to its model."""
+        if model is not None:
+            self._apply(model)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
+        **others: Any,
+    ) -> None:
+        """Model and optimizer are ready, a checkpoint is loaded: prepare the optimizer."""
+        assert model is not None
+        assert optimizer is not None
+        if (
+            runtime_of(model) is None
+        ):  # Trainer(model_init=...) has made another; or trainer.add_callback() called us late
+            if state.global_step > 0:
+                raise Error(
+                    "training resumes, but the model was not applied when the checkpoint was loaded: give the model "
+                    "and this callback to the constructor, Trainer(model, ..., callbacks=[FP4GraphCallback(...)])"
+                )
+            self._apply(model)
+        if self.same_policy and state.global_step > 0:
+            check_policy("the checkpoint", self._saved(state), model)
+        # Accelerate's wrapper has no hooks of its own.
+        inner = getattr(optimizer, "optimizer", optimizer)
+        if grad_scaler(model).is_enabled() and getattr(optimizer, "scaler", None) is None:
+            raise Error(f"policy {self.policy.name!r} scales the loss, and Trainer does so with fp16=True only")
+        prepare_optimizer(model, inner)
+
+    def _apply(self, model: nn.Module) -> None:
+        apply(model, self.policy, **self.options)
+        self.written_under = written_under(model)
+        only_tensors(model)
+
+    def _saved(self, state: TrainerState) -> Mapping[str, Any] | None:
+        """What the loaded trainer state says that the checkpoint was written under."""
+        callbacks: Any = state.stateful_callbacks  # a dict by now, whatever its annotation says
+        kept = callbacks.get(type(self).__name__)
+        if isinstance(kept, list):  # one of each of several callbacks
+            kept = kept[-1]
+        return None if kept is None else kept["attributes"]["written_under"]

@@ -1,0 +1,97 @@
+"""A loop on Accelerate under a policy, one line added."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fp4graph
+from fp4graph.runtime import runtime_of
+
+NEEDED = "install fp4graph[hf]: transformers and accelerate"
+accelerate = pytest.importorskip("accelerate", reason=NEEDED)
+pytest.importorskip("transformers", reason=NEEDED)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerator() -> Iterator[None]:
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
+def loop(llama: Any, counting: Any) -> Callable[..., Any]:
+    """Sets a loop up, and gives (accelerator, model, a function that trains some steps and returns their losses)."""
+
+    def make(policy: str = "tetrajet-qema", *, precision: str = "no", **options: Any) -> Any:
+        from fp4graph.integrations import apply_with_accelerate
+
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+        accelerator = accelerate.Accelerator(cpu=True, mixed_precision=precision)
+        model = llama()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        apply_with_accelerate(accelerator, model, optimizer, policy, backend="eager", **options)  # the added line
+        data = torch.utils.data.DataLoader(counting, batch_size=8)
+        model, optimizer, data = accelerator.prepare(model, optimizer, data)
+
+        def train(steps: int) -> list[float]:
+            losses = []
+            for _, batch in zip(range(steps), data, strict=False):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+            return losses
+
+        return accelerator, model, train
+
+    return make
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_trains_and_goes_on_to_the_last_bit(loop: Any, tmp_path: Path, precision: str) -> None:
+    accelerator, model, train = loop(precision=precision)
+    first = train(3)
+    accelerator.save_state(str(tmp_path / "state"))
+    rest = train(3)
+    assert rest[-1] < first[0]
+    runtime = runtime_of(accelerator.unwrap_model(model))
+    assert len({site.module for site in runtime.sites if site.quantized}) == 14
+    assert json.loads((tmp_path / "state" / "fp4graph.json").read_text())["seed"] == 0
+
+    accelerator, again, train = loop(precision=precision)
+    accelerator.load_state(str(tmp_path / "state"))
+    assert runtime_of(again).root_state.count == 3
+    assert train(3) == rest
+    left, right = model.state_dict(), again.state_dict()
+    assert all(torch.equal(left[key], right[key]) for key in left)
+
+
+def test_a_state_of_another_policy_is_refused(loop: Any, tmp_path: Path) -> None:
+    accelerator, _, train = loop("tetrajet")
+    train(1)
+    accelerator.save_state(str(tmp_path / "state"))
+    accelerator, _, _ = loop("microscaling")
+    with pytest.raises(fp4graph.Error, match=r"the state in .*state was written under policy 'tetrajet'"):
+        accelerator.load_state(str(tmp_path / "state"))
+    accelerator, _, train = loop("microscaling", same_policy=False)
+    accelerator.load_state(str(tmp_path / "state"))
+    train(1)
+
+
+def test_it_comes_before_prepare(llama: Any) -> None:
+    from fp4graph.integrations import apply_with_accelerate
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters())
+    prepared, wrapped = accelerator.prepare(model, optimizer)
+    for arguments in ((prepared, wrapped), (llama(), wrapped)):
+        with pytest.raises(fp4graph.Error, match=r"before accelerator\.prepare\(\)"):
+            apply_with_accelerate(accelerator, *arguments, "tetrajet")

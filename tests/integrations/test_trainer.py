@@ -1,0 +1,195 @@
+"""An unmodified transformers.Trainer under a policy: what it trains, saves, resumes and refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fp4graph
+from fp4graph.runtime import runtime_of
+
+NEEDED = "install fp4graph[hf]: transformers and accelerate"
+transformers = pytest.importorskip("transformers", reason=NEEDED)
+pytest.importorskip("accelerate", reason=NEEDED)
+pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*")
+
+
+@pytest.fixture
+def trainer(llama: Any, counting: Any, tmp_path: Path) -> Callable[..., Any]:
+    """Makes a Trainer; ``callback`` False leaves ours out."""
+
+    def make(
+        policy: Any = "tetrajet-qema", *, callback: bool = True, folder: str = "run", model: Any = None, **options: Any
+    ) -> Any:
+        from fp4graph.integrations import FP4GraphCallback
+
+        args = transformers.TrainingArguments(
+            str(tmp_path / folder),
+            **{
+                "max_steps": 6,
+                "per_device_train_batch_size": 8,
+                "learning_rate": 3e-3,
+                "save_steps": 3,
+                "logging_steps": 1,
+                "report_to": [],
+                "use_cpu": True,
+                "disable_tqdm": True,
+                **options,
+            },
+        )
+        callbacks = [FP4GraphCallback(policy, backend="eager")] if callback else []
+        return transformers.Trainer(
+            model or llama(), args, train_dataset=counting, eval_dataset=counting, callbacks=callbacks
+        )
+
+    return make
+
+
+def losses(trainer: Any) -> list[float]:
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def alike(left: torch.nn.Module, right: torch.nn.Module) -> bool:
+    ours, theirs = left.state_dict(), right.state_dict()
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
+
+
+def test_trains_as_the_same_loop_by_hand_and_resumes_to_the_last_bit(
+    trainer: Any, llama: Any, counting: Any, tmp_path: Path
+) -> None:
+    whole = trainer()
+    whole.train()
+    plain = trainer(callback=False, folder="plain")
+    plain.train()
+    assert losses(whole)[-1] < losses(whole)[0] - 0.1
+    assert losses(whole) != losses(plain)
+    assert losses(whole) == pytest.approx(losses(plain), rel=0.1)
+    runtime = runtime_of(whole.model)
+    quantized = {site.module for site in runtime.sites if site.quantized}
+    assert len(quantized) == 14  # q, k, v, o, gate, up, down of two layers
+    assert "lm_head" not in quantized
+    assert runtime.root_state.count == 6
+    evaluated = whole.evaluate()["eval_loss"]
+    assert evaluated < losses(whole)[0]
+    assert runtime.root_state.count == 6  # evaluation is no training
+
+    folder = tmp_path / "run" / "checkpoint-3"
+    saved = json.loads((folder / "trainer_state.json").read_text())
+    kept = saved["stateful_callbacks"]["FP4GraphCallback"]
+    assert kept["attributes"]["written_under"]["text"] == fp4graph.load_policy("tetrajet-qema").to_yaml()
+    assert fp4graph.load_policy(kept["args"]["policy"]) == fp4graph.load_policy("tetrajet-qema")
+
+    again = trainer(folder="again")
+    again.train(resume_from_checkpoint=str(folder))
+    assert losses(again) == losses(whole)[:3] + losses(again)[3:]  # the log goes on
+    assert losses(again) == losses(whole)
+    assert alike(whole.model, again.model)
+    ema = "model.layers.1.mlp.up_proj._fp4graph.q_ema_weight"
+    assert not torch.equal(whole.model.state_dict()[ema], whole.model.model.layers[1].mlp.up_proj.weight)
+
+
+def test_what_it_saves_is_a_plain_model_and_more(trainer: Any, llama: Any, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    trained = trainer(max_steps=2, save_strategy="no")
+    trained.train()
+    trained.save_model(str(tmp_path / "model"))
+    entries = load_file(tmp_path / "model" / "model.safetensors")
+    plain = {key for key in llama().state_dict() if key != "lm_head.weight"}  # tied
+    assert set(fp4graph.strip(entries)) == plain
+    assert "model.layers.0.mlp.up_proj._fp4graph.q_ema_weight" in entries
+    text = bytes(entries["_fp4graph._extra_state"].tolist()).decode()
+    assert text == fp4graph.load_policy("tetrajet-qema").to_yaml()
+    reloaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
+    tokens = torch.arange(24)[None]
+    with fp4graph.bypass(trained.model), torch.no_grad():
+        expected = trained.model.eval()(input_ids=tokens).logits
+    with torch.no_grad():
+        assert torch.equal(reloaded.eval()(input_ids=tokens).logits, expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "forwards"),
+    [
+        ({"bf16": True}, 3),
+        ({"gradient_accumulation_steps": 2}, 5),  # five batches in an epoch
+        ({"torch_compile": True, "torch_compile_backend": "eager"}, 3),
+        ({"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_steps": 1}, 3),
+    ],
+    ids=["bf16", "accumulation", "torch_compile", "best"],
+)
+def test_with_options_that_wrap_or_reload_the_model(trainer: Any, options: dict[str, Any], forwards: int) -> None:
+    run = trainer("tetrajet", **{"max_steps": 3, "save_strategy": "steps", **options})
+    run.train()
+    runtime = runtime_of(run.model)
+    assert runtime.root_state.count == forwards
+    assert len({site.module for site in runtime.sites if site.quantized}) == 14
+    assert losses(run)[-1] < losses(run)[0]
+
+
+def test_an_optimizer_of_ones_own(trainer: Any, llama: Any, counting: Any, tmp_path: Path) -> None:
+    from fp4graph.integrations import FP4GraphCallback
+    from fp4graph.optim import StableSPAM
+
+    model = llama()
+    args = transformers.TrainingArguments(
+        str(tmp_path), max_steps=4, per_device_train_batch_size=8, report_to=[], use_cpu=True, disable_tqdm=True,
+        logging_steps=1, save_strategy="no",
+    )  # fmt: skip
+    optimizer = StableSPAM(model.parameters(), lr=3e-3)
+    run = transformers.Trainer(
+        model, args, train_dataset=counting, optimizers=(optimizer, None),
+        callbacks=[FP4GraphCallback("tetrajet-qema", backend="eager")],
+    )  # fmt: skip
+    run.train()
+    assert losses(run)[-1] < losses(run)[0]
+
+
+def test_resuming_under_another_policy_is_refused(trainer: Any, tmp_path: Path) -> None:
+    from fp4graph.integrations import FP4GraphCallback
+
+    trainer("tetrajet", max_steps=2, save_steps=2).train()
+    checkpoint = str(tmp_path / "run" / "checkpoint-2")
+    with pytest.raises(fp4graph.Error, match=r"written under policy 'tetrajet', this model has 'microscaling'"):
+        trainer("microscaling", max_steps=3).train(resume_from_checkpoint=checkpoint)
+    late = trainer(callback=False, max_steps=3)
+    late.add_callback(FP4GraphCallback("tetrajet", backend="eager"))
+    with pytest.raises(fp4graph.Error, match=r"callbacks=\[FP4GraphCallback"):
+        late.train(resume_from_checkpoint=checkpoint)
+    other = trainer(callback=False, max_steps=3, folder="other", save_strategy="no")
+    other.train(resume_from_checkpoint=checkpoint)  # the plain model takes a checkpoint of an applied one
+
+
+def test_added_late_it_trains_from_the_start(trainer: Any) -> None:
+    from fp4graph.integrations import FP4GraphCallback
+
+    run = trainer(callback=False, max_steps=2, save_strategy="no")
+    run.add_callback(FP4GraphCallback("tetrajet", backend="eager"))
+    run.train()
+    assert runtime_of(run.model).root_state.count == 2
+
+
+def test_a_policy_is_checked_where_it_is_written() -> None:
+    from fp4graph.integrations import FP4GraphCallback
+
+    with pytest.raises(fp4graph.PolicyError, match="tetrajett"):
+        FP4GraphCallback("tetrajett")
+
+
+def test_without_the_extra_the_error_says_what_to_install() -> None:
+    script = (
+        "import sys; sys.modules['transformers'] = None\n"
+        "import fp4graph, fp4graph.integrations\n"
+        "try:\n    fp4graph.integrations.FP4GraphCallback\nexcept fp4graph.Error as error:\n    print(error)"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "pip install fp4graph[hf]" in run.stdout, run.stderr
+    with pytest.raises(AttributeError):
+        fp4graph.integrations.FP5GraphCallback  # noqa: B018
