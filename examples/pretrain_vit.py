@@ -14,9 +14,7 @@ import json
 import platform
 import statistics
 import time
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -24,6 +22,7 @@ import timm
 import torch
 import typer
 import vision_data
+from common import Amp, Backend, ExampleError, autocast, device_named, synchronize
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -32,7 +31,6 @@ from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from torch import nn
 from torch.nn.functional import cross_entropy
-from vision_data import ExampleError
 from vision_report import Run, closing_table, plot, write_log
 
 import fp4graph
@@ -41,18 +39,6 @@ import fp4graph
 DEFAULT = "bf16,microscaling,tetrajet,tetrajet-qema"
 #: Training steps left out of the timing: they compile, and fill caches.
 WARM_UP_STEPS = 5
-
-
-class Backend(StrEnum):
-    inductor = "inductor"
-    aot_eager = "aot_eager"
-    eager = "eager"
-
-
-class Amp(StrEnum):
-    none = "none"
-    bf16 = "bf16"
-    fp16 = "fp16"
 
 
 @dataclass(frozen=True)
@@ -84,11 +70,6 @@ class Settings:
             f"{self.model} on {self.data.partition(':')[0]}, {self.epochs} epochs, {precision} GEMMs, "
             f"{self.device}, backend {self.backend}"
         )
-
-    def autocast(self) -> AbstractContextManager[Any]:
-        """The context of a forward pass."""
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(self.amp)
-        return torch.autocast(torch.device(self.device).type, dtype) if dtype else nullcontext()
 
 
 def build(settings: Settings, split: vision_data.Split) -> nn.Module:
@@ -161,15 +142,15 @@ def train_policy(
             if mixup is not None:
                 images, labels = mixup(images, labels)
             scheduler.step_update(epoch * steps + step)
-            _synchronize(device)
+            synchronize(device)
             begin = time.perf_counter()
-            with settings.autocast():
+            with autocast(settings.amp, settings.device):
                 loss = cross_entropy(model(images), labels)
             optimizer.zero_grad()
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
-            _synchronize(device)
+            synchronize(device)
             seconds.append(time.perf_counter() - begin)
             losses.append(loss.detach())
             progress.advance(task)
@@ -196,18 +177,13 @@ def evaluate(model: nn.Module, loader: Any, settings: Settings) -> tuple[float, 
         if batch == settings.limit_steps:
             break
         images, labels = images.to(settings.device), labels.to(settings.device)
-        with settings.autocast():
+        with autocast(settings.amp, settings.device):
             logits = model(vision_data.padded(images, settings.batch_size))
         logits = logits[: len(labels)].float()
         loss += cross_entropy(logits, labels, reduction="sum").item()
         hits += int((logits.argmax(1) == labels).sum())
         count += len(labels)
     return loss / count, hits / count
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def pretrain(
@@ -302,7 +278,7 @@ def main(
             img_size=_or(img_size, recipe.img_size),
             seed=seed,
             backend=backend.value,
-            device=_device(device),
+            device=device_named(device),
             amp=amp.value,
             workers=workers,
             grad_checkpointing=grad_checkpointing,
@@ -326,17 +302,6 @@ def main(
 
 def _or(given: Any, default: Any) -> Any:
     return default if given is None else given
-
-
-def _device(name: str) -> str:
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        if torch.device(name).type == "cuda" and not torch.cuda.is_available():
-            raise ExampleError(f"--device {name}: torch sees no CUDA device here")
-    except RuntimeError as error:
-        raise ExampleError(f"--device {name}: {str(error).splitlines()[0]}") from None
-    return name
 
 
 if __name__ == "__main__":

@@ -16,12 +16,9 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
+from common import ExampleError
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset
-
-
-class ExampleError(Exception):
-    """Something the user of the example can put right, said in one sentence."""
 
 
 @dataclass(frozen=True)
