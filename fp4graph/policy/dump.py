@@ -38,6 +38,7 @@ def to_data(policy: Policy) -> dict[str, Any]:
         "default": default,
         "rules": [_rule(rule, policy, bases) for rule in policy.rules],
         "techniques": [_technique(technique) for technique in policy.techniques],
+        "phases": [{"at": phase.at, **_changed(phase.policy)} for phase in policy.phases],
         "expect": {
             name: _range(count)
             for name, count in (("quantized", policy.expect.quantized), ("kept", policy.expect.kept))
@@ -45,6 +46,12 @@ def to_data(policy: Policy) -> dict[str, Any]:
         },
     }
     return {key: value for key, value in data.items() if value not in ("", [], {}) or key == "default"}
+
+
+def _changed(policy: Policy) -> dict[str, Any]:
+    """A phase: all that it may say, its rules though there be none, which then replaces those before."""
+    data = to_data(policy)
+    return {"rules": [], **{key: data[key] for key in ("default", "rules", "techniques") if key in data}}
 
 
 def _rule(rule: Rule, policy: Policy, bases: _BaseFormats) -> dict[str, Any]:

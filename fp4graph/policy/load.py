@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4graph.policy.document import Node, Place, from_data, parse
+from fp4graph.policy.merge import merge
 from fp4graph.policy.policy import Policy
 from fp4graph.policy.resolve import resolve
 from fp4graph.policy.schema import PolicySection
@@ -79,33 +80,4 @@ def _extended(document: Node, directory: Path, chain: tuple[Path, ...], registry
     if any(path.resolve() == seen.resolve() for seen in chain):
         names = " → ".join(step.name for step in (*chain, path))
         raise place.error(f"extends goes round in a circle: {names}; extend another policy or none")
-    return _merge(_extended(_read(path), path.parent, (*chain, path), registry), document)
-
-
-def _merge(parent: Node, child: Node) -> Node:
-    """``child`` over ``parent``: its keys win, its techniques come after the parent's or replace their namesakes.
-
-    The parent's name is not inherited, nor is its ``extends``, which is done.
-    """
-    items = {key: (child.where(key), node) for key, node in child.value.items() if key != "extends"}
-    if "techniques" in items and "techniques" in parent.value:
-        items["techniques"] = (items["techniques"][0], _append(parent.get("techniques"), items["techniques"][1]))
-    inherited = {key: node for key, node in parent.value.items() if key not in ("name", "extends")}
-    return Node(inherited, child.place, parent.keys).replacing(items)
-
-
-def _append(parent: Node, child: Node) -> Node:
-    """Two lists of techniques as one, in which the child's entry stands where the parent has its namesake."""
-    own = {_technique_name(entry) for entry in child.value}
-    replaced = {_technique_name(entry) for entry in parent.value} & own
-    child_entries = list(child.value)
-    merged: list[Node] = []
-    for entry in parent.value:
-        name = _technique_name(entry)
-        merged.append(next(e for e in child_entries if _technique_name(e) == name) if name in replaced else entry)
-    placed = {id(entry) for entry in merged}
-    return Node([*merged, *(entry for entry in child_entries if id(entry) not in placed)], child.place)
-
-
-def _technique_name(entry: Node) -> str:
-    return entry.value if isinstance(entry.value, str) else str(next(iter(entry.value)))
+    return merge(_extended(_read(path), path.parent, (*chain, path), registry), document)

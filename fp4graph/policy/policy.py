@@ -94,6 +94,35 @@ class Expect:
                 )
 
 
+@dataclass(frozen=True)
+class Phase:
+    """What a policy becomes in the course of a training.
+
+    Attributes:
+        at: training forwards before it begins (int), or their share of all of a training's (float).
+        policy: in force from then on, until the next phase; it has no phases itself.
+    """
+
+    at: int | float
+    policy: Policy
+    place: Place = field(default=Place(), compare=False)
+
+    def start(self, total_steps: int | None) -> int:
+        """Training forwards before it begins.
+
+        Raises:
+            PolicyError: it is a share, and the number of all is not known.
+        """
+        if isinstance(self.at, int):
+            return self.at
+        if total_steps is None:
+            raise self.place.error(
+                f"a phase begins at {self.at:g} of the training, whose length is not known; give it to "
+                "fp4graph.apply(..., total_steps=...) or fp4graph.set_total_steps(model, ...)"
+            )
+        return round(self.at * total_steps)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Policy:
     """Which sites of a model are quantized and how.
@@ -104,6 +133,7 @@ class Policy:
         rules: in order; the first that matches a site decides.
         default: what a site gets that no rule matches.
         techniques: those declared for the whole policy.
+        phases: what it becomes later, in order.
         implied: techniques that the specs amount to although nobody declared them, as ``rounding: stochastic`` does.
         file: where it was read from, or None.
     """
@@ -113,6 +143,7 @@ class Policy:
     rules: tuple[Rule, ...] = ()
     default: Rule = Rule(name="default", keep="no rule matches", required=False)
     techniques: tuple[Technique, ...] = ()
+    phases: tuple[Phase, ...] = ()
     expect: Expect = Expect()
     implied: tuple[Technique, ...] = field(default=(), compare=False)
     file: str | None = field(default=None, compare=False)
@@ -129,6 +160,24 @@ class Policy:
                 name="default", keep="fused attention is quantized only by a rule with op: sdpa", required=False
             )
         return self.default
+
+    def phase(self, count: int, total_steps: int | None) -> int:
+        """How many phases have begun after ``count`` training forwards.
+
+        Raises:
+            PolicyError: a phase begins before the one above it, or when cannot be told.
+        """
+        starts = [phase.start(total_steps) for phase in self.phases]
+        for earlier, later, phase in zip(starts, starts[1:], self.phases[1:], strict=False):
+            if later <= earlier:
+                raise phase.place.error(
+                    f"this phase begins at {later}, and the one above it at {earlier}; reorder them"
+                )
+        return sum(start <= count for start in starts)
+
+    def in_phase(self, index: int) -> Policy:
+        """The policy in force after ``index`` phases have begun: 0 is the one before all of them."""
+        return self.phases[index - 1].policy if index else self
 
     @property
     def quantizes(self) -> bool:
@@ -148,14 +197,20 @@ class Policy:
     def weights(self) -> dict[str, float]:
         """What each technique in use adds to Ω, by name; the largest weight where options differ from rule to rule."""
         weights: dict[str, float] = {}
-        for technique in (*self._declared, *self.implied):
+        for technique in self._counted:
             weights[technique.name] = max(technique.complexity, weights.get(technique.name, technique.complexity))
         return weights
 
     @property
     def used(self) -> tuple[Technique, ...]:
         """One technique of each name in use, declared or implied."""
-        return tuple({technique.name: technique for technique in (*self.implied, *self._declared[::-1])}.values())
+        return tuple({technique.name: technique for technique in self._counted[::-1]}.values())
+
+    @property
+    def _counted(self) -> tuple[Technique, ...]:
+        """What Ω counts: what any phase uses."""
+        later = (technique for phase in self.phases for technique in phase.policy._counted)
+        return tuple(dict.fromkeys((*self._declared, *self.implied, *later)))
 
     @property
     def _declared(self) -> tuple[Technique, ...]:
@@ -177,7 +232,8 @@ class Policy:
         content = dump.to_data(self)
         del content["name"]
         content.pop("description", None)
-        specs = [spec for rule in (*self.rules, self.default) for spec in rule.specs.six if spec]
+        policies = (self, *(phase.policy for phase in self.phases))
+        specs = [spec for p in policies for rule in (*p.rules, p.default) for spec in rule.specs.six if spec]
         formats = {spec.element for spec in specs} | {spec.scale.format for spec in specs}
         content["formats"] = sorted(repr(dataclasses.astuple(number_format)) for number_format in formats)
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=repr).encode()).hexdigest()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fp4graph.errors import Error, PluginError, PolicyError, PolicyWarning
@@ -14,10 +14,12 @@ from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.operands import ADDRESSES, GROUPS, Operand
 from fp4graph.policy.document import Node
 from fp4graph.policy.match import Match
-from fp4graph.policy.policy import Expect, Policy, Rule, Specs
+from fp4graph.policy.merge import merge
+from fp4graph.policy.policy import Expect, Phase, Policy, Rule, Specs
 from fp4graph.policy.schema import (
     DefaultSection,
     OperandException,
+    PhaseSection,
     PolicySection,
     QuantizeSection,
     RuleSection,
@@ -46,6 +48,14 @@ class _Layer:
 
 
 @dataclass(frozen=True)
+class _Late:
+    """A phase's exceptions for operands, and where they were written."""
+
+    exceptions: Mapping[str, OperandException]
+    path: _Path
+
+
+@dataclass(frozen=True)
 class _Declared:
     """A technique and where it was declared."""
 
@@ -54,14 +64,23 @@ class _Declared:
 
 
 class _Resolver:
-    def __init__(self, document: Node, registry: Registry) -> None:
+    """Resolves one document; ``late`` are a phase's exceptions, which act after those of every rule."""
+
+    def __init__(self, document: Node, registry: Registry, late: _Late | None = None) -> None:
         self._document = document
         self._registry = registry
+        self._late = late
+        self._in_phase = late is not None
         self._written = validate(PolicySection, document)
         self._base_formats: dict[ScaleFormat, str] = {}
         self._inert: dict[_Path, list[str | None]] = {}
 
     def policy(self, name: str, file: str | None) -> Policy:
+        phases = tuple(self._phase(index, section) for index, section in enumerate(self._written.phases))
+        return replace(self._alone(name, file), phases=phases, expect=self._expect())
+
+    def _alone(self, name: str, file: str | None = None) -> Policy:
+        """The policy without phases and expectations."""
         written = self._written
         shared = self._techniques(written.techniques, ("techniques",))
         rules = tuple(self._rule(index, section, shared) for index, section in enumerate(written.rules))
@@ -75,18 +94,30 @@ class _Resolver:
         self._check_names(rules)
         if not any(rule.quantizes for rule in (*rules, default)):
             self._check_together(shared, Specs((None,) * len(Operand)))
-        self._warn_inert(shared if any(rule.quantizes for rule in (*rules, default)) else [])
+        if not self._in_phase:  # where what is declared for all phases may rest
+            self._warn_inert(shared if any(rule.quantizes for rule in (*rules, default)) else [])
         return Policy(
             name=written.name or name,
             description=written.description.strip(),
             rules=rules,
             default=default,
             techniques=tuple(declared.technique for declared in shared),
-            expect=self._expect(),
             implied=tuple(dict.fromkeys(t for rule in (*rules, default) for t in self._implied(rule.specs))),
             file=file,
             base_formats=tuple(self._base_formats.items()),
         )
+
+    def _phase(self, index: int, section: PhaseSection) -> Phase:
+        """A phase is the policy with the phase's own keys over it; of expectations and phases it has none."""
+        path: _Path = ("phases", index)
+        node = self._document.get(*path)
+        own = {key: item for key, item in node.value.items() if key in ("default", "rules", "techniques")}
+        later = merge(self._document, Node(own, node.place, node.keys))
+        late = _Late(section.operands, (*path, "operands"))
+        policy = _Resolver(later, self._registry, late)._alone(f"{self._written.name or 'policy'}, phase {index + 1}")
+        if section.operands and not policy.quantizes:
+            raise self._error(late.path, "nothing is quantized in this phase, and so these do nothing; remove them")
+        return Phase(section.at, policy, node.place)
 
     # ------------------------------------------------------------------ rules
 
@@ -167,25 +198,31 @@ class _Resolver:
         Groups act in the order they are written, then single operands: the most particular last.
         """
         layers = {operand: [_Layer(base, path)] for operand in Operand}
-        for address in sorted(exceptions, key=lambda address: address not in GROUPS):  # stable: groups keep their order
-            exception = exceptions[address]
+        for address, exception, where in self._ordered(exceptions, exceptions_path):
             section = exception if isinstance(exception, QuantizeSection) else None
             for operand in ADDRESSES[address]:
                 if section is None or layers[operand][-1].section is None:
                     del layers[operand][1:]  # keep forgets the exceptions so far; what follows it starts from the base
-                layers[operand].append(_Layer(section, (*exceptions_path, address), exception == "fprop"))
+                layers[operand].append(_Layer(section, (*where, address), exception == "fprop"))
                 if exception == "fprop" and operand.fprop is None:
                     raise self._error(
-                        (*exceptions_path, address),
+                        (*where, address),
                         f"fprop has no meaning for {operand}: fprop multiplies no such tensor. Only dgrad.weight and "
                         "wgrad.input may say it; write keep for the others",
                     )
         specs = Specs(tuple(self._spec(operand, layers[operand]) for operand in Operand))
         if not any(specs.values()):
-            raise self._error(
-                exceptions_path, "all six operands are kept; write keep: with a reason instead of quantize"
-            )
+            last = self._late.path if self._late and self._late.exceptions else exceptions_path
+            raise self._error(last, "all six operands are kept; write keep: with a reason instead of quantize")
         return specs, frozenset(operand for operand in Operand if layers[operand][-1].reuses)
+
+    def _ordered(
+        self, exceptions: Mapping[str, OperandException], path: _Path
+    ) -> Iterator[tuple[str, OperandException, _Path]]:
+        own = (exceptions, path)
+        for given, where in (own, *([(self._late.exceptions, self._late.path)] if self._late else [])):
+            for address in sorted(given, key=lambda address: address not in GROUPS):  # stable: groups keep their order
+                yield address, given[address], where
 
     def _spec(self, operand: Operand, layers: list[_Layer]) -> QuantSpec | None:
         if layers[-1].section is None:

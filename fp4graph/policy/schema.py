@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -274,6 +275,33 @@ class ExpectSection(_Section):
     kept: Counts | None = None
 
 
+def _when(value: Any) -> Any:
+    counted = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    if not counted and not (isinstance(value, float) and 0 < value < 1):
+        what = "a number of training forwards from 1, or a fraction of all of them between 0 and 1"
+        raise PydanticCustomError("must_be", "must be {what}", {"what": what})
+    return value
+
+
+class PhaseSection(_HasOperands):
+    """What changes at a point of the training: rules, default and techniques as under ``extends``, and exceptions for
+    the operands of every rule."""
+
+    at: Annotated[int | float, BeforeValidator(_when)]
+    operands: dict[str, OperandException] = {}
+    default: (
+        Annotated[_Keep | Annotated[DefaultSection, Tag("quantized")], Discriminator(_kept_or_quantized)] | None
+    ) = None
+    rules: tuple[RuleSection, ...] | None = None
+    techniques: tuple[TechniqueEntry, ...] = ()
+
+    @model_validator(mode="after")
+    def _changes_something(self) -> Self:
+        if self.model_fields_set == {"at"}:
+            raise ValueError("a phase says what changes: operands, rules, default or techniques")
+        return self
+
+
 class PolicySection(_Section):
     """A whole policy."""
 
@@ -286,6 +314,7 @@ class PolicySection(_Section):
     ) = None
     rules: tuple[RuleSection, ...] = ()
     techniques: tuple[TechniqueEntry, ...] = ()
+    phases: tuple[PhaseSection, ...] = ()
     expect: ExpectSection = ExpectSection()
 
     @field_validator("version")

@@ -1,0 +1,117 @@
+"""Phases: what a policy becomes in the course of a training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from fp4graph.errors import PolicyError
+from fp4graph.operands import Operand
+from fp4graph.policy import Policy, load_policy
+
+QUANTIZE = {"element": "e2m1", "block": 16, "scale": {"format": "e4m3", "rounding": "nearest_even"}}
+Q1, Q2, Q3, Q4, Q5, Q6 = Operand
+
+
+def policy(*phases: dict[str, Any], **more: Any) -> Policy:
+    rule = {
+        "name": "blocks",
+        "match": {"op": "linear"},
+        "quantize": QUANTIZE,
+        "operands": {"dgrad.weight": {"rounding": "stochastic"}},
+    }
+    data = {"version": 1, "name": "p", "rules": [rule], "phases": list(phases), **more}
+    return load_policy(data)
+
+
+def test_exceptions_of_a_phase_come_after_those_of_every_rule() -> None:
+    whole = policy({"at": 0.9, "operands": {"backward": "keep"}})
+    (phase,) = whole.phases
+    (before,), (after,) = whole.rules, phase.policy.rules
+    assert before.specs[Q4] is not None
+    assert [operand for operand, spec in after.specs.items() if spec is None] == [Q3, Q4, Q5, Q6]
+    assert after.specs[Q1] == before.specs[Q1]
+    assert phase.policy.phases == ()
+
+
+def test_rules_are_replaced_and_techniques_added() -> None:
+    keep = {"name": "first", "match": {"first_blocks": 1}, "keep": "sensitive", "required": False}
+    rule = {"name": "rest", "match": {"op": "linear"}, "quantize": QUANTIZE}
+    whole = policy(
+        {"at": 100, "rules": [keep, rule]},
+        {"at": 200, "rules": [], "default": "keep"},
+        techniques=["tensor_scaling"],
+    )
+    first, second = (phase.policy for phase in whole.phases)
+    assert [rule.name for rule in first.rules] == ["first", "rest"]
+    assert [t.name for t in first.rules[1].techniques] == ["tensor_scaling"]
+    assert not second.quantizes
+    with_more = policy(
+        {"at": 5, "techniques": ["hadamard", {"tensor_scaling": {"headroom": 0.5}}]}, techniques=["tensor_scaling"]
+    )
+    assert [t.model_dump(exclude_unset=True) for t in with_more.phases[0].policy.techniques] == [{"headroom": 0.5}, {}]
+    assert with_more.weights == {"tensor_scaling": 0.5, "hadamard": 1.0, "stochastic_rounding": 0.5}
+    assert with_more.complexity == 2.0  # what any phase uses
+
+
+def test_which_phase_it_is() -> None:
+    whole = policy({"at": 3, "operands": {"dgrad": "keep"}}, {"at": 0.5, "operands": {"wgrad": "keep"}})
+    assert [whole.phase(count, 20) for count in (0, 2, 3, 9, 10, 19)] == [0, 0, 1, 1, 2, 2]
+    assert whole.in_phase(0) is whole
+    assert whole.in_phase(2) is whole.phases[1].policy
+    with pytest.raises(PolicyError, match="length is not known"):
+        whole.phase(0, None)
+    with pytest.raises(PolicyError, match="begins at 2, and the one above it at 3"):
+        whole.phase(0, 4)
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [
+        [{"at": 0.9, "operands": {"backward": "keep"}}],
+        [{"at": 10, "rules": []}, {"at": 0.9, "default": {**QUANTIZE, "operands": {"fprop": "keep"}}}],
+        [{"at": 10, "techniques": ["hadamard"]}],
+    ],
+)
+def test_round_trip(phases: list[dict[str, Any]]) -> None:
+    whole = policy(*phases, default="keep", techniques=["tensor_scaling"])
+    again = load_policy(yaml.safe_load(whole.to_yaml()))
+    assert [(p.at, p.policy.rules, p.policy.default, p.policy.techniques) for p in again.phases] == [
+        (p.at, p.policy.rules, p.policy.default, p.policy.techniques) for p in whole.phases
+    ]
+    assert again.fingerprint == whole.fingerprint
+    assert whole.fingerprint != policy(default="keep", techniques=["tensor_scaling"]).fingerprint
+    assert again == whole
+
+
+@pytest.mark.parametrize(
+    ("phase", "message"),
+    [
+        ({"operands": {"dgrad": "keep"}}, "no key 'at'"),
+        ({"at": 0.5}, "says what changes"),
+        ({"at": 0, "rules": []}, "training forwards from 1, or a fraction"),
+        ({"at": 1.0, "rules": []}, "training forwards from 1, or a fraction"),
+        ({"at": True, "rules": []}, "training forwards from 1, or a fraction"),
+        ({"at": 5, "operands": {"dgard": "keep"}}, "unknown operand 'dgard'"),
+        ({"at": 5, "operands": {"fprop": "keep", "backward": "keep"}}, "all six operands are kept"),
+        ({"at": 5, "operands": {"dgrad": "keep"}, "rules": [], "default": "keep"}, "do nothing"),
+        ({"at": 5, "techniques": ["hadamrd"]}, "did you mean 'hadamard'"),
+        ({"at": 5, "techniques": ["q_ema", {"q_ramping": {"t_update": 99, "n_max": 9}}]}, "cannot share a site"),
+        ({"at": 5, "expect": {}}, "unknown key 'expect'"),
+    ],
+)
+def test_refusals(phase: dict[str, Any], message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        policy(phase)
+
+
+def test_a_refusal_names_the_line(tmp_path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text(
+        "version: 1\nextends: mxfp4\nphases:\n  - at: 0.9\n    operands: {backward: keep}\n"
+        "  - at: 0.95\n    operands:\n      dgrad.weight: {element: e2m2}\n"
+    )
+    with pytest.raises(PolicyError, match=r"p\.yaml:8: unknown element format 'e2m2'"):
+        load_policy(path)
