@@ -141,6 +141,15 @@ def test_a_scale_for_four_that_saturates_falls_back():
     assert quantization(x, more=["tensor_scaling"]).scale.flatten()[1] == 448
 
 
+def test_a_saturated_scale_is_not_taken_though_it_errs_less():
+    """2000/4 is above 448. At the scale 448 the others, 2·448, would be exact; at q(2000/6) = 320 none is."""
+    x = torch.tensor([[2000.0] + [896.0] * 15])
+    assert quantized(x)[0, :2].tolist() == [6 * 320.0, 3 * 320.0]
+    # Encode scales for 4 are the smaller ones: no such limit. q(4/2000) = 2^-9, under which 1024 is 2.
+    x = torch.tensor([[2000.0] + [1024.0] * 15])
+    assert quantized(x, convention="encode")[0, :2].tolist() == [2048.0, 1024.0]
+
+
 def test_it_errs_less_than_six_alone():
     x = gaussian(256, 256)
     plain = fp4graph.fake_quantize(x, fp4graph.QuantSpec(block=16, scale=fp4graph.ScaleSpec("e4m3", "nearest_even")))

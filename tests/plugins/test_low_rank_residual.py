@@ -346,3 +346,14 @@ def test_the_policy_writes_its_options_down():
     written = yaml.safe_load(loaded.to_yaml())
     assert written["rules"][0]["techniques"] == [{"low_rank_residual": {"operands": ["weights"], "rank": 4}}]
     assert fp4graph.load_policy(written) == loaded
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_rounding_by_bits_is_the_cast(dtype):
+    """Ties, to even, among them: fp32 values with few bits below the dtype's last."""
+    from fp4graph_plugins.low_rank_residual import _rounded
+
+    mantissas = torch.arange(2**12, dtype=torch.float32) / 2**12 + 1
+    x = torch.cat([mantissas, -mantissas, mantissas * 2**-6, torch.randn(1000), torch.tensor([0.0, torch.inf])])
+    assert torch.equal(_rounded(x, dtype), x.to(dtype).float())
+    assert _rounded(torch.tensor([torch.nan]), dtype).isnan()
