@@ -84,8 +84,9 @@ def prepare_optimizer(model: nn.Module, optimizer: O) -> O:
     parameters, each is prepared. Load an optimizer's checkpoint after preparing it.
 
     Raises:
-        Error: the model is not applied, the optimizer holds none of the weights that a technique acts on, or it was
-            given a checkpoint before this, in which torch rounded what techniques remember to the parameters' dtype.
+        Error: the model is not applied, the optimizer holds none of the weights that a technique acts on, it runs no
+            hooks, or it was given a checkpoint before this, in which torch rounded what techniques remember to the
+            parameters' dtype.
     """
     runtime = runtime_of(model)
     if runtime is None:
@@ -94,6 +95,12 @@ def prepare_optimizer(model: nn.Module, optimizer: O) -> O:
     if former is not None:
         former.remove()
     hooks = _Hooks(runtime, optimizer)
+    # torch marks a step that runs hooks; wrappers that skip Optimizer.__init__, as timm's Lookahead, run none.
+    if hooks.techniques and not getattr(type(optimizer).step, "hooked", False):
+        raise Error(
+            f"{type(optimizer).__name__} runs no hooks around its step(), through which technique "
+            f"{', '.join(t.name for t in hooks.techniques)} would act; if it wraps an optimizer, prepare that one"
+        )
     runtime.prepared |= {id(weight.parameter) for weight in hooks.weights}
     if hooks.techniques:
         hooks.attach()
@@ -155,6 +162,19 @@ class _Memory:
                 yield f"{_PREFIX}{technique}.{name}", value
 
 
+def _concerns(technique: Technique, weight: Weight) -> bool:
+    """Whether ``technique`` acts on ``weight`` at a step: not where the operands that it names are not quantized."""
+    operands, specs = technique.acts_on(weight.view), dict(weight.plan.specs)
+    acts = not operands or any(specs[operand] is not None for operand in operands)
+    return acts and technique in weight.rule.techniques
+
+
+def _skips(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a fused optimizer, which a ``GradScaler`` tells of an overflow, skips the update inside its step."""
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and bool(found)
+
+
 @dataclass
 class _Hooks:
     """The hooks on one optimizer."""
@@ -169,7 +189,7 @@ class _Hooks:
         self.weights = [weight for weight in self.runtime.weights if id(weight.parameter) in held]
         acting = [t for t in self.runtime.techniques() if any(overrides(t, stage) for stage in (*_BEFORE, *_AFTER))]
         for technique in acting:
-            due = [w for w in self.runtime.weights if technique in w.rule.techniques and w.parameter.requires_grad]
+            due = [w for w in self.runtime.weights if _concerns(technique, w) and w.parameter.requires_grad]
             if due and not any(id(weight.parameter) in held for weight in due):
                 raise Error(
                     f"technique {technique.name} acts on {due[0].name}, which this optimizer does not hold; pass it "
@@ -205,11 +225,11 @@ class _Hooks:
                 f"technique {', '.join(acting)} acts on gradients before the step, and this fused optimizer unscales "
                 "them inside it; call scaler.unscale_(optimizer) before scaler.step(optimizer)"
             )
-        self._run(_BEFORE)
+        if not _skips(optimizer):
+            self._run(_BEFORE)
 
     def _after(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        skipped = getattr(optimizer, "found_inf", None)  # a fused optimizer skips the update inside its step
-        if skipped is None or not skipped:
+        if not _skips(optimizer):
             self._run(_AFTER)
         self._memory.mirror()
         self._scratch = {}
@@ -228,7 +248,7 @@ class _Hooks:
         for technique in self.techniques:
             if overrides(technique, per_weight):
                 for weight in self.weights:
-                    if technique in weight.rule.techniques and weight.parameter.grad is not None:
+                    if _concerns(technique, weight) and weight.parameter.grad is not None:
                         with contract.at(weight.name):
                             contract.run(technique, per_weight, self._update(technique, weight, groups))
             if overrides(technique, whole):

@@ -1,0 +1,154 @@
+"""Iterative weight freezing: weights whose quantized value flips too often stop for good."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from pydantic import Field, model_validator
+
+from fp4graph.hookspecs import hookimpl
+from fp4graph.operands import Gemm, Operand
+from fp4graph.site import SiteView
+from fp4graph.technique import OperandSpecs, Overhead, Technique
+
+if TYPE_CHECKING:
+    from fp4graph.training.optimizer import WeightUpdate
+
+#: What part of the larger of two quantized values their distance must exceed for a change: between the 1/7 of INT4, the
+#: finest grid of four bits, and the 1/9 that is the most by which an E4M3 scale moves when it is rounded anew.
+CHANGE = 1 / 8
+
+
+class Freeze(Technique):
+    """A weight that oscillates is frozen at its running mean: an element whose quantized value turns back too often.
+
+    After the optimizer's t-th step, for each element of W with q_t its quantized value, m ``momentum`` and θ
+    ``threshold``, on the right-hand side the values before the step:
+    o = 1 where q changes in the direction opposite to that of its previous change, else 0;
+    f ← m·o + (1 − m)·f;  w ← q̄ for good where f > θ, else q̄ ← m·q_t + (1 − m)·q̄.
+    At first f = 0 and q̄ is the quantized first weight. The mean is between two values of the grid, nearer to the one
+    where the weight has been more often, and the forward rounds it to that one. Frozen elements are put back after
+    every step, whatever moves them. A change is a distance of more than 1/8 of the larger of q_t and q_(t−1): q is
+    dequantized, and a block's scale that is rounded anew, or a tensor's that follows its maximum, moves it a little
+    although its code stays. With ``final_threshold``, θ goes there along half a cosine from step s·T to T, with T
+    ``total_steps`` and s ``start``, and nothing is frozen before.
+
+    Source: Nagel et al. 2022, "Overcoming Oscillations in Quantization-Aware Training", sec. 4.1 and 4.3, where q and
+    q̄ are integers, times a learned scale, and q̄ is rounded when it is frozen; as Chen et al. 2025,
+    "Oscillation-Reduced MXFP4 Training for Vision Transformers", compare with it. Their code has m = 0.001 and lets θ
+    fall from 0.1 to 0.01 after a quarter of the training (``start: 0.25``).
+
+    Stage: optimizer, after the step (before the first one also, for where q begins).
+
+    Cost: four tensors of the weight's size, of which one has its dtype, two are fp32 and one int8, and a boolean one;
+    the weight's quantizer once more at each step. All of it is saved with the optimizer.
+
+    The complexity weight is ours: 3.0, the upper end of what Table 2's rules give for unfusable work with O(n) memory.
+
+    Use it to compare remedies for oscillation, or to fine-tune at small learning rates: in pre-training, where weights
+    flip because they move far, it freezes most of them early and ruins the result (Chen et al., Table 4).
+    """
+
+    name: ClassVar[str] = "freeze"
+    overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=False)
+    # q_ramping stretches the step it sees, the way back to the mean included; noise on q flips at random.
+    conflicts: ClassVar[frozenset[str]] = frozenset({"q_ramping", "adaptive_quantization_noise"})
+
+    momentum: float = Field(0.001, gt=0, lt=1, description="m, the weight of the latest step in f and in the mean.")
+    threshold: float = Field(
+        0.01, gt=0, lt=1, description="θ, the flips per step above which an element is frozen; several times momentum."
+    )
+    final_threshold: float | None = Field(None, gt=0, lt=1, description="Where θ ends; null for a constant θ.")
+    total_steps: int | None = Field(None, ge=1, description="T, steps of the schedule.")
+    start: float = Field(0.0, ge=0, lt=1, description="s, the share of total_steps before which nothing is frozen.")
+
+    @model_validator(mode="after")
+    def _schedule(self) -> Freeze:
+        scheduled = self.final_threshold is not None or self.start > 0
+        if scheduled and self.total_steps is None:
+            raise ValueError("final_threshold and start are of a schedule; set total_steps")
+        if not scheduled and self.total_steps is not None:
+            raise ValueError("total_steps is of a schedule; set final_threshold or start")
+        return self
+
+    @property
+    def complexity(self) -> float:
+        """3.0, ours: unfusable, O(n) persistent memory several times over."""
+        return 3.0
+
+    def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
+        """Refuses quantizers under which a flip of q is no sign of an oscillating weight."""
+        anything = SiteView(None, "linear", None, None, None, None, "swiglu")
+        for name, technique in techniques.items():
+            if Gemm.FPROP in technique.pairs(anything):
+                raise ValueError(
+                    f"{name} transforms weights before they are rounded: what is rounded, and oscillates, is not the "
+                    "element that freeze would stop"
+                )
+        spec = specs.get(Operand.FPROP_WEIGHT)
+        if spec is None:
+            return
+        if "stochastic" in (spec.rounding, spec.scale.rounding):
+            raise ValueError("fprop.weight rounds stochastically and flips by itself; round it to nearest")
+        if any((upper - lower) / upper <= CHANGE for lower, upper in pairwise(spec.element.magnitudes())):
+            raise ValueError(
+                f"freeze takes small changes of fprop.weight for changes of scales, and the values of "
+                f"{spec.element.name} lie too close together for that; it is for elements of 4 bits"
+            )
+
+    def acts_on(self, site: SiteView) -> frozenset[Operand]:
+        """The forward weight."""
+        return frozenset({Operand.FPROP_WEIGHT}) if site.op == "linear" else frozenset()
+
+    def before_step(self, update: WeightUpdate) -> None:
+        """Before the first step: what later ones are compared with."""
+        memory, weight = update.memory, update.parameter
+        if "frozen" in memory:
+            return
+        memory["previous"] = update.quantize(weight)
+        memory["direction"] = torch.zeros_like(weight, dtype=torch.int8)
+        memory["frequency"] = torch.zeros_like(weight, dtype=torch.float32)
+        memory["mean"] = memory["previous"].to(torch.float32, copy=True)
+        memory["frozen"] = torch.zeros_like(weight, dtype=torch.bool)
+
+    def after_step(self, update: WeightUpdate) -> None:
+        """Puts frozen elements back, counts flips, freezes."""
+        memory, weight = update.memory, update.parameter
+        frozen, mean = memory["frozen"].to(torch.bool), memory["mean"]
+        weight.copy_(torch.where(frozen, mean.to(weight.dtype), weight))
+
+        quantized = update.quantize(weight)
+        q, previous = quantized.to(torch.float32), memory["previous"].to(torch.float32)
+        changed = (q - previous).abs() > CHANGE * torch.maximum(q.abs(), previous.abs())
+        direction = torch.where(changed, (q - previous).sign(), 0).to(torch.int8)
+        flipped = direction * memory["direction"] == -1
+        frequency = memory["frequency"].lerp(flipped.to(torch.float32), self.momentum)
+        frozen = frozen | (frequency > self._threshold(memory, weight.device))
+
+        weight.copy_(torch.where(frozen, mean.to(weight.dtype), weight))
+        memory["previous"] = quantized
+        memory["direction"] = torch.where(changed, direction, memory["direction"]).to(torch.int8)
+        memory["frequency"] = frequency
+        memory["mean"] = torch.where(frozen, mean, mean.lerp(q, self.momentum))
+        memory["frozen"] = frozen
+
+    def _threshold(self, memory: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor | float:
+        """θ of this step, which it counts. A tensor, so that nothing waits for an accelerator."""
+        if self.total_steps is None:
+            return self.threshold
+        steps = memory.setdefault("steps", torch.zeros((), dtype=torch.int64, device=device))
+        steps += 1
+        begin = self.start * self.total_steps
+        progress = ((steps - begin) / (self.total_steps - begin)).clamp(0, 1)
+        end = self.threshold if self.final_threshold is None else self.final_threshold
+        theta = end + (self.threshold - end) / 2 * (1 + torch.cos(math.pi * progress))
+        return torch.where(steps < begin, math.inf, theta)
+
+
+@hookimpl
+def fp4graph_techniques() -> list[type[Technique]]:
+    return [Freeze]

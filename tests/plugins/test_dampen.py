@@ -1,0 +1,178 @@
+"""dampen against its gradient, written out in Python's floats."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import fp4graph
+from fp4graph.errors import PolicyError, PolicyWarning
+
+SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"), ties="up")
+QUANTIZE = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}, "ties": "up"}
+
+
+def policy(options=None, *, op="linear", operands=None, more=()):
+    rule = {
+        "name": "all",
+        "match": {"op": op},
+        "quantize": QUANTIZE,
+        "operands": operands or {},
+        "techniques": [*more, {"dampen": options or {}}],
+    }
+    return {"version": 1, "name": "p", "rules": [rule]}
+
+
+def model(dtype=torch.float32):
+    torch.manual_seed(0)
+    return nn.Linear(64, 6).to(dtype)
+
+
+def prepared(options, dtype=torch.float32, make=lambda p: torch.optim.SGD(p, lr=0.5)):
+    applied = fp4graph.apply(model(dtype), policy(options), backend="eager")
+    return applied, fp4graph.prepare_optimizer(applied, make(applied.parameters()))
+
+
+def step(applied, optimizer, grad):
+    applied.weight.grad, applied.bias.grad = grad.clone(), torch.ones_like(applied.bias)
+    optimizer.step()
+
+
+def test_the_gradient_is_that_of_the_squared_frobenius_norm():
+    """One step of plain gradient descent, element by element, Q by hand: 2.4 and 6 in a block with S = 1."""
+    applied, optimizer = prepared({"strength": 0.25})
+    with torch.no_grad():
+        applied.weight.zero_()
+        applied.weight[0, :4] = torch.tensor([6.0, 2.4, -0.7, 0.25])
+    step(applied, optimizer, torch.zeros(6, 64))
+    # Q: 6, 2, -0.5, 0.5 (a tie, up); minus lr 0.5 times 2 times 0.25 times (w - Q).
+    expected = [6.0, 2.4 - 0.25 * 0.4, -0.7 + 0.25 * 0.2, 0.25 + 0.25 * 0.25]
+    assert applied.weight[0, :4].tolist() == pytest.approx(expected, rel=1e-6)
+    assert applied.weight.grad[0, 1].item() == pytest.approx(2 * 0.25 * 0.4, rel=1e-6)
+    assert not applied.weight[0, 4:].any()
+    assert torch.equal(applied.bias.grad, torch.ones(6))  # biases are not quantized
+
+
+def test_it_is_what_autograd_makes_of_the_loss_term():
+    applied, optimizer = prepared({"strength": 0.3})
+    w = applied.weight.detach().clone()
+    task = torch.randn(6, 64)
+    step(applied, optimizer, task)
+    leaf = w.double().requires_grad_()
+    ((task.double() * leaf).sum() + 0.3 * (leaf - fp4graph.fake_quantize(w, SPEC).double()).square().sum()).backward()
+    torch.testing.assert_close(applied.weight.grad.double(), leaf.grad, rtol=1e-6, atol=1e-7)
+
+
+def test_the_term_pulls_weights_to_their_values():
+    applied, optimizer = prepared({"strength": 0.2})
+    error = [(applied.weight - fp4graph.fake_quantize(applied.weight, SPEC)).detach().norm().item()]
+    for _ in range(20):
+        step(applied, optimizer, torch.zeros(6, 64))
+        error.append((applied.weight - fp4graph.fake_quantize(applied.weight, SPEC)).detach().norm().item())
+    assert all(b <= a for a, b in itertools.pairwise(error))
+    assert error[-1] < 0.05 * error[0]
+
+
+@pytest.mark.parametrize("start", [0.0, 0.25])
+def test_strength_rises_along_half_a_cosine(start):
+    total = 8
+    applied, optimizer = prepared({"strength": 0.1, "total_steps": total, "start": start})
+    for t in range(1, total + 4):
+        w = applied.weight.detach().clone()
+        step(applied, optimizer, torch.zeros(6, 64))
+        at = min(max((t - start * total) / (total - start * total), 0.0), 1.0)
+        strength = 0.1 * (1 - math.cos(math.pi * at)) / 2
+        expected = 2 * strength * (w - fp4graph.fake_quantize(w, SPEC))
+        torch.testing.assert_close(applied.weight.grad, expected, rtol=1e-5, atol=1e-9)
+    assert strength == pytest.approx(0.1)
+
+
+def test_bf16_weights_get_the_term_rounded_once():
+    applied, optimizer = prepared({"strength": 0.3}, torch.bfloat16)
+    w, grad = applied.weight.detach().clone(), torch.randn(6, 64).bfloat16()
+    step(applied, optimizer, grad)
+    term = 0.6 * (w.float() - fp4graph.fake_quantize(w, SPEC).float())
+    assert torch.equal(applied.weight.grad, (grad.float() + term).bfloat16())
+
+
+def test_loss_scaling_and_clipping_come_before_it():
+    applied, optimizer = prepared({"strength": 0.1})
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    w = applied.weight.detach().clone()
+    x = torch.randn(4, 64)
+    scaler.scale(applied(x).sum() * 100).backward()
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(applied.parameters(), 1e-3)
+    clipped = applied.weight.grad.clone()
+    scaler.step(optimizer)
+    term = 0.2 * (w - fp4graph.fake_quantize(w, SPEC))
+    torch.testing.assert_close(applied.weight.grad, clipped + term, rtol=1e-6, atol=1e-8)
+    assert term.norm() > clipped.norm()
+
+
+def test_a_resumed_run_is_the_run():
+    grads = [torch.randn(6, 64) for _ in range(6)]
+
+    def make(p):
+        return torch.optim.AdamW(p, lr=1e-2)
+
+    applied, optimizer = prepared({"total_steps": 6}, make=make)
+    for grad in grads[:3]:
+        step(applied, optimizer, grad)
+    file = io.BytesIO()
+    torch.save((applied.state_dict(), optimizer.state_dict()), file)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    other, its = prepared({"total_steps": 6}, make=make)
+    other.load_state_dict(weights)
+    its.load_state_dict(state)
+    assert its.state[other.weight]["fp4graph.dampen.steps"].item() == 3
+    for grad in grads[3:]:
+        step(applied, optimizer, grad)
+        step(other, its, grad)
+    assert torch.equal(applied.weight, other.weight)
+
+
+def test_it_shares_a_rule_with_q_ema():
+    """Q(W) is then the value that q_ema chooses, which the forward multiplies with."""
+    applied = fp4graph.apply(model(), policy({"strength": 0.5}, more=["q_ema"]), backend="eager")
+    optimizer = fp4graph.prepare_optimizer(applied, torch.optim.SGD(applied.parameters(), lr=0.0))
+    with torch.no_grad():
+        applied.weight.fill_(2.4)
+        applied.weight[:, ::32] = 6.0
+        applied._fp4graph.q_ema_weight.copy_(applied.weight + 0.2)
+    step(applied, optimizer, torch.zeros(6, 64))
+    torch.testing.assert_close(applied.weight.grad[:, 1], torch.full((6,), 2.4 - 3.0))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strength": 0}, "strength"),
+        ({"strength": math.inf}, "strength"),
+        ({"total_steps": 0}, "total_steps"),
+        ({"start": 1.0, "total_steps": 5}, "start"),
+        ({"start": 0.5}, "set total_steps"),
+    ],
+)
+def test_wrong_options(options, message):
+    with pytest.raises(PolicyError, match=message):
+        fp4graph.load_policy(policy(options))
+
+
+def test_a_stochastic_weight_is_refused_however_it_came_about():
+    with pytest.raises(PolicyError, match="noise of mean zero"):
+        fp4graph.load_policy(policy(operands={"fprop.weight": {"rounding": "stochastic"}}))
+    with pytest.raises(PolicyError, match="noise of mean zero"):
+        fp4graph.load_policy(policy(more=[{"stochastic_rounding": {"operands": ["forward"]}}]))
+
+
+@pytest.mark.parametrize("where", [{"op": "matmul"}, {"operands": {"fprop.weight": "keep"}}])
+def test_without_a_quantized_weight_it_is_inert(where):
+    with pytest.warns(PolicyWarning, match="no effect"):
+        fp4graph.load_policy(policy(**where))

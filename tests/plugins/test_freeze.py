@@ -1,0 +1,290 @@
+"""freeze against the counting rule of Nagel et al., one scalar after another."""
+
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+import torch
+from torch import nn
+
+import fp4graph
+from fp4graph.errors import PolicyError, PolicyWarning
+
+SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"), ties="up")
+QUANTIZE = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}, "ties": "up"}
+OPTIONS = {"momentum": 0.125, "threshold": 0.3}
+
+
+def policy(options=None, *, op="linear", quantize=None, operands=None, more=(), after=()):
+    rule = {
+        "name": "all",
+        "match": {"op": op},
+        "quantize": quantize or QUANTIZE,
+        "operands": operands or {},
+        "techniques": [*more, {"freeze": OPTIONS if options is None else options}, *after],
+    }
+    return {"version": 1, "name": "p", "rules": [rule]}
+
+
+def prepared(options=None, dtype=torch.float32, make=None, **where):
+    torch.manual_seed(0)
+    applied = fp4graph.apply(nn.Linear(64, 6).to(dtype), policy(options, **where), backend="eager")
+    make = make or (lambda p: torch.optim.SGD(p, lr=1.0))
+    return applied, fp4graph.prepare_optimizer(applied, make(applied.parameters()))
+
+
+def step(applied, optimizer, grad):
+    applied.weight.grad, applied.bias.grad = grad.clone(), torch.zeros_like(applied.bias)
+    optimizer.step()
+
+
+def remembered(applied, optimizer, name):
+    return optimizer.state[applied.weight][f"fp4graph.freeze.{name}"]
+
+
+def wandering(steps, dtype=torch.float32):
+    """Gradients that push each weight to and fro, some farther than others and some mostly one way."""
+    generator = torch.Generator().manual_seed(1)
+    reach = torch.rand(6, 64, generator=generator) * 0.1
+    drift = torch.randn(6, 64, generator=generator) * 0.01
+    for t in range(steps):
+        noise = torch.randn(6, 64, generator=generator) * 0.01
+        yield ((reach if t % 2 else -reach) + drift + noise).to(dtype)
+
+
+class Element:
+    """One weight; everything that the paper's sec. 4.1 and 4.3 keep of it, in Python's floats."""
+
+    def __init__(self, q: float) -> None:
+        self.previous = self.mean = q
+        self.direction, self.frequency, self.frozen = 0, 0.0, False
+
+    def follow(self, q: float, m: float, threshold: float) -> None:
+        oscillates = False
+        if abs(q - self.previous) > max(abs(q), abs(self.previous)) / 8:
+            direction = 1 if q > self.previous else -1
+            oscillates = direction == -self.direction
+            self.direction = direction
+        self.previous = q
+        self.frequency = m * oscillates + (1 - m) * self.frequency
+        if self.frequency > threshold:
+            self.frozen = True
+        if not self.frozen:
+            self.mean = m * q + (1 - m) * self.mean
+
+
+@pytest.mark.parametrize("schedule", [{}, {"final_threshold": 0.2, "total_steps": 40, "start": 0.25}])
+def test_every_element_follows_the_rule(schedule):
+    applied, optimizer = prepared({**OPTIONS, **schedule})
+    weight = applied.weight.detach().double().flatten().tolist()
+    elements = [Element(q) for q in fp4graph.fake_quantize(applied.weight, SPEC).flatten().tolist()]
+    for t, grad in enumerate(wandering(50), start=1):
+        step(applied, optimizer, grad)
+        moved = torch.tensor(weight).float() - grad.flatten()  # SGD with a learning rate of 1
+        for i, element in enumerate(elements):
+            weight[i] = element.mean if element.frozen else moved[i].item()
+        quantized = fp4graph.fake_quantize(torch.tensor(weight).view(6, 64), SPEC).flatten().tolist()
+        threshold = OPTIONS["threshold"]
+        if schedule:
+            at = min(max((t - 10) / 30, 0.0), 1.0)
+            threshold = 0.2 + (threshold - 0.2) * (1 + math.cos(math.pi * at)) / 2 if t >= 10 else math.inf
+        for i, (element, q) in enumerate(zip(elements, quantized, strict=True)):
+            element.follow(q, OPTIONS["momentum"], threshold)
+            weight[i] = element.mean if element.frozen else weight[i]
+        torch.testing.assert_close(applied.weight.flatten(), torch.tensor(weight), rtol=1e-5, atol=1e-6)
+    frozen = [element.frozen for element in elements]
+    assert remembered(applied, optimizer, "frozen").flatten().tolist() == frozen
+    assert 0.1 < sum(frozen) / len(frozen) < 0.99
+    expected = torch.tensor([element.frequency for element in elements])
+    torch.testing.assert_close(remembered(applied, optimizer, "frequency").flatten(), expected)
+
+
+def one_weight(path, **options):
+    """(weight, frozen) after each step of an element that moves along ``path``; a 6 keeps its scale at 1."""
+    applied, optimizer = prepared(options)
+    with torch.no_grad():
+        applied.weight.zero_()
+        applied.weight[:, ::32] = 6.0
+        applied.weight[0, 1] = path[0]
+    seen = []
+    for value in path[1:]:
+        grad = torch.zeros(6, 64)
+        grad[0, 1] = applied.weight[0, 1].item() - value
+        step(applied, optimizer, grad)
+        seen.append((applied.weight[0, 1].item(), remembered(applied, optimizer, "frozen")[0, 1].item()))
+    return seen
+
+
+def test_the_third_turn_freezes_at_the_mean_of_what_was_before():
+    """Q: 2, 3, 2, 3, 2. The first change is no turn. f after three turns with m = 1/2 is 1/2, 3/4, 7/8."""
+    seen = one_weight([2.4, 2.6, 2.4, 2.6, 2.4, 9.0, -9.0], momentum=0.5, threshold=0.8)
+    assert [frozen for _, frozen in seen] == [False, False, False, True, True, True]
+    mean = 2.0
+    for q in (3.0, 2.0, 3.0):
+        mean = (mean + q) / 2
+    assert [weight for weight, _ in seen[3:]] == [mean] * 3 == [2.625] * 3
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        [0.1, 0.3, 0.8, 1.3, 1.8, 2.6, 3.6, 5.5],  # always the same way
+        [2.4, 2.3, 2.2, 2.3, 2.4, 2.2, 2.0, 2.4],  # to and fro within one value
+        [2.4, 2.6, 2.7, 2.6, 2.8, 3.4, 3.6, 3.7],  # changes, and stays for a while
+    ],
+)
+def test_what_does_not_turn_back_stays_free(path):
+    assert not any(frozen for _, frozen in one_weight(path, momentum=0.5, threshold=0.1))
+
+
+def test_a_pause_between_two_turns_is_none():
+    """Nagel et al.: against the latest change, however long ago. Q: 2, 3, 3, 3, 2."""
+    assert one_weight([2.4, 2.6, 2.7, 2.8, 2.4], momentum=0.5, threshold=0.4)[-1][1]
+
+
+def test_frozen_weights_stay_whatever_moves_them():
+    """Adam's momentum and weight decay move weights that have no gradient."""
+    applied, optimizer = prepared(make=lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.5))
+    for grad in wandering(60):
+        step(applied, optimizer, grad)
+    frozen = remembered(applied, optimizer, "frozen").clone()
+    before = applied.weight.detach().clone()
+    assert frozen.any()
+    assert not frozen.all()
+    for _ in range(5):
+        step(applied, optimizer, torch.zeros(6, 64))
+    assert torch.equal(applied.weight[frozen], before[frozen])
+    assert not torch.equal(applied.weight, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_resumed_run_is_the_run(dtype):
+    grads = list(wandering(60, dtype))
+
+    def make(p):
+        return torch.optim.AdamW(p, lr=1e-2)
+
+    applied, optimizer = prepared(dtype=dtype, make=make)
+    for grad in grads[:30]:
+        step(applied, optimizer, grad)
+    file = io.BytesIO()
+    torch.save((applied.state_dict(), optimizer.state_dict()), file)
+    file.seek(0)
+    weights, state = torch.load(file, weights_only=True)
+    other, its = prepared(dtype=dtype, make=make)
+    other.load_state_dict(weights)
+    its.load_state_dict(state)
+    names = {"previous": dtype, "direction": torch.int8, "frequency": torch.float32, "mean": torch.float32}
+    for name, kept in {**names, "frozen": torch.bool}.items():
+        assert remembered(other, its, name).dtype is kept
+        assert torch.equal(remembered(other, its, name), remembered(applied, optimizer, name))
+    for grad in grads[30:]:
+        step(applied, optimizer, grad)
+        step(other, its, grad)
+        assert torch.equal(applied.weight, other.weight)
+    assert remembered(other, its, "frozen").any()
+
+
+def test_state_loaded_before_preparing_is_understood():
+    """torch has made fp32 of booleans and bytes then."""
+    applied, optimizer = prepared()
+    grads = list(wandering(60))
+    for grad in grads[:30]:
+        step(applied, optimizer, grad)
+    other = fp4graph.apply(nn.Linear(64, 6), policy(), backend="eager")
+    other.load_state_dict(applied.state_dict())
+    its = torch.optim.SGD(other.parameters(), lr=1.0)
+    its.load_state_dict(optimizer.state_dict())
+    assert remembered(other, its, "frozen").dtype is torch.float32
+    fp4graph.prepare_optimizer(other, its)
+    for grad in grads[30:]:
+        step(applied, optimizer, grad)
+        step(other, its, grad)
+    assert torch.equal(applied.weight, other.weight)
+    assert remembered(other, its, "frozen").dtype is torch.bool
+
+
+def test_values_that_move_with_their_scales_do_not_turn():
+    """A tensor scale follows the largest weight, and moves every value of the tensor at every step."""
+    quantize = {"element": "e2m1", "block": 16, "scale": {"format": "e4m3", "rounding": "nearest_even"}}
+    options = {"momentum": 0.125, "threshold": 0.1}
+    applied, optimizer = prepared(options, quantize=quantize, more=["tensor_scaling"])
+    with torch.no_grad():
+        applied.weight.copy_(torch.tensor([0.0, 0.5, 1.0, 3.0]).repeat(6, 16) * 0.01)
+        applied.weight[:, ::16] = 0.06
+    moved = 0
+    for t in range(30):
+        before = applied.weight.detach().clone()
+        step(applied, optimizer, applied.weight.detach() * (0.01 if t % 2 else -0.01))
+        moved += not torch.equal(before, applied.weight)
+    assert moved == 30
+    values = remembered(applied, optimizer, "previous")
+    assert not torch.equal(values, values.round(decimals=2))
+    assert not remembered(applied, optimizer, "frozen").any()
+
+
+def test_where_the_weight_stays_in_high_precision_nothing_is_watched():
+    """One technique for the policy, and a rule whose forward weight is not quantized."""
+    rules = [
+        {"name": "kept", "match": {"module": "0"}, "quantize": QUANTIZE, "operands": {"fprop.weight": "keep"}},
+        {"name": "all", "match": {"op": "linear"}, "quantize": QUANTIZE},
+    ]
+    data = {"version": 1, "name": "p", "rules": rules, "techniques": [{"freeze": OPTIONS}]}
+    model = fp4graph.apply(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), data, backend="eager")
+    optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.randn(4, 32)).square().mean().backward()
+    optimizer.step()
+    assert "fp4graph.freeze.frozen" not in optimizer.state.get(model[0].weight, {})
+    assert "fp4graph.freeze.frozen" in optimizer.state[model[1].weight]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"momentum": 0}, "momentum"),
+        ({"momentum": 1}, "momentum"),
+        ({"threshold": 0}, "threshold"),
+        ({"final_threshold": 0.1}, "set total_steps"),
+        ({"start": 0.1}, "set total_steps"),
+        ({"total_steps": 100}, "set final_threshold or start"),
+    ],
+)
+def test_wrong_options(options, message):
+    with pytest.raises(PolicyError, match=message):
+        fp4graph.load_policy(policy(options))
+
+
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ({"operands": {"fprop.weight": {"rounding": "stochastic"}}}, "rounds stochastically"),
+        ({"more": [{"stochastic_rounding": {"operands": ["forward"]}}]}, "rounds stochastically"),
+        ({"more": [{"stochastic_scale_rounding": {"operands": ["forward"]}}]}, "rounds stochastically"),
+        ({"more": ["hadamard"]}, "hadamard transforms weights"),
+        ({"more": ["smooth_swiglu"]}, "smooth_swiglu transforms weights"),
+        ({"after": [{"q_ramping": {"t_update": 100, "n_max": 5}}]}, "q_ramping"),
+        ({"operands": {"fprop.weight": {"element": "e2m3"}}}, "for elements of 4 bits"),
+    ],
+)
+def test_quantizers_under_which_a_flip_says_nothing_are_refused(where, message):
+    if "stochastic_scale_rounding" in str(where):
+        where["quantize"] = {"element": "e2m1", "block": 16, "scale": {"format": "e4m3", "rounding": "nearest_even"}}
+    with pytest.raises(PolicyError, match=message):
+        fp4graph.load_policy(policy(**where))
+
+
+@pytest.mark.parametrize("element", ["e2m1", "e3m0", "int4"])
+def test_grids_of_four_bits_are_taken(element):
+    fp4graph.load_policy(policy(operands={"forward": {"element": element}}))
+
+
+def test_backward_rotations_are_no_hindrance():
+    fp4graph.load_policy(policy(more=[{"hadamard": {"scope": "backward"}}]))
+
+
+@pytest.mark.parametrize("where", [{"op": "matmul"}, {"operands": {"fprop.weight": "keep"}}])
+def test_without_a_quantized_weight_it_is_inert(where):
+    with pytest.warns(PolicyWarning, match="no effect"):
+        fp4graph.load_policy(policy(**where))
