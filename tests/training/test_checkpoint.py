@@ -252,3 +252,18 @@ def test_the_old_file_outlives_a_failed_save(
     assert os.listdir(tmp_path) == ["run.pt"]
     checkpoint.save(file, model, optimizer, progress={"step": 2})
     assert checkpoint.read_summary(file).progress == {"step": 2}
+
+
+def test_every_process_goes_on_from_its_own_state(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    run = subprocess.run(
+        [*command, str(KILLED.with_name("ranks.py")), str(tmp_path)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    # Else the test would show nothing: what one rank held was not what the other did.
+    left, right = (torch.load(tmp_path / f"rank{rank}.pt", weights_only=True) for rank in range(2))
+    held = [key for key in left if "tensor_scaling" in key]
+    assert held
+    assert any(not torch.equal(left[key], right[key]) for key in held)
+    assert all(torch.equal(left[key], right[key]) for key in left if key not in held)

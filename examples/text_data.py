@@ -1,0 +1,166 @@
+"""Tokens for examples/pretrain_llama.py: the standard library's own source text, or any text files.
+
+Which tokens a model sees at a step is a pure function of (seed, step), so a resumed run, one on more processes, or one
+under another policy goes through the same sequences in the same order.
+"""
+
+from __future__ import annotations
+
+import sysconfig
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from common import ExampleError
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from fp4graph.training.checkpoint import replacing
+
+#: Token between two documents, in every vocabulary.
+SEPARATOR = 0
+#: A vocabulary of this size is the bytes themselves.
+BYTES = 256
+#: Characters that a tokenizer is trained on at most, and those given to it at a time.
+TRAINED_ON, PIECE = 50_000_000, 1 << 20
+#: Folders of the standard library that are tests, tables, or not its own.
+LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "encodings", "site-packages", "dist-packages", "__pycache__"}
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Documents to train on and to validate on."""
+
+    train: list[str]
+    validation: list[str]
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The same as tokens, each one array."""
+
+    train: np.ndarray
+    validation: np.ndarray
+
+    @property
+    def checksum(self) -> int:
+        """Changes with the text and with the tokenizer."""
+        return zlib.crc32(self.validation.tobytes(), zlib.crc32(self.train.tobytes()))
+
+
+def standard_library() -> Texts:
+    """Python's own modules, every 20th for validation. Its 8 to 12 MB depend on the version of Python."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(path for path in root.rglob("*.py") if LEFT_OUT.isdisjoint(path.relative_to(root).parts))
+    return Texts(
+        [_read(file) for number, file in enumerate(files) if number % 20],
+        [_read(file) for file in files[::20]],
+    )
+
+
+def text_files(path: Path) -> Texts:
+    """A text file, of which the last 5 % are for validation, or a folder of them.
+
+    In a folder, files with ``valid`` in their name are for validation (``wiki.valid.raw``), those with ``test`` are
+    left alone; where none is called so, every 20th file is, or 5 % of the only one.
+    """
+    if not path.exists():
+        raise ExampleError(f"--data {path}: there is no such file or folder")
+    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if _is_text(file))
+    files = [file for file in files if file == path or "test" not in file.name.lower()]
+    if not files:
+        raise ExampleError(f"--data {path} has no text files")
+    validation = [file for file in files if file != path and "valid" in file.name.lower()]
+    if not validation and len(files) == 1:
+        text = _read(files[0])
+        cut = int(0.95 * len(text))
+        return Texts([text[:cut]], [text[cut:]])
+    validation = validation or files[::20]
+    return Texts([_read(file) for file in files if file not in validation], [_read(file) for file in validation])
+
+
+def _is_text(file: Path) -> bool:
+    if not file.is_file() or file.name.startswith("."):
+        return False
+    with file.open("rb") as opened:
+        return b"\0" not in opened.read(4096)
+
+
+def _read(file: Path) -> str:
+    return file.read_text(encoding="utf-8", errors="replace")
+
+
+def train_tokenizer(texts: Sequence[str], vocabulary: int, file: Path) -> None:
+    """Train a byte-pair tokenizer and keep it in ``file``."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=["<|separator|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(_head(texts, TRAINED_ON), trainer)
+    with replacing(file) as opened:
+        opened.write(tokenizer.to_str().encode())
+
+
+def tokenize(texts: Texts, vocabulary: int, tokenizer_file: Path) -> Tokens:
+    """Both parts as tokens: bytes, or those of the tokenizer in ``tokenizer_file``."""
+    tokenizer = None if vocabulary == BYTES else Tokenizer.from_file(str(tokenizer_file))
+    return Tokens(_encode(texts.train, tokenizer), _encode(texts.validation, tokenizer))
+
+
+def _encode(texts: Sequence[str], tokenizer: Tokenizer | None) -> np.ndarray:
+    separator = np.array([SEPARATOR], dtype=np.uint32)
+    parts: list[np.ndarray] = []
+    for text in texts:
+        if tokenizer is None:
+            parts.append(np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32))
+        else:
+            encoded = tokenizer.encode_batch(list(_pieces(text)))
+            parts += [np.array(piece.ids, dtype=np.uint32) for piece in encoded]
+        parts.append(separator)
+    return np.concatenate(parts)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """``text`` in pieces that end at line ends, which a tokenizer takes side by side."""
+    start = 0
+    while start < len(text):
+        end = text.find("\n", start + PIECE)
+        end = len(text) if end < 0 else end + 1
+        yield text[start:end]
+        start = end
+
+
+def _head(texts: Sequence[str], characters: int) -> Iterator[str]:
+    for text in texts:
+        for piece in _pieces(text):
+            if characters <= 0:
+                return
+            yield piece
+            characters -= len(piece)
+
+
+def batch(tokens: np.ndarray, size: int, context: int, seed: int, step: int) -> torch.Tensor:
+    """``[size, context]`` tokens from ``size`` random places."""
+    places = np.random.default_rng([seed, step]).integers(0, len(tokens) - context + 1, size)
+    return _windows(tokens, places, context)
+
+
+def validation_batches(
+    tokens: np.ndarray, size: int, context: int, limit: int, rank: int, ranks: int
+) -> Iterator[torch.Tensor]:
+    """This process's part of at most ``limit`` batches of sequences that do not overlap; the same number for each."""
+    per_rank = min(limit, len(tokens) // context // size) // ranks
+    for number in range(per_rank):
+        first = (number * ranks + rank) * size
+        yield _windows(tokens, (first + np.arange(size)) * context, context)
+
+
+def _windows(tokens: np.ndarray, places: np.ndarray, context: int) -> torch.Tensor:
+    return torch.from_numpy(tokens[places[:, None] + np.arange(context)].astype(np.int64))
