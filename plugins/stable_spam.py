@@ -1,0 +1,187 @@
+"""StableSPAM's conditioning of gradients, around the user's own optimizer of Adam's kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, MutableMapping
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from pydantic import Field
+
+from fp4graph.errors import Error
+from fp4graph.hookspecs import hookimpl
+from fp4graph.optim import BATCH, CPU_BATCH, StableSPAM, condition, condition_foreach, cosine, new_statistics
+from fp4graph.technique import Overhead, Technique
+
+if TYPE_CHECKING:
+    from fp4graph.training.optimizer import OptimizerStep
+
+#: Where the state of optimizers of Adam's kind starts, in torch and timm, by its name there.
+START: dict[str, float] = {
+    "step": 0,
+    "exp_avg": 0,
+    "exp_avg_sq": 0,
+    "max_exp_avg_sq": 0,
+    "mu_product": 1,  # NAdam's products of momenta
+    "m_schedule": 1,
+    "exp_inf": 0,  # Adamax
+    "exp_avg_var": 0,  # AdaBelief
+    "max_exp_avg_var": 0,
+    "exp_avg_diff": 0,  # Adan
+    "neg_pre_grad": 0,
+    "exp_avg_lr_1": 0,  # LaProp's bias corrections
+    "exp_avg_lr_2": 0,
+    "last_grad": 0,  # MARS
+}
+SECOND_MOMENTS = {"exp_avg_sq", "exp_avg_var", "exp_inf"}
+#: What is no moment and stays: timm's Lookahead keeps slow weights there.
+KEPT = {"lookahead_slow_buff"}
+#: timm's ADOPT takes a parameter's first step for one without any state, which no reset brings back.
+WITHOUT_RESET = {"Adopt"}
+#: Entries of parameter groups: t, and the user's betas while a step lasts.
+STEP, BETAS = "fp4graph.stable_spam.step", "fp4graph.stable_spam.betas"
+
+
+class StableSpam(Technique):
+    """Gradients are clipped and normalized by their own history, and the moments of Adam are reset now and then.
+
+    For each parameter with gradient G at step t = 1, 2, ..., with scalars m_max, m_norm, v_norm, all 0 at first, n the
+    gradients that they average, and c_t the cosine from 1 to ``eta_min`` over ``total_steps`` (1 if that is null):
+
+        AdaClip   m_max ← θ·m_max + (1 − θ)·max abs(G),     m̂_max = m_max/(1 − θ^n)
+                  G_i ← G_i/max abs(G)·m̂_max  where abs(G_i) > m̂_max
+
+        AdaGN     m_norm ← γ1·c_t·m_norm + (1 − γ1·c_t)·‖G‖,   m̂_norm = m_norm/(1 − (γ1·c_t)^n)
+                  v_norm ← γ2·v_norm + (1 − γ2)·‖G‖²,         v̂_norm = v_norm/(1 − γ2^n)
+                  G ← G/‖G‖ · m̂_norm/(√v̂_norm + eps)
+
+        MoRet     the optimizer's moments and their step ← those of a new one  where reset_interval divides t
+
+    Then the user's optimizer steps with G, and with β1·c_t in place of β1. With AdamW that is
+    ``fp4graph.optim.StableSPAM``, whose page says what happens to gradients that are zero or not finite. All parameters
+    of the optimizer are conditioned, whether their weights are quantized or not. ``p.grad`` holds the conditioned
+    gradient afterwards.
+
+    Source: Huang et al. 2025, "Stable-SPAM: How to Train in 4-Bit More Stably than 16-Bit Adam", and the authors' code
+    with what we take for its mistakes corrected; ``fp4graph.optim.StableSPAM(faithful=True)`` is their arithmetic, as
+    an optimizer and not as a technique. Its constructor has the same defaults; their training script's differ: γ1 0.85,
+    γ2 0.999, total_steps 20000, reset_interval 500.
+
+    Stage: optimizer, before and after the step of all parameters together.
+
+    Cost: three passes over each gradient; four scalars per parameter.
+
+    Use it with an optimizer of Adam's kind where training in FP4 diverges from spikes in the gradient. After
+    ``clip_grad_norm_`` the norms that it follows are the clipped ones.
+    """
+
+    name: ClassVar[str] = "stable_spam"
+    overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=False)
+    per_model: ClassVar[bool] = True
+
+    gamma1: float = Field(0.7, ge=0, lt=1, description="γ1, the momentum of m_norm.")
+    gamma2: float = Field(0.9, ge=0, lt=1, description="γ2, the momentum of v_norm.")
+    theta: float = Field(0.999, ge=0, lt=1, description="θ, the momentum of m_max.")
+    eps: float = Field(1e-8, ge=0, allow_inf_nan=False, description="eps of AdaGN; Adam's is the optimizer's own.")
+    total_steps: int | None = Field(None, ge=1, description="Steps of the whole training; null for c_t = 1.")
+    eta_min: float = Field(0.5, ge=0, le=1, description="The value at which c ends, and stays.")
+    reset_interval: int | None = Field(1000, ge=1, description="Steps between resets; null for none.")
+
+    @property
+    def complexity(self) -> float:
+        """0.5."""
+        return 0.5
+
+    def before_optimizer(self, step: OptimizerStep) -> None:
+        """MoRet, AdaClip and AdaGN, and the momentum for this step."""
+        optimizer = step.optimizer
+        groups = optimizer.param_groups
+        if isinstance(optimizer, StableSPAM):
+            raise Error(
+                "the optimizer is StableSPAM itself, and the policy's technique stable_spam would condition its "
+                "gradients once more; use torch.optim.AdamW, or take stable_spam out of the policy"
+            )
+        if not all("betas" in group for group in groups):
+            raise _unfit(optimizer, "has no betas")
+        if self.reset_interval is not None and type(optimizer).__name__ in WITHOUT_RESET:
+            raise _unfit(optimizer, "cannot be reset (reset_interval: null leaves that out)")
+        for parameter, _ in step.parameters():
+            assert parameter.grad is not None
+            if parameter.grad.is_sparse or parameter.grad.is_complex():
+                raise _unfit(optimizer, "holds a sparse or complex gradient")
+
+        t = max(group.get(STEP, 0) for group in groups) + 1
+        c = cosine(t, self.total_steps, self.eta_min)
+        for group in groups:
+            # After a step that raised, or was skipped, the user's are still there.
+            first, *others = betas = group.get(BETAS, group["betas"])
+            group.update({STEP: t, BETAS: betas, "betas": (first * c, *others)})
+            if self.reset_interval is not None and t % self.reset_interval == 0:
+                _restart(group)  # where timm's LAMB and Adan count
+                for parameter in group["params"]:
+                    _restart(optimizer.state.get(parameter, {}))
+
+        options = {"gamma1": self.gamma1 * c, "gamma2": self.gamma2, "theta": self.theta, "eps": self.eps}
+        for batch in _batches(step):
+            grads, kept = [grad for grad, _ in batch], [memory for _, memory in batch]
+            if type(grads[0]) is torch.Tensor:
+                torch._foreach_copy_(grads, condition_foreach(grads, kept, **options))
+            else:
+                grads[0].copy_(condition(grads[0], kept[0], **options))
+
+    def after_optimizer(self, step: OptimizerStep) -> None:
+        """Gives the user's momenta back, and looks whether the moments are known."""
+        for group in step.optimizer.param_groups:
+            group["betas"] = group.pop(BETAS)
+        for parameter, _ in step.parameters():
+            names = {name for name in step.optimizer.state[parameter] if not str(name).startswith("fp4graph.")}
+            if not names - START.keys() <= KEPT or "exp_avg" not in names or not names & SECOND_MOMENTS:
+                raise _unfit(step.optimizer, f"keeps {', '.join(sorted(map(str, names))) or 'nothing'}")
+
+
+def _unfit(optimizer: torch.optim.Optimizer, what: str) -> Error:
+    return Error(
+        f"technique stable_spam conditions the gradients of an optimizer of Adam's kind, with momenta betas and the "
+        f"moments exp_avg and exp_avg_sq, which it resets; {type(optimizer).__name__} {what}. Use torch.optim.AdamW, "
+        "or take stable_spam out of the policy"
+    )
+
+
+def _restart(state: MutableMapping[str, Any]) -> None:
+    """Moments and their step as before the first one."""
+    for name in START.keys() & state.keys():
+        if isinstance(state[name], torch.Tensor):
+            state[name].fill_(START[name])
+        else:
+            state[name] = type(state[name])(START[name])
+
+
+def _batches(step: OptimizerStep) -> Iterator[list[tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
+    """Gradients and what is remembered of them: plain tensors by device and dtype, others, as DTensors, one by one.
+
+    A batch is no larger than the temporaries may become."""
+    batches: dict[Any, list[tuple[torch.Tensor, dict[str, torch.Tensor]]]] = {}
+    sizes: dict[Any, int] = {}
+    for parameter, _ in step.parameters():
+        grad = parameter.grad
+        assert grad is not None
+        if grad.numel() == 0:
+            continue
+        memory = step.memory(parameter)
+        if not memory:
+            memory.update(new_statistics(grad))
+        if type(grad) is not torch.Tensor:
+            yield [(grad, memory)]
+            continue
+        key = grad.device, grad.dtype
+        if sizes.get(key, 0) + grad.numel() > (CPU_BATCH if grad.device.type == "cpu" else BATCH):
+            yield from [batches.pop(key)] if key in batches else []
+            sizes[key] = 0
+        batches.setdefault(key, []).append((grad, memory))
+        sizes[key] = sizes.get(key, 0) + grad.numel()
+    yield from batches.values()
+
+
+@hookimpl
+def fp4graph_techniques() -> list[type[Technique]]:
+    return [StableSpam]

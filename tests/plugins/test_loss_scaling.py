@@ -1,0 +1,188 @@
+"""loss_scaling: torch's GradScaler with the policy's options, and what a skipped step leaves alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fp4graph
+from fp4graph.errors import PolicyError
+from fp4graph.training import checkpoint
+
+QUANTIZE = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}, "ties": "up"}
+
+
+def policy(options=None, *, more=()):
+    rule = {"name": "all", "match": {"op": "linear"}, "quantize": QUANTIZE}
+    techniques = [*more, {"loss_scaling": options or {}}]
+    return {"version": 1, "name": "p", "rules": [rule], "techniques": techniques}
+
+
+def prepared(data, make=lambda p: torch.optim.AdamW(p, lr=1e-2)):
+    torch.manual_seed(0)
+    model = fp4graph.apply(nn.Linear(64, 8), data, backend="eager")
+    return model, fp4graph.prepare_optimizer(model, make(model.parameters()))
+
+
+def step(model, optimizer, scaler, factor=1.0, *, unscale=False, half=False):
+    """One training step; ``factor`` multiplies the loss, ``half`` runs model and loss in fp16."""
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(2))
+    with torch.autocast("cpu", torch.float16, enabled=half):
+        y = model(x)
+        assert y.dtype is (torch.float16 if half else torch.float32)
+    scaler.scale(y.square().mean() * factor).backward()
+    if unscale:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+
+
+def test_the_policy_turns_torchs_scaler_on():
+    options = {"init_scale": 128.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 7}
+    model, _ = prepared(policy(options))
+    scaler = fp4graph.grad_scaler(model)
+    assert type(scaler) is torch.amp.GradScaler
+    assert scaler.is_enabled()
+    got = (
+        scaler.get_scale(), scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+    )  # fmt: skip
+    assert got == (128.0, 3.0, 0.25, 7)
+    assert fp4graph.load_policy(policy()).complexity == 0.5
+
+
+def test_the_defaults_are_torchs():
+    model, _ = prepared(policy())
+    assert fp4graph.grad_scaler(model).state_dict() == torch.amp.GradScaler("cpu").state_dict()
+
+
+def test_without_it_the_scaler_does_nothing():
+    data = policy()
+    del data["techniques"]
+    model, optimizer = prepared(data)
+    scaler = fp4graph.grad_scaler(model)
+    assert not scaler.is_enabled()
+    step(model, optimizer, scaler)
+    assert scaler.get_scale() == 1.0
+
+
+def test_it_acts_where_nothing_is_quantized():
+    data = {"version": 1, "name": "p", "default": "keep", "techniques": ["loss_scaling"]}
+    model, _ = prepared(data)
+    assert fp4graph.grad_scaler(model).is_enabled()
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_the_scale_grows_and_backs_off(half):
+    model, optimizer = prepared(policy({"init_scale": 4.0, "growth_interval": 3}), lambda p: torch.optim.SGD(p, lr=0.1))
+    scaler = fp4graph.grad_scaler(model)
+    scales = []
+    for factor in (1, 1, 1, 1, float("inf"), 1, 1, 1):
+        step(model, optimizer, scaler, factor, half=half)
+        scales.append(scaler.get_scale())
+    assert scales == [4.0, 4.0, 8.0, 8.0, 4.0, 4.0, 4.0, 8.0]
+
+
+def test_gradients_beyond_fp16_make_it_back_off_until_they_fit():
+    model, optimizer = prepared(policy({"init_scale": 2.0**24}), lambda p: torch.optim.SGD(p, lr=1e-3))
+    scaler = fp4graph.grad_scaler(model)
+    before, skipped = model.weight.detach().clone(), 0
+    for _ in range(20):
+        step(model, optimizer, scaler, half=True)
+        skipped += torch.equal(model.weight, before)
+    assert 0 < skipped < 15
+    assert scaler.get_scale() == 2.0 ** (24 - skipped)
+    assert model.weight.isfinite().all()
+
+
+def test_a_powers_scale_changes_no_bit_of_fp32_training():
+    """Scales of 8 bits have the exponents of fp32, so a power of two passes through every quantizer."""
+    plain = policy()
+    del plain["techniques"]
+    weights = []
+    for data in (plain, policy({"init_scale": 1024.0})):
+        model, optimizer = prepared(data)
+        scaler = fp4graph.grad_scaler(model)
+        for _ in range(3):
+            step(model, optimizer, scaler)
+        weights.append(model.weight)
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize(
+    ("fused", "unscale"), [(False, False), (False, True), (True, True)], ids=["plain", "unscaled", "fused"]
+)
+def test_a_skipped_step_is_skipped_by_techniques_too(fused, unscale):
+    """Their hooks do not run, and nothing that they keep changes."""
+    techniques = [{"dampen": {"total_steps": 10}}, "freeze", "q_ema", "stable_spam"]
+    model, optimizer = prepared(
+        policy(more=techniques), make=lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.8, 0.9), fused=fused)
+    )
+    scaler = fp4graph.grad_scaler(model)
+    step(model, optimizer, scaler, unscale=unscale)
+
+    def everything():
+        kept = {name: value.clone() for name, value in optimizer.state[model.weight].items()}
+        return kept | {"weight": model.weight.clone(), "average": model._fp4graph.q_ema_weight.clone()}
+
+    before = everything()
+    assert before["fp4graph.dampen.steps"] == 1
+    step(model, optimizer, scaler, float("inf"), unscale=unscale)
+    after = everything()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+    assert optimizer.param_groups[0]["fp4graph.stable_spam.step"] == 1
+    step(model, optimizer, scaler, unscale=unscale)
+    assert optimizer.state[model.weight]["fp4graph.dampen.steps"] == 2
+
+
+def test_hooks_see_unscaled_gradients():
+    """A fused optimizer unscales them inside its step, after the hooks."""
+    model, optimizer = prepared(policy(more=["dampen"]), make=lambda p: torch.optim.AdamW(p, fused=True))
+    with pytest.raises(fp4graph.Error, match=r"call scaler\.unscale_\(optimizer\)"):
+        step(model, optimizer, fp4graph.grad_scaler(model))
+
+
+def test_a_resumed_run_is_the_run(tmp_path):
+    data = policy({"init_scale": 4.0, "growth_interval": 2}, more=["q_ema"])
+    factors = [1, 1, 1, float("inf"), 1, 1, 1]
+    model, optimizer = prepared(data)
+    scaler = fp4graph.grad_scaler(model)
+    for factor in factors[:3]:
+        step(model, optimizer, scaler, factor)
+    checkpoint.save(tmp_path / "run.pt", model, optimizer, scaler=scaler)
+    other, its = prepared(data)
+    its_scaler = fp4graph.grad_scaler(other)
+    checkpoint.load(tmp_path / "run.pt", other, its, scaler=its_scaler)
+    assert its_scaler.state_dict() == scaler.state_dict()
+    assert its_scaler.get_scale() == 8.0
+    for factor in factors[3:]:
+        step(model, optimizer, scaler, factor)
+        step(other, its, its_scaler, factor)
+    assert its_scaler.state_dict() == scaler.state_dict()
+    assert its_scaler.get_scale() == 8.0
+    assert torch.equal(model.weight, other.weight)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"init_scale": 0}, "init_scale"),
+        ({"init_scale": float("inf")}, "init_scale"),
+        ({"growth_factor": 1.0}, "growth_factor"),
+        ({"backoff_factor": 1.0}, "backoff_factor"),
+        ({"growth_interval": 0}, "growth_interval"),
+    ],
+)
+def test_wrong_options(options, name):
+    with pytest.raises(PolicyError, match=name):
+        fp4graph.load_policy(policy(options))
+
+
+def test_it_belongs_to_the_policy_not_to_a_rule():
+    data = policy()
+    data["rules"][0]["techniques"] = data.pop("techniques")
+    with pytest.raises(PolicyError, match="move it to the policy's techniques"):
+        fp4graph.load_policy(data)
