@@ -1,0 +1,151 @@
+"""The optimizer's stages around optimizers of torch and timm: they act, resume, or say why not."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import timm.optim
+import torch
+from torch import Tensor, nn
+
+import fp4graph
+from fp4graph.optim import StableSPAM
+from fp4graph.runtime import runtime_of
+
+QUANTIZE = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}, "ties": "up"}
+SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"), ties="up")
+FREEZE = {"freeze": {"momentum": 0.3, "threshold": 0.25}}
+DAMPEN = {"dampen": {"strength": 0.1, "total_steps": 20}}
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def from_timm(name: str, **options: Any) -> Make:
+    return lambda p: timm.optim.create_optimizer_v2(list(p), opt=name, lr=0.01, **options)
+
+
+OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.03),
+    "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
+    "AdamW-foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "AdamW-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "StableSPAM": lambda p: StableSPAM(p, lr=0.01),
+    **{name: from_timm(name) for name in ("adamw", "lamb", "lion", "nadamw", "muon", "adan", "adopt", "sgdw", "mars")},
+}
+
+
+def prepared(make: Make, *techniques: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    rule = {"name": "all", "match": {"op": "linear"}, "quantize": QUANTIZE}
+    policy = {"version": 1, "name": "p", "rules": [rule], "techniques": list(techniques)}
+    model = fp4graph.apply(nn.Linear(64, 6), policy, backend="eager")
+    return model, fp4graph.prepare_optimizer(model, make(model.parameters()))
+
+
+def gradients(steps: int) -> list[Tensor]:
+    """They push to and fro, so that weights near a threshold cross it again and again."""
+    generator = torch.Generator().manual_seed(1)
+    signs = [1 if t % 2 else -1 for t in range(steps)]
+    return [s * 0.1 + 0.1 * torch.randn(6, 64, generator=generator) for s in signs]
+
+
+def drive(model: nn.Module, optimizer: torch.optim.Optimizer, grads: Iterable[Tensor]) -> None:
+    for grad in grads:
+        model.weight.grad, model.bias.grad = grad.clone(), torch.ones(6)
+        optimizer.step()
+
+
+def kept(optimizer: torch.optim.Optimizer, weight: Tensor, name: str) -> Tensor:
+    value: Tensor = optimizer.state[weight][f"fp4graph.{name}"]
+    return value
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_dampen_is_a_gradient_to_any_optimizer(name: str) -> None:
+    model, optimizer = prepared(OPTIMIZERS[name], {"dampen": {"strength": 0.1}})
+    plain = nn.Linear(64, 6)
+    plain.load_state_dict({"weight": model.weight, "bias": model.bias})
+    its = OPTIMIZERS[name](plain.parameters())
+    for grad in gradients(5):
+        weight = plain.weight.detach()
+        drive(plain, its, [grad + 0.2 * (weight - fp4graph.fake_quantize(weight, SPEC))])
+        drive(model, optimizer, [grad])
+        torch.testing.assert_close(model.weight, plain.weight, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_freeze_holds_against_any_optimizer(name: str) -> None:
+    model, optimizer = prepared(OPTIMIZERS[name], FREEZE)
+    grads = gradients(60)
+    drive(model, optimizer, grads[:50])
+    frozen = kept(optimizer, model.weight, "freeze.frozen").clone()
+    assert frozen.any()
+    assert not frozen.all()
+    before = model.weight.detach().clone()
+    drive(model, optimizer, grads[50:])
+    assert torch.equal(model.weight[frozen], before[frozen])
+    assert torch.equal(model.weight[frozen], kept(optimizer, model.weight, "freeze.mean")[frozen])
+    assert not torch.equal(model.weight[~frozen], before[~frozen])
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_is_remembered_resumes_with_any_optimizer(name: str) -> None:
+    model, optimizer = prepared(OPTIMIZERS[name], DAMPEN, FREEZE)
+    grads = gradients(30)
+    drive(model, optimizer, grads[:15])
+    other, its = prepared(OPTIMIZERS[name], DAMPEN, FREEZE)
+    other.load_state_dict(model.state_dict())
+    its.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    drive(model, optimizer, grads[15:])
+    drive(other, its, grads[15:])
+    assert torch.equal(model.weight, other.weight)
+    for entry in ("freeze.frozen", "freeze.direction", "freeze.mean", "dampen.steps"):
+        assert torch.equal(kept(optimizer, model.weight, entry), kept(its, other.weight, entry))
+        assert kept(optimizer, model.weight, entry).dtype is kept(its, other.weight, entry).dtype
+
+
+# ---------------------------------------------------------------------- wrappers
+
+
+@pytest.mark.parametrize("technique", [DAMPEN, FREEZE, "q_ema", "stable_spam"], ids=str)
+def test_a_wrapper_that_runs_no_hooks_is_refused(technique: Any) -> None:
+    with pytest.raises(fp4graph.Error, match=r"Lookahead runs no hooks around its step\(\).*prepare that one"):
+        prepared(from_timm("lookahead_adamw"), technique)
+
+
+def test_a_wrapper_is_of_no_interest_where_nothing_acts() -> None:
+    model, optimizer = prepared(from_timm("lookahead_adamw"))
+    drive(model, optimizer, gradients(2))
+
+
+@pytest.mark.parametrize("technique", ["dampen", "freeze", "q_ema", "stable_spam"])
+def test_the_optimizer_in_a_lookahead_can_be_prepared(technique: str) -> None:
+    """It moves weights after the hooks, which see that at the next step."""
+    model, base = prepared(from_timm("adamw"), technique)
+    lookahead = timm.optim.Lookahead(base, k=3)
+    grads = gradients(20)
+    drive(model, lookahead, grads[:10])
+    assert lookahead.param_groups[0]["lookahead_step"] == 10
+
+    other, its = prepared(from_timm("adamw"), technique)
+    its = timm.optim.Lookahead(its, k=3)
+    other.load_state_dict(model.state_dict())
+    its.load_state_dict(copy.deepcopy(lookahead.state_dict()))
+    drive(model, lookahead, grads[10:])
+    drive(other, its, grads[10:])
+    assert torch.equal(model.weight, other.weight)
+
+
+def test_preparing_the_wrapper_leaves_nothing_prepared() -> None:
+    model, base = prepared(from_timm("adamw"), DAMPEN)
+    runtime = runtime_of(model)
+    assert runtime is not None
+    runtime.prepared.clear()
+    with pytest.raises(fp4graph.Error, match="runs no hooks"):
+        fp4graph.prepare_optimizer(model, timm.optim.Lookahead(base))
+    assert not runtime.prepared
