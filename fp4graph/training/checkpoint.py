@@ -9,7 +9,8 @@ techniques, optimizer, loss scaler, scheduler, the states of the random number g
 Python's), whatever the caller calls progress, and the policy.
 
 With several processes every one calls :func:`save` and :func:`load`; the first writes the file. Random states, and
-state of ours that differs from rank to rank, are kept for each.
+state of ours that differs from rank to rank, are kept for each. Sharded tensors are written whole, so that a run may go
+on with another number of processes, under ``fully_shard`` or without it.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from torch import Tensor, nn
 from fp4graph import state
 from fp4graph.errors import Error
 from fp4graph.runtime import runtime_of, unwrapped
-from fp4graph.sharding import is_sharded
+from fp4graph.sharding import is_sharded, like, whole
 
 #: What tells our files from others, and this layout from later ones.
 FORMAT, VERSION = "fp4graph.checkpoint", 1
@@ -107,8 +108,8 @@ def save(
         "format": FORMAT,
         "version": VERSION,
         "policy": written_under(module),
-        "model": _model_state(module),
-        "optimizer": None if optimizer is None else _optimizer_state(module, optimizer),
+        "model": _gathered_whole(module.state_dict()),
+        "optimizer": None if optimizer is None else _gathered_whole(optimizer.state_dict()),
         "scaler": None if scaler is None else scaler.state_dict(),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "progress": dict(progress or {}),
@@ -158,10 +159,10 @@ def load(
     ranks = content["ranks"]
     entries = {**content["model"], **(ranks[_rank()]["buffers"] if _rank() < len(ranks) else {})}
     entries = _fitting(path, entries, module, same_policy)
-    _set_model_state(module, entries)
+    module.load_state_dict(entries)
     if optimizer is not None:
         try:
-            _set_optimizer_state(module, optimizer, content["optimizer"])
+            optimizer.load_state_dict(_placed_state(content["optimizer"], optimizer))
         except (ValueError, KeyError) as error:
             raise Mismatch(f"checkpoint {path} is of another optimizer: {error}") from error
     if scaler is not None and (same_policy or (content["scaler"] and scaler.is_enabled())):
@@ -213,45 +214,39 @@ def _plain(value: Any, where: str) -> Any:
     )
 
 
-def _model_state(module: nn.Module) -> Mapping[str, Any]:
-    if not _is_sharded(module):
-        return module.state_dict()
-    from torch.distributed.checkpoint.state_dict import get_model_state_dict
-
-    return get_model_state_dict(module, options=_whole())
-
-
-def _set_model_state(module: nn.Module, entries: dict[str, Any]) -> None:
-    if not _is_sharded(module):
-        module.load_state_dict(entries)
-        return
-    from torch.distributed.checkpoint.state_dict import set_model_state_dict
-
-    set_model_state_dict(module, entries, options=_whole())
+def _gathered_whole(value: Any) -> Any:
+    """``value``, nested, with its sharded tensors whole and on the CPU; on other ranks than the first without them."""
+    if isinstance(value, Mapping):
+        return {key: _gathered_whole(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_gathered_whole(item) for item in value]
+    if is_sharded(value):
+        full = whole(value)  # every rank has a part in it
+        return full.cpu() if _rank() == 0 else None
+    return value
 
 
-def _optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer) -> Mapping[str, Any]:
-    if not _is_sharded(module):
-        return optimizer.state_dict()
-    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-
-    return get_optimizer_state_dict(module, optimizer, options=_whole())
-
-
-def _set_optimizer_state(module: nn.Module, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
-    if not _is_sharded(module):
-        optimizer.load_state_dict(saved)
-        return
-    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
-
-    set_optimizer_state_dict(module, optimizer, saved, options=_whole())
+def _placed(value: Any, reference: Any) -> Any:
+    """``value`` sharded as ``reference`` is, where that is of the same shape."""
+    if is_sharded(reference) and isinstance(value, Tensor) and value.shape == reference.shape:
+        return like(value.to(reference.device), reference)
+    return value
 
 
-def _whole() -> Any:
-    """Whole tensors, on the CPU, whatever the sharding. (Its module takes a second to import: only where needed.)"""
-    from torch.distributed.checkpoint.state_dict import StateDictOptions
+def _placed_state(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """An optimizer's state dict with moments and the like sharded as their parameters are.
 
-    return StateDictOptions(full_state_dict=True, cpu_offload=True)
+    Not by torch.distributed.checkpoint: it makes room for the state by a step of the optimizer, which would let
+    techniques act.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    indices = [index for group in saved["param_groups"] for index in group["params"]]
+    state = {
+        index: {name: _placed(value, parameter) for name, value in saved["state"][index].items()}
+        for index, parameter in zip(indices, parameters, strict=False)  # load_state_dict says what does not fit
+        if index in saved["state"]
+    }
+    return {**saved, "state": state}
 
 
 def _own_buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -376,7 +371,7 @@ def _name(policy_text: str) -> str:
 
 def _fitting(path: str | PathLike[str], saved: dict[str, Any], module: nn.Module, same_policy: bool) -> dict[str, Any]:
     """The entries to load into ``module``, after a look at their names and shapes: load_state_dict writes first and
-    complains afterwards."""
+    complains afterwards. Sharded as those of ``module`` are."""
     here = module.state_dict()
     if not same_policy:
         saved = {key: value for key, value in saved.items() if not state.is_ours(key) or _alike(value, here.get(key))}
@@ -395,7 +390,7 @@ def _fitting(path: str | PathLike[str], saved: dict[str, Any], module: nn.Module
     if wrong:
         more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         raise Mismatch(f"checkpoint {path} is of another model: {'; '.join(wrong[:SHOWN])}{more}")
-    return saved
+    return {key: _placed(value, here[key]) for key, value in saved.items()}
 
 
 def _alike(value: Any, here: Any) -> bool:
@@ -403,10 +398,6 @@ def _alike(value: Any, here: Any) -> bool:
 
 
 # ---------------------------------------------------------------------- processes
-
-
-def _is_sharded(module: nn.Module) -> bool:
-    return any(is_sharded(parameter) for parameter in module.parameters())
 
 
 def _distributed() -> bool:

@@ -12,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import fp4graph
 from fp4graph.training import checkpoint
 
-#: Held tensor scales are written from each process's own gradients: state that differs from rank to rank.
+#: Held tensor scales are written from what each process multiplies: state that differs from rank to rank.
 POLICY = {
     "version": 1,
     "name": "held",
@@ -26,18 +27,43 @@ POLICY = {
 }
 
 
-def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rise, self.fall, self.dropout = nn.Linear(64, 96), nn.Linear(96, 64), nn.Dropout(0.2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.fall(self.dropout(self.rise(x).relu()))
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def make(sharded: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    plain = nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Dropout(0.2), nn.Linear(96, 64))
-    model = DistributedDataParallel(fp4graph.apply(plain, POLICY, backend="eager"))
-    return model, fp4graph.prepare_optimizer(plain, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    model: nn.Module = fp4graph.apply(Blocks(), "tetrajet-qema" if sharded else POLICY, backend="eager")
+    if sharded:
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+    else:
+        model = DistributedDataParallel(model)
+    return model, fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
     losses = []
     for _ in range(steps):
         x = torch.randn(16, 64) * random.uniform(0.5, 2.0) + float(np.random.randn())
-        loss = (model(x) - x).square().mean()
+        loss = (model(x) - x.roll(1, 1)).square().mean()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -45,32 +71,37 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> lis
     return losses
 
 
-def main(folder: Path) -> None:
+def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Of the state dict, this process's part where it is sharded."""
+    entries = {key: value for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    return {key: getattr(value, "_local_tensor", value).clone() for key, value in entries.items()}
+
+
+def main(folder: Path, sharded: bool) -> None:
     rank = distributed.get_rank()
-    model, optimizer = make()
+    model, optimizer = make(sharded)
     for seed in (torch.manual_seed, np.random.seed, random.seed):
         seed(rank + 1)
     train(model, optimizer, 3)
-    file = folder / "run.pt"
+    file = folder / ("sharded.pt" if sharded else "copied.pt")
     checkpoint.save(file, model, optimizer, progress={"step": 3})
-    before = {key: value.clone() for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+    before = tensors(model)
     expected = train(model, optimizer, 3)
-    after = {key: value for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
 
-    other, its = make()
+    other, its = make(sharded)
     assert checkpoint.load(file, other, its) == {"step": 3}
-    loaded = other.state_dict()
-    wrong = [key for key in before if not torch.equal(before[key], loaded[key])]
-    assert not wrong, f"rank {rank}: {wrong} were not restored"
     assert train(other, its, 3) == expected, f"rank {rank}: the losses differ"
-    wrong = [key for key in after if not torch.equal(after[key], other.state_dict()[key])]
+    left, right = tensors(model), tensors(other)
+    wrong = [key for key in left if not torch.equal(left[key], right[key])]
     assert not wrong, f"rank {rank}: {wrong} differ after training on"
-    torch.save(before, folder / f"rank{rank}.pt")
+    if not sharded:
+        torch.save(before, folder / f"rank{rank}.pt")
 
 
 if __name__ == "__main__":
     distributed.init_process_group("gloo")
     try:
-        main(Path(sys.argv[1]))
+        for sharded in (False, True):
+            main(Path(sys.argv[1]), sharded)
     finally:
         distributed.destroy_process_group()

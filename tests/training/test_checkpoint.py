@@ -267,3 +267,8 @@ def test_every_process_goes_on_from_its_own_state(tmp_path: Path) -> None:
     assert held
     assert any(not torch.equal(left[key], right[key]) for key in held)
     assert all(torch.equal(left[key], right[key]) for key in left if key not in held)
+    # Shards are written whole: one process can go on with what two began.
+    entries = torch.load(tmp_path / "sharded.pt", weights_only=True)
+    assert entries["model"]["blocks.1.rise.weight"].shape == (96, 64)
+    assert entries["model"]["blocks.1.rise._fp4graph.q_ema_weight"].shape == (96, 64)
+    assert entries["optimizer"]["state"][0]["exp_avg"].shape == (96, 64)
