@@ -51,6 +51,8 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
     "step_gradient": {"kind": ["spline", "dge", "sigmoid", "clip", "ste"], "operands": [["forward"], ["fprop.weight"]]},
     "scale_gradient": {"kind": ["spline", "dge", "ste"], "range": ["all", "low"]},
     "q_ema": {"beta": [0.998, 0.9]},
+    "dampen": {"strength": [1e-2], "total_steps": [None, 10]},
+    "freeze": {"momentum": [0.5], "threshold": [0.1]},
     "smooth_swiglu": {"power_of_two": [False, True]},
     "macro_block_scaling": {"block": [32, 64], "mantissa_bits": [1, 3]},
     "outlier_fallback": {"fraction": [0.1, 0.5], "operands": [["forward"], ["backward"]]},
@@ -141,7 +143,7 @@ def loaded(data: dict[str, Any]) -> Policy:
 
 def test_the_catalogue_is_complete() -> None:
     own = {name for name in default_registry().techniques if default_registry().origin(name) == name}
-    training = {"q_ramping", "dampen", "freeze", "loss_scaling", "stable_spam"}
+    training = {"q_ramping", "loss_scaling", "stable_spam"}
     assert own - training == OPTIONS.keys()
     for name, options in OPTIONS.items():
         fields = default_registry().techniques[name].model_fields

@@ -86,10 +86,11 @@ def sorted_like(summands: list[str], weights: dict[str, float]) -> list[float]:
 
 
 def test_all_the_recipes_are_here() -> None:
-    names = """bf16 microscaling tetrajet tetrajet-qema tetrajet-qramping
+    names = """bf16 microscaling tetrajet tetrajet-qema tetrajet-dampen tetrajet-freeze tetrajet-qramping
         tetrajet-e3m0 tetrajet-e3m0-weights tetrajet-e3m0-gradients
         tetrajet-q1 tetrajet-q2 tetrajet-q3 tetrajet-q4 tetrajet-q5 tetrajet-q6 tetrajet-no-wq tetrajet-no-wq-aq
-        int4-per-tensor mxfp4 nvfp4 ue5m3 e8m3 mxfp4-best nvfp4-best ue5m3-best fp4-all-the-way ue5m3-d50
+        int4-per-tensor mxfp4 nvfp4 ue5m3 e8m3 mxfp4-best nvfp4-best ue5m3-best fp4-all-the-way
+        fp4-all-the-way-qaf ue5m3-d50
         mxfp4-round-up nvfp4-te wang-dge mxfp4-rht-sr quartet mxfp4-fprop mxfp4-fprop-dgrad mxfp4-full
         mxfp4-full-hadamard mxfp4-full-rht mxfp4-full-sr mxfp4-rl"""
     assert {*names.split()} <= {file.stem for file in FILES}
@@ -119,6 +120,8 @@ def test_six_alike(name: str, spec: QuantSpec) -> None:
         ("tetrajet", E2M1, E2M1),
         ("tetrajet-qema", E2M1, E2M1),
         ("tetrajet-qramping", E2M1, E2M1),
+        ("tetrajet-dampen", E2M1, E2M1),
+        ("tetrajet-freeze", E2M1, E2M1),
         ("tetrajet-e3m0", E3M0, E3M0),
         ("tetrajet-e3m0-weights", E3M0, E2M1),
         ("tetrajet-e3m0-gradients", E2M1, E3M0),
@@ -188,9 +191,17 @@ def test_qramping_extends_tetrajet() -> None:
     }
 
 
+def test_dampen_and_freeze_as_nagel_et_al_configure_them() -> None:
+    """For the 90 epochs of 1251 steps that the paper trains."""
+    steps = {"total_steps": 90 * 1251, "start": 0.25}
+    assert techniques("tetrajet-dampen") == {"dampen": {"strength": 0.01, **steps}}
+    freezing = {"momentum": 0.001, "threshold": 0.1, "final_threshold": 0.01}
+    assert techniques("tetrajet-freeze") == {"freeze": {**freezing, **steps}}
+
+
 def test_the_best_of_the_design_space() -> None:
     assert planned("mxfp4-best") == planned("mxfp4")
-    assert techniques("mxfp4-best") == {"hadamard": {"scope": "all", "block": 32, "kind": "random"}}
+    assert techniques("mxfp4-best")["hadamard"] == {"scope": "all", "block": 32, "kind": "random"}
     intel = {Q1: NV, Q2: NV, Q3: stochastic(NV), Q4: NV, Q5: stochastic(NV), Q6: stochastic(NV)}
     assert planned("nvfp4-best") == intel
     assert techniques("nvfp4-best")["tensor_scaling"] == {"headroom": 0.5}
@@ -198,6 +209,9 @@ def test_the_best_of_the_design_space() -> None:
     noisy = stochastic(to_one)
     assert planned("ue5m3-best") == {Q1: to_one, Q2: to_one, Q3: noisy, Q4: to_one, Q5: noisy, Q6: noisy}
     assert techniques("ue5m3-best")["tensor_scaling"] == {}
+    for name in ("mxfp4-best", "nvfp4-best", "ue5m3-best"):
+        assert techniques(name)["stable_spam"] == {}
+        assert load_policy(name).complexity == 1.5
 
 
 def test_fp4_all_the_way() -> None:
@@ -205,6 +219,14 @@ def test_fp4_all_the_way() -> None:
     noisy = stochastic(nearest)
     assert planned("fp4-all-the-way") == {Q1: nearest, Q2: nearest, Q3: noisy, Q4: nearest, Q5: noisy, Q6: noisy}
     assert techniques("fp4-all-the-way")["tensor_scaling"] == {"headroom": 0.5}
+
+
+def test_fp4_all_the_way_ends_with_an_exact_backward() -> None:
+    (phase,) = load_policy("fp4-all-the-way-qaf").phases
+    assert phase.at == 0.95
+    (before,), (after,) = load_policy("fp4-all-the-way").rules, phase.policy.rules
+    assert dict(after.specs) == {**dict(before.specs), Q3: None, Q4: None, Q5: None, Q6: None}
+    assert not after.reuses
 
 
 def test_ue5m3_d50() -> None:
