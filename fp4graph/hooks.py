@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +14,7 @@ from fp4graph.graph.marker import ENTER, Tag
 from fp4graph.sharding import whole
 
 if TYPE_CHECKING:
+    from fp4graph.graph.names import Names
     from fp4graph.runtime import Runtime
 
 
@@ -83,11 +85,51 @@ class GuardedForward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
-def entries(root: nn.Module) -> list[tuple[nn.Module, int, Entry]]:
-    """(module, hook id, hook) for every hook of ours below ``root``."""
-    return [
-        (module, key, hook)
-        for module in root.modules()
-        for key, hook in module._forward_pre_hooks.items()
-        if isinstance(hook, Entry)
-    ]
+class Unit:
+    """``forward`` of a module that ``fully_shard`` was called on: a graph of its own.
+
+    FSDP's hooks around it run uncompiled, so it begins a graph in any case. Here it does so whatever module it is
+    (Dynamo starts none in the forward of torch's own) and whoever calls it (activation checkpointing runs it again in
+    the backward, outside the root's call).
+
+    Args:
+        names: of the model. name, module: sharded, with an :class:`Entry` on it or below.
+        compiled: what runs :func:`run_unit`.
+    """
+
+    def __init__(self, names: Names, name: str, module: nn.Module, compiled: Callable[..., Any]) -> None:
+        self.names, self.name, self.module, self._compiled = names, name, module, compiled
+        self._below = entries(module)[0][2]
+        own = [(key, hook) for key, hook in module._forward_pre_hooks.items() if isinstance(hook, Entry)]
+        for key, _ in own:
+            del module._forward_pre_hooks[key]
+        #: The module's own hook: it marks a graph, so it runs inside.
+        self.entry = own[0][1] if own else None
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._below.bypassed:
+            return type(self.module).forward(self.module, *args, **kwargs)
+        around, self.names.captured = self.names.captured, self.name
+        try:
+            return self._compiled(self.module, self.entry, *args, **kwargs)
+        finally:
+            self.names.captured = around
+
+
+def run_unit(module: nn.Module, entry: Entry | None, *args: Any, **kwargs: Any) -> Any:
+    """The forward of a :class:`Unit`; modules are an argument, so that those alike share one graph."""
+    if entry is not None:
+        entry(module, args)
+    return type(module).forward(module, *args, **kwargs)
+
+
+def entries(root: nn.Module) -> list[tuple[nn.Module, int | None, Entry]]:
+    """(module, hook id or None, hook) for every hook of ours below ``root``; that of a unit has no id."""
+    found: list[tuple[nn.Module, int | None, Entry]] = []
+    for module in root.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, Unit) and forward.entry is not None:
+            found.append((module, None, forward.entry))
+        found += [(module, key, hook) for key, hook in module._forward_pre_hooks.items() if isinstance(hook, Entry)]
+    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import types
 import weakref
@@ -17,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp4graph import hooks, state
 from fp4graph.errors import CaptureError, Error, PolicyError
+from fp4graph.graph.blocks import pattern_of
 from fp4graph.graph.marker import Tag
 from fp4graph.graph.names import Names
 from fp4graph.graph.plan import Plan, plan_weight
@@ -26,7 +28,7 @@ from fp4graph.operands import Operand
 from fp4graph.ops import contract
 from fp4graph.ops.program import Draw, StateSlot, operand_draw, total
 from fp4graph.policy import Policy, Rule
-from fp4graph.sharding import is_sharded, like, whole
+from fp4graph.sharding import fsdp_units, is_sharded, like, whole
 from fp4graph.site import SiteView
 from fp4graph.technique import Technique, overrides
 
@@ -132,6 +134,8 @@ class Runtime:
             for name, parameter in module._parameters.items()
             if (weight := self._weight(fqn, module, name, parameter)) is not None
         ]
+        self._marked: set[str | None] = set()
+        self._plans: dict[Plan, int] = {}
         self.prepared: set[int] = set()  # ids of the quantized weights that prepared optimizers hold
         self._frames: dict[Any, tuple[dict[str, int], list[Site]]] = {}
         self._checked = False
@@ -260,8 +264,10 @@ class Runtime:
                 paths.append(".".join(part for part in (holder, state.NAME, buffer) if part))
         block = self.names.block(fqn)
         rules = tuple(i for i, rule in enumerate(self.policy.rules) if rule.match.module_candidate(fqn, block))
-        tag = Tag(rules, tuple(path for path, _ in carried), tuple(entries))
-        module.register_forward_pre_hook(hooks.Entry(self, fqn, tag, tuple(paths)), prepend=True)
+        plans = tuple(self._plans.setdefault(weight.plan, len(self._plans)) for _, weight in carried)
+        tag = Tag(rules, tuple(path for path, _ in carried), tuple(entries), plans)
+        # After hooks that set the weights up: FSDP gathers them, weight normalization computes them.
+        module.register_forward_pre_hook(hooks.Entry(self, fqn, tag, tuple(paths)))
 
     def _restore(self, former: dict[str, Tensor]) -> None:
         """Take over the values of an earlier application of the same policy (a deepcopy applied again)."""
@@ -291,6 +297,7 @@ class Runtime:
             raise
         self._frames[frame] = (first, rewriter.sites)
         self.sites.extend(rewriter.sites)
+        self._marked |= rewriter.marked
         return compiled
 
     def _occurrences(self) -> dict[str, int]:
@@ -304,7 +311,6 @@ class Runtime:
         """One root forward."""
         if any(hook.bypassed for _, _, hook in hooks.entries(self.root)[:1]):
             return self.root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-        assert self._compiled is not None
         training = torch.is_grad_enabled()
         root_state = getattr(self, "root_state", None)
         if root_state is not None:
@@ -312,9 +318,12 @@ class Runtime:
             self._check_optimizer(training)
             device = root_state.forwards.device
             self.step = noise.make_step(self.seed, _rank(), root_state.count, device=device)
+        run: Any = self._compiled
+        if isinstance(self.root.__dict__.get("forward"), hooks.Unit):
+            run = self.root._call_impl
         try:
             with self._captured_whole():
-                result = self._compiled(*args, **kwargs)
+                result = run(*args, **kwargs)
         except Exception as error:
             pending, self._pending_error = self._pending_error, None
             if pending is not None:
@@ -352,14 +361,39 @@ class Runtime:
         """Before the first forwards: state starts at the weights as they are now (initialized after apply(), sharded,
         received from another rank), and is the same on all ranks of a DDP."""
         if not self._trained:
-            for own in self._site_states:
-                if root_state.count == 0:
-                    own.restart()
-                own.follow_weights()
+            self._make_units()
+            with torch.inference_mode(False):  # tensors made in it could not be trained with
+                for own in self._site_states:
+                    if root_state.count == 0:
+                        own.restart()
+                    own.follow_weights()
         wrapper = _active_ddp()
         if training and wrapper is not None and wrapper is not self._synchronized():
             self._synchronize(wrapper, root_state)
             self._synchronized = weakref.ref(wrapper)
+
+    def _make_units(self) -> None:
+        """Give every module that ``fully_shard`` was called on a graph of its own."""
+        units = fsdp_units(self.root)
+        for _, unit in units:
+            unit.reshard()  # an evaluation may have left the weights whole
+        gathered = {id(module) for _, unit in units for module in unit.modules()}
+        for weight in self.weights:
+            if is_sharded(weight.parameter) and id(weight.module) not in gathered:
+                raise CaptureError(
+                    "its weight is a DTensor that nothing gathers for the forward (tensor parallelism), and quantizers "
+                    "do not reach across shards; use fully_shard or DistributedDataParallel",
+                    site=weight.name,
+                )
+        compiled: dict[type, Callable[..., Any]] = {}
+        for name, unit in units:
+            forward = unit.__dict__.get("forward")
+            if (forward is None or isinstance(forward, hooks.GuardedForward)) and hooks.entries(unit):
+                cls = type(unit)
+                if cls not in compiled:
+                    entry = _with_own_code(hooks.run_unit, cls)
+                    compiled[cls] = torch.compile(entry, backend=self._capture, dynamic=self.dynamic)
+                unit.forward = hooks.Unit(self.names, name, unit, compiled[cls])
 
     @torch.no_grad()
     def _synchronize(self, wrapper: DistributedDataParallel, root_state: state.RootState) -> None:
@@ -403,7 +437,32 @@ class Runtime:
 
     def check_coverage(self) -> None:
         """Every required rule matched something, and something is quantized, over all graphs of the first forward."""
-        check_coverage(self.policy, self.sites)
+        check_coverage(self.policy, self._served())
+        captured = {site.module for site in self.sites}
+        for weight in self.weights:
+            if isinstance(weight.module, nn.Linear) and weight.fqn in self._marked - captured:
+                raise CaptureError(
+                    "the module was called, but its product was not captured and ran in high precision (a graph break "
+                    "between its hooks and its forward?)",
+                    site=weight.fqn or "(root)",
+                )
+
+    def _served(self) -> list[Site]:
+        """The captured sites, and those of modules that another module's graph serves: blocks that FSDP or a graph
+        break compiles one by one share a graph where their tags are equal."""
+        if len(self._frames) < 2:
+            return self.sites
+        captured = {site.module for site in self.sites}
+        tags = {hook.name: hook.tag for _, _, hook in hooks.entries(self.root)}
+        alike: dict[Any, list[str]] = {}
+        for name, module in self.root.named_modules():
+            alike.setdefault((pattern_of(name), type(module), tags.get(name)), []).append(name)
+        served: dict[str | None, list[str]] = {}
+        for names in alike.values():
+            if (first := next((name for name in names if name in captured), None)) is not None:
+                served[first] = [name for name in names if name not in captured]
+        others = [dataclasses.replace(site, module=n) for site in self.sites for n in served.get(site.module, ())]
+        return [*self.sites, *others]
 
 
 def check_coverage(policy: Policy, sites: list[Site]) -> None:
@@ -449,8 +508,12 @@ def _entry_point(root: nn.Module) -> Callable[..., Any]:
     def entry(*args: Any, **kwargs: Any) -> Any:
         return root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-    code = entry.__code__.replace(co_name=f"fp4graph_{type(root).__name__}")
-    return types.FunctionType(code, entry.__globals__, code.co_name, None, entry.__closure__)
+    return _with_own_code(entry, type(root))
+
+
+def _with_own_code(function: Any, of: type) -> Callable[..., Any]:
+    code = function.__code__.replace(co_name=f"fp4graph_{of.__name__}")
+    return types.FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
 
 
 def inner_backend(name: str) -> Backend:
@@ -507,12 +570,13 @@ def detach(root: nn.Module) -> None:
     """Take hooks, state and the compiled call off ``root``."""
     runtime = runtime_of(root)
     for module, key, _ in hooks.entries(root):
-        module._forward_pre_hooks.pop(key)
-        module._forward_pre_hooks_with_kwargs.pop(key, None)
+        if key is not None:
+            module._forward_pre_hooks.pop(key)
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
     for module in list(root.modules()):
         module._modules.pop(state.NAME, None)
-    if isinstance(root.__dict__.get("forward"), hooks.GuardedForward):
-        del root.forward
+        if isinstance(module.__dict__.get("forward"), hooks.GuardedForward | hooks.Unit):
+            del module.forward
     ignored = [n for n in getattr(root, "_ddp_params_and_buffers_to_ignore", []) if not state.is_ours(n)]
     if ignored:
         root._ddp_params_and_buffers_to_ignore = ignored  # type: ignore[assignment]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeGuard
+from typing import Any, TypeGuard
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+if torch.distributed.is_available():
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor, distribute_tensor
 
 
 def is_sharded(x: object) -> TypeGuard[DTensor]:
-    """Whether ``x`` is a DTensor. (By what it can do: importing the class takes a second.)"""
-    return hasattr(x, "full_tensor")
+    """Whether ``x`` is a DTensor."""
+    return torch.distributed.is_available() and isinstance(x, DTensor)
 
 
 def whole(x: Tensor) -> Tensor:
@@ -24,6 +26,11 @@ def like(x: Tensor, reference: Tensor) -> Tensor:
     """``x``, the same on every process, sharded as ``reference`` is. Each process keeps its part; nothing is sent."""
     if not is_sharded(reference) or is_sharded(x):
         return x
-    from torch.distributed.tensor import distribute_tensor
-
     return distribute_tensor(x, reference.device_mesh, reference.placements, src_data_rank=None)
+
+
+def fsdp_units(root: nn.Module) -> list[tuple[str, Any]]:
+    """(name, module) of every module in ``root`` that ``fully_shard`` was called on: a Module and an FSDPModule."""
+    if not torch.distributed.is_available():
+        return []
+    return [(name, module) for name, module in root.named_modules() if isinstance(module, FSDPModule)]

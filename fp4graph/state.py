@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4graph.numerics import noise
-from fp4graph.sharding import like
+from fp4graph.sharding import like, whole
 
 #: Name of the submodule that holds our buffers, on the root and on every module with planned sites.
 NAME = "_fp4graph"
@@ -72,7 +72,9 @@ class SiteState(State):
     def _first(self, name: str) -> Tensor:
         init, weight = self._weights[name]
         with torch.no_grad():
-            return init(weight().detach())
+            parameter = weight().detach()
+            first = init(whole(parameter))
+            return like(first, parameter) if first.shape == parameter.shape else first
 
     def reset(self, name: str) -> None:
         if name in self._weights:

@@ -44,7 +44,7 @@ def find_blocks(modules: Mapping[str, ModuleInfo]) -> dict[str, BlockPosition]:
     for name, info in modules.items():
         parent, _, leaf = name.rpartition(".")
         if leaf.isdigit() and tree.children.get(name) and tree.matrices[name] >= 2:
-            stacks.setdefault((info.cls, _pattern(parent)), []).append(name)
+            stacks.setdefault((info.cls, pattern_of(parent)), []).append(name)
     stacks = {key: names for key, names in stacks.items() if _most_siblings(names) >= 2}
     chosen = {key: names for key, names in stacks.items() if not _yields(key, stacks, tree)}
     if not chosen:
@@ -84,8 +84,9 @@ class _Tree:
         return any(self.children.get(child) and self.matrices[child] for child in self.children.get(name, ()))
 
 
-def _pattern(container: str) -> str:
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", container)
+def pattern_of(name: str) -> str:
+    """``name`` with its numbers as stars: ``layers.*.blocks.*``."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def _most_siblings(names: list[str]) -> int:

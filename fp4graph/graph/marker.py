@@ -46,21 +46,25 @@ class Tag:
         rules: indices of the policy's rules that the module's name and place allow; -1 is the default action.
         weights: attribute paths of the weights the marker carries, e.g. "weight" or "out_proj.weight".
         state: per state tensor, (index of its weight, technique, entry name).
+        plans: per weight, a number that tells its plan from the other plans of the model, for a technique may plan by
+            the name or the place of a module.
     """
 
     rules: tuple[int, ...]
     weights: tuple[str, ...]
     state: tuple[tuple[int, str, str], ...]
+    plans: tuple[int, ...] = ()
 
     def encode(self) -> str:
         """As the string that the marker takes."""
-        return json.dumps([self.rules, self.weights, self.state])
+        return json.dumps([self.rules, self.weights, self.state, self.plans])
 
     @staticmethod
     def decode(text: str) -> Tag:
         """The inverse of :meth:`encode`."""
-        rules, weights, state = json.loads(text)
-        return Tag(tuple(rules), tuple(weights), tuple((i, technique, entry) for i, technique, entry in state))
+        rules, weights, state, plans = json.loads(text)
+        entries = tuple((i, technique, entry) for i, technique, entry in state)
+        return Tag(tuple(rules), tuple(weights), entries, tuple(plans))
 
 
 @dataclass(frozen=True)

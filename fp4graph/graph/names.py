@@ -28,6 +28,8 @@ class Names:
         self._owners: dict[int, list[tuple[str, str]]] = {}
         self._infos: dict[str, ModuleInfo] = {}
         self._by_name: dict[str, nn.Module] = {}
+        #: The module whose forward is being captured by itself, for what no module inside it was called for.
+        self.captured: str | None = None
         if root is not None:
             self._infos = describe_modules(root)
             for name, module in root.named_modules(remove_duplicate=False):
@@ -68,26 +70,44 @@ class Names:
                 return self._modules[identity]
             if not self._by_name:
                 return _path(source)
-        return None
+        return self.captured
+
+    def of_identity(self, identity: int | None) -> str | None:
+        """The module with that id; None stands for the one that is captured by itself."""
+        return self.captured if identity is None else self._modules.get(identity)
 
     def owner(self, weight: Node, user: Node) -> tuple[str, str] | None:
         """(module, parameter name) of the parameter at placeholder ``weight``.
 
         A parameter that several modules share belongs to the one that ``user`` was called in, else to the first.
         """
-        graph_argument = weight.meta.get("grapharg")
-        owners = self._owners.get(id(getattr(graph_argument, "example", None)), [])
+        example = getattr(weight.meta.get("grapharg"), "example", None)
+        # An id may have been that of a parameter which fully_shard replaced: whether it still is one is looked up.
+        known = self._owners.get(id(example), [])
+        owners = [(module, name) for module, name in known if self._by_name[module]._parameters.get(name) is example]
         if owners:
             calling = self.module(user)
             return next((owner for owner in owners if owner[0] == calling), owners[0])
         found = _parse(weight)
-        if found is None or not found[1]:
-            return None
+        if found is None or not found[1] or not self._by_name:
+            return found if found is not None and found[1] else None
+        path, parameter = found
         calling = self.module(user)
-        # A source is relative to the frame it was captured in; trust it only where it names a module of ours.
-        if not self._by_name or found[1] in getattr(self._by_name.get(found[0]), "_parameters", {}):
+        # A source is relative to the frame it was captured in, some module around the one that called. Trust it as it
+        # stands only where it leads nowhere inside that one: "0" of a sharded block is not "0" of the root.
+        if calling is not None:
+            around = calling.split(".") if calling else []
+            for depth in range(len(around), -1, -1):
+                name = ".".join([*around[:depth], path]).strip(".")
+                inside = not calling or f"{name}.".startswith(f"{calling}.")
+                if inside and self._owns(name, parameter):
+                    return name, parameter
+        if self._owns(path, parameter):
             return found
-        return (calling, found[1]) if calling is not None else None
+        return (calling, parameter) if calling is not None else None
+
+    def _owns(self, module: str, parameter: str) -> bool:
+        return module in self._by_name and parameter in self._by_name[module]._parameters
 
     def is_parameter(self, node: Node) -> bool:
         """Whether placeholder ``node`` is a parameter."""

@@ -30,6 +30,7 @@ from fp4graph.operands import Operand
 from fp4graph.ops.matmul import MatmulProgram, quantized_matmul
 from fp4graph.policy import Policy, Rule
 from fp4graph.policy.match import Match
+from fp4graph.sharding import is_sharded
 from fp4graph.site import SiteView
 
 #: Higher-order ops whose bodies run once, as written, on the operands at the end of their arguments.
@@ -95,6 +96,7 @@ class Rewriter:
         self.policy = policy
         self.names = names
         self.sites: list[Site] = []
+        self.marked: set[str | None] = set()  # modules whose call was seen
         self._occurrences: Counter[str] = Counter(first_occurrence or {})
         self._stateless = stateless
         self._bodies: set[int] = set()
@@ -110,6 +112,7 @@ class Rewriter:
         for node in list(gm.graph.nodes):
             if (marker := Marker.read(node)) is not None:
                 markers.add(marker)
+                self.marked.add(self.names.of_identity(marker.module_id))
                 gm.graph.erase_node(node)
             elif node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
                 self._enter(gm, node, outer)
@@ -217,6 +220,12 @@ class Rewriter:
         node, program = product.node, plan.program
         assert program is not None
         graph = node.graph
+        if is_sharded(value_of(product.a)) or is_sharded(value_of(product.b)):
+            raise CaptureError(
+                "its operands are DTensors (tensor parallelism), and quantizers do not reach across shards; keep this "
+                "site in high precision, or use fully_shard or DistributedDataParallel instead",
+                site=str(view),
+            )
         if self._stateless and (program.draws or program.state):
             raise PolicyError(
                 f"policy {self.policy.name!r} draws noise or keeps state at {view}, which torch.compile's "
@@ -272,20 +281,19 @@ class _Markers:
 
     def __init__(self) -> None:
         self._by_weight: dict[Node, tuple[Marker, int]] = {}
-        self._by_module: dict[int, Marker] = {}
+        self._by_module: dict[int | None, Marker] = {}  # None: the module whose forward the graph is
 
     def add(self, marker: Marker) -> None:
         for index, weight in enumerate(marker.weights):
             self._by_weight[weight] = (marker, index)
-        if marker.module_id is not None:
-            self._by_module[marker.module_id] = marker
+        self._by_module[marker.module_id] = marker
 
     def of_weight(self, weight: Node) -> tuple[Marker, int | None] | None:
         return self._by_weight.get(weight)
 
     def of_call(self, node: Node) -> tuple[Marker, int | None] | None:
         """The marker of the innermost module around ``node`` that has one."""
-        for identity, _, _ in reversed(module_stack(node)):
+        for identity in (*(identity for identity, _, _ in reversed(module_stack(node))), None):
             if identity in self._by_module:
                 return self._by_module[identity], None
         return None
