@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fp4graph import formats
-    from fp4graph.api import apply, bypass, remove
+    from fp4graph.api import apply, bypass, remove, set_total_steps
     from fp4graph.errors import CaptureError, Error, PluginError, PolicyError, PolicyWarning, UncompiledError
     from fp4graph.explanation import explain
     from fp4graph.hookspecs import hookimpl
@@ -29,7 +29,7 @@ __version__ = "0.1.0"
 
 # Resolved at first use: importing fp4graph loads no plugin, no compiler and no device.
 _HOME = {
-    **dict.fromkeys(("apply", "bypass", "remove"), "fp4graph.api"),
+    **dict.fromkeys(("apply", "bypass", "remove", "set_total_steps"), "fp4graph.api"),
     **dict.fromkeys(
         ("CaptureError", "Error", "PluginError", "PolicyError", "PolicyWarning", "UncompiledError"), "fp4graph.errors"
     ),
@@ -71,6 +71,7 @@ __all__ = [
     "pack",
     "prepare_optimizer",
     "remove",
+    "set_total_steps",
     "strip",
     "unpack",
 ]

@@ -84,7 +84,10 @@ def check(
     explanation = _explanation(model, loaded, None, 2) if model else None
     data = reference.policy_data(loaded) | ({"model": explanation.to_json()} if explanation else {})
     heading = f"{loaded.name}   Ω {loaded.complexity:g}   fingerprint {loaded.fingerprint[:12]}\n{loaded.description}\n"
-    tables = [_rule_table(rule) for rule in (*loaded.rules, loaded.default)]
+    tables: list[Any] = [_rule_table(rule) for rule in (*loaded.rules, loaded.default)]
+    for phase in loaded.phases:
+        tables += [f"{reference.phase_heading(phase).capitalize()}:\n"]
+        tables += [_rule_table(rule) for rule in (*phase.policy.rules, phase.policy.default)]
     _show(data, heading, *tables, *([str(explanation)] if explanation else []), as_json=as_json)
     if explanation and explanation.problem:
         raise Error(f"{model}: {explanation.problem}")

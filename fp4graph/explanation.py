@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import io
 import random
 import types
@@ -98,13 +99,14 @@ def explain(
 
     Args:
         model: applied or not, in train or eval mode as it is.
-        policy: as for :func:`fp4graph.apply`.
+        policy: as for :func:`fp4graph.apply`. Of one with phases the first is shown; ``policy.phases[i].policy`` is a
+            later one.
         args, kwargs: of the forward call; their values do not matter, their shapes and dtypes do.
 
     Raises:
         PolicyError: the policy cannot be loaded. CaptureError: it cannot be planned for a site.
     """
-    loaded = load_policy(policy)
+    loaded = dataclasses.replace(load_policy(policy), phases=())
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     python_state = random.getstate()
     with torch.random.fork_rng(), FakeCopyMode(fake_mode):

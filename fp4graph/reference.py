@@ -29,7 +29,7 @@ from pydantic_core import to_jsonable_python
 from fp4graph.errors import Error
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.operands import Gemm, Operand
-from fp4graph.policy import Policy, Rule, load_policy
+from fp4graph.policy import Phase, Policy, Rule, load_policy
 from fp4graph.policy.validation import keys
 from fp4graph.registry import GROUP, Registry
 from fp4graph.site import SiteView
@@ -79,10 +79,14 @@ def policy_data(policy: Policy) -> dict[str, Any]:
     return policy_row(policy) | {
         "weights": policy.weights,
         "fingerprint": policy.fingerprint,
-        "rules": [_rule_data(rule) for rule in policy.rules],
-        "default": _rule_data(policy.default),
+        **_rules_data(policy),
+        "phases": [{"at": phase.at, **_rules_data(phase.policy)} for phase in policy.phases],
         "yaml": policy.to_yaml(),
     }
+
+
+def _rules_data(policy: Policy) -> dict[str, Any]:
+    return {"rules": [_rule_data(rule) for rule in policy.rules], "default": _rule_data(policy.default)}
 
 
 def policy_row(policy: Policy) -> dict[str, Any]:
@@ -155,6 +159,13 @@ def _weight(technique: type[Technique], options: Mapping[str, Any]) -> float | N
 
 #: Columns of a rule's operand table.
 COLUMNS = ("", "operand", "element", "block", "scale", "rounding", "source")
+
+
+def phase_heading(phase: Phase) -> str:
+    """When a phase is in force."""
+    if isinstance(phase.at, int):
+        return f"after {phase.at} training forwards"
+    return f"after {100 * phase.at:g} % of the training"
 
 
 def rule_heading(rule: Rule) -> str:
@@ -276,7 +287,19 @@ def policy_page(policy: Policy) -> str:
     lines = [f"# {policy.name}", "", f"{_markdown(policy.description)}.".replace("..", "."), ""]
     lines += [f"Ω = {policy.complexity:g}{': ' + ' + '.join(weights) if weights else ', no technique'}.", ""]
     lines += [_comment_prose(comment), ""] if comment else []
-    lines += ["## Rules", ""]
+    lines += ["## Rules", "", *_rules_lines(policy)]
+    for phase in policy.phases:
+        lines += [f"## Rules {phase_heading(phase)}", "", *_rules_lines(phase.policy)]
+    if written:
+        lines += ["## YAML", "", "```yaml", written.rstrip(), "```", ""]
+    if not written or re.search(r"^extends:", written, re.MULTILINE):
+        heading = "## With what it extends written out" if written else "## YAML"
+        lines += [heading, "", "```yaml", policy.to_yaml().rstrip(), "```", ""]
+    return _page(lines)
+
+
+def _rules_lines(policy: Policy) -> list[str]:
+    lines: list[str] = []
     for rule in (*policy.rules, policy.default):
         lines += [f"### {_markdown(rule_heading(rule))}", ""]
         if rule.keep is not None:
@@ -286,12 +309,7 @@ def policy_page(policy: Policy) -> str:
         if rule.techniques:
             used = "`, `".join(map(spelled, rule.techniques))
             lines += [f"Techniques: `{used}`.", ""]
-    if written:
-        lines += ["## YAML", "", "```yaml", written.rstrip(), "```", ""]
-    if not written or re.search(r"^extends:", written, re.MULTILINE):
-        heading = "## With what it extends written out" if written else "## YAML"
-        lines += [heading, "", "```yaml", policy.to_yaml().rstrip(), "```", ""]
-    return _page(lines)
+    return lines
 
 
 def index_page(registry: Registry) -> str:

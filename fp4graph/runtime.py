@@ -116,10 +116,25 @@ class Runtime:
 
     Args:
         root: the model. policy: resolved. backend: one of BACKENDS. seed: of the noise; None is 0.
+        total_steps: training forwards of the whole training, for phases that begin at a share of it.
+        phase: how many of the policy's phases have begun.
+
+    Attributes:
+        whole: the policy with its phases. policy: the one in force in this phase.
     """
 
-    def __init__(self, root: nn.Module, policy: Policy, backend: str, seed: int | None, dynamic: bool | None) -> None:
-        self.root, self.policy, self.backend, self.seed = root, policy, backend, 0 if seed is None else seed
+    def __init__(
+        self,
+        root: nn.Module,
+        policy: Policy,
+        backend: str,
+        seed: int | None,
+        dynamic: bool | None,
+        total_steps: int | None = None,
+        phase: int = 0,
+    ) -> None:
+        self.root, self.backend, self.seed = root, backend, 0 if seed is None else seed
+        self.whole, self.policy, self.phase, self.total_steps = policy, policy.in_phase(phase), phase, total_steps
         self.dynamic = dynamic
         self.entry = _entry_point(root)
         self.names = Names(root)
@@ -127,16 +142,11 @@ class Runtime:
         self.step: Tensor = noise.make_step(self.seed, 0, 0)
         self.sites: list[Site] = []
         # Planned before anything is touched, so that a refusal leaves the model as it was.
-        self.weights = [
-            weight
-            for fqn, module in root.named_modules(remove_duplicate=False)
-            if not state.is_ours(fqn)
-            for name, parameter in module._parameters.items()
-            if (weight := self._weight(fqn, module, name, parameter)) is not None
-        ]
+        self.weights = self._weights_under(self.policy)
         self._marked: set[str | None] = set()
         self._plans: dict[Plan, int] = {}
         self.prepared: set[int] = set()  # ids of the quantized weights that prepared optimizers hold
+        self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # the prepared ones
         self._frames: dict[Any, tuple[dict[str, int], list[Site]]] = {}
         self._checked = False
         self._previous: Any = None
@@ -159,7 +169,7 @@ class Runtime:
         detach(self.root)
         self._previous = self.root._compiled_call_impl
         try:
-            if self.policy.quantizes:
+            if self.policy.quantizes or self.whole.phases:
                 self._attach_state(former)
             self._compiled = torch.compile(self.entry, backend=self._capture, dynamic=self.dynamic)
             self.root._compiled_call_impl = _Call(self)
@@ -168,11 +178,15 @@ class Runtime:
             raise
 
     def _attach_state(self, former: dict[str, Tensor]) -> None:
-        root_state = state.RootState(self.policy.to_yaml(), self.device)
+        root_state = state.RootState(self.whole.to_yaml(), self.device)
         planned: dict[str, list[Weight]] = {}
         for weight in self.weights:
             planned.setdefault(weight.fqn, []).append(weight)
-        hosts = self._hosts()
+        # Where any phase keeps state, so that a checkpoint's keys are the same in all of them.
+        policies = [self.whole.in_phase(index) for index in range(len(self.whole.phases) + 1)]
+        hosts = {host for policy in policies for host in self._hosts(policy)}
+        if self.whole.phases:
+            hosts |= {weight.fqn for policy in policies for weight in self._weights_under(policy)}
         site_states: dict[int, state.SiteState] = {}
         for fqn, module in list(self.root.named_modules(remove_duplicate=False)):
             if (fqn in planned or fqn in hosts) and not state.is_ours(fqn) and id(module) not in site_states:
@@ -207,14 +221,26 @@ class Runtime:
         elif not isinstance(self.root, CONTAINERS):
             self.root.add_module(state.NAME, root_state)
 
-    def _weight(self, fqn: str, module: nn.Module, name: str, parameter: Tensor | None) -> Weight | None:
+    def _weights_under(self, policy: Policy) -> list[Weight]:
+        """Every weight that a rule of ``policy`` quantizes."""
+        return [
+            weight
+            for fqn, module in self.root.named_modules(remove_duplicate=False)
+            if not state.is_ours(fqn)
+            for name, parameter in module._parameters.items()
+            if (weight := self._weight(policy, fqn, module, name, parameter)) is not None
+        ]
+
+    def _weight(
+        self, policy: Policy, fqn: str, module: nn.Module, name: str, parameter: Tensor | None
+    ) -> Weight | None:
         """``parameter`` as a weight that a rule quantizes, or None."""
         if parameter is None or parameter.dim() != 2 or isinstance(module, nn.Embedding | nn.EmbeddingBag):
             return None
         transposed = type(module).__name__ == "Conv1D"
         out_features, in_features = reversed(parameter.shape) if transposed else parameter.shape
         view = SiteView(fqn, "linear", in_features, out_features, parameter.numel(), self.names.block(fqn))
-        rule = next((r for r in self.policy.rules if r.match.matches(view)), self.policy.default)
+        rule = next((r for r in policy.rules if r.match.matches(view)), policy.default)
         if not rule.quantizes:
             return None
         if not (name == "weight" or name.endswith("_weight")):
@@ -222,7 +248,7 @@ class Runtime:
         plan = plan_weight(view, rule)
         return Weight(module, fqn, name, view, rule, plan) if plan.program is not None else None
 
-    def _hosts(self) -> set[str]:
+    def _hosts(self, policy: Policy) -> set[str]:
         """Modules that may multiply activations with each other or use parameters directly, under a rule for it."""
         hosts = set()
         for fqn, module in self.root.named_modules(remove_duplicate=False):
@@ -233,8 +259,8 @@ class Runtime:
             owns = any(p is not None and p.dim() >= 2 for p in module._parameters.values())
             for op in ("matmul", "sdpa", *(("linear",) if owns or attends else ())):
                 view = SiteView(fqn, op, None, None, None, self.names.block(fqn))
-                rules = (*self.policy.rules, self.policy.default)
-                if any(r.quantizes and (r is self.policy.default or _may_match(r, view)) for r in rules):
+                rules = (*policy.rules, policy.default)
+                if any(r.quantizes and (r is policy.default or _may_match(r, view)) for r in rules):
                     hosts.add(fqn)
         return hosts
 
@@ -313,6 +339,9 @@ class Runtime:
             return self.root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         training = torch.is_grad_enabled()
         root_state = getattr(self, "root_state", None)
+        due = self.whole.phase(root_state.count, self.total_steps) if root_state is not None else self.phase
+        if due != self.phase:
+            return self._enter(due).call(*args, **kwargs)
         if root_state is not None:
             self._settle(root_state, training)
             self._check_optimizer(training)
@@ -341,6 +370,17 @@ class Runtime:
             root_state.advance()
             self._trained += 1
         return result
+
+    def _enter(self, phase: int) -> Runtime:
+        """Go over to another phase: the policy is applied anew, with the state and the optimizers that there are."""
+        from fp4graph.training.optimizer import prepare_optimizer
+
+        following = Runtime(self.root, self.whole, self.backend, self.seed, self.dynamic, self.total_steps, phase)
+        following.attach()
+        for reference in self.optimizers:
+            if (optimizer := reference()) is not None:
+                prepare_optimizer(self.root, optimizer)
+        return following
 
     @contextmanager
     def _captured_whole(self) -> Iterator[None]:

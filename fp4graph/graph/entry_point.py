@@ -31,5 +31,10 @@ def fp4graph_backend(
             "torch.compile(backend='fp4graph') takes options={'policy': ..., 'backend': ...}; got "
             f"{', '.join(options or {}) or 'none'}"
         )
-    Rewriter(load_policy(policy), Names(None), stateless=True).run(gm)
+    loaded = load_policy(policy)
+    if loaded.phases:
+        raise PolicyError(
+            f"policy {loaded.name!r} has phases, which need a count of forwards; use fp4graph.apply", file=loaded.file
+        )
+    Rewriter(loaded, Names(None), stateless=True).run(gm)
     return inner_backend(backend)(gm, example_inputs)

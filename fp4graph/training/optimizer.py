@@ -7,7 +7,8 @@ model (:mod:`fp4graph.state`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeVar
@@ -91,9 +92,6 @@ def prepare_optimizer(model: nn.Module, optimizer: O) -> O:
     runtime = runtime_of(model)
     if runtime is None:
         raise Error("prepare_optimizer() takes a model that fp4graph.apply has prepared")
-    former = optimizer.__dict__.pop("_fp4graph", None)
-    if former is not None:
-        former.remove()
     hooks = _Hooks(runtime, optimizer)
     # torch marks a step that runs hooks; wrappers that skip Optimizer.__init__, as timm's Lookahead, run none.
     if hooks.techniques and not getattr(type(optimizer).step, "hooked", False):
@@ -101,10 +99,15 @@ def prepare_optimizer(model: nn.Module, optimizer: O) -> O:
             f"{type(optimizer).__name__} runs no hooks around its step(), through which technique "
             f"{', '.join(t.name for t in hooks.techniques)} would act; if it wraps an optimizer, prepare that one"
         )
-    runtime.prepared |= {id(weight.parameter) for weight in hooks.weights}
+    former: _Hooks | None = optimizer.__dict__.pop("_fp4graph", None)
+    memory = former.remove() if former is not None else None
     if hooks.techniques:
-        hooks.attach()
+        hooks.attach(memory or _Memory(optimizer))
         optimizer.__dict__["_fp4graph"] = hooks
+    elif memory is not None:
+        memory.keep(())
+    runtime.prepared |= {id(weight.parameter) for weight in hooks.weights}
+    runtime.optimizers = [*(ref for ref in runtime.optimizers if ref() is not optimizer), weakref.ref(optimizer)]
     return optimizer
 
 
@@ -138,6 +141,13 @@ class _Memory:
             for name in [name for name in state if str(name).startswith(_PREFIX) and name not in flat]:
                 del state[name]
             state.update(flat)
+
+    def keep(self, techniques: Collection[str]) -> None:
+        """Forget what others than these remembered."""
+        for entries in self._entries.values():
+            for name in entries.keys() - set(techniques):
+                del entries[name]
+        self.mirror()
 
     def reload(self, saved: dict[str, Any]) -> None:
         """After ``load_state_dict(saved)``: take the entries from there, for torch casts them to the parameter."""
@@ -197,8 +207,9 @@ class _Hooks:
                 )
         self.techniques = acting
 
-    def attach(self) -> None:
-        self._memory = _Memory(self.optimizer)
+    def attach(self, memory: _Memory) -> None:
+        self._memory = memory
+        memory.keep({technique.name for technique in self.techniques})
         self._scratch: dict[Any, dict[Any, Any]] = {}
         self._handles = (
             self.optimizer.register_step_pre_hook(self._before),
@@ -207,9 +218,10 @@ class _Hooks:
             self.optimizer.register_load_state_dict_post_hook(self._loaded),
         )
 
-    def remove(self) -> None:
+    def remove(self) -> _Memory:
         for handle in self._handles:
             handle.remove()
+        return self._memory
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._scratch = {}
