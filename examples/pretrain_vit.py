@@ -4,6 +4,9 @@
     python examples/pretrain_vit.py --data cifar10 --download --policies bf16,tetrajet --amp bf16
     python examples/pretrain_vit.py --data imagefolder:/data/imagenet --amp bf16 --workers 8
 
+A run can be killed at any moment: started again with --resume it goes on from the last whole epoch of each policy, to
+the last bit as if nothing had happened.
+
 Every policy starts from the same weights and sees the same pixels in the same order. Time per step is a median over
 the training steps after the first few, which compile: forward, backward and optimizer, without data loading.
 """
@@ -34,6 +37,7 @@ from torch.nn.functional import cross_entropy
 from vision_report import Run, closing_table, plot, write_log
 
 import fp4graph
+from fp4graph.training import checkpoint
 
 #: The baseline, and three recipes of ever more help.
 DEFAULT = "bf16,microscaling,tetrajet,tetrajet-qema"
@@ -92,9 +96,15 @@ def build(settings: Settings, split: vision_data.Split) -> nn.Module:
 
 
 def train_policy(
-    policy: str, settings: Settings, split: vision_data.Split, recipe: vision_data.Recipe, progress: Progress
+    policy: str,
+    settings: Settings,
+    split: vision_data.Split,
+    recipe: vision_data.Recipe,
+    progress: Progress,
+    output: Path,
+    resume: bool,
 ) -> Run:
-    """Train one model under ``policy`` from the common start."""
+    """Train one model under ``policy`` from the common start, or from its checkpoint in ``output``."""
     started = time.perf_counter()
     device = torch.device(settings.device)
     model = build(settings, split)
@@ -131,9 +141,16 @@ def train_policy(
         step_on_epochs=False,
         updates_per_epoch=steps,
     )
-    task = progress.add_task(policy, total=epochs * steps, status="compiling")
+    file = output / f"{run.policy}.pt"
+    if resume and file.exists():
+        saved = checkpoint.load(file, model, optimizer, scaler=scaler)
+        if saved["settings"] != asdict(settings):
+            raise ExampleError(f"{file} is of a run with other options: {saved['settings']}")
+        run = Run(**saved["run"])
+    finished = len(run.train_loss)
+    task = progress.add_task(policy, total=epochs * steps, completed=finished * steps, status="compiling")
     seconds: list[float] = []
-    for epoch in range(epochs):
+    for epoch in range(finished, epochs):
         vision_data.start_epoch(train, settings.seed, epoch)
         model.train()
         losses = []
@@ -162,9 +179,12 @@ def train_policy(
         progress.update(task, status=status)
         if not progress.console.is_terminal:  # no bar there: one line an epoch instead
             progress.console.print(f"{policy}: epoch {epoch + 1}/{epochs}, {status}", highlight=False)
-    run.first_step_seconds = seconds[0]
-    run.step_seconds = statistics.median(seconds[WARM_UP_STEPS:]) if len(seconds) > WARM_UP_STEPS else None
-    run.total_seconds = time.perf_counter() - started
+        run.first_step_seconds = seconds[0]
+        run.step_seconds = statistics.median(seconds[WARM_UP_STEPS:]) if len(seconds) > WARM_UP_STEPS else None
+        run.total_seconds += time.perf_counter() - started
+        started = time.perf_counter()
+        saved = {"settings": asdict(settings), "run": asdict(run)}
+        checkpoint.save(file, model, optimizer, scaler=scaler, progress=saved)
     return run
 
 
@@ -193,6 +213,7 @@ def pretrain(
     recipe: vision_data.Recipe,
     output: Path,
     console: Console,
+    resume: bool,
 ) -> list[Run]:
     """Train under each policy in turn; log and picture are brought up to date after each."""
     for policy in policies:  # a misspelt fourth policy should not cost three trainings
@@ -210,7 +231,7 @@ def pretrain(
         *bar, TextColumn("{task.fields[status]}"), console=console, disable=not console.is_terminal
     ) as progress:
         for policy in policies:
-            runs.append(train_policy(policy, settings, split, recipe, progress))
+            runs.append(train_policy(policy, settings, split, recipe, progress, output, resume))
             write_log(runs, context, output / "log.json")
             plot(runs, settings.title, output / "loss.png")
     return runs
@@ -257,7 +278,8 @@ def main(
     data_root: Annotated[Path, typer.Option(help="Where cifar10 is kept.")] = Path("runs/data"),
     download: Annotated[bool, typer.Option("--download", help="Let torchvision fetch cifar10.")] = False,
     limit_steps: Annotated[int | None, typer.Option(min=1, help="Cut every epoch short, for a trial.")] = None,
-    output: Annotated[Path, typer.Option(help="Folder of the log and the picture.")] = Path("runs/pretrain_vit"),
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoints in --output.")] = False,
+    output: Annotated[Path, typer.Option(help="Folder of log, picture, checkpoints.")] = Path("runs/pretrain_vit"),
 ) -> None:
     console = Console()
     try:
@@ -285,7 +307,7 @@ def main(
             limit_steps=limit_steps,
         )
         chosen = [name.strip() for text in policies or [DEFAULT] for name in text.split(",") if name.strip()]
-        runs = pretrain(chosen, settings, split, recipe, output, console)
+        runs = pretrain(chosen, settings, split, recipe, output, console, resume)
     except (ExampleError, fp4graph.Error) as error:
         console.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None

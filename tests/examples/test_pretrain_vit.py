@@ -109,7 +109,8 @@ def test_compares_policies_and_keeps_what_it_found(script: Any, tmp_path: Path) 
         assert picture.format == "PNG"
         assert picture.width > 600
         picture.load()
-    assert sorted(file.name for file in tmp_path.iterdir()) == ["log.json", "loss.png"]
+    kept = ["bf16.pt", "log.json", "loss.png", "tetrajet-qema.pt", "tetrajet.pt"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == kept
 
 
 def test_repeats_itself_and_depends_on_the_seed(script: Any, tmp_path: Path) -> None:
@@ -228,6 +229,35 @@ def test_trains_from_an_image_folder_with_mixup(script: Any, tmp_path: Path) -> 
     _, split = vision_data.load(data.removeprefix("--data="), root=tmp_path, download=False)
     assert split.classes == 3
     assert {split.validation[index][1] for index in range(len(split.validation))} == {0, 2}
+
+
+def test_goes_on_to_the_last_bit_after_a_kill(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import pretrain_vit
+
+    options = [*TINY, "--epochs=2", "--limit-steps=3", "--policies=tetrajet-qema,tetrajet"]
+    assert script(*options, f"--output={tmp_path / 'whole'}")[0] == 0
+    evaluations = iter(range(4))
+    evaluate = pretrain_vit.evaluate
+
+    def until_the_kill(*arguments: Any) -> Any:
+        if next(evaluations) == 3:  # in the second epoch of the second policy
+            raise KeyboardInterrupt
+        return evaluate(*arguments)
+
+    killed = f"--output={tmp_path / 'killed'}"
+    with monkeypatch.context() as patch:
+        patch.setattr(pretrain_vit, "evaluate", until_the_kill)
+        assert script(*options, killed)[0] == 130
+    code, text = script(*options, killed, "--resume")
+    assert code == 0, text
+    assert "tetrajet: epoch 2/2" in text
+    assert "epoch 1/2" not in text
+    whole, resumed = (json.loads((tmp_path / run / "log.json").read_text())["runs"] for run in ("whole", "killed"))
+    for curve in ("policy", "train_loss", "validation_loss", "top1"):
+        assert [run[curve] for run in whole] == [run[curve] for run in resumed]
+    code, text = script(*options, "--lr=1e-3", killed, "--resume")
+    assert code == 1
+    assert "of a run with other options" in text
 
 
 @pytest.mark.parametrize(
