@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fp4graph import formats
-    from fp4graph.api import apply, bypass, remove, set_total_steps
-    from fp4graph.errors import CaptureError, Error, PluginError, PolicyError, PolicyWarning, UncompiledError
+    from fp4graph.api import apply, bypass, detect_nonfinite, remove, set_total_steps
+    from fp4graph.errors import (
+        CaptureError,
+        Error,
+        NonFiniteError,
+        PluginError,
+        PolicyError,
+        PolicyWarning,
+        UncompiledError,
+    )
     from fp4graph.explanation import explain
     from fp4graph.hookspecs import hookimpl
     from fp4graph.numerics.packing import pack, unpack
@@ -29,9 +37,10 @@ __version__ = "0.1.0"
 
 # Resolved at first use: importing fp4graph loads no plugin, no compiler and no device.
 _HOME = {
-    **dict.fromkeys(("apply", "bypass", "remove", "set_total_steps"), "fp4graph.api"),
+    **dict.fromkeys(("apply", "bypass", "detect_nonfinite", "remove", "set_total_steps"), "fp4graph.api"),
     **dict.fromkeys(
-        ("CaptureError", "Error", "PluginError", "PolicyError", "PolicyWarning", "UncompiledError"), "fp4graph.errors"
+        ("CaptureError", "Error", "NonFiniteError", "PluginError", "PolicyError", "PolicyWarning", "UncompiledError"),
+        "fp4graph.errors",
     ),
     "explain": "fp4graph.explanation",
     "hookimpl": "fp4graph.hookspecs",
@@ -50,6 +59,7 @@ __all__ = [
     "Context",
     "Error",
     "Gemm",
+    "NonFiniteError",
     "Operand",
     "Overhead",
     "PluginError",
@@ -62,6 +72,7 @@ __all__ = [
     "UncompiledError",
     "apply",
     "bypass",
+    "detect_nonfinite",
     "explain",
     "fake_quantize",
     "formats",

@@ -79,6 +79,28 @@ def set_total_steps(model: nn.Module, total_steps: int) -> None:
     runtime.total_steps = total_steps
 
 
+def detect_nonfinite(model: nn.Module) -> AbstractContextManager[None]:
+    """A context in which ``model`` says where NaN or Inf arises: at the first product, operation or loss that makes it.
+
+    Forward and backward run node by node without a compiler, much slower, to the same noise. Run the step that fails,
+    its ``backward()`` included, inside::
+
+        with fp4graph.detect_nonfinite(model):
+            loss = criterion(model(x), y)
+            loss.backward()  # raises NonFiniteError: blocks.3.mlp.fc1 (linear), backward: ...
+
+    Inf inside the graph is none of its business, for masks are made of it; what the model returns and every gradient
+    must be finite.
+
+    Raises:
+        Error: the model is not applied. NonFiniteError: in the context, from the model's call or from ``backward()``.
+    """
+    runtime = runtime_of(model)
+    if runtime is None:
+        raise Error("detect_nonfinite() takes a model that fp4graph.apply has prepared")
+    return runtime.watched()
+
+
 def _check_total(total_steps: int) -> None:
     if type(total_steps) is not int or total_steps < 1:
         raise ValueError(f"total_steps is a number of training forwards, from 1; got {total_steps!r}")

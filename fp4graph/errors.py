@@ -50,6 +50,15 @@ class PluginError(Error):
         return f"{', '.join(where)}: {self.message}" if where else self.message
 
 
+class NonFiniteError(Error):
+    """NaN or Inf, found by ``fp4graph.detect_nonfinite``; ``site`` names the place where it arose."""
+
+    def __init__(self, message: str, *, site: str) -> None:
+        self.message = message
+        self.site = site
+        super().__init__(f"{site}: {message}")
+
+
 class CaptureError(Error):
     """A captured graph that the policy cannot be applied to; ``site`` names the place in the model."""
 

@@ -23,6 +23,7 @@ from fp4graph.graph.marker import Tag
 from fp4graph.graph.names import Names
 from fp4graph.graph.plan import Plan, plan_weight
 from fp4graph.graph.rewrite import Rewriter, Site
+from fp4graph.graph.watch import Watch
 from fp4graph.numerics import noise
 from fp4graph.operands import Operand
 from fp4graph.ops import contract
@@ -30,13 +31,15 @@ from fp4graph.ops.program import Draw, StateSlot, operand_draw, total
 from fp4graph.policy import Policy, Rule
 from fp4graph.sharding import fsdp_units, is_sharded, like, whole
 from fp4graph.site import SiteView
-from fp4graph.technique import Technique, overrides
+from fp4graph.technique import OPTIMIZER_STAGES, Technique, overrides
 
 entries = hooks.entries
 #: Modules that call, count or iterate over their children: a child of ours would change what they do.
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 BACKENDS = ("inductor", "aot_eager", "eager")
 Backend = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
+#: Per frame of Dynamo: how many sites of each module earlier frames held, and its own.
+_Frames = dict[Any, tuple[dict[str, int], list[Site]]]
 
 
 class Weight:
@@ -147,12 +150,13 @@ class Runtime:
         self._plans: dict[Plan, int] = {}
         self.prepared: set[int] = set()  # ids of the quantized weights that prepared optimizers hold
         self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # the prepared ones
-        self._frames: dict[Any, tuple[dict[str, int], list[Site]]] = {}
+        self._frames: _Frames = {}
         self._checked = False
         self._previous: Any = None
         self._compiled: Callable[..., Any] | None = None
         self._pending_error: Error | None = None
         self._trained = 0
+        self._watch: Watch | None = None
         self._site_states: tuple[state.SiteState, ...] = ()
         self._bucket_bytes: int | None = None  # of the DDP that a forward runs in
         self._synchronized: Callable[[], DistributedDataParallel | None] = lambda: None
@@ -306,32 +310,46 @@ class Runtime:
 
     # ------------------------------------------------------------------ compiling and running
 
-    def _capture(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        """The torch.compile backend: rewrite, record, hand on to the inner backend."""
+    def _capture(
+        self, gm: torch.fx.GraphModule, example_inputs: list[Any], *, watch: Watch | None = None
+    ) -> Callable[..., Any]:
+        """The torch.compile backend: rewrite, record, hand on to the inner backend, or to one that watches."""
         context = CompileContext.current_compile_id()
         frame = getattr(context, "frame_id", None)
-        first = self._frames.get(frame, (self._occurrences(), []))[0]
+        frames: _Frames = self._frames if watch is None else watch.frames
+        first = frames.get(frame, (_occurrences(frames), []))[0]
         try:
             rewriter = Rewriter(self.policy, self.names, first_occurrence=first)
             rewriter.run(gm)
             backend = inner_backend(self.backend)
             if self._bucket_bytes is not None:
                 backend = _split_for_ddp(backend, self._bucket_bytes)
+            if watch is not None:
+                backend = watch.backend
             compiled = backend(gm, example_inputs)  # traces stages, which may fail
         except Error as error:
             self._pending_error = error
             raise
-        self._frames[frame] = (first, rewriter.sites)
+        frames[frame] = (first, rewriter.sites)
+        if watch is not None:
+            return compiled
         self.sites.extend(rewriter.sites)
         self._marked |= rewriter.marked
         return compiled
 
-    def _occurrences(self) -> dict[str, int]:
-        counts: dict[str, int] = {}
-        for _, sites in self._frames.values():
-            for site in sites:
-                counts[str(site.module)] = max(counts.get(str(site.module), 0), site.occurrence + 1)
-        return counts
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Forwards in this context, and their backwards, run node by node and raise NonFiniteError."""
+        watch = Watch(self.names)
+        watch.compiled = torch.compile(
+            _entry_point(self.root), backend=partial(self._capture, watch=watch), dynamic=self.dynamic
+        )
+        self._watch, former = watch, self._watch
+        try:
+            yield
+        finally:
+            self._watch = former
+            watch.close()
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """One root forward."""
@@ -342,14 +360,18 @@ class Runtime:
         due = self.whole.phase(root_state.count, self.total_steps) if root_state is not None else self.phase
         if due != self.phase:
             return self._enter(due).call(*args, **kwargs)
+        self._check_optimizer(training)
         if root_state is not None:
             self._settle(root_state, training)
-            self._check_optimizer(training)
             device = root_state.forwards.device
             self.step = noise.make_step(self.seed, _rank(), root_state.count, device=device)
         run: Any = self._compiled
         if isinstance(self.root.__dict__.get("forward"), hooks.Unit):
+            if self._watch is not None:
+                raise Error("what fully_shard has taken over is compiled module by module, which cannot be watched")
             run = self.root._call_impl
+        elif self._watch is not None:
+            run = self._watch.compiled
         try:
             with self._captured_whole():
                 result = run(*args, **kwargs)
@@ -359,16 +381,17 @@ class Runtime:
                 self._give_up()
                 raise pending from pending.__cause__  # without the compiler's own errors around it
             raise error
-        if not self._checked:
+        if not self._checked and self._watch is None:
             try:
                 self.check_coverage()
             except Error:
                 self._give_up()
                 raise
             self._checked = True
-        if root_state is not None and training:
-            root_state.advance()
+        if training:
             self._trained += 1
+            if root_state is not None:
+                root_state.advance()
         return result
 
     def _enter(self, phase: int) -> Runtime:
@@ -467,6 +490,12 @@ class Runtime:
         if not training or self._trained != 1:
             return
         stages = ("before_step", "after_step")
+        whole = sorted(t.name for t in self.techniques() if any(overrides(t, s) for s in OPTIMIZER_STAGES - {*stages}))
+        if whole and not self.optimizers:
+            raise CaptureError(
+                f"technique {', '.join(whole)} acts at the optimizer's step, but no optimizer was prepared: call "
+                "fp4graph.prepare_optimizer(model, optimizer) before training"
+            )
         for weight in self.weights:
             needs = sorted(t.name for t in weight.rule.techniques if any(overrides(t, stage) for stage in stages))
             if needs and weight.parameter.requires_grad and id(weight.parameter) not in self.prepared:
@@ -527,6 +556,14 @@ def check_coverage(policy: Policy, sites: list[Site]) -> None:
             file=policy.file,
         )
     policy.expect.check(quantized, len(products))
+
+
+def _occurrences(frames: _Frames) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for _, sites in frames.values():
+        for site in sites:
+            counts[str(site.module)] = max(counts.get(str(site.module), 0), site.occurrence + 1)
+    return counts
 
 
 class _Call:

@@ -26,7 +26,7 @@ def like(x: Tensor, reference: Tensor) -> Tensor:
     """``x``, the same on every process, sharded as ``reference`` is. Each process keeps its part; nothing is sent."""
     if not is_sharded(reference) or is_sharded(x):
         return x
-    return distribute_tensor(x, reference.device_mesh, reference.placements, src_data_rank=None)
+    return distribute_tensor(x.detach(), reference.device_mesh, reference.placements, src_data_rank=None)
 
 
 def fsdp_units(root: nn.Module) -> list[tuple[str, Any]]:

@@ -272,6 +272,9 @@ class Technique(BaseModel):
 #: Stages whose presence replaces the straight-through estimator.
 GRADIENT_STAGES = ("element_slope", "scale_slope", "statistic_gradient", "group_gradient")
 
+#: Stages around the optimizer's step.
+OPTIMIZER_STAGES = frozenset({"before_step", "after_step", "before_optimizer", "after_optimizer"})
+
 #: The methods that are stages, in the order in which they act.
 STAGES = (
     "plan", "state", "pair_context", "transform", "inverse", "split", "around", "statistic", "group_statistic",

@@ -156,7 +156,7 @@ class _Memory:
         parameters = chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
         for key, parameter in zip(keys, parameters, strict=True):
             state = saved["state"].get(key, {})
-            ours = {n: v.to(parameter.device, copy=True) for n, v in state.items() if str(n).startswith(_PREFIX)}
+            ours = {n: _brought(v, parameter) for n, v in state.items() if str(n).startswith(_PREFIX)}
             self._adopt(parameter, ours)
         self.mirror()
 
@@ -183,6 +183,12 @@ def _skips(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a fused optimizer, which a ``GradScaler`` tells of an overflow, skips the update inside its step."""
     found = getattr(optimizer, "found_inf", None)
     return found is not None and bool(found)
+
+
+def _brought(value: Tensor, parameter: Tensor) -> Tensor:
+    """A copy where the parameter is; of a counter on the CPU, where reading it waits for nothing."""
+    counter = value.dim() == 0 and not value.is_floating_point()
+    return value.to("cpu" if counter else parameter.device, copy=True)
 
 
 @dataclass

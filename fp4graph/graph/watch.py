@@ -1,0 +1,129 @@
+"""Runs a rewritten graph node by node, to find where a value or a gradient stops being finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
+
+from fp4graph.errors import NonFiniteError
+from fp4graph.graph.names import Names
+
+
+class Watch:
+    """One context of watching, over all graphs that are captured in it.
+
+    Attributes:
+        compiled: the model's entry point behind this backend. frames: the runtime's record of what was captured.
+    """
+
+    def __init__(self, names: Names) -> None:
+        self.compiled: Any = None
+        self.frames: dict[Any, Any] = {}
+        self._names = names
+        self._handles: list[RemovableHandle] = []
+
+    def backend(self, gm: GraphModule, example_inputs: list[Any]) -> Watcher:
+        """The torch.compile backend."""
+        return Watcher(gm, self._names, self._handles)
+
+    def close(self) -> None:
+        """Take the hooks off, which parameters would otherwise keep."""
+        for handle in self._handles:
+            handle.remove()
+
+
+class Watcher(Interpreter):
+    """Raises NonFiniteError where a result of the graph, or a gradient in it, is NaN or Inf.
+
+    An Inf alone is no error: masks are made of them. What the graph returns must be finite, and so must every gradient;
+    then the first node is named that made the like of finite values.
+
+    Args:
+        gm: rewritten. names: of the model's modules. handles: takes the hooks on gradients, to be removed.
+    """
+
+    def __init__(self, gm: GraphModule, names: Names, handles: list[RemovableHandle]) -> None:
+        super().__init__(gm)
+        self._names = names
+        self._handles = handles
+        self._suspects: list[Node] = []
+        self._tainted: set[Node] = set()
+
+    def __call__(self, *args: Any) -> Any:
+        """One forward."""
+        self._suspects, self._tainted = [], set()
+        return self.run(*args)
+
+    def run_node(self, n: Node) -> Any:
+        """Looks at the node's result, and hooks its gradient."""
+        result = super().run_node(n)
+        if n.op == "output":
+            self._check_result(n)
+            return result
+        if not all(map(_finite, _floats(result))):
+            if not any(parent in self._tainted for parent in n.all_input_nodes):
+                self._suspects.append(n)
+            self._tainted.add(n)
+        for tensor in _floats(result):
+            if tensor.requires_grad:
+                self._handles.append(tensor.register_hook(self._gradient_hook(n)))  # type: ignore[no-untyped-call]
+        return result
+
+    def _check_result(self, output: Node) -> None:
+        if not any(parent in self._tainted for parent in output.all_input_nodes):
+            return
+        ancestors = self._tainted_ancestors(output)
+        origin = next(node for node in self._suspects if node in ancestors)
+        if origin.op == "placeholder":
+            raise NonFiniteError("it was not finite before this forward", site=f"{self._described(origin)}, forward")
+        raise NonFiniteError("it made NaN or Inf of finite values", site=f"{self._described(origin)}, forward")
+
+    def _tainted_ancestors(self, node: Node) -> set[Node]:
+        """Nodes from which NaN or Inf came to ``node``: not those where a softmax, say, made it finite again."""
+        found: set[Node] = set()
+        waiting = [node]
+        while waiting:
+            parents = {parent for parent in waiting.pop().all_input_nodes if parent in self._tainted} - found
+            found |= parents
+            waiting += parents
+        return found
+
+    def _gradient_hook(self, node: Node) -> Any:
+        def check(grad: Tensor) -> None:
+            if _finite(grad):
+                return
+            users = [user for user in node.users if user.op != "output"]
+            if not users:
+                raise NonFiniteError(
+                    "the gradient that reaches the model's output is not finite: it arose in the loss, or in its scale",
+                    site="the loss, backward",
+                )
+            where = " and ".join(dict.fromkeys(map(self._described, users)))
+            raise NonFiniteError(
+                f"it made a gradient of NaN or Inf for {self._described(node)}", site=f"{where}, backward"
+            )
+
+        return check
+
+    def _described(self, node: Node) -> str:
+        if "site" in node.kwargs:
+            return str(node.kwargs["site"])
+        if node.op == "placeholder":
+            owner = self._names.owner(node, next(iter(node.users), node)) if self._names.is_parameter(node) else None
+            return ".".join(filter(None, owner)) if owner is not None else f"input {node.name}"
+        module = self._names.module(node)
+        return f"{module or '(root)'} ({getattr(node.target, '__name__', node.target)})"
+
+
+def _floats(value: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+
+
+def _finite(x: Tensor) -> bool:
+    return bool(torch.isfinite(x.detach()).all())
