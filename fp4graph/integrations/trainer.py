@@ -37,8 +37,8 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
     Raises:
         PolicyError: the policy cannot be loaded.
         Mismatch: when training resumes from a checkpoint of another policy or seed, or of none.
-        Error: when training begins: the callback came too late to resume, or the policy scales the loss, which
-            Trainer does for ``fp16=True`` only.
+        Error: the callback was added to the Trainer too late to resume or to evaluate; when training begins, the policy
+            scales the loss, which the Trainer does for ``fp16=True`` only.
     """
 
     def __init__(
@@ -103,6 +103,21 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
         if grad_scaler(model).is_enabled() and getattr(optimizer, "scaler", None) is None:
             raise Error(f"policy {self.policy.name!r} scales the loss, and Trainer does so with fp16=True only")
         prepare_optimizer(model, inner)
+
+    def on_prediction_step(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **others: Any,
+    ) -> None:
+        """A batch was evaluated: by the quantized model, unless the callback was added too late."""
+        if model is not None and runtime_of(model) is None:
+            raise Error(
+                "this evaluation would be in high precision: the callback came after the Trainer was made. Give it to "
+                "the constructor, Trainer(model, ..., callbacks=[FP4GraphCallback(...)])"
+            )
 
     def _apply(self, model: nn.Module) -> None:
         apply(model, self.policy, **self.options)

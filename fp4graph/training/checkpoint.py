@@ -354,7 +354,7 @@ def check_policy(source: str, saved: Mapping[str, Any] | None, module: nn.Module
         if len(changed) > SHOWN:
             shown += f"\n  ... and {len(changed) - SHOWN} lines more"
         raise Mismatch(
-            f"{source} was written under policy {_name(saved['text'])!r}, this model has {runtime.policy.name!r}. "
+            f"{source} was written under policy {_name(saved['text'])!r}, this model has {runtime.policy.name!r}.\n"
             f"From that policy (-) to this one (+):\n{shown}\n{remedy}"
         )
     if saved["seed"] != runtime.seed:

@@ -18,7 +18,8 @@ from fp4graph.runtime import runtime_of
 NEEDED = "install fp4graph[hf]: transformers and accelerate"
 transformers = pytest.importorskip("transformers", reason=NEEDED)
 pytest.importorskip("accelerate", reason=NEEDED)
-pytestmark = pytest.mark.filterwarnings("ignore:.*pin_memory.*")
+# Options by the names that transformers 4 has too.
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing. is deprecated")
 
 
 @pytest.fixture
@@ -120,16 +121,18 @@ def test_what_it_saves_is_a_plain_model_and_more(trainer: Any, llama: Any, tmp_p
     [
         ({"bf16": True}, 3),
         ({"gradient_accumulation_steps": 2}, 5),  # five batches in an epoch
+        ({"gradient_checkpointing": True}, 3),
         ({"torch_compile": True, "torch_compile_backend": "eager"}, 3),
         ({"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_steps": 1}, 3),
     ],
-    ids=["bf16", "accumulation", "torch_compile", "best"],
+    ids=["bf16", "accumulation", "checkpointing", "torch_compile", "best"],
 )
 def test_with_options_that_wrap_or_reload_the_model(trainer: Any, options: dict[str, Any], forwards: int) -> None:
     run = trainer("tetrajet", **{"max_steps": 3, "save_strategy": "steps", **options})
     run.train()
     runtime = runtime_of(run.model)
     assert runtime.root_state.count == forwards
+    assert run.model.is_gradient_checkpointing == options.get("gradient_checkpointing", False)
     assert len({site.module for site in runtime.sites if site.quantized}) == 14
     assert losses(run)[-1] < losses(run)[0]
 
@@ -172,7 +175,10 @@ def test_added_late_it_trains_from_the_start(trainer: Any) -> None:
 
     run = trainer(callback=False, max_steps=2, save_strategy="no")
     run.add_callback(FP4GraphCallback("tetrajet", backend="eager"))
+    with pytest.raises(fp4graph.Error, match="evaluation would be in high precision"):
+        run.evaluate()
     run.train()
+    run.evaluate()
     assert runtime_of(run.model).root_state.count == 2
 
 
