@@ -20,6 +20,7 @@ from fp4graph.numerics import noise, scaling
 from fp4graph.numerics.blocking import Blocking, Granularity, Groups
 from fp4graph.numerics.noise import Noise
 from fp4graph.numerics.quantize import round_elements
+from fp4graph.numerics.rounding import EXPONENT_MASK
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.operands import Gemm, Operand
 from fp4graph.ops import contract
@@ -221,10 +222,13 @@ class OperandProgram:
             quantization = self.quantize(part, again or draw, state, residual=calls > 0)
             calls += 1
             values, gamma = quantization.dequantized(), quantization.gamma
-            # A scalar γ is multiplied after the GEMM: FP4 code times scale is exact in bf16, times γ it is not.
             if gamma is not None and (wrapped or not _is_scalar(gamma)):
-                values, gamma = values * gamma, None
-            multiplier = None if gamma is None else gamma.reshape(())
+                values = values * gamma
+            elif gamma is not None:
+                # A scalar γ is multiplied after the GEMM: FP4 code times scale is exact in bf16, times γ it is not. Its
+                # power of two goes before: exact too, and codes times block scales alone would overflow fp16.
+                power = _power_of_two(gamma)
+                values, multiplier = values * power, (gamma / power).reshape(())
             return quantization.blocking.join(values).to(part.dtype)
 
         inner: Callable[[Tensor], Tensor] = quantize
@@ -485,6 +489,11 @@ def _context(
         spec,
         gemm,
     )
+
+
+def _power_of_two(x: Tensor) -> Tensor:
+    """The largest power of two up to each positive normal fp32; Inf of Inf and NaN."""
+    return (x.view(torch.int32) & EXPONENT_MASK).view(torch.float32)
 
 
 def _is_scalar(gamma: Tensor) -> bool:
