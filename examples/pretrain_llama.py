@@ -216,7 +216,8 @@ def train(settings: Settings, tokens: text_data.Tokens, output: Path, here: Proc
     explanation = fp4graph.explain(model, settings.policy, kwargs={"input_ids": example, "labels": example})
 
     # The lines that make a model train under a policy. The rest of this function is an ordinary loop.
-    model = fp4graph.apply(model, settings.policy, backend=settings.backend, seed=settings.seed)
+    forwards = settings.steps * settings.accumulate  # for policies with phases
+    model = fp4graph.apply(model, settings.policy, backend=settings.backend, seed=settings.seed, total_steps=forwards)
     wrapped = spread(model, settings, here)
     optimizer = fp4graph.prepare_optimizer(model, make_optimizer(model, settings))
     scaler = torch.amp.GradScaler(device.type) if settings.amp == Amp.fp16 else fp4graph.grad_scaler(model)

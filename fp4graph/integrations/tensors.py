@@ -12,10 +12,11 @@ from fp4graph import state
 
 def only_tensors(model: nn.Module) -> None:
     """Let ``model.state_dict()`` hold the policy's text as the bytes of a tensor from now on."""
-    for module in model.modules():
-        if isinstance(module, state.RootState):
-            module.register_state_dict_post_hook(_text_to_bytes)  # type: ignore[no-untyped-call]
+    # On the model: what holds the text is made anew when a policy goes over to another phase.
+    model.register_state_dict_post_hook(_text_to_bytes)  # type: ignore[no-untyped-call]
 
 
-def _text_to_bytes(module: state.RootState, entries: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    entries[f"{prefix}_extra_state"] = torch.tensor(list(module.policy_text.encode()), dtype=torch.uint8)
+def _text_to_bytes(module: nn.Module, entries: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+    for key, value in entries.items():
+        if state.is_ours(key) and isinstance(value, dict):
+            entries[key] = torch.tensor(list(value["policy"].encode()), dtype=torch.uint8)

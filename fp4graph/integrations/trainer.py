@@ -12,7 +12,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from fp4graph.api import apply
+from fp4graph.api import apply, set_total_steps
 from fp4graph.errors import Error
 from fp4graph.integrations.tensors import only_tensors
 from fp4graph.policy import Policy, load_policy
@@ -28,7 +28,8 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
 
     The model is applied when the Trainer is constructed, before anything wraps it or loads a checkpoint into it; the
     optimizer is prepared when training begins. Evaluation and ``resume_from_checkpoint`` work as ever: checkpoints
-    hold the techniques' state in the model's file, the policy in ``trainer_state.json``.
+    hold the techniques' state in the model's file, the policy in ``trainer_state.json``. For policies with phases the
+    training's length is ``max_steps`` times ``gradient_accumulation_steps``.
 
     Args:
         policy, backend, seed, dynamic: as of :func:`fp4graph.apply`.
@@ -96,6 +97,8 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
                     "and this callback to the constructor, Trainer(model, ..., callbacks=[FP4GraphCallback(...)])"
                 )
             self._apply(model)
+        if self.policy.phases:
+            set_total_steps(model, state.max_steps * args.gradient_accumulation_steps)
         if self.same_policy and state.global_step > 0:
             check_policy("the checkpoint", self._saved(state), model)
         # Accelerate's wrapper has no hooks of its own.

@@ -156,16 +156,19 @@ def load(
     _check_parts(path, content, optimizer=optimizer, scaler=scaler, scheduler=scheduler)
     if same_policy:
         check_policy(f"checkpoint {path}", content["policy"], module)
+        if scaler is not None and scaler.is_enabled() != bool(content["scaler"]):
+            there, here = ("enabled", "disabled") if content["scaler"] else ("disabled", "enabled")
+            raise Mismatch(f"checkpoint {path} was written with loss scaling {there}, here it is {here}")
     ranks = content["ranks"]
     entries = {**content["model"], **(ranks[_rank()]["buffers"] if _rank() < len(ranks) else {})}
     entries = _fitting(path, entries, module, same_policy)
-    module.load_state_dict(entries)
-    if optimizer is not None:
+    if optimizer is not None:  # before the model: it looks before it writes
         try:
             optimizer.load_state_dict(_placed_state(content["optimizer"], optimizer))
         except (ValueError, KeyError) as error:
             raise Mismatch(f"checkpoint {path} is of another optimizer: {error}") from error
-    if scaler is not None and (same_policy or (content["scaler"] and scaler.is_enabled())):
+    module.load_state_dict(entries)
+    if scaler is not None and scaler.is_enabled() and content["scaler"]:
         scaler.load_state_dict(content["scaler"])
     if scheduler is not None:
         scheduler.load_state_dict(content["scheduler"])
@@ -250,7 +253,7 @@ def _placed_state(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> di
 
 
 def _own_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """State of ours in which this process differs from the first: what a backward wrote from its own gradients."""
+    """State of ours in which this process differs from the first: written from what this process multiplied."""
     own: dict[str, Tensor] = {}
     if _distributed():
         for name, value in module.state_dict().items():
@@ -325,8 +328,13 @@ def written_under(module: nn.Module) -> dict[str, Any] | None:
     runtime = runtime_of(module)
     if runtime is None:
         return None
-    policy = runtime.policy
-    return {"text": policy.to_yaml(), "fingerprint": policy.fingerprint, "seed": runtime.seed}
+    policy = runtime.whole
+    return {
+        "text": policy.to_yaml(),
+        "fingerprint": policy.fingerprint,
+        "seed": runtime.seed,
+        "total_steps": runtime.total_steps if policy.phases else None,
+    }
 
 
 def check_policy(source: str, saved: Mapping[str, Any] | None, module: nn.Module) -> None:
@@ -340,11 +348,11 @@ def check_policy(source: str, saved: Mapping[str, Any] | None, module: nn.Module
         return
     remedy = "apply the policy it was written under, or pass same_policy=False to go on under this one"
     if saved is None or runtime is None:
-        here = "this model is not applied" if runtime is None else f"this model has {runtime.policy.name!r}"
+        here = "this model is not applied" if runtime is None else f"this model has {runtime.whole.name!r}"
         there = "no policy" if saved is None else f"policy {_name(saved['text'])!r}"
         raise Mismatch(f"{source} was written under {there}, but {here}: {remedy}")
-    if saved["fingerprint"] != runtime.policy.fingerprint:
-        old, new = saved["text"].splitlines(), runtime.policy.to_yaml().splitlines()
+    if saved["fingerprint"] != runtime.whole.fingerprint:
+        old, new = saved["text"].splitlines(), runtime.whole.to_yaml().splitlines()
         changed = [
             line
             for line in difflib.unified_diff(old, new, n=0, lineterm="")
@@ -354,13 +362,19 @@ def check_policy(source: str, saved: Mapping[str, Any] | None, module: nn.Module
         if len(changed) > SHOWN:
             shown += f"\n  ... and {len(changed) - SHOWN} lines more"
         raise Mismatch(
-            f"{source} was written under policy {_name(saved['text'])!r}, this model has {runtime.policy.name!r}.\n"
+            f"{source} was written under policy {_name(saved['text'])!r}, this model has {runtime.whole.name!r}.\n"
             f"From that policy (-) to this one (+):\n{shown}\n{remedy}"
         )
     if saved["seed"] != runtime.seed:
         raise Mismatch(
             f"{source} was written under fp4graph.apply(..., seed={saved['seed']}), this model has seed "
             f"{runtime.seed}: the noise would be another. Apply with the former, or pass same_policy=False"
+        )
+    steps = runtime.total_steps
+    if runtime.whole.phases and None not in (saved["total_steps"], steps) and saved["total_steps"] != steps:
+        raise Mismatch(
+            f"{source} was written for a training of {saved['total_steps']} steps, this one has {steps}: phases would "
+            "begin elsewhere. Say the former, or pass same_policy=False"
         )
 
 

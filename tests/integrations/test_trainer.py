@@ -155,6 +155,26 @@ def test_an_optimizer_of_ones_own(trainer: Any, llama: Any, counting: Any, tmp_p
     assert losses(run)[-1] < losses(run)[0]
 
 
+PHASES = {
+    "version": 1,
+    "name": "two phases",
+    "extends": "tetrajet",
+    "phases": [{"at": 0.5, "operands": {"backward": "keep"}}],
+}
+
+
+def test_phases_know_how_long_training_is(trainer: Any, tmp_path: Path) -> None:
+    whole = trainer(PHASES)
+    whole.train()
+    runtime = runtime_of(whole.model)
+    assert runtime.total_steps == 6
+    assert runtime.phase == 1
+    again = trainer(PHASES, folder="again")
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    assert losses(again) == losses(whole)
+    assert alike(whole.model, again.model)
+
+
 def test_resuming_under_another_policy_is_refused(trainer: Any, tmp_path: Path) -> None:
     from fp4graph.integrations import FP4GraphCallback
 

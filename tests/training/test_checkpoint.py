@@ -173,6 +173,36 @@ def test_another_policy_is_refused_with_the_difference(made: Any, tmp_path: Path
     checkpoint.load(file, *made(tmp_path / "mine.yaml"))
 
 
+def test_phases_go_on_where_they_were(tmp_path: Path) -> None:
+    phases = [{"at": 0.5, "operands": {"backward": "keep"}}]
+    policy = {"version": 1, "name": "p", "extends": "tetrajet-qema", "phases": phases}
+    file = tmp_path / "run.pt"
+
+    def make(total_steps: int = 8) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = fp4graph.apply(nn.Sequential(nn.Linear(64, 64)), policy, backend="eager", total_steps=total_steps)
+        return model, fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            losses.append(model(torch.randn(8, 64)).square().mean())
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [loss.item() for loss in losses]
+
+    model, optimizer = make()
+    train(model, optimizer, 5)
+    checkpoint.save(file, model, optimizer)
+    expected = train(model, optimizer, 3)
+    model, optimizer = make()
+    checkpoint.load(file, model, optimizer)
+    assert train(model, optimizer, 3) == expected
+    with pytest.raises(checkpoint.Mismatch, match="training of 8 steps, this one has 9: phases would begin elsewhere"):
+        checkpoint.load(file, *make(total_steps=9))
+
+
 @pytest.mark.parametrize("policy", ["tetrajet", None])
 def test_another_policy_can_be_asked_for(made: Any, tmp_path: Path, policy: str | None) -> None:
     file = tmp_path / "run.pt"
@@ -200,9 +230,16 @@ def test_another_model_is_refused_untouched(made: Any, tmp_path: Path) -> None:
         checkpoint.Mismatch, match=r"weight is missing; bias is missing; 0\.weight is not in this model"
     ):
         checkpoint.load(file, nn.Linear(2, 2))
-    other, _ = made(None)
+    other, its = made(None)
+    with torch.no_grad():
+        other[2].bias.copy_(before)
     with pytest.raises(checkpoint.Mismatch, match="another optimizer"):
         checkpoint.load(file, other, torch.optim.AdamW(other[0].parameters()))
+    checkpoint.save(file, other, its, scaler=torch.amp.GradScaler("cpu", enabled=False))
+    other, its = made(None)
+    with pytest.raises(checkpoint.Mismatch, match="loss scaling disabled, here it is enabled"):
+        checkpoint.load(file, other, its, scaler=torch.amp.GradScaler("cpu"))
+    assert not torch.equal(other[2].bias, before)
 
 
 def test_what_would_run_code_on_reading_is_refused_on_writing(tmp_path: Path) -> None:
