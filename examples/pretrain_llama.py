@@ -1,7 +1,7 @@
 """Pre-train a LLaMA of Hugging Face's under an fp4graph policy.
 
     python examples/pretrain_llama.py                                      # 9M on the standard library's source
-    python examples/pretrain_llama.py --preset 60M --data wikitext-103-raw --policy mxfp4-best --optimizer stablespam
+    python examples/pretrain_llama.py --preset 60M --data wikitext-103-raw --policy mxfp4-best --optimizer adamw
     torchrun --nproc-per-node 8 examples/pretrain_llama.py --preset 1B --amp bf16 --fsdp
 
 A run can be killed at any moment: started again with --resume it goes on from its last checkpoint, to the last bit as

@@ -42,6 +42,7 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
     },
     "tensor_scaling": {
         "granularity": ["tensor", "row", 32],
+        "hold_steps": [1, 1, 3],
         "headroom": [1.0, 0.5],
         "target": [None, 256.0],
         "operands": [["forward", "backward"], ["backward"]],
@@ -206,6 +207,29 @@ def test_quantizers_are_bit_identical_compiled(data: dict[str, Any]) -> None:
     compiled = torch.compile(graph, fullgraph=True)(*args)
     for operand, a, b in zip(Operand, quantize(*args), compiled, strict=True):
         assert torch.equal(a, b), operand
+
+
+def test_state_that_the_graph_writes_beside_state_that_the_optimizer_writes() -> None:
+    policy = {
+        "version": 1,
+        "name": "p",
+        "extends": "ue5m3-d50",
+        "techniques": [{"tensor_scaling": {"hold_steps": 2}}, "q_ema"],
+        "default": "keep",
+        "rules": [
+            {"match": {"op": "linear"}, "quantize": {"element": "e2m1", "block": 16, "scale": {"format": "e4m3"}}}
+        ],
+    }
+    model = fp4graph.apply(SwiGlu(), policy, backend="eager")
+    optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    x, held = torch.randn(24, 40), []
+    for _ in range(3):
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        held.append(model.up._fp4graph.tensor_scaling_gamma.item())
+    assert held[0] == held[1] != held[2]
+    assert not torch.equal(model.up._fp4graph.q_ema_weight, model.up.weight)
 
 
 @pytest.mark.parametrize(

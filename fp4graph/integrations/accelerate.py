@@ -12,7 +12,6 @@ from torch import nn
 
 from fp4graph.api import apply
 from fp4graph.errors import Error
-from fp4graph.integrations.tensors import only_tensors
 from fp4graph.policy import Policy
 from fp4graph.training import grad_scaler, prepare_optimizer
 from fp4graph.training.checkpoint import check_policy, replacing, written_under
@@ -64,7 +63,6 @@ def apply_with_accelerate(
             "apply_with_accelerate() comes before accelerator.prepare(): it takes the plain model and optimizer"
         )
     apply(model, policy, backend=backend, seed=seed, dynamic=dynamic, total_steps=total_steps)
-    only_tensors(model)
     prepare_optimizer(model, optimizer)
     scaler = grad_scaler(model)
     if scaler.is_enabled() and accelerator.scaler is None:

@@ -14,7 +14,6 @@ from transformers.trainer_callback import ExportableState
 
 from fp4graph.api import apply, set_total_steps
 from fp4graph.errors import Error
-from fp4graph.integrations.tensors import only_tensors
 from fp4graph.policy import Policy, load_policy
 from fp4graph.runtime import runtime_of
 from fp4graph.training import grad_scaler, prepare_optimizer
@@ -125,7 +124,6 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
     def _apply(self, model: nn.Module) -> None:
         apply(model, self.policy, **self.options)
         self.written_under = written_under(model)
-        only_tensors(model)
 
     def _saved(self, state: TrainerState) -> Mapping[str, Any] | None:
         """What the loaded trainer state says that the checkpoint was written under."""

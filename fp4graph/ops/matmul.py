@@ -226,7 +226,7 @@ class _Call:
                 state = self._state(program, operand, rotation)
                 values = program.observe(x, operand_draw(self._draw, operand), state)
                 for slot, entry in self._slots:
-                    if entry is not None and slot.entry.operand is operand:
+                    if entry is not None and slot.written and slot.entry.operand is operand:
                         entry.copy_(values[slot.technique, slot.entry.name])
 
     def with_factors(

@@ -180,9 +180,15 @@ def _concerns(technique: Technique, weight: Weight) -> bool:
 
 
 def _skips(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a fused optimizer, which a ``GradScaler`` tells of an overflow, skips the update inside its step."""
+    """Whether this step is none: a fused optimizer, which a ``GradScaler`` tells of an overflow, skips the update in it;
+    and torch's distributed checkpoint takes one with zero gradients and rates, to make the state that it loads."""
     found = getattr(optimizer, "found_inf", None)
-    return found is not None and bool(found)
+    if found is not None and bool(found):
+        return True
+    if any(float(group["lr"]) != 0 for group in optimizer.param_groups):
+        return False
+    grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return not any(bool((grad != 0).any()) for grad in grads)
 
 
 def _brought(value: Tensor, parameter: Tensor) -> Tensor:

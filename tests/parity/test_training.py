@@ -102,5 +102,5 @@ def test_policies(name: str, vit: Callable[..., nn.Module]) -> None:
 def test_techniques(name: str, vit: Callable[..., nn.Module]) -> None:
     quantize, techniques = TECHNIQUES[name]
     options = {"mlp_layer": timm.layers.SwiGLU} if name == "smooth_swiglu" else {}
-    rule = {"match": {"op": "linear", "block": True}, "quantize": quantize, "techniques": techniques}
+    rule = {"match": {"module": "blocks.*.mlp.*"}, "quantize": quantize, "techniques": techniques}
     check(name, lambda: vit(**options), {"version": 1, "name": name, "rules": [rule]})
