@@ -180,7 +180,7 @@ def _concerns(technique: Technique, weight: Weight) -> bool:
 
 
 def _skips(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether this step is none: a fused optimizer, which a ``GradScaler`` tells of an overflow, skips the update in it;
+    """Whether this step is none: a fused optimizer, which a ``GradScaler`` tells of an overflow, skips the update;
     and torch's distributed checkpoint takes one with zero gradients and rates, to make the state that it loads."""
     found = getattr(optimizer, "found_inf", None)
     if found is not None and bool(found):
