@@ -14,7 +14,6 @@ from fp4graph.graph.marker import ENTER, Tag
 from fp4graph.sharding import whole
 
 if TYPE_CHECKING:
-    from fp4graph.graph.names import Names
     from fp4graph.runtime import Runtime
 
 
@@ -93,12 +92,11 @@ class Unit:
     the backward, outside the root's call).
 
     Args:
-        names: of the model. name, module: sharded, with an :class:`Entry` on it or below.
-        compiled: what runs :func:`run_unit`.
+        module: sharded, with an :class:`Entry` on it or below. compiled: what runs :func:`run_unit`.
     """
 
-    def __init__(self, names: Names, name: str, module: nn.Module, compiled: Callable[..., Any]) -> None:
-        self.names, self.name, self.module, self._compiled = names, name, module, compiled
+    def __init__(self, module: nn.Module, compiled: Callable[..., Any]) -> None:
+        self.module, self._compiled = module, compiled
         self._below = entries(module)[0][2]
         own = [(key, hook) for key, hook in module._forward_pre_hooks.items() if isinstance(hook, Entry)]
         for key, _ in own:
@@ -110,11 +108,7 @@ class Unit:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._below.bypassed:
             return type(self.module).forward(self.module, *args, **kwargs)
-        around, self.names.captured = self.names.captured, self.name
-        try:
-            return self._compiled(self.module, self.entry, *args, **kwargs)
-        finally:
-            self.names.captured = around
+        return self._compiled(self.module, self.entry, *args, **kwargs)
 
 
 def run_unit(module: nn.Module, entry: Entry | None, *args: Any, **kwargs: Any) -> Any:

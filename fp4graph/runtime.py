@@ -319,7 +319,8 @@ class Runtime:
         frames: _Frames = self._frames if watch is None else watch.frames
         first = frames.get(frame, (_occurrences(frames), []))[0]
         try:
-            rewriter = Rewriter(self.policy, self.names, first_occurrence=first)
+            keys = {id(own.key): own.fqn for own in self._site_states}
+            rewriter = Rewriter(self.policy, self.names, first_occurrence=first, keys=keys)
             rewriter.run(gm)
             backend = inner_backend(self.backend)
             if self._bucket_bytes is not None:
@@ -437,10 +438,18 @@ class Runtime:
 
     def _make_units(self) -> None:
         """Give every module that ``fully_shard`` was called on a graph of its own."""
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return
+        # FSDP1 puts views in the place of parameters, or marks the flattened ones.
+        parameters = [p for module in self.root.modules() for p in module._parameters.values() if p is not None]
+        if any(not isinstance(p, nn.Parameter) or hasattr(p, "_fsdp_flattened") for p in parameters):
+            raise Error(
+                "FullyShardedDataParallel (FSDP1) makes flat vectors of weights, which have no blocks; use fully_shard"
+            )
         units = fsdp_units(self.root)
-        for _, unit in units:
+        for unit in units:
             unit.reshard()  # an evaluation may have left the weights whole
-        gathered = {id(module) for _, unit in units for module in unit.modules()}
+        gathered = {id(module) for unit in units for module in unit.modules()}
         for weight in self.weights:
             if is_sharded(weight.parameter) and id(weight.module) not in gathered:
                 raise CaptureError(
@@ -449,14 +458,14 @@ class Runtime:
                     site=weight.name,
                 )
         compiled: dict[type, Callable[..., Any]] = {}
-        for name, unit in units:
+        for unit in units:
             forward = unit.__dict__.get("forward")
             if (forward is None or isinstance(forward, hooks.GuardedForward)) and hooks.entries(unit):
                 cls = type(unit)
                 if cls not in compiled:
                     entry = _with_own_code(hooks.run_unit, cls)
                     compiled[cls] = torch.compile(entry, backend=self._capture, dynamic=self.dynamic)
-                unit.forward = hooks.Unit(self.names, name, unit, compiled[cls])
+                unit.forward = hooks.Unit(unit, compiled[cls])
 
     @torch.no_grad()
     def _synchronize(self, wrapper: DistributedDataParallel, root_state: state.RootState) -> None:

@@ -29,8 +29,8 @@ def like(x: Tensor, reference: Tensor) -> Tensor:
     return distribute_tensor(x.detach(), reference.device_mesh, reference.placements, src_data_rank=None)
 
 
-def fsdp_units(root: nn.Module) -> list[tuple[str, Any]]:
-    """(name, module) of every module in ``root`` that ``fully_shard`` was called on: a Module and an FSDPModule."""
+def fsdp_units(root: nn.Module) -> list[Any]:
+    """The modules in ``root`` that ``fully_shard`` was called on, each a Module and an FSDPModule."""
     if not torch.distributed.is_available():
         return []
-    return [(name, module) for name, module in root.named_modules() if isinstance(module, FSDPModule)]
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]

@@ -59,7 +59,7 @@ class SiteState(State):
 
     def __init__(self, fqn: str, device: torch.device) -> None:
         super().__init__()
-        self._fqn = fqn
+        self.fqn = fqn
         # Derivable from the name, so not saved.
         self.register_buffer("key", noise.make_key("site", fqn, device=device), persistent=False)
         self._weights: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]] = {}
@@ -97,7 +97,7 @@ class SiteState(State):
         super()._apply(fn, recurse)
         key = self._buffers["key"]
         assert key is not None
-        self._buffers["key"] = noise.make_key("site", self._fqn, device=key.device)  # to_empty() left it undefined
+        self._buffers["key"] = noise.make_key("site", self.fqn, device=key.device)  # to_empty() left it undefined
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -135,13 +135,19 @@ class RootState(State):
         super()._load_from_state_dict(*args)
         self.recount()
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RootState:
+        super()._apply(fn, recurse)
+        self.get_buffer("forwards").fill_(self._count)  # to_empty() left it undefined
+        return self
+
     def reset(self, name: str) -> None:
         if name == "forwards":
             assert isinstance(self.forwards, Tensor)
             self.forwards.zero_()
 
-    def get_extra_state(self) -> dict[str, Any]:
-        return {"policy": self.policy_text}
+    def get_extra_state(self) -> Tensor:
+        # As bytes: averages of models, safetensors and others go through a state dict and expect tensors.
+        return torch.tensor(list(self.policy_text.encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
         # The applied policy stays; what a checkpoint was written under is for the reader of the checkpoint.

@@ -78,6 +78,7 @@ class Marker:
     state: Sequence[torch.fx.Node]
     training: bool
     module_id: int | None
+    module: str | None = None
 
     @staticmethod
     def read(node: torch.fx.Node) -> Marker | None:

@@ -28,8 +28,6 @@ class Names:
         self._owners: dict[int, list[tuple[str, str]]] = {}
         self._infos: dict[str, ModuleInfo] = {}
         self._by_name: dict[str, nn.Module] = {}
-        #: The module whose forward is being captured by itself, for what no module inside it was called for.
-        self.captured: str | None = None
         if root is not None:
             self._infos = describe_modules(root)
             for name, module in root.named_modules(remove_duplicate=False):
@@ -70,11 +68,7 @@ class Names:
                 return self._modules[identity]
             if not self._by_name:
                 return _path(source)
-        return self.captured
-
-    def of_identity(self, identity: int | None) -> str | None:
-        """The module with that id; None stands for the one that is captured by itself."""
-        return self.captured if identity is None else self._modules.get(identity)
+        return None
 
     def owner(self, weight: Node, user: Node) -> tuple[str, str] | None:
         """(module, parameter name) of the parameter at placeholder ``weight``.

@@ -82,6 +82,7 @@ class Rewriter:
         names: of the model's modules and parameters.
         first_occurrence: how many sites of a module earlier graphs of the model held (by FQN); graph breaks may
             split a module's calls over several graphs, and noise must not repeat between them.
+        keys: FQN of the module that a marker's key belongs to, by the key's id.
         stateless: whether there are no markers to expect (explain without hooks, the torch.compile entry point).
     """
 
@@ -92,6 +93,7 @@ class Rewriter:
         *,
         first_occurrence: Mapping[str, int] | None = None,
         stateless: bool = False,
+        keys: Mapping[int, str] | None = None,
     ) -> None:
         self.policy = policy
         self.names = names
@@ -99,6 +101,7 @@ class Rewriter:
         self.marked: set[str | None] = set()  # modules whose call was seen
         self._occurrences: Counter[str] = Counter(first_occurrence or {})
         self._stateless = stateless
+        self._keys = keys or {}
         self._bodies: set[int] = set()
 
     def run(self, gm: GraphModule) -> None:
@@ -111,8 +114,10 @@ class Rewriter:
         expand_all(gm, lambda node: self._wants_sdpa(node, gm))
         for node in list(gm.graph.nodes):
             if (marker := Marker.read(node)) is not None:
+                key = outer.get(marker.key, marker.key).meta.get("grapharg")
+                marker = dataclasses.replace(marker, module=self._keys.get(id(getattr(key, "example", None))))
                 markers.add(marker)
-                self.marked.add(self.names.of_identity(marker.module_id))
+                self.marked.add(marker.module)
                 gm.graph.erase_node(node)
             elif node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
                 self._enter(gm, node, outer)
@@ -168,9 +173,13 @@ class Rewriter:
         weight, views = _origin(product.b)
         placeholder = outer.get(weight, weight)
         is_weight = product.form == "linear" or self.names.is_parameter(placeholder)
-        owner = self.names.owner(placeholder, node) if self.names.is_parameter(placeholder) else None
         marked = markers.of_weight(weight) or markers.of_call(node)
+        owner = _marked_owner(marked)
+        if owner is None and self.names.is_parameter(placeholder):
+            owner = self.names.owner(placeholder, node)
         module = owner[0] if owner is not None else self.names.module(node)
+        if module is None and marked is not None:
+            module = marked[0].module
         a, b = value_of(product.a), value_of(product.b)
         assert a is not None, "read_product checked it"
         assert b is not None, "read_product checked it"
@@ -366,6 +375,14 @@ def _same_view(node: Node, views: tuple[Node, ...]) -> Node:
     for view in views:
         node = node.graph.create_node(view.op, view.target, (node, *view.args[1:]), dict(view.kwargs))
     return node
+
+
+def _marked_owner(marked: tuple[Marker, int | None] | None) -> tuple[str, str] | None:
+    """(module, parameter name) of the weight that a marker carries, where the marker's own module is known."""
+    if marked is None or marked[1] is None or marked[0].module is None:
+        return None
+    path, _, name = marked[0].tag.weights[marked[1]].rpartition(".")
+    return f"{marked[0].module}.{path}".strip("."), name
 
 
 def _salt(

@@ -1,0 +1,121 @@
+"""Models, data and comparisons of the cases that run on two processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import timm
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import fp4graph
+
+Loss = Callable[[nn.Module, int], Tensor]
+
+
+def vit(**options: object) -> nn.Module:
+    """Two blocks of width 64, 16 patches without a class token: two images are 32 tokens, one block of a scale."""
+    torch.manual_seed(0)
+    settings = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 64, "num_heads": 2, "num_classes": 10}
+    plain = {"class_token": False, "global_pool": "avg"}
+    return timm.create_model("vit_tiny_patch16_224", **{**settings, **plain, **options})
+
+
+def llama() -> nn.Module:
+    """Two layers of width 64."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            vocab_size=97,
+            max_position_embeddings=32,
+            bos_token_id=0,
+            eos_token_id=0,
+            use_cache=False,
+        )
+    )
+
+
+def rank() -> int:
+    return dist.get_rank()
+
+
+def of_both(make: Callable[[torch.Generator], Tensor], part: int | None) -> Tensor:
+    """The data of one rank, or with None of both, one after the other."""
+    halves = [make(torch.Generator().manual_seed(100 + seed)) for seed in range(2)]
+    return torch.cat(halves) if part is None else halves[part]
+
+
+def image_loss(model: nn.Module, part: int | None) -> Tensor:
+    images = of_both(lambda g: torch.randn(8, 3, 32, 32, generator=g), part)
+    labels = of_both(lambda g: torch.randint(10, (8,), generator=g), part)
+    return cross_entropy(model(images), labels)
+
+
+def text_loss(model: nn.Module, part: int | None) -> Tensor:
+    tokens = of_both(lambda g: torch.randint(97, (2, 16), generator=g), part)
+    return model(input_ids=tokens, labels=tokens).loss
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int | None], Tensor]]] = {
+    "vit": (vit, image_loss),
+    "llama": (llama, text_loss),
+}
+
+
+def train(run: nn.Module, model: nn.Module, loss_of: Loss, steps: int = 6, lr: float = 5e-3) -> list[float]:
+    """Losses of this rank over a few steps of AdamW on one batch; ``run`` is called, ``model`` holds the policy."""
+    optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(run.parameters(), lr=lr))
+    losses = []
+    for _ in range(steps):
+        loss = loss_of(run, rank())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def falls(losses: list[float]) -> bool:
+    return all(map(torch.isfinite, torch.tensor(losses))) and min(losses[-2:]) < 0.85 * losses[0]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def from_rank(tensor: Tensor, source: int = 0) -> Tensor:
+    """That rank's value of ``tensor``."""
+    received = tensor.detach().clone()
+    dist.broadcast(received, source)
+    return received
+
+
+def same_on_both(tensors: dict[str, Tensor]) -> bool:
+    """Whether both ranks hold the same values, to the bit."""
+    equal = [torch.equal(from_rank(tensor), tensor) for tensor in tensors.values()]  # every rank takes part in each
+    return all(equal)
+
+
+def state_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
+
+
+def assert_close(got: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    """Every tensor within ``tolerance`` of the largest value of the expected one."""
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        error = ((got[name] - value).abs().max() / value.abs().max().clamp_min(1e-12)).item()
+        assert error <= tolerance, f"{name}: {error}"

@@ -1,0 +1,258 @@
+"""What holds for a model under DistributedDataParallel; run on two processes by test_ddp.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from common import (
+    MODELS,
+    assert_close,
+    falls,
+    from_rank,
+    gradients,
+    image_loss,
+    rank,
+    same_on_both,
+    state_of,
+    train,
+    vit,
+)
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import fp4graph
+from fp4graph import runtime
+
+FOLDER = Path()  # set by two_processes.py
+EAGER = {"backend": "eager"}
+
+
+def trains(kind: str, policy: str) -> None:
+    make, loss_of = MODELS[kind]
+    model = fp4graph.apply(make(), policy, **EAGER)
+    losses = train(DDP(model), model, loss_of)
+    assert falls(losses), losses
+    assert same_on_both(state_of(model))  # parameters, moving averages, the count
+    assert model._fp4graph.forwards == 6
+
+
+def case_vit_tetrajet() -> None:
+    trains("vit", "tetrajet")
+
+
+def case_vit_tetrajet_qema() -> None:
+    trains("vit", "tetrajet-qema")
+
+
+def case_llama_tetrajet() -> None:
+    trains("llama", "tetrajet")
+
+
+def case_llama_tetrajet_qema() -> None:
+    trains("llama", "tetrajet-qema")
+
+
+def case_any_order_of_apply_and_ddp() -> None:
+    """Before wrapping, after wrapping, and on the wrapper: the same losses to the bit."""
+    runs = []
+    for order in ("before", "inside", "wrapper"):
+        model = vit()
+        if order == "before":
+            fp4graph.apply(model, "tetrajet-qema", **EAGER)
+        wrapper = DDP(model)
+        if order == "inside":
+            fp4graph.apply(wrapper.module, "tetrajet-qema", **EAGER)
+        if order == "wrapper":
+            assert fp4graph.apply(wrapper, "tetrajet-qema", **EAGER) is wrapper
+        runs.append(train(wrapper, wrapper if order == "wrapper" else model, image_loss, steps=3))
+        assert "blocks.0.attn.qkv._fp4graph.q_ema_weight" in model.state_dict()
+    assert runs[0] == runs[1] == runs[2]
+    with fp4graph.bypass(wrapper), torch.no_grad():
+        plain = wrapper(torch.ones(1, 3, 32, 32))
+    assert fp4graph.explain(wrapper, "tetrajet", (torch.empty(1, 3, 32, 32),)).quantized == 8
+    assert torch.equal(fp4graph.remove(wrapper)(torch.ones(1, 3, 32, 32)), plain)
+
+
+def case_two_halves_have_the_gradients_of_the_whole() -> None:
+    for kind, policy in (("vit", "microscaling"), ("llama", "mxfp4")):
+        make, loss_of = MODELS[kind]
+        wrapper = DDP(fp4graph.apply(make(), policy, **EAGER))
+        loss_of(wrapper, rank()).backward()
+        alone = fp4graph.apply(make(), policy, **EAGER)
+        loss_of(alone, None).backward()
+        assert_close(gradients(wrapper.module), gradients(alone), 3e-6)
+
+
+def case_graphs_are_cut_along_buckets_after_the_pass() -> None:
+    runs = {}
+    for bucket in (25, 0.05):
+        model = fp4graph.apply(vit(), "tetrajet-qema", **EAGER)
+        parts = []
+
+        def eager(gm, inputs, parts=parts):
+            parts.append(gm)
+            return gm.forward
+
+        with mock.patch.object(runtime, "inner_backend", return_value=eager):
+            runs[bucket] = train(DDP(model, bucket_cap_mb=bucket), model, image_loss, steps=3)
+        assert (len(parts) > 2) is (bucket < 1), len(parts)
+        assert sum(site.quantized for site in runtime.runtime_of(model).sites) == 8
+    assert runs[25] == runs[0.05]
+
+
+def case_checkpointed_blocks_under_aot_eager() -> None:
+    losses = []
+    for checkpointed in (False, True):
+        model = vit(depth=1)
+        model.set_grad_checkpointing(checkpointed)
+        fp4graph.apply(model, "tetrajet-q1", backend="aot_eager" if checkpointed else "eager")
+        losses.append(train(DDP(model, bucket_cap_mb=0.05), model, image_loss, steps=2))
+    assert losses[0] == losses[1]
+
+
+def local_gradients(policy: object, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Of this rank alone, on data that both ranks share."""
+    wrapper = DDP(fp4graph.apply(vit(), policy, seed=seed, **EAGER))
+    with wrapper.no_sync():
+        image_loss(wrapper, 0).backward()
+    return gradients(wrapper.module)
+
+
+def case_ranks_draw_noise_of_their_own() -> None:
+    mine = local_gradients("tetrajet")
+    name = "blocks.0.attn.qkv.weight"
+    assert not torch.equal(from_rank(mine[name], 0), from_rank(mine[name], 1))
+    again, other = local_gradients("tetrajet"), local_gradients("tetrajet", seed=1)
+    assert all(torch.equal(mine[key], again[key]) for key in mine)
+    assert not torch.equal(mine[name], other[name])
+
+
+def case_constant_noise_is_that_of_all_ranks() -> None:
+    for resample, same in (("never", True), ("step", False)):
+        quantize = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}}
+        rule = {
+            "name": "all",
+            "match": {"op": "linear", "block": True},
+            "quantize": quantize,
+            "techniques": [{"hadamard": {"block": 32, "kind": "random", "resample": resample}}],
+        }
+        mine = local_gradients({"version": 1, "name": "p", "rules": [rule]})["blocks.0.attn.qkv.weight"]
+        assert torch.equal(from_rank(mine, 0), from_rank(mine, 1)) is same, resample
+
+
+def case_a_seed_repeats_the_run() -> None:
+    ends = []
+    for _ in range(2):
+        model = fp4graph.apply(vit(), "tetrajet-qema", seed=3, **EAGER)
+        train(DDP(model), model, image_loss, steps=3)
+        ends.append({name: value.clone() for name, value in state_of(model).items()})
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def case_checkpoint_of_rank_0() -> None:
+    """Saved here, loaded by the test in a single process; the second rank's is the same to the bit."""
+    model = fp4graph.apply(vit(), "tetrajet-qema", **EAGER)
+    train(DDP(model), model, image_loss, steps=2)
+    assert same_on_both(state_of(model))
+    if rank() == 0:
+        torch.save(model.state_dict(), FOLDER / "ddp.pt")
+
+
+class Normalized(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(64, 64)
+        self.norm = nn.BatchNorm1d(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.fc(x))
+
+
+def case_our_buffers_are_left_out_of_the_broadcast() -> None:
+    torch.manual_seed(0)
+    rule = {"name": "all", "match": {"op": "linear"}, "quantize": {"element": "e2m1", "block": 32}}
+    policy = {"version": 1, "name": "p", "rules": [rule], "techniques": [{"q_ema": {}}]}
+    model = fp4graph.apply(Normalized(), policy, **EAGER)
+    wrapper = DDP(model, broadcast_buffers=True)
+    broadcast = {id(buffer) for buffer in wrapper.modules_buffers}
+    named = dict(model.named_buffers())
+    assert {name for name, buffer in named.items() if id(buffer) in broadcast} == {
+        name for name in named if "_fp4graph" not in name
+    }
+    fp4graph.prepare_optimizer(wrapper, torch.optim.SGD(wrapper.parameters(), lr=0.1))
+    x = torch.randn(32, 64, generator=torch.Generator().manual_seed(rank()))
+    wrapper(x).square().sum().backward()
+    model.fc._fp4graph.q_ema_weight += rank()
+    for count in (2, 3):
+        wrapper(x).square().sum().backward()
+        assert model._fp4graph.forwards == count
+        assert runtime.runtime_of(model).root_state.count == count
+        assert torch.equal(from_rank(model.norm.num_batches_tracked), model.norm.num_batches_tracked)
+    difference = from_rank(model.fc._fp4graph.q_ema_weight, 1) - from_rank(model.fc._fp4graph.q_ema_weight, 0)
+    torch.testing.assert_close(difference, torch.ones_like(difference))
+
+
+def case_accumulation_under_no_sync() -> None:
+    """Two halves on each of two ranks are the four quarters of one batch; each is a forward, and draws for itself."""
+    model = fp4graph.apply(vit(), "microscaling", **EAGER)
+    wrapper = DDP(model)
+    images = torch.randn(8, 3, 32, 32)
+    mine = images[4 * rank() : 4 * rank() + 4]
+    with wrapper.no_sync():
+        (wrapper(mine[:2]).square().mean() / 2).backward()
+    (wrapper(mine[2:]).square().mean() / 2).backward()
+    alone = fp4graph.apply(vit(), "microscaling", **EAGER)
+    alone(images).square().mean().backward()
+    assert_close(gradients(model), gradients(alone), 3e-6)
+    assert model._fp4graph.forwards == 2
+
+    noisy = DDP(fp4graph.apply(vit(), "tetrajet", **EAGER))
+    both = []
+    for _ in range(2):
+        noisy.zero_grad()
+        with noisy.no_sync():
+            noisy(mine[:2]).square().mean().backward()
+        both.append(gradients(noisy.module)["blocks.0.mlp.fc1.weight"])
+    assert not torch.equal(*both)
+
+
+def case_state_starts_at_the_weights_that_ddp_sends() -> None:
+    torch.manual_seed(rank())
+    model = vit()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * rank())
+    fp4graph.apply(model, "tetrajet-qema", **EAGER)
+    image_loss(DDP(model), rank())
+    qkv = model.blocks[0].attn.qkv
+    assert same_on_both({"weight": qkv.weight})
+    assert torch.equal(qkv._fp4graph.q_ema_weight, qkv.weight)
+
+
+def case_a_checkpoint_that_rank_0_alone_loads_reaches_all() -> None:
+    trained = fp4graph.apply(vit(), "tetrajet-qema", **EAGER)
+    train(trained, trained, lambda model, _: image_loss(model, 0), steps=3)
+    model = fp4graph.apply(vit(), "tetrajet-qema", **EAGER)
+    if rank() == 0:
+        model.load_state_dict(trained.state_dict())
+    wrapper = DDP(model)
+    fp4graph.prepare_optimizer(model, torch.optim.SGD(wrapper.parameters(), lr=0.1))
+    image_loss(wrapper, rank()).backward()
+    assert same_on_both(state_of(model))
+    assert model._fp4graph.forwards == 4
+    ema = "blocks.1.mlp.fc2._fp4graph.q_ema_weight"
+    assert torch.equal(model.state_dict()[ema], from_rank(trained.state_dict()[ema]))
+
+
+def case_one_rank_may_evaluate_alone() -> None:
+    model = fp4graph.apply(vit(), "tetrajet-qema", **EAGER)
+    wrapper = DDP(model)
+    if rank() == 0:
+        with torch.no_grad():
+            image_loss(wrapper.eval(), 0)
+    losses = train(wrapper.train(), model, image_loss, steps=2)
+    assert all(map(torch.isfinite, torch.tensor(losses)))
+    dist.barrier()

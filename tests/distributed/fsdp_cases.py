@@ -1,0 +1,331 @@
+"""What holds for a model under FSDP2 (``fully_shard``); run on two processes by test_fsdp.py."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from common import (
+    MODELS,
+    assert_close,
+    falls,
+    gradients,
+    image_loss,
+    llama,
+    rank,
+    state_of,
+    train,
+    vit,
+    whole,
+)
+from torch import nn
+from torch.distributed._composable import checkpoint
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+import fp4graph
+from fp4graph.runtime import runtime_of
+
+FOLDER = Path()  # set by two_processes.py
+EAGER = {"backend": "eager"}
+EMA = "blocks.0.attn.qkv._fp4graph.q_ema_weight"
+
+
+def shard(model: nn.Module, **options: object) -> nn.Module:
+    """Each block, then the rest."""
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.blocks if hasattr(model, "blocks") else model.model.layers:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def sharded(model: nn.Module, policy: object, *, first: str = "apply", **options: object) -> nn.Module:
+    if first == "apply":
+        return shard(fp4graph.apply(model, policy, **EAGER), **options)
+    return fp4graph.apply(shard(model, **options), policy, **EAGER)
+
+
+def quantized(model: nn.Module) -> int:
+    """Sites, those of modules that run another's graph included."""
+    return sum(site.quantized for site in runtime_of(model)._served())
+
+
+def ddp_losses(kind: str, policy: str, steps: int = 6) -> list[float]:
+    make, loss_of = MODELS[kind]
+    model = fp4graph.apply(make(), policy, **EAGER)
+    return train(DDP(model), model, loss_of, steps)
+
+
+def trains(kind: str, policy: str, sites: int, orders: tuple[str, ...] = ("apply", "shard")) -> None:
+    """With the losses of DDP to the bit: the noise is the same too."""
+    make, loss_of = MODELS[kind]
+    expected = ddp_losses(kind, policy)
+    assert falls(expected), expected
+    for first in orders:
+        model = sharded(make(), policy, first=first)
+        assert train(model, model, loss_of) == expected, first
+        assert quantized(model) == sites
+        assert model._fp4graph.forwards == 6
+        assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+def case_vit_tetrajet() -> None:
+    trains("vit", "tetrajet", 8)
+
+
+def case_vit_tetrajet_qema() -> None:
+    trains("vit", "tetrajet-qema", 8)
+
+
+def case_llama_tetrajet() -> None:
+    trains("llama", "tetrajet", 14, ("apply",))
+
+
+def case_llama_tetrajet_qema() -> None:
+    trains("llama", "tetrajet-qema", 14, ("shard",))
+
+
+def case_scales_that_the_backward_holds() -> None:
+    model = sharded(vit(), "ue5m3-d50")
+    assert train(model, model, image_loss, 3) == ddp_losses("vit", "ue5m3-d50", 3)
+
+
+def case_two_halves_have_the_gradients_of_the_whole() -> None:
+    for kind in MODELS:
+        make, loss_of = MODELS[kind]
+        model = sharded(make(), "microscaling")
+        loss_of(model, rank()).backward()
+        alone = fp4graph.apply(make(), "microscaling", **EAGER)
+        loss_of(alone, None).backward()
+        assert_close(gradients(model), gradients(alone), 3e-6)
+
+
+def case_state_is_sharded_as_its_weight() -> None:
+    single = fp4graph.apply(vit(), "tetrajet-qema", **EAGER)
+    train(DDP(single), single, image_loss, 3)
+    for first in ("apply", "shard"):
+        model = sharded(vit(), "tetrajet-qema", first=first)
+        train(model, model, image_loss, 3)
+        ema, weight = model.get_buffer(EMA), model.blocks[0].attn.qkv.weight
+        assert ema.placements == weight.placements
+        assert ema.to_local().numel() == weight.numel() // 2
+        assert torch.equal(whole(ema), single.get_buffer(EMA))
+        assert ema.dtype is torch.float32
+
+
+def case_a_sharded_weight_quantized_outside_the_graph() -> None:
+    """What techniques in the optimizer's step see."""
+    model = sharded(vit(), "tetrajet-qema")
+    train(model, model, image_loss, 1)
+    runtime = runtime_of(model)
+    weight = next(w for w in runtime.weights if w.name == "blocks.1.mlp.fc1.weight")
+    result = weight.quantize(weight.parameter, runtime.step)
+    assert result.placements == weight.parameter.placements
+    alone = fp4graph.apply(vit(), "tetrajet-qema", **EAGER)
+    set_model_state_dict(alone, {name: whole(value) for name, value in state_of(model).items()}, options=lenient())
+    same = next(w for w in runtime_of(alone).weights if w.name == weight.name)
+    assert torch.equal(whole(result), same.quantize(same.parameter, runtime.step))
+
+
+def lenient() -> StateDictOptions:
+    return StateDictOptions(strict=False)
+
+
+def case_checkpoint() -> None:
+    model = sharded(vit(), "tetrajet-qema")
+    train(model, model, image_loss, 2)
+    # What torch gives may be the model's own tensors, which go on.
+    state = copy.deepcopy(get_model_state_dict(model))
+    assert isinstance(state[EMA], DTensor)
+    full = copy.deepcopy(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)))
+    if rank() == 0:
+        torch.save(full, FOLDER / "fsdp.pt")
+    expected = image_loss(model, rank())
+    for first in ("apply", "shard"):
+        for saved, options in (
+            (state, None),
+            (full, StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)),
+        ):
+            other = sharded(vit(), "tetrajet-qema", first=first)
+            if first == "apply" and options is None:
+                image_loss(other, rank())  # state is sharded at the first forward
+            set_model_state_dict(other, dict(saved), options=options)
+            assert runtime_of(other).root_state.count == 2
+            fp4graph.prepare_optimizer(other, torch.optim.SGD(other.parameters(), lr=0.1))
+            assert torch.equal(image_loss(other, rank()), expected)
+
+
+def case_coverage_counts_every_block() -> None:
+    for least, raises in ((8, False), (9, True)):
+        policy = {"version": 1, "extends": "microscaling", "name": "p", "expect": {"quantized": {"min": least}}}
+        model = sharded(vit(), policy)
+        if raises:
+            with pytest.raises(fp4graph.PolicyError, match="9"):
+                image_loss(model, rank())
+        else:
+            image_loss(model, rank())
+
+
+def case_rules_by_place_are_kept_apart() -> None:
+    """Blocks of one class share a graph only where the same rules hold for them."""
+    quantize = {"element": "e2m1", "block": 32}
+    rules = [
+        {"name": "first", "match": {"first_blocks": 1}, "keep": "first"},
+        {"name": "rest", "match": {"op": "linear", "block": True}, "quantize": quantize},
+    ]
+    model = sharded(vit(depth=3), {"version": 1, "name": "p", "rules": rules})
+    image_loss(model, rank()).backward()
+    names = {site.module for site in runtime_of(model)._served() if site.quantized}
+    assert {name.split(".")[1] for name in names} == {"1", "2"}
+    assert len(names) == 8
+    alone = fp4graph.apply(vit(depth=3), {"version": 1, "name": "p", "rules": rules}, **EAGER)
+    image_loss(alone, None).backward()
+    assert_close(gradients(model), gradients(alone), 3e-6)
+
+
+def case_other_ways_to_shard() -> None:
+    """The root alone, each linear by itself, weights that stay whole after the forward: the same losses."""
+    expected = ddp_losses("vit", "tetrajet-qema", 3)
+    mesh = init_device_mesh("cpu", (2,))
+
+    def each_linear(model: nn.Module) -> None:
+        for module in model.modules():
+            if isinstance(module, nn.Linear):
+                fully_shard(module, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+    ways = (lambda m: fully_shard(m, mesh=mesh), each_linear, lambda m: shard(m, reshard_after_forward=False))
+    for way in ways:
+        model = fp4graph.apply(vit(), "tetrajet-qema", **EAGER)
+        way(model)
+        assert train(model, model, image_loss, 3) == expected
+        assert quantized(model) == 8
+
+
+def case_a_sharded_container_and_names_that_repeat() -> None:
+    """Dynamo starts no graph in the forward of torch's modules, and "0" of the inner one is not "0" of the root."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64)))
+    mesh = init_device_mesh("cpu", (2,))
+    fully_shard(model[1], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    rule = {"name": "r", "match": {"op": "linear", "module": "1.*"}, "quantize": {"element": "e2m1", "block": 32}}
+    fp4graph.apply(model, {"version": 1, "name": "p", "rules": [rule]}, **EAGER)
+    model(torch.randn(32, 64)).sum().backward()
+    assert {site.module for site in runtime_of(model).sites if site.quantized} == {"1.0", "1.2"}
+
+    # "0" is called by the root, torch's own Sequential, which FSDP's hooks on "1" leave without a graph.
+    rule = {**rule, "match": {"op": "linear", "module": "*"}}
+    fp4graph.apply(model, {"version": 1, "name": "p", "rules": [rule]}, **EAGER)
+    with pytest.raises(fp4graph.CaptureError, match=r"^0: .*ran in high precision"):
+        model(torch.randn(32, 64))
+
+
+def case_recomputed_activations() -> None:
+    """Blocks run again in the backward, compiled, with the noise of the forward."""
+    expected = ddp_losses("vit", "tetrajet-qema", 3)
+    model = fp4graph.apply(vit(), "tetrajet-qema", **EAGER)
+    for block in model.blocks:
+        checkpoint(block)
+    shard(model)
+    assert train(model, model, image_loss, 3) == expected
+    model = vit()
+    model.set_grad_checkpointing(True)
+    sharded(model, "tetrajet-qema")
+    assert train(model, model, image_loss, 3) == expected
+
+
+def case_mixed_precision_keeps_the_average_in_fp32() -> None:
+    model = sharded(vit(), "tetrajet-qema", mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    assert falls(train(model, model, image_loss))
+    assert model.get_buffer(EMA).dtype is torch.float32
+
+
+def case_accumulation_without_sync() -> None:
+    model = sharded(vit(), "microscaling")
+    images = torch.randn(8, 3, 32, 32)
+    mine = images[4 * rank() : 4 * rank() + 4]
+    model.set_requires_gradient_sync(False)
+    model.set_reshard_after_backward(False)
+    (model(mine[:2]).square().mean() / 2).backward()
+    model.set_requires_gradient_sync(True)
+    model.set_reshard_after_backward(True)
+    (model(mine[2:]).square().mean() / 2).backward()
+    alone = fp4graph.apply(vit(), "microscaling", **EAGER)
+    alone(images).square().mean().backward()
+    assert_close(gradients(model), gradients(alone), 3e-6)
+
+
+def case_a_step_while_weights_are_whole() -> None:
+    model = sharded(vit(), "tetrajet-qema")
+    model.set_reshard_after_backward(False)
+    optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    image_loss(model, rank()).backward()
+    optimizer.step()
+    model.set_reshard_after_backward(True)
+    for unit in (*model.blocks, model):
+        unit.reshard()
+    weight = model.blocks[0].attn.qkv.weight
+    assert not torch.equal(whole(model.get_buffer(EMA)), whole(weight))
+    image_loss(model, rank()).backward()
+
+
+def case_built_on_the_meta_device() -> None:
+    """State, count and keys are sound whenever apply() came, for state starts at the first forward."""
+    keys = []
+    for first in ("apply", "shard"):
+        with torch.device("meta"):
+            model = sharded(vit(), "tetrajet-qema", first=first)
+        model.to_empty(device="cpu")
+        source = vit().state_dict()
+        set_model_state_dict(model, dict(source), options=StateDictOptions(full_state_dict=True, strict=False))
+        image_loss(model, rank())
+        assert torch.equal(whole(model.get_buffer(EMA)), source["blocks.0.attn.qkv.weight"])
+        assert model._fp4graph.forwards == 1
+        keys.append(model.blocks[0].attn.qkv._fp4graph.key)
+    assert torch.equal(*keys)
+    assert torch.equal(keys[0], fp4graph.apply(vit(), "tetrajet", **EAGER).blocks[0].attn.qkv._fp4graph.key)
+
+
+def case_bypass_and_remove() -> None:
+    model = sharded(vit(), "tetrajet-qema")
+    image_loss(model, rank())
+    plain = shard(vit())
+    with fp4graph.bypass(model):
+        assert torch.equal(image_loss(model, rank()), image_loss(plain, rank()))
+    fp4graph.remove(model)
+    assert torch.equal(image_loss(model, rank()), image_loss(plain, rank()))
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    fp4graph.apply(model, "microscaling", **EAGER)
+    image_loss(model, rank()).backward()
+
+
+def case_tensor_parallelism_is_refused() -> None:
+    model = parallelize_module(
+        nn.Sequential(nn.Linear(64, 64)), init_device_mesh("cpu", (2,)), {"0": ColwiseParallel()}
+    )
+    rule = {"name": "all", "match": {"op": "linear"}, "quantize": {"element": "e2m1", "block": 32}}
+    fp4graph.apply(model, {"version": 1, "name": "p", "rules": [rule]}, **EAGER)
+    with pytest.raises(fp4graph.CaptureError, match="tensor parallelism"):
+        model(torch.randn(32, 64))
+
+
+def case_fsdp1_is_refused() -> None:
+    for first in ("apply", "wrap"):
+        model = vit() if first == "wrap" else fp4graph.apply(vit(), "microscaling", **EAGER)
+        wrapper = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+        if first == "wrap":
+            fp4graph.apply(model, "microscaling", **EAGER)
+        with pytest.raises(fp4graph.Error, match="fully_shard"):
+            image_loss(wrapper, rank())
+
+
+def case_llama_of_another_dtype() -> None:
+    model = sharded(llama().bfloat16(), "tetrajet-qema", first="shard")
+    assert falls(train(model, model, MODELS["llama"][1], 4, lr=1e-2))
