@@ -7,7 +7,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from common import (
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from two_process_models import (
     MODELS,
     assert_close,
     falls,
@@ -20,8 +22,6 @@ from common import (
     train,
     vit,
 )
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 import fp4graph
 from fp4graph import runtime

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import (
+from torch import nn
+from torch.distributed._composable import checkpoint
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel as DDP
+from two_process_models import (
     MODELS,
     assert_close,
     falls,
@@ -20,14 +28,6 @@ from common import (
     vit,
     whole,
 )
-from torch import nn
-from torch.distributed._composable import checkpoint
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
-from torch.nn.parallel import DistributedDataParallel as DDP
 
 import fp4graph
 from fp4graph.runtime import runtime_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import ddp_cases
 import pytest
 import torch
-from common import image_loss, vit
+from two_process_models import image_loss, vit
 from two_processes import cases, launch
 
 import fp4graph
