@@ -3,8 +3,9 @@
 Quantized training amplifies an ulp (1e-7 becomes 1e-2 in ten steps), so no fixed tolerance is honest. The measure is
 what a one-ulp change of the input does to the losses of 20 steps in eager; compiled code, which sums in another order,
 may move them by three times that. An ulp is amplified once it moves an element over a rounding threshold, which is a
-matter of chance: the measure is the most that any of four such changes does. Compiling takes about a minute for each,
-so only a few run by default: ``make parity`` runs them all and prints the figures.
+matter of chance: so the model has the width of ViT-Tiny and the batch 64 images, enough elements for that to happen
+within the first steps, and the measure is the most that any of three such changes does. Compiling takes about a minute
+for each, so only a few run by default: ``make parity`` runs them all and prints the figures.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from torch import nn
 import fp4graph
 
 STEPS = 20
+WIDTH = {"embed_dim": 192, "num_heads": 3}
 POLICIES = sorted(file.stem for file in Path(fp4graph_policies.__file__).parent.glob("*.yaml"))
 BY_DEFAULT = ("tetrajet", "nvfp4-te")
 
@@ -81,7 +83,7 @@ def losses(make: Callable[[], nn.Module], policy: Any, backend: str, nudge: int 
 def check(name: str, make: Callable[[], nn.Module], policy: Any) -> None:
     eager = losses(make, policy, "eager")
     assert eager[-1] < eager[0], "it does not train"
-    nudged = max((losses(make, policy, "eager", seed) - eager).abs().max().item() for seed in range(4))
+    nudged = max((losses(make, policy, "eager", seed) - eager).abs().max().item() for seed in range(3))
     compiled = (losses(make, policy, "inductor") - eager).abs().max().item()
     print(f"\n{name:28} compiled {compiled:.2e}  one ulp {nudged:.2e}  ratio {compiled / nudged:.2f}", flush=True)
     assert compiled <= 3 * nudged
@@ -94,7 +96,7 @@ def chosen(names: list[str]) -> list[Any]:
 @pytest.mark.parametrize("name", chosen(POLICIES))
 def test_policies(name: str, vit: Callable[..., nn.Module]) -> None:
     # nvfp4-te keeps the first and the last block in high precision: of two blocks nothing would be left.
-    check(name, lambda: vit(depth=3 if name == "nvfp4-te" else 2), name)
+    check(name, lambda: vit(**WIDTH, depth=3 if name == "nvfp4-te" else 2), name)
 
 
 @pytest.mark.parity
@@ -103,4 +105,4 @@ def test_techniques(name: str, vit: Callable[..., nn.Module]) -> None:
     quantize, techniques = TECHNIQUES[name]
     options = {"mlp_layer": timm.layers.SwiGLU} if name == "smooth_swiglu" else {}
     rule = {"match": {"module": "blocks.*.mlp.*"}, "quantize": quantize, "techniques": techniques}
-    check(name, lambda: vit(**options), {"version": 1, "name": name, "rules": [rule]})
+    check(name, lambda: vit(**WIDTH, **options), {"version": 1, "name": name, "rules": [rule]})
