@@ -75,3 +75,12 @@ def test_fewer_weights_oscillate(name: str, plain: float) -> None:
     share = oscillating_share(REMEDIES[name])
     print(f"{name}: {share:.1%} of the weights oscillate, {plain:.1%} without")
     assert share < 0.7 * plain
+
+
+def test_dampening_helps_little_and_freezing_stops_what_it_freezes(plain: float) -> None:
+    """The paper's comparisons, Tables 3 and 4: the former leaves most of the oscillation, the latter ends it (and, in a
+    training that has far to go, progress with it)."""
+    dampened, frozen = oscillating_share({"dampen": {"strength": 0.01}}), oscillating_share("freeze")
+    print(f"dampen: {dampened:.1%}, freeze: {frozen:.1%} of the weights oscillate, {plain:.1%} without")
+    assert 0.5 * plain < dampened < 0.95 * plain
+    assert frozen < 0.3 * plain
