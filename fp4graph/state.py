@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from fp4graph.errors import PolicyWarning
 from fp4graph.numerics import noise
+from fp4graph.policy.difference import difference, name_in
 from fp4graph.sharding import like, whole
 
 #: Name of the submodule that holds our buffers, on the root and on every module with planned sites.
@@ -150,5 +153,12 @@ class RootState(State):
         return torch.tensor(list(self.policy_text.encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
-        # The applied policy stays; what a checkpoint was written under is for the reader of the checkpoint.
-        return
+        """The applied policy stays; what the loaded state was written under differs perhaps, which is said."""
+        saved = bytes(state.tolist()).decode() if isinstance(state, Tensor) else self.policy_text
+        if changed := difference(saved, self.policy_text):
+            warnings.warn(
+                f"this state was saved under policy {name_in(saved)!r}, the model has {name_in(self.policy_text)!r}. From "
+                f"that policy (-) to this one (+):\n{changed}",
+                PolicyWarning,
+                stacklevel=2,
+            )

@@ -15,7 +15,6 @@ on with another number of processes, under ``fully_shard`` or without it.
 
 from __future__ import annotations
 
-import difflib
 import os
 import pickle
 import random
@@ -33,6 +32,7 @@ from torch import Tensor, nn
 
 from fp4graph import state
 from fp4graph.errors import Error
+from fp4graph.policy.difference import difference, name_in
 from fp4graph.runtime import runtime_of, unwrapped
 from fp4graph.sharding import is_sharded, like, whole
 
@@ -349,20 +349,12 @@ def check_policy(source: str, saved: Mapping[str, Any] | None, module: nn.Module
     remedy = "apply the policy it was written under, or pass same_policy=False to go on under this one"
     if saved is None or runtime is None:
         here = "this model is not applied" if runtime is None else f"this model has {runtime.whole.name!r}"
-        there = "no policy" if saved is None else f"policy {_name(saved['text'])!r}"
+        there = "no policy" if saved is None else f"policy {name_in(saved['text'])!r}"
         raise Mismatch(f"{source} was written under {there}, but {here}: {remedy}")
     if saved["fingerprint"] != runtime.whole.fingerprint:
-        old, new = saved["text"].splitlines(), runtime.whole.to_yaml().splitlines()
-        changed = [
-            line
-            for line in difflib.unified_diff(old, new, n=0, lineterm="")
-            if line[:1] in "+-" and not line.startswith(("+++", "---", "-description:", "+description:"))
-        ]
-        shown = "\n".join(f"  {line}" for line in changed[:SHOWN]) or "  (a number format, by its values)"
-        if len(changed) > SHOWN:
-            shown += f"\n  ... and {len(changed) - SHOWN} lines more"
+        shown = difference(saved["text"], runtime.whole.to_yaml()) or "  (a number format, by its values)"
         raise Mismatch(
-            f"{source} was written under policy {_name(saved['text'])!r}, this model has {runtime.whole.name!r}.\n"
+            f"{source} was written under policy {name_in(saved['text'])!r}, this model has {runtime.whole.name!r}.\n"
             f"From that policy (-) to this one (+):\n{shown}\n{remedy}"
         )
     if saved["seed"] != runtime.seed:
@@ -376,11 +368,6 @@ def check_policy(source: str, saved: Mapping[str, Any] | None, module: nn.Module
             f"{source} was written for a training of {saved['total_steps']} steps, this one has {steps}: phases would "
             "begin elsewhere. Say the former, or pass same_policy=False"
         )
-
-
-def _name(policy_text: str) -> str:
-    """Of a policy's YAML as ``Policy.to_yaml`` writes it, where the name is the second line."""
-    return next((line[6:] for line in policy_text.splitlines() if line.startswith("name: ")), "?")
 
 
 def _fitting(path: str | PathLike[str], saved: dict[str, Any], module: nn.Module, same_policy: bool) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 
 import pytest
 import timm
@@ -276,3 +277,15 @@ def test_a_sequential_root_keeps_its_length_and_order():
     assert len(model) == 3
     assert model(x).shape == (4, 8)
     assert "0._fp4graph.root.forwards" in model.state_dict()
+
+
+def test_state_of_another_policy_says_what_differs(vit):
+    saved = fp4graph.apply(vit(), "tetrajet-qema", backend="eager").state_dict()
+    model = fp4graph.apply(vit(), "tetrajet", backend="eager")
+    with pytest.warns(fp4graph.PolicyWarning, match=r"(?s)'tetrajet-qema'.*'tetrajet'.*-- q_ema"):
+        missing, unexpected = model.load_state_dict(saved, strict=False)
+    assert not missing
+    assert all("q_ema" in key for key in unexpected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.load_state_dict(model.state_dict())
