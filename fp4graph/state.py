@@ -157,8 +157,8 @@ class RootState(State):
         saved = bytes(state.tolist()).decode() if isinstance(state, Tensor) else self.policy_text
         if changed := difference(saved, self.policy_text):
             warnings.warn(
-                f"this state was saved under policy {name_in(saved)!r}, the model has {name_in(self.policy_text)!r}. From "
-                f"that policy (-) to this one (+):\n{changed}",
+                f"this state was saved under policy {name_in(saved)!r}, the model has {name_in(self.policy_text)!r}. "
+                f"From that policy (-) to this one (+):\n{changed}",
                 PolicyWarning,
                 stacklevel=2,
             )
