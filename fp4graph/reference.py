@@ -27,13 +27,14 @@ from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from fp4graph.errors import Error
+from fp4graph.numerics.formats import FP32
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.operands import Gemm, Operand
 from fp4graph.policy import Phase, Policy, Rule, load_policy
 from fp4graph.policy.validation import keys
 from fp4graph.registry import GROUP, Registry
 from fp4graph.site import SiteView
-from fp4graph.technique import STAGES, Technique, overrides
+from fp4graph.technique import STAGES, OperandSpecs, Technique, overrides
 
 #: Docstring parts after the summary: how a paragraph that opens one begins, and the heading it gets.
 PARTS = {
@@ -108,10 +109,20 @@ def _rule_data(rule: Rule) -> dict[str, Any]:
         "required": rule.required,
         "match": str(rule.match),
         "keep": rule.keep,
-        "operands": {operand.value: spec_words(spec) for operand, spec in rule.specs.items()},
+        "operands": {operand.value: spec_words(spec) for operand, spec in planned(rule).items()},
         "reuses": sorted(operand.value for operand in rule.reuses),
         "techniques": [technique.name for technique in rule.techniques],
     }
+
+
+def planned(rule: Rule) -> OperandSpecs:
+    """The specs of a rule after what its techniques make of them."""
+    specs: OperandSpecs = rule.specs
+    if rule.quantizes:
+        site = SiteView(None, (rule.match.op or ("linear",))[0], None, None, None, None, None)
+        for technique in rule.techniques:
+            specs = technique.plan(site, specs)
+    return specs
 
 
 def spec_words(spec: QuantSpec | None) -> dict[str, str] | None:
@@ -119,7 +130,7 @@ def spec_words(spec: QuantSpec | None) -> dict[str, str] | None:
     if spec is None:
         return None
     block = "×".join(map(str, spec.block)) if isinstance(spec.block, tuple) else str(spec.block)
-    scale = [spec.scale.format.name, spec.scale.rounding]
+    scale = [spec.scale.format.name] + ([spec.scale.rounding] if spec.scale.format != FP32 else ["unrounded"])
     scale += [spec.scale.convention] if spec.scale.convention != "decode" else []
     scale += [spec.scale.zero] if spec.scale.zero != "nearest_subnormal" else []
     bits = f", {spec.random_bits} bits" if spec.random_bits != 24 else ""
@@ -151,6 +162,10 @@ def _weight(technique: type[Technique], options: Mapping[str, Any]) -> float | N
     try:
         return technique.model_validate(options).complexity
     except ValidationError:  # an option without default, or options that do not go together
+        pass
+    try:
+        return technique.model_construct(**options).complexity
+    except AttributeError:  # it depends on that option
         return None
 
 
@@ -177,8 +192,9 @@ def rule_heading(rule: Rule) -> str:
 def rule_rows(rule: Rule) -> list[tuple[str, ...]]:
     """The operands of a rule, a row each; shorter than :data:`COLUMNS` for those in high precision."""
     rows: list[tuple[str, ...]] = []
+    specs = planned(rule)
     for number, operand in enumerate(Operand, start=1):
-        words = spec_words(rule.specs[operand])
+        words = spec_words(specs[operand])
         exact = "high precision, of the dequantized fprop operand" if operand in rule.reuses else "high precision"
         rows.append((f"Q{number}", operand.value, *(words.values() if words else (exact,))))
     return rows

@@ -32,6 +32,8 @@ class Registry:
         elements, scales: name to format, built-in and added.
         policies: name to file, shipped and added.
         failures: plugin name to the error that kept it out; the others stay usable.
+        contested: techniques and formats that two plugins claim, with the error: which of them is meant, nobody can
+            tell, so naming one in a policy is an error.
     """
 
     def __init__(self, plugins: Iterable[tuple[str, object]] = (), *, entry_point_group: str | None = GROUP) -> None:
@@ -43,6 +45,7 @@ class Registry:
         self._policies: dict[str, Path] = {path.stem: path for path in _shipped_policies()}
         self._origin: dict[str, str] = {}
         self.failures: dict[str, PluginError] = {}
+        self.contested: dict[str, PluginError] = {}
         found = entry_points(group=entry_point_group) if entry_point_group else ()
         for name, candidate in [*((point.name, point) for point in found), *plugins]:
             try:
@@ -57,7 +60,9 @@ class Registry:
     def _add(self, name: str, plugin: object) -> None:
         """Register one plugin's offers, all or none of them."""
         if self._manager.has_plugin(name):
-            raise PluginError("another plugin has this name", plugin=name)
+            error = PluginError("another plugin has this name", plugin=name)
+            self.contested |= {technique: error for technique, origin in self._origin.items() if origin == name}
+            raise error
         try:
             self._manager.register(plugin, name=name)
             self._manager.check_pending()
@@ -99,14 +104,20 @@ class Registry:
                 )
             if technique.name in self._techniques or technique.name in offered:
                 other = self._origin.get(technique.name, plugin)
-                raise PluginError(f"technique {technique.name!r} is already offered by plugin {other!r}", plugin=plugin)
+                self.contested[technique.name] = PluginError(
+                    f"technique {technique.name!r} is already offered by plugin {other!r}", plugin=plugin
+                )
+                raise self.contested[technique.name]
             technique.model_rebuild()  # raises where the type of an option cannot be found
             offered.add(technique.name)
         for number_format in number_formats:
             if not isinstance(number_format, formats.ElementFormat | formats.ScaleFormat):
                 raise PluginError(f"{number_format!r} is neither an ElementFormat nor a ScaleFormat", plugin=plugin)
             if number_format.name in self._elements or number_format.name in self._scales:
-                raise PluginError(f"format {number_format.name!r} already exists", plugin=plugin)
+                self.contested[number_format.name] = PluginError(
+                    f"format {number_format.name!r} already exists", plugin=plugin
+                )
+                raise self.contested[number_format.name]
 
     def _check_policies(self, plugin: str, policies: list[Path]) -> None:
         for path in policies:

@@ -216,7 +216,8 @@ class Technique(BaseModel):
     def round(self, ratio: Tensor, scale: Tensor, context: Context) -> Tensor | None:
         """Element rounding: values of the element format for ``ratio = x/S``; None leaves it to the spec.
 
-        ``scale`` broadcasts against ``ratio`` and against the entries of ``context.state``.
+        ``scale`` broadcasts against ``ratio`` and against the ``weight_like`` entries of ``context.state``, which are
+        divided by the normalizers' γ as the values were.
         """
         return None
 
@@ -240,7 +241,7 @@ class Technique(BaseModel):
         return None
 
     def statistic_gradient(self, values: Tensor, z: Tensor, context: Context) -> Tensor | None:
-        """dZ/dX, shape of ``values``; None treats the scale as a constant (EL's STE)."""
+        """dZ/dX, shape of ``values``; None treats the scale as a constant. Both are as before normalizers."""
         return None
 
     def group_gradient(self, values: Tensor, g: Tensor, groups: Groups, context: Context) -> Tensor | None:

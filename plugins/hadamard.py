@@ -74,6 +74,8 @@ class Hadamard(Technique):
 
     @model_validator(mode="after")
     def _signs_are_drawn(self) -> Hadamard:
+        if self.kind == "random_backward" and not self._gemms - {Gemm.FPROP}:
+            raise ValueError("kind: random_backward draws signs in dgrad and wgrad, and scope has neither of them")
         if self.kind == "deterministic" and "resample" in self.model_fields_set:
             raise ValueError("kind: deterministic draws no signs; leave resample out")
         return self

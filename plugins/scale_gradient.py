@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics import surrogates
+from fp4graph.numerics.formats import FP32
 from fp4graph.operands import GROUPS, Operand
 from fp4graph.site import SiteView
 from fp4graph.technique import Context, OperandSpecs, Overhead, Technique
@@ -41,9 +42,23 @@ class ScaleGradient(Technique):
 
     kind: Literal["spline", "dge", "ste"] = Field("spline", description="Which stand-in for the scale's rounding.")
     range: Literal["all", "low"] = Field("all", description="Where it acts: everywhere, or below the smallest normal.")
-    k: float = Field(5.0, gt=1, description="dge: its exponent is 1/k - 1.")
+    k: float = Field(5.0, gt=1, allow_inf_nan=False, description="dge: its exponent is 1/k - 1.")
     lower: float | None = Field(None, ge=0, description="Least slope; by default 0.2 for spline, 0 for dge.")
     upper: float | None = Field(None, gt=0, description="Greatest slope; by default 3 for dge, else unlimited.")
+
+    @model_validator(mode="after")
+    def _of_its_kind(self) -> ScaleGradient:
+        if self.kind != "dge" and self.k != 5:
+            raise ValueError(f"k belongs to kind: dge, and kind is {self.kind}; leave it out")
+        lower, upper = self._bounds
+        if upper is not None and lower > upper:
+            raise ValueError(f"lower {lower:g} is above upper {upper:g}")
+        return self
+
+    @property
+    def _bounds(self) -> tuple[float, float | None]:
+        lower, upper = (0.2, None) if self.kind == "spline" else (0.0, 3.0)
+        return lower if self.lower is None else self.lower, upper if self.upper is None else self.upper
 
     @property
     def complexity(self) -> float:
@@ -54,7 +69,12 @@ class ScaleGradient(Technique):
         """It needs a scale that is differentiated."""
         smooth = techniques.get("smooth_max")
         if self.kind == "ste" or smooth is None or getattr(smooth, "kind", "ste") == "ste":
-            return "the block scale is not differentiated; add smooth_max with another kind than ste, or"
+            return "the block scale is not differentiated, which takes smooth_max with another kind than ste"
+        acting = [spec.scale.format for o in GROUPS["forward"] if (spec := specs.get(o)) is not None]
+        if acting and all(number == FP32 for number in acting):
+            return "a scale in fp32 is not rounded"
+        if acting and self.range == "low" and all(not number.has_zero or number == FP32 for number in acting):
+            return "range: low is for scale formats with subnormals"
         return None
 
     def acts_on(self, site: SiteView) -> frozenset[Operand]:
@@ -63,18 +83,17 @@ class ScaleGradient(Technique):
 
     def scale_slope(self, ideal: torch.Tensor, context: Context) -> torch.Tensor | None:
         """q'(s), shape of ``ideal``."""
-        if self.kind == "ste":
-            return None
         assert context.spec is not None
         number = context.spec.scale.format
+        if self.kind == "ste" or number == FP32:
+            return None
         part, odd = surrogates.scale_fraction(ideal, number)
         if self.kind == "dge":
             slope = surrogates.dge(part, self.k)
         else:
             slope = 2 * odd if number.has_zero else torch.full_like(ideal, 4 / 3)
         slope = torch.where(ideal <= number.max, slope, torch.zeros_like(slope))
-        lower, upper = (0.2, None) if self.kind == "spline" else (0.0, 3.0)
-        slope = slope.clamp(lower if self.lower is None else self.lower, upper if self.upper is None else self.upper)
+        slope = slope.clamp(*self._bounds)
         if self.range == "low":
             slope = torch.where(ideal < 2.0**number.min_exponent, slope, torch.ones_like(slope))
         return slope

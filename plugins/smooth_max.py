@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics.surrogates import absmax_gradient, log_sum_exp, softmax_gradient
@@ -44,6 +44,12 @@ class SmoothMax(Technique):
     beta: float = Field(40.0, gt=0, allow_inf_nan=False, description="β, the inverse temperature of the softmax.")
     relative: bool = Field(False, description="Whether β is in units of 1/amax of the block.")
 
+    @model_validator(mode="after")
+    def _of_its_kind(self) -> SmoothMax:
+        if self.kind not in ("softmax", "hybrid") and (self.beta != 40 or self.relative):
+            raise ValueError(f"kind: {self.kind} has no β; leave beta and relative out")
+        return self
+
     @property
     def complexity(self) -> float:
         """3.0, for ``ste`` 0 (design-space paper, Table 9)."""
@@ -66,7 +72,6 @@ class SmoothMax(Technique):
         """Eq. 4 or Eq. 5."""
         if self.kind == "ste":
             return None
-        # Of the normalized values, which z has followed; the softmax's own z is no maximum.
         m = values.abs().amax(context.axes, keepdim=True)
         if self.kind == "absmax":
             index = context.blocking.index(values.device).expand(values.shape)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics import surrogates
 from fp4graph.operands import GROUPS, Operand, select
 from fp4graph.site import SiteView
-from fp4graph.technique import Context, Overhead, Technique
+from fp4graph.technique import Context, OperandSpecs, Overhead, Technique
 
 _LOWER = {"spline": 0.2, "dge": 0.0, "sigmoid": 0.0, "clip": 0.0}
 _UPPER = {"dge": 3.0}
+#: Scale rules under which no element is clipped.
+_NEVER_CLIPS = ("ceil", "amax_ceil", "toward_positive")
 
 
 class StepGradient(Technique):
@@ -48,8 +51,8 @@ class StepGradient(Technique):
 
     kind: Literal["spline", "dge", "sigmoid", "clip", "ste"] = Field("spline", description="Which stand-in for Q.")
     operands: tuple[str, ...] = Field(("forward",), description="Whose gradient: fprop.input, fprop.weight, or both.")
-    k: float = Field(5.0, gt=1, description="dge: its exponent is 1/k - 1.")
-    temperature: float = Field(1.0, gt=0, description="sigmoid: T; towards 0 it becomes the step.")
+    k: float = Field(5.0, gt=1, allow_inf_nan=False, description="dge: its exponent is 1/k - 1.")
+    temperature: float = Field(1.0, gt=0, allow_inf_nan=False, description="sigmoid: T; towards 0 it becomes the step.")
     knots: tuple[tuple[float, float], ...] = Field(
         (), description="spline: (abs(u), value) pairs from (0, 0) up; empty takes the thresholds of nearest even."
     )
@@ -67,7 +70,41 @@ class StepGradient(Technique):
     def _ascending(cls, value: tuple[tuple[float, float], ...]) -> tuple[tuple[float, float], ...]:
         if value and (len(value) < 2 or any(b[0] <= a[0] for a, b in itertools.pairwise(value))):
             raise ValueError("knots are at least two pairs (abs(u), value), abs(u) ascending")
+        if value and value[0] != (0, 0):
+            raise ValueError(f"knots begin at (0, 0); the first is {value[0]}")
         return value
+
+    @model_validator(mode="after")
+    def _of_its_kind(self) -> StepGradient:
+        owners = {"k": "dge", "temperature": "sigmoid", "knots": "spline"}
+        for option in owners:
+            if owners[option] != self.kind and getattr(self, option) != type(self).model_fields[option].default:
+                raise ValueError(f"{option} belongs to kind: {owners[option]}, and kind is {self.kind}; leave it out")
+        lower, upper = self._bounds
+        if upper is not None and lower > upper:
+            raise ValueError(f"lower {lower:g} is above upper {upper:g}")
+        return self
+
+    @property
+    def _bounds(self) -> tuple[float, float | None]:
+        lower = _LOWER.get(self.kind, 0.0) if self.lower is None else self.lower
+        return lower, _UPPER.get(self.kind) if self.upper is None else self.upper
+
+    def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
+        """Knots reach the element format's maximum."""
+        for operand in sorted(select(self.operands, GROUPS["forward"])):
+            spec = specs.get(operand)
+            if self.knots and spec is not None and self.knots[-1][0] < spec.element.max:
+                raise ValueError(
+                    f"knots end at {self.knots[-1][0]:g}, and {operand} has values up to {spec.element.max:g}"
+                )
+
+    def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
+        """A clip mask where nothing is clipped."""
+        acting = [spec for o in select(self.operands, GROUPS["forward"]) if (spec := specs.get(o)) is not None]
+        if self.kind == "clip" and acting and all(spec.scale.rounding in _NEVER_CLIPS for spec in acting):
+            return "scales that are rounded up clip nothing"
+        return None
 
     @property
     def complexity(self) -> float:
@@ -92,8 +129,7 @@ class StepGradient(Technique):
             part = surrogates.fraction(ratio, element)
             slope = surrogates.dge(part, self.k) if self.kind == "dge" else surrogates.sigmoid(part, self.temperature)
         slope = torch.where(ratio.abs() <= element.max, slope, torch.zeros_like(slope))
-        lower = _LOWER[self.kind] if self.lower is None else self.lower
-        return slope.clamp(lower, _UPPER.get(self.kind) if self.upper is None else self.upper)
+        return slope.clamp(*self._bounds)
 
 
 @hookimpl

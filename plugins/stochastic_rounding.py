@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal
 
 import torch
@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics.blocking import Granularity
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.operands import Operand, select
+from fp4graph.operands import Gemm, Operand, select
 from fp4graph.site import SiteView
 from fp4graph.technique import Context, OperandSpecs, Overhead, Technique
 
@@ -73,6 +73,13 @@ class StochasticRounding(Technique):
         if value == 1:
             raise ValueError("a factor of 1 guards nothing; leave range_guard out")
         return value
+
+    def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
+        """A guard changes what the gradient of the block scale would be."""
+        smooth = techniques.get("smooth_max")
+        differentiated = smooth is not None and getattr(smooth, "kind", "ste") != "ste"
+        if self.range_guard is not None and differentiated and any(o.gemm is Gemm.FPROP for o in self._chosen):
+            raise ValueError("range_guard on an operand of fprop and smooth_max do not go together; drop one of them")
 
     @property
     def complexity(self) -> float:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import ClassVar
 
 from pydantic import Field, field_validator
 
 from fp4graph.hookspecs import hookimpl
+from fp4graph.numerics.formats import FP32
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.operands import select
 from fp4graph.site import SiteView
@@ -52,6 +54,11 @@ class StochasticScaleRounding(Technique):
     def implied_by(cls, spec: QuantSpec) -> StochasticScaleRounding | None:
         """Any operand whose scale says ``rounding: stochastic``."""
         return cls() if spec.scale.rounding == "stochastic" else None
+
+    def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
+        """Where scales are not rounded at all."""
+        acting = [spec for operand in select(self.operands) if (spec := specs.get(operand)) is not None]
+        return "a scale in fp32 is not rounded" if acting and all(s.scale.format == FP32 for s in acting) else None
 
     def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
         """The chosen operands, as far as they are quantized, round their scales stochastically."""

@@ -18,6 +18,7 @@ from fp4graph.technique import Context, OperandSpecs, Overhead, StateEntry, Tech
 if TYPE_CHECKING:
     from fp4graph.ops.program import Quantization
 
+_UNBOUNDED = -126  # exponents of formats with the range of fp32 reach down to it
 _SMALLEST_NORMAL = 2.0**-126  # of fp32: what γ may not fall below, for x/γ to stay finite
 
 
@@ -87,6 +88,18 @@ class TensorScaling(Technique):
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """A macro block is made of whole blocks; only a tensor's γ can be held."""
+        for operand in sorted(select(self.operands)):
+            spec = specs.get(operand)
+            if spec is None:
+                continue
+            number = spec.scale.format
+            if self.target is not None and self.target > number.max:
+                raise ValueError(f"target {self.target:g} is above the largest scale of {operand}, {number.max:g}")
+            if self.headroom != 1 and self.target is None and number.min_exponent <= _UNBOUNDED:
+                raise ValueError(
+                    f"headroom is a share of a format's range, and {number.name} scales of {operand} have range to "
+                    "spare; give a target with it, or leave it out"
+                )
         if self.hold_steps > 1 and self.granularity != "tensor":
             raise ValueError("hold_steps keeps one γ per operand; use granularity: tensor with it")
         if isinstance(self.granularity, int):
@@ -124,7 +137,7 @@ class TensorScaling(Technique):
     def kappa(self, spec: QuantSpec) -> float:
         """κ for operands of ``spec``."""
         number = spec.scale.format
-        if self.target is None and number.min_exponent <= -126:
+        if self.target is None and number.min_exponent <= _UNBOUNDED:
             return 1.0
         return spec.element.max * (number.max if self.target is None else self.target) * self.headroom
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics.blocking import Groups
@@ -42,6 +42,12 @@ class TensorScalingGradient(Technique):
     kind: Literal["ignore", "absmax", "softmax", "hybrid", "ste"] = Field("ignore", description="What g and dg/dX are.")
     beta: float = Field(40.0, gt=0, allow_inf_nan=False, description="β, the inverse temperature of the softmax.")
     relative: bool = Field(False, description="Whether β is in units of 1/max abs(x) of the group.")
+
+    @model_validator(mode="after")
+    def _of_its_kind(self) -> TensorScalingGradient:
+        if self.kind not in ("softmax", "hybrid") and (self.beta != 40 or self.relative):
+            raise ValueError(f"kind: {self.kind} has no β; leave beta and relative out")
+        return self
 
     @property
     def complexity(self) -> float:

@@ -90,7 +90,10 @@ SCALES = st.one_of(
 
 @st.composite
 def technique(draw: st.DrawFn, name: str) -> dict[str, dict[str, Any]]:
-    return {name: {option: draw(st.sampled_from(values)) for option, values in OPTIONS[name].items()}}
+    options = {option: draw(st.sampled_from(values)) for option, values in OPTIONS[name].items()}
+    if "relative" in options and options["kind"] not in ("softmax", "hybrid"):
+        del options["relative"]
+    return {name: options}
 
 
 @st.composite
@@ -244,7 +247,10 @@ def test_every_pair_runs_or_is_refused(pair: tuple[str, str]) -> None:
     quantize = {"element": "e2m1", "block": 16, "scale": {"format": "e4m3", "rounding": "nearest_even"}}
     if "conditional_scaling" in pair:
         quantize["scale"]["convention"] = "encode"  # type: ignore[index]
-    entries = [{name: {option: values[0] for option, values in OPTIONS[name].items()}} for name in names]
+    entries = [
+        {name: {option: values[0] for option, values in OPTIONS[name].items() if option != "relative"}}
+        for name in names
+    ]
     rule = {"name": "all", "match": {"op": "linear"}, "quantize": quantize, "techniques": entries}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PolicyWarning)

@@ -55,7 +55,9 @@ def block_slope(q: Quantization, techniques: Sequence[tuple[Technique, Context]]
     """f'(U): Eq. 1, or its decode form."""
     slope = _last(techniques, "element_slope", q.ratio)
     slope = torch.ones_like(q.ratio) if slope is None else slope
-    gradient = _last(techniques, "statistic_gradient", q.values, q.z)
+    # dZ/dX is the same in units of X as in those of U = X/γ; techniques see the units that their options are in.
+    x = q.normalizations[0].values if q.normalizations else q.values
+    gradient = _last(techniques, "statistic_gradient", x, q.statistic)
     if gradient is None:
         return slope
     qmax = torch.full((), q.spec.element.max, dtype=torch.float32, device=q.z.device)

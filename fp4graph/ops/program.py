@@ -92,9 +92,9 @@ class Normalization:
 class Quantization:
     """The parts of one operand's quantization, in the blocked layout, for techniques that need to see inside.
 
-    Shapes: ``values`` (x/γ), ``ratio`` and ``codes`` alike; ``z`` and ``scale`` with the axes ``axes`` of size 1. All
-    fp32. The dequantized operand is ``γ · codes · S`` (``codes / s`` for an encode scale), γ being the product of the
-    normalizations'.
+    Shapes: ``values`` (x/γ), ``ratio`` and ``codes`` alike; ``z``, ``scale`` and ``statistic`` (Z before it was divided
+    by γ) with the axes ``axes`` of size 1. All fp32. The dequantized operand is ``γ · codes · S`` (``codes / s`` for an
+    encode scale), γ being the product of the normalizations'.
     """
 
     spec: QuantSpec
@@ -105,6 +105,7 @@ class Quantization:
     scale: Tensor
     ratio: Tensor
     codes: Tensor
+    statistic: Tensor
     normalizations: tuple[Normalization, ...] = ()
 
     def dequantized(self) -> Tensor:
@@ -257,6 +258,7 @@ class OperandProgram:
         for technique, context in _at("statistic", acting):
             chosen = contract.run(technique, "statistic", values, z, context)
             z = contract.same(technique, "statistic", chosen, z)
+        statistic = z
         normalizations: list[Normalization] = []
         for technique, context in _at("normalizer", acting):
             asked: list[tuple[Tensor, Groups]] = []
@@ -284,11 +286,22 @@ class OperandProgram:
         for technique, context in _at("round", acting):
             if residual and context.state:
                 continue
-            own = contract.run_like(technique, "round", ratio, ratio, scale, context)
+            normalized = self._normalized(technique, context, normalizations)
+            own = contract.run_like(technique, "round", ratio, ratio, scale, normalized)
             codes = codes if own is None else own
         if codes is None:
             codes = round_elements(ratio, spec, Noise(key, blocking, x.device))
-        return Quantization(spec, blocking, blocking.axes, values, z, scale, ratio, codes, tuple(normalizations))
+        parts = tuple(normalizations)
+        return Quantization(spec, blocking, blocking.axes, values, z, scale, ratio, codes, statistic, parts)
+
+    def _normalized(self, technique: Technique, context: Context, by: Sequence[Normalization]) -> Context:
+        """``context`` with weight-like state divided by γ, as the values are that it is held against."""
+        entries = dict(context.state)
+        for slot in self.state:
+            if slot.technique == technique.name and slot.entry.weight_like:
+                for part in by:
+                    entries[slot.entry.name] = entries[slot.entry.name] / part.gamma
+        return replace(context, state=entries)
 
     def observe(self, x: Tensor, draw: Draw | None, state: OperandState) -> dict[tuple[str, str], Tensor]:
         """New values, by technique and entry name, of the entries that the graph writes."""

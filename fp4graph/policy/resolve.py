@@ -31,6 +31,8 @@ from fp4graph.site import SiteView
 from fp4graph.technique import OperandSpecs, Technique, checked_plan, overrides
 
 _Path = tuple[str | int, ...]
+#: What may have made the input of a site of which nothing is known, as far as techniques tell one from another.
+_PRODUCERS = (None, "swiglu")
 
 
 def resolve(document: Node, name: str, file: str | None, registry: Registry) -> Policy:
@@ -74,6 +76,7 @@ class _Resolver:
         self._written = validate(PolicySection, document)
         self._base_formats: dict[ScaleFormat, str] = {}
         self._inert: dict[_Path, list[str | None]] = {}
+        self._kept: dict[_Path, set[str]] = {}  # operands named in options that no rule quantizes
 
     def policy(self, name: str, file: str | None) -> Policy:
         phases = tuple(self._phase(index, section) for index, section in enumerate(self._written.phases))
@@ -284,6 +287,7 @@ class _Resolver:
             (self._registry.scales, "scale") if kind == "element" else (self._registry.elements, "element")
         )
         if name in table:
+            self._refuse_contested(name, path)
             return table[name]
         if name in other:
             raise self._error(
@@ -303,6 +307,7 @@ class _Resolver:
         return declared
 
     def _technique(self, entry: TechniqueEntry, path: _Path) -> Technique:
+        self._refuse_contested(entry.name, path)
         if entry.name not in self._registry.techniques:
             failure = self._registry.failures.get(entry.name)
             cause = f" ({failure})" if failure else ""
@@ -328,6 +333,10 @@ class _Resolver:
                 plugin=self._registry.origin(entry.name),
             ) from None
         return technique
+
+    def _refuse_contested(self, name: str, path: _Path) -> None:
+        if name in self._registry.contested:
+            raise self._error(path, f"{self._registry.contested[name]}; uninstall or rename one of the two")
 
     def _implied(self, specs: Specs) -> list[Technique]:
         found = (
@@ -371,10 +380,31 @@ class _Resolver:
                 )
 
     def _check_fit(self, techniques: list[_Declared], specs: Specs, match: Match) -> None:
-        """Plans a site of which nothing is known but the rule, so that a refusal comes at load and names its line."""
-        site = SiteView(None, (match.op or ("linear",))[0], None, None, None, None, (match.producer or (None,))[0])
-        planned: OperandSpecs = specs
+        """Plans sites of which nothing is known but the rule, so that a refusal comes at load and names its line."""
         acting = {technique.name for technique in self._implied(specs)}
+        sites = [
+            SiteView(None, op, None, None, None, None, producer)
+            for op in match.op or ("linear", "matmul")
+            for producer in match.producer or _PRODUCERS
+        ]
+        plans = [self._probe(site, techniques, specs, acting) for site in sites]
+        by_name = {declared.technique.name: declared.technique for declared in techniques}
+        with _refusals(self, techniques) as at:
+            for technique, declared in zip(at("inert"), techniques, strict=True):
+                reason = technique.inert(plans[0], by_name)
+                if reason is None and technique.name not in acting:
+                    reason = "it acts on no operand that is quantized"
+                self._inert.setdefault(declared.path, []).append(reason)
+        quantized = {operand for operand, spec in plans[0].items() if spec is not None}
+        for declared in techniques:
+            named = getattr(declared.technique, "operands", None)
+            if "operands" in declared.technique.model_fields_set and isinstance(named, tuple):
+                kept = {name for name in named if not {*ADDRESSES[name]} & quantized}
+                self._kept[declared.path] = kept & self._kept.get(declared.path, kept)
+
+    def _probe(self, site: SiteView, techniques: list[_Declared], specs: Specs, acting: set[str]) -> OperandSpecs:
+        """The specs that techniques make of ``specs`` at one site; those that do something there join ``acting``."""
+        planned: OperandSpecs = specs
         by_name = {declared.technique.name: declared.technique for declared in techniques}
         with _refusals(self, techniques) as at:
             for technique in at("plan"):
@@ -396,14 +426,16 @@ class _Resolver:
                 )
                 if operands & quantized or technique.pairs(site) & gemms or on_optimizer or technique.per_model:
                     acting.add(technique.name)
-            for technique, declared in zip(at("inert"), techniques, strict=True):
-                reason = technique.inert(planned, by_name)
-                if reason is None and technique.name not in acting:
-                    reason = "it acts on no operand that is quantized"
-                self._inert.setdefault(declared.path, []).append(reason)
+        return planned
 
     def _warn_inert(self, shared: list[_Declared]) -> None:
         """A technique without effect under any rule is probably a mistake; Ω counts it all the same, as papers do."""
+        for path, kept in self._kept.items():
+            if kept:
+                raise self._error(
+                    path,
+                    f"operand {sorted(kept)[0]!r} stays in high precision, where it has nothing to act on",
+                )
         for declared in shared:
             self._inert.setdefault(declared.path, [])
         names = {path: self._document.get(*path) for path in self._inert}

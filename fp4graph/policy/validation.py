@@ -60,6 +60,12 @@ def validate(model: type[_Model], node: Node, path: tuple[str | int, ...] = (), 
         if not any(len(other) > len(steps) and other[: len(steps)] == steps for other, _ in located)
     ]
     steps, _ = min(deepest, key=lambda item: node.get(*item[0]).place.line or 0)
+    here = [detail for s, detail in deepest if s == steps]
+    missing = [str(detail["loc"][-1]) for detail in here if detail["type"] == "missing"]
+    if len(missing) > 1 and len(missing) == len(here):
+        *others, last = missing
+        needs = f"{dotted([*path, *steps]) or 'the policy'} needs {what}s {', '.join(others)} and {last}; add them"
+        raise node.blame(*steps).error(needs) from None
     messages = dict.fromkeys(_sentence(d, [*path, *s], model, what) for s, d in deepest if s == steps)
     on_key = any(d["type"] in ("unknown", "extra_forbidden") for s, d in deepest if s == steps)
     place = node.where(*steps) if on_key else node.blame(*steps)

@@ -182,7 +182,7 @@ def without(name):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (None, "has no option 'sigma_start'; add it"),
+        (None, "needs options sigma_start, sigma_end, stages and steps_per_stage; add them"),
         (without("sigma_end"), "has no option 'sigma_end'; add it"),
         (without("stages"), "has no option 'stages'; add it"),
         (without("steps_per_stage"), "has no option 'steps_per_stage'; add it"),

@@ -187,7 +187,7 @@ def test_equation_3(x, kind, max_kind, step, headroom, convention):
     x = x[1:2]
     techniques = [
         {"tensor_scaling": {} if headroom is None else {"headroom": headroom}},
-        {"tensor_scaling_gradient": {"kind": kind, "beta": 4.0}},
+        {"tensor_scaling_gradient": {"kind": kind, **({"beta": 4.0} if kind in ("softmax", "hybrid") else {})}},
     ]
     techniques += [{"smooth_max": {"kind": max_kind}}] if max_kind != "ste" else []
     techniques += [{"step_gradient": {"kind": step}}] if step != "ste" else []
@@ -221,6 +221,21 @@ def test_equation_3(x, kind, max_kind, step, headroom, convention):
     f = torch.cat([block_quantizer(block, **kwargs) for block in u.split(8)])
     slope = torch.cat([diagonal(lambda t: block_quantizer(t, **kwargs), block) for block in u.split(8)])
     close(found, slope + dg / kappa * (f - u * slope))
+
+
+def test_an_absolute_beta_is_in_units_of_x_beside_a_tensor_scale(x):
+    """dZ/dX = softmax(β·abs(x))·sign(x) of x itself, and not of x/γ, which is 2688 times larger."""
+    x = x[1:2]
+    found = factor(["tensor_scaling", {"smooth_max": {"kind": "hybrid", "beta": 4.0}}], x).reshape(-1)
+    flat = x.double().reshape(-1).numpy()
+    u = flat / (np.abs(flat).max() / 2688)
+    expected = []
+    for values, block in zip(u.reshape(-1, 8), flat.reshape(-1, 8), strict=True):
+        ratio = values / nearest(np.abs(values).max() / 6, E4M3)
+        weights = np.exp(4 * (np.abs(block) - np.abs(block).max()))
+        gradient = weights / weights.sum() * np.sign(block)
+        expected.append(1 + gradient / 6 * (nearest(ratio, GRID) - ratio))
+    close(found, torch.from_numpy(np.concatenate(expected)))
 
 
 def test_absmax_ties_go_to_the_first_and_zero_blocks_are_straight_through():
@@ -320,7 +335,7 @@ def test_gradients_compile(x):
 
 
 def test_scale_gradient_alone_is_warned_about():
-    with pytest.warns(PolicyWarning, match="scale_gradient.*not differentiated; add smooth_max"):
+    with pytest.warns(PolicyWarning, match="scale_gradient.*not differentiated, which takes smooth_max"):
         policy([{"scale_gradient": {"kind": "dge"}}])
 
 

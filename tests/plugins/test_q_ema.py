@@ -84,6 +84,30 @@ def test_the_weight_itself_as_average_rounds_to_nearest_up():
     assert torch.equal(quantized(w, w), fp4graph.fake_quantize(w, spec))
 
 
+@pytest.mark.parametrize(
+    "normalizer",
+    [{"tensor_scaling": {"target": 5.0}}, {"macro_block_scaling": {"block": 64}}],
+    ids=lambda n: next(iter(n)),
+)
+def test_the_average_is_normalized_as_the_weight_is(normalizer):
+    """Scales and candidates come from w/γ, so e/γ is what is held against them."""
+    w = torch.randn(16, 64, generator=torch.Generator().manual_seed(1)) / 100
+
+    def weight(data):
+        program = plan_site(SiteView("fc", "linear", 64, 8, 512), data.rules[0]).program
+        state = {"q_ema": {"weight": w}}
+        return total(program.operand(Operand.FPROP_WEIGHT)(w, None, state))
+
+    with_average = weight(policy(more=[normalizer]))
+    rule = {
+        "match": {"op": "linear"},
+        "quantize": {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}, "ties": "up"},
+        "techniques": [normalizer],
+    }
+    without = weight(fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]}))
+    assert torch.equal(with_average, without)  # the weight itself as average rounds to nearest, ties up
+
+
 def test_start_after_rounds_to_nearest_first():
     w = torch.randn(16, 64, generator=torch.Generator().manual_seed(1))
     average = w.roll(1, 0)

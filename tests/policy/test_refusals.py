@@ -1,0 +1,125 @@
+"""Techniques that do not fit what they are asked of: one clear error at load, or a warning that nothing happens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import fp4graph
+from fp4graph.errors import PolicyError, PolicyWarning
+from fp4graph.operands import Operand
+from fp4graph.policy import load_policy
+from fp4graph.registry import Registry
+from fp4graph.technique import Overhead, Technique
+
+E4M3 = {"format": "e4m3", "rounding": "nearest_even"}
+CEIL = {"format": "e8m0", "rounding": "ceil"}
+
+
+def policy(*techniques: Any, scale: Any = E4M3, match: Any = None, operands: Any = None) -> dict[str, Any]:
+    rule = {
+        "name": "all",
+        "match": {"op": "linear"} if match is None else match,
+        "quantize": {"element": "e2m1", "block": 16, "scale": scale},
+        "operands": operands or {},
+        "techniques": list(techniques),
+    }
+    return {"version": 1, "name": "p", "rules": [rule]}
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (policy({"smooth_max": {"kind": "absmax", "beta": 3.0}}), "kind: absmax has no β"),
+        (
+            policy("tensor_scaling", {"tensor_scaling_gradient": {"kind": "ste", "relative": True}}),
+            "kind: ste has no β",
+        ),
+        (policy({"step_gradient": {"kind": "spline", "k": 3.0}}), "k belongs to kind: dge, and kind is spline"),
+        (policy({"step_gradient": {"kind": "dge", "knots": [[0, 0], [6, 6]]}}), "knots belongs to kind: spline"),
+        (policy({"step_gradient": {"kind": "dge", "lower": 5.0}}), "lower 5 is above upper 3"),
+        (policy({"step_gradient": {"knots": [[1, 1], [6, 6]]}}), r"knots begin at \(0, 0\)"),
+        (
+            policy({"step_gradient": {"knots": [[0, 0], [3, 3]]}}),
+            r"knots end at 3, and fprop\.input has values up to 6",
+        ),
+        (policy({"step_gradient": {"kind": "sigmoid", "temperature": float("inf")}}), "finite"),
+        (policy({"scale_gradient": {"k": 3.0}}, {"smooth_max": {}}), "k belongs to kind: dge"),
+        (policy({"tensor_scaling": {"target": 1e6}}), r"target 1e\+06 is above the largest scale of .*, 448"),
+        (policy({"tensor_scaling": {"headroom": 0.5}}, scale=CEIL), "range to spare"),
+        (policy({"tensor_scaling": {"hold_steps": 5}}, match={"op": ["linear", "matmul"]}), "this product has none"),
+        (policy({"tensor_scaling": {"hold_steps": 5}}, match={"block": True}), "this product has none"),
+        (policy({"hadamard": {"scope": ["fprop"], "kind": "random_backward", "block": 16}}), "scope has neither"),
+        (
+            policy({"stochastic_rounding": {"operands": ["forward"], "range_guard": 1.0625}}, "smooth_max"),
+            "range_guard on an operand of fprop and smooth_max",
+        ),
+        (
+            policy(
+                {"outlier_fallback": {"operands": ["fprop.input", "dgrad.weight"]}}, operands={"dgrad.weight": "keep"}
+            ),
+            r"operand 'dgrad\.weight' stays in high precision",
+        ),
+    ],
+)
+def test_refused(data: dict[str, Any], message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        load_policy(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (policy("stochastic_scale_rounding", scale={"format": "fp32"}), "not rounded"),
+        (policy({"scale_gradient": {"range": "low"}}, "smooth_max", scale=CEIL), "formats with subnormals"),
+        (policy("scale_gradient", "smooth_max", scale={"format": "fp32"}), "not rounded"),
+        (policy({"step_gradient": {"kind": "clip"}}, scale=CEIL), "clip nothing"),
+    ],
+)
+def test_warned_of(data: dict[str, Any], reason: str) -> None:
+    with pytest.warns(PolicyWarning, match=f"no effect here: .*{reason}"):
+        load_policy(data)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "data",
+    [
+        policy("smooth_swiglu"),  # acts where the input is a SwiGLU's product
+        policy("q_ema", match={"op": ["matmul", "linear"]}),
+        policy({"outlier_fallback": {"operands": ["forward"]}}, operands={"fprop.input": "keep"}),
+    ],
+)
+def test_what_acts_somewhere_is_not_warned_of(data: dict[str, Any]) -> None:
+    load_policy(data)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_technique_that_two_plugins_claim_is_refused_by_name(first: bool) -> None:
+    class Impostor(Technique):
+        name = "q_ema"
+        overhead = Overhead("O(n)", "O(1)", True)
+
+        @property
+        def complexity(self) -> float:
+            return 0.0
+
+        def acts_on(self, site: Any) -> frozenset[Operand]:
+            return frozenset(Operand)
+
+    class Plugin:
+        @staticmethod
+        @fp4graph.hookimpl
+        def fp4graph_techniques() -> list[type[Technique]]:
+            return [Impostor]
+
+    import fp4graph_plugins.hadamard
+    import fp4graph_plugins.q_ema
+
+    ours = [("q_ema", fp4graph_plugins.q_ema), ("hadamard", fp4graph_plugins.hadamard)]
+    plugins = [("stranger", Plugin), *ours] if first else [*ours, ("stranger", Plugin)]
+    registry = Registry(plugins, entry_point_group=None)
+    with pytest.raises(PolicyError, match=r"'q_ema' is already offered by plugin .*; uninstall or rename"):
+        load_policy(policy("q_ema"), registry)
+    load_policy(policy({"hadamard": {"block": 16}}), registry)  # the others stay usable
