@@ -262,6 +262,20 @@ def test_relative_beta_follows_the_scale_of_the_data():
     torch.testing.assert_close(f.quantize(x * 1e-3).z, f.quantize(x).z * 1e-3, rtol=1e-5, atol=0)
 
 
+@pytest.mark.parametrize("operand", [Operand.FPROP_INPUT, Operand.DGRAD_GRAD_OUTPUT, Operand.WGRAD_INPUT])
+@pytest.mark.parametrize("size", [1e-3, 1.0, 50.0])
+def test_the_soft_tensor_scale_of_every_operand(size, operand):
+    """g = log Σ exp(β·abs(x))/β over the tensor, β relative to its largest magnitude; γ = g/2688."""
+    x = torch.randn(2, 16, generator=torch.Generator().manual_seed(4)) * size
+    options = {"kind": "softmax", "beta": 8.0, "relative": True}
+    quantization = program(["tensor_scaling", {"tensor_scaling_gradient": options}], operand).quantize(x)
+    beta = 8.0 / x.double().abs().max()
+    g = torch.logsumexp(beta * x.double().abs().flatten(), 0) / beta
+    torch.testing.assert_close(quantization.gamma.double().reshape(()), g / 2688, rtol=1e-5, atol=0)
+    zeros = program(["tensor_scaling", {"tensor_scaling_gradient": options}], operand).quantize(torch.zeros(2, 16))
+    assert zeros.dequantized().eq(0).all()
+
+
 def test_surrogates_leave_the_forward_alone(x):
     plain = program([])
     for techniques in (
