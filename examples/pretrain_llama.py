@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import platform
 import statistics
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -27,11 +25,21 @@ import text_data
 import torch
 import transformers
 import typer
-from common import Amp, Backend, ExampleError, autocast, device_named, synchronize
+from common import (
+    Amp,
+    Backend,
+    ExampleError,
+    Processes,
+    autocast,
+    device_named,
+    first_console,
+    print_error,
+    processes,
+    synchronize,
+)
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from torch import distributed, nn
+from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -87,45 +95,6 @@ class Settings:
     amp: str
     grad_checkpointing: bool
     fsdp: bool
-
-
-@dataclass(frozen=True)
-class Processes:
-    """Where this process stands among those of torchrun; by itself it is the first of one."""
-
-    rank: int = 0
-    world: int = 1
-
-    @property
-    def first(self) -> bool:
-        return self.rank == 0
-
-    def mean(self, value: torch.Tensor) -> float:
-        """Of a scalar of every process."""
-        if self.world > 1:
-            distributed.all_reduce(value)
-        return value.item() / self.world
-
-    def wait(self) -> None:
-        if self.world > 1:
-            distributed.barrier()
-
-
-@contextmanager
-def processes(device: str) -> Iterator[tuple[Processes, str]]:
-    """Join torchrun's process group if it started this: (the place in it, this process's device)."""
-    if "RANK" not in os.environ:
-        yield Processes(), device
-        return
-    cuda = torch.device(device).type == "cuda"
-    if cuda:
-        device = f"cuda:{os.environ['LOCAL_RANK']}"
-        torch.cuda.set_device(device)
-    distributed.init_process_group("nccl" if cuda else "gloo")
-    try:
-        yield Processes(distributed.get_rank(), distributed.get_world_size()), device
-    finally:
-        distributed.destroy_process_group()
 
 
 @dataclass
@@ -424,7 +393,7 @@ def main(
         "runs/pretrain_llama"
     ),
 ) -> None:
-    console = Console(quiet=os.environ.get("RANK", "0") != "0")
+    console = first_console()
     try:
         with processes(device_named(device)) as (here, own_device):
             settings = Settings(
@@ -461,9 +430,7 @@ def main(
             tokens = prepare_tokens(settings, output, here, resume)
             run = train(settings, tokens, output, here, console)
     except (ExampleError, fp4graph.Error) as error:
-        # On every process: what is wrong may be wrong on one only.
-        place = f" (process {os.environ['RANK']})" if "RANK" in os.environ else ""
-        Console().print(f"[red]error:[/]{place} {escape(str(error))}", highlight=False, soft_wrap=True)
+        print_error(error)
         raise typer.Exit(1) from None
     step, value = run.validation_loss[-1]
     speed = run.tokens_per_second(settings)

@@ -3,6 +3,7 @@
     python examples/pretrain_vit.py                       # handwritten digits, four policies
     python examples/pretrain_vit.py --data cifar10 --download --policies bf16,tetrajet --amp bf16
     python examples/pretrain_vit.py --data imagefolder:/data/imagenet --amp bf16 --workers 8
+    torchrun --standalone --nproc-per-node 2 examples/pretrain_vit.py   # the same batches, divided among processes
 
 A run can be killed at any moment: started again with --resume it goes on from the last whole epoch of each policy, to
 the last bit as if nothing had happened.
@@ -25,15 +26,26 @@ import timm
 import torch
 import typer
 import vision_data
-from common import Amp, Backend, ExampleError, autocast, device_named, synchronize
+from common import (
+    Amp,
+    Backend,
+    ExampleError,
+    Processes,
+    autocast,
+    device_named,
+    first_console,
+    print_error,
+    processes,
+    synchronize,
+)
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from timm.data import Mixup
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from vision_report import Run, closing_table, plot, write_log
 
 import fp4graph
@@ -66,13 +78,13 @@ class Settings:
     grad_checkpointing: bool
     limit_steps: int | None
 
-    @property
-    def title(self) -> str:
+    def title(self, here: Processes) -> str:
         """What the table and the picture are headed with."""
         precision = {"bf16": "bfloat16 autocast", "fp16": "float16 autocast"}.get(self.amp, "float32")
+        device = self.device if here.world == 1 else f"{here.world} × {torch.device(self.device).type}"
         return (
             f"{self.model} on {self.data.partition(':')[0]}, {self.epochs} epochs, {precision} GEMMs, "
-            f"{self.device}, backend {self.backend}"
+            f"{device}, backend {self.backend}"
         )
 
 
@@ -103,6 +115,7 @@ def train_policy(
     progress: Progress,
     output: Path,
     resume: bool,
+    here: Processes,
 ) -> Run:
     """Train one model under ``policy`` from the common start, or from its checkpoint in ``output``."""
     started = time.perf_counter()
@@ -116,17 +129,21 @@ def train_policy(
         seed=settings.seed,
         workers=settings.workers,
         device=device,
+        rank=here.rank,
+        world=here.world,
     )
     steps = min(len(train), settings.limit_steps or len(train))
     mixup = Mixup(**recipe.mixup, num_classes=split.classes) if recipe.mixup else None
 
-    example = torch.empty(settings.batch_size, split.channels, settings.img_size, settings.img_size, device=device)
+    share = settings.batch_size // here.world
+    example = torch.empty(share, split.channels, settings.img_size, settings.img_size, device=device)
     explanation = fp4graph.explain(model, policy, (example,))
     quantized = sum(site.quantized for site in explanation.sites)
     run = Run(explanation.policy.name, explanation.policy.complexity, quantized, len(explanation.sites))
 
     # The three lines that make a model train under a policy. The rest of this function is an ordinary loop.
     model = fp4graph.apply(model, policy, backend=settings.backend, seed=settings.seed)
+    wrapped = DistributedDataParallel(model) if here.world > 1 else model
     optimizer = create_optimizer_v2(model, opt="adamw", lr=settings.lr, weight_decay=settings.weight_decay)
     optimizer = fp4graph.prepare_optimizer(model, optimizer)
     scaler = torch.amp.GradScaler(device.type) if settings.amp == Amp.fp16 else fp4graph.grad_scaler(model)
@@ -143,8 +160,8 @@ def train_policy(
     )
     file = output / f"{run.policy}.pt"
     if resume and file.exists():
-        saved = checkpoint.load(file, model, optimizer, scaler=scaler)
-        if saved["settings"] != asdict(settings):
+        saved = checkpoint.load(file, wrapped, optimizer, scaler=scaler)
+        if _kept(saved["settings"]) != _kept(asdict(settings)):
             raise ExampleError(f"{file} is of a run with other options: {saved['settings']}")
         run = Run(**saved["run"])
     finished = len(run.train_loss)
@@ -152,9 +169,11 @@ def train_policy(
     seconds: list[float] = []
     for epoch in range(finished, epochs):
         vision_data.start_epoch(train, settings.seed, epoch)
-        model.train()
+        wrapped.train()
         losses = []
         for step, (images, labels) in zip(range(steps), train, strict=False):
+            if step == 0:
+                vision_data.part_ways(settings.seed, epoch, here.rank)
             images, labels = images.to(device), labels.to(device)
             if mixup is not None:
                 images, labels = mixup(images, labels)
@@ -162,7 +181,7 @@ def train_policy(
             synchronize(device)
             begin = time.perf_counter()
             with autocast(settings.amp, settings.device):
-                loss = cross_entropy(model(images), labels)
+                loss = cross_entropy(wrapped(images), labels)
             optimizer.zero_grad()
             scaler.scale(loss).backward()
             scaler.step(optimizer)
@@ -171,8 +190,8 @@ def train_policy(
             seconds.append(time.perf_counter() - begin)
             losses.append(loss.detach())
             progress.advance(task)
-        run.train_loss.append(torch.stack(losses).mean().item())
-        validation_loss, top1 = evaluate(model, validation, settings)
+        run.train_loss.append(here.mean(torch.stack(losses).mean()))
+        validation_loss, top1 = evaluate(wrapped, validation, settings, here)
         run.validation_loss.append(validation_loss)
         run.top1.append(top1)
         status = f"loss {run.train_loss[-1]:.3f}, val. {validation_loss:.3f}, top-1 {100 * top1:.1f} %"
@@ -184,13 +203,13 @@ def train_policy(
         run.total_seconds += time.perf_counter() - started
         started = time.perf_counter()
         saved = {"settings": asdict(settings), "run": asdict(run)}
-        checkpoint.save(file, model, optimizer, scaler=scaler, progress=saved)
+        checkpoint.save(file, wrapped, optimizer, scaler=scaler, progress=saved)
     return run
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, loader: Any, settings: Settings) -> tuple[float, float]:
-    """(mean cross-entropy, share of top-1 hits) over the validation images."""
+def evaluate(model: nn.Module, loader: Any, settings: Settings, here: Processes) -> tuple[float, float]:
+    """(mean cross-entropy, share of top-1 hits) over the validation images of all processes."""
     model.eval()
     loss, hits, count = 0.0, 0, 0
     for batch, (images, labels) in enumerate(loader):
@@ -198,11 +217,12 @@ def evaluate(model: nn.Module, loader: Any, settings: Settings) -> tuple[float, 
             break
         images, labels = images.to(settings.device), labels.to(settings.device)
         with autocast(settings.amp, settings.device):
-            logits = model(vision_data.padded(images, settings.batch_size))
+            logits = model(vision_data.padded(images, settings.batch_size // here.world))
         logits = logits[: len(labels)].float()
         loss += cross_entropy(logits, labels, reduction="sum").item()
         hits += int((logits.argmax(1) == labels).sum())
         count += len(labels)
+    loss, hits, count = here.sums(loss, hits, count, device=settings.device)
     return loss / count, hits / count
 
 
@@ -214,6 +234,7 @@ def pretrain(
     output: Path,
     console: Console,
     resume: bool,
+    here: Processes,
 ) -> list[Run]:
     """Train under each policy in turn; log and picture are brought up to date after each."""
     for policy in policies:  # a misspelt fourth policy should not cost three trainings
@@ -221,6 +242,7 @@ def pretrain(
     output.mkdir(parents=True, exist_ok=True)
     context = {
         "settings": asdict(settings),
+        "processes": here.world,
         "versions": {"fp4graph": fp4graph.__version__, "torch": torch.__version__, "timm": timm.__version__},
         "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
         "timing": f"step_seconds: median, first {WARM_UP_STEPS} steps left out, data loading not counted",
@@ -228,13 +250,24 @@ def pretrain(
     bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     runs: list[Run] = []
     with Progress(
-        *bar, TextColumn("{task.fields[status]}"), console=console, disable=not console.is_terminal
-    ) as progress:
+        *bar, TextColumn("{task.fields[status]}"), console=console,
+        disable=not console.is_terminal or not here.first,
+    ) as progress:  # fmt: skip
         for policy in policies:
-            runs.append(train_policy(policy, settings, split, recipe, progress, output, resume))
-            write_log(runs, context, output / "log.json")
-            plot(runs, settings.title, output / "loss.png")
+            runs.append(train_policy(policy, settings, split, recipe, progress, output, resume, here))
+            if here.first:
+                write_log(runs, context, output / "log.json")
+                plot(runs, settings.title(here), output / "loss.png")
     return runs
+
+
+def check_shares(settings: Settings, recipe: vision_data.Recipe, here: Processes) -> None:
+    """Refuse a batch that the processes, or mixup, cannot divide."""
+    if settings.batch_size % here.world:
+        raise ExampleError(f"--batch-size {settings.batch_size} cannot be shared by {here.world} processes")
+    share = settings.batch_size // here.world
+    if recipe.mixup and share % 2:
+        raise ExampleError(f"--batch-size {settings.batch_size} is {share} per process: mixup needs an even number")
 
 
 def parse_model_kwargs(pairs: list[str]) -> dict[str, Any]:
@@ -263,7 +296,7 @@ def main(
     model: Annotated[str | None, typer.Option(help="Any timm model.")] = None,
     model_kwargs: Annotated[list[str] | None, typer.Option(help="name=value for timm.create_model.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1)] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1)] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Of all processes.")] = None,
     lr: Annotated[float | None, typer.Option(min=0)] = None,
     weight_decay: Annotated[float | None, typer.Option(min=0)] = None,
     warmup_epochs: Annotated[int | None, typer.Option(min=0)] = None,
@@ -273,7 +306,7 @@ def main(
     backend: Annotated[Backend, typer.Option(help="Of torch.compile.")] = Backend.inductor,
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto takes CUDA where there is one.")] = "auto",
     amp: Annotated[Amp, typer.Option(help="Autocast; none trains in float32.")] = Amp.none,
-    workers: Annotated[int, typer.Option(min=0, help="Processes that load data.")] = 0,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that load data, for each that trains.")] = 0,
     grad_checkpointing: Annotated[bool, typer.Option("--grad-checkpointing", help="Recompute activations.")] = False,
     data_root: Annotated[Path, typer.Option(help="Where cifar10 is kept.")] = Path("runs/data"),
     download: Annotated[bool, typer.Option("--download", help="Let torchvision fetch cifar10.")] = False,
@@ -281,37 +314,43 @@ def main(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoints in --output.")] = False,
     output: Annotated[Path, typer.Option(help="Folder of log, picture, checkpoints.")] = Path("runs/pretrain_vit"),
 ) -> None:
-    console = Console()
+    console = first_console()
     try:
-        recipe, split = vision_data.load(data, root=data_root, download=download)
-        # The recipe's model options belong to its model.
-        options = dict(recipe.model_kwargs) if model is None else {}
-        if patch_size is not None:
-            options["patch_size"] = patch_size
-        settings = Settings(
-            data=data,
-            model=model or recipe.model,
-            model_kwargs={**options, **parse_model_kwargs(model_kwargs or [])},
-            epochs=_or(epochs, recipe.epochs),
-            batch_size=_or(batch_size, recipe.batch_size),
-            lr=_or(lr, recipe.lr),
-            weight_decay=_or(weight_decay, recipe.weight_decay),
-            warmup_epochs=_or(warmup_epochs, recipe.warmup_epochs),
-            img_size=_or(img_size, recipe.img_size),
-            seed=seed,
-            backend=backend.value,
-            device=device_named(device),
-            amp=amp.value,
-            workers=workers,
-            grad_checkpointing=grad_checkpointing,
-            limit_steps=limit_steps,
-        )
-        chosen = [name.strip() for text in policies or [DEFAULT] for name in text.split(",") if name.strip()]
-        runs = pretrain(chosen, settings, split, recipe, output, console, resume)
+        with processes(device_named(device)) as (here, own_device):
+            if download and not here.first:  # the first process fetches for all
+                here.wait()
+            recipe, split = vision_data.load(data, root=data_root, download=download)
+            if download and here.first:
+                here.wait()
+            # The recipe's model options belong to its model.
+            options = dict(recipe.model_kwargs) if model is None else {}
+            if patch_size is not None:
+                options["patch_size"] = patch_size
+            settings = Settings(
+                data=data,
+                model=model or recipe.model,
+                model_kwargs={**options, **parse_model_kwargs(model_kwargs or [])},
+                epochs=_or(epochs, recipe.epochs),
+                batch_size=_or(batch_size, recipe.batch_size),
+                lr=_or(lr, recipe.lr),
+                weight_decay=_or(weight_decay, recipe.weight_decay),
+                warmup_epochs=_or(warmup_epochs, recipe.warmup_epochs),
+                img_size=_or(img_size, recipe.img_size),
+                seed=seed,
+                backend=backend.value,
+                device=own_device,
+                amp=amp.value,
+                workers=workers,
+                grad_checkpointing=grad_checkpointing,
+                limit_steps=limit_steps,
+            )
+            check_shares(settings, recipe, here)
+            chosen = [name.strip() for text in policies or [DEFAULT] for name in text.split(",") if name.strip()]
+            runs = pretrain(chosen, settings, split, recipe, output, console, resume, here)
     except (ExampleError, fp4graph.Error) as error:
-        console.print(f"[red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        print_error(error)
         raise typer.Exit(1) from None
-    console.print(closing_table(runs, settings.title))
+    console.print(closing_table(runs, settings.title(here)))
     console.print(
         f"ms/step: median after the first {WARM_UP_STEPS} steps, data loading left out; 1st step: with compilation",
         "train, val.: cross-entropy of the last epoch; sites: matrix products quantized, of all in the graph",
@@ -320,6 +359,11 @@ def main(
         highlight=False,
         soft_wrap=True,
     )
+
+
+def _kept(settings: dict[str, Any]) -> dict[str, Any]:
+    """What a resumed run must agree on; each process has a device of its own."""
+    return {**settings, "device": torch.device(settings["device"]).type}
 
 
 def _or(given: Any, default: Any) -> Any:

@@ -2,7 +2,8 @@
 
 What a model sees is a pure function of (seed, epoch, index): every random choice of the augmentation is made under
 generators seeded for that one image, so neither the model's own use of randomness nor the number of workers changes
-it. Runs that differ in their policy only therefore train on the same pixels in the same order.
+it. Runs that differ in their policy only therefore train on the same pixels in the same order. Several processes
+divide each batch of that order among themselves.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +20,7 @@ import numpy as np
 import torch
 from common import ExampleError
 from PIL import Image
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 
 
 @dataclass(frozen=True)
@@ -220,12 +222,40 @@ class Augmented(Dataset[tuple[torch.Tensor, int]]):
             return self.transform(image), label
 
 
+class Share(Sampler[list[int]]):
+    """Of every batch the part of one process. All must draw the same batches."""
+
+    def __init__(self, batches: Sampler[list[int]], rank: int, world: int) -> None:
+        self.batches = batches
+        self.rank = rank
+        self.world = world
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in self.batches:
+            begin, end = (len(batch) * number // self.world for number in (self.rank, self.rank + 1))
+            yield batch[begin:end]
+
+    def __len__(self) -> int:
+        return len(self.batches)  # type: ignore[arg-type]
+
+
 def loaders(
-    split: Split, recipe: Recipe, *, img_size: int, batch_size: int, seed: int, workers: int, device: torch.device
+    split: Split,
+    recipe: Recipe,
+    *,
+    img_size: int,
+    batch_size: int,
+    seed: int,
+    workers: int,
+    device: torch.device,
+    rank: int = 0,
+    world: int = 1,
 ) -> tuple[DataLoader[Any], DataLoader[Any]]:
     """Training and validation loaders. Call :func:`start_epoch` before each pass over the first.
 
-    The training loader drops its last, short batch: one shape is one compiled graph.
+    The training loader drops its last, short batch: one shape is one compiled graph. ``batch_size`` is that of all
+    ``world`` processes together, whose batches make up those of one process; every process has the same number of
+    them, so a share of a last, short one may be empty.
     """
     from timm.data import create_loader
 
@@ -244,7 +274,24 @@ def loaders(
     }
     train = create_loader(Augmented(split.train, seed), is_training=True, **shared, **recipe.augmentation)
     validation = create_loader(Augmented(split.validation, seed), is_training=False, **shared, **recipe.evaluation)
+    if world > 1:
+        return _shared(train, rank, world, shared["input_size"]), _shared(validation, rank, world, shared["input_size"])
     return train, validation
+
+
+def _shared(loader: DataLoader[Any], rank: int, world: int, shape: tuple[int, ...]) -> DataLoader[Any]:
+    return DataLoader(
+        loader.dataset,
+        batch_sampler=Share(loader.batch_sampler, rank, world),
+        collate_fn=partial(_collated, shape),
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        worker_init_fn=loader.worker_init_fn,
+    )
+
+
+def _collated(shape: tuple[int, ...], samples: list[tuple[torch.Tensor, int]]) -> Any:
+    return default_collate(samples) if samples else [torch.empty(0, *shape), torch.empty(0, dtype=torch.int64)]
 
 
 def start_epoch(loader: DataLoader[Any], seed: int, epoch: int) -> None:
@@ -253,6 +300,18 @@ def start_epoch(loader: DataLoader[Any], seed: int, epoch: int) -> None:
     np.random.seed((seed + epoch) % 2**32)
     torch.manual_seed(seed + epoch)
     loader.dataset.epoch = epoch  # type: ignore[attr-defined]
+
+
+def part_ways(seed: int, epoch: int, rank: int) -> None:
+    """Let every process but the first, which goes on as a single one would, draw for mixup and the model on its own.
+
+    To be called when the first batch is there: by then the order of the pass is drawn, and must be that of all.
+    """
+    if rank:
+        words = [int(word) for word in np.random.SeedSequence((seed, epoch, 0, rank)).generate_state(3)]
+        random.seed(words[0])
+        np.random.seed(words[1])
+        torch.manual_seed(words[2])
 
 
 def padded(images: torch.Tensor, size: int) -> torch.Tensor:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -184,6 +187,7 @@ def test_every_validation_image_counts_once(digits: Any) -> None:
     """360 images in batches of 64: the last batch of 40 is padded, and its padding is not counted."""
     import pretrain_vit
     import vision_data
+    from common import Processes
 
     class Constant(torch.nn.Module):
         shapes: ClassVar[set[torch.Size]] = set()
@@ -197,7 +201,7 @@ def test_every_validation_image_counts_once(digits: Any) -> None:
     )
     options = dict.fromkeys(pretrain_vit.Settings.__dataclass_fields__)
     settings = pretrain_vit.Settings(**{**options, "batch_size": 64, "device": "cpu", "amp": "none"})
-    loss, top1 = pretrain_vit.evaluate(Constant(), validation, settings)
+    loss, top1 = pretrain_vit.evaluate(Constant(), validation, settings, Processes())
     threes = digits.validation.labels.count(3) / 360
     assert top1 == pytest.approx(threes)
     assert loss == pytest.approx(np.log(9 + np.e) - threes)
@@ -258,6 +262,59 @@ def test_goes_on_to_the_last_bit_after_a_kill(script: Any, tmp_path: Path, monke
     code, text = script(*options, "--lr=1e-3", killed, "--resume")
     assert code == 1
     assert "of a run with other options" in text
+
+
+def test_runs_under_torchrun_on_the_batches_of_one_process(script: Any, tmp_path: Path) -> None:
+    options = [*TINY, "--epochs=3", "--limit-steps=7"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    two = subprocess.run(
+        [*command, str(EXAMPLES / "pretrain_vit.py"), *options, "--policies=bf16,tetrajet", f"--output={tmp_path}/two"],
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert two.returncode == 0, two.stderr
+    assert two.stdout.count("tetrajet: epoch 3/3") == 1  # the first process speaks for both
+    log = json.loads((tmp_path / "two" / "log.json").read_text())
+    assert log["processes"] == 2
+    assert [run["policy"] for run in log["runs"]] == ["bf16", "tetrajet"]
+    for run in log["runs"]:
+        for curve in ("train_loss", "validation_loss"):
+            assert len(run[curve]) == 3
+            assert np.isfinite(run[curve]).all()
+            assert run[curve][-1] < run[curve][0]
+    kept = ["bf16.pt", "log.json", "loss.png", "tetrajet.pt"]
+    assert sorted(file.name for file in (tmp_path / "two").iterdir()) == kept
+
+    code, text = script(*options, "--policies=bf16", f"--output={tmp_path / 'one'}")
+    assert code == 0, text
+    (one,) = json.loads((tmp_path / "one" / "log.json").read_text())["runs"]
+    for curve in ("train_loss", "validation_loss"):  # unquantized they differ in the order of sums alone
+        assert log["runs"][0][curve] == pytest.approx(one[curve], rel=1e-4)
+
+
+def test_shares_make_up_the_batches_of_one_process(digits: Any) -> None:
+    """Among 7 processes the last validation batch, of 3 images, leaves 4 with nothing."""
+    import vision_data
+
+    def passes(**place: int) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
+        found = []
+        for loader in vision_data.loaders(
+            digits, vision_data.RECIPES["digits"], img_size=16, batch_size=119, seed=0, workers=0,
+            device=torch.device("cpu"), **place,
+        ):  # fmt: skip
+            vision_data.start_epoch(loader, 0, 1)
+            found.append([])
+            for batch in loader:
+                vision_data.part_ways(0, 1, place.get("rank", 0))
+                found[-1].append(batch)
+        return found
+
+    shares = [passes(rank=rank, world=7) for rank in range(7)]
+    assert [len(share[1][-1][1]) for share in shares] == [0, 0, 1, 0, 1, 0, 1]
+    for which, whole in enumerate(passes()):
+        for number, batch in enumerate(whole):
+            for part, expected in enumerate(batch):
+                assert torch.equal(torch.cat([share[which][number][part] for share in shares]), expected)
+        assert {len(share[which]) for share in shares} == {len(whole)}
 
 
 @pytest.mark.parametrize(
