@@ -341,6 +341,11 @@ class Runtime:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Forwards in this context, and their backwards, run node by node and raise NonFiniteError."""
+        due = self._due()
+        if due != self.phase:
+            with self._enter(due).watched():
+                yield
+            return
         watch = Watch(self.names)
         watch.compiled = torch.compile(
             _entry_point(self.root), backend=partial(self._capture, watch=watch), dynamic=self.dynamic
@@ -358,7 +363,7 @@ class Runtime:
             return self.root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         training = torch.is_grad_enabled()
         root_state = getattr(self, "root_state", None)
-        due = self.whole.phase(root_state.count, self.total_steps) if root_state is not None else self.phase
+        due = self._due()
         if due != self.phase:
             return self._enter(due).call(*args, **kwargs)
         self._check_optimizer(training)
@@ -395,10 +400,17 @@ class Runtime:
                 root_state.advance()
         return result
 
+    def _due(self) -> int:
+        """The phase that the count of forwards asks for."""
+        root_state = getattr(self, "root_state", None)
+        return self.phase if root_state is None else self.whole.phase(root_state.count, self.total_steps)
+
     def _enter(self, phase: int) -> Runtime:
         """Go over to another phase: the policy is applied anew, with the state and the optimizers that there are."""
         from fp4graph.training.optimizer import prepare_optimizer
 
+        if self._watch is not None:
+            raise Error("a phase of the policy begins inside detect_nonfinite(); watch the steps of each by themselves")
         following = Runtime(self.root, self.whole, self.backend, self.seed, self.dynamic, self.total_steps, phase)
         following.attach()
         for reference in self.optimizers:

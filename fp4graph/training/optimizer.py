@@ -185,7 +185,7 @@ def _skips(optimizer: torch.optim.Optimizer) -> bool:
     found = getattr(optimizer, "found_inf", None)
     if found is not None and bool(found):
         return True
-    if any(float(group["lr"]) != 0 for group in optimizer.param_groups):
+    if any(float(group.get("lr", 1)) != 0 for group in optimizer.param_groups):
         return False
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     return not any(bool((grad != 0).any()) for grad in grads)

@@ -179,3 +179,19 @@ def test_bit_identical_compiled(inductor):
 
     for a, b in zip(both(w, average), inductor(both, w, average)(w, average), strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_step_that_only_makes_state_leaves_the_average_alone():
+    """torch's distributed checkpoint takes one, at learning rate 0 with gradients of zeros, before it loads."""
+    model = fp4graph.apply(torch.nn.Linear(64, 8), policy({"beta": 0.9}), backend="eager")
+    optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    average = model._fp4graph.q_ema_weight
+    average.add_(1)  # as loaded from a checkpoint
+    before = average.clone()
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    assert torch.equal(model._fp4graph.q_ema_weight, before)
+    model.weight.grad.fill_(1.0)  # a warm-up's first step, at rate 0 too, is a step
+    optimizer.step()
+    assert not torch.equal(model._fp4graph.q_ema_weight, before)

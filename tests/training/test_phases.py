@@ -160,3 +160,19 @@ def test_the_dynamo_entry_point_has_no_phases() -> None:
     )
     with pytest.raises(Exception, match=r"fp4graph\.apply"):
         compiled(batch(0))
+
+
+def test_watching_sees_the_phase_that_begins() -> None:
+    applied = fp4graph.apply(model(), policy({"at": 2, "operands": {"backward": "keep"}}), backend="eager")
+    for step in range(2):
+        gradients(applied, step)
+    with torch.no_grad():
+        applied[2].weight[0, 0] = torch.nan
+    with fp4graph.detect_nonfinite(applied), pytest.raises(fp4graph.NonFiniteError, match=r"2\.weight"):
+        gradients(applied, 2)
+    assert runtime_of(applied).phase == 1
+    applied = fp4graph.apply(model(), policy({"at": 1, "operands": {"backward": "keep"}}), backend="eager")
+    with fp4graph.detect_nonfinite(applied):
+        gradients(applied, 0)
+        with pytest.raises(fp4graph.Error, match="inside detect_nonfinite"):
+            gradients(applied, 1)
