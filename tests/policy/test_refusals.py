@@ -96,7 +96,11 @@ def test_what_acts_somewhere_is_not_warned_of(data: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_a_technique_that_two_plugins_claim_is_refused_by_name(first: bool) -> None:
+@pytest.mark.parametrize(
+    ("plugin", "message"),
+    [("stranger", "'q_ema' is already offered by plugin"), ("q_ema", "plugin 'q_ema': another plugin has this name")],
+)
+def test_a_technique_that_two_plugins_claim_is_refused_by_name(plugin: str, message: str, first: bool) -> None:
     class Impostor(Technique):
         name = "q_ema"
         overhead = Overhead("O(n)", "O(1)", True)
@@ -118,8 +122,8 @@ def test_a_technique_that_two_plugins_claim_is_refused_by_name(first: bool) -> N
     import fp4graph_plugins.q_ema
 
     ours = [("q_ema", fp4graph_plugins.q_ema), ("hadamard", fp4graph_plugins.hadamard)]
-    plugins = [("stranger", Plugin), *ours] if first else [*ours, ("stranger", Plugin)]
+    plugins = [(plugin, Plugin), *ours] if first else [*ours, (plugin, Plugin)]
     registry = Registry(plugins, entry_point_group=None)
-    with pytest.raises(PolicyError, match=r"'q_ema' is already offered by plugin .*; uninstall or rename"):
+    with pytest.raises(PolicyError, match=f"{message}.*; uninstall or rename"):
         load_policy(policy("q_ema"), registry)
     load_policy(policy({"hadamard": {"block": 16}}), registry)  # the others stay usable
