@@ -1,4 +1,4 @@
-"""Tokens for examples/pretrain_llama.py: the standard library's own source text, or any text files.
+"""Text as tokens: the standard library's own source, WikiText, or any text files.
 
 Which tokens a model sees at a step is a pure function of (seed, step), so a resumed run, one on more processes, or one
 under another policy goes through the same sequences in the same order.
@@ -13,11 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from common import ExampleError
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from fp4graph.errors import Error
 from fp4graph.training.checkpoint import replacing
+
+#: Ids of tokens, one after the other.
+TokenArray = npt.NDArray[np.uint32]
 
 #: Token between two documents, in every vocabulary.
 SEPARATOR = 0
@@ -41,8 +45,8 @@ class Texts:
 class Tokens:
     """The same as tokens, each one array."""
 
-    train: np.ndarray
-    validation: np.ndarray
+    train: TokenArray
+    validation: TokenArray
 
     @property
     def checksum(self) -> int:
@@ -67,11 +71,11 @@ def text_files(path: Path) -> Texts:
     left alone; where none is called so, every 20th file is, or 5 % of the only one.
     """
     if not path.exists():
-        raise ExampleError(f"--data {path}: there is no such file or folder")
+        raise Error(f"--data {path}: there is no such file or folder")
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if _is_text(file))
     files = [file for file in files if file == path or "test" not in file.name.lower()]
     if not files:
-        raise ExampleError(f"--data {path} has no text files")
+        raise Error(f"--data {path} has no text files")
     validation = [file for file in files if file != path and "valid" in file.name.lower()]
     if not validation and len(files) == 1:
         text = _read(files[0])
@@ -114,9 +118,9 @@ def tokenize(texts: Texts, vocabulary: int, tokenizer_file: Path) -> Tokens:
     return Tokens(_encode(texts.train, tokenizer), _encode(texts.validation, tokenizer))
 
 
-def _encode(texts: Sequence[str], tokenizer: Tokenizer | None) -> np.ndarray:
+def _encode(texts: Sequence[str], tokenizer: Tokenizer | None) -> TokenArray:
     separator = np.array([SEPARATOR], dtype=np.uint32)
-    parts: list[np.ndarray] = []
+    parts: list[TokenArray] = []
     for text in texts:
         if tokenizer is None:
             parts.append(np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32))
@@ -146,14 +150,14 @@ def _head(texts: Sequence[str], characters: int) -> Iterator[str]:
             characters -= len(piece)
 
 
-def batch(tokens: np.ndarray, size: int, context: int, seed: int, step: int) -> torch.Tensor:
+def batch(tokens: TokenArray, size: int, context: int, seed: int, step: int) -> torch.Tensor:
     """``[size, context]`` tokens from ``size`` random places."""
     places = np.random.default_rng([seed, step]).integers(0, len(tokens) - context + 1, size)
     return _windows(tokens, places, context)
 
 
 def validation_batches(
-    tokens: np.ndarray, size: int, context: int, limit: int, rank: int, ranks: int
+    tokens: TokenArray, size: int, context: int, limit: int, rank: int, ranks: int
 ) -> Iterator[torch.Tensor]:
     """This process's part of at most ``limit`` batches of sequences that do not overlap; the same number for each."""
     per_rank = min(limit, len(tokens) // context // size) // ranks
@@ -162,5 +166,5 @@ def validation_batches(
         yield _windows(tokens, (first + np.arange(size)) * context, context)
 
 
-def _windows(tokens: np.ndarray, places: np.ndarray, context: int) -> torch.Tensor:
+def _windows(tokens: TokenArray, places: npt.NDArray[np.int64], context: int) -> torch.Tensor:
     return torch.from_numpy(tokens[places[:, None] + np.arange(context)].astype(np.int64))
