@@ -7,14 +7,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
-from PIL import Image
 
 from fp4graph.errors import Error
 from fp4graph.experiments.data.extras import needs
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 #: Of ImageNet's training images.
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -47,6 +49,7 @@ class Digits:
     """Some of scikit-learn's 1797 scans of handwritten digits (8x8, 17 grey levels), as 8-bit grey images."""
 
     def __init__(self, indices: Sequence[int]) -> None:
+        from PIL import Image
         from sklearn.datasets import load_digits
 
         scans = load_digits()
@@ -207,6 +210,8 @@ class _Files:
         return len(self.files)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        from PIL import Image
+
         with Image.open(self.files[index]) as image:
             return image.convert("RGB"), 0
 

@@ -3,34 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
-from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from fp4graph.experiments.data.images import Images, Split, seeded
 from fp4graph.experiments.data.order import Order
 
-Transform = Callable[[Image.Image], Tensor]
+if TYPE_CHECKING:
+    from PIL import Image
+
+Transform = Callable[["Image.Image"], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Pixels:
+    """Images of one size in memory: uint8 ``[N, channels, height, width]``, with labels, int64 ``[N]``."""
+
+    train: Tensor
+    train_labels: Tensor
+    validation: Tensor
+    validation_labels: Tensor
+    split: Split
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Channels, height, width."""
+        _, channels, height, width = self.train.shape
+        return channels, height, width
 
 
 @lru_cache(maxsize=2)  # a sweep trains on one data set many times
-def in_memory(load: Callable[[], Split]) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """(images, labels) to train and to validate on: fp32 ``[N, channels, height, width]``, normalized, and int64."""
-    from torchvision.transforms.functional import pil_to_tensor
+def in_memory(load: Callable[..., Split], *root: Path) -> Pixels:
+    """What ``load(*root)`` gives, as tensors."""
+    split = load(*root)
+    return Pixels(*_tensors(split.train, split.channels), *_tensors(split.validation, split.channels), split)
 
-    split = load()
-    mean, std = (torch.tensor(values).view(-1, 1, 1) for values in (split.mean, split.std))
 
-    def tensors(images: Images) -> tuple[Tensor, Tensor]:
-        pairs = [images[index] for index in range(len(images))]
-        pixels = torch.stack([pil_to_tensor(image) for image, _ in pairs])
-        return (pixels / 255 - mean) / std, torch.tensor([label for _, label in pairs])
+def _tensors(images: Images, channels: int) -> tuple[Tensor, Tensor]:
+    pairs = [images[index] for index in range(len(images))]
+    pixels = torch.stack([torch.from_numpy(np.array(image, dtype=np.uint8)) for image, _ in pairs])
+    pixels = pixels.view(*pixels.shape[:3], channels).movedim(-1, 1).contiguous()
+    return pixels, torch.tensor([label for _, label in pairs])
 
-    return tensors(split.train), tensors(split.validation)
+
+def normalized(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """``pixels``, uint8, as fp32 numbers of mean 0 and standard deviation 1 where those of the channels, of [0, 1],
+    are ``mean`` and ``std``."""
+    centre, spread = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
+    return (pixels / 255 - centre) / spread
 
 
 class Stream:
@@ -45,7 +72,7 @@ class Stream:
 
     def in_order(self, batch_size: int) -> Iterator[list[Tensor]]:
         """Each image once."""
-        numbers = torch.arange(len(self.images)).split(batch_size)
+        numbers = torch.split(torch.arange(len(self.images)), batch_size)
         yield from self._loader([[(0, int(index)) for index in rows] for rows in numbers])
 
     def _loader(self, batches: Any) -> DataLoader[Any]:

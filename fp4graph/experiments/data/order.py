@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fp4graph.errors import Error
+
+
+def generator(*key: int) -> torch.Generator:
+    """Random numbers that are a function of ``key``: whole numbers of at least 0."""
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))
 
 
 class Order:
@@ -34,5 +40,4 @@ class Order:
             rest = rest[self.batch_size :]
 
     def _pass(self, epoch: int) -> Tensor:
-        generator = torch.Generator().manual_seed((self.seed << 24) + epoch)
-        return torch.randperm(self.samples, generator=generator)
+        return torch.randperm(self.samples, generator=generator(self.seed, epoch))

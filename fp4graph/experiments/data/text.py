@@ -7,18 +7,23 @@ under another policy goes through the same sequences in the same order.
 from __future__ import annotations
 
 import sysconfig
+import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from fp4graph.errors import Error
+from fp4graph.experiments.data.extras import data_folder, needs
 from fp4graph.training.checkpoint import replacing
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 #: Ids of tokens, one after the other.
 TokenArray = npt.NDArray[np.uint32]
@@ -85,6 +90,63 @@ def text_files(path: Path) -> Texts:
     return Texts([_read(file) for file in files if file not in validation], [_read(file) for file in validation])
 
 
+def wikitext() -> Texts:
+    """WikiText-103 from the Hugging Face hub, or from where ``datasets`` keeps what it has fetched."""
+    needs("datasets", "WikiText is loaded by Hugging Face's datasets")
+    import datasets
+
+    try:
+        rows = datasets.load_dataset("Salesforce/wikitext", "wikitext-103-raw-v1")
+    except Exception as error:  # whatever the hub or the network raises
+        raise Error(
+            f"WikiText cannot be downloaded ({type(error).__name__}): put wiki.train.raw and wiki.valid.raw of "
+            "WikiText-103 into a folder and give --data FOLDER, or give --data stdlib for Python's own source"
+        ) from error
+    return Texts(["".join(rows["train"]["text"])], ["".join(rows["validation"]["text"])])
+
+
+def named(data: str) -> Texts:
+    """``stdlib``, ``wikitext``, or the text files of a path."""
+    if data == "stdlib":
+        return standard_library()
+    return wikitext() if data == "wikitext" else text_files(Path(data).expanduser())
+
+
+def prepared(texts: Texts, vocabulary: int) -> Tokens:
+    """``texts`` as tokens of a tokenizer of their own, both kept in :func:`data_folder` for the next time."""
+    if vocabulary == BYTES:
+        return tokenize(texts, vocabulary, Path())
+    checksum = 0
+    for part in (*texts.train, *texts.validation):
+        checksum = zlib.crc32(part.encode(), checksum)
+    kept = data_folder("tokens") / f"{checksum:08x}-{vocabulary}"
+    try:
+        if not kept.exists():
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            _keep(texts, vocabulary, kept)
+        train, validation = (np.load(kept / f"{part}.npy", mmap_mode="r") for part in ("train", "validation"))
+    except OSError as error:
+        raise Error(f"the tokens cannot be kept in {kept}: {error.strerror or error}; $FP4GRAPH_DATA names another "
+                    "place for what is derived from data") from error  # fmt: skip
+    return Tokens(train, validation)
+
+
+def _keep(texts: Texts, vocabulary: int, folder: Path) -> None:
+    """Make ``folder`` in one move, whoever else is making it too."""
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as name:
+        unfinished = Path(name) / folder.name
+        unfinished.mkdir()
+        train_tokenizer(texts.train, vocabulary, unfinished / "tokenizer.json")
+        tokens = tokenize(texts, vocabulary, unfinished / "tokenizer.json")
+        np.save(unfinished / "train.npy", tokens.train)
+        np.save(unfinished / "validation.npy", tokens.validation)
+        try:
+            unfinished.rename(folder)
+        except OSError:
+            if not folder.exists():
+                raise
+
+
 def _is_text(file: Path) -> bool:
     if not file.is_file() or file.name.startswith("."):
         return False
@@ -98,6 +160,9 @@ def _read(file: Path) -> str:
 
 def train_tokenizer(texts: Sequence[str], vocabulary: int, file: Path) -> None:
     """Train a byte-pair tokenizer and keep it in ``file``."""
+    needs("tokenizers", "text is cut by tokenizers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -114,7 +179,12 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int, file: Path) -> None:
 
 def tokenize(texts: Texts, vocabulary: int, tokenizer_file: Path) -> Tokens:
     """Both parts as tokens: bytes, or those of the tokenizer in ``tokenizer_file``."""
-    tokenizer = None if vocabulary == BYTES else Tokenizer.from_file(str(tokenizer_file))
+    tokenizer = None
+    if vocabulary != BYTES:
+        needs("tokenizers", "text is cut by tokenizers")
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(tokenizer_file))
     return Tokens(_encode(texts.train, tokenizer), _encode(texts.validation, tokenizer))
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from fp4graph.errors import Error
-from fp4graph.experiments.tasks.classification import DIGITS
-from fp4graph.experiments.tasks.regression import GAUSSIAN
+from fp4graph.experiments.tasks import classification, diffusion, language, regression
 from fp4graph.experiments.tasks.task import Batch, Problem, Recipe, Settings, Task
 from fp4graph.registry import suggest
 
 #: Every task by name, in the order of ``fp4graph train --list``.
-TASKS = {task.name: task for task in (GAUSSIAN, DIGITS)}
+TASKS = {task.name: task for task in (*regression.TASKS, *classification.TASKS, *diffusion.TASKS, *language.TASKS)}
 
 
 def task_named(name: str) -> Task:

@@ -14,6 +14,13 @@ from torch import Tensor, nn
 from fp4graph.errors import Error
 from fp4graph.experiments.run import Run
 
+#: Parameters' dtypes, by the names that a run gives them.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+#: What a run may leave to its task's recipe and settings hold as it is.
+CHOSEN = (
+    "optimizer", "lr", "weight_decay", "schedule", "warmup", "clip", "batch_size", "accumulate", "validation_batches",
+    "autocast",
+)  # fmt: skip
 #: Tensors with the samples along their first axis.
 Batch = tuple[Tensor, ...]
 
@@ -59,7 +66,7 @@ class Settings:
     batch_size: int
     accumulate: int
     validation_batches: int | None
-    dtype: str
+    dtype: torch.dtype
     autocast: bool
     device: torch.device
     backend: str
@@ -71,6 +78,13 @@ class Settings:
     @property
     def data(self) -> str | None:
         return self.run.data
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain data: the run with everything chosen but its length."""
+        chosen = {name: getattr(self, name) for name in CHOSEN}
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        placed = {"dtype": names[self.dtype], "device": str(self.device), "backend": self.backend}
+        return {**self.run.to_json(), **chosen, **placed}
 
     def steps(self, problem: Problem) -> int:
         """Steps of the optimizer of the whole training."""
@@ -91,12 +105,17 @@ class Problem(ABC):
 
     Attributes:
         model: on the CPU, in fp32; its weights are a function of the seed.
+        dtype: of the parameters it will have, and so of the model's input.
+        blocks: names of the modules that are its blocks, where they are not one repeated stack that
+            ``block: true`` finds by itself.
         samples: to train on; so many are an epoch.
         tokens_per_sample: of a language model's; 1 elsewhere.
     """
 
     model: nn.Module
+    dtype: torch.dtype
     samples: int
+    blocks: tuple[str, ...] | None = None
     tokens_per_sample: int = 1
 
     @abstractmethod
@@ -114,7 +133,7 @@ class Problem(ABC):
 
         Args:
             model: :attr:`model`, or what it was wrapped into.
-            batch: on the device, floating-point tensors in the dtype of the parameters.
+            batch: on the device.
         """
 
     def summary(self, means: Mapping[str, float]) -> dict[str, float]:
@@ -159,12 +178,14 @@ class Task:
             value = getattr(run, name)
             return getattr(self.recipe, name) if value is None else value
 
-        names = ("optimizer", "lr", "weight_decay", "schedule", "warmup", "clip", "batch_size", "accumulate",
-                 "validation_batches", "dtype", "autocast")  # fmt: skip
         device = device_named(run.device)
-        backend = run.backend or ("inductor" if device.type == "cuda" else "eager")
         return Settings(
-            run=run, recipe=self.recipe, device=device, backend=backend, **{name: chosen(name) for name in names}
+            run=run,
+            recipe=self.recipe,
+            dtype=DTYPES[chosen("dtype")],
+            device=device,
+            backend=run.backend or ("inductor" if device.type == "cuda" else "eager"),
+            **{name: chosen(name) for name in CHOSEN},
         )
 
 
