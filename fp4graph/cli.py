@@ -13,6 +13,9 @@ from rich.markdown import Markdown
 from rich.table import Table
 
 from fp4graph import reference
+from fp4graph.commands.pareto import pareto
+from fp4graph.commands.score import score
+from fp4graph.commands.sweep import sweep
 from fp4graph.commands.train import train
 from fp4graph.errors import Error
 from fp4graph.policy import Policy, Rule, load_policy
@@ -23,6 +26,9 @@ app = typer.Typer(
 )
 
 app.command()(train)
+app.command()(sweep)
+app.command()(score)
+app.command()(pareto)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 PolicyArgument = Annotated[str, typer.Argument(metavar="POLICY", help="A policy file, or a shipped policy's name.")]
