@@ -80,19 +80,20 @@ def read(sources: list[str], only: list[str] | None) -> list[Any]:
     except ImportError:
         raise Error("sweeps are read by Optuna, which is not installed; pip install 'fp4graph[sweep]'") from None
     import fp4graph
-    from fp4graph.experiments import study as studies
+    from fp4graph.experiments import database
     from fp4graph.experiments.results import results
+    from fp4graph.experiments.study import Study
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     found = []
     seen: set[str] = set()
     for source in sources:
-        url = studies.database(source, existing=True)
-        names = studies.names(url)
+        url = database.url_of(source, existing=True)
+        names = database.sweeps(url)
         seen.update(names)
         for name in names:
             if only is None or name in only:
-                study = studies.Study.open(url, name)
+                study = Study.open(url, name)
                 if study.manifest.fp4graph != fp4graph.__version__:
                     made = study.manifest.fp4graph
                     print(f"note: study {name!r} was made by fp4graph {made}; this is {fp4graph.__version__}",

@@ -64,18 +64,19 @@ def sweep(
     from rich.console import Console
 
     from fp4graph.experiments import study as studies
+    from fp4graph.experiments.database import url_of
     from fp4graph.experiments.pareto import png
     from fp4graph.experiments.progress import Progress, best_table
     from fp4graph.experiments.results import Results, results, to_csv, to_json, write
     from fp4graph.experiments.run import Run
     from fp4graph.experiments.space import load_space
-    from fp4graph.experiments.sweep import Job, Workers
     from fp4graph.experiments.tasks import task_named
+    from fp4graph.experiments.workers import Job, Workers
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     score_rule = known_rule(rule)
     folder = output or Path("runs") / f"sweep-{task}"
-    url = studies.database(storage or folder / "sweep.db")
+    url = url_of(storage or folder / "sweep.db")
     name = study or task
     if export_policy is not None:
         print(export(studies.Study.open(url, name), export_policy, folder))

@@ -14,25 +14,23 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import optuna
 import yaml
 from optuna.distributions import CategoricalDistribution
-from optuna.exceptions import DuplicatedStudyError, StorageInternalError, UpdateFinishedTrialError
+from optuna.exceptions import DuplicatedStudyError, UpdateFinishedTrialError
 from optuna.pruners import BasePruner, NopPruner
 from optuna.samplers import RandomSampler
 from optuna.storages import RDBStorage
 from optuna.trial import TrialState
-from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
 import fp4graph
 from fp4graph.errors import Error
+from fp4graph.experiments.database import AWAY, answering, open_storage, reason
 from fp4graph.experiments.run import finite
 from fp4graph.experiments.space import Configuration, Space
 
@@ -168,8 +166,8 @@ class Study:
             Error: the database cannot be reached; or the study has another manifest, something else wrote it, or a
                 later fp4graph did.
         """
-        storage, shown = _storage(url)
-        with _answering(shown):
+        storage, shown = open_storage(url)
+        with answering(shown):
             try:
                 optuna.create_study(storage=storage, study_name=name, direction="minimize", sampler=RandomSampler())
             except DuplicatedStudyError:
@@ -194,8 +192,8 @@ class Study:
             Error: the database cannot be reached, or has no such study; or something else wrote it, or a later
                 fp4graph did.
         """
-        storage, shown = _storage(url)
-        with _answering(shown):
+        storage, shown = open_storage(url)
+        with answering(shown):
             names = optuna.get_all_study_names(storage)
             if name not in names:
                 raise Error(f"{shown} has no study {name!r}; it has {', '.join(sorted(names)) or 'none'}")
@@ -326,10 +324,10 @@ class Study:
         while True:
             try:
                 return action()
-            except (StorageInternalError, SQLAlchemyError) as error:
+            except AWAY as error:
                 if time.monotonic() > deadline:
                     raise Error(
-                        f"{self.shown} has not answered for {ASK_AGAIN:.0f} seconds: {_reason(error)}. What is written "
+                        f"{self.shown} has not answered for {ASK_AGAIN:.0f} seconds: {reason(error)}. What is written "
                         "stays; when it answers again, the same command goes on"
                     ) from error
                 time.sleep(delay * (1 + random.random()))
@@ -382,7 +380,7 @@ class Claim:
             except UpdateFinishedTrialError:
                 self._lost = True
                 break
-            except (StorageInternalError, SQLAlchemyError):
+            except AWAY:
                 pass  # the next one may get through
             count += 1
             if self._over.wait(self._study.manifest.patience / 6):
@@ -406,17 +404,6 @@ class Watch:
         return now - since > self._patience
 
 
-def names(url: str) -> list[str]:
-    """The sweeps' studies in a database.
-
-    Raises:
-        Error: it cannot be reached.
-    """
-    storage, shown = _storage(url)
-    with _answering(shown):
-        return [study.study_name for study in storage.get_all_studies() if "fp4graph" in study.user_attrs]
-
-
 def make_pruner(name: str) -> BasePruner:
     """``none``, ``median`` or ``hyperband``; the unit of their steps is a validation."""
     if name == "median":
@@ -426,88 +413,6 @@ def make_pruner(name: str) -> BasePruner:
     if name == "none":
         return NopPruner()
     raise Error(f"unknown pruner {name!r}; known: none, median, hyperband")
-
-
-# ------------------------------------------------------------------ the database
-
-
-def database(source: str | Path, *, existing: bool = False) -> str:
-    """The URL of what ``source`` names: a URL, an SQLite file, or a folder with a ``sweep.db``.
-
-    Raises:
-        Error: it has to be ``existing``, and there is no such file.
-    """
-    if "://" in str(source):
-        return str(source)
-    path = Path(source)
-    path = path / "sweep.db" if path.is_dir() else path
-    if existing and not path.is_file():
-        raise Error(f"there is no database {str(path)!r}; name a sweep's folder, its SQLite file, or a database's URL")
-    return f"sqlite:///{path}"
-
-
-def _storage(url: str) -> tuple[RDBStorage, str]:
-    """The storage of ``url``, and how messages call it: without its password."""
-    try:
-        parsed = make_url(url)
-    except (ArgumentError, ValueError) as error:
-        raise Error(f"not a database's URL ({error}); write sqlite:///FILE or postgresql://HOST/NAME") from None
-    shown = parsed.render_as_string(hide_password=True)
-    if parsed.drivername in ("postgres", "postgresql"):
-        parsed = parsed.set(drivername="postgresql+psycopg")
-    if parsed.get_backend_name() == "sqlite" and parsed.database:
-        folder = Path(parsed.database).parent
-        if not folder.is_dir():
-            raise Error(f"{shown}: there is no folder {str(folder)!r}; make it, or give another file")
-    text = parsed.render_as_string(hide_password=False)
-    for attempt in range(5):
-        try:
-            return RDBStorage(text, engine_kwargs=_engine(parsed)), shown
-        except (ImportError, NoSuchModuleError) as error:
-            raise Error(
-                f"{shown}: Python has no driver for this database ({error}); pip install 'fp4graph[sweep]' for "
-                "PostgreSQL, or the driver that the URL names"
-            ) from None
-        except RuntimeError as error:  # the schema of another Optuna
-            raise Error(f"{shown}: {error}") from None
-        except (SQLAlchemyError, StorageInternalError) as error:
-            # Two processes that find an empty database both make its tables, and one of them fails.
-            if attempt == 4:
-                raise _unreachable(shown, error) from error
-            time.sleep(0.2)
-    raise AssertionError
-
-
-def _engine(url: URL) -> dict[str, Any]:
-    if url.get_backend_name() == "sqlite":
-        return {"connect_args": {"timeout": 60}}  # seconds to wait while another process writes
-    options: dict[str, Any] = {"pool_pre_ping": True}  # a server that was restarted in between is no error
-    if url.get_backend_name() == "postgresql":
-        options["connect_args"] = {"connect_timeout": 10}
-    return options
-
-
-@contextmanager
-def _answering(shown: str) -> Iterator[None]:
-    try:
-        yield
-    except (SQLAlchemyError, StorageInternalError) as error:
-        raise _unreachable(shown, error) from error
-
-
-def _unreachable(shown: str, error: Exception) -> Error:
-    return Error(
-        f"the database {shown} cannot be used: {_reason(error)}; see that it runs, that it exists, and that user and "
-        "password are right"
-    )
-
-
-def _reason(error: BaseException) -> str:
-    """What the database said, without what SQLAlchemy adds."""
-    cause = error
-    while isinstance(cause, StorageInternalError) and cause.__cause__ is not None:
-        cause = cause.__cause__
-    return str(getattr(cause, "orig", None) or cause).strip().splitlines()[0]
 
 
 # ------------------------------------------------------------------ as data

@@ -17,7 +17,7 @@ from fp4graph.experiments.run import Outcome, Run, Validation
 def objective(run: Run, report: Callable[[int, float], None]) -> Outcome:
     """Loss is 1 plus the mean relative squared error of the quantized operands, over ``run.steps`` matrices.
 
-    It takes ``validate_every`` milliseconds. A run whose learning rate is above 1 diverges, one of batch size 13 raises.
+    It takes ``validate_every`` milliseconds; a learning rate above 1 diverges, a batch size of 13 raises.
     """
     policy = fp4graph.load_policy(run.policy)
     specs = [spec for rule in policy.rules for spec in rule.specs.values() if spec is not None]
