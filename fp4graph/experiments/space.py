@@ -79,9 +79,8 @@ class Configuration:
         family: the choice of the space's family parameter, or a baseline's name.
         policy: None where it is impossible.
         document: the policy as data.
-        refusal: why it is impossible, or None.
+        error: why it is impossible, or None.
         run: fields of :class:`~fp4graph.experiments.run.Run` that it sets.
-        key: of what is trained: equal for configurations that would be the same training.
     """
 
     kind: str
@@ -90,11 +89,16 @@ class Configuration:
     assignment: Assignment
     document: Mapping[str, Any]
     policy: Policy | None
-    refusal: str | None = None
+    error: PolicyError | None = None
     run: Mapping[str, Any] = field(default_factory=dict)
 
     @property
+    def refusal(self) -> str | None:
+        return None if self.error is None else str(self.error)
+
+    @property
     def key(self) -> str:
+        """Of what is trained: equal for configurations that would be the same training."""
         policy = self.document if self.policy is None else self.policy.fingerprint
         return _digest({"policy": policy, "run": dict(sorted(self.run.items()))})
 
@@ -198,7 +202,7 @@ class Space:
         try:
             policy, refusal = self._resolved(document), None
         except PolicyError as error:
-            policy, refusal = None, str(error)
+            policy, refusal = None, error
         return Configuration(kind, summary, family, dict(assignment), document.plain(), policy, refusal, run)
 
     def _baseline(self, name: str, part: Part) -> Configuration:
@@ -226,7 +230,6 @@ class Space:
         for part in self.baselines.values():
             self._baseline("baseline", part)
             _check_run(part)
-        self._check_possible({}, self.base.place, "the base with the first choices")
         for parameter in self.parameters:
             for label, part in parameter.choices.items():
                 _check_run(part)
@@ -237,18 +240,18 @@ class Space:
             self._check_possible(part.fragment.when, part.node.place, "this entry of also")
 
     def _check_possible(self, wanted: Mapping[str, tuple[str, ...]], place: Place, what: str) -> None:
-        reasons: list[str] = []
+        errors: list[PolicyError] = []
         for assignment in itertools.islice(self._with(wanted), TRIED):
-            refusal = self.configuration(assignment).refusal
-            if refusal is None:
+            error = self.configuration(assignment).error
+            if error is None:
                 return
-            reasons.append(refusal)
-        if not reasons:
+            errors.append(error)
+        if not errors:
             raise place.error(f"{what}: its conditions never hold; correct them, or remove it")
-        if not wanted:
-            raise PolicyError(reasons[0])
-        tried = "the only combination with it" if len(reasons) == 1 else f"each of {len(reasons)} combinations tried"
-        raise place.error(f"{what} is impossible in {tried}: {reasons[0]}")
+        first, count = errors[0], len(errors)
+        tried = "the only combination with it" if count == 1 else f"each of {count} combinations tried"
+        exact = Place(first.file, first.line) if first.file == place.file and first.line else place
+        raise exact.error(f"{what} is impossible in {tried}: {first.message}")
 
     def _with(self, wanted: Mapping[str, tuple[str, ...]]) -> Iterator[Assignment]:
         """Assignments that have one of the ``wanted`` labels of each parameter named, the plainest ones first."""
