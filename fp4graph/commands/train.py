@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from fp4graph.errors import Error
 
@@ -196,12 +197,23 @@ def _list(console: Console, as_json: bool) -> None:
         ]
         print(json.dumps(rows, indent=2, ensure_ascii=False))
         return
-    table = Table("task", "family", "what", "data", "batch", "lr", "length")
+    wide = console if console.is_terminal else Console(highlight=False, width=140)
+    table = Table(
+        Column("task", no_wrap=True),
+        "family",
+        "what",
+        "data",
+        "batch",
+        "lr",
+        "length",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
     for task in TASKS.values():
         recipe = task.recipe
         batch = str(recipe.batch_size) + (f" × {recipe.accumulate}" if recipe.accumulate > 1 else "")
         length = f"{recipe.epochs:g} epochs" if recipe.epochs else f"{recipe.steps} steps"
         length = f"{recipe.tokens / 1e9:g}B tokens" if recipe.tokens else length
-        data = "embedded" if task.embedded else f"--data: {task.data}"
+        data = "" if task.data is None else task.data
         table.add_row(task.name, task.family, task.description, data, batch, f"{recipe.lr:g}", length)
-    console.print(table)
+    wide.print(table)

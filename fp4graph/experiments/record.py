@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -86,7 +88,8 @@ class Record:
                     file.write(_line({"step": step, **values}))
                     file.flush()
                 except OSError:
-                    file.truncate(end)  # no half line
+                    with suppress(OSError):
+                        os.truncate(file.name, end)  # no half line
                     raise
             self._event(step, values)
         except OSError as error:

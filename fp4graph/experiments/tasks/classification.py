@@ -197,7 +197,7 @@ MNIST = Task(
     source=f"{PAPER}; the model is ours, for the paper names none",
     recipe=Recipe(lr=1e-3, batch_size=512, epochs=20),
     make=_mnist,
-    data="a folder that has MNIST, or in which to put it",
+    data="FOLDER; downloaded if it has none",
 )
 CIFAR10 = Task(
     name="cifar10",
@@ -206,7 +206,7 @@ CIFAR10 = Task(
     source=f"{PAPER}; the model is ours, for the paper names none",
     recipe=Recipe(lr=1e-3, batch_size=512, epochs=20),
     make=_cifar10,
-    data="a folder that has CIFAR-10, or in which to put it",
+    data="FOLDER; downloaded if it has none",
 )
 IMAGENET100 = Task(
     name="imagenet100",
@@ -215,7 +215,7 @@ IMAGENET100 = Task(
     source=f"{PAPER}; the model is ours, for the paper names none",
     recipe=Recipe(lr=1e-3, batch_size=512, epochs=20, autocast=True),
     make=_imagenet100,
-    data="FOLDER with train/CLASS/*.jpg and val/CLASS/*.jpg, or hf:NAME",
+    data="FOLDER (train/CLASS/*.jpg, val/CLASS/*.jpg) or hf:NAME",
 )
 
 
@@ -239,7 +239,7 @@ def _vision_transformer(name: str, model: str, drop_path: float, *, swin: bool) 
             validations=90,
         ),
         make=partial(_imagenet, model, drop_path, SWIN if swin else DEIT),
-        data="FOLDER with train/CLASS/*.jpg and val/CLASS/*.jpg, or hf:NAME",
+        data="FOLDER (train/CLASS/*.jpg, val/CLASS/*.jpg) or hf:NAME",
     )
 
 

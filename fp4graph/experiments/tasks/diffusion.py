@@ -114,7 +114,7 @@ def _digits(settings: Settings) -> Problem:
     return InMemory(
         in_memory(sources.digits),
         settings,
-        block_out_channels=(32, 64),
+        block_out_channels=(32, 32),
         down_block_types=("DownBlock2D", "AttnDownBlock2D"),
         up_block_types=("AttnUpBlock2D", "UpBlock2D"),
         layers_per_block=1,
@@ -163,7 +163,7 @@ DIGITS = Task(
     family="diffusion",
     description="A U-Net of 2 levels on scikit-learn's digits, 8x8 pixels",
     source="ours",
-    recipe=Recipe(lr=1e-3, batch_size=64, epochs=20),
+    recipe=Recipe(lr=1e-3, batch_size=64, epochs=10),
     make=_digits,
     embedded=True,
 )
@@ -174,7 +174,7 @@ SMALL = Task(
     source=f"{PAPER}; the model's size is ours, for the paper gives none",
     recipe=Recipe(lr=1e-3, batch_size=512, epochs=20),
     make=_small,
-    data="a folder that has CIFAR-10, or in which to put it",
+    data="FOLDER; downloaded if it has none",
 )
 BIG = Task(
     name="big-diffusion",
@@ -183,6 +183,6 @@ BIG = Task(
     source=f"{PAPER}; the model is that of diffusers' tutorial, for the paper gives none",
     recipe=Recipe(lr=1e-4, batch_size=20, epochs=3, autocast=True),
     make=_big,
-    data="FOLDER with images, or hf:NAME",
+    data="FOLDER (images) or hf:NAME",
 )
 TASKS = (DIGITS, SMALL, BIG)

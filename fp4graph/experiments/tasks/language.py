@@ -100,7 +100,7 @@ def _stdlib(size: str, context: int, settings: Settings) -> Problem:
     return Language(size, context, replace(settings, run=run))
 
 
-DATA = "stdlib (Python's own source), wikitext, or a text file or folder"
+DATA = "wikitext, stdlib, FILE or FOLDER of text"
 PAPER = '"Elucidating the design space of FP4 training", appendix, Table 11; sizes of GaLore (Zhao et al. 2024)'
 
 TEXT = Task(
