@@ -48,8 +48,9 @@ COLUMNS = (
     tables.text("quantizes", "quantized"),
 )
 TITLE = "One linear, forward and backward"
-#: How far compiled results may be from eager ones: rounding of sums, where a quantizer left out makes a tenth.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
+#: How far compiled results may be from eager ones: sums are rounded in another order, those of rotations too, before
+#: they are quantized. A quantizer left out makes a difference of a tenth and more.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,12 @@ class Case:
         self.linear = nn.Linear(self.k, self.n, bias=False, device=device, dtype=dtype)
         self.x = torch.randn(self.m, self.k, device=device, dtype=dtype, requires_grad=True)
         self.dy = torch.randn(self.m, self.n, device=device, dtype=dtype)
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes per second of a copy of the largest of X, W and dY."""
+        largest = max(self.m * self.k, self.n * self.k, self.m * self.n)
+        return floor.bandwidth(largest * self.dtype.itemsize, self.device)
 
     def run(self, module: nn.Module) -> Callable[[], object]:
         """A forward and a backward of ``module``, gradients begun anew."""
@@ -96,8 +103,7 @@ class Case:
         (site,) = explanation.sites
         quantized = [operand for operand, spec in site.operands.items() if spec is not None]
         moved = floor.quantizer_bytes(self.m, self.k, self.n, self.dtype.itemsize, quantized)
-        largest = max(self.m * self.k, self.n * self.k, self.m * self.n) * self.dtype.itemsize
-        least = 1 + moved / floor.bandwidth(largest, self.device) / baseline_seconds
+        least = 1 + moved / self.bandwidth / baseline_seconds
         numbers = [number for number, operand in enumerate(Operand, 1) if operand in quantized]
         return Linear(policy, self.run(module), ", ".join(f"Q{number}" for number in numbers) or "nothing", least)
 
@@ -154,6 +160,7 @@ def measure(
                 "floor": own.floor if base is baseline else None,
                 "gemm_rate": 6 * case.m * case.k * case.n / baseline_seconds,
                 "machine_gemm_rate": floor.gemm_rate(case.dtype, case.device),
+                "bandwidth": case.bandwidth,
             }
 
         dtype = str(case.dtype).removeprefix("torch.")

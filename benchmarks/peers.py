@@ -66,8 +66,8 @@ def _brevitas(linear: nn.Linear) -> nn.Module:
     return quantized
 
 
-#: Two operands to nearest; the backward multiplies the unquantized gradient with them, with its own two quantizers
-#: left out. microxcaling is not on PyPI; nvidia-modelopt's MXFP4 needs CUDA.
+#: Both round two operands of six; their backward multiplies the gradient as it is with these, brevitas's differentiates
+#: the scales too. microxcaling is not on PyPI; nvidia-modelopt's MXFP4 needs CUDA.
 PEERS = {
     "torchao": Peer("torchao", "torchao", _torchao, "Q1, Q2 (MXFP4, to nearest)"),
     "brevitas": Peer("brevitas", "brevitas", _brevitas, "Q1, Q2 (MXFP4, to nearest)"),

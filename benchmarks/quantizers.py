@@ -8,7 +8,7 @@ what it writes; bytes are those of the tensor read and of the one written.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any
@@ -65,17 +65,23 @@ class Quantizer:
             words.append(f"{technique.name}({', '.join(f'{name}={value}' for name, value in given.items())})")
         return " + ".join(words)
 
-    def compiled(self, x: Tensor, backend: str) -> Any:
+    def compiled(self, x: Tensor, backend: str) -> Callable[[Tensor], Tensor]:
         """The program as one compiled function of ``x``, blocks along the last axis."""
-        device = x.device
-        key, step = make_key("benchmark", device=device), make_step(0, 0, 0, device=device)
-        draw = operand_draw(Draw(key, step), self.operand) if self.program.draws else None
         by_name = {technique.name: technique for technique in self.program.techniques}
-        state: dict[str, dict[str, Tensor]] = {}
-        for slot in self.program.state:
-            first = contract.initial(by_name[slot.technique], slot.entry, "weight")(x)
-            state.setdefault(slot.technique, {})[slot.entry.name] = first.to(device)
-        return torch.compile(lambda x: total(self.program(x, draw, state)), backend=backend, dynamic=False)
+        key, step = make_key("benchmark", device=x.device), make_step(0, 0, 0, device=x.device)
+        first = [contract.initial(by_name[slot.technique], slot.entry, "weight")(x) for slot in self.program.state]
+
+        def quantize(x: Tensor, key: Tensor, step: Tensor, *state: Tensor) -> Tensor:
+            entries: dict[str, dict[str, Tensor]] = {}
+            for slot, value in zip(self.program.state, state, strict=True):
+                entries.setdefault(slot.technique, {})[slot.entry.name] = value
+            draw = operand_draw(Draw(key, step), self.operand) if self.program.draws else None
+            return total(self.program(x, draw, entries))
+
+        # As in a model: Dynamo, which would trace the program's Python, sees one call, which AOTAutograd traces.
+        opaque = torch.compiler.allow_in_graph(quantize)  # type: ignore[no-untyped-call]
+        compiled = torch.compile(lambda *tensors: opaque(*tensors), backend=backend, dynamic=False)
+        return lambda x: compiled(x, key, step, *first)
 
 
 def quantizers(policies: list[str]) -> list[Quantizer]:
@@ -111,6 +117,8 @@ def measure(quantizer: Quantizer, x: Tensor, layout: str, backend: str, patience
     source = x if layout == "row" else x.mT
     compiled = quantizer.compiled(source, backend)
     with torch.no_grad():
+        if not torch.equal(compiled(source), quantizer.compiled(source, "eager")(source)):
+            raise RuntimeError("compiled, it gives other values than eagerly")
         comparison = compare(x.clone, partial(compiled, source), x.device, patience)
         moved = x.nbytes + compiled(source).nbytes
     return {

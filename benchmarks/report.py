@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import first_step, linear, memory, quantizers, step, tables, targets, techniques
+from benchmarks.models import UNQUANTIZED
 from benchmarks.results import RESULTS, ROOT, load
 from fp4graph.training.checkpoint import replacing
 
@@ -56,7 +57,9 @@ def section(contents: Mapping[str, Mapping[str, Any]]) -> str:
         compiled = [row for row in rows.get(benchmark, []) if row["case"].get("backend", "inductor") == "inductor"]
         if compiled:
             runs = contents[benchmark]["runs"]
-            parts += [f"#### {module.TITLE}", tables.markdown(module.COLUMNS, compiled), measured(runs, compiled)]
+            parts += [f"#### {module.TITLE}", tables.markdown(module.COLUMNS, compiled)]
+            parts += [rates(compiled)] if benchmark == "linear" else []
+            parts += [measured(runs, compiled)]
     return "\n\n".join(parts)
 
 
@@ -67,6 +70,18 @@ def described(machine: Mapping[str, Any]) -> str:
         f"{gpu}{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads used, "
         f"{machine['vector_instructions']}, {machine['ram_gib']} GiB; {machine['system']}."
     )
+
+
+def rates(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What the machine did in the same runs as the linears: operations and bytes per second."""
+    lines = ["| shape | dtype | GEMM 2048³, GFLOP/s | unquantized linear, GFLOP/s | copy, GB/s |"]
+    lines += ["| --- | --- | ---: | ---: | ---: |"]
+    for row in rows:
+        case, figures = row["case"], row["figures"]
+        if case["linear"].startswith(UNQUANTIZED) and "ratio" in figures:
+            shown = (figures[name] / 1e9 for name in ("machine_gemm_rate", "gemm_rate", "bandwidth"))
+            lines.append(f"| {case['shape']} | {case['dtype']} | " + " | ".join(f"{rate:.3g}" for rate in shown) + " |")
+    return "\n".join(lines)
 
 
 def measured(runs: Mapping[str, Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> str:
