@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint format docs parity bench bench-all stranger wheel clean
+.PHONY: demo test lint format docs parity gpu bench bench-all stranger wheel clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/pretrain_vit.py --data digits --backend eager \
@@ -36,6 +36,10 @@ bench: $(VENV)/.peers
 bench-all: $(VENV)/.peers
 	$(BIN)/python -m benchmarks.targets --everything
 	$(BIN)/python -m benchmarks.report
+
+# What GPUs run, interpreted and compiled to machine code without one: minutes.
+gpu: $(STAMP)
+	$(BIN)/python -m pytest tests/gpu -m "gpu or not gpu"
 
 # A technique in a package of its own, installed beside a wheel of this one into a new environment.
 stranger: $(STAMP)
