@@ -14,11 +14,11 @@ A loss that is not finite is null. Whatever else is put into the folder is left 
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -82,15 +82,7 @@ class Record:
     def line(self, step: int, **values: float) -> None:
         """Add a line to ``metrics.jsonl``, and its values to TensorBoard's events."""
         try:
-            with (self.folder / METRICS).open("ab") as file:
-                end = file.tell()
-                try:
-                    file.write(_line({"step": step, **values}))
-                    file.flush()
-                except OSError:
-                    with suppress(OSError):
-                        os.truncate(file.name, end)  # no half line
-                    raise
+            _append(self.folder / METRICS, _line({"step": step, **values}))
             self._event(step, values)
         except OSError as error:
             raise self._failed(METRICS, error) from error
@@ -185,6 +177,15 @@ def read_outcome(folder: Path) -> dict[str, Any] | None:
     except ValueError:
         raise Error(f"{file} is not JSON; it was damaged, or something else wrote it") from None
     return content
+
+
+def _append(file: Path, line: bytes) -> None:
+    """Add a whole line or nothing."""
+    with file.open("ab", buffering=0) as opened:  # a buffer would be written once more when it is closed
+        end = opened.tell()
+        if opened.write(line) != len(line):  # the disk took a part of it
+            opened.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _line(values: Mapping[str, Any]) -> bytes:

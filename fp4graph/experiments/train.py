@@ -214,11 +214,6 @@ class _Training:
         runtime = runtime_of(self.model)
         assert runtime is not None
         self.sites, self.quantized = len(runtime.sites), sum(site.quantized for site in runtime.sites)
-        if self.policy.quantizes and not self.quantized and not self.policy.phases:
-            raise Error(
-                f"policy {self.policy.name!r} quantizes none of the {self.sites} matrix products of task "
-                f"{self.settings.run.task!r}; correct its rules, or take bf16 for a baseline"
-            )
 
     def _step(self, batches: list[Batch]) -> Tensor:
         """One step of the optimizer; the mean loss of its batches, 0-d."""
