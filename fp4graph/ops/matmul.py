@@ -169,10 +169,8 @@ class _QuantizedMatmul(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         options: _Options = ctx.options
         program, dtype = options.program, options.dtype
-        a, b, *kept, key, step = ctx.saved_tensors[:8]
-        before = ctx.saved_tensors[8:]
-        a_fprop = _kept(kept[0], kept[1], ctx.packings[0])
-        b_fprop = _kept(kept[2], kept[3], ctx.packings[1])
+        a, b, a1, a2, b1, b2, key, step, *before = ctx.saved_tensors
+        a_fprop, b_fprop = _kept(a1, a2, ctx.packings[0]), _kept(b1, b2, ctx.packings[1])
         draw = _draw(key, step)
         call = _Call(options, draw, ctx.live)
         with torch.autocast(dy.device.type, enabled=False), contract.at(options.site):
