@@ -92,10 +92,11 @@ def measured(runs: Mapping[str, Mapping[str, Any]], rows: Sequence[Mapping[str, 
         commit = "no commit" if run["commit"] is None else f"commit {run['commit'][:10]}"
         changes = " with uncommitted changes" if run["dirty"] else ""
         versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items() if version is not None)
+        kernels = "" if run["cpu_kernels"] else ", without CPU kernels"
         count = sum(row["run"] == number for row in rows)
         lines.append(
             f"{count} of {len(rows)} rows: {run['date'][:10]}, {commit}{changes}; {versions}; "
-            f"load before {run['load_average']:.2f}."
+            f"{run['compiler']}{kernels}; load before {run['load_average']:.2f}."
         )
     return "\n".join(f"- {line}" for line in lines)
 

@@ -30,11 +30,14 @@ import typer
 
 from benchmarks.tables import Column, show
 from benchmarks.timing import Comparison
+from fp4graph.kernels import cpu
 from fp4graph.training.checkpoint import replacing
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("fp4graph", "torch", "triton", "torchao", "brevitas", "timm", "transformers")
+#: Environment variables that change what is measured.
+VARIABLES = ("FP4GRAPH_", "OMP_", "MKL_", "KMP_")
 GIB = 2**30
 
 
@@ -121,6 +124,9 @@ class Results:
             "versions": _versions(),
             "settings": {name: value for name, value in context.params.items() if name != "folder"},
             "load_average": os.getloadavg()[0],
+            "cpu_kernels": cpu.available(),
+            "compiler": _compiler(),
+            "environment": {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)},
         }
 
     def add(self, row: Row) -> None:
@@ -183,6 +189,15 @@ def _versions() -> dict[str, str | None]:
         except metadata.PackageNotFoundError:
             versions[package] = None
     return versions
+
+
+def _compiler() -> str | None:
+    """The first line that the C++ compiler says of its version, which compile times depend on."""
+    try:
+        said = subprocess.run([os.environ.get("CXX", "g++"), "--version"], check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return said.stdout.partition("\n")[0]
 
 
 def _commit() -> dict[str, Any]:

@@ -27,6 +27,9 @@ RUN = {
     "versions": {"torch": "2.15.0", "torchao": None},
     "settings": {},
     "load_average": 0.25,
+    "cpu_kernels": False,
+    "compiler": "g++ 12",
+    "environment": {},
 }
 TINY = {"model": "deit-tiny", "batch": 16, "policy": "tetrajet", "backend": "inductor"}
 
@@ -64,7 +67,8 @@ def test_tables_come_from_the_files(tmp_path: Path):
     assert "- deit-tiny, 16, bfloat16, tetrajet: not measured: OSError: full" in text
     assert "9.00" not in text  # what was tried out without compiling is no result
     assert (
-        "2 of 2 rows: 2026-01-02, commit aaaaaaaaaa with uncommitted changes; torch 2.15.0; load before 0.25." in text
+        "2 of 2 rows: 2026-01-02, commit aaaaaaaaaa with uncommitted changes; torch 2.15.0; g++ 12, without CPU kernels; load before 0.25."
+        in text
     )
 
 
