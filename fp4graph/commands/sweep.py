@@ -76,7 +76,7 @@ def sweep(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     score_rule = known_rule(rule)
     folder = output or Path("runs") / f"sweep-{task}"
-    url = url_of(storage or folder / "sweep.db")
+    url = url_of(storage or folder / "sweep.db", existing=export_policy is not None)
     name = study or task
     if export_policy is not None:
         print(export(studies.Study.open(url, name), export_policy, folder))
@@ -90,15 +90,14 @@ def sweep(
     run = Run(**given)
     task_named(task).settings(run)  # says what is wrong before anything is begun
     searched = load_space(space)
-    folder.mkdir(parents=True, exist_ok=True)
+    logs = folder / "logs"
+    job = Job(url, name, trials, sampler, pruner, device, str(logs), workers)  # type: ignore[arg-type]  # it looks
+    logs.mkdir(parents=True, exist_ok=True)
     made = studies.Study.create(
         url, name, studies.Manifest.of(searched, run.to_json(), patience), studies.make_pruner(pruner)
     )
     if retry_failed:
         made.excuse_failed()
-    logs = folder / "logs"
-    logs.mkdir(exist_ok=True)
-    job = Job(url, name, trials, sampler, pruner, device, str(logs), workers)  # type: ignore[arg-type]  # it looks
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -156,9 +156,9 @@ def test_what_depends_on_several_choices(table10: Space) -> None:
 
 
 def test_keys_tell_configurations_apart(table10: Space) -> None:
-    every = itertools.islice(table10.assignments(), 0, None, 31)
+    every = itertools.islice(table10.assignments(), 0, None, 101)
     configurations = [table10.configuration(assignment) for assignment in every]
-    assert len({c.key for c in configurations}) == len(configurations) == 648
+    assert len({c.key for c in configurations}) == len(configurations) == 199
     again = load_space("design-space")
     assert again.configuration(configurations[5].assignment).key == configurations[5].key
 
