@@ -66,10 +66,8 @@ def test_tables_come_from_the_files(tmp_path: Path):
     assert "| deit-tiny | 16 | float32 | tetrajet | 1.23 | 1.22–1.24 ~ | 12 | 1000 | 500 | 1.1 | 48 of 62 |" in text
     assert "- deit-tiny, 16, bfloat16, tetrajet: not measured: OSError: full" in text
     assert "9.00" not in text  # what was tried out without compiling is no result
-    assert (
-        "2 of 2 rows: 2026-01-02, commit aaaaaaaaaa with uncommitted changes; torch 2.15.0; g++ 12, without CPU kernels; load before 0.25."
-        in text
-    )
+    assert "2 of 2 rows: 2026-01-02, commit aaaaaaaaaa with uncommitted changes; torch 2.15.0; " in text
+    assert "; g++ 12, without CPU kernels; load before 0.25." in text
 
 
 def test_targets_are_met_missed_or_not_measured(tmp_path: Path):
