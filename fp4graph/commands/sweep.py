@@ -57,6 +57,7 @@ def sweep(
     Stopped or killed, the same command goes on. Run it on several machines with one --storage URL, and they share the
     work.
     """
+    options = dict(locals())
     try:
         import optuna
     except ImportError:
@@ -82,12 +83,8 @@ def sweep(
         print(export(studies.Study.open(url, name), export_policy, folder))
         return
 
-    given = {
-        key: value
-        for key, value in locals().items()
-        if key in {field.name for field in dataclasses.fields(Run)} and key not in ("policy", "workers")
-    }
-    run = Run(**given)
+    known = {field.name for field in dataclasses.fields(Run)} - {"workers"}  # those are of its data
+    run = Run(**{name: value for name, value in options.items() if name in known})
     task_named(task).settings(run)  # says what is wrong before anything is begun
     searched = load_space(space)
     logs = folder / "logs"
@@ -99,7 +96,7 @@ def sweep(
     if retry_failed:
         made.excuse_failed()
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     size = searched.size()
     title = f"{task} over {searched.name}, {size:,}{'+' if size == 1_000_000 else ''} configurations"

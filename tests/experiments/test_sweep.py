@@ -429,6 +429,14 @@ def test_the_command_on_two_workers_one_of_them_killed(
     output = tmp_path / "out"
     where = ("--storage", url, "--output", str(output))
     command = _command("sweep", "--task", "digits", "--trials", str(target), "--workers", "2", *where, *QUICK)
+    if kind == "sqlite":  # stopped by Ctrl-C first
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+        _a_worker(url, process, results=1)
+        process.send_signal(signal.SIGINT)
+        shown, _ = process.communicate(timeout=120)
+        assert process.returncode == 130
+        assert f"of {target} results; the same command goes on" in shown
+        assert {trial.state for trial in Study.open(url, "digits").trials()} == {"complete", "withdrawn"}
     with (tmp_path / "printed").open("w+") as printed:
         process = subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT, cwd=tmp_path)
         victim = _a_worker(url, process)
@@ -442,7 +450,7 @@ def test_the_command_on_two_workers_one_of_them_killed(
     assert len(found) == len({trial.key for trial in found}) == target
     assert {trial.state for trial in found} <= {"complete", "diverged"}
     workers = {trial.worker for trial in found}
-    assert len(workers) == 3  # the killed one, its successor, and the other
+    assert len(workers) >= 3  # the killed one, its successor, and the other
     assert sum(trial.state == "lost" for trial in study.trials()) == 1
     assert "secret" not in shown
 
@@ -456,15 +464,15 @@ def test_the_command_on_two_workers_one_of_them_killed(
     _check_export(study, where, tmp_path)
 
 
-def _a_worker(url: str, process: subprocess.Popen[bytes]) -> int:
-    """The pid of a worker in the middle of a trial, once a few are done."""
+def _a_worker(url: str, process: subprocess.Popen[Any], results: int = 8) -> int:
+    """The pid of a worker in the middle of a trial, once ``results`` are done."""
     while True:
         assert process.poll() is None
         with contextlib.suppress(Error):
             trials = Study.open(url, "digits").trials()
-            running = [trial for trial in trials if trial.state == "running" and trial.kind == "trial"]
-            if sum(trial.finished for trial in trials) >= 8 and running:
-                return int(running[-1].worker.rpartition(":")[2])
+            running = [trial for trial in trials if trial.state == "running"]
+            if sum(trial.finished for trial in trials) >= results and running:
+                return int(running[-1].worker.split(":")[-2])
         time.sleep(0.3)
 
 
