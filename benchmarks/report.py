@@ -48,7 +48,7 @@ def section(contents: Mapping[str, Mapping[str, Any]]) -> str:
     on = "cuda" if machine["gpu"] else "cpu"
     rows = {benchmark: list(content["rows"]) for benchmark, content in contents.items()}
     parts = [
-        f"### {machine['gpu'] or machine['cpu']}, {machine['threads']} threads",
+        f"### {machine['gpu'] or machine['cpu']}, {threads(machine)}",
         described(machine),
         "#### Targets",
         tables.markdown(targets.COLUMNS, list(targets.held_against(rows, on))),
@@ -67,9 +67,14 @@ def described(machine: Mapping[str, Any]) -> str:
     """A sentence about a machine."""
     gpu = f"{machine['gpu']} with {machine['gpu_ram_gib']} GiB; " if machine["gpu"] else ""
     return (
-        f"{gpu}{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads used, "
-        f"{machine['vector_instructions']}, {machine['ram_gib']} GiB; {machine['system']}."
+        f"{gpu}{machine['cpu']}, {machine['cores']} cores, {threads(machine)} used, "
+        f"{', '.join(machine['instructions'])}; {machine['ram_gib']} GiB; {machine['system']}."
     )
+
+
+def threads(machine: Mapping[str, Any]) -> str:
+    """How many threads torch used."""
+    return "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
 
 
 def rates(rows: Sequence[Mapping[str, Any]]) -> str:

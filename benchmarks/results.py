@@ -85,15 +85,15 @@ def machine(device: torch.device) -> dict[str, Any]:
     """What the figures depend on and no commit can change."""
     with_gpu = device.type == "cuda"
     return {
-        "cpu": _cpu_name(),
+        "cpu": _cpu().get("brand_raw") or platform.machine(),
         "cores": psutil.cpu_count(logical=False),
         "logical_cores": psutil.cpu_count(),
         "threads": torch.get_num_threads(),
-        "vector_instructions": torch.backends.cpu.get_cpu_capability(),
+        "instructions": [torch.backends.cpu.get_cpu_capability(), *(f for f in _cpu().get("flags", ()) if "bf16" in f)],
         "ram_gib": round(psutil.virtual_memory().total / GIB, 1),
         "gpu": torch.cuda.get_device_name(device) if with_gpu else None,
         "gpu_ram_gib": round(torch.cuda.get_device_properties(device).total_memory / GIB, 1) if with_gpu else None,
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
     }
 
 
@@ -176,13 +176,13 @@ def write(file: Path, content: Mapping[str, Any]) -> None:
 
 
 @cache
-def _cpu_name() -> str:
-    name: str = cpuinfo.get_cpu_info().get("brand_raw") or platform.machine()
-    return name
+def _cpu() -> dict[str, Any]:
+    found: dict[str, Any] = cpuinfo.get_cpu_info()
+    return found
 
 
 def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {"python": platform.python_version()}
+    versions: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for package in PACKAGES:
         try:
             versions[package] = metadata.version(package)
