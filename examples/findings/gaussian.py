@@ -8,17 +8,21 @@ missing, and prints the table of all.
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 import yaml
 from rich.progress import track
 
 import fp4graph
+from fp4graph.experiments.tasks import TASKS
+from fp4graph.experiments.tasks.regression import Gaussian
 from fp4graph.experiments.train import Run, train
 
 
@@ -90,6 +94,20 @@ ROWS = (
     ),
 )  # fmt: skip
 DTYPES = ("bf16", "fp32")
+#: In place of an optimizer: the true weights.
+NONE = "none"
+
+
+def untrained(row: Row, seed: int) -> float:
+    """The validation loss of the true weights, in fp32, under the forward of a row's policy: what is lost to it
+    whatever the training does."""
+    problem = Gaussian(TASKS["gaussian"].settings(Run("gaussian", dtype="fp32", seed=seed, device="cpu")))
+    problem.model.weight.data.copy_(problem.w.T)
+    problem.model.bias.data.zero_()
+    fp4graph.apply(problem.model, row.policy, backend="eager").eval()
+    with torch.no_grad():
+        full = [batch for batch in problem.validation() if len(batch[0]) == problem.batch_size]
+        return torch.cat([problem.measure(problem.model, batch)["loss"] for batch in full]).mean().item()
 
 
 def results(file: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
@@ -103,10 +121,12 @@ def results(file: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
 def table(found: dict[tuple[Any, ...], dict[str, Any]], seeds: int) -> str:
     """Validation losses as Markdown: mean ± standard deviation over the seeds."""
     lines = [
-        "| policy | optimizer | Ω | paper | bf16 parameters | fp32 parameters |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| policy | optimizer | Ω | paper | bf16 parameters | fp32 parameters | the true weights |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in ROWS:
+        floor = statistics.fmean(found[row.label, NONE, "fp32", seed]["outcome"]["validation_loss"]
+                                 for seed in range(seeds))  # fmt: skip
         for optimizer in row.optimizers:
             cells = []
             for dtype in DTYPES:
@@ -116,7 +136,9 @@ def table(found: dict[tuple[Any, ...], dict[str, Any]], seeds: int) -> str:
                 cells.append(f"{statistics.fmean(losses):.3g}{spread}")
             paper = f"{row.paper[optimizer]:g}" if optimizer in row.paper else ""
             complexity = found[row.label, optimizer, DTYPES[0], 0]["outcome"]["complexity"]
-            lines.append(f"| {row.label} | {optimizer} | {complexity:g} | {paper} | {' | '.join(cells)} |")
+            lines.append(
+                f"| {row.label} | {optimizer} | {complexity:g} | {paper} | {' | '.join(cells)} | {floor:.3g} |"
+            )
     return "\n".join(lines)
 
 
@@ -131,14 +153,16 @@ def main(
         (row, optimizer, dtype, seed)
         for seed in range(seeds)  # a seed is one data set, made once
         for row in ROWS
-        for optimizer in row.optimizers
-        for dtype in DTYPES
+        for optimizer, dtype in [(NONE, "fp32"), *itertools.product(row.optimizers, DTYPES)]
     ]
     missing = [w for w in wanted if (w[0].label, *w[1:]) not in found]
     for row, optimizer, dtype, seed in track(missing, description="training"):
-        run = Run("gaussian", policy=row.policy, optimizer=optimizer, dtype=dtype, seed=seed, device=device)
-        outcome = train(run)
-        line = {"label": row.label, "optimizer": optimizer, "dtype": dtype, "seed": seed, "outcome": outcome.to_json()}
+        if optimizer == NONE:
+            outcome: dict[str, Any] = {"validation_loss": untrained(row, seed)}
+        else:
+            run = Run("gaussian", policy=row.policy, optimizer=optimizer, dtype=dtype, seed=seed, device=device)
+            outcome = train(run).to_json()
+        line = {"label": row.label, "optimizer": optimizer, "dtype": dtype, "seed": seed, "outcome": outcome}
         with output.open("a") as file:
             file.write(json.dumps(line) + "\n")
     print(table(results(output), seeds))

@@ -124,6 +124,7 @@ def test_gaussian_loss_is_the_squared_distance_of_the_weights() -> None:
     assert losses.mean().item() == pytest.approx(32 * 0.25, rel=4 * math.sqrt(2 / 2000))
     model.weight.data = w.T
     assert all((problem.measure(model, batch)["loss"] < 1e-6).all() for batch in problem.validation())
+    assert torch.allclose(problem.w, w, atol=1e-4)
 
 
 def test_gaussian_data_depends_on_the_seed() -> None:

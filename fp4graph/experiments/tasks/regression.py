@@ -25,7 +25,7 @@ class Gaussian(Problem):
 
     def __init__(self, settings: Settings, samples: int = SAMPLES, features: int = FEATURES) -> None:
         self.batch_size, self.dtype = settings.batch_size, settings.dtype
-        self.x, self.y = _drawn(settings.seed, samples, features)
+        self.x, self.w, self.y = _drawn(settings.seed, samples, features)
         self.samples = samples - samples // 10
         self.order = Order(self.samples, settings.batch_size, settings.seed)
         torch.manual_seed(settings.seed)
@@ -45,10 +45,11 @@ class Gaussian(Problem):
 
 
 @lru_cache(maxsize=1)  # a sweep trains on one data set many times
-def _drawn(seed: int, samples: int, features: int) -> tuple[Tensor, Tensor]:
+def _drawn(seed: int, samples: int, features: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(samples, features, generator=generator)
-    return x, x @ torch.randn(features, 1, generator=generator)
+    w = torch.randn(features, 1, generator=generator)
+    return x, w, x @ w
 
 
 GAUSSIAN = Task(
