@@ -14,6 +14,9 @@ transformed basis: dA ← (dA·R ⊙ f')·R⁻¹.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -68,6 +71,39 @@ class MatmulProgram:
         }[operand]
 
 
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """One operand of one GEMM, as :func:`observed` shows it.
+
+    Attributes:
+        operand: which. program: its quantizer.
+        given: ``[..., K]``, before casts and pair transforms. x: what was quantized, in the GEMM's basis.
+        terms: what was multiplied. draw, state: what the program was called with.
+    """
+
+    operand: Operand
+    program: OperandProgram
+    given: Tensor
+    x: Tensor
+    terms: tuple[Term, ...]
+    draw: Draw | None
+    state: OperandState
+
+
+Observer = Callable[[Seen, Seen], None]  # the left and the right operand of a GEMM
+_observer: ContextVar[Observer | None] = ContextVar("fp4graph_observer", default=None)
+
+
+@contextmanager
+def observed(observer: Observer | None) -> Iterator[None]:
+    """Products of this context, and their backwards whenever they run, show ``observer`` what they multiply."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
 def quantized_matmul(
     program: MatmulProgram,
     a: Tensor,
@@ -96,7 +132,7 @@ def quantized_matmul(
         dtype = torch.get_autocast_dtype(device)
     elif a.dtype != b.dtype:
         raise RuntimeError(f"expected both factors to have one dtype, got {a.dtype} and {b.dtype}")
-    options = _Options(program, dtype, torch.is_grad_enabled(), site)
+    options = _Options(program, dtype, torch.is_grad_enabled(), site, _observer.get())
     with torch.autocast(device, enabled=False), contract.at(site):
         result: Tensor = _QuantizedMatmul.apply(options, a, b, bias, key, step, *state)
     return result
@@ -110,6 +146,7 @@ class _Options:
     dtype: torch.dtype
     training: bool
     site: str | None
+    observer: Observer | None = None
 
 
 class _QuantizedMatmul(torch.autograd.Function):
@@ -208,7 +245,16 @@ class _Call:
             for program, x, operand in _sides(gemm, rotation, operands)
         )
         first, second = (_in(self._options.dtype, side) for side in terms)
+        if self._options.observer is not None:
+            sides = zip(_sides(gemm, rotation, operands), (left, right), (first, second), strict=True)
+            self._options.observer(*(self._seen(*side, given, parts, rotation) for side, given, parts in sides))
         return rotation, first, second
+
+    def _seen(
+        self, program: OperandProgram, x: Tensor, operand: Operand, given: Tensor, terms: tuple[Term, ...], by: Rotation
+    ) -> Seen:
+        draw = operand_draw(self._draw, operand)
+        return Seen(operand, program, given, x, terms, draw, self._state(program, operand, by))
 
     def rotated(self, gemm: GemmProgram, left: Tensor, right: Tensor, first: Operand) -> Rotation:
         """The operands in the dtype they are quantized from and in the GEMM's basis."""
