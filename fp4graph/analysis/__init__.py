@@ -1,5 +1,8 @@
 """Seeing what quantization does to a training: statistics, error decomposition, ablations, reports."""
 
+from fp4graph.analysis.collect import Statistics
 from fp4graph.analysis.decomposition import Decomposition, decompose
+from fp4graph.analysis.records import METRICS
+from fp4graph.analysis.storage import Recorded, read
 
-__all__ = ["Decomposition", "decompose"]
+__all__ = ["METRICS", "Decomposition", "Recorded", "Statistics", "decompose", "read"]

@@ -75,15 +75,29 @@ def _spaced(count: int, wanted: int) -> slice:
 
 
 @dataclass(frozen=True)
+class Moments:
+    """Mean and variance of what is multiplied over the random bits of its rounding, fp32 ``[G, P, n, K]``.
+
+    ``mean`` is None where they are not known, ``variance`` where there is nothing random.
+    """
+
+    mean: Tensor | None
+    variance: Tensor | None = None
+
+    def of(self, place: int) -> Moments:
+        """Those of one operand of the G."""
+        one = (None if each is None else each[place : place + 1] for each in (self.mean, self.variance))
+        return Moments(*one)
+
+
+@dataclass(frozen=True)
 class Lines:
     """Lines of G operands alike, quantized. All fp32, ``[G, P, n, K]``, in the GEMM's basis.
 
     Attributes:
         x: what was to be multiplied. q: what was. ideal: what would have been under unrounded scales.
         ratio: x divided by its scale, before rounding. scales: as stored, ``[G, blocks]``.
-        mean, variance: of q over the random bits of stochastic rounding; None where they are not known (``mean``) or
-            there is nothing random (``variance``).
-        element: the format of the elements.
+        moments: of q. element: the format of the elements.
     """
 
     x: Tensor
@@ -91,8 +105,7 @@ class Lines:
     ideal: Tensor
     ratio: Tensor
     scales: Tensor
-    mean: Tensor | None
-    variance: Tensor | None
+    moments: Moments
     element: ElementFormat
 
 
@@ -172,11 +185,11 @@ def quantize_together(raw: Sequence[Raw]) -> Lines:
     z = scaling.amax(values, blocking.axes)
     scale = scaling.block_scale(z, spec.scale, spec.element)
     ratio = scaling.ratio(values, scale, spec)
-    mean, variance = q, None
+    of_q = Moments(q)
     if spec.rounding == "stochastic":
-        mean, variance = map(blocking.join, moments(ratio, scale, spec))
+        of_q = Moments(*map(blocking.join, moments(ratio, scale, spec)))
     ideal = blocking.join(_under_ideal_scale(values, z, spec, bits))
-    return Lines(x, q, ideal, blocking.join(ratio), scale.flatten(1), mean, variance, spec.element)
+    return Lines(x, q, ideal, blocking.join(ratio), scale.flatten(1), of_q, spec.element)
 
 
 def _under_ideal_scale(values: Tensor, z: Tensor, spec: QuantSpec, bits: Noise) -> Tensor:
@@ -193,19 +206,17 @@ def _quantized_whole(seen: Seen, selection: Selection, q: Tensor) -> Lines:
     parts = program.parts(seen.x, seen.draw, seen.state)
     ideal = total(with_ideal_scales(program)(seen.x, seen.draw, seen.state))
     composed = any(overrides(technique, stage) for technique in program.techniques for stage in _COMPOSING)
-    mean: Tensor | None = q
-    variance: Tensor | None = None
+    of_q = Moments(q[None])
     if program.draws and (composed or spec.scale.rounding == "stochastic"):
-        mean = None  # random in more than the rounding of its elements
+        of_q = Moments(None)  # random in more than the rounding of its elements
     elif spec.rounding == "stochastic":
         gamma = torch.ones_like(parts.scale) if parts.gamma is None else parts.gamma
-        of_codes, of_codes_squared = moments(parts.ratio, parts.scale, spec)
-        mean = _copied(selection.of(parts.blocking.join(of_codes * gamma)))
-        variance = _copied(selection.of(parts.blocking.join(of_codes_squared * gamma.square())))
+        mean, variance = moments(parts.ratio, parts.scale, spec)
+        scaled = mean * gamma, variance * gamma.square()
+        of_q = Moments(*(_copied(selection.of(parts.blocking.join(each)))[None] for each in scaled))
     ratio = _copied(selection.of(parts.blocking.join(parts.ratio)))
     x, ideal = _copied(selection.of(seen.x)), _copied(selection.of(ideal))
-    one = [None if each is None else each[None] for each in (mean, variance)]
-    return Lines(x[None], q[None], ideal[None], ratio[None], parts.scale.reshape(1, -1), *one, spec.element)
+    return Lines(x[None], q[None], ideal[None], ratio[None], parts.scale.reshape(1, -1), of_q, spec.element)
 
 
 def moments(ratio: Tensor, scale: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:

@@ -7,12 +7,13 @@ and written out in each docstring. Sums are taken in float64.
 from __future__ import annotations
 
 import functools
+import itertools
 
 import torch
 from torch import Tensor
 
 from fp4graph.analysis.decomposition import split_error
-from fp4graph.analysis.lines import Lines
+from fp4graph.analysis.lines import Lines, Moments
 from fp4graph.numerics.formats import ElementFormat
 
 #: Exponents of block scales that histograms can tell apart: those of fp32, subnormals included.
@@ -100,14 +101,14 @@ def histogram(x: Tensor, bins: int, low: float, high: float) -> Tensor:
     return counts.scatter_add_(1, place, usable.double())
 
 
-def gradient_sums(left: Lines, right: Lines, left_exact: Tensor, right_exact: Tensor) -> dict[str, Tensor] | None:
+def gradient_sums(left: Moments, right: Moments, left_exact: Tensor, right_exact: Tensor) -> dict[str, Tensor] | None:
     """Sums over the entries of a backward GEMM's result ĝ = Q(L)·Q(R)ᵀ against g = L·Rᵀ, float64 ``[G]``.
 
     Rounding noise of different elements being independent, E[ĝ] = E[Q(L)]·E[Q(R)]ᵀ, and with v and m the variance and
     mean of an element, Var ĝ_ij = Σ_k v_ik·(m_jk² + v_jk) + m_ik²·v_jk.
 
     Args:
-        left, right: what was multiplied, lines ``[G, P, n, K]`` and ``[G, P, m, K]``.
+        left, right: of what was multiplied, lines ``[G, P, n, K]`` and ``[G, P, m, K]``.
         left_exact, right_exact: the same lines of the factors in high precision, before any quantization.
 
     Returns:
@@ -118,15 +119,14 @@ def gradient_sums(left: Lines, right: Lines, left_exact: Tensor, right_exact: Te
         return None
     a, b = left.mean.double(), right.mean.double()
     expected, exact = a @ b.mT, left_exact.double() @ right_exact.double().mT
-    spread = torch.zeros(a.shape[0], dtype=torch.float64, device=a.device)
     # Sums over i and j first: no product of matrices is needed for the variance.
     of_a, of_b = a.square().sum(-2), b.square().sum(-2)
-    zero = torch.zeros_like(of_a)
-    var_a = zero if left.variance is None else left.variance.double().sum(-2)
-    var_b = zero if right.variance is None else right.variance.double().sum(-2)
-    spread = spread + (var_a * (of_b + var_b) + of_a * var_b).sum((1, 2))
+    var_a, var_b = (
+        torch.zeros_like(of_a) if each.variance is None else each.variance.double().sum(-2) for each in (left, right)
+    )
+    variance = var_a * (of_b + var_b) + of_a * var_b
     sums = {"exact": exact.square(), "offset": (expected - exact).square(), "product": exact * expected}
-    return {name: term.sum((1, 2, 3)) for name, term in sums.items()} | {"variance": spread}
+    return {name: term.sum((1, 2, 3)) for name, term in sums.items()} | {"variance": variance.sum((1, 2))}
 
 
 # ------------------------------------------------------------------ from step to step
@@ -151,13 +151,15 @@ def flipped(q: Tensor, former: Tensor, element: ElementFormat) -> Tensor:
 @functools.cache
 def _least_change(element: ElementFormat) -> float:
     values = element.magnitudes()[1:]
-    finest = min((high - low) / high for low, high in zip(values, values[1:], strict=False))
+    finest = min((high - low) / high for low, high in itertools.pairwise(values))
     return _FLIP if finest > _FLIP else finest / 2
 
 
 def relative_change(x: Tensor, former: Tensor) -> Tensor:
-    """‖X_t − X_(t−1)‖_F / ‖X_(t−1)‖_F, float64, 0-d; NaN where the denominator is 0. The rate of change r(X) is its mean
-    over steps. (TetraJet A.3.)"""
+    """‖X_t − X_(t−1)‖_F / ‖X_(t−1)‖_F, float64, 0-d; NaN where the denominator is 0.
+
+    The rate of change r(X) is its mean over steps. (TetraJet A.3.)
+    """
     former = former.double()
     norm = former.norm()
     return torch.where(norm > 0, (x.double() - former).norm() / norm, torch.nan)
