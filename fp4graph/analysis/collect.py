@@ -31,7 +31,7 @@ class Statistics:
 
     The training is not disturbed: an observed step draws the same noise and computes the same values as any other
     (under the backends that compile it runs uncompiled, so that sums are taken in another order there). The very first
-    step is not observed. Evaluations between steps are none of it. With several processes the first one records what
+    step, and the first of a phase, are not observed. Evaluations between steps are none of it. With several processes the first one records what
     it sees.
 
     Args:
