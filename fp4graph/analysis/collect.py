@@ -31,8 +31,8 @@ class Statistics:
 
     The training is not disturbed: an observed step draws the same noise and computes the same values as any other
     (under the backends that compile it runs uncompiled, so that sums are taken in another order there). The very first
-    step, and the first of a phase, are not observed. Evaluations between steps are none of it. With several processes the first one records what
-    it sees.
+    step, and the first of a phase, are not observed. Evaluations between steps are none of it. With several processes
+    the first one records what it sees.
 
     Args:
         model: applied. optimizer: prepared, that trains it; one step of it is a step.
