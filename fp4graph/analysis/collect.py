@@ -45,7 +45,7 @@ class Statistics:
         sample: about how many elements of an operand are looked at, whole lines of it; None for all.
         probe: inputs of the model, positional (a tuple) or by keyword (a dict), whose outputs at each site are
             compared before and after the recorded step: the rate of change of Y.
-        step: of the optimizer, done before: where a resumed training goes on.
+        step: steps done before, where a resumed training goes on; by default what the optimizer's state counts.
         tensorboard: a ``SummaryWriter``, or a directory to make one for, to log to as well.
 
     Raises:
@@ -66,7 +66,7 @@ class Statistics:
         window_every: int | None = None,
         sample: int | None = 1 << 14,
         probe: tuple[Any, ...] | Mapping[str, Any] | None = None,
-        step: int = 0,
+        step: int | None = None,
         tensorboard: Any = None,
     ) -> None:
         for name, value in (("every", every), ("window", window), ("window_every", window_every), ("sample", sample)):
@@ -86,7 +86,7 @@ class Statistics:
         self._metrics = _checked(metrics)
         patterns = (sites,) if isinstance(sites, str) else tuple(sites)
         _check_sites(patterns, unwrapped(model))
-        self._every, self._step = every, step
+        self._every, self._step = every, _steps_done(optimizer) if step is None else step
         self._window_every = max(window, 5 * every if window_every is None else window_every)
         self._collector = Collector(patterns, self._metrics, sample, runtime.device.type)
         self._outputs = Outputs(patterns)
@@ -284,6 +284,11 @@ def _check_matched(patterns: Sequence[str], collector: Collector) -> None:
     for pattern in patterns:
         if not any(matches((pattern,), site) for site in collector.sites):
             raise Error(f"no quantized site is called {pattern!r}; {suggest(pattern, collector.sites)}")
+
+
+def _steps_done(optimizer: torch.optim.Optimizer) -> int:
+    """What optimizers of Adam's kind count; 0 for one that does not."""
+    return int(max((float(entry["step"]) for entry in optimizer.state.values() if "step" in entry), default=0))
 
 
 def _first_process() -> bool:

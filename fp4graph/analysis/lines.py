@@ -96,7 +96,7 @@ class Lines:
 
     Attributes:
         x: what was to be multiplied. q: what was. ideal: what would have been under unrounded scales.
-        ratio: x divided by its scale, before rounding. scales: as stored, ``[G, blocks]``.
+        ratio: x divided by its scale, before rounding. scales: as stored, ``[G, blocks]``; 0 of a block of zeros.
         moments: of q. element: the format of the elements.
     """
 
@@ -189,7 +189,7 @@ def quantize_together(raw: Sequence[Raw]) -> Lines:
     if spec.rounding == "stochastic":
         of_q = Moments(*map(blocking.join, moments(ratio, scale, spec)))
     ideal = blocking.join(_under_ideal_scale(values, z, spec, bits))
-    return Lines(x, q, ideal, blocking.join(ratio), scale.flatten(1), of_q, spec.element)
+    return Lines(x, q, ideal, blocking.join(ratio), torch.where(z == 0, 0.0, scale).flatten(1), of_q, spec.element)
 
 
 def _under_ideal_scale(values: Tensor, z: Tensor, spec: QuantSpec, bits: Noise) -> Tensor:
@@ -216,7 +216,8 @@ def _quantized_whole(seen: Seen, selection: Selection, q: Tensor) -> Lines:
         of_q = Moments(*(_copied(selection.of(parts.blocking.join(each)))[None] for each in scaled))
     ratio = _copied(selection.of(parts.blocking.join(parts.ratio)))
     x, ideal = _copied(selection.of(seen.x)), _copied(selection.of(ideal))
-    return Lines(x[None], q[None], ideal[None], ratio[None], parts.scale.reshape(1, -1), of_q, spec.element)
+    scales = torch.where(parts.z == 0, 0.0, parts.scale).reshape(1, -1)
+    return Lines(x[None], q[None], ideal[None], ratio[None], scales, of_q, spec.element)
 
 
 def moments(ratio: Tensor, scale: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:

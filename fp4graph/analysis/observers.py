@@ -111,6 +111,8 @@ class Collector:
         sums = m.operand_sums(lines)
         if "scales" in self._metrics:
             sums["scales"] = m.scale_counts(lines.scales)
+            sums["blocks"] = torch.full_like(sums["signal"], lines.scales.shape[1])
+            sums["zero_blocks"] = (lines.scales == 0).sum(1, dtype=torch.float64)
         if tensors[0][1] is Operand.FPROP_WEIGHT:
             latent = lines.ratio.flatten(1)
             limit = lines.element.max

@@ -14,7 +14,7 @@ METRICS: dict[str, str] = {
     "error": "relative squared error of each operand and its parts: scale bias, dead zone, grid noise",
     "saturation": "share of elements beyond the largest value under their scale",
     "underflow": "share of elements that are not zero and become zero",
-    "scales": "histogram of block scales, by exponent",
+    "scales": "histogram of block scales, by exponent, and share of blocks of zeros",
     "confidence": "quantization confidence of weights: mean and histogram",
     "latent": "histogram of latent weights w/S",
     "oscillation": "oscillation ratio R_w of weights: share over 16, histogram, examples",
@@ -46,6 +46,7 @@ def operand_record(sums: Mapping[str, Any], metrics: frozenset[str]) -> dict[str
         record["underflowed"] = _ratio(sums["underflowed"], elements)
     if "scales" in sums:
         record["scales"] = _trimmed(sums["scales"])
+        record["zero_blocks"] = _ratio(sums["zero_blocks"], sums["blocks"])
     if "confidence" in sums:
         record["confidence"] = _ratio(sums["confidence"], sum(sums["confidence_histogram"]))
         record["confidence_histogram"] = _whole(sums["confidence_histogram"])

@@ -105,7 +105,9 @@ class Recorded:
     @property
     def sites(self) -> list[str]:
         """The sites that there are rows of, in the order of the model."""
-        return list(dict.fromkeys(row["site"] for row in self.rows))
+        order = {weight["site"]: place for place, weight in enumerate(self.header.get("weights", ()))}
+        found = dict.fromkeys(row["site"] for row in self.rows)
+        return sorted(found, key=lambda site: order.get(site.partition("#")[0], len(order)))
 
     @property
     def steps(self) -> list[int]:

@@ -296,9 +296,12 @@ def test_a_resumed_training_goes_on_counting(tmp_path):
     model, optimizer = make(policy())
     with Statistics(model, optimizer, every=5, directory=tmp_path):
         steps(model, optimizer, 12)
-    with Statistics(model, optimizer, every=5, directory=tmp_path, step=8):
-        steps(model, optimizer, 8)
+    with Statistics(model, optimizer, every=5, directory=tmp_path):  # the optimizer knows that 12 are done
+        steps(model, optimizer, 4)
     assert read(tmp_path).steps == [5, 10, 15]
+    with Statistics(model, optimizer, every=5, directory=tmp_path, step=8):  # from an earlier checkpoint
+        steps(model, optimizer, 4)
+    assert read(tmp_path).steps == [5, 10]
 
 
 def test_after_it_is_closed_nothing_is_left(tmp_path):
