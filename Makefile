@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint format docs parity stranger wheel clean
+.PHONY: demo test lint format docs parity gpu bench bench-all stranger wheel clean
 
 demo: $(STAMP)
 	$(BIN)/python examples/pretrain_vit.py --data digits --backend eager \
@@ -28,6 +28,19 @@ docs: $(STAMP)
 parity: $(STAMP)
 	$(BIN)/python -m pytest tests/parity -m "parity or not parity" -s
 
+# The figures that docs/performance.md promises for a CPU, beside the targets: about half an hour, nothing else running.
+bench: $(VENV)/.peers
+	$(BIN)/python -m benchmarks.targets
+
+# Every benchmark for every policy: many hours.
+bench-all: $(VENV)/.peers
+	$(BIN)/python -m benchmarks.targets --everything
+	$(BIN)/python -m benchmarks.report
+
+# What GPUs run, interpreted and compiled to machine code without one: minutes.
+gpu: $(STAMP)
+	$(BIN)/python -m pytest tests/gpu -m "gpu or not gpu"
+
 # A technique in a package of its own, installed beside a wheel of this one into a new environment.
 stranger: $(STAMP)
 	$(BIN)/python examples/technique_plugin/stranger.py
@@ -49,5 +62,9 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): torch and what comes with it are gigabytes, so this takes minutes the first time"
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e ".[vision,test]"
+	$(BIN)/python -m pip install --quiet -e ".[vision,test,bench]"
 	touch $(STAMP)
+
+$(VENV)/.peers: $(STAMP)
+	$(BIN)/python -m pip install --quiet -e ".[bench,peers]"
+	touch $@

@@ -21,7 +21,6 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
-import text_data
 import torch
 import transformers
 import typer
@@ -45,6 +44,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import fp4graph
+from fp4graph.experiments.data import text as text_data
 from fp4graph.optim import StableSPAM
 from fp4graph.training import checkpoint
 

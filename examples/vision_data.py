@@ -9,18 +9,19 @@ divide each batch of that order among themselves.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from common import ExampleError
 from PIL import Image
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+
+from fp4graph.experiments.data.images import Images, Split, cifar10, digits, image_folder, seeded
 
 
 @dataclass(frozen=True)
@@ -89,118 +90,16 @@ RECIPES = {
 }
 
 
-class Images(Protocol):
-    """A map-style data set of (PIL image, class index)."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]: ...
-
-
-@dataclass(frozen=True)
-class Split:
-    """Training and validation images of one data set."""
-
-    train: Images
-    validation: Images
-    classes: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-    @property
-    def channels(self) -> int:
-        return len(self.mean)
-
-
-class Digits:
-    """Some of scikit-learn's 1797 scans of handwritten digits (8x8, 17 grey levels), as 8-bit grey images."""
-
-    def __init__(self, indices: Sequence[int]) -> None:
-        from sklearn.datasets import load_digits
-
-        scans = load_digits()
-        self.indices = [int(index) for index in indices]
-        self.images = [Image.fromarray(np.uint8(np.round(scans.images[i] * (255 / 16)))) for i in self.indices]
-        self.labels = [int(scans.target[i]) for i in self.indices]
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        return self.images[index], self.labels[index]
-
-
-def digits(split_seed: int = 0) -> Split:
-    """Stratified 80/20 split. It depends on ``split_seed`` alone, so that runs of any ``--seed`` are comparable."""
-    from sklearn.datasets import load_digits
-    from sklearn.model_selection import train_test_split
-
-    target = load_digits().target
-    train, validation = train_test_split(
-        np.arange(len(target)), test_size=0.2, stratify=target, random_state=split_seed
-    )
-    return Split(Digits(train), Digits(validation), classes=10, mean=(0.305,), std=(0.376,))
-
-
-def cifar10(root: Path, *, download: bool) -> Split:
-    """CIFAR-10 from ``root``, fetched there by torchvision where ``download`` allows it."""
-    from timm.data import IMAGENET_INCEPTION_MEAN, IMAGENET_INCEPTION_STD
-    from torchvision.datasets import CIFAR10
-
-    if not download and not (root / CIFAR10.base_folder).is_dir():
-        raise ExampleError(
-            f"CIFAR-10 is not in {root}: unpack {CIFAR10.filename} there, so that {root / CIFAR10.base_folder} "
-            "exists, or pass --download"
-        )
-    parts = [CIFAR10(root=str(root), train=train, download=download) for train in (True, False)]
-    return Split(*parts, classes=10, mean=IMAGENET_INCEPTION_MEAN, std=IMAGENET_INCEPTION_STD)
-
-
-def imagefolder(root: Path) -> Split:
-    """ImageNet's layout: ``root/train/CLASS/*.jpg`` and ``root/val/CLASS/*.jpg``."""
-    from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, create_dataset
-
-    missing = [name for name in ("train", "val") if not (root / name).is_dir()]
-    if missing:
-        raise ExampleError(
-            f"{root} has no folder {' and no folder '.join(missing)}: imagefolder:PATH needs PATH/train/CLASS/*.jpg "
-            "and PATH/val/CLASS/*.jpg"
-        )
-    empty = [name for name in ("train", "val") if not any(path.is_dir() for path in (root / name).iterdir())]
-    if empty:
-        raise ExampleError(f"{root / empty[0]} has no class folders: put the images in {root / empty[0]}/CLASS/*.jpg")
-    train = create_dataset("", root=str(root / "train"), split="train", search_split=False)
-    classes = train.reader.class_to_idx
-    validation = create_dataset("", root=str(root / "val"), split="val", search_split=False, class_map=classes)
-    return Split(train, validation, len(classes), mean=IMAGENET_DEFAULT_MEAN, std=IMAGENET_DEFAULT_STD)
-
-
 def load(data: str, *, root: Path, download: bool) -> tuple[Recipe, Split]:
     """The data set that ``--data`` names, with its recipe."""
     name, _, path = data.partition(":")
     if name == "imagefolder" and path:
-        return RECIPES[name], imagefolder(Path(path).expanduser())
+        return RECIPES[name], image_folder(Path(path).expanduser())
     if data == "cifar10":
         return RECIPES[name], cifar10(root, download=download)
     if data == "digits":
         return RECIPES[name], digits()
     raise ExampleError(f"--data {data!r} is not known: give digits, cifar10 or imagefolder:PATH")
-
-
-@contextmanager
-def seeded(*key: int) -> Iterator[None]:
-    """Seed the three generators that augmentations draw from, and put them back afterwards."""
-    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    words = [int(word) for word in np.random.SeedSequence(key).generate_state(3)]
-    random.seed(words[0])
-    np.random.seed(words[1])
-    torch.default_generator.manual_seed(words[2])
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-        torch.set_rng_state(cpu)
 
 
 class Augmented(Dataset[tuple[torch.Tensor, int]]):

@@ -13,6 +13,10 @@ from rich.markdown import Markdown
 from rich.table import Table
 
 from fp4graph import reference
+from fp4graph.commands.pareto import pareto
+from fp4graph.commands.score import score
+from fp4graph.commands.sweep import sweep
+from fp4graph.commands.train import train
 from fp4graph.errors import Error
 from fp4graph.policy import Policy, Rule, load_policy
 from fp4graph.registry import Registry, default_registry, suggest
@@ -20,6 +24,11 @@ from fp4graph.registry import Registry, default_registry, suggest
 app = typer.Typer(
     name="fp4graph", help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
+
+app.command()(train)
+app.command()(sweep)
+app.command()(score)
+app.command()(pareto)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 PolicyArgument = Annotated[str, typer.Argument(metavar="POLICY", help="A policy file, or a shipped policy's name.")]

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fp4graph import hooks, state
 from fp4graph.errors import CaptureError, Error, PolicyError
 from fp4graph.graph.blocks import pattern_of
+from fp4graph.graph.functions import cacheable
 from fp4graph.graph.marker import Tag
 from fp4graph.graph.names import Names
 from fp4graph.graph.observe import Observation, Observer
@@ -331,7 +332,8 @@ class Runtime:
                 backend = _split_for_ddp(backend, self._bucket_bytes)
             if watch is not None:
                 backend = watch.backend
-            compiled = backend(gm, example_inputs)  # traces stages, which may fail
+            with cacheable(gm):
+                compiled = backend(gm, example_inputs)  # traces stages, which may fail
         except Error as error:
             self._pending_error = error
             raise

@@ -270,6 +270,9 @@ class Technique(BaseModel):
         return None
 
 
+#: Stages whose presence changes what an operand's quantizer gives.
+QUANTIZER_STAGES = ("split", "around", "statistic", "group_statistic", "normalizer", "scale", "round", "after")
+
 #: Stages whose presence replaces the straight-through estimator.
 GRADIENT_STAGES = ("element_slope", "scale_slope", "statistic_gradient", "group_gradient")
 
@@ -278,8 +281,7 @@ OPTIMIZER_STAGES = frozenset({"before_step", "after_step", "before_optimizer", "
 
 #: The methods that are stages, in the order in which they act.
 STAGES = (
-    "plan", "state", "pair_context", "transform", "inverse", "split", "around", "statistic", "group_statistic",
-    "normalizer", "scale", "round", "after", "observe", *GRADIENT_STAGES, "before_step", "before_optimizer",
+    "plan", "state", "pair_context", "transform", "inverse", *QUANTIZER_STAGES, "observe", *GRADIENT_STAGES, "before_step", "before_optimizer",
     "after_step", "after_optimizer", "loss_scaler",
 )  # fmt: skip
 

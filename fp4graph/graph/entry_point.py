@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fp4graph.errors import PolicyError
+from fp4graph.graph.functions import cacheable
 from fp4graph.graph.names import Names
 from fp4graph.graph.rewrite import Rewriter
 from fp4graph.policy import load_policy
@@ -37,4 +38,5 @@ def fp4graph_backend(
             f"policy {loaded.name!r} has phases, which need a count of forwards; use fp4graph.apply", file=loaded.file
         )
     Rewriter(loaded, Names(None), stateless=True).run(gm)
-    return inner_backend(backend)(gm, example_inputs)
+    with cacheable(gm):
+        return inner_backend(backend)(gm, example_inputs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -20,14 +20,14 @@ from torch.fx import GraphModule, Node
 
 from fp4graph.errors import CaptureError, PolicyError
 from fp4graph.graph.expand import expand_all
+from fp4graph.graph.functions import site_function
 from fp4graph.graph.marker import Marker, module_stack
 from fp4graph.graph.names import Names
 from fp4graph.graph.plan import Plan, plan_site
 from fp4graph.graph.products import Product, is_sdpa, producer_of, read_product, value_of, view_source
-from fp4graph.numerics import noise
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.operands import Operand
-from fp4graph.ops.matmul import MatmulProgram, quantized_matmul
+from fp4graph.ops.matmul import MatmulProgram
 from fp4graph.policy import Policy, Rule
 from fp4graph.policy.match import Match
 from fp4graph.sharding import is_sharded
@@ -306,49 +306,6 @@ class _Markers:
             if identity in self._by_module:
                 return self._by_module[identity], None
         return None
-
-
-@lru_cache(maxsize=1024)
-def site_function(program: MatmulProgram, form: str, alpha: float, beta: float) -> Callable[..., Tensor]:
-    """The function that replaces a node, one object for all sites of equal program and form.
-
-    Called as ``f(a, b, addend, key, step, salt, *state, site=...)``: for ``linear`` ``a [..., K]``, ``b [N, K]``; for
-    ``matmul`` ``a [..., M, K]``, ``b [..., K, N]`` with ``torch.matmul``'s broadcasting.
-    """
-
-    def fp4graph_matmul(
-        a: Tensor,
-        b: Tensor,
-        addend: Tensor | None,
-        key: Tensor | None,
-        step: Tensor | None,
-        salt: int,
-        *state: Tensor,
-        site: str | None = None,
-    ) -> Tensor:
-        if key is not None and salt:
-            key = noise.derive(key, salt)
-        if form == "matmul":
-            slots = zip(program.state, state, strict=True)
-            b, state = b.mT, tuple(entry.mT if slot.entry.weight_like else entry for slot, entry in slots)
-        bias = addend if alpha == beta == 1 and addend is not None and addend.dim() == 1 else None
-        if b.dim() == 2:
-            # The tokens of every leading axis are one axis: blocks of the weight gradient's GEMM run across them.
-            flat = a.flatten(0, -2) if a.dim() > 2 else a.unsqueeze(0) if a.dim() == 1 else a
-            y = quantized_matmul(program, flat, b, bias, key, step, state, site)
-            y = y.reshape(*a.shape[:-1], b.shape[0])
-        else:
-            batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
-            left, right = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
-            y = quantized_matmul(program, left, right, bias, key, step, state, site)
-        if addend is None or bias is not None:
-            return y
-        y = y if alpha == 1 else y * alpha
-        return y + (addend if beta == 1 else addend * beta).to(y.dtype)
-
-    digest = zlib.crc32(repr((program, form, alpha, beta)).encode())
-    fp4graph_matmul.__name__ = fp4graph_matmul.__qualname__ = f"fp4graph_{form}_{digest:08x}_{id(program):x}"
-    return fp4graph_matmul
 
 
 @lru_cache(maxsize=1024)

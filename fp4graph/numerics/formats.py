@@ -116,6 +116,11 @@ class ScaleFormat:
         return 1 - self.bias if self.has_zero else -self.bias
 
     @property
+    def top_exponent(self) -> int:
+        """Exponent of the highest binade."""
+        return math.frexp(self.max)[1] - 1
+
+    @property
     def min(self) -> float:
         """The smallest positive value."""
         return 2.0 ** (self.min_exponent - self.mantissa_bits)

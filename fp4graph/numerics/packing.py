@@ -86,16 +86,16 @@ def _decode_elements(codes: torch.Tensor, element: ElementFormat) -> torch.Tenso
     return torch.tensor([*positive, *negative], dtype=torch.float32, device=codes.device)[codes.int()]
 
 
-def _float_storage(number: ScaleFormat) -> torch.dtype | None:
-    """The dtype of scales that are stored as floats; None where they are stored as codes."""
+def scale_storage(number: ScaleFormat) -> torch.dtype:
+    """The dtype in which scales of a format are stored: uint8 for codes, else the shortest float that holds them."""
     if number.code_bits <= 8 and number.nan_code is not None:
-        return None
+        return torch.uint8
     return torch.bfloat16 if number.mantissa_bits <= 7 else torch.float32
 
 
 def _encode_scales(scale: torch.Tensor, number: ScaleFormat) -> torch.Tensor:
-    storage = _float_storage(number)
-    if storage is not None:
+    storage = scale_storage(number)
+    if storage is not torch.uint8:
         return scale.to(storage)
     values = torch.tensor(number.values(), dtype=torch.float32, device=scale.device)
     code = torch.searchsorted(values, scale.contiguous(), out_int32=True)
@@ -103,7 +103,7 @@ def _encode_scales(scale: torch.Tensor, number: ScaleFormat) -> torch.Tensor:
 
 
 def _decode_scales(scales: torch.Tensor, number: ScaleFormat) -> torch.Tensor:
-    if _float_storage(number) is not None:
+    if scale_storage(number) is not torch.uint8:
         return scales.to(torch.float32)
     values = number.values()
     table = torch.tensor([*values, *[torch.nan] * (256 - len(values))], dtype=torch.float32, device=scales.device)

@@ -42,7 +42,7 @@ def block_scale(z: torch.Tensor, spec: ScaleSpec, element: ElementFormat, noise:
     Raises:
         ValueError: ``stochastic`` without noise.
     """
-    shift = _exponent_shift(spec, element)
+    shift = exponent_shift(spec, element)
     if shift is not None:
         scale = _from_exponent(((_unbounded(z) + shift) >> 23) - (127 + element.emax), spec)
     else:
@@ -69,7 +69,7 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, spec: QuantSpec) -> tor
     return codes * scale if spec.scale.convention == "decode" else codes / scale
 
 
-def _exponent_shift(spec: ScaleSpec, element: ElementFormat) -> int | None:
+def exponent_shift(spec: ScaleSpec, element: ElementFormat) -> int | None:
     """What to add to the bits of Z so that the exponent of the sum, less Emax, is the scale's; None: another rule.
 
     Adding 2^23 - 1 - t carries into the exponent exactly where the mantissa exceeds t.
@@ -95,7 +95,7 @@ def _unbounded(z: torch.Tensor) -> torch.Tensor:
 def _from_exponent(exponent: torch.Tensor, spec: ScaleSpec) -> torch.Tensor:
     """2^exponent (int32) brought into the range of ``spec.format``."""
     number = spec.format
-    lowest, highest = number.min_exponent - number.mantissa_bits, math.frexp(number.max)[1] - 1
+    lowest, highest = number.min_exponent - number.mantissa_bits, number.top_exponent
     within = exponent.clamp(lowest, highest)
     bits = (within + 127) << 23
     if lowest < -126:

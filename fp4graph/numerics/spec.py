@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import functools
+import json
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from fp4graph.numerics.formats import ElementFormat, ScaleFormat, element_format, scale_format
@@ -81,3 +83,20 @@ class QuantSpec:
     def needs_key(self) -> bool:
         """Whether quantizing draws noise."""
         return self.rounding == "stochastic" or self.scale.rounding == "stochastic"
+
+    def to_text(self) -> str:
+        """All of it in one line, formats included; :meth:`from_text` gives an equal spec in any process."""
+        return _text(self)
+
+    @staticmethod
+    def from_text(text: str) -> QuantSpec:
+        """The inverse of :meth:`to_text`."""
+        data = json.loads(text)
+        scale = ScaleSpec(**data["scale"] | {"format": ScaleFormat(**data["scale"]["format"])})
+        block = tuple(data["block"]) if isinstance(data["block"], list) else data["block"]
+        return QuantSpec(**data | {"element": ElementFormat(**data["element"]), "scale": scale, "block": block})
+
+
+@functools.cache
+def _text(spec: QuantSpec) -> str:
+    return json.dumps(asdict(spec))

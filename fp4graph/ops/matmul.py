@@ -24,8 +24,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from fp4graph.numerics.spec import QuantSpec
 from fp4graph.operands import Operand
-from fp4graph.ops import contract
+from fp4graph.ops import contract, plain
+from fp4graph.ops.plain import Packed
 from fp4graph.ops.program import (
     Draw,
     GemmProgram,
@@ -164,17 +166,21 @@ class _QuantizedMatmul(torch.autograd.Function):
         program, dtype = options.program, options.dtype
         fprop = program.fprop
         call = _Call(options, _draw(key, step), state)
-        rotation, left, right = call.quantized(fprop, a, b, Operand.FPROP_INPUT, Operand.FPROP_WEIGHT)
-        y = multiply(left, right, None if bias is None else bias.to(dtype))
-
-        # Only what the backward reads is saved: the dequantized fprop operand where the policy requantizes that, the
-        # original where an operand or a gradient factor starts from it.
+        operands = Operand.FPROP_INPUT, Operand.FPROP_WEIGHT
+        rotation = call.rotated(fprop, a, b, operands[0])
+        # Only what the backward reads is saved: the dequantized fprop operand where the policy requantizes that (as
+        # bytes if it can be), the original where an operand or a gradient factor starts from it.
         needs_a, needs_b = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
         factors = fprop.left.has_gradient_factor or fprop.right.has_gradient_factor
-        a_fprop = rotation.undo(total(left), "left").to(dtype) if needs_b and program.wgrad.right.from_fprop else None
-        b_fprop = rotation.undo(total(right), "right").to(dtype) if needs_a and program.dgrad.right.from_fprop else None
-        keep_a = (needs_b and a_fprop is None) or factors
-        keep_b = (needs_a and b_fprop is None) or factors
+        rereads_a = needs_b and program.wgrad.right.from_fprop
+        rereads_b = needs_a and program.dgrad.right.from_fprop
+        left, a_fprop = call.quantized_and_kept(fprop.left, rotation, "left", operands[0], keep=rereads_a)
+        right, b_fprop = call.quantized_and_kept(fprop.right, rotation, "right", operands[1], keep=rereads_b)
+        if options.observer is not None:
+            call.show(fprop, rotation, (a, b), (left, right), *operands)
+        y = multiply(left, right, None if bias is None else bias.to(dtype))
+        keep_a = (needs_b and not rereads_a) or factors
+        keep_b = (needs_a and not rereads_b) or factors
         ctx.options, ctx.has_bias = options, bias is not None
         ctx.dtypes = (a.dtype, b.dtype, None if bias is None else bias.dtype)
         # A factor must differentiate what was computed, so state that this forward is about to change is copied. What
@@ -187,13 +193,14 @@ class _QuantizedMatmul(torch.autograd.Function):
         ctx.save_for_backward(
             _saved(a, dtype, fprop.left, program.wgrad.right) if keep_a else None,
             _saved(b, dtype, fprop.right, program.dgrad.right) if keep_b else None,
-            a_fprop,
-            b_fprop,
+            *_tensors(a_fprop),
+            *_tensors(b_fprop),
             key,
             step,
             *before,
         )
-        call.observe(fprop, rotation, Operand.FPROP_INPUT, Operand.FPROP_WEIGHT)
+        ctx.packings = _packing(a_fprop), _packing(b_fprop)
+        call.observe(fprop, rotation, *operands)
         return y
 
     @staticmethod
@@ -201,18 +208,19 @@ class _QuantizedMatmul(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         options: _Options = ctx.options
         program, dtype = options.program, options.dtype
-        a, b, a_fprop, b_fprop, key, step, *before = ctx.saved_tensors
+        a, b, a1, a2, b1, b2, key, step, *before = ctx.saved_tensors
+        a_fprop, b_fprop = _kept(a1, a2, ctx.packings[0]), _kept(b1, b2, ctx.packings[1])
         draw = _draw(key, step)
         call = _Call(options, draw, ctx.live)
         with torch.autocast(dy.device.type, enabled=False), contract.at(options.site):
             da = db = dbias = None
             dy = dy.to(dtype)
             if ctx.needs_input_grad[1]:
-                source = b if b_fprop is None else b_fprop
-                da = call.gemm(program.dgrad, dy, source.mT, Operand.DGRAD_GRAD_OUTPUT, Operand.DGRAD_WEIGHT)
+                operands = Operand.DGRAD_GRAD_OUTPUT, Operand.DGRAD_WEIGHT
+                da = call.gemm(program.dgrad, dy, b if b_fprop is None else b_fprop, *operands)
             if ctx.needs_input_grad[2]:
-                source = a if a_fprop is None else a_fprop
-                db = call.gemm(program.wgrad, dy.mT, source.mT, Operand.WGRAD_GRAD_OUTPUT, Operand.WGRAD_INPUT)
+                operands = Operand.WGRAD_GRAD_OUTPUT, Operand.WGRAD_INPUT
+                db = call.gemm(program.wgrad, dy.mT, a if a_fprop is None else a_fprop, *operands)
             if program.fprop.left.has_gradient_factor or program.fprop.right.has_gradient_factor:
                 da, db = _Call(options, draw, tuple(before)).with_factors(a, b, da, db)
             if ctx.has_bias and ctx.needs_input_grad[3]:
@@ -229,32 +237,77 @@ class _Call:
         self._options, self._draw = options, draw
         self._slots = tuple(zip(options.program.state, state, strict=True))
 
-    def gemm(self, gemm: GemmProgram, left: Tensor, right: Tensor, *operands: Operand) -> Tensor:
-        """One backward GEMM, in its dtype."""
-        rotation, left_terms, right_terms = self.quantized(gemm, left, right, *operands)
-        self.observe(gemm, rotation, *operands)
-        return multiply(left_terms, right_terms)
-
-    def quantized(
-        self, gemm: GemmProgram, left: Tensor, right: Tensor, *operands: Operand
-    ) -> tuple[Rotation, tuple[Term, ...], tuple[Term, ...]]:
-        """Both operands, in the GEMM's basis and dtype, with the way back."""
-        rotation = self.rotated(gemm, left, right, operands[0])
-        terms = (
-            program(x, operand_draw(self._draw, operand), self._state(program, operand, rotation))
-            for program, x, operand in _sides(gemm, rotation, operands)
+    def gemm(self, gemm: GemmProgram, left: Tensor, source: Tensor | Packed, *operands: Operand) -> Tensor:
+        """One backward GEMM, in its dtype: ``left`` with the transpose of ``source``."""
+        right = gemm.right
+        if isinstance(source, Packed):
+            direct = not gemm.transforms and not right.observes and right.by_kernel(left.device, self._draw)
+            if direct and right.spec is not None:
+                left = left if gemm.left.from_master else left.to(self._options.dtype)
+                rotation = Rotation(left, left, (), (), ())  # of which only the left is read
+                drawn = right.source(operand_draw(self._draw, operands[1]))
+                terms = self._terms(gemm.left, rotation, "left", operands[0])
+                requantized = (Term(source.requantized(right.spec, drawn).to(self._options.dtype)),)
+                if self._options.observer is not None:
+                    x = source.unpack().mT
+                    self.show(gemm, Rotation(left, x, (), (), ()), (left, x), (terms, requantized), *operands)
+                self._observe(gemm.left, left, operands[0], rotation)
+                return multiply(terms, requantized)
+            source = source.unpack()
+        rotation = self.rotated(gemm, left, source.mT, operands[0])
+        both = (
+            self._terms(gemm.left, rotation, "left", operands[0]),
+            self._terms(right, rotation, "right", operands[1]),
         )
-        first, second = (_in(self._options.dtype, side) for side in terms)
         if self._options.observer is not None:
-            sides = zip(_sides(gemm, rotation, operands), (left, right), (first, second), strict=True)
-            self._options.observer(*(self._seen(*side, given, parts, rotation) for side, given, parts in sides))
-        return rotation, first, second
+            self.show(gemm, rotation, (left, source.mT), both, *operands)
+        y = multiply(*both)
+        self.observe(gemm, rotation, *operands)
+        return y
 
-    def _seen(
-        self, program: OperandProgram, x: Tensor, operand: Operand, given: Tensor, terms: tuple[Term, ...], by: Rotation
-    ) -> Seen:
-        draw = operand_draw(self._draw, operand)
-        return Seen(operand, program, given, x, terms, draw, self._state(program, operand, by))
+    def quantized_and_kept(
+        self, program: OperandProgram, rotation: Rotation, side: Side, operand: Operand, *, keep: bool
+    ) -> tuple[tuple[Term, ...], Tensor | Packed | None]:
+        """An operand of fprop in the GEMM's basis and dtype, and if ``keep`` what the backward rereads of it: in the
+        original basis, dequantized, or the bytes that say the same."""
+        x, dtype = (rotation.left if side == "left" else rotation.right), self._options.dtype
+        spec, draw = program.spec, operand_draw(self._draw, operand)
+        packs = keep and not rotation.transforms and program.by_kernel(x.device, draw) and x.dtype in plain.DTYPES
+        if packs and spec is not None and plain.packs(spec, dtype, x.device):
+            values, packed = plain.quantize_and_pack(x, spec, program.source(draw), dtype)
+            return (Term(values.to(dtype)),), packed
+        terms = self._terms(program, rotation, side, operand)
+        return terms, rotation.undo(total(terms), side).to(dtype) if keep else None
+
+    def _terms(self, program: OperandProgram, rotation: Rotation, side: Side, operand: Operand) -> tuple[Term, ...]:
+        """An operand in the GEMM's basis and dtype."""
+        x = rotation.left if side == "left" else rotation.right
+        state = self._state(program, operand, rotation)
+        return _in(self._options.dtype, program(x, operand_draw(self._draw, operand), state))
+
+    def show(
+        self,
+        gemm: GemmProgram,
+        rotation: Rotation,
+        given: tuple[Tensor, Tensor],
+        terms: tuple[tuple[Term, ...], tuple[Term, ...]],
+        *operands: Operand,
+    ) -> None:
+        """Let the observer see what one GEMM multiplies."""
+        assert self._options.observer is not None
+        seen = (
+            Seen(
+                operand,
+                program,
+                own,
+                x,
+                parts,
+                operand_draw(self._draw, operand),
+                self._state(program, operand, rotation),
+            )
+            for (program, x, operand), own, parts in zip(_sides(gemm, rotation, operands), given, terms, strict=True)
+        )
+        self._options.observer(*seen)
 
     def rotated(self, gemm: GemmProgram, left: Tensor, right: Tensor, first: Operand) -> Rotation:
         """The operands in the dtype they are quantized from and in the GEMM's basis."""
@@ -265,15 +318,16 @@ class _Call:
 
     def observe(self, gemm: GemmProgram, rotation: Rotation, *operands: Operand) -> None:
         """Write the state that the graph keeps, after everything else has read it."""
-        if not self._options.training:
-            return
         for program, x, operand in _sides(gemm, rotation, operands):
-            if program.observes:
-                state = self._state(program, operand, rotation)
-                values = program.observe(x, operand_draw(self._draw, operand), state)
-                for slot, entry in self._slots:
-                    if entry is not None and slot.written and slot.entry.operand is operand:
-                        entry.copy_(values[slot.technique, slot.entry.name])
+            self._observe(program, x, operand, rotation)
+
+    def _observe(self, program: OperandProgram, x: Tensor, operand: Operand, rotation: Rotation) -> None:
+        if not (program.observes and self._options.training):
+            return
+        values = program.observe(x, operand_draw(self._draw, operand), self._state(program, operand, rotation))
+        for slot, entry in self._slots:
+            if entry is not None and slot.written and slot.entry.operand is operand:
+                entry.copy_(values[slot.technique, slot.entry.name])
 
     def with_factors(
         self, a: Tensor, b: Tensor, da: Tensor | None, db: Tensor | None
@@ -326,3 +380,18 @@ def _saved(x: Tensor, dtype: torch.dtype, *readers: OperandProgram) -> Tensor:
 def _in(dtype: torch.dtype, terms: tuple[Term, ...]) -> tuple[Term, ...]:
     """The terms in the dtype of the GEMM."""
     return tuple(Term(term.values.to(dtype), term.multiplier) for term in terms)
+
+
+def _tensors(kept: Tensor | Packed | None) -> tuple[Tensor | None, Tensor | None]:
+    """What is saved of a kept operand; :func:`_kept` puts it together again."""
+    return (kept.codes, kept.scales) if isinstance(kept, Packed) else (kept, None)
+
+
+def _packing(kept: Tensor | Packed | None) -> tuple[QuantSpec, int, torch.dtype] | None:
+    return (kept.spec, kept.length, kept.dtype) if isinstance(kept, Packed) else None
+
+
+def _kept(
+    first: Tensor | None, second: Tensor | None, packing: tuple[QuantSpec, int, torch.dtype] | None
+) -> Tensor | Packed | None:
+    return first if packing is None or first is None or second is None else Packed(first, second, *packing)

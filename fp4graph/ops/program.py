@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Literal
 
 import torch
@@ -23,9 +23,9 @@ from fp4graph.numerics.quantize import round_elements
 from fp4graph.numerics.rounding import EXPONENT_MASK
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.operands import Gemm, Operand
-from fp4graph.ops import contract
+from fp4graph.ops import contract, plain
 from fp4graph.ops.gradient import jacobian_diagonal
-from fp4graph.technique import GRADIENT_STAGES, Context, StateEntry, Technique, overrides
+from fp4graph.technique import GRADIENT_STAGES, QUANTIZER_STAGES, Context, StateEntry, Technique, overrides
 
 #: Salts that keep the noise of transforms and techniques apart from the spec's own, which draws from the operand's key
 #: as fake_quantize does. Stable: changing one changes every seeded run.
@@ -70,6 +70,11 @@ class Draw:
     def count(self) -> Tensor:
         """Forwards with gradients so far, int32, 0-d."""
         return self.step[4]
+
+    @property
+    def source(self) -> plain.Source:
+        """What :attr:`varying` is derived from, for kernels that derive it themselves."""
+        return self.key, self.step, self.salts
 
     def _derived(self, key: Tensor) -> Tensor:
         for salt in self.salts:
@@ -183,6 +188,17 @@ class OperandProgram:
         """Whether it quantizes from before autocast's cast."""
         return self.spec is not None and self.spec.from_master
 
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether the spec alone says what is computed: no technique changes it."""
+        return self.spec is not None and not any(overrides(t, s) for t in self.techniques for s in QUANTIZER_STAGES)
+
+    def by_kernel(self, device: torch.device, draw: Draw | None) -> bool:
+        """Whether a kernel computes it on ``device``."""
+        if self.spec is None or not self.is_plain or (self.spec.needs_key and draw is None):
+            return False
+        return plain.runs(self.spec, device)
+
     @property
     def has_gradient_factor(self) -> bool:
         """Whether a technique replaces the straight-through estimator."""
@@ -196,8 +212,14 @@ class OperandProgram:
     def __call__(self, x: Tensor, draw: Draw | None = None, state: OperandState | None = None) -> tuple[Term, ...]:
         if self.spec is None:
             return (Term(x),)
+        if self.by_kernel(x.device, draw):
+            return (Term(plain.quantize(x, self.spec, self.source(draw))),)
         part, residuals = self._split(x, draw, state)
         return (self._composed(part, draw, state), *residuals)
+
+    def source(self, draw: Draw | None) -> plain.Source:
+        """Where its spec draws from, for a kernel."""
+        return draw.source if draw is not None and self.spec is not None and self.spec.needs_key else plain.NO_SOURCE
 
     def _split(self, x: Tensor, draw: Draw | None, state: OperandState | None) -> tuple[Tensor, list[Term]]:
         residuals = []

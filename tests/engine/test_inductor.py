@@ -8,7 +8,7 @@ from torch import nn
 
 import fp4graph
 from fp4graph.operands import Operand
-from fp4graph.ops import matmul
+from fp4graph.ops import matmul, plain
 from fp4graph.runtime import runtime_of
 
 
@@ -61,7 +61,8 @@ def recorded():
     patch = pytest.MonkeyPatch()
     patch.setattr(matmul.OperandProgram, "__call__", record)
     torch._dynamo.reset()
-    train("eager", torch.randn(40, 64, generator=torch.Generator().manual_seed(0)), "tetrajet", steps=1)
+    with plain.tensor_code():
+        train("eager", torch.randn(40, 64, generator=torch.Generator().manual_seed(0)), "tetrajet", steps=1)
     patch.undo()
     return calls
 
@@ -71,9 +72,12 @@ def test_quantizers_are_bit_identical_on_a_real_steps_operands(recorded):
     assert len(programs) == 2 * len(Operand) - 2  # no dgrad for the first layer, whose input needs no gradient
     for program, x, draw in programs:
         torch._dynamo.reset()
-        eager = program(x, draw)[0].values
-        compiled = torch.compile(lambda t, program=program, draw=draw: program(t, draw)[0].values)(x)
+        by_kernel = program(x, draw)[0].values
+        with plain.tensor_code():
+            eager = program(x, draw)[0].values
+            compiled = torch.compile(lambda t, program=program, draw=draw: program(t, draw)[0].values)(x)
         assert torch.equal(eager, compiled), program.spec
+        assert torch.equal(eager, by_kernel), program.spec
 
 
 def test_an_edited_technique_never_runs_the_old_code():

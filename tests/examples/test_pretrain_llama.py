@@ -121,8 +121,9 @@ def test_runs_under_torchrun_as_it_is(text: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("vocabulary", [256, 400])
 def test_text_becomes_tokens_and_back(tmp_path: Path, vocabulary: int) -> None:
-    import text_data
     from tokenizers import Tokenizer
+
+    from fp4graph.experiments.data import text as text_data
 
     folder = tmp_path / "text"
     folder.mkdir()
@@ -149,7 +150,7 @@ def test_text_becomes_tokens_and_back(tmp_path: Path, vocabulary: int) -> None:
 
 
 def test_batches_are_a_function_of_seed_and_step() -> None:
-    import text_data
+    from fp4graph.experiments.data import text as text_data
 
     tokens = np.arange(1000, dtype=np.uint32)
     rows = text_data.batch(tokens, 4, 16, seed=1, step=2)
@@ -166,7 +167,7 @@ def test_batches_are_a_function_of_seed_and_step() -> None:
 
 
 def test_the_standard_library_is_text_enough() -> None:
-    import text_data
+    from fp4graph.experiments.data import text as text_data
 
     texts = text_data.standard_library()
     assert sum(map(len, texts.train)) > 4_000_000

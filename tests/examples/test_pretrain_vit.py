@@ -323,7 +323,7 @@ def test_shares_make_up_the_batches_of_one_process(digits: Any) -> None:
         (["--data=mnist"], "--data 'mnist' is not known: give digits, cifar10 or imagefolder:PATH"),
         (["--data=imagefolder:{tmp}"], "{tmp} has no folder train and no folder val"),
         (["--data=imagefolder:{tmp}/half"], "{tmp}/half/train has no class folders"),
-        (["--data=cifar10", "--data-root={tmp}"], "unpack cifar-10-python.tar.gz there"),
+        (["--data=cifar10", "--data-root={tmp}"], "unpack cifar-10-python.tar.gz in"),
         (["--model=vit_tinny"], "Unknown model (vit_tinny)"),
         (["--model-kwargs=depth"], "--model-kwargs takes name=value, not 'depth'"),
         (["--batch-size=2000"], "--batch-size 2000 is more than the 1437 training images"),

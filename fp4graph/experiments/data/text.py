@@ -1,4 +1,4 @@
-"""Tokens for examples/pretrain_llama.py: the standard library's own source text, or any text files.
+"""Text as tokens: the standard library's own source, WikiText, or any text files.
 
 Which tokens a model sees at a step is a pure function of (seed, step), so a resumed run, one on more processes, or one
 under another policy goes through the same sequences in the same order.
@@ -7,17 +7,26 @@ under another policy goes through the same sequences in the same order.
 from __future__ import annotations
 
 import sysconfig
+import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 import torch
-from common import ExampleError
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from fp4graph.errors import Error
+from fp4graph.experiments.data.extras import data_folder, needs
 from fp4graph.training.checkpoint import replacing
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+#: Ids of tokens, one after the other.
+TokenArray = npt.NDArray[np.uint32]
 
 #: Token between two documents, in every vocabulary.
 SEPARATOR = 0
@@ -41,8 +50,8 @@ class Texts:
 class Tokens:
     """The same as tokens, each one array."""
 
-    train: np.ndarray
-    validation: np.ndarray
+    train: TokenArray
+    validation: TokenArray
 
     @property
     def checksum(self) -> int:
@@ -67,11 +76,11 @@ def text_files(path: Path) -> Texts:
     left alone; where none is called so, every 20th file is, or 5 % of the only one.
     """
     if not path.exists():
-        raise ExampleError(f"--data {path}: there is no such file or folder")
+        raise Error(f"--data {path}: there is no such file or folder")
     files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if _is_text(file))
     files = [file for file in files if file == path or "test" not in file.name.lower()]
     if not files:
-        raise ExampleError(f"--data {path} has no text files")
+        raise Error(f"--data {path} has no text files")
     validation = [file for file in files if file != path and "valid" in file.name.lower()]
     if not validation and len(files) == 1:
         text = _read(files[0])
@@ -79,6 +88,63 @@ def text_files(path: Path) -> Texts:
         return Texts([text[:cut]], [text[cut:]])
     validation = validation or files[::20]
     return Texts([_read(file) for file in files if file not in validation], [_read(file) for file in validation])
+
+
+def wikitext() -> Texts:
+    """WikiText-103 from the Hugging Face hub, or from where ``datasets`` keeps what it has fetched."""
+    needs("datasets", "WikiText is loaded by Hugging Face's datasets")
+    import datasets
+
+    try:
+        rows = datasets.load_dataset("Salesforce/wikitext", "wikitext-103-raw-v1")
+    except Exception as error:  # whatever the hub or the network raises
+        raise Error(
+            f"WikiText cannot be downloaded ({type(error).__name__}): put wiki.train.raw and wiki.valid.raw of "
+            "WikiText-103 into a folder and give --data FOLDER, or give --data stdlib for Python's own source"
+        ) from error
+    return Texts(["".join(rows["train"]["text"])], ["".join(rows["validation"]["text"])])
+
+
+def named(data: str) -> Texts:
+    """``stdlib``, ``wikitext``, or the text files of a path."""
+    if data == "stdlib":
+        return standard_library()
+    return wikitext() if data == "wikitext" else text_files(Path(data).expanduser())
+
+
+def prepared(texts: Texts, vocabulary: int) -> Tokens:
+    """``texts`` as tokens of a tokenizer of their own, both kept in :func:`data_folder` for the next time."""
+    if vocabulary == BYTES:
+        return tokenize(texts, vocabulary, Path())
+    checksum = 0
+    for part in (*texts.train, *texts.validation):
+        checksum = zlib.crc32(part.encode(), checksum)
+    kept = data_folder("tokens") / f"{checksum:08x}-{vocabulary}"
+    try:
+        if not kept.exists():
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            _keep(texts, vocabulary, kept)
+        train, validation = (np.load(kept / f"{part}.npy", mmap_mode="r") for part in ("train", "validation"))
+    except OSError as error:
+        raise Error(f"the tokens cannot be kept in {kept}: {error.strerror or error}; $FP4GRAPH_DATA names another "
+                    "place for what is derived from data") from error  # fmt: skip
+    return Tokens(train, validation)
+
+
+def _keep(texts: Texts, vocabulary: int, folder: Path) -> None:
+    """Make ``folder`` in one move, whoever else is making it too."""
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as name:
+        unfinished = Path(name) / folder.name
+        unfinished.mkdir()
+        train_tokenizer(texts.train, vocabulary, unfinished / "tokenizer.json")
+        tokens = tokenize(texts, vocabulary, unfinished / "tokenizer.json")
+        np.save(unfinished / "train.npy", tokens.train)
+        np.save(unfinished / "validation.npy", tokens.validation)
+        try:
+            unfinished.rename(folder)
+        except OSError:
+            if not folder.exists():
+                raise
 
 
 def _is_text(file: Path) -> bool:
@@ -94,6 +160,9 @@ def _read(file: Path) -> str:
 
 def train_tokenizer(texts: Sequence[str], vocabulary: int, file: Path) -> None:
     """Train a byte-pair tokenizer and keep it in ``file``."""
+    needs("tokenizers", "text is cut by tokenizers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -110,13 +179,18 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int, file: Path) -> None:
 
 def tokenize(texts: Texts, vocabulary: int, tokenizer_file: Path) -> Tokens:
     """Both parts as tokens: bytes, or those of the tokenizer in ``tokenizer_file``."""
-    tokenizer = None if vocabulary == BYTES else Tokenizer.from_file(str(tokenizer_file))
+    tokenizer = None
+    if vocabulary != BYTES:
+        needs("tokenizers", "text is cut by tokenizers")
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(tokenizer_file))
     return Tokens(_encode(texts.train, tokenizer), _encode(texts.validation, tokenizer))
 
 
-def _encode(texts: Sequence[str], tokenizer: Tokenizer | None) -> np.ndarray:
+def _encode(texts: Sequence[str], tokenizer: Tokenizer | None) -> TokenArray:
     separator = np.array([SEPARATOR], dtype=np.uint32)
-    parts: list[np.ndarray] = []
+    parts: list[TokenArray] = []
     for text in texts:
         if tokenizer is None:
             parts.append(np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32))
@@ -146,14 +220,14 @@ def _head(texts: Sequence[str], characters: int) -> Iterator[str]:
             characters -= len(piece)
 
 
-def batch(tokens: np.ndarray, size: int, context: int, seed: int, step: int) -> torch.Tensor:
+def batch(tokens: TokenArray, size: int, context: int, seed: int, step: int) -> torch.Tensor:
     """``[size, context]`` tokens from ``size`` random places."""
     places = np.random.default_rng([seed, step]).integers(0, len(tokens) - context + 1, size)
     return _windows(tokens, places, context)
 
 
 def validation_batches(
-    tokens: np.ndarray, size: int, context: int, limit: int, rank: int, ranks: int
+    tokens: TokenArray, size: int, context: int, limit: int, rank: int, ranks: int
 ) -> Iterator[torch.Tensor]:
     """This process's part of at most ``limit`` batches of sequences that do not overlap; the same number for each."""
     per_rank = min(limit, len(tokens) // context // size) // ranks
@@ -162,5 +236,5 @@ def validation_batches(
         yield _windows(tokens, (first + np.arange(size)) * context, context)
 
 
-def _windows(tokens: np.ndarray, places: np.ndarray, context: int) -> torch.Tensor:
+def _windows(tokens: TokenArray, places: npt.NDArray[np.int64], context: int) -> torch.Tensor:
     return torch.from_numpy(tokens[places[:, None] + np.arange(context)].astype(np.int64))

@@ -1,0 +1,14 @@
+"""What simulating costs: opt-in measurements, each a ratio to the unquantized model in the same process and run.
+
+    python -m benchmarks.targets       # what docs/performance.md promises, beside what this machine does
+    python -m benchmarks.linear        # one linear, beside other libraries
+    python -m benchmarks.quantizers    # each quantizer alone, beside a copy
+    python -m benchmarks.step          # a whole training step
+    python -m benchmarks.first_step    # the time until the first one is done
+    python -m benchmarks.memory        # bytes kept for the backward
+    python -m benchmarks.techniques    # what acts at the optimizer's step
+    python -m benchmarks.report        # the tables of docs/performance.md, from the files of results
+
+Run from the root of a clone, with ``pip install -e ".[bench]"``. Each prints a table and adds its rows to
+``benchmarks/results/<benchmark>.<machine>.json``; docs/performance.md says how to read them.
+"""

@@ -1,0 +1,41 @@
+"""The process that benchmarks/first_step.py times: MODEL POLICY BATCH DTYPE DEVICE BACKEND.
+
+The last line it prints is JSON: seconds, the loss, what the caches of compiled graphs were good for.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+
+import torch
+import torch._functorch.aot_autograd
+import torch._inductor.compile_fx
+from torch._dynamo.utils import counters
+
+import fp4graph.training  # noqa: F401  # what apply and prepare_optimizer would import
+from benchmarks.models import MODELS, Training
+from benchmarks.options import DTYPES
+from benchmarks.timing import synchronize
+from fp4graph.registry import default_registry
+
+
+def main(model: str, policy: str, batch: str, dtype: str, device: str, backend: str) -> None:
+    default_registry()  # imports the plugins
+    on = torch.device(device)
+    training = Training(MODELS[model], policy, int(batch), DTYPES[dtype], on, backend)
+    synchronize(on)
+    begin = time.perf_counter()
+    training.compile()
+    loss = training.step()
+    synchronize(on)
+    seconds = time.perf_counter() - begin
+    counted = {**counters["inductor"], **counters["aot_autograd"]}
+    caches = {name: count for name, count in counted.items() if "cache" in name}
+    hits = sum(count for name, count in caches.items() if name.endswith("cache_hit"))
+    print(json.dumps({"seconds": seconds, "loss": loss.item(), "hits": hits, "caches": caches}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,79 @@
+"""Other libraries that simulate FP4 in training, used as their documentation says."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A linear layer of another library.
+
+    Attributes:
+        package: on PyPI. module: that it is imported as.
+        build: the library's form of a linear, sharing its weight.
+        quantizes: which of a linear's six operands it rounds to FP4, and what its backward reads.
+    """
+
+    package: str
+    module: str
+    build: Callable[[nn.Linear], nn.Module]
+    quantizes: str
+
+    @property
+    def installed(self) -> bool:
+        """Whether it can be imported."""
+        return importlib.util.find_spec(self.module) is not None
+
+
+def _torchao(linear: nn.Linear) -> nn.Module:
+    from torchao.prototype.qat import MXFakeQuantizeConfig
+    from torchao.quantization import quantize_
+    from torchao.quantization.qat import QATConfig
+
+    config = MXFakeQuantizeConfig(dtype=torch.float4_e2m1fn_x2)
+    model = nn.Sequential(linear)
+    quantize_(model, QATConfig(activation_config=config, weight_config=config, step="prepare"))
+    if type(model[0]) is nn.Linear:
+        raise RuntimeError("torchao left the linear as it was")
+    return model
+
+
+def _brevitas(linear: nn.Linear) -> nn.Module:
+    from brevitas.nn import QuantLinear
+    from brevitas.quant.mx_quant_ocp import MXFloat8e4m3Act, MXFloat8e4m3Weight
+
+    e2m1 = {"bit_width": 4, "exponent_bit_width": 2, "mantissa_bit_width": 1}
+    options = {f"{operand}_{name}": value for operand in ("weight", "input") for name, value in e2m1.items()}
+    quantized = QuantLinear(
+        linear.in_features,
+        linear.out_features,
+        bias=linear.bias is not None,
+        weight_quant=MXFloat8e4m3Weight,
+        input_quant=MXFloat8e4m3Act,
+        input_group_dim=-1,
+        device=linear.weight.device,
+        dtype=linear.weight.dtype,
+        **options,
+    )
+    quantized.weight = linear.weight
+    assert isinstance(quantized, nn.Module)
+    return quantized
+
+
+#: Both round two operands of six; their backward multiplies the gradient as it is with these, brevitas's differentiates
+#: the scales too. microxcaling is not on PyPI; nvidia-modelopt's MXFP4 needs CUDA.
+PEERS = {
+    "torchao": Peer("torchao", "torchao", _torchao, "Q1, Q2 (MXFP4, to nearest)"),
+    "brevitas": Peer("brevitas", "brevitas", _brevitas, "Q1, Q2 (MXFP4, to nearest)"),
+}
+
+
+def peer_name(name: str, *, compiled: bool) -> str:
+    """What a peer's linear is called in results."""
+    return f"{name}, {'compiled' if compiled else 'eager'}"

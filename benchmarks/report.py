@@ -1,0 +1,131 @@
+"""Write the measured part of docs/performance.md from benchmarks/results: no figure there comes from a hand.
+
+python -m benchmarks.report            # between the two marks of the document
+python -m benchmarks.report --check    # only say whether it is up to date
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks import first_step, linear, memory, quantizers, step, tables, targets, techniques
+from benchmarks.models import UNQUANTIZED
+from benchmarks.results import RESULTS, ROOT, load
+from fp4graph.training.checkpoint import replacing
+
+DOCUMENT = ROOT / "docs" / "performance.md"
+BEGIN = "<!-- From here to the next mark written by `python -m benchmarks.report`. -->"
+END = "<!-- End of what `python -m benchmarks.report` wrote. -->"
+BENCHMARKS = {
+    "linear": linear,
+    "quantizers": quantizers,
+    "step": step,
+    "first_step": first_step,
+    "memory": memory,
+    "techniques": techniques,
+}
+
+
+def generated(folder: Path) -> str:
+    """The tables of every machine that has results in ``folder``."""
+    machines: dict[str, dict[str, Any]] = defaultdict(dict)
+    for file in sorted(folder.glob("*.json")):
+        benchmark, _, name = file.stem.partition(".")
+        if benchmark in BENCHMARKS:
+            machines[name][benchmark] = load(file)
+    sections = [section(contents) for _, contents in sorted(machines.items())]
+    return "\n\n".join(sections) or "Nothing has been measured yet."
+
+
+def section(contents: Mapping[str, Mapping[str, Any]]) -> str:
+    """One machine: what it is, the targets, a table for each benchmark. ``contents``: files, by benchmark."""
+    machine = next(iter(contents.values()))["machine"]
+    on = "cuda" if machine["gpu"] else "cpu"
+    rows = {benchmark: list(content["rows"]) for benchmark, content in contents.items()}
+    parts = [
+        f"### {machine['gpu'] or machine['cpu']}, {machine['threads']} threads",
+        described(machine),
+        "#### Targets",
+        tables.markdown(targets.COLUMNS, list(targets.held_against(rows, on))),
+    ]
+    for benchmark, module in BENCHMARKS.items():
+        compiled = [row for row in rows.get(benchmark, []) if row["case"].get("backend", "inductor") == "inductor"]
+        if compiled:
+            runs = contents[benchmark]["runs"]
+            parts += [f"#### {module.TITLE}", tables.markdown(module.COLUMNS, compiled)]
+            parts += [rates(compiled)] if benchmark == "linear" else []
+            parts += [measured(runs, compiled)]
+    return "\n\n".join(parts)
+
+
+def described(machine: Mapping[str, Any]) -> str:
+    """A sentence about a machine."""
+    gpu = f"{machine['gpu']} with {machine['gpu_ram_gib']} GiB; " if machine["gpu"] else ""
+    return (
+        f"{gpu}{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads used, "
+        f"{machine['vector_instructions']}, {machine['ram_gib']} GiB; {machine['system']}."
+    )
+
+
+def rates(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What the machine did in the same runs as the linears: operations and bytes per second."""
+    lines = ["| shape | dtype | GEMM 2048³, GFLOP/s | unquantized linear, GFLOP/s | copy, GB/s |"]
+    lines += ["| --- | --- | ---: | ---: | ---: |"]
+    for row in rows:
+        case, figures = row["case"], row["figures"]
+        if case["linear"].startswith(UNQUANTIZED) and "ratio" in figures:
+            shown = (figures[name] / 1e9 for name in ("machine_gemm_rate", "gemm_rate", "bandwidth"))
+            lines.append(f"| {case['shape']} | {case['dtype']} | " + " | ".join(f"{rate:.3g}" for rate in shown) + " |")
+    return "\n".join(lines)
+
+
+def measured(runs: Mapping[str, Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> str:
+    """When, from which commit and with what the rows were measured."""
+    lines = []
+    for number in sorted({row["run"] for row in rows}, key=int):
+        run = runs[number]
+        commit = "no commit" if run["commit"] is None else f"commit {run['commit'][:10]}"
+        changes = " with uncommitted changes" if run["dirty"] else ""
+        versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items() if version is not None)
+        count = sum(row["run"] == number for row in rows)
+        lines.append(
+            f"{count} of {len(rows)} rows: {run['date'][:10]}, {commit}{changes}; {versions}; "
+            f"load before {run['load_average']:.2f}."
+        )
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def updated(document: str, tables: str) -> str:
+    """``document`` with ``tables`` between its marks."""
+    head, begin, rest = document.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise typer.BadParameter(f"{DOCUMENT.name} has lost its marks: {BEGIN} and {END}")
+    return f"{head}{BEGIN}\n\n{tables}\n\n{END}{tail}"
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(help=__doc__)
+def main(
+    check: Annotated[bool, typer.Option("--check", help="Fail if the document is not up to date.")] = False,
+    folder: Annotated[Path, typer.Option(help="Of the results.")] = RESULTS,
+    document: Annotated[Path, typer.Option(help="That the tables are in.")] = DOCUMENT,
+) -> None:
+    former = document.read_text(encoding="utf-8")
+    text = updated(former, generated(folder))
+    if check:
+        print("up to date" if text == former else f"out of date: run python -m benchmarks.report for {document.name}")
+        raise typer.Exit(int(text != former))
+    with replacing(document) as stream:
+        stream.write(text.encode())
+
+
+if __name__ == "__main__":
+    app()

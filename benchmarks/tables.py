@@ -1,0 +1,101 @@
+"""The same table for a terminal and for a document, made from stored rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+#: A row as it is stored: run, case, figures.
+Stored = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """``text`` of a row under ``header``. A row without figures has only the columns of its case."""
+
+    header: str
+    text: Callable[[Stored], str]
+    of_case: bool = False
+
+
+def case(name: str, header: str | None = None) -> Column:
+    """A part of the case, as it is."""
+    return Column(header or name, lambda row: str(row["case"][name]), of_case=True)
+
+
+def milliseconds(name: str, header: str) -> Column:
+    """A figure in seconds, shown in milliseconds."""
+    return Column(header, lambda row: _three_digits(row["figures"][name] * 1e3))
+
+
+def seconds(name: str, header: str) -> Column:
+    """A figure in seconds."""
+    return Column(header, lambda row: _three_digits(row["figures"][name]))
+
+
+def number(name: str, header: str) -> Column:
+    """Any figure, in three digits; a dash for None."""
+    return Column(header, lambda row: "–" if row["figures"][name] is None else _three_digits(row["figures"][name]))
+
+
+def text(name: str, header: str) -> Column:
+    """A figure that is text."""
+    return Column(header, lambda row: str(row["figures"][name]))
+
+
+#: The ratio with its quartiles, and how many pairs they are of. ~ marks quartiles that time did not let settle.
+RATIO = (
+    Column("ratio", lambda row: f"{row['figures']['ratio']:.2f}"),
+    Column(
+        "quartiles",
+        lambda row: "{:.2f}–{:.2f}".format(*row["figures"]["quartiles"]) + ("" if row["figures"]["settled"] else " ~"),
+    ),
+    Column("n", lambda row: str(row["figures"]["repeats"])),
+)
+
+
+def reason(row: Stored) -> str | None:
+    """Why a row has no figures; None where it has."""
+    missing: str | None = row["figures"].get("inapplicable") or row["figures"].get("failed")
+    return missing
+
+
+def show(title: str, columns: Sequence[Column], rows: Sequence[Stored]) -> None:
+    """Print to the terminal."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=160)  # a log has room
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column in columns:
+        table.add_column(column.header, justify="left" if column.of_case else "right", overflow="fold")
+    for row in rows:
+        if reason(row) is None:
+            table.add_row(*(column.text(row) for column in columns))
+    console.print(table)
+    for line in not_measured(columns, rows):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def markdown(columns: Sequence[Column], rows: Sequence[Stored]) -> str:
+    """A table of a Markdown document, and under it what could not be measured."""
+    lines = [[column.header for column in columns], ["---" if c.of_case else "---:" for c in columns]]
+    lines += [[column.text(row) for column in columns] for row in rows if reason(row) is None]
+    table = "\n".join("| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in lines)
+    missing = "\n".join(f"- {line}" for line in not_measured(columns, rows))
+    return f"{table}\n\n{missing}" if missing else table
+
+
+def not_measured(columns: Sequence[Column], rows: Sequence[Stored]) -> list[str]:
+    """A sentence for each row without figures."""
+    own = [column for column in columns if column.of_case]
+    return [
+        f"{', '.join(column.text(row) for column in own)}: not measured: {why}" for row in rows if (why := reason(row))
+    ]
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

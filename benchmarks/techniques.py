@@ -1,0 +1,151 @@
+"""What acts at the optimizer's step, beside torch.optim.AdamW alone on the same parameters.
+
+``StableSPAM`` is the optimizer, ``stable_spam`` the technique around AdamW. ``q_ema`` updates the moving average of
+each weight. ``q_ramping`` is measured in both its phases: a detection quantizes every weight once a step; ramping, most
+of a training, copies each weight and its moments around the step, here with some N > 1 in every weight. Gradients are
+given, and reverse their sign from step to step, so that weights oscillate as they do late in a training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import nn
+
+import fp4graph
+from benchmarks import options, tables
+from benchmarks.models import MODELS, TOTAL_STEPS, Model
+from benchmarks.results import RESULTS, Results, attempt, figures_of
+from benchmarks.timing import Patience, alternate, synchronize
+from fp4graph.optim import StableSPAM
+
+#: Steps of a detection, here.
+DETECTION = 30
+COLUMNS = (
+    tables.case("model"),
+    tables.case("what"),
+    *tables.RATIO,
+    tables.milliseconds("seconds", "ms"),
+    tables.milliseconds("baseline_seconds", "AdamW, ms"),
+)
+TITLE = "One optimizer step, time to that of AdamW"
+
+
+class Stepping:
+    """An optimizer of a model's parameters, stepped with gradients that are there already."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        generator = torch.Generator().manual_seed(1)
+        for parameter in model.parameters():
+            parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter)
+        self._given = [(p, p.grad.clone()) for p in model.parameters() if p.grad is not None]
+        self._sign = 1.0
+
+    def step(self) -> float:
+        """Seconds of one step; gradients, which techniques may change, are given anew before."""
+        self._sign = -self._sign
+        for parameter, gradient in self._given:
+            torch.mul(gradient, self._sign, out=parameter.grad)
+        device = self._given[0][0].device
+        synchronize(device)
+        begin = time.perf_counter()
+        self.optimizer.step()
+        synchronize(device)
+        return time.perf_counter() - begin
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01)
+
+
+def under(model: nn.Module, technique: str, settings: dict[str, Any]) -> Stepping:
+    """AdamW around which ``technique`` acts, on TetraJet's quantizers."""
+    policy = {"version": 1, "name": technique, "extends": "tetrajet", "techniques": [{technique: settings}]}
+    fp4graph.apply(model, policy, backend="eager", total_steps=TOTAL_STEPS)
+    return Stepping(model, fp4graph.prepare_optimizer(model, adamw(model)))
+
+
+def stable_spam_optimizer(model: nn.Module) -> Stepping:
+    return Stepping(model, StableSPAM(model.parameters(), lr=1e-4, weight_decay=0.01))
+
+
+def detecting(model: nn.Module) -> Stepping:
+    """Q-Ramping that never gets further than its detection."""
+    return under(model, "q_ramping", {"t0": TOTAL_STEPS - 1, "t_update": TOTAL_STEPS, "n_max": 100})
+
+
+def ramping(model: nn.Module) -> Stepping:
+    """Q-Ramping after its first detection."""
+    stepping = under(model, "q_ramping", {"t0": DETECTION, "t_update": TOTAL_STEPS, "n_max": 100})
+    for _ in range(DETECTION):
+        stepping.step()
+    at_rest = [name for name, state in _ramped(stepping) if "fp4graph.q_ramping.factor" not in state]
+    if at_rest:
+        raise RuntimeError(f"no element of {at_rest[0]} oscillates, so its steps would be plain ones")
+    return stepping
+
+
+def _ramped(stepping: Stepping) -> list[tuple[str, Any]]:
+    state = stepping.optimizer.state
+    found = [
+        (name, state[p])
+        for name, p in stepping.model.named_parameters()
+        if any(str(key).startswith("fp4graph.q_ramping") for key in state[p])
+    ]
+    if not found:
+        raise RuntimeError("Q-Ramping keeps nothing of any parameter: the benchmark no longer measures it")
+    return found
+
+
+#: What is measured, by what it is called.
+WHAT: dict[str, Callable[[nn.Module], Stepping]] = {
+    "StableSPAM": stable_spam_optimizer,
+    "stable_spam": partial(under, technique="stable_spam", settings={}),
+    "q_ema": partial(under, technique="q_ema", settings={}),
+    "q_ramping, detection": detecting,
+    "q_ramping, ramping": ramping,
+}
+
+
+def measure(
+    model: Model, build: Callable[[nn.Module], Stepping], device: torch.device, patience: Patience
+) -> dict[str, Any]:
+    """Figures of one of them."""
+    torch.manual_seed(0)
+    plain, own = model.make().to(device), model.make().to(device)
+    baseline, stepping = Stepping(plain, adamw(plain)), build(own)
+    for _ in range(3):  # the first ones make the state
+        baseline.step(), stepping.step()
+    return figures_of(alternate(baseline.step, stepping.step, patience))
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(help=__doc__)
+def main(
+    context: typer.Context,
+    models: Annotated[str, typer.Option(help=f"Of {', '.join(MODELS)}.")] = "deit-tiny,llama-60m",
+    what: Annotated[str, typer.Option(help=f"Of {'; '.join(WHAT)}, separated by semicolons; all.")] = "all",
+    device: options.Device = "cpu",
+    seconds: options.Seconds = 30,
+    repeats: options.Repeats = 21,
+    folder: options.Folder = RESULTS,
+) -> None:
+    on, patience = options.device_of(device), Patience(seconds, repeats)
+    results = Results("techniques", context, on, folder)
+    for name in options.choices(models, MODELS):
+        for each in options.choices(what, WHAT, ";"):
+            figures = partial(measure, MODELS[name], WHAT[each], on, patience)
+            results.add(attempt({"model": name, "what": each}, figures))
+    results.close(TITLE, COLUMNS)
+
+
+if __name__ == "__main__":
+    app()

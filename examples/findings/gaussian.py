@@ -1,0 +1,144 @@
+"""The Gaussian regression of "Elucidating the design space of FP4 training" (appendix, Tables 3 and 8), every row.
+
+    python examples/findings/gaussian.py              # 3 seeds, half an hour on one CPU core
+
+Results are added to a file of one JSON object per line as they come; started again, the script goes on with what is
+missing, and prints the table of all.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from rich.progress import track
+
+import fp4graph
+from fp4graph.experiments.train import Run, train
+
+
+def extended(base: str, *, scale: dict[str, Any] | None = None, techniques: list[Any] | None = None) -> dict[str, Any]:
+    """A shipped pure policy with other scales, or with techniques."""
+    policy: dict[str, Any] = {"version": 1, "name": base, "extends": base, "techniques": techniques or []}
+    if scale is not None:
+        (rule,) = yaml.safe_load(fp4graph.load_policy(base).to_yaml())["rules"]
+        rule["quantize"]["scale"] |= scale
+        policy["rules"] = [rule]
+    return policy
+
+
+ENCODE = {"convention": "encode"}
+BACKWARD_HADAMARD = {"hadamard": {"scope": "backward", "block": 16}}
+SPLINE = {"step_gradient": {"kind": "spline"}}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A policy, the optimizers to train it with, and the validation losses that the paper prints, by optimizer."""
+
+    label: str
+    policy: str | dict[str, Any]
+    paper: dict[str, float]
+    optimizers: tuple[str, ...] = ("adam", "stablespam")
+
+
+ROWS = (
+    Row("`bf16`: nothing quantized", "bf16", {"adam": 25.520, "stablespam": 0.013}),
+    Row("`nvfp4`", "nvfp4", {"adam": 30.125}),
+    Row("`nvfp4`, encode scales", extended("nvfp4", scale=ENCODE), {"adam": 30.125}),
+    Row("`mxfp4`", "mxfp4", {"adam": 34.0}),
+    Row("`mxfp4`, encode scales", extended("mxfp4", scale=ENCODE), {"adam": 34.0}),
+    Row("`mxfp4-round-up`", "mxfp4-round-up", {}),
+    Row("`ue5m3`", "ue5m3", {"adam": 31.375}),
+    Row(
+        "`nvfp4`, stochastic encode scales",
+        extended("nvfp4", scale=ENCODE, techniques=["stochastic_scale_rounding"]),
+        {"stablespam": 25.5},
+    ),
+    Row(
+        "`nvfp4`, best loss: spline, backward Hadamard, tensor scale with gradient, loss scaling",
+        extended(
+            "nvfp4",
+            techniques=[
+                SPLINE, BACKWARD_HADAMARD, {"tensor_scaling": {"headroom": 0.5}},
+                {"tensor_scaling_gradient": {"kind": "absmax"}}, "loss_scaling",
+            ],
+        ),
+        {"stablespam": 22.875},
+    ),
+    Row(
+        "`mxfp4-round-up`, tensor scale",
+        extended("mxfp4-round-up", techniques=["tensor_scaling"]),
+        {"stablespam": 27.875},
+    ),
+    Row(
+        "`mxfp4-round-up`, best loss: spline, backward Hadamard, tensor scale",
+        extended(
+            "mxfp4-round-up",
+            techniques=[SPLINE, {"hadamard": {"scope": "backward", "block": 32}}, "tensor_scaling"],
+        ),
+        {"stablespam": 27.25},
+    ),
+)  # fmt: skip
+DTYPES = ("bf16", "fp32")
+
+
+def results(file: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
+    """What has been trained so far, by (label, optimizer, dtype, seed)."""
+    if not file.exists():
+        return {}
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    return {(row["label"], row["optimizer"], row["dtype"], row["seed"]): row for row in rows}
+
+
+def table(found: dict[tuple[Any, ...], dict[str, Any]], seeds: int) -> str:
+    """Validation losses as Markdown: mean ± standard deviation over the seeds."""
+    lines = [
+        "| policy | optimizer | Ω | paper | bf16 parameters | fp32 parameters |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in ROWS:
+        for optimizer in row.optimizers:
+            cells = []
+            for dtype in DTYPES:
+                runs = [found[row.label, optimizer, dtype, seed] for seed in range(seeds)]
+                losses = [run["outcome"]["validation_loss"] for run in runs]
+                spread = f" ± {statistics.stdev(losses):.2g}" if len(losses) > 1 else ""
+                cells.append(f"{statistics.fmean(losses):.3g}{spread}")
+            paper = f"{row.paper[optimizer]:g}" if optimizer in row.paper else ""
+            complexity = found[row.label, optimizer, DTYPES[0], 0]["outcome"]["complexity"]
+            lines.append(f"| {row.label} | {optimizer} | {complexity:g} | {paper} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(
+    seeds: Annotated[int, typer.Option(min=1, help="Data, weights and order are drawn anew for each.")] = 3,
+    output: Annotated[Path, typer.Option(help="File of results.")] = Path("runs/findings/gaussian.jsonl"),
+    device: Annotated[str, typer.Option()] = "auto",
+) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    found = results(output)
+    wanted = [
+        (row, optimizer, dtype, seed)
+        for seed in range(seeds)  # a seed is one data set, made once
+        for row in ROWS
+        for optimizer in row.optimizers
+        for dtype in DTYPES
+    ]
+    missing = [w for w in wanted if (w[0].label, *w[1:]) not in found]
+    for row, optimizer, dtype, seed in track(missing, description="training"):
+        run = Run("gaussian", policy=row.policy, optimizer=optimizer, dtype=dtype, seed=seed, device=device)
+        outcome = train(run)
+        line = {"label": row.label, "optimizer": optimizer, "dtype": dtype, "seed": seed, "outcome": outcome.to_json()}
+        with output.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    print(table(results(output), seeds))
+
+
+if __name__ == "__main__":
+    typer.run(main)

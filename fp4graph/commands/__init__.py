@@ -1,0 +1,1 @@
+"""The commands of `fp4graph`, one per module."""

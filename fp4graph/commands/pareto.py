@@ -1,0 +1,42 @@
+"""``fp4graph pareto``: the figure of score over complexity."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fp4graph.commands.score import RuleOption, Studies, read
+from fp4graph.commands.sweep import known_rule
+from fp4graph.errors import Error
+
+FORMATS = ("png", "pdf", "svg")
+
+
+def pareto(
+    sources: Annotated[
+        list[str], typer.Argument(metavar="SWEEP...", help="A sweep's folder, an SQLite file, or a database URL.")
+    ],
+    study: Studies = None,
+    rule: RuleOption = "table",
+    output: Annotated[Path, typer.Option(help="The picture: .png, .pdf or .svg.")] = Path("pareto.png"),
+) -> None:
+    """Draw complexity against score, a panel per sweep, and name the points on the frontier."""
+    from fp4graph.experiments.pareto import png
+    from fp4graph.experiments.results import frontier, write
+
+    chosen = known_rule(rule)
+    form = output.suffix.lstrip(".")
+    if form not in FORMATS:
+        raise Error(f"--output {output}: write a file that ends in .{', .'.join(FORMATS)}")
+    found = read(sources, study)
+    write(output, png(found, chosen, form))
+    for one in found:
+        for family in one.families:
+            for s in frontier([s for s in one.complete if s.trial.family == family], chosen):
+                score = s.scores[chosen]
+                points, loss = s.trial.complexity, s.trial.loss
+                print(f"{one.name}  {family}  trial {s.trial.number}  {s.trial.summary}  Ω {points:g}  "
+                      f"score {score:+.4f}  loss {loss:.4g}")  # fmt: skip
+    print(output)

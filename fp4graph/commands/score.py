@@ -1,0 +1,106 @@
+"""``fp4graph score``: what sweeps came to."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fp4graph.commands.sweep import known_rule
+from fp4graph.errors import Error
+
+Sources = Annotated[
+    list[str] | None, typer.Argument(metavar="[SWEEP]...", help="A sweep's folder, an SQLite file, or a database URL.")
+]
+Studies = Annotated[list[str] | None, typer.Option(help="Only this study of them; may be given several times.")]
+RuleOption = Annotated[str, typer.Option(help="text: S = G/(1 + Ω); table: S = G/max(1, Ω), G·max(1, Ω) below 0.")]
+
+
+def score(
+    sources: Sources = None,
+    study: Studies = None,
+    rule: RuleOption = "table",
+    every: Annotated[bool, typer.Option("--all", help="Every trial, best first, not only the best.")] = False,
+    export: Annotated[
+        list[Path] | None, typer.Option(help="Write all trials to this .csv or .json file; may be given twice.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    loss: Annotated[float | None, typer.Option(help="Without a sweep: the validation loss of a run,")] = None,
+    reference: Annotated[float | None, typer.Option(help="that of the better unquantized baseline,")] = None,
+    complexity: Annotated[float | None, typer.Option(help="and Ω of its policy.")] = None,
+) -> None:
+    """The best of each family in sweeps, or the score of three numbers."""
+    from rich.console import Console
+
+    chosen = known_rule(rule)
+    numbers = (loss, reference, complexity)
+    if sources and any(number is not None for number in numbers):
+        raise Error("give sweeps, or --loss, --reference and --complexity; not both")
+    if not sources:
+        if loss is None or reference is None or complexity is None:
+            raise Error("name a sweep's folder or database, or give --loss, --reference and --complexity")
+        from fp4graph.experiments.score import score as scored_by
+
+        try:
+            print(f"{scored_by(loss, reference, complexity, chosen):.6g}")
+        except ValueError as error:
+            raise Error(str(error)) from None
+        return
+
+    found = read(sources, study)
+    from fp4graph.experiments.progress import best_table, trial_table
+    from fp4graph.experiments.results import to_csv, to_json, write
+
+    for path in export or []:
+        if path.suffix not in (".csv", ".json"):
+            raise Error(f"--export {path}: write .csv or .json")
+        write(path, to_csv(found) if path.suffix == ".csv" else to_json(found))
+    if as_json:
+        print(to_json(found), end="")
+        return
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    for one in found:
+        if every:
+            ranked = sorted(one.trials, key=lambda s: (s.scores[chosen] is None, -(s.scores[chosen] or 0.0)))
+            console.print(trial_table(ranked, chosen, one.name))
+        else:
+            console.print(best_table(one, chosen))
+
+
+def read(sources: list[str], only: list[str] | None) -> list[Any]:
+    """The results of the sweeps in ``sources``, all of them or those named.
+
+    Raises:
+        Error: a source cannot be read, or has no such sweep.
+    """
+    try:
+        import optuna
+    except ImportError:
+        raise Error("sweeps are read by Optuna, which is not installed; pip install 'fp4graph[sweep]'") from None
+    import fp4graph
+    from fp4graph.experiments import database
+    from fp4graph.experiments.results import results
+    from fp4graph.experiments.study import Study
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    found = []
+    seen: set[str] = set()
+    for source in sources:
+        url = database.url_of(source, existing=True)
+        names = database.sweeps(url)
+        seen.update(names)
+        for name in names:
+            if only is None or name in only:
+                study = Study.open(url, name)
+                if study.manifest.fp4graph != fp4graph.__version__:
+                    made = study.manifest.fp4graph
+                    print(f"note: study {name!r} was made by fp4graph {made}; this is {fp4graph.__version__}",
+                          file=sys.stderr)  # fmt: skip
+                found.append(results(study))
+    missing = [name for name in only or [] if name not in seen]
+    if missing or not found:
+        what = f"no study {missing[0]!r}" if missing else "no sweep"
+        raise Error(f"{', '.join(sources)}: there is {what}; there is {', '.join(sorted(seen)) or 'none'}")
+    return found

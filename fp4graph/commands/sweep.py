@@ -1,0 +1,176 @@
+"""``fp4graph sweep``: search a space of policies."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fp4graph.errors import Error
+
+
+def sweep(
+    task: Annotated[str, typer.Option(help="What to train; `fp4graph train --list` names the tasks.")],
+    trials: Annotated[int, typer.Option(min=1, help="Results in all, baselines and earlier ones included.")] = 40,
+    workers: Annotated[int, typer.Option(min=1, help="Processes on this machine.")] = 1,
+    space: Annotated[str, typer.Option(help="A search space: a shipped one's name, or a file.")] = "design-space",
+    output: Annotated[Path | None, typer.Option(help="Folder for results; by default runs/sweep-TASK.")] = None,
+    storage: Annotated[
+        str | None, typer.Option(help="Database URL or SQLite file; by default sweep.db in the output folder.")
+    ] = None,
+    study: Annotated[str | None, typer.Option(help="Name of the study in the database; by default the task's.")] = None,
+    sampler: Annotated[str, typer.Option(help="random, or tpe.")] = "random",
+    pruner: Annotated[str, typer.Option(help="none, median or hyperband: when to give up a trial.")] = "none",
+    rule: Annotated[str, typer.Option(help="Rule of the score: text or table.")] = "table",
+    seed: Annotated[int, typer.Option(min=0, help="Of the training, and of what is drawn from the space.")] = 0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Length of each training, in steps.")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Length of each training, in epochs.")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
+    batch_size: Annotated[int | None, typer.Option(min=1, help="Samples per forward pass.")] = None,
+    accumulate: Annotated[int | None, typer.Option(min=1, help="Forward passes per step.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help="adam, adamw, sgd or stablespam.")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="Of matrices.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="constant or cosine.")] = None,
+    warmup: Annotated[float | None, typer.Option(help="Share of the steps.")] = None,
+    clip: Annotated[float | None, typer.Option(help="Norm of the gradient; 0 for none.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="Of parameters: fp32 or bf16.")] = None,
+    autocast: Annotated[bool | None, typer.Option("--autocast/--no-autocast", help="GEMMs in bf16.")] = None,
+    validate_every: Annotated[int | None, typer.Option(min=1, help="Steps between validations.")] = None,
+    validation_batches: Annotated[int | None, typer.Option(min=1, help="At most so many per validation.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...; workers share several GPUs out.")] = "auto",
+    backend: Annotated[str | None, typer.Option(help="Of torch.compile: inductor, aot_eager or eager.")] = None,
+    data: Annotated[str | None, typer.Option(help="Where the task's data is.")] = None,
+    patience: Annotated[
+        float, typer.Option(min=1, help="Of a new study: seconds without a sign after which a worker counts as gone.")
+    ] = 60.0,
+    retry_failed: Annotated[bool, typer.Option(help="Run failed configurations again.")] = False,
+    export_policy: Annotated[
+        int | None, typer.Option(metavar="TRIAL", help="Only write the policy file of this trial.")
+    ] = None,
+) -> None:
+    """Search a space of policies on a task, for what little costs little loss.
+
+    Stopped or killed, the same command goes on. Run it on several machines with one --storage URL, and they share the
+    work.
+    """
+    try:
+        import optuna
+    except ImportError:
+        raise Error("sweeps need Optuna, which is not installed; pip install 'fp4graph[sweep]'") from None
+    from rich.console import Console
+
+    from fp4graph.experiments import study as studies
+    from fp4graph.experiments.database import url_of
+    from fp4graph.experiments.pareto import png
+    from fp4graph.experiments.progress import Progress, best_table
+    from fp4graph.experiments.results import Results, results, to_csv, to_json, write
+    from fp4graph.experiments.run import Run
+    from fp4graph.experiments.space import load_space
+    from fp4graph.experiments.tasks import task_named
+    from fp4graph.experiments.workers import Job, Workers
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    score_rule = known_rule(rule)
+    folder = output or Path("runs") / f"sweep-{task}"
+    url = url_of(storage or folder / "sweep.db")
+    name = study or task
+    if export_policy is not None:
+        print(export(studies.Study.open(url, name), export_policy, folder))
+        return
+
+    given = {
+        key: value
+        for key, value in locals().items()
+        if key in {field.name for field in dataclasses.fields(Run)} and key not in ("policy", "workers")
+    }
+    run = Run(**given)
+    task_named(task).settings(run)  # says what is wrong before anything is begun
+    searched = load_space(space)
+    folder.mkdir(parents=True, exist_ok=True)
+    made = studies.Study.create(
+        url, name, studies.Manifest.of(searched, run.to_json(), patience), studies.make_pruner(pruner)
+    )
+    if retry_failed:
+        made.excuse_failed()
+    logs = folder / "logs"
+    logs.mkdir(exist_ok=True)
+    job = Job(url, name, trials, sampler, pruner, device, str(logs), workers)  # type: ignore[arg-type]  # it looks
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    size = searched.size()
+    title = f"{task} over {searched.name}, {size:,}{'+' if size == 1_000_000 else ''} configurations"
+    interrupted = False
+    try:
+        with Progress(console, trials, score_rule, title) as progress, Workers(job, made) as running:
+            for now, events in running.watch():
+                progress.show(now, events)
+    except KeyboardInterrupt:
+        interrupted = True
+
+    found: Results = results(made)
+    write(folder / "results.csv", to_csv([found]))
+    write(folder / "results.json", to_json([found]))
+    console.print(best_table(found, score_rule))
+    files = ["results.csv", "results.json"]
+    if any(s.scores[score_rule] is not None for s in found.complete):
+        write(folder / "pareto.png", png([found], score_rule))
+        files.append("pareto.png")
+    console.print(f"{folder}: {', '.join(files)}", soft_wrap=True)
+    done = sum(s.trial.finished for s in found.trials)
+    refused = found.count("refused")
+    if refused:
+        console.print(f"{refused} configurations were refused as impossible; results.csv has the reasons")
+    if interrupted:
+        console.print(f"interrupted with {done} of {trials} results; the same command goes on", soft_wrap=True)
+        raise typer.Exit(130)
+    if done < trials:
+        console.print(f"the space has no more configurations: {done} results")
+
+
+def export(study: Any, number: int, folder: Path) -> Path:
+    """Write the policy of a trial into ``folder``.
+
+    Raises:
+        Error: there is no such trial.
+    """
+    from fp4graph.experiments.results import write
+
+    trials = {trial.number: trial for trial in study.trials()}
+    if number not in trials:
+        known = f"it has {min(trials)} to {max(trials)}" if trials else "it has none yet"
+        raise Error(f"study {study.name!r} has no trial {number}; {known}")
+    trial = trials[number]
+    settings = "".join(f", {key} {value}" for key, value in trial.run.items())
+    note = [
+        f"# Trial {number} of the sweep {study.name!r}: {trial.summary}",
+        f"# Trained on {study.manifest.task!r} with fp4graph {study.manifest.fp4graph}{settings}: {_came_to(trial)}",
+    ]
+    path = folder / "policies" / f"trial-{number}.yaml"
+    write(path, "\n".join([*note, trial.policy]))
+    return path
+
+
+def _came_to(trial: Any) -> str:
+    if trial.state == "complete":
+        return f"validation loss {trial.loss:.6g}"
+    return f"{trial.state}: {trial.result['reason']}" if trial.result.get("reason") else str(trial.state)
+
+
+def known_rule(name: str) -> Any:
+    """One of the score's rules.
+
+    Raises:
+        Error: it is none.
+    """
+    from typing import get_args
+
+    from fp4graph.experiments.score import Rule
+
+    if name not in get_args(Rule):
+        raise Error(f"unknown rule {name!r} of the score; known: {', '.join(get_args(Rule))}")
+    return name

@@ -1,0 +1,219 @@
+"""``fp4graph train``: train a task under a policy and say what came of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Column, Table
+
+from fp4graph.errors import Error
+
+if TYPE_CHECKING:
+    from fp4graph.experiments.run import Outcome, Run
+
+Tick = Callable[[int, int, float], None]
+Report = Callable[[int, float], None]
+
+
+def train(
+    task: Annotated[str | None, typer.Argument(metavar="TASK", help="What to train; --list names the tasks.")] = None,
+    show: Annotated[bool, typer.Option("--list", help="List the tasks with their recipes.")] = False,
+    policy: Annotated[str, typer.Option(help="A shipped policy's name, or a policy file.")] = "bf16",
+    optimizer: Annotated[str | None, typer.Option(help="adam, adamw, sgd or stablespam. [the task's]")] = None,
+    optimizer_option: Annotated[
+        list[str] | None, typer.Option(help="name=value for the optimizer's constructor; repeat it for more.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of weights, data order and noise.")] = 0,
+    lr: Annotated[float | None, typer.Option(help="Learning rate. [the task's]")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="Of matrices. [the task's]")] = None,
+    schedule: Annotated[str | None, typer.Option(help="constant or cosine. [the task's]")] = None,
+    warmup: Annotated[float | None, typer.Option(help="Share of the steps. [the task's]")] = None,
+    clip: Annotated[float | None, typer.Option(help="Norm of the gradient; 0 for none. [the task's]")] = None,
+    batch_size: Annotated[int | None, typer.Option(help="Samples per forward pass. [the task's]")] = None,
+    accumulate: Annotated[int | None, typer.Option(help="Forward passes per step. [the task's]")] = None,
+    epochs: Annotated[float | None, typer.Option(help="Length of the training. [the task's]")] = None,
+    steps: Annotated[int | None, typer.Option(help="The same in steps of the optimizer.")] = None,
+    validate_every: Annotated[int | None, typer.Option(help="Steps. [about 20 times in all]")] = None,
+    validation_batches: Annotated[int | None, typer.Option(help="At most so many. [all]")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the parameters: fp32, or bf16 without an fp32 copy. [the task's]")
+    ] = None,
+    autocast: Annotated[
+        bool | None, typer.Option("--autocast/--no-autocast", help="GEMMs in bf16, parameters in fp32. [the task's]")
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto is CUDA where there is one.")] = "auto",
+    backend: Annotated[
+        str | None, typer.Option(help="eager, aot_eager or inductor. [inductor on CUDA, eager elsewhere]")
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="Where the data is; --list says what a task takes.")] = None,
+    workers: Annotated[int, typer.Option(min=0, help="Processes that load data.")] = 0,
+    output: Annotated[
+        Path | None, typer.Option(help="Folder of the run's record. [runs/TASK-POLICY-OPTIMIZER-SEED]")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --output.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """Train a task under a policy: the papers' tasks, and small ones that run anywhere.
+
+    fp4graph train gaussian --policy nvfp4 --optimizer stablespam
+    """
+    console = Console(highlight=False)
+    if show:
+        return _list(console, as_json)
+    if task is None:
+        raise Error("say which task to train, such as gaussian; fp4graph train --list names them all")
+    from fp4graph.experiments import train as training
+
+    run = training.Run(
+        task=task,
+        policy=policy,
+        optimizer=optimizer,
+        optimizer_options=_options(optimizer_option or []),
+        seed=seed,
+        lr=lr,
+        weight_decay=weight_decay,
+        schedule=schedule,
+        warmup=warmup,
+        clip=clip,
+        batch_size=batch_size,
+        accumulate=accumulate,
+        epochs=epochs,
+        steps=steps,
+        validate_every=validate_every,
+        validation_batches=validation_batches,
+        dtype=dtype,
+        autocast=autocast,
+        device=device,
+        backend=backend,
+        data=data,
+        workers=workers,
+    )
+    if resume and output is None:
+        raise Error("--resume goes on with the run in a folder: give it with --output")
+    folder = output or _unused(run)
+    with _progress(run, quiet=as_json) as (tick, report):
+        outcome = training.train(run, report=report, tick=tick, directory=folder, resume=resume)
+    if as_json:
+        print(json.dumps({"run": run.to_json(), "outcome": outcome.to_json(), "record": str(folder)}, indent=2))
+    else:
+        console.print(_summary(run, outcome))
+        console.print(f"record: {folder}", soft_wrap=True)
+    return None
+
+
+def _options(pairs: list[str]) -> dict[str, Any]:
+    """``["betas=[0.9, 0.95]", "eps=1e-6"]`` as keyword arguments; values are JSON where they can be, else text."""
+    options: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not (equals and name.isidentifier()):
+            raise Error(f"--optimizer-option takes name=value, not {pair!r}")
+        try:
+            options[name] = json.loads(text)
+        except json.JSONDecodeError:
+            options[name] = text
+    return options
+
+
+def _unused(run: Run) -> Path:
+    """A folder of its own for every run: the record of one before is never touched."""
+    name = "-".join(
+        str(part) for part in (run.task, Path(str(run.policy)).stem, run.optimizer, run.seed) if part is not None
+    )
+    folders = itertools.chain([Path("runs") / name], (Path("runs") / f"{name}.{n}" for n in itertools.count(2)))
+    return next(folder for folder in folders if not folder.exists())
+
+
+@contextmanager
+def _progress(
+    run: Run, *, quiet: bool
+) -> Iterator[tuple[Callable[[int, int, float], None], Callable[[int, float], None]]]:
+    """What a training calls with (step, steps, loss) and with (step, validation loss): a bar on stderr, or off a
+    terminal a line per validation."""
+    console = Console(stderr=True, highlight=False, quiet=quiet)
+    bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    validation = ""
+    with Progress(
+        *bar, TimeRemainingColumn(), TextColumn("{task.fields[status]}"), console=console,
+        disable=not console.is_terminal,
+    ) as shown:  # fmt: skip
+        bar_of_run = shown.add_task(f"{run.task}, {run.policy}", total=None, status="preparing")
+
+        def tick(step: int, steps: int, loss: float) -> None:
+            shown.update(bar_of_run, completed=step, total=steps, status=f"loss {loss:.4g}{validation}")
+
+        def report(step: int, loss: float) -> None:
+            nonlocal validation
+            validation = f", validation {loss:.4g}"
+            if not console.is_terminal:
+                console.print(f"step {step}: validation loss {loss:.4g}")
+
+        yield tick, report
+
+
+def _summary(run: Run, outcome: Outcome) -> Table:
+    """The outcome as two columns."""
+    table = Table(title=f"{run.task} under {run.policy}", title_justify="left", show_header=False)
+    if outcome.diverged:
+        table.add_row("result", f"diverged: the loss of step {outcome.steps} or of its validation is not finite")
+    else:
+        table.add_row("validation loss", f"{outcome.validation_loss:.4g}")
+        table.add_row("training loss", f"{outcome.train_loss:.4g}")
+        for name, value in outcome.metrics.items():
+            table.add_row(name, f"{value:.4g}")
+    table.add_row("Ω", f"{outcome.complexity:g}")
+    table.add_row("matrix products", f"{outcome.quantized} of {outcome.sites} quantized")
+    table.add_row("parameters", f"{outcome.parameters:,}")
+    table.add_row("steps, seconds", f"{outcome.steps:,}, {outcome.seconds:.1f}")
+    return table
+
+
+def _list(console: Console, as_json: bool) -> None:
+    """Every task with its recipe."""
+    from fp4graph.experiments.tasks import TASKS
+
+    if as_json:
+        rows = [
+            {
+                "name": task.name,
+                "family": task.family,
+                "description": task.description,
+                "source": task.source,
+                "embedded": task.embedded,
+                "data": task.data,
+                "recipe": dataclasses.asdict(task.recipe),
+            }
+            for task in TASKS.values()
+        ]
+        print(json.dumps(rows, indent=2, ensure_ascii=False))
+        return
+    wide = console if console.is_terminal else Console(highlight=False, width=140)
+    table = Table(
+        Column("task", no_wrap=True),
+        "family",
+        "what",
+        "data",
+        "batch",
+        "lr",
+        "length",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    for task in TASKS.values():
+        recipe = task.recipe
+        batch = str(recipe.batch_size) + (f" × {recipe.accumulate}" if recipe.accumulate > 1 else "")
+        length = f"{recipe.epochs:g} epochs" if recipe.epochs else f"{recipe.steps} steps"
+        length = f"{recipe.tokens / 1e9:g}B tokens" if recipe.tokens else length
+        data = "" if task.data is None else task.data
+        table.add_row(task.name, task.family, task.description, data, batch, f"{recipe.lr:g}", length)
+    wide.print(table)

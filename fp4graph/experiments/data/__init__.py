@@ -1,0 +1,1 @@
+"""The data that tasks train on."""

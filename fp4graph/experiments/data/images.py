@@ -1,0 +1,238 @@
+"""Labelled images: scikit-learn's digits, torchvision's MNIST and CIFAR-10, folders, Hugging Face datasets."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+
+from fp4graph.errors import Error
+from fp4graph.experiments.data.extras import needs
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+#: Of ImageNet's training images.
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class Images(Protocol):
+    """A map-style data set of (PIL image, class index)."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]: ...
+
+
+@dataclass(frozen=True)
+class Split:
+    """Training and validation images of one data set; mean and standard deviation of their channels, of [0, 1]."""
+
+    train: Images
+    validation: Images
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def channels(self) -> int:
+        return len(self.mean)
+
+
+class Digits:
+    """Some of scikit-learn's 1797 scans of handwritten digits (8x8, 17 grey levels), as 8-bit grey images."""
+
+    def __init__(self, indices: Sequence[int]) -> None:
+        from PIL import Image
+        from sklearn.datasets import load_digits
+
+        scans = load_digits()
+        self.indices = [int(index) for index in indices]
+        self.images = [Image.fromarray(np.uint8(np.round(scans.images[i] * (255 / 16)))) for i in self.indices]
+        self.labels = [int(scans.target[i]) for i in self.indices]
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        return self.images[index], self.labels[index]
+
+
+class Named:
+    """A Hugging Face dataset of images, under the names that its columns have."""
+
+    def __init__(self, rows: Any, image: str, label: str | None) -> None:
+        self.rows, self.image, self.label = rows, image, label
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        row = self.rows[index]
+        return row[self.image].convert("RGB"), 0 if self.label is None else int(row[self.label])
+
+
+class Part:
+    """Some of ``images``."""
+
+    def __init__(self, images: Images, indices: Sequence[int]) -> None:
+        self.images, self.indices = images, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        return self.images[int(self.indices[index])]
+
+
+def digits(split_seed: int = 0) -> Split:
+    """Stratified 80/20 split. It depends on ``split_seed`` alone, so that runs of any seed are comparable."""
+    needs("sklearn", "digits are scikit-learn's")
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    target = load_digits().target
+    train, validation = train_test_split(
+        np.arange(len(target)), test_size=0.2, stratify=target, random_state=split_seed
+    )
+    return Split(Digits(train), Digits(validation), classes=10, mean=(0.305,), std=(0.376,))
+
+
+def mnist(root: Path, *, download: bool = True) -> Split:
+    """MNIST from ``root``, fetched there by torchvision where ``download`` allows it."""
+    needs("torchvision", "MNIST is read by torchvision")
+    from torchvision.datasets import MNIST
+
+    where = f"{root}/MNIST/raw has the four files train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-..."
+    train, test = (_torchvision(MNIST, root, part, download, where) for part in (True, False))
+    return Split(train, test, classes=10, mean=(0.1307,), std=(0.3081,))
+
+
+def cifar10(root: Path, *, download: bool = True) -> Split:
+    """CIFAR-10 from ``root``, fetched there by torchvision where ``download`` allows it."""
+    needs("torchvision", "CIFAR-10 is read by torchvision")
+    from torchvision.datasets import CIFAR10
+
+    where = f"{root / CIFAR10.base_folder} exists (unpack {CIFAR10.filename} in {root})"
+    train, test = (_torchvision(CIFAR10, root, part, download, where) for part in (True, False))
+    return Split(train, test, classes=10, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
+
+
+def _torchvision(kind: Callable[..., Images], root: Path, train: bool, download: bool, where: str) -> Images:
+    try:
+        return kind(root=str(root), train=train, download=False)
+    except RuntimeError as error:  # it is not there, or is damaged
+        missing = str(error).splitlines()[0]
+    if download:
+        try:
+            return kind(root=str(root), train=train, download=True)
+        except (RuntimeError, OSError) as error:
+            missing = f"it cannot be downloaded ({str(error).splitlines()[0]})"
+    name = getattr(kind, "__name__", "the data set")
+    otherwise = "" if download else ", or let it be downloaded"
+    raise Error(f"{name} is not in {root}: {missing.rstrip('.')}. Make sure that {where}{otherwise}")
+
+
+def image_folder(root: Path) -> Split:
+    """ImageNet's layout: ``root/train/CLASS/*.jpg`` and ``root/val/CLASS/*.jpg``."""
+    needs("timm", "image folders are read by timm")
+    from timm.data.dataset_factory import create_dataset
+
+    missing = [name for name in ("train", "val") if not (root / name).is_dir()]
+    if missing:
+        raise Error(
+            f"{root} has no folder {' and no folder '.join(missing)}: put the images in {root}/train/CLASS/*.jpg and "
+            f"{root}/val/CLASS/*.jpg"
+        )
+    empty = [name for name in ("train", "val") if not any(path.is_dir() for path in (root / name).iterdir())]
+    if empty:
+        raise Error(f"{root / empty[0]} has no class folders: put the images in {root / empty[0]}/CLASS/*.jpg")
+    train = create_dataset("", root=str(root / "train"), split="train", search_split=False)
+    classes = train.reader.class_to_idx
+    validation = create_dataset("", root=str(root / "val"), split="val", search_split=False, class_map=classes)
+    return Split(train, validation, len(classes), mean=IMAGENET_MEAN, std=IMAGENET_STD)
+
+
+def flat_folder(root: Path) -> Split:
+    """Images without labels, anywhere under ``root``; every 50th, in the order of their paths, is for validation."""
+    files = sorted(path for path in root.rglob("*") if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp"))
+    if len(files) < 50:
+        raise Error(f"{root} has {len(files)} images: put at least 50 there, as .png, .jpg or .webp, in any subfolders")
+    images = _Files(files)
+    return _unlabelled(images)
+
+
+def hugging_face(name: str, *, labelled: bool) -> Split:
+    """A dataset of the Hugging Face hub, or a folder that ``datasets.load_dataset`` reads.
+
+    It needs a column with images, and for classification one with class numbers. Its splits ``train`` and
+    ``validation`` (or ``val``, ``test``) are taken; images without labels of which there is ``train`` alone are
+    divided as in :func:`flat_folder`.
+    """
+    needs("datasets", "hf: names are loaded by Hugging Face's datasets")
+    import datasets
+
+    try:
+        found = datasets.load_dataset(name)
+    except Exception as error:  # whatever the hub, the network or a loading script raises
+        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise Error(
+            f"dataset {name!r} cannot be loaded ({type(error).__name__}: {what}); give hf:NAME of the hub where there "
+            "is a network, or hf:FOLDER with its files"
+        ) from error
+    features = found["train"].features if "train" in found else {}
+    image = next((key for key, feature in features.items() if isinstance(feature, datasets.Image)), None)
+    label = next((key for key, feature in features.items() if isinstance(feature, datasets.ClassLabel)), None)
+    if image is None or (labelled and label is None):
+        lacks = "images" if image is None else "class labels"
+        raise Error(f"dataset {name!r} has no column of {lacks} in a split 'train'; its columns: {', '.join(features)}")
+    train = Named(found["train"], image, label)
+    other = next((key for key in ("validation", "val", "test") if key in found), None)
+    if other is None and labelled:
+        raise Error(f"dataset {name!r} has no split validation, val or test; its splits: {', '.join(found)}")
+    if other is None:
+        return _unlabelled(train)
+    classes = 1 if label is None else features[label].num_classes
+    return Split(train, Named(found[other], image, label), classes, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+
+
+class _Files:
+    def __init__(self, files: Sequence[Path]) -> None:
+        self.files = files
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        from PIL import Image
+
+        with Image.open(self.files[index]) as image:
+            return image.convert("RGB"), 0
+
+
+def _unlabelled(images: Images) -> Split:
+    numbers = range(len(images))
+    train = Part(images, [number for number in numbers if number % 50])
+    return Split(train, Part(images, numbers[::50]), classes=1, mean=(0.5,) * 3, std=(0.5,) * 3)
+
+
+@contextmanager
+def seeded(*key: int) -> Iterator[None]:
+    """Seed the three generators that augmentations draw from, and put them back afterwards."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    words = [int(word) for word in np.random.SeedSequence(key).generate_state(3)]
+    random.seed(words[0])
+    np.random.seed(words[1])
+    torch.default_generator.manual_seed(words[2])
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)

@@ -1,0 +1,43 @@
+"""In which order samples are seen: a function of the seed and the step, whatever stopped the training in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fp4graph.errors import Error
+
+
+def generator(*key: int) -> torch.Generator:
+    """Random numbers that are a function of ``key``: whole numbers of at least 0."""
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))
+
+
+class Order:
+    """Rows of each batch: the samples in one random order after another, cut every ``batch_size``.
+
+    No sample is left out of a pass, and all batches have one size: a batch at the end of a pass takes the rest from
+    the next one.
+    """
+
+    def __init__(self, samples: int, batch_size: int, seed: int) -> None:
+        if batch_size > samples:
+            raise Error(f"batch size {batch_size} is more than the {samples} training samples")
+        self.samples, self.batch_size, self.seed = samples, batch_size, seed
+
+    def rows(self, start: int = 0) -> Iterator[Tensor]:
+        """Int64 ``[batch_size]``, without end, from the batch of number ``start`` on."""
+        epoch, begin = divmod(start * self.batch_size, self.samples)
+        rest = self._pass(epoch)[begin:]
+        while True:
+            if len(rest) < self.batch_size:
+                epoch += 1
+                rest = torch.cat([rest, self._pass(epoch)])
+            yield rest[: self.batch_size]
+            rest = rest[self.batch_size :]
+
+    def _pass(self, epoch: int) -> Tensor:
+        return torch.randperm(self.samples, generator=generator(self.seed, epoch))

@@ -1,0 +1,153 @@
+"""The figure of score over complexity, as Figure 4 of "Elucidating the design space of FP4 training" has it."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from fp4graph.errors import Error
+from fp4graph.experiments.results import Results, Scored, frontier
+from fp4graph.experiments.score import Rule
+
+_MARKERS = "osD^vPX*"
+#: A score below this many times the frontier's spread under it is drawn at the panel's lower edge.
+_REACH = 6.0
+_LONGEST = 62
+
+
+def figure(studies: Sequence[Results], rule: Rule = "table") -> Any:
+    """One panel per study: Ω along x, S along y, a marker per family, the frontier of each as steps.
+
+    The points of every family's frontier are numbered, and named below the panel. S = 0 is the better unquantized
+    baseline. Points so far below the frontier that it could not be read beside them are drawn at the lower edge, and
+    counted there.
+
+    Returns:
+        A ``matplotlib.figure.Figure``.
+
+    Raises:
+        Error: a study has no score to show, or matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise Error("figures are drawn by matplotlib, which is not installed; pip install 'fp4graph[sweep]'") from None
+    for found in studies:
+        if not _points(found, rule):
+            raise Error(
+                f"study {found.name!r} has nothing to plot: a score takes a baseline and a trial that came through, "
+                f"and it has {found.count('complete')} complete trials, {found.count('diverged')} diverged"
+            )
+    lines = max(sum(len(frontier(_family(found, f), rule)) for f in found.families) for found in studies)
+    height = 3.6 + 0.17 * (lines + 2)
+    drawn = Figure(figsize=(6.4 * len(studies), height), dpi=150)
+    for column, found in enumerate(studies):
+        left = (column + 0.13) / len(studies)
+        bottom = 1 - 3.2 / height
+        axes = drawn.add_axes((left, bottom, 0.83 / len(studies), 2.8 / height))
+        _panel(axes, found, rule)
+    return drawn
+
+
+def png(studies: Sequence[Results], rule: Rule = "table", format: str = "png") -> bytes:
+    """The figure as the bytes of a PNG, or of another ``format`` that matplotlib writes."""
+    buffer = io.BytesIO()
+    figure(studies, rule).savefig(buffer, format=format)
+    return buffer.getvalue()
+
+
+def _panel(axes: Any, found: Results, rule: Rule) -> None:
+    points = _points(found, rule)
+    floor = _floor(found, rule)
+    names: list[tuple[str, str]] = []
+    hidden = 0
+    for index, family in enumerate(found.families):
+        some = [s for s in points if s.trial.family == family]
+        if not some:
+            continue
+        colour = f"C{index % 10}"
+        marker = _MARKERS[index % len(_MARKERS)]
+        inside = [s for s in some if _value(s, rule) >= floor]
+        hidden += len(some) - len(inside)
+        label = _titled(family, found)
+        axes.scatter(
+            [s.trial.complexity for s in inside], [_value(s, rule) for s in inside],
+            color=colour, marker=marker, s=18, alpha=0.45, linewidths=0, label=label,
+        )  # fmt: skip
+        outside = [s.trial.complexity for s in some if s not in inside]
+        axes.scatter(outside, [floor] * len(outside), color=colour, marker=11, s=18, alpha=0.45, clip_on=False)
+        best = frontier(some, rule)
+        xs, ys = [s.trial.complexity for s in best], [_value(s, rule) for s in best]
+        axes.step(xs, ys, where="post", color=colour, linewidth=1.2)
+        axes.scatter(xs, ys, color=colour, marker=marker, s=34, edgecolors="black", linewidths=0.6, zorder=3)
+        for s in best:
+            number = str(len(names) + 1)
+            right = index % 2 == 0  # of two families that meet, one is numbered on each side
+            axes.annotate(
+                number, (s.trial.complexity, _value(s, rule)), xytext=(5 if right else -5, 4),
+                ha="left" if right else "right", textcoords="offset points", fontsize=8, color=colour,
+                weight="bold", zorder=4,
+            )  # fmt: skip
+            names.append((f"{number}  {_short(s.trial.summary)}   Ω {s.trial.complexity:g}, "
+                          f"S {_value(s, rule):+.3g}, loss {s.trial.loss:.4g}", colour))  # fmt: skip
+    axes.axhline(0, color="grey", linewidth=0.8, linestyle="--", label="unquantized")
+    _limits(axes, floor, points, rule)
+    lost = found.count("diverged")
+    remarks = [f"{hidden} below the edge"] * bool(hidden) + [f"{lost} diverged"] * bool(lost)
+    axes.set_title(f"{found.task}, {len(points)} configurations" + "".join(f", {r}" for r in remarks), fontsize=10)
+    axes.set_xlabel("complexity Ω [points]")
+    axes.set_ylabel(
+        {"text": "score S = G/(1 + Ω)", "table": "score S = G/max(1, Ω), below 0 G·max(1, Ω)"}[rule], fontsize=9
+    )
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=8, loc="lower right", framealpha=0.9)
+    for row, (text, colour) in enumerate(names):
+        axes.annotate(
+            text, (0, 0), xycoords="axes fraction", xytext=(-28, -44 - 12.2 * row), textcoords="offset points",
+            fontsize=7.5, color=colour, annotation_clip=False,
+        )  # fmt: skip
+
+
+def _limits(axes: Any, floor: float, points: Sequence[Scored], rule: Rule) -> None:
+    top = max(0.0, *(_value(s, rule) for s in points))
+    axes.set_ylim(floor, top + 0.08 * (top - floor))
+    most = max(s.trial.complexity or 0.0 for s in points)
+    axes.set_xlim(-0.04 * max(most, 1), most + 0.08 * max(most, 1))
+
+
+def _floor(found: Results, rule: Rule) -> float:
+    """The lower edge of a panel: everything, unless that would press the frontier into a line."""
+    points = _points(found, rule)
+    values = [_value(s, rule) for s in points]
+    named = [_value(s, rule) for f in found.families for s in frontier(_family(found, f), rule)]
+    spread = max(*named, 0.0) - min(*named, 0.0) if named else 1.0
+    lowest = min(*named, 0.0) - _REACH * max(spread, 0.01)
+    if min(values) >= lowest:
+        lowest = min(*values, 0.0)
+        return lowest - 0.05 * max(max(*values, 0.0) - lowest, 0.01)
+    return lowest
+
+
+def _points(found: Results, rule: Rule) -> list[Scored]:
+    return [s for s in found.complete if s.scores[rule] is not None and math.isfinite(_value(s, rule))]
+
+
+def _family(found: Results, family: str) -> list[Scored]:
+    return [s for s in found.complete if s.trial.family == family]
+
+
+def _value(s: Scored, rule: Rule) -> float:
+    value = s.scores[rule]
+    return -math.inf if value is None else value
+
+
+def _titled(family: str, found: Results) -> str:
+    """How summaries call a family: what its pure configuration is called, if it has one."""
+    pure = [s.trial.summary for s in found.trials if s.trial.family == family and s.trial.kind == "pure"]
+    return pure[0] if pure and pure[0] != "plain" else family
+
+
+def _short(summary: str) -> str:
+    return summary if len(summary) <= _LONGEST else f"{summary[: _LONGEST - 1]}…"

@@ -1,0 +1,46 @@
+"""What ``block: true`` means in a model whose blocks are not one repeated stack, such as a U-Net."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from fp4graph.policy import Match, Policy, Rule
+
+
+def placed(policy: Policy, blocks: Sequence[str]) -> Policy:
+    """``policy`` with each rule's ``block``, ``first_blocks`` and ``last_blocks`` written as the modules they mean.
+
+    Args:
+        policy: any, with phases or not.
+        blocks: names of the modules that are the model's blocks, in the order in which they run.
+
+    Raises:
+        PolicyError: a rule says ``block: false``, or ``module`` besides, which a list of modules cannot express.
+    """
+    return dataclasses.replace(
+        policy,
+        rules=tuple(_placed(rule, blocks) for rule in policy.rules),
+        phases=tuple(
+            dataclasses.replace(phase, policy=placed(phase.policy, blocks)) for phase in policy.phases
+        ),
+    )  # fmt: skip
+
+
+def _placed(rule: Rule, blocks: Sequence[str]) -> Rule:
+    match = rule.match
+    if match.block is None and match.first_blocks is None and match.last_blocks is None:
+        return rule
+    if match.block is False or match.module is not None:
+        raise rule.error(
+            "this task's model has blocks of several kinds, for which a rule can say block: true, first_blocks and "
+            "last_blocks, but not block: false or module besides; name its modules instead"
+        )
+    chosen = list(blocks)
+    if match.first_blocks is not None:
+        chosen = [name for name in chosen if name in blocks[: match.first_blocks]]
+    if match.last_blocks is not None:
+        chosen = [name for name in chosen if name in blocks[len(blocks) - match.last_blocks :]]
+    names = tuple(f"{name}.*" for name in chosen)
+    new: Match = dataclasses.replace(match, module=names, block=None, first_blocks=None, last_blocks=None)
+    return dataclasses.replace(rule, match=new)

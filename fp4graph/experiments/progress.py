@@ -1,0 +1,133 @@
+"""A sweep as it goes: a table on a terminal, a line per result elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from types import TracebackType
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from fp4graph.experiments.results import Results, Scored, best, reference_loss, scored
+from fp4graph.experiments.score import Rule
+from fp4graph.experiments.study import FREE, Trial
+
+_COLOURS = {"complete": "green", "running": "cyan", "diverged": "red", "failed": "red", "lost": "yellow"}
+
+
+class Progress:
+    """A context in which :meth:`show` keeps a table of trials up to date."""
+
+    def __init__(self, console: Console, target: int, rule: Rule, title: str) -> None:
+        self._console, self._target, self._rule, self._title = console, target, rule, title
+        self._live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
+        self._said: set[int] = set()
+        self._started = time.monotonic()
+        self._at_first: int | None = None
+
+    def __enter__(self) -> Progress:
+        if self._live:
+            self._live.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._live:
+            self._live.stop()
+
+    def show(self, trials: Sequence[Trial], events: Sequence[str] = ()) -> None:
+        """All trials of the study, and what happened to workers since the last call."""
+        reference = reference_loss(trials)
+        shown = [scored(trial, reference) for trial in trials if trial.state not in FREE]
+        if self._live:
+            for event in events:
+                self._console.print(event, style="yellow", highlight=False)
+            self._live.update(self._screen(shown), refresh=True)
+            return
+        for event in events:
+            self._console.print(event, highlight=False)
+        done = sum(s.trial.finished for s in shown)
+        for s in shown:
+            if s.trial.state != "running" and s.trial.number not in self._said:
+                self._said.add(s.trial.number)
+                self._console.print(f"{done}/{self._target}  {_line(s, self._rule)}", highlight=False, soft_wrap=True)
+
+    def _screen(self, shown: Sequence[Scored]) -> RenderableType:
+        room = max(5, self._console.height - 10)
+        ended = [s for s in shown if s.trial.state != "running"]
+        running = [s for s in shown if s.trial.state == "running"]
+        visible = [*ended[-max(3, room - len(running)) :], *running]
+        return Group(trial_table(visible, self._rule, self._heading(shown)), *self._best(shown))
+
+    def _heading(self, shown: Sequence[Scored]) -> str:
+        done = sum(s.trial.finished for s in shown)
+        if self._at_first is None:
+            self._at_first = done
+        heading = f"{self._title}: {done} of {self._target}"
+        fresh = done - self._at_first
+        if fresh > 0 and done < self._target:
+            left = (time.monotonic() - self._started) / fresh * (self._target - done)
+            heading += f", about {_duration(left)} left"
+        return heading
+
+    def _best(self, shown: Sequence[Scored]) -> list[Text]:
+        complete = [s for s in shown if s.trial.state == "complete" and s.trial.kind != "baseline"]
+        lines = []
+        if complete:
+            lines.append(Text(f"best loss   {_line(min(complete, key=lambda s: s.trial.loss or 0.0), self._rule)}"))
+        ranked = [s for s in complete if s.scores[self._rule] is not None]
+        if ranked:
+            top = max(ranked, key=lambda s: s.scores[self._rule] or 0.0)
+            lines.append(Text(f"best score  {_line(top, self._rule)}"))
+        return lines
+
+
+def trial_table(some: Sequence[Scored], rule: Rule, title: str | None = None) -> Table:
+    """A row per trial."""
+    table = Table(title=title, title_justify="left", expand=False)
+    for name in ("trial", "configuration", "Ω", "loss", "score", "state"):
+        table.add_column(name, justify="right" if name in ("trial", "Ω", "loss", "score") else "left", no_wrap=True)
+    table.columns[1].no_wrap, table.columns[1].overflow = True, "ellipsis"
+    for s in some:
+        state = Text(s.trial.state, style=_COLOURS.get(s.trial.state, ""))
+        summary = s.trial.summary if s.trial.kind != "baseline" else f"{s.trial.summary} (baseline)"
+        loss, points = _figure(s.trial.loss, ".4g"), _figure(s.trial.complexity, "g")
+        table.add_row(str(s.trial.number), summary, points, loss, _figure(s.scores[rule], "+.4f"), state)
+    return table
+
+
+def best_table(found: Results, rule: Rule) -> Table:
+    """The baselines, and per family pure FP4, the best loss and the best scores."""
+    reference = "none came through" if found.reference is None else f"{found.reference:.4g}"
+    table = Table(title=f"{found.name}: best per family; loss of the better baseline {reference}", title_justify="left")
+    for name in ("family", "", "trial", "configuration", "Ω", "loss", "score"):
+        table.add_column(name, justify="right" if name in ("trial", "Ω", "loss", "score") else "left")
+    for family, what, s in best(found, rule):
+        score = "" if s.trial.kind == "baseline" else _figure(s.scores[rule], "+.4f")
+        loss = _figure(s.trial.loss, ".4g") if s.trial.state == "complete" else s.trial.state
+        summary = s.trial.summary
+        table.add_row(family, what, str(s.trial.number), summary, _figure(s.trial.complexity, "g"), loss, score)
+    return table
+
+
+def _line(s: Scored, rule: Rule) -> str:
+    trial = s.trial
+    parts = [f"trial {trial.number}", trial.summary, f"Ω {_figure(trial.complexity, 'g')}"]
+    if trial.loss is not None:
+        parts.append(f"loss {trial.loss:.4g}")
+    if s.scores[rule] is not None:
+        parts.append(f"score {s.scores[rule]:+.4f}")
+    if trial.state != "complete":
+        parts.append(trial.state + (f": {trial.result['reason']}" if trial.result.get("reason") else ""))
+    return "  ".join(parts)
+
+
+def _figure(value: float | None, form: str) -> str:
+    return "–" if value is None else format(value, form)
+
+
+def _duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min" if minutes else "a minute"

@@ -1,0 +1,192 @@
+"""What a run leaves in its folder, readable whatever stopped it.
+
+====================  ==========================================================================================
+``run.json``          the run as asked for and as resolved, the policy as YAML, versions; written first
+``metrics.jsonl``     one JSON object per line, flushed: ``step`` with ``train_loss``, ``lr``, ``seconds``, and after
+                      a validation ``step`` with ``train_loss``, ``validation_loss`` and the task's metrics
+``checkpoint.pt``     the state after the last validation (:mod:`fp4graph.training.checkpoint`)
+``outcome.json``      what the run came to; there once it has ended
+``tensorboard/``      the same curves as TensorBoard events, where tensorboard is installed
+====================  ==========================================================================================
+
+A loss that is not finite is null. Whatever else is put into the folder is left alone.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import os
+from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fp4graph.errors import Error
+from fp4graph.experiments.run import Outcome, finite
+from fp4graph.training.checkpoint import replacing
+
+RUN, METRICS, OUTCOME, CHECKPOINT = "run.json", "metrics.jsonl", "outcome.json", "checkpoint.pt"
+FORMAT, VERSION = "fp4graph.run", 1
+
+
+class Record:
+    """Writes the record of one run into ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._events: Any = None
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / CHECKPOINT
+
+    def begin(self, content: Mapping[str, Any], *, resume: bool) -> None:
+        """Write ``run.json``, or with ``resume`` look whether the run there is this one.
+
+        Raises:
+            Error: the folder holds a run, or another one than this, or cannot be written.
+        """
+        if self._holds_a_run():
+            if not resume:
+                raise Error(f"{self.folder} holds a run already: resume it, or give another folder")
+            before = read_run(self.folder)
+            changed = [
+                f"{name} was {before['settings'].get(name)!r}, is {value!r}"
+                for name, value in finite(content["settings"]).items()
+                if name not in FREE and before["settings"].get(name) != value
+            ]
+            if before["policy"] != content["policy"]:
+                changed.append("the policy is another one")
+            if changed:
+                raise Error(f"{self.folder} holds another run: {'; '.join(changed)}")
+            if (self.folder / OUTCOME).exists():
+                raise Error(f"{self.folder} holds this run, and it has ended: {OUTCOME} says with what")
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._replace(RUN, {"format": FORMAT, "version": VERSION, "started": started, **content})
+        except OSError as error:
+            raise self._failed(RUN, error) from error
+
+    def keep_until(self, step: int) -> None:
+        """Drop the lines after ``step``: a run that is resumed there writes them again."""
+        kept = [line for line in read_metrics(self.folder) if line["step"] <= step]
+        try:
+            with replacing(self.folder / METRICS) as file:
+                file.writelines(_line(line) for line in kept)
+        except OSError as error:
+            raise self._failed(METRICS, error) from error
+
+    def line(self, step: int, **values: float) -> None:
+        """Add a line to ``metrics.jsonl``, and its values to TensorBoard's events."""
+        try:
+            _append(self.folder / METRICS, _line({"step": step, **values}))
+            self._event(step, values)
+        except OSError as error:
+            raise self._failed(METRICS, error) from error
+
+    def end(self, outcome: Outcome) -> None:
+        """Write ``outcome.json``."""
+        try:
+            self._replace(OUTCOME, outcome.to_json())
+        except OSError as error:
+            raise self._failed(OUTCOME, error) from error
+
+    def close(self) -> None:
+        """Flush TensorBoard's events."""
+        if self._events is not None:
+            self._events.close()
+
+    def _holds_a_run(self) -> bool:
+        """A folder in which nothing but ``run.json`` was written can be used again."""
+        metrics = self.folder / METRICS
+        return any((self.folder / name).exists() for name in (OUTCOME, CHECKPOINT)) or (
+            metrics.exists() and metrics.stat().st_size > 0
+        )
+
+    def _replace(self, name: str, content: Mapping[str, Any]) -> None:
+        with replacing(self.folder / name) as file:
+            file.write(json.dumps(finite(content), indent=1, ensure_ascii=False).encode() + b"\n")
+
+    def _event(self, step: int, values: Mapping[str, float]) -> None:
+        if self._events is None:
+            if importlib.util.find_spec("tensorboard") is None:
+                return
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._events = SummaryWriter(str(self.folder / "tensorboard"))
+        for name, value in values.items():
+            self._events.add_scalar(name, value, step)
+
+    def _failed(self, name: str, error: OSError) -> Error:
+        return Error(
+            f"cannot write {self.folder / name}: {error.strerror or error}. What was written before is readable; make "
+            "room and resume the run"
+        )
+
+
+#: What may change when a run is resumed: where it runs, not what it computes.
+FREE = {"device", "backend", "workers"}
+
+
+def read_run(folder: Path) -> dict[str, Any]:
+    """What ``run.json`` holds.
+
+    Raises:
+        Error: it is not there, not readable, or of another version.
+    """
+    file = folder / RUN
+    try:
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise Error(f"{folder} holds no run: {RUN} cannot be read ({error.strerror})") from None
+    except ValueError:
+        raise Error(f"{file} is not JSON; it was damaged, or something else wrote it") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise Error(f"{file} is not the record of a run")
+    if content.get("version") != VERSION:
+        raise Error(f"{file} is of version {content.get('version')}; this fp4graph reads version {VERSION}")
+    return content
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of ``metrics.jsonl``, in the order they were written; a half line that a kill left is no line."""
+    return list(_lines(folder / METRICS))
+
+
+def _lines(file: Path) -> Iterator[dict[str, Any]]:
+    if not file.exists():
+        return
+    for number, text in enumerate(file.read_bytes().splitlines(keepends=True), 1):
+        try:
+            yield json.loads(text)
+        except ValueError:
+            if text.endswith(b"\n"):
+                raise Error(f"{file}:{number} is not JSON; it was damaged, or something else wrote it") from None
+
+
+def read_outcome(folder: Path) -> dict[str, Any] | None:
+    """What ``outcome.json`` holds, or None for a run that has not ended."""
+    file = folder / OUTCOME
+    if not file.exists():
+        return None
+    try:
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:
+        raise Error(f"{file} is not JSON; it was damaged, or something else wrote it") from None
+    return content
+
+
+def _append(file: Path, line: bytes) -> None:
+    """Add a whole line or nothing."""
+    with file.open("ab", buffering=0) as opened:  # a buffer would be written once more when it is closed
+        end = opened.tell()
+        if opened.write(line) != len(line):  # the disk took a part of it
+            opened.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _line(values: Mapping[str, Any]) -> bytes:
+    return json.dumps(finite(values), ensure_ascii=False).encode() + b"\n"

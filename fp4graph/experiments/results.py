@@ -1,0 +1,195 @@
+"""What a sweep came to: scored trials, the best of every family, the frontier of score over complexity, and exports."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import fp4graph
+from fp4graph.experiments.score import Rule, gain, score
+from fp4graph.experiments.study import Study, Trial
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A trial with its score, or None where it has none: it did not come through, or no baseline did."""
+
+    trial: Trial
+    gain: float | None
+    scores: dict[Rule, float | None]
+
+
+@dataclass(frozen=True)
+class Results:
+    """A study's trials, scored.
+
+    Attributes:
+        name, task: of the study.
+        reference: M_ref, the validation loss of its better baseline; None where none came through.
+        trials: those that count, baselines included, and those that were refused.
+    """
+
+    name: str
+    task: str
+    reference: float | None
+    trials: tuple[Scored, ...]
+
+    @property
+    def complete(self) -> list[Scored]:
+        """Those with a loss, baselines left out."""
+        return [s for s in self.trials if s.trial.state == "complete" and s.trial.kind != "baseline"]
+
+    @property
+    def families(self) -> list[str]:
+        """In the order in which they were begun."""
+        return list(dict.fromkeys(s.trial.family for s in self.trials if s.trial.kind != "baseline"))
+
+    def count(self, *states: str) -> int:
+        return sum(s.trial.state in states for s in self.trials)
+
+
+def reference_loss(trials: Sequence[Trial]) -> float | None:
+    """M_ref: the lower loss of the baselines that came through, if it can divide."""
+    losses = [t.loss for t in trials if t.kind == "baseline" and t.state == "complete" and t.loss is not None]
+    return min(losses) if losses and min(losses) > 0 else None
+
+
+def scored(trial: Trial, reference: float | None) -> Scored:
+    """A complete trial's scores by both rules; a diverged one's are -inf."""
+    if reference is None or trial.complexity is None or trial.state not in ("complete", "diverged"):
+        return Scored(trial, None, {"text": None, "table": None})
+    loss = math.nan if trial.loss is None else trial.loss
+    scores: dict[Rule, float | None] = {
+        "text": score(loss, reference, trial.complexity, "text"),
+        "table": score(loss, reference, trial.complexity, "table"),
+    }
+    return Scored(trial, gain(loss, reference), scores)
+
+
+def results(study: Study) -> Results:
+    """All of a study, as it is now."""
+    trials = [trial for trial in study.trials() if trial.counts or trial.state == "refused"]
+    reference = reference_loss(trials)
+    return Results(study.name, study.manifest.task, reference, tuple(scored(trial, reference) for trial in trials))
+
+
+def best(found: Results, rule: Rule) -> list[tuple[str, str, Scored]]:
+    """(family, what, trial), as the design-space paper's tables have it.
+
+    Every baseline; then per family pure FP4, the best loss, the best positive score and the best negative one. A trial
+    that is several of these comes several times.
+    """
+    rows = [(s.trial.family, "baseline", s) for s in found.trials if s.trial.kind == "baseline" and s.trial.finished]
+    for family in found.families:
+        here = [s for s in found.complete if s.trial.family == family]
+        rows += [
+            (family, "pure FP4", s)
+            for s in found.trials
+            if s.trial.family == family and s.trial.kind == "pure" and s.trial.finished
+        ]
+        if here:
+            rows.append((family, "best loss", min(here, key=lambda s: s.trial.loss or 0.0)))
+        positive = [s for s in here if (s.scores[rule] or 0.0) > 0]
+        negative = [s for s in here if s.scores[rule] is not None and (s.scores[rule] or 0.0) <= 0]
+        for what, some in (("best score > 0", positive), ("best score ≤ 0", negative)):
+            if some:
+                rows.append((family, what, max(some, key=lambda s: _number(s.scores[rule]))))
+    return rows
+
+
+def frontier(some: Sequence[Scored], rule: Rule) -> list[Scored]:
+    """Those to which no other is preferable: a higher score costs more. By Ω, ascending; the score ascends too."""
+    kept: list[Scored] = []
+    for s in sorted(some, key=lambda s: (s.trial.complexity, -_number(s.scores[rule]), s.trial.number)):
+        value = s.scores[rule]
+        if value is not None and math.isfinite(value) and (not kept or value > _number(kept[-1].scores[rule])):
+            kept.append(s)
+    return kept
+
+
+# ------------------------------------------------------------------ as data
+
+
+def records(found: Results) -> list[dict[str, Any]]:
+    """One flat record per trial."""
+    return [
+        {
+            "study": found.name,
+            "task": found.task,
+            "trial": s.trial.number,
+            "state": s.trial.state,
+            "kind": s.trial.kind,
+            "family": s.trial.family,
+            "summary": s.trial.summary,
+            "complexity": s.trial.complexity,
+            "validation_loss": s.trial.loss,
+            "train_loss": s.trial.result.get("train_loss"),
+            "reference_loss": found.reference,
+            "gain": _finite(s.gain),
+            "score_text": _finite(s.scores["text"]),
+            "score_table": _finite(s.scores["table"]),
+            "seconds": s.trial.result.get("seconds"),
+            "reason": s.trial.result.get("reason"),
+            "choices": dict(s.trial.assignment),
+            "run": dict(s.trial.run),
+            "metrics": dict(s.trial.result.get("metrics") or {}),
+            "history": list(s.trial.result.get("history") or ()),
+            "policy": s.trial.policy,
+        }
+        for s in found.trials
+    ]
+
+
+def to_json(all_results: Sequence[Results]) -> str:
+    """The records of several studies, with their policies and curves."""
+    data = {"fp4graph": fp4graph.__version__, "trials": [r for found in all_results for r in records(found)]}
+    return json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def to_csv(all_results: Sequence[Results]) -> str:
+    """The records as a table: a column per choice, metric and setting; without policies and curves."""
+    rows = []
+    for record in (record for found in all_results for record in records(found)):
+        row = {key: value for key, value in record.items() if key not in ("policy", "history")}
+        for part in ("choices", "run", "metrics"):
+            row.update({f"{part}.{key}": value for key, value in row.pop(part).items()})
+        rows.append(row)
+    columns = list(dict.fromkeys(column for row in rows for column in row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Put ``content`` at ``path`` whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = content.encode() if isinstance(content, str) else content
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _number(value: float | None) -> float:
+    return -math.inf if value is None else value
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

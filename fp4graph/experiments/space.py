@@ -1,0 +1,469 @@
+"""Search spaces: named choices that each change a policy a little, written in YAML, and the policies they make.
+
+A configuration takes one choice of every parameter whose ``when`` holds. Its policy is the space's ``base`` with the
+fragments of its choices laid over it in the order of the parameters, then those of ``also``: ``quantize`` goes into the
+quantize block of every rule, ``operands`` into its exceptions, ``techniques`` are appended or replace their namesakes,
+and ``run`` sets what of the training may differ, such as ``lr``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import random
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fp4graph.errors import Error, PolicyError, PolicyWarning
+from fp4graph.experiments.run import Run
+from fp4graph.experiments.space_schema import Fragment, SpaceSection
+from fp4graph.policy import Policy, load_policy
+from fp4graph.policy.document import Node, Place, parse
+from fp4graph.policy.merge import merge
+from fp4graph.policy.resolve import resolve
+from fp4graph.policy.validation import validate
+from fp4graph.registry import Registry, default_registry, suggest
+
+#: The choice taken of each parameter that has one.
+Assignment = Mapping[str, str]
+
+#: Combinations tried before a choice is called impossible.
+TRIED = 200
+
+
+@dataclass(frozen=True)
+class Part:
+    """A fragment, where it was written, and when it counts."""
+
+    fragment: Fragment
+    node: Node
+
+    def holds(self, assignment: Assignment) -> bool:
+        return all(assignment.get(parameter) in labels for parameter, labels in self.fragment.when.items())
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter: its choices by label, the plain one first, and the condition under which it has one."""
+
+    name: str
+    choices: Mapping[str, Part]
+    when: Mapping[str, tuple[str, ...]]
+    node: Node
+
+    def open_to(self, assignment: Assignment) -> list[str]:
+        """The labels that may be added to the choices of the parameters before this one; none where it has no say."""
+        if not all(assignment.get(parameter) in labels for parameter, labels in self.when.items()):
+            return []
+        return [label for label, part in self.choices.items() if part.holds(assignment)]
+
+    def shown(self, label: str) -> str:
+        """How a choice reads in a summary; the plain one does not, unless it has a title."""
+        plain = label == next(iter(self.choices))
+        return self.choices[label].fragment.title or ("" if plain else f"{self.name} {label}")
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What one trial trains: a policy, and what it changes of the training.
+
+    Attributes:
+        kind: baseline, pure (the plain choices in one family), or trial.
+        family: the choice of the space's family parameter, or a baseline's name.
+        policy: None where it is impossible.
+        document: the policy as data.
+        error: why it is impossible, or None.
+        run: fields of :class:`~fp4graph.experiments.run.Run` that it sets.
+    """
+
+    kind: str
+    summary: str
+    family: str
+    assignment: Assignment
+    document: Mapping[str, Any]
+    policy: Policy | None
+    error: PolicyError | None = None
+    run: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def refusal(self) -> str | None:
+        return None if self.error is None else str(self.error)
+
+    @property
+    def key(self) -> str:
+        """Of what is trained: equal for configurations that would be the same training."""
+        policy = self.document if self.policy is None else self.policy.fingerprint
+        return _digest({"policy": policy, "run": dict(sorted(self.run.items()))})
+
+
+@dataclass(frozen=True)
+class Space:
+    """A search space, as :func:`load_space` reads it.
+
+    Attributes:
+        text: all of it as YAML, the base written out, so that it can be read where no other file is.
+        digest: of that.
+    """
+
+    name: str
+    description: str
+    family: str | None
+    parameters: tuple[Parameter, ...]
+    baselines: Mapping[str, Part]
+    also: tuple[Part, ...]
+    base: Node
+    registry: Registry
+    text: str
+    digest: str
+
+    # ------------------------------------------------------------------ assignments
+
+    def assignments(self) -> Iterator[Assignment]:
+        """All of them, the last parameter changing fastest."""
+        yield from self._completed({}, 0)
+
+    def _completed(self, begun: Assignment, index: int) -> Iterator[Assignment]:
+        if index == len(self.parameters):
+            yield begun
+            return
+        parameter = self.parameters[index]
+        labels = parameter.open_to(begun)
+        for label in labels:
+            yield from self._completed({**begun, parameter.name: label}, index + 1)
+        if not labels:
+            yield from self._completed(begun, index + 1)
+
+    def size(self, limit: int = 1_000_000) -> int:
+        """How many assignments there are, counted up to ``limit``."""
+        return sum(1 for _ in itertools.islice(self.assignments(), limit))
+
+    def draw(self, generator: random.Random) -> Assignment:
+        """One of them: each parameter in turn takes any of its choices with equal probability."""
+        drawn: dict[str, str] = {}
+        for parameter in self.parameters:
+            labels = parameter.open_to(drawn)
+            if labels:
+                drawn[parameter.name] = generator.choice(labels)
+        return drawn
+
+    def contains(self, assignment: Assignment) -> bool:
+        """Whether it is one of :meth:`assignments`."""
+        taken: dict[str, str] = {}
+        for parameter in self.parameters:
+            labels = parameter.open_to(taken)
+            label = assignment.get(parameter.name)
+            if (label not in labels) if labels else label is not None:
+                return False
+            if label is not None:
+                taken[parameter.name] = label
+        return len(taken) == len(assignment)
+
+    # ------------------------------------------------------------------ configurations
+
+    def first(self) -> list[Configuration]:
+        """What a sweep begins with: the baselines, then the plain choices in every family."""
+        baselines = [self._baseline(name, part) for name, part in self.baselines.items()]
+        plain = self._plain({})
+        families = [parameter for parameter in self.parameters if parameter.name == self.family]
+        pure = [self._plain({p.name: label}) for p in families for label in p.choices] or [plain]
+        return [*baselines, *(self.configuration(assignment, "pure") for assignment in pure)]
+
+    def _plain(self, chosen: Assignment) -> Assignment:
+        """The first choices, apart from those ``chosen``."""
+        taken: dict[str, str] = {}
+        for parameter in self.parameters:
+            labels = parameter.open_to(taken)
+            if labels:
+                wanted = chosen.get(parameter.name)
+                taken[parameter.name] = wanted if wanted in labels else labels[0]
+        return taken
+
+    def configuration(self, assignment: Assignment, kind: str = "trial") -> Configuration:
+        """What an assignment of :meth:`assignments` comes to; its refusal where that is impossible."""
+        chosen = [(p, assignment[p.name]) for p in self.parameters if p.name in assignment]
+        parts = [parameter.choices[label] for parameter, label in chosen]
+        parts += [part for part in self.also if part.holds(assignment)]
+        # The family stands first, wherever its parameter does.
+        chosen.sort(key=lambda item: item[0].name != self.family)
+        summary = ", ".join(filter(None, (parameter.shown(label) for parameter, label in chosen))) or "plain"
+        family = assignment[self.family] if self.family else "all"
+        document = self.base
+        run: dict[str, Any] = {}
+        for part in parts:
+            document, run = _overlaid(document, part.node), {**run, **part.fragment.run}
+        document = document.replacing({"name": (document.place, Node(f"{self.name}: {summary}", document.place))})
+        try:
+            policy, refusal = self._resolved(document), None
+        except PolicyError as error:
+            policy, refusal = None, error
+        return Configuration(kind, summary, family, dict(assignment), document.plain(), policy, refusal, run)
+
+    def _baseline(self, name: str, part: Part) -> Configuration:
+        here = part.node.place
+        own = {"version": Node(1, here), "name": Node(f"{self.name}: {name}", here), "default": Node("keep", here)}
+        if "techniques" in part.node.value:
+            own["techniques"] = part.node.value["techniques"]
+        document = Node(own, here)
+        policy = self._resolved(document)
+        return Configuration("baseline", name, name, {}, document.plain(), policy, None, part.fragment.run)
+
+    def _resolved(self, document: Node) -> Policy:
+        """The policy; one that says what it does not mean is as impossible as one that cannot be."""
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", PolicyWarning)
+            try:
+                return resolve(document, "unnamed", None, self.registry)
+            except PolicyWarning as warning:
+                raise PolicyError(str(warning)) from None
+
+    # ------------------------------------------------------------------ checking
+
+    def check(self) -> None:
+        """Raise a PolicyError at the first choice or condition that no policy can be made with."""
+        for part in self.baselines.values():
+            self._baseline("baseline", part)
+            _check_run(part)
+        for parameter in self.parameters:
+            for label, part in parameter.choices.items():
+                _check_run(part)
+                what = f"choice {label!r} of {parameter.name!r}"
+                self._check_possible({parameter.name: (label,)}, parameter.node.where("choices", label), what)
+        for part in self.also:
+            _check_run(part)
+            self._check_possible(part.fragment.when, part.node.place, "this entry of also")
+
+    def _check_possible(self, wanted: Mapping[str, tuple[str, ...]], place: Place, what: str) -> None:
+        errors: list[PolicyError] = []
+        for assignment in itertools.islice(self._with(wanted), TRIED):
+            error = self.configuration(assignment).error
+            if error is None:
+                return
+            errors.append(error)
+        if not errors:
+            raise place.error(f"{what}: its conditions never hold; correct them, or remove it")
+        first, count = errors[0], len(errors)
+        tried = "the only combination with it" if count == 1 else f"each of {count} combinations tried"
+        exact = Place(first.file, first.line) if first.file == place.file and first.line else place
+        raise exact.error(f"{what} is impossible in {tried}: {first.message}")
+
+    def _with(self, wanted: Mapping[str, tuple[str, ...]]) -> Iterator[Assignment]:
+        """Assignments that have one of the ``wanted`` labels of each parameter named, the plainest ones first."""
+        ancestors = set(wanted)
+        for parameter in reversed(self.parameters):
+            if parameter.name in ancestors:
+                ancestors.update(parameter.when)
+                for label in wanted.get(parameter.name, parameter.choices):
+                    ancestors.update(parameter.choices[label].fragment.when)
+        generator = random.Random(0)
+        plain = (self._plain(chosen) for chosen in _combinations(self.parameters, ancestors))
+        drawn = (self.draw(generator) for _ in range(100 * TRIED))
+        seen: set[tuple[tuple[str, str], ...]] = set()
+        for assignment in itertools.chain(plain, drawn):
+            found = tuple(assignment.items())
+            if found not in seen and all(assignment.get(name) in labels for name, labels in wanted.items()):
+                seen.add(found)
+                yield assignment
+
+
+def load_space(ref: str | Path, registry: Registry | None = None) -> Space:
+    """The space that ``ref`` refers to: the name of a shipped one (``design-space``), or a file.
+
+    Raises:
+        PolicyError: with file and line, at the first thing that is wrong: what is not in the schema, a condition on a
+            parameter or choice that does not exist, an unknown technique, a choice that no policy can be made with.
+    """
+    path = Path(ref)
+    shipped = {Path(str(item)).stem: Path(str(item)) for item in _shipped()}
+    if str(ref) in shipped:
+        path = shipped[str(ref)]
+    elif not path.is_file():
+        raise PolicyError(
+            f"no search space {str(ref)!r} is shipped, and it is not a file; {suggest(str(ref), shipped)}"
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise PolicyError(f"cannot be read: {error}", file=str(path)) from None
+    return parse_space(text, str(path), registry)
+
+
+def parse_space(text: str, file: str, registry: Registry | None = None) -> Space:
+    """The space in ``text``; ``file`` is what errors call it, and what a relative path of its base starts from.
+
+    Raises:
+        PolicyError: as :func:`load_space`.
+    """
+    registry = registry or default_registry()
+    if not text.strip():
+        raise PolicyError("the file is empty; a search space begins with 'version: 1'", file=file)
+    root = parse(text, file)
+    section = validate(SpaceSection, root, ("space",))
+    parameters: list[Parameter] = []
+    for name, written in section.parameters.items():
+        node = root.get("parameters", name)
+        earlier = {parameter.name: parameter.choices for parameter in parameters}
+        _check_condition(written.when, node, earlier)
+        choices = {label: Part(part, node.get("choices", label)) for label, part in written.choices.items()}
+        for part in choices.values():
+            _check_condition(part.fragment.when, part.node, earlier)
+        parameters.append(Parameter(name, choices, written.when, node))
+    also = tuple(Part(part, root.get("also", index)) for index, part in enumerate(section.also))
+    by_name = {parameter.name: parameter for parameter in parameters}
+    labels = {name: parameter.choices for name, parameter in by_name.items()}
+    for part in also:
+        _check_condition(part.fragment.when, part.node, labels)
+        if not part.fragment.when:
+            raise part.node.place.error("an entry of also has no condition; add 'when', or put it into the base")
+    if section.family is not None:
+        place = root.get("family").place
+        if section.family not in by_name:
+            raise place.error(f"family names no parameter: {section.family!r}; {suggest(section.family, by_name)}")
+        if by_name[section.family].when:
+            raise place.error(f"family is a parameter that every configuration has; {section.family!r} has a condition")
+    base = _base(root, section, file, registry)
+    content = {**root.plain(), "base": {key: v for key, v in base.plain().items() if key not in ("version", "name")}}
+    space = Space(
+        name=section.name or Path(file).stem,
+        description=section.description.strip(),
+        family=section.family,
+        parameters=tuple(parameters),
+        baselines={name: Part(part, root.get("baselines", name)) for name, part in section.baselines.items()},
+        also=also,
+        base=base,
+        registry=registry,
+        text=yaml.safe_dump(content, sort_keys=False, allow_unicode=True),
+        digest=_digest(content),
+    )
+    space.check()
+    return space
+
+
+# ------------------------------------------------------------------ reading
+
+
+def _shipped() -> Sequence[Any]:
+    return [item for item in files("fp4graph.experiments").joinpath("spaces").iterdir() if item.name.endswith(".yaml")]
+
+
+def _base(root: Node, section: SpaceSection, file: str, registry: Registry) -> Node:
+    """The document of the policy that choices are laid over."""
+    node = root.get("base")
+    if isinstance(section.base, str):
+        path = Path(file).parent / section.base
+        try:
+            policy = load_policy(path if path.is_file() else section.base, registry)
+        except PolicyError as error:
+            raise node.place.error(f"base: {error}") from None
+        document = parse(policy.to_yaml(), section.base)
+    else:
+        for key, why in (("extends", "name that policy as the base"), ("name", "the space has one")):
+            if key in node.value:
+                raise node.where(key).error(f"base takes no {key!r}: {why}; remove it")
+        document = node.replacing({"version": (node.place, Node(1, node.place))})
+        policy = resolve(document, "base", None, registry)
+    if not policy.quantizes:
+        raise node.place.error("base quantizes nothing, so that no choice can change how; give it a rule that does")
+    return document
+
+
+def _check_condition(
+    when: Mapping[str, tuple[str, ...]], node: Node, earlier: Mapping[str, Mapping[str, object]]
+) -> None:
+    for parameter, labels in when.items():
+        place = node.where("when", parameter)
+        if parameter not in earlier:
+            hint = suggest(parameter, earlier) if earlier else "there is none"
+            raise place.error(f"when names {parameter!r}, which is no parameter before this one; {hint}")
+        for label in labels:
+            if label not in earlier[parameter]:
+                raise place.error(f"{parameter!r} has no choice {label!r}; {suggest(label, earlier[parameter])}")
+
+
+def _check_run(part: Part) -> None:
+    """The values of ``run``, which the run itself knows best."""
+    try:
+        Run("digits", **part.fragment.run)
+    except Error as error:
+        raise part.node.where("run").error(str(error)) from None
+
+
+def _combinations(parameters: Sequence[Parameter], names: set[str]) -> Iterator[Assignment]:
+    """All combinations of labels of the parameters in ``names``, whether their conditions hold or not."""
+    chosen = [parameter for parameter in parameters if parameter.name in names]
+    for labels in itertools.product(*(parameter.choices for parameter in chosen)):
+        yield {parameter.name: label for parameter, label in zip(chosen, labels, strict=True)}
+
+
+# ------------------------------------------------------------------ laying over
+
+
+def _quantizing(rule: Node) -> bool:
+    return isinstance(rule.value, dict) and "quantize" in rule.value
+
+
+def _overlaid(document: Node, fragment: Node) -> Node:
+    """``document`` with what a fragment says of quantization and techniques."""
+    given = fragment.value
+    if "quantize" in given or "operands" in given:
+        document = _each_rule(document, given.get("quantize"), given.get("operands"))
+    if "techniques" in given:
+        added = Node({"techniques": given["techniques"]}, fragment.place, fragment.keys)
+        document = merge(document, added)
+    return document
+
+
+def _each_rule(document: Node, quantize: Node | None, operands: Node | None) -> Node:
+    """Every rule that quantizes, and the default if it does, with both laid over; those of phases too."""
+    changed: dict[str, tuple[Place, Node]] = {}
+
+    def change(key: str, node: Node) -> None:
+        changed[key] = (document.where(key), node)
+
+    rules = document.value.get("rules")
+    if rules is not None:
+        items = [_rule(rule, quantize, operands) if _quantizing(rule) else rule for rule in rules.value]
+        change("rules", Node(items, rules.place))
+    default = document.value.get("default")
+    if default is not None and isinstance(default.value, dict):
+        whole = default if quantize is None else _deep(default, quantize)
+        change("default", whole if operands is None else _deep(whole, _nested("operands", operands)))
+    phases = document.value.get("phases")
+    if phases is not None:
+        change("phases", Node([_each_rule(phase, quantize, operands) for phase in phases.value], phases.place))
+    return document.replacing(changed)
+
+
+def _rule(rule: Node, quantize: Node | None, operands: Node | None) -> Node:
+    for key, over in (("quantize", quantize), ("operands", operands)):
+        if over is not None:
+            rule = _deep(rule, _nested(key, over))
+    return rule
+
+
+def _nested(key: str, node: Node) -> Node:
+    return Node({key: node}, node.place, {key: node.place})
+
+
+def _deep(under: Node, over: Node) -> Node:
+    """Mapping over mapping, key by key at every depth; a scale's ``max`` goes with the format it belonged to."""
+    if not (isinstance(under.value, dict) and isinstance(over.value, dict)):
+        return over
+    if "format" in over.value and "max" in under.value:
+        kept = {key: item for key, item in under.value.items() if key != "max"}
+        under = Node(kept, under.place, under.keys)
+    items = {
+        key: (over.where(key), _deep(under.value[key], item) if key in under.value else item)
+        for key, item in over.value.items()
+    }
+    return under.replacing(items)
+
+
+def _digest(data: object) -> str:
+    return hashlib.sha256(json.dumps(data, default=str).encode()).hexdigest()

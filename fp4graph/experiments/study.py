@@ -1,0 +1,449 @@
+"""A sweep's results in a database, through Optuna: who runs what, what came of it, and nothing of it twice.
+
+A trial is written with all that determines it in one transaction, and numbered in the order of these. Whoever reads
+trial n therefore sees all before it, and two workers that chose the same configuration agree without speaking: the
+lower number runs, the other withdraws. A worker gives a sign of life every now and then (``beat``); one whose beat has
+not changed for ``patience`` seconds, as its observers' own clocks measure them, is taken to be gone, and its trial is
+lost: its configuration is free again. What a trial came to is one value (``result``), written before Optuna is told, so
+that a kill in between leaves it for the next reader to find.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import optuna
+import yaml
+from optuna.distributions import CategoricalDistribution
+from optuna.exceptions import DuplicatedStudyError, UpdateFinishedTrialError
+from optuna.pruners import BasePruner, NopPruner
+from optuna.samplers import RandomSampler
+from optuna.storages import RDBStorage
+from optuna.trial import TrialState
+
+import fp4graph
+from fp4graph.errors import Error
+from fp4graph.experiments.database import AWAY, answering, open_storage, reason
+from fp4graph.experiments.run import finite
+from fp4graph.experiments.space import Configuration, Space
+
+#: Of the attributes that this module writes; a later one may not be readable.
+FORMAT = 1
+#: Seconds for which a database that stopped answering in the middle of a sweep is asked again.
+ASK_AGAIN = 120.0
+#: States with a place among the results that were asked for: what a configuration came to, or will.
+COUNTED = ("running", "complete", "diverged", "failed", "pruned")
+#: States in which a configuration is free to be run, by others or again.
+FREE = ("lost", "withdrawn")
+
+_T = TypeVar("_T")
+
+
+class TakenOver(Exception):
+    """This worker was taken to be gone, and its trial belongs to others now: what it finds is dropped."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One trial, as the database has it.
+
+    Attributes:
+        state: running; complete, diverged, failed, pruned or refused, which are final; lost (its worker is gone);
+            withdrawn (it does not count: another has the configuration, the sweep was interrupted, a failure excused).
+        kind, family, summary, assignment, run, key, policy: of its configuration; ``policy`` as YAML.
+        complexity: Ω.
+        result: what it came to: loss, metrics, seconds, reason, ...
+        beat: changes as long as its worker lives.
+    """
+
+    number: int
+    state: str
+    kind: str
+    family: str
+    summary: str
+    key: str
+    complexity: float | None
+    policy: str
+    assignment: Mapping[str, str]
+    run: Mapping[str, Any]
+    worker: str
+    beat: int
+    reports: tuple[float, ...] = ()
+    result: Mapping[str, Any] = field(default_factory=dict)
+    told: bool = True
+
+    @property
+    def loss(self) -> float | None:
+        """Validation loss; of a running trial the last reported."""
+        loss = self.result.get("loss")
+        return loss if loss is not None else self.reports[-1] if self.reports and self.state != "diverged" else None
+
+    @property
+    def counts(self) -> bool:
+        """Whether it has a place among the results that were asked for."""
+        return self.state in COUNTED
+
+    @property
+    def finished(self) -> bool:
+        """Whether that place is filled."""
+        return self.counts and self.state != "running"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What all trials of a study have in common; a sweep with another one needs another study.
+
+    Attributes:
+        task: what is trained.
+        run: the run that configurations are laid over, without what only says where and how fast.
+        space: the search space, as YAML.
+        space_name, space_digest: its name, and its content's.
+        patience: seconds without a beat after which a worker is taken to be gone.
+    """
+
+    task: str
+    run: Mapping[str, Any]
+    space: str
+    space_name: str
+    space_digest: str
+    patience: float
+    fp4graph: str = fp4graph.__version__
+    format: int = FORMAT
+
+    @classmethod
+    def of(cls, space: Space, run: Mapping[str, Any], patience: float) -> Manifest:
+        common = {key: value for key, value in run.items() if key not in ("policy", "device", "workers")}
+        return cls(str(run["task"]), common, space.text, space.name, space.digest, patience)
+
+    def differences(self, other: Manifest) -> list[str]:
+        """How a study with ``other`` is not one with this, in words."""
+        found = []
+        if self.fp4graph != other.fp4graph:
+            found.append(f"version {other.fp4graph} of fp4graph, and this is {self.fp4graph}")
+        if self.task != other.task:
+            found.append(f"the task {other.task!r}, and now it is {self.task!r}")
+        if self.space_digest != other.space_digest:
+            same = " under the same name" if self.space_name == other.space_name else ""
+            found.append(f"another search space{same} ({other.space_name!r}, and now it is {self.space_name!r})")
+        for key in sorted(set(self.run) | set(other.run)):
+            mine, theirs = self.run.get(key), other.run.get(key)
+            if mine != theirs and key != "task":
+                found.append(f"{key} {_said(theirs)}, and now it is {_said(mine)}")
+        return found
+
+
+class Study:
+    """A sweep's study in its database. Make one with :meth:`create` or :meth:`open`.
+
+    Every method may raise an Error where the database does not answer for :data:`ASK_AGAIN` seconds.
+    """
+
+    def __init__(self, storage: RDBStorage, study: optuna.Study, manifest: Manifest, shown: str) -> None:
+        self._storage = storage
+        self._study = study
+        self._id = storage.get_study_id_from_name(study.study_name)
+        self.manifest = manifest
+        self.shown = shown
+
+    @property
+    def name(self) -> str:
+        return self._study.study_name
+
+    # ------------------------------------------------------------------ opening
+
+    @classmethod
+    def create(cls, url: str, name: str, manifest: Manifest, pruner: BasePruner | None = None) -> Study:
+        """The study of that name, made if there is none.
+
+        Raises:
+            Error: the database cannot be reached; or the study has another manifest, something else wrote it, or a
+                later fp4graph did.
+        """
+        storage, shown = open_storage(url)
+        with answering(shown):
+            try:
+                optuna.create_study(storage=storage, study_name=name, direction="minimize", sampler=RandomSampler())
+            except DuplicatedStudyError:
+                pass
+            else:
+                storage.set_study_user_attr(storage.get_study_id_from_name(name), "fp4graph", _plain(manifest))
+        study = cls.open(url, name, pruner)
+        different = manifest.differences(study.manifest)
+        if different:
+            raise Error(
+                f"study {name!r} in {shown} was made with {'; with '.join(different)}. Results of both do not compare: "
+                "give a new one another name with --study, or go on with what this one was made with. What it has "
+                "stays readable with fp4graph score and fp4graph pareto"
+            )
+        return study
+
+    @classmethod
+    def open(cls, url: str, name: str, pruner: BasePruner | None = None) -> Study:
+        """The study of that name.
+
+        Raises:
+            Error: the database cannot be reached, or has no such study; or something else wrote it, or a later
+                fp4graph did.
+        """
+        storage, shown = open_storage(url)
+        with answering(shown):
+            names = optuna.get_all_study_names(storage)
+            if name not in names:
+                raise Error(f"{shown} has no study {name!r}; it has {', '.join(sorted(names)) or 'none'}")
+            study = optuna.load_study(
+                study_name=name, storage=storage, sampler=RandomSampler(), pruner=pruner or NopPruner()
+            )
+            manifest = None
+            for _ in range(50):  # between a study's creation and its manifest lies a moment
+                manifest = study.user_attrs.get("fp4graph")
+                if manifest is not None or study.get_trials(deepcopy=False):
+                    break
+                time.sleep(0.1)
+        if not isinstance(manifest, dict) or "format" not in manifest:
+            raise Error(
+                f"study {name!r} in {shown} is not a sweep's: fp4graph did not make it, or was stopped as it did; give "
+                "another name with --study"
+            )
+        if manifest["format"] > FORMAT:
+            raise Error(
+                f"study {name!r} in {shown} was written by fp4graph {manifest.get('fp4graph')} in a form that this "
+                f"version, {fp4graph.__version__}, does not know; update fp4graph, or use the one that wrote it"
+            )
+        return cls(storage, study, Manifest(**manifest), shown)
+
+    # ------------------------------------------------------------------ reading
+
+    def trials(self) -> list[Trial]:
+        """All trials, by number."""
+        frozen = self._patiently(lambda: self._study.get_trials(deepcopy=False))
+        excused = set(self._patiently(lambda: self._study.user_attrs).get("excused", ()))
+        return [_read(trial, trial.number in excused) for trial in frozen if "configuration" in trial.user_attrs]
+
+    # ------------------------------------------------------------------ writing
+
+    def claim(self, configuration: Configuration, space: Space, worker: str, target: int) -> Claim | None:
+        """A new trial of ``configuration``, or None where another has it, or ``target`` results have their trials."""
+        policy = configuration.policy
+        attributes = {
+            "kind": configuration.kind,
+            "family": configuration.family,
+            "summary": configuration.summary,
+            "key": configuration.key,
+            "complexity": None if policy is None else policy.complexity,
+            "policy": policy.to_yaml() if policy else yaml.safe_dump(configuration.document, sort_keys=False),
+            "assignment": dict(configuration.assignment),
+            "run": dict(configuration.run),
+            "worker": worker,
+        }
+        # Optuna knows the parameters too, for its own tools.
+        choices = {parameter.name: CategoricalDistribution(tuple(parameter.choices)) for parameter in space.parameters}
+        template = optuna.create_trial(
+            state=TrialState.RUNNING,
+            params=dict(configuration.assignment),
+            distributions={name: choices[name] for name in configuration.assignment},
+            user_attrs={"configuration": attributes},
+        )
+        identifier = self._patiently(lambda: self._storage.create_new_trial(self._id, template))
+        number = self._patiently(lambda: self._storage.get_trial_number_from_id(identifier))
+        before = [trial for trial in self.trials() if trial.number < number]
+        same = [trial.number for trial in before if trial.key == configuration.key and trial.state not in FREE]
+        if same:
+            self.withdraw(number, f"trial {same[0]} has the same configuration")
+            return None
+        if policy is not None and sum(trial.counts for trial in before) >= target:
+            self.withdraw(number, "as many as were asked for were begun")
+            return None
+        return Claim(self, number, identifier)
+
+    def finish(self, number: int, result: Mapping[str, Any]) -> None:
+        """Write what a trial came to; ``result`` has at least its ``outcome``.
+
+        Raises:
+            TakenOver: the trial is not this worker's any more.
+        """
+        identifier = self._identifier(number)
+        try:
+            self._patiently(lambda: self._storage.set_trial_user_attr(identifier, "result", finite(result)))
+        except UpdateFinishedTrialError:
+            raise TakenOver from None
+        self._tell(number, result)
+
+    def withdraw(self, number: int, reason: str) -> None:
+        """Take a trial back, as if it had never been begun."""
+        identifier = self._identifier(number)
+        try:
+            self._patiently(lambda: self._storage.set_trial_user_attr(identifier, "withdrawn", reason))
+        except UpdateFinishedTrialError:
+            return
+        self._tell(number, {"outcome": "withdrawn"})
+
+    def excuse_failed(self) -> int:
+        """Free the configurations of all failed trials, to be run again; how many there were."""
+        failed = [trial.number for trial in self.trials() if trial.state == "failed"]
+        excused = self._study.user_attrs.get("excused", [])
+        if failed:
+            self._patiently(lambda: self._study.set_user_attr("excused", [*excused, *failed]))
+        return len(failed)
+
+    def lose(self, number: int) -> None:
+        """Say that the worker of a running trial is gone."""
+        self._tell(number, {"outcome": "lost"})
+
+    def tidy(self, trials: list[Trial], silent: Callable[[Trial], bool]) -> bool:
+        """Finish what was left half-written, and lose running trials that are ``silent``; whether there were any."""
+        tidied = False
+        for trial in trials:
+            if trial.result and not trial.told:
+                self._tell(trial.number, trial.result)
+            elif trial.state == "running" and silent(trial):
+                self.lose(trial.number)
+                tidied = True
+        return tidied
+
+    def _identifier(self, number: int) -> int:
+        return self._patiently(lambda: self._storage.get_trial_id_from_study_id_trial_number(self._id, number))
+
+    def _tell(self, number: int, result: Mapping[str, Any]) -> None:
+        """Optuna's own state of a trial. Only a complete trial has a value there, by its rules."""
+        states = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED}
+        state = states.get(result["outcome"], TrialState.FAIL)
+        values = result["loss"] if state is TrialState.COMPLETE else None
+        with suppress(UpdateFinishedTrialError):  # by another in this moment
+            self._patiently(lambda: self._study.tell(number, values, state, skip_if_finished=True))
+
+    def _patiently(self, action: Callable[[], _T]) -> _T:
+        """``action``, done again for a while where the database is busy or away."""
+        deadline, delay = time.monotonic() + ASK_AGAIN, 0.05
+        while True:
+            try:
+                return action()
+            except AWAY as error:
+                if time.monotonic() > deadline:
+                    raise Error(
+                        f"{self.shown} has not answered for {ASK_AGAIN:.0f} seconds: {reason(error)}. What is written "
+                        "stays; when it answers again, the same command goes on"
+                    ) from error
+                time.sleep(delay * (1 + random.random()))
+                delay = min(2 * delay, 5.0)
+
+
+class Claim:
+    """A running trial that this worker has; a context in which it shows that it is alive."""
+
+    def __init__(self, study: Study, number: int, identifier: int) -> None:
+        self.number = number
+        self._study, self._identifier = study, identifier
+        self._trial = optuna.trial.Trial(study._study, identifier)
+        self._reports = 0
+        self._over = threading.Event()
+        self._lost = False
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+
+    def __enter__(self) -> Claim:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def report(self, loss: float) -> None:
+        """The validation loss so far, of the next of the trial's validations.
+
+        Raises:
+            TakenOver: the trial is not this worker's any more.
+        """
+        if self._lost:
+            raise TakenOver
+        step, self._reports = self._reports, self._reports + 1
+        try:
+            self._study._patiently(lambda: self._trial.report(loss, step))
+        except UpdateFinishedTrialError:
+            raise TakenOver from None
+
+    def should_prune(self) -> bool:
+        """Whether the study's pruner gives it up, by its reports and those of other trials."""
+        return self._study._patiently(self._trial.should_prune)
+
+    def _beat(self) -> None:
+        storage, count = self._study._storage, 0
+        while True:
+            try:
+                storage.set_trial_user_attr(self._identifier, "beat", count)
+            except UpdateFinishedTrialError:
+                self._lost = True
+                break
+            except AWAY:
+                pass  # the next one may get through
+            count += 1
+            if self._over.wait(self._study.manifest.patience / 6):
+                break
+        storage.remove_session()  # this thread's
+
+
+class Watch:
+    """Whose beat has not changed for how long, by this process's own clock."""
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._seen: dict[int, tuple[int, float]] = {}
+
+    def silent(self, trial: Trial) -> bool:
+        now = time.monotonic()
+        beat, since = self._seen.get(trial.number, (None, now))
+        if beat != trial.beat:
+            since = now
+        self._seen[trial.number] = trial.beat, since
+        return now - since > self._patience
+
+
+def make_pruner(name: str) -> BasePruner:
+    """``none``, ``median`` or ``hyperband``; the unit of their steps is a validation."""
+    if name == "median":
+        return optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=1)
+    if name == "hyperband":
+        return optuna.pruners.HyperbandPruner()
+    if name == "none":
+        return NopPruner()
+    raise Error(f"unknown pruner {name!r}; known: none, median, hyperband")
+
+
+# ------------------------------------------------------------------ as data
+
+
+def _read(trial: optuna.trial.FrozenTrial, excused: bool) -> Trial:
+    attributes = trial.user_attrs
+    result = attributes.get("result", {})
+    if excused:
+        state = "withdrawn"
+    elif result:
+        state = result["outcome"]
+    elif not trial.state.is_finished():
+        state = "running"
+    else:
+        state = "withdrawn" if "withdrawn" in attributes else "lost"
+    reports = [trial.intermediate_values[step] for step in sorted(trial.intermediate_values)]
+    return Trial(
+        number=trial.number,
+        state=state,
+        beat=attributes.get("beat", -1),
+        reports=tuple(reports),
+        result=result,
+        told=trial.state.is_finished(),
+        **attributes["configuration"],
+    )
+
+
+def _plain(manifest: Manifest) -> dict[str, Any]:
+    return json.loads(json.dumps(manifest.__dict__))  # type: ignore[no-any-return]
+
+
+def _said(value: Any) -> str:
+    return "unset" if value is None else repr(value)

@@ -1,0 +1,247 @@
+"""Searching a space: which configuration is next, and the worker that trains it."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import os
+import random
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import optuna
+from optuna.distributions import CategoricalDistribution
+from optuna.trial import TrialState
+
+from fp4graph.errors import Error, PolicyError
+from fp4graph.experiments.run import Outcome, Run
+from fp4graph.experiments.space import Configuration, Space
+from fp4graph.experiments.study import FREE, Claim, Study, TakenOver, Trial, Watch
+
+Sampler = Literal["random", "tpe"]
+Pruner = Literal["none", "median", "hyperband"]
+#: Trains a run, calling back with (step, validation loss) after each validation.
+Objective = Callable[[Run, Callable[[int, float], None]], Outcome]
+
+#: How often a configuration may take its worker down with it before it is recorded as failed.
+LOSSES = 3
+#: Draws of known configurations in a row after which all of the space is gone through.
+DRAWS = 1000
+#: Seconds between looks at the database while there is nothing to do but wait for others.
+POLL = 1.0
+#: Exit status of a worker that another should take the place of.
+REPLACE = 75
+
+
+class Pruned(Exception):
+    """The study's pruner gave a trial up."""
+
+
+# ------------------------------------------------------------------ what comes next
+
+
+def propose(space: Space, trials: Sequence[Trial], seed: int, sampler: Sampler = "random") -> Configuration | None:
+    """The configuration to be run next, given all trials of the study; None where there is none, or none yet.
+
+    The baselines come first and alone: without one that came through nothing can be scored, and what is wrong with
+    data or device shows there. Then the plain choices in every family, then what was lost with its worker, and then
+    what the sampler says: ``random`` gives the same configurations in the same order for equal seeds, however many
+    workers there are and whatever became of them; ``tpe`` asks Optuna's tree-structured Parzen estimator for such as
+    may have a low loss or a low Ω.
+    """
+    taken = {trial.key for trial in trials if trial.state not in FREE}
+    first = space.first()
+    baselines = [configuration for configuration in first if configuration.kind == "baseline"]
+    for configuration in first:
+        if configuration.kind != "baseline" and not _came_through(trials, baselines):
+            return None
+        if configuration.key not in taken:
+            return configuration
+    for trial in trials:
+        if trial.state == "lost" and trial.key not in taken:
+            return space.configuration(trial.assignment, trial.kind)
+    return _drawn(space, trials, taken, seed, sampler)
+
+
+def _came_through(trials: Sequence[Trial], baselines: Sequence[Configuration]) -> bool:
+    keys = {baseline.key for baseline in baselines}
+    return any(trial.key in keys and trial.finished for trial in trials)
+
+
+def _drawn(space: Space, trials: Sequence[Trial], taken: set[str], seed: int, sampler: Sampler) -> Configuration | None:
+    draws: Iterator[Mapping[str, str]] = (space.draw(random.Random(f"{seed}:{draw}")) for draw in itertools.count())
+    if sampler == "tpe":
+        draws = itertools.chain(_estimated(space, trials, seed), draws)
+    in_a_row = 0
+    known: set[tuple[tuple[str, str], ...]] = {tuple(t.assignment.items()) for t in trials if t.key in taken}
+    for assignment in draws:
+        if tuple(assignment.items()) not in known:
+            configuration = space.configuration(assignment)
+            if configuration.key not in taken:
+                return configuration
+            known.add(tuple(assignment.items()))
+            in_a_row = 0
+        in_a_row += 1
+        if in_a_row > DRAWS + len(trials):
+            break
+    remaining = (space.configuration(a) for a in space.assignments() if tuple(a.items()) not in known)
+    return next((configuration for configuration in remaining if configuration.key not in taken), None)
+
+
+def _estimated(space: Space, trials: Sequence[Trial], seed: int) -> Iterator[Mapping[str, str]]:
+    """A few suggestions of Optuna's TPE from the trials so far; a running one counts as bad, so that others differ."""
+    estimator = optuna.samplers.TPESampler(seed=seed + len(trials), constant_liar=True, n_startup_trials=10)
+    study = optuna.create_study(sampler=estimator, directions=["minimize", "minimize"])
+    choices = {parameter.name: CategoricalDistribution(tuple(parameter.choices)) for parameter in space.parameters}
+    for trial in trials:
+        if trial.kind == "baseline" or trial.complexity is None or not trial.counts:
+            continue
+        running = trial.state == "running"
+        loss = float("inf") if trial.loss is None or trial.state in ("diverged", "failed") else trial.loss
+        study.add_trial(
+            optuna.create_trial(
+                state=TrialState.RUNNING if running else TrialState.COMPLETE,
+                values=None if running else [loss, trial.complexity],
+                params=dict(trial.assignment),
+                distributions={name: choices[name] for name in trial.assignment},
+            )
+        )
+    for _ in range(20):
+        suggested = study.ask()
+        assignment: dict[str, str] = {}
+        for parameter in space.parameters:
+            if parameter.open_to(assignment):
+                assignment[parameter.name] = suggested.suggest_categorical(parameter.name, tuple(parameter.choices))
+        study.tell(suggested, state=TrialState.FAIL)
+        if space.contains(assignment):  # a choice may have a condition that the estimator does not know
+            yield assignment
+
+
+# ------------------------------------------------------------------ a worker
+
+
+def train_once(run: Run, report: Callable[[int, float], None]) -> Outcome:
+    """The objective: one training, as ``fp4graph train`` does it."""
+    import torch
+
+    from fp4graph.experiments.train import train
+
+    torch.compiler.reset()  # each trial is a model of its own, and Dynamo allows few per function
+    gc.collect()
+    return train(run, report=report)
+
+
+def work(
+    study: Study,
+    space: Space,
+    target: int,
+    *,
+    sampler: Sampler = "random",
+    device: str | None = None,
+    objective: Objective = train_once,
+    going: Callable[[], bool] = lambda: True,
+) -> None:
+    """Run trials of ``study`` until it has ``target`` results, or the space has no more.
+
+    Any number of processes, on any number of machines, may do so at once.
+
+    Args:
+        study: its manifest says what is trained.
+        space: its manifest's space.
+        target: results in all, those that were there before included; refused configurations do not count.
+        device: in place of the run's.
+        going: asked before each trial; the worker returns where it says no.
+
+    Raises:
+        Error: a baseline failed: so would everything else; or the database went away.
+    """
+    run = Run(**study.manifest.run)
+    if device is not None:
+        run = replace(run, device=device)
+    watch = Watch(study.manifest.patience)
+    worker = worker_name(os.getpid())
+    while going():
+        trials = study.trials()
+        if study.tidy(trials, watch.silent):
+            continue
+        if sum(trial.finished for trial in trials) >= target:
+            return
+        running = any(trial.state == "running" for trial in trials)
+        full = sum(trial.counts for trial in trials) >= target
+        configuration = None if full else propose(space, trials, run.seed, sampler)
+        if configuration is None:
+            if not running:
+                return  # nothing is left to be run
+            time.sleep(POLL)
+            continue
+        lost = sum(trial.key == configuration.key and trial.state == "lost" for trial in trials)
+        claim = study.claim(configuration, space, worker, target)
+        if claim is not None:
+            with contextlib.suppress(TakenOver):
+                _run(study, claim, configuration, run, lost, objective)
+
+
+def _run(study: Study, claim: Claim, configuration: Configuration, run: Run, lost: int, objective: Objective) -> None:
+    """One trial, to its end or until someone else has it."""
+    if configuration.refusal is not None:
+        study.finish(claim.number, {"outcome": "refused", "reason": configuration.refusal})
+        return
+    if lost >= LOSSES:
+        reason = f"its worker's process ended {lost} times while it ran"
+        study.finish(claim.number, {"outcome": "failed", "reason": reason})
+        return
+    started = time.monotonic()
+
+    def ended(outcome: str, **more: Any) -> None:
+        study.finish(claim.number, {"outcome": outcome, "seconds": time.monotonic() - started, **more})
+
+    def report(step: int, loss: float) -> None:
+        claim.report(loss)
+        if configuration.kind == "trial" and claim.should_prune():
+            raise Pruned
+
+    try:
+        with claim:
+            outcome = objective(replace(run, policy=configuration.document, **configuration.run), report)
+    except Pruned:
+        last = next(trial.reports[-1] for trial in study.trials() if trial.number == claim.number)
+        ended("pruned", loss=last)
+    except TakenOver:
+        raise
+    except PolicyError as error:
+        ended("refused", reason=str(error))
+    except Exception as error:
+        traceback.print_exc()
+        reason = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
+        if configuration.kind == "baseline":
+            study.withdraw(claim.number, reason)
+            raise Error(f"the baseline {configuration.summary!r} failed, and so would all others: {reason}") from error
+        ended("failed", reason=reason[:4000])
+        if _device_is_broken(error):
+            sys.exit(REPLACE)
+    except BaseException:
+        study.withdraw(claim.number, "interrupted")
+        raise
+    else:
+        data = outcome.to_json()
+        data["loss"] = data.pop("validation_loss")
+        ended("diverged" if outcome.diverged else "complete", **data)
+
+
+def _device_is_broken(error: Exception) -> bool:
+    """Whether a process can use its accelerator no more; running out of its memory is survived."""
+    import torch
+
+    broken = getattr(torch, "AcceleratorError", ())
+    return isinstance(error, broken) and not isinstance(error, torch.OutOfMemoryError)
+
+
+def worker_name(pid: int) -> str:
+    """What a worker's trials are marked with."""
+    return f"{socket.gethostname()}:{pid}"

@@ -1,0 +1,25 @@
+"""What there is to train: the tasks of the papers, and small ones that run anywhere."""
+
+from __future__ import annotations
+
+from fp4graph.errors import Error
+from fp4graph.experiments.tasks import classification, diffusion, language, regression
+from fp4graph.experiments.tasks.task import Batch, Problem, Recipe, Settings, Task
+from fp4graph.registry import suggest
+
+#: Every task by name, in the order of ``fp4graph train --list``.
+TASKS = {task.name: task for task in (*regression.TASKS, *classification.TASKS, *diffusion.TASKS, *language.TASKS)}
+
+
+def task_named(name: str) -> Task:
+    """The task of that name.
+
+    Raises:
+        Error: there is none; the nearest is named.
+    """
+    if name not in TASKS:
+        raise Error(f"unknown task {name!r}; {suggest(name, TASKS)}")
+    return TASKS[name]
+
+
+__all__ = ["TASKS", "Batch", "Problem", "Recipe", "Settings", "Task", "task_named"]

@@ -1,0 +1,188 @@
+"""Image generation: U-Nets of diffusers' that learn the noise of denoising diffusion."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp4graph.errors import Error
+from fp4graph.experiments.data import images as sources
+from fp4graph.experiments.data.extras import data_folder, needs
+from fp4graph.experiments.data.images import Split
+from fp4graph.experiments.data.loading import Pixels, Stream, in_memory, normalized
+from fp4graph.experiments.data.order import Order, generator
+from fp4graph.experiments.tasks.task import Batch, Problem, Recipe, Settings, Task
+
+#: Steps of the noise schedule.
+TIMESTEPS = 1000
+
+
+class Diffusion(Problem):
+    """ε from √ᾱ_t·x + √(1 - ᾱ_t)·ε, with images x in [-1, 1], ε ~ N(0, 1) of their shape, t uniform over the schedule.
+
+    The loss is the squared error of the predicted ε, averaged over an image. Noise and t of a training batch are a
+    function of the seed and the batch's number, those of validation the same each time.
+
+    Source: Ho et al. 2020, "Denoising Diffusion Probabilistic Models", eq. 14; diffusers' linear schedule.
+    """
+
+    def __init__(self, settings: Settings, **model: Any) -> None:
+        needs("diffusers", "this task's model is diffusers'")
+        import diffusers
+
+        self.seed, self.batch_size, self.dtype = settings.seed, settings.batch_size, settings.dtype
+        torch.manual_seed(settings.seed)
+        self.model = diffusers.UNet2DModel(**model)
+        # Its blocks differ in kind and width, and so are no stack that is found by itself.
+        self.blocks = tuple(
+            name
+            for name, _ in self.model.named_modules()
+            if name == "mid_block" or (name.partition(".")[0] in ("down_blocks", "up_blocks") and name.count(".") == 1)
+        )
+        kept = diffusers.DDPMScheduler(num_train_timesteps=TIMESTEPS).alphas_cumprod
+        self.signal, self.noise = kept.sqrt(), (1 - kept).sqrt()
+
+    def noised(self, images: Tensor, *key: int) -> Batch:
+        """``images``, their noise and timesteps, which are a function of ``key``."""
+        random = generator(*key)
+        noise = torch.randn(images.shape, generator=random)
+        return images, noise, torch.randint(TIMESTEPS, (len(images),), generator=random)
+
+    def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        images, noise, timesteps = batch
+        signal, spread = (part.to(images.device)[timesteps].view(-1, 1, 1, 1) for part in (self.signal, self.noise))
+        noisy = signal * images + spread * noise
+        predicted = model(noisy.to(self.dtype), timesteps, return_dict=False)[0]
+        return {"loss": (predicted.float() - noise).square().mean((1, 2, 3))}
+
+
+class InMemory(Diffusion):
+    """Of images that fit in memory."""
+
+    def __init__(self, pixels: Pixels, settings: Settings, **model: Any) -> None:
+        channels, size, _ = pixels.shape
+        super().__init__(settings, sample_size=size, in_channels=channels, out_channels=channels, **model)
+        self.pixels, self.samples = pixels, len(pixels.train)
+        self.order = Order(self.samples, settings.batch_size, settings.seed)
+
+    def batches(self, start: int) -> Iterator[Batch]:
+        for number, rows in enumerate(self.order.rows(start), start):
+            yield self.noised(_centred(self.pixels.train[rows]), self.seed, 1, number)
+
+    def validation(self) -> Iterator[Batch]:
+        for number, pixels in enumerate(torch.split(self.pixels.validation, self.batch_size)):
+            yield self.noised(_centred(pixels), number)
+
+
+class FromFolder(Diffusion):
+    """Of images in files, cut to squares of ``size`` pixels and mirrored at random."""
+
+    def __init__(self, split: Split, settings: Settings, size: int, **model: Any) -> None:
+        from torchvision import transforms
+
+        super().__init__(settings, sample_size=size, in_channels=3, out_channels=3, **model)
+        cut = [transforms.Resize(size), transforms.CenterCrop(size)]
+        scaled = [transforms.ToTensor(), transforms.Normalize([0.5] * 3, [0.5] * 3)]
+        moving = transforms.Compose([*cut, transforms.RandomHorizontalFlip(), *scaled])
+        self.samples = len(split.train)
+        self.order = Order(self.samples, settings.batch_size, settings.seed)
+        self.train = Stream(split.train, moving, settings.seed, settings.run.workers)
+        still = transforms.Compose([*cut, *scaled])
+        self.held_out = Stream(split.validation, still, settings.seed, settings.run.workers)
+
+    def batches(self, start: int) -> Iterator[Batch]:
+        for number, (images, _) in enumerate(self.train.shuffled(self.order, start), start):
+            yield self.noised(images, self.seed, 1, number)
+
+    def validation(self) -> Iterator[Batch]:
+        for number, (images, _) in enumerate(self.held_out.in_order(self.batch_size)):
+            yield self.noised(images, number)
+
+
+def _centred(pixels: Tensor) -> Tensor:
+    return normalized(pixels, (0.5,), (0.5,))
+
+
+# ------------------------------------------------------------------ the tasks
+
+
+def _digits(settings: Settings) -> Problem:
+    return InMemory(
+        in_memory(sources.digits),
+        settings,
+        block_out_channels=(32, 32),
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        layers_per_block=1,
+        norm_num_groups=8,
+        attention_head_dim=16,
+    )
+
+
+def _small(settings: Settings) -> Problem:
+    root = Path(settings.data).expanduser() if settings.data else data_folder("cifar10")
+    return InMemory(
+        in_memory(sources.cifar10, root),
+        settings,
+        block_out_channels=(64, 128, 128),
+        down_block_types=("DownBlock2D", "AttnDownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
+        layers_per_block=1,
+        attention_head_dim=32,
+    )
+
+
+def _big(settings: Settings) -> Problem:
+    if settings.data is None:
+        raise Error(
+            f"task {settings.run.task!r} needs FFHQ: give --data FOLDER with its images as .png or .jpg, in any "
+            "subfolders, or --data hf:NAME for a dataset of the Hugging Face hub"
+        )
+    kind, colon, rest = settings.data.partition(":")
+    hub = kind == "hf" and colon
+    split = sources.hugging_face(rest, labelled=False) if hub else sources.flat_folder(Path(settings.data).expanduser())
+    return FromFolder(
+        split,
+        settings,
+        size=128,
+        block_out_channels=(128, 128, 256, 256, 512, 512),
+        down_block_types=(*["DownBlock2D"] * 4, "AttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "AttnUpBlock2D", *["UpBlock2D"] * 4),
+        layers_per_block=2,
+    )
+
+
+PAPER = '"Elucidating the design space of FP4 training", appendix, Table 11'
+
+DIGITS = Task(
+    name="digits-diffusion",
+    family="diffusion",
+    description="A U-Net of 2 levels on scikit-learn's digits, 8x8 pixels",
+    source="ours",
+    recipe=Recipe(lr=1e-3, batch_size=64, epochs=10),
+    make=_digits,
+    embedded=True,
+)
+SMALL = Task(
+    name="small-diffusion",
+    family="diffusion",
+    description="A U-Net of 3 levels on CIFAR-10",
+    source=f"{PAPER}; the model's size is ours, for the paper gives none",
+    recipe=Recipe(lr=1e-3, batch_size=512, epochs=20),
+    make=_small,
+    data="FOLDER; downloaded if it has none",
+)
+BIG = Task(
+    name="big-diffusion",
+    family="diffusion",
+    description="A U-Net of 6 levels on FFHQ, 128x128 pixels",
+    source=f"{PAPER}; the model is that of diffusers' tutorial, for the paper gives none",
+    recipe=Recipe(lr=1e-4, batch_size=20, epochs=3, autocast=True),
+    make=_big,
+    data="FOLDER (images) or hf:NAME",
+)
+TASKS = (DIGITS, SMALL, BIG)

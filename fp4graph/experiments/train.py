@@ -1,0 +1,311 @@
+"""Training a task under a policy: the loop behind ``fp4graph train`` and behind every trial of a sweep.
+
+>>> outcome = train(Run("gaussian", policy="nvfp4", optimizer="stablespam"))
+>>> outcome.validation_loss, outcome.complexity
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import platform
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fp4graph
+from fp4graph.errors import Error
+from fp4graph.experiments.placement import placed
+from fp4graph.experiments.record import Record
+from fp4graph.experiments.run import Outcome, Run, Validation
+from fp4graph.experiments.tasks import Batch, Problem, Settings, task_named
+from fp4graph.optim import StableSPAM
+from fp4graph.policy import Policy, load_policy
+from fp4graph.registry import default_registry
+from fp4graph.runtime import runtime_of
+from fp4graph.training import checkpoint
+
+__all__ = ["Outcome", "Run", "Validation", "train"]
+
+#: Steps between looks at the loss where each look waits for an accelerator.
+LOOK_EVERY = 10
+#: Lines of a record between two validations are no more than this many in all.
+LINES = 1000
+
+Watch = Callable[[nn.Module, torch.optim.Optimizer], AbstractContextManager[Any]]
+
+
+def train(
+    run: Run,
+    *,
+    report: Callable[[int, float], None] | None = None,
+    directory: Path | None = None,
+    resume: bool = False,
+    checkpoints: bool = True,
+    tick: Callable[[int, int, float], None] | None = None,
+    watch: Watch | None = None,
+) -> Outcome:
+    """Train a task and validate as it goes; two runs of equal ``run`` on one machine are equal.
+
+    Args:
+        run: what to train.
+        report: called with (step, validation loss) after each validation; an exception it raises ends the training
+            and passes through.
+        directory: where the record of the run is kept (:mod:`fp4graph.experiments.record`).
+        resume: go on from the checkpoint in ``directory``, if there is one, to the last bit as if nothing had happened.
+        checkpoints: write one into ``directory`` after each validation.
+        tick: called with (step, steps of the whole training, last training loss) whenever the loss is looked at.
+        watch: called with the prepared model and optimizer; what it returns is entered while the training lasts.
+
+    Raises:
+        Error: the task, its data, the policy or the device is not what the run needs, they do not fit, or the record
+            cannot be written.
+    """
+    task = task_named(run.task)
+    policy = load_policy(run.policy)
+    settings = task.settings(run)
+    record = Record(directory) if directory is not None else None
+    with torch.random.fork_rng():
+        problem = task.make(settings)
+        if problem.blocks is not None:
+            policy = placed(policy, problem.blocks)
+        training = _Training(settings, problem, policy)
+        if record is not None:
+            content = {**training.description(), "run": run.to_json(), "settings": settings.to_json()}
+            record.begin(content | {"steps": training.steps}, resume=resume)
+            if resume and record.checkpoint.exists():
+                training.load(record.checkpoint)
+                record.keep_until(training.step)
+        with watch(training.model, training.optimizer) if watch is not None else nullcontext():
+            try:
+                return training.go_on(record, report, tick, checkpoints)
+            finally:
+                if record is not None:
+                    record.close()
+
+
+class _Training:
+    """A training in progress."""
+
+    def __init__(self, settings: Settings, problem: Problem, policy: Policy) -> None:
+        self.settings, self.problem, self.policy = settings, problem, policy
+        self.steps = settings.steps(problem)
+        self.every = settings.run.validate_every or math.ceil(self.steps / settings.recipe.validations)
+        self.model = problem.model.to(settings.device)
+        if settings.dtype != torch.float32:
+            self.model.to(settings.dtype)
+        self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        forwards = self.steps * settings.accumulate
+        fp4graph.apply(self.model, policy, backend=settings.backend, seed=settings.seed, total_steps=forwards)
+        self.optimizer = fp4graph.prepare_optimizer(self.model, _optimizer(self.model, settings))
+        self.scaler = fp4graph.grad_scaler(self.model)
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer, lambda step: _factor(step, self.steps, settings)
+        )
+        self.step = 0
+        self.seconds = 0.0
+        self.history: list[Validation] = []
+        self.sites = self.quantized = 0
+
+    def description(self) -> dict[str, Any]:
+        """What a record says of a run besides the run itself."""
+        return {
+            "policy": self.policy.to_yaml(),
+            "policy_name": self.policy.name,
+            "complexity": self.complexity,
+            "parameters": self.parameters,
+            "versions": {
+                "fp4graph": fp4graph.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+            "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
+        }
+
+    @property
+    def complexity(self) -> float:
+        """Ω: the policy's, and what the optimizer adds as the technique that is the same would."""
+        own = default_registry().techniques["stable_spam"]() if self.settings.optimizer == "stablespam" else None
+        return self.policy.complexity + (own.complexity if own is not None else 0.0)
+
+    def load(self, file: Path) -> None:
+        """Go back to where :meth:`save` was called."""
+        progress = checkpoint.load(file, self.model, self.optimizer, scaler=self.scaler, scheduler=self.scheduler)
+        self.step, self.seconds = progress["step"], progress["seconds"]
+        self.sites, self.quantized = progress["sites"], progress["quantized"]
+        self.history = [Validation(**entry) for entry in progress["history"]]
+
+    def save(self, file: Path) -> None:
+        progress = {
+            "step": self.step,
+            "seconds": self.seconds,
+            "sites": self.sites,
+            "quantized": self.quantized,
+            "history": [dataclasses.asdict(entry) for entry in self.history],
+        }
+        checkpoint.save(
+            file, self.model, self.optimizer, scaler=self.scaler, scheduler=self.scheduler, progress=progress
+        )
+
+    def go_on(
+        self,
+        record: Record | None,
+        report: Callable[[int, float], None] | None,
+        tick: Callable[[int, int, float], None] | None,
+        checkpoints: bool,
+    ) -> Outcome:
+        """Train to the last step, or until a loss is not finite."""
+        settings = self.settings
+        if not self.step:
+            torch.manual_seed(settings.seed)
+        batches = self.problem.batches(self.step * settings.accumulate)
+        look_every = 1 if settings.device.type == "cpu" else LOOK_EVERY
+        line_every = max(1, self.steps // LINES)
+        since_validation: list[Tensor] = []
+        since_line: list[Tensor] = []
+        started = time.perf_counter() - self.seconds
+        diverged = False
+        self.model.train()
+        while self.step < self.steps and not diverged:
+            loss = self._step(list(islice(batches, settings.accumulate)))
+            self.step += 1
+            since_validation.append(loss)
+            since_line.append(loss)
+            if self.step == 1:
+                self._count_sites()
+            validates = self.step % self.every == 0 or self.step == self.steps
+            if self.step % look_every == 0 or validates:
+                diverged = not math.isfinite(loss.item())
+                if tick is not None:
+                    tick(self.step, self.steps, loss.item())
+            if record is not None and (self.step % line_every == 0 or diverged):
+                self.seconds = time.perf_counter() - started
+                rate = self.optimizer.param_groups[0]["lr"]
+                record.line(self.step, train_loss=_mean(since_line), lr=float(rate), seconds=self.seconds)
+                since_line.clear()
+            self.scheduler.step()
+            if validates and not diverged:
+                means = self._evaluate()
+                entry = Validation(self.step, _mean(since_validation), means["loss"], self.problem.summary(means))
+                since_validation.clear()
+                self.history.append(entry)
+                diverged = not math.isfinite(entry.validation_loss)
+                self.seconds = time.perf_counter() - started
+                if record is not None:
+                    losses = {"train_loss": entry.train_loss, "validation_loss": entry.validation_loss}
+                    record.line(self.step, **losses, **entry.metrics)
+                    if checkpoints and not diverged:
+                        self.save(record.checkpoint)
+                if report is not None and not diverged:
+                    report(self.step, entry.validation_loss)
+        self.seconds = time.perf_counter() - started
+        outcome = self._outcome(diverged)
+        if record is not None:
+            record.end(outcome)
+        return outcome
+
+    def _count_sites(self) -> None:
+        runtime = runtime_of(self.model)
+        assert runtime is not None
+        self.sites, self.quantized = len(runtime.sites), sum(site.quantized for site in runtime.sites)
+
+    def _step(self, batches: list[Batch]) -> Tensor:
+        """One step of the optimizer; the mean loss of its batches, 0-d."""
+        total = torch.zeros((), device=self.settings.device)
+        for batch in batches:
+            loss = self._measure(batch)["loss"].mean() / len(batches)
+            torch.autograd.backward(self.scaler.scale(loss))
+            total += loss.detach()
+        if self.settings.clip:
+            self.scaler.unscale_(self.optimizer)
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        return total
+
+    def _measure(self, batch: Batch) -> Mapping[str, Tensor]:
+        device = self.settings.device
+        moved = tuple(tensor.to(device, non_blocking=True) for tensor in batch)
+        with torch.autocast(device.type, torch.bfloat16, enabled=self.settings.autocast):
+            return self.problem.measure(self.model, moved)
+
+    @torch.no_grad()
+    def _evaluate(self) -> dict[str, float]:
+        """Means over the validation samples, quantized as in training."""
+        self.model.eval()
+        parts: dict[str, list[Tensor]] = {}
+        for batch in islice(self.problem.validation(), self.settings.validation_batches):
+            for name, values in self._measure(_filled(batch, self.settings.batch_size)).items():
+                parts.setdefault(name, []).append(values[: len(batch[0])].double())
+        self.model.train()
+        if not parts:
+            raise Error(f"task {self.settings.run.task!r} has no validation data")
+        return {name: torch.cat(values).mean().item() for name, values in parts.items()}
+
+    def _outcome(self, diverged: bool) -> Outcome:
+        last = Validation(self.step, math.nan, math.nan) if diverged else self.history[-1]
+        return Outcome(
+            validation_loss=last.validation_loss,
+            train_loss=last.train_loss,
+            metrics=last.metrics,
+            steps=self.step,
+            seconds=self.seconds,
+            diverged=diverged,
+            complexity=self.complexity,
+            quantized=self.quantized,
+            sites=self.sites,
+            parameters=self.parameters,
+            history=tuple(self.history),
+        )
+
+
+def _mean(losses: list[Tensor]) -> float:
+    return torch.stack(losses).mean().item()
+
+
+def _filled(batch: Batch, size: int) -> Batch:
+    """A short batch repeated up to ``size`` samples, so that it meets the compiled shape."""
+    if len(batch[0]) == size:
+        return batch
+    rows = torch.arange(size) % len(batch[0])
+    return tuple(tensor[rows] for tensor in batch)
+
+
+def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
+    """Matrices decay; vectors, and what the model itself names (position embeddings), do not."""
+    named: Callable[[], set[str]] = getattr(model, "no_weight_decay", set)  # timm's
+    exempt = named()
+    decays = [p for name, p in model.named_parameters() if p.dim() >= 2 and name not in exempt]
+    others = [p for name, p in model.named_parameters() if p.dim() < 2 or name in exempt]
+    groups = [
+        {"params": decays, "weight_decay": settings.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
+    kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "adam": torch.optim.Adam,
+        "adamw": torch.optim.AdamW,
+        "sgd": torch.optim.SGD,
+        "stablespam": StableSPAM,
+    }
+    options = dict(settings.run.optimizer_options)
+    try:
+        return kinds[settings.optimizer]([group for group in groups if group["params"]], lr=settings.lr, **options)
+    except (TypeError, ValueError) as error:
+        raise Error(f"optimizer {settings.optimizer} does not take {options}: {error}") from error
+
+
+def _factor(step: int, steps: int, settings: Settings) -> float:
+    """Factor of the learning rate at a step: linear to 1, then constant or half a cosine down to a hundredth."""
+    warmup = round(settings.warmup * steps)
+    if step < warmup:
+        return (step + 1) / warmup
+    if settings.schedule == "constant":
+        return 1.0
+    return 0.01 + 0.99 * (1 + math.cos(math.pi * (step - warmup) / max(steps - warmup, 1))) / 2

@@ -1,0 +1,168 @@
+"""The processes of a sweep on this machine: started, watched, and replaced where one is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, get_args
+
+import optuna
+
+from fp4graph.errors import Error
+from fp4graph.experiments.space import parse_space
+from fp4graph.experiments.study import Study, Trial, make_pruner
+from fp4graph.experiments.sweep import POLL, REPLACE, Objective, Pruner, Sampler, train_once, work, worker_name
+
+
+class Interrupted(BaseException):
+    """The process was told to stop."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker process needs to know; the rest is in the study."""
+
+    url: str
+    study: str
+    target: int
+    sampler: Sampler
+    pruner: Pruner
+    device: str
+    log: str
+    workers: int
+    index: int = 0
+    parent: int = 0
+    objective: Objective = train_once
+
+    def __post_init__(self) -> None:
+        for name, known in (("sampler", get_args(Sampler)), ("pruner", get_args(Pruner))):
+            if getattr(self, name) not in known:
+                raise Error(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
+
+
+def _process(job: Job, parent: Connection) -> None:
+    """A worker process. What it prints goes to its log; an Error is sent to the process that started it."""
+    with Path(job.log).open("a", encoding="utf-8", buffering=1) as log:
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGINT, _interrupt)
+    import torch
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.workers))
+    try:
+        study = Study.open(job.url, job.study, make_pruner(job.pruner))
+        space = parse_space(study.manifest.space, f"space of study {job.study}")
+        work(
+            study,
+            space,
+            job.target,
+            sampler=job.sampler,
+            device=_device(job),
+            objective=job.objective,
+            going=lambda: os.getppid() == job.parent,  # an orphan finishes its trial, and no more
+        )
+    except Error as error:
+        parent.send(str(error))
+        sys.exit(1)
+    except Interrupted:
+        sys.exit(1)
+
+
+def _interrupt(*_: object) -> None:
+    raise Interrupted
+
+
+def _device(job: Job) -> str:
+    """The job's; where there are several accelerators, they are dealt out."""
+    import torch
+
+    count = torch.cuda.device_count() if job.device in ("auto", "cuda") else 0
+    return f"cuda:{job.index % count}" if count > 1 else job.device
+
+
+class Workers:
+    """The worker processes of one sweep on this machine: a context in which they run."""
+
+    def __init__(self, job: Job, study: Study) -> None:
+        self._job, self._study = job, study
+        self._context = multiprocessing.get_context("spawn")
+        self._running: dict[int, tuple[Any, Connection, int]] = {}
+
+    def __enter__(self) -> Workers:
+        for index in range(self._job.workers):
+            self._start(index)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process, _pipe, _progress in self._running.values():
+            process.terminate()
+        for process, _pipe, _progress in self._running.values():
+            process.join(30)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def _start(self, index: int) -> None:
+        ours, theirs = self._context.Pipe(duplex=False)
+        log = str(Path(self._job.log) / f"worker-{index}.log")
+        job = replace(self._job, log=log, index=index, parent=os.getpid())
+        process = self._context.Process(target=_process, args=(job, theirs), name=f"worker {index}")
+        process.start()
+        theirs.close()
+        self._running[index] = process, ours, _progress(self._study.trials())
+
+    def watch(self) -> Iterator[tuple[list[Trial], list[str]]]:
+        """The trials, and what happened to workers meanwhile, about once a second until all workers are through.
+
+        A worker that was killed is replaced, as long as trials go on: its own is at once free for others.
+
+        Raises:
+            Error: what a worker could not go on after, or that they end without doing anything.
+        """
+        while self._running:
+            events: list[str] = []
+            for index, (process, pipe, progress) in list(self._running.items()):
+                if process.is_alive():
+                    continue
+                del self._running[index]
+                if pipe.poll():
+                    with contextlib.suppress(EOFError):
+                        raise Error(pipe.recv())
+                if process.exitcode == 0:
+                    continue
+                self._release(process.pid)
+                events.append(f"worker {index} ended ({_ending(process.exitcode)}); its trial is free again")
+                if _progress(self._study.trials()) == progress:
+                    raise Error(f"{events[-1]}; {self._job.log}/worker-{index}.log may say why")
+                self._start(index)
+            yield self._study.trials(), events
+            time.sleep(POLL)
+        yield self._study.trials(), []
+
+    def _release(self, pid: int) -> None:
+        worker = worker_name(pid)
+        for trial in self._study.trials():
+            if trial.worker == worker and trial.state == "running":
+                self._study.lose(trial.number)
+
+
+def _progress(trials: Sequence[Trial]) -> int:
+    """What grows as long as workers do anything at all; bounded, as losses of one configuration are."""
+    return sum(trial.finished or trial.state in ("lost", "refused") for trial in trials)
+
+
+def _ending(code: int) -> str:
+    if code == REPLACE:
+        return "its device was of no more use"
+    return signal.Signals(-code).name if code < 0 else f"exit status {code}"

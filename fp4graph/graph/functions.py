@@ -1,0 +1,125 @@
+"""The functions that stand in a rewritten graph for its sites: one for each program, found by name in any process.
+
+torch keeps compiled graphs in a cache on disk, under a key in which a function is only its name. So a name here says
+everything that its function does: it holds a digest of the program, of this package's source, and of the source of the
+techniques in it. A graph that calls such functions may be cached as any other (:func:`cacheable`).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from fp4graph.numerics import noise
+from fp4graph.ops import plain
+from fp4graph.ops.matmul import MatmulProgram, quantized_matmul
+
+_PREFIX = "fp4graph_site_"
+
+
+def site_function(program: MatmulProgram, form: str, alpha: float, beta: float) -> Callable[..., Tensor]:
+    """The function that replaces a node, one object for all sites of equal program and form.
+
+    Called as ``f(a, b, addend, key, step, salt, *state, site=...)``: for ``linear`` ``a [..., K]``, ``b [N, K]``; for
+    ``matmul`` ``a [..., M, K]``, ``b [..., K, N]`` with ``torch.matmul``'s broadcasting.
+    """
+    return _site_function(program, form, alpha, beta, plain.enabled())
+
+
+@functools.lru_cache(maxsize=1024)
+def _site_function(
+    program: MatmulProgram, form: str, alpha: float, beta: float, kernels: bool
+) -> Callable[..., Tensor]:
+    def fp4graph_matmul(
+        a: Tensor,
+        b: Tensor,
+        addend: Tensor | None,
+        key: Tensor | None,
+        step: Tensor | None,
+        salt: int,
+        *state: Tensor,
+        site: str | None = None,
+    ) -> Tensor:
+        if key is not None and salt:
+            key = noise.derive(key, salt)
+        if form == "matmul":
+            slots = zip(program.state, state, strict=True)
+            b, state = b.mT, tuple(entry.mT if slot.entry.weight_like else entry for slot, entry in slots)
+        bias = addend if alpha == beta == 1 and addend is not None and addend.dim() == 1 else None
+        if b.dim() == 2:
+            # The tokens of every leading axis are one axis: blocks of the weight gradient's GEMM run across them.
+            flat = a.flatten(0, -2) if a.dim() > 2 else a.unsqueeze(0) if a.dim() == 1 else a
+            y = quantized_matmul(program, flat, b, bias, key, step, state, site)
+            y = y.reshape(*a.shape[:-1], b.shape[0])
+        else:
+            batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
+            left, right = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
+            y = quantized_matmul(program, left, right, bias, key, step, state, site)
+        if addend is None or bias is not None:
+            return y
+        y = y if alpha == 1 else y * alpha
+        return y + (addend if beta == 1 else addend * beta).to(y.dtype)
+
+    said = repr((program, form, alpha, beta, kernels, _techniques_digest(program)))
+    name = f"{_PREFIX}{form}_{hashlib.sha256(said.encode()).hexdigest()[:16]}"
+    fp4graph_matmul.__name__ = fp4graph_matmul.__qualname__ = name
+    setattr(sys.modules[__name__], name, fp4graph_matmul)  # where whoever reads the graph's code looks for it
+    return fp4graph_matmul
+
+
+@contextmanager
+def cacheable(gm: GraphModule) -> Iterator[None]:
+    """In this context torch may take a graph with our functions from its caches and put it there."""
+    marked = torch._inductor.config.unsafe_marked_cacheable_functions
+    ours = {f"{__name__}.{name}": torch.__version__ for name in sorted(_names(gm))}
+    with torch._inductor.config.patch(unsafe_marked_cacheable_functions={**marked, **ours}):
+        yield
+
+
+def _names(gm: GraphModule) -> set[str]:
+    modules = [module for module in gm.modules() if isinstance(module, GraphModule)]
+    targets = (node.target for module in modules for node in module.graph.nodes if node.op == "call_function")
+    names = (getattr(target, "__name__", "") for target in targets)
+    return {name for name in names if name.startswith(_PREFIX)}
+
+
+def _techniques_digest(program: MatmulProgram) -> str:
+    gemms = (program.fprop, program.dgrad, program.wgrad)
+    techniques = {type(t) for g in gemms for t in (*g.transforms, *g.left.techniques, *g.right.techniques)}
+    return _digest(_source(cls) for technique in (MatmulProgram, *techniques) for cls in technique.__mro__)
+
+
+@functools.cache
+def _source(cls: type) -> bytes:
+    """What stands for the code of ``cls``: its package's files, since it may call anything there. A class made in a
+    function may hold what no file says, and one without a file what nothing says; such a class is like no other."""
+    try:
+        file = Path(inspect.getfile(cls))
+    except (OSError, TypeError):
+        return b"" if cls.__module__ == "builtins" else os.urandom(16)
+    if "<locals>" in cls.__qualname__ or not file.is_file():
+        return os.urandom(16)
+    package = sys.modules.get(cls.__module__.partition(".")[0])
+    folders = [Path(folder) for folder in getattr(package, "__path__", ())]
+    return _files_digest(tuple(folders) or (file,))
+
+
+@functools.cache
+def _files_digest(places: tuple[Path, ...]) -> bytes:
+    files = [file for place in places for file in (place.rglob("*.py") if place.is_dir() else (place,))]
+    return _digest(file.read_bytes() for file in files).encode()
+
+
+def _digest(parts: Iterable[bytes]) -> str:
+    """Of all parts, in any order."""
+    return hashlib.sha256(b"".join(sorted(hashlib.sha256(part).digest() for part in parts))).hexdigest()

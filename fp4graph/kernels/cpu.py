@@ -1,0 +1,247 @@
+"""The plain quantizer on a CPU: compiles ``quantize.cpp`` once per quantizer and calls it on tensors.
+
+A library is built from the C++ source and the quantizer's numbers in a fraction of a second, for all shapes, and kept
+in Inductor's cache directory. Quantizers are named by their text (:meth:`QuantSpec.to_text`), as the operators that
+call this are (:mod:`fp4graph.ops.plain`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4graph.numerics.packing import scale_storage
+from fp4graph.numerics.scaling import exponent_shift
+from fp4graph.numerics.spec import QuantSpec
+
+#: Dtypes that the kernels read and write; others go through fp32.
+DTYPES = {torch.float32: "float", torch.bfloat16: "bf16"}
+_STORED = {torch.uint8: "u8", torch.bfloat16: "u16", torch.float32: "float"}
+_LANES = 64  # of quantize.cpp
+
+# -ffp-contract=off: a fused multiply-add rounds once where the tensor code rounds twice. The other two promise that
+# nobody reads errno or floating-point exceptions, without which rounding functions are calls.
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
+
+_QUANTIZE = """
+extern "C" void run(const {T}* x, Strides from, {T}* y, Strides to, u8* codes, Q::Stored* scales, Noise noise,
+                    Shape shape, int threads) {{
+    quantize<Q, {T}>(x, from, y, to, codes, scales, noise, shape, threads);
+}}
+"""
+_REQUANTIZE = """
+extern "C" void run(const u8* codes, const P::Stored* scales, {T}* y, Strides to, Noise noise, Shape shape,
+                    int threads) {{
+    requantize<P, Q, {T}>(codes, scales, y, to, noise, shape, threads);
+}}
+"""
+_UNPACK = """
+extern "C" void run(const u8* codes, const P::Stored* scales, {T}* y, Shape shape, int threads) {{
+    unpack<P, {T}>(codes, scales, y, shape, threads);
+}}
+"""
+
+
+class _Strides(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("batch", "row", "column")]
+
+
+class _Shape(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("batches", "rows", "columns")]
+
+
+class _Noise(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("key", "step", "salts")),
+        ("count", ctypes.c_int64),
+    ]
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Where a stochastic quantizer draws from, as :class:`fp4graph.ops.program.Draw` does: ``key`` mixed with the first
+    two words of ``step``, then derived by each salt. All None or empty where nothing is drawn."""
+
+    key: Tensor | None = None
+    step: Tensor | None = None
+    salts: Sequence[int] = ()
+
+
+def supports(spec: QuantSpec) -> bool:
+    """Whether the kernels know ``spec``: blocks of a fixed length along the contraction axis, codes of up to a byte."""
+    return isinstance(spec.block, int) and spec.block <= 1024 and spec.element.code_bits <= 8
+
+
+def packs(spec: QuantSpec) -> bool:
+    """Whether what ``spec`` gives can be kept as bytes and quantized again from them."""
+    return supports(spec) and isinstance(spec.block, int) and spec.block % 2 == 0 and _LANES % spec.block == 0
+
+
+@functools.cache
+def available() -> bool:
+    """Whether there is a C++ compiler that takes the kernels; warns once where there is none."""
+    try:
+        _build("")
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or error
+        warnings.warn(
+            f"the CPU kernels cannot be compiled ({str(reason).strip().splitlines()[-1]}); quantizers run as slower "
+            "tensor code. Install g++, or name a C++17 compiler in the environment variable CXX",
+            stacklevel=2,
+        )
+        return False
+    return True
+
+
+def quantize(
+    x: Tensor, y: Tensor, spec: str, noise: Noise, codes: Tensor | None = None, scales: Tensor | None = None
+) -> None:
+    """Quantize ``x`` into ``y``.
+
+    Args:
+        x, y: ``[B, R, C]``, blocks along C, a dtype of :data:`DTYPES`; both contiguous along C, or both along R.
+        codes, scales: where the bytes go too, as of :func:`fp4graph.pack`; only if C is contiguous.
+    """
+    drawn, kept = _noise(noise)
+    run = _function(_QUANTIZE, x.dtype, Q=spec)
+    run(_at(x), _strides(x), _at(y), _strides(y), _at(codes), _at(scales), drawn, _Shape(*x.shape), _threads())
+    del kept
+
+
+def requantize(codes: Tensor, scales: Tensor, packed: str, y: Tensor, spec: str, noise: Noise) -> None:
+    """Quantize into ``y [B, R, C]``, contiguous along R, the transpose of what ``packed`` packed along R."""
+    drawn, kept = _noise(noise)
+    run = _function(_REQUANTIZE, y.dtype, P=packed, Q=spec)
+    run(_at(codes), _at(scales), _at(y), _strides(y), drawn, _Shape(*y.shape), _threads())
+    del kept
+
+
+def unpack(codes: Tensor, scales: Tensor, packed: str, y: Tensor) -> None:
+    """What ``packed`` packed along C, into the contiguous ``y [B, R, C]``."""
+    run = _function(_UNPACK, y.dtype, P=packed)
+    run(_at(codes), _at(scales), _at(y), _Shape(*y.shape), _threads())
+
+
+def _noise(noise: Noise) -> tuple[_Noise, object]:
+    """As the kernels take it, and what must outlive the call."""
+    salts = (ctypes.c_int32 * len(noise.salts))(*noise.salts)
+    return _Noise(_at(noise.key), _at(noise.step), ctypes.addressof(salts), len(noise.salts)), salts
+
+
+def _at(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def _strides(x: Tensor) -> _Strides:
+    return _Strides(*x.stride())
+
+
+def _threads() -> int:
+    return torch.get_num_threads()
+
+
+def _function(template: str, dtype: torch.dtype, **formats: str) -> Callable[..., None]:
+    return _linked(template, dtype, tuple(formats.items()))
+
+
+@functools.cache
+def _linked(template: str, dtype: torch.dtype, formats: tuple[tuple[str, str], ...]) -> Callable[..., None]:
+    structs = "".join(_struct(name, QuantSpec.from_text(text)) for name, text in formats)
+    function: Any = ctypes.CDLL(str(_build(structs + template.format(T=DTYPES[dtype])))).run
+    function.restype = None
+    return function  # type: ignore[no-any-return]
+
+
+def _struct(name: str, spec: QuantSpec) -> str:
+    """The numbers of ``spec`` as quantize.cpp reads them."""
+    element, scale = spec.element, spec.scale
+    number = scale.format
+    shift = exponent_shift(scale, element)
+    constants: dict[str, int | bool | float] = {
+        "BLOCK": spec.block if isinstance(spec.block, int) else 0,
+        "MANTISSA": element.mantissa_bits,
+        "MIN_EXPONENT": element.min_exponent,
+        "EMAX": element.emax,
+        "QMAX": element.max,
+        "CODE_BITS": element.code_bits,
+        "NAN_CODE": element.nan_code or 0,
+        "INTEGER": element.integer,
+        "SR": spec.rounding == "stochastic",
+        "TIES_EVEN": spec.ties == "even",
+        "TIES_UP": spec.ties == "up",
+        "RANDOM_BITS": spec.random_bits,
+        "ENCODE": scale.convention == "encode",
+        "TO_ONE": scale.zero == "to_one",
+        "SHIFT": -1 if shift is None else shift,
+        "S_TOWARD_POSITIVE": scale.rounding == "toward_positive",
+        "S_STOCHASTIC": scale.rounding == "stochastic",
+        "S_MANTISSA": number.mantissa_bits,
+        "S_MIN_EXPONENT": number.min_exponent,
+        "S_HAS_ZERO": number.has_zero,
+        "S_MAX": number.max,
+        "S_MIN": number.min,
+        "S_TOP": number.top_exponent,
+        "S_NAN": number.nan_code or 0,
+    }
+    lines = "".join(f"    static constexpr {_typed(key, value)};\n" for key, value in constants.items())
+    return f"struct {name} {{\n{lines}    using Stored = {_STORED[scale_storage(number)]};\n}};\n"
+
+
+def _typed(name: str, value: bool | int | float) -> str:
+    if isinstance(value, bool):
+        return f"bool {name} = {str(value).lower()}"
+    return f"int {name} = {value}" if isinstance(value, int) else f"float {name} = {value.hex()}f"
+
+
+@functools.cache
+def _source() -> str:
+    return resources.files(__package__).joinpath("quantize.cpp").read_text()
+
+
+def _build(entry: str) -> Path:
+    """The shared library of the kernels with ``entry`` at their end, built unless it is in the cache.
+
+    Raises:
+        OSError: there is no compiler. subprocess.SubprocessError: it refuses the source.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    compiler = os.environ.get("CXX", "g++")
+    flags = [*_FLAGS, *(() if platform.system() == "Darwin" else ("-fopenmp", "-march=native"))]
+    source = _source() + entry
+    digest = hashlib.sha256("\0".join([_machine(), compiler, *flags, source]).encode()).hexdigest()[:24]
+    library = Path(cache_dir()) / "fp4graph" / f"{digest}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+            path = Path(folder, "quantize.cpp")
+            path.write_text(source)
+            built = path.with_suffix(".so")
+            command = [compiler, *flags, str(path), "-o", str(built)]
+            subprocess.run(command, check=True, capture_output=True, text=True)
+            built.replace(library)  # atomic: other processes build the same
+    return library
+
+
+@functools.cache
+def _machine() -> str:
+    """What -march=native depends on: a cache directory may be shared between machines."""
+    try:
+        flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
+    except (OSError, StopIteration):
+        flags = platform.processor()
+    return platform.machine() + flags

@@ -1,0 +1,536 @@
+// The plain quantizer of one operand on a CPU, in one pass over the tensor: fp4graph.numerics in C++, bit for bit.
+//
+// fp4graph/kernels/cpu.py compiles this file once per quantizer, whose numbers it adds as a struct of constants F,
+// and calls it for every site and shape. A tensor is a batch of matrices [R, C] with blocks along C. The work is done in
+// tiles that stay in the cache: read, find each block's maximum, make the scales, round, write. Where C is contiguous a
+// tile is a strip of blocks one after another; where R is, it is one block each of many neighbouring lines. Every step
+// is a loop over independent elements without branches, which compilers turn into vector instructions.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+using i32 = int32_t;
+using i64 = int64_t;
+using u8 = uint8_t;
+using u16 = uint16_t;
+using u32 = uint32_t;
+
+template <class To, class From>
+inline To as(From x) {
+    static_assert(sizeof(To) == sizeof(From));
+    To y;
+    std::memcpy(&y, &x, sizeof y);
+    return y;
+}
+
+constexpr i32 SIGN = INT32_MIN;
+constexpr i32 INFINITE = 0x7F800000;
+const float NOT_A_NUMBER = as<float>(0x7FC00000);
+
+inline float pow2(i32 exponent) { return as<float>((exponent + 127) << 23); }
+inline i32 max(i32 a, i32 b) { return a > b ? a : b; }
+inline i32 min(i32 a, i32 b) { return a < b ? a : b; }
+
+// ---------------------------------------------------------------------------------------------- numerics/noise.py
+
+inline u32 lowbias32(u32 x) {
+    x ^= x >> 16;
+    x *= 0x7FEB352Du;
+    x ^= x >> 15;
+    x *= 0x846CA68Bu;
+    return x ^ (x >> 16);
+}
+
+struct Key {
+    u32 a = 0, b = 0;
+    u32 bits(u32 index) const { return lowbias32(lowbias32(index + a) ^ b); }
+    Key absorb(u32 word) const {
+        constexpr u32 golden = 0x9E3779B9u;
+        return {bits(2 * word * golden + word), bits((2 * word + 1) * golden + word)};
+    }
+};
+
+constexpr u32 BLOCK_SALT = 1u << 16;
+
+template <int BITS>
+inline float uniform(u32 bits) {
+    float k = static_cast<float>(static_cast<i32>(bits >> (32 - BITS))) * pow2(-BITS);
+    return BITS == 24 ? k : k + pow2(-BITS - 1);
+}
+
+// ---------------------------------------------------------------------------------------------- numerics/scaling.py
+
+struct Spacing {
+    float step, inverse;
+};
+
+inline Spacing spacing(float u, int min_exponent, int mantissa) {
+    i32 step = max(as<i32>(u) & INFINITE, (min_exponent + 127) << 23) - (mantissa << 23);
+    return {as<float>(step), as<float>((254 << 23) - step)};
+}
+
+// The bits of z >= 0 as if its exponent were unbounded: those of subnormals normalised.
+inline i32 unbounded(float z) {
+    i32 bits = as<i32>(z);
+    i32 normalised = as<i32>(static_cast<float>(bits)) - (149 << 23);
+    return bits > 0x7FFFFF ? bits : normalised;
+}
+
+template <class F>
+inline float from_exponent(i32 exponent) {
+    constexpr i32 lowest = F::S_MIN_EXPONENT - F::S_MANTISSA;
+    i32 within = min(max(exponent, lowest), F::S_TOP);
+    float normal = as<float>((within + 127) << 23), subnormal = as<float>(1 << min(max(within + 149, 0), 22));
+    float scale = within < -126 ? subnormal : normal;
+    if (F::S_MAX != pow2(F::S_TOP)) scale = exponent > F::S_TOP ? F::S_MAX : scale;
+    return F::TO_ONE && exponent < lowest ? 1.0f : scale;
+}
+
+// What to add to bits so that cutting `dropped` low ones off rounds by the rule.
+template <class F>
+inline i32 carry(i32 bits, int dropped, u32 noise) {
+    const i32 below = static_cast<i32>((1u << dropped) - 1);
+    if (F::S_TOWARD_POSITIVE) return below;
+    if (F::S_STOCHASTIC) return below - static_cast<i32>((noise >> 8) >> (24 - dropped));
+    return dropped == 23 ? 1 << 22 : (below >> 1) + ((bits >> dropped) & 1);
+}
+
+template <class F>
+inline float to_format(float ideal, u32 noise) {
+    ideal = ideal > F::S_MAX ? F::S_MAX : ideal;
+    if (!F::S_HAS_ZERO) {
+        i32 bits = unbounded(ideal);
+        return from_exponent<F>(((bits + carry<F>(bits, 23, noise)) >> 23) - 127);
+    }
+    float scale;
+    if (F::S_MIN_EXPONENT == -126) {
+        constexpr int dropped = 23 - F::S_MANTISSA;
+        i32 bits = as<i32>(ideal);
+        scale = dropped == 0 ? ideal : as<float>((bits + carry<F>(bits, dropped, noise)) & -(1 << dropped));
+    } else {
+        Spacing s = spacing(ideal, F::S_MIN_EXPONENT, F::S_MANTISSA);
+        float v = ideal * s.inverse, lower = std::floor(v);
+        scale = s.step * (F::S_TOWARD_POSITIVE ? std::ceil(v)
+                          : F::S_STOCHASTIC ? lower + std::ceil(v - lower - uniform<24>(noise))
+                                                              : std::nearbyint(v));
+    }
+    return F::TO_ONE ? (scale == 0 ? 1.0f : scale) : (scale < F::S_MIN ? F::S_MIN : scale);
+}
+
+// The stored scale of a block whose statistic has these bits; NaN where the statistic is not finite.
+template <class F>
+inline float block_scale(i32 z, u32 noise) {
+    float statistic = as<float>(min(z, INFINITE));  // sums of a NaN's bits would overflow
+    float scale = F::SHIFT >= 0 ? from_exponent<F>(((unbounded(statistic) + F::SHIFT) >> 23) - (127 + F::EMAX))
+                                : to_format<F>(F::ENCODE ? F::QMAX / statistic : statistic / F::QMAX, noise);
+    return z < INFINITE ? scale : NOT_A_NUMBER;
+}
+
+// Powers of two divide exactly by their reciprocals, all of which are fp32 numbers; other scales do not.
+template <class F>
+inline float divide(float x, float scale, float reciprocal) {
+    return F::S_MANTISSA == 0 ? x * reciprocal : x / scale;
+}
+
+template <class F>
+inline float ratio(float x, float scale, float reciprocal) {
+    return F::ENCODE ? x * scale : divide<F>(x, scale, reciprocal);
+}
+
+template <class F>
+inline float dequantized(float q, float scale, float reciprocal) {
+    return F::ENCODE ? divide<F>(q, scale, reciprocal) : q * scale;
+}
+
+// ---------------------------------------------------------------------------------------------- numerics/rounding.py
+
+struct Rounded {
+    float value;
+    i32 magnitude;  // the code without its sign: binades count in steps of 2^MANTISSA
+};
+
+template <class F>
+inline Rounded round_element(float u, u32 bits) {
+    u = u < -F::QMAX ? -F::QMAX : u;
+    u = u > F::QMAX ? F::QMAX : u;
+    Spacing s = spacing(u, F::MIN_EXPONENT, F::MANTISSA);
+    i32 binade = (as<i32>(s.step) >> 23) - (F::MIN_EXPONENT + 127 - F::MANTISSA), sign = as<i32>(u) & SIGN;
+    float w = u * s.inverse, v = as<float>(as<i32>(w) & ~SIGN), lower = std::floor(v), n;
+    if (F::SR) {
+        n = lower + std::ceil(v - lower - uniform<F::RANDOM_BITS>(bits));
+    } else if (F::TIES_EVEN && F::MANTISSA > 0) {
+        n = std::nearbyint(v);  // a binade starts at an even code
+    } else if (F::TIES_EVEN) {
+        i32 odd = (binade + static_cast<i32>(lower)) & 1;
+        n = lower + static_cast<float>((v - lower > 0.5f) | ((v - lower == 0.5f) & odd));
+    } else if (F::TIES_UP) {
+        float below = std::floor(w);
+        n = std::fabs(below + (1 - std::ceil(0.5f - (w - below))));
+    } else {
+        n = lower + (1 - std::ceil(0.5f - (v - lower)));
+    }
+    float q = as<float>(as<i32>(n * s.step) | sign);
+    if (F::INTEGER) q = q == 0 ? 0.0f : q;
+    return {q, (binade << F::MANTISSA) + static_cast<i32>(n)};
+}
+
+// ---------------------------------------------------------------------------------------------- numerics/packing.py
+
+template <class F>
+inline i32 encode(Rounded r) {
+    constexpr i32 half = 1 << (F::CODE_BITS - 1);
+    if (F::INTEGER) return (r.value < 0 ? -r.magnitude : r.magnitude) & (2 * half - 1);
+    return r.magnitude | ((as<i32>(r.value) >> 31) & half);
+}
+
+inline float decode_magnitude(i32 code, int min_exponent, int mantissa) {
+    float subnormal = static_cast<float>(code) * pow2(min_exponent - mantissa);
+    float normal = as<float>((code + ((min_exponent - 1 + 127) << mantissa)) << (23 - mantissa));
+    return code < (1 << mantissa) ? subnormal : normal;
+}
+
+template <class F>
+inline float decode(i32 code) {
+    constexpr i32 half = 1 << (F::CODE_BITS - 1);
+    if (F::INTEGER) return static_cast<float>((code ^ half) - half) * pow2(F::MIN_EXPONENT - F::MANTISSA);
+    float value = decode_magnitude(code & (half - 1), F::MIN_EXPONENT, F::MANTISSA);
+    return as<float>(as<i32>(value) | (code & half) << (32 - F::CODE_BITS));
+}
+
+// How a scale is stored: as a code, as bfloat16, or as it is.
+template <class F>
+inline void store_scale(float scale, u8* to) {
+    bool finite = scale < INFINITY;
+    if (!F::S_HAS_ZERO) {
+        *to = static_cast<u8>(finite ? (as<i32>(scale) >> 23) - (F::S_MIN_EXPONENT + 127) : F::S_NAN);
+    } else {
+        Spacing s = spacing(scale, F::S_MIN_EXPONENT, F::S_MANTISSA);
+        i32 binade = (as<i32>(s.step) >> 23) - (F::S_MIN_EXPONENT + 127 - F::S_MANTISSA);
+        i32 code = (binade << F::S_MANTISSA) + static_cast<i32>(scale * s.inverse);
+        *to = static_cast<u8>(finite ? code : F::S_NAN);
+    }
+}
+template <class F>
+inline void store_scale(float scale, u16* to) { *to = static_cast<u16>(as<u32>(scale) >> 16); }
+template <class F>
+inline void store_scale(float scale, float* to) { *to = scale; }
+
+template <class F>
+inline float load_scale(u8 code) {
+    const i32 field = code + (F::S_MIN_EXPONENT + 127);
+    float value = F::S_HAS_ZERO ? decode_magnitude(code, F::S_MIN_EXPONENT, F::S_MANTISSA)
+                                : as<float>(field ? field << 23 : 1 << 22);
+    return code == F::S_NAN ? NOT_A_NUMBER : value;
+}
+template <class F>
+inline float load_scale(u16 stored) { return as<float>(static_cast<u32>(stored) << 16); }
+template <class F>
+inline float load_scale(float stored) { return stored; }
+
+// ---------------------------------------------------------------------------------------------- elements in memory
+
+struct bf16 {
+    u16 bits;
+};
+
+inline float widen(float x) { return x; }
+inline float widen(bf16 x) { return as<float>(static_cast<u32>(x.bits) << 16); }
+inline void narrow(float x, float* to) { *to = x; }
+inline void narrow(float x, bf16* to) {
+    u32 bits = as<u32>(x), rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    to->bits = static_cast<u16>((bits & ~static_cast<u32>(SIGN)) > INFINITE ? 0x7FC0 : rounded);
+}
+
+struct Strides {
+    i64 batch, row, column;
+};
+
+// A matrix [R, C] of a batch in memory.
+template <class T>
+struct Dense {
+    const T* data;
+    Strides strides;
+
+    // N elements of a row.
+    template <int N>
+    void read_block(float* to, i64 batch, i64 row, i64 column) const {
+        const T* from = data + batch * strides.batch + row * strides.row + column;
+#pragma omp simd
+        for (int i = 0; i < N; ++i) to[i] = widen(from[i]);
+    }
+
+    // Line by line of the contiguous axis: `lines` lines of `n` elements from (row, column), `width` apart in the tile.
+    void read(float* tile, i64 batch, i64 row, i64 column, bool columns_contiguous, i64 lines, i64 n, i64 width) const {
+        const T* from = data + batch * strides.batch + row * strides.row + column * strides.column;
+        const i64 next = columns_contiguous ? strides.row : strides.column;
+        for (i64 line = 0; line < lines; ++line, from += next)
+            for (i64 i = 0; i < n; ++i) tile[line * width + i] = widen(from[i]);
+    }
+};
+
+// Two codes side by side as one number, so that pairs are packed and unpacked in vectors.
+using pair [[gnu::may_alias]] = uint64_t;
+using code_pair [[gnu::may_alias]] = u16;
+
+template <class F>
+inline void pack_block(const i32* codes, u8* to) {
+    if (F::CODE_BITS == 4) {
+        const pair* pairs = reinterpret_cast<const pair*>(codes);
+        for (int j = 0; j < F::BLOCK / 2; ++j) to[j] = static_cast<u8>(pairs[j] | pairs[j] >> 28);
+    } else {
+        for (int j = 0; j < F::BLOCK; ++j) to[j] = static_cast<u8>(codes[j]);
+    }
+}
+
+template <class F>
+constexpr i64 packed_bytes() {
+    return F::CODE_BITS == 4 ? F::BLOCK / 2 : F::BLOCK;
+}
+
+// One packed block as values of type T, widened.
+template <class F, class T>
+inline void unpack_block(const u8* codes, float scale, float* values) {
+    alignas(64) u8 each[F::BLOCK];
+    if (F::CODE_BITS == 4) {
+        code_pair* pairs = reinterpret_cast<code_pair*>(each);
+        for (int j = 0; j < F::BLOCK / 2; ++j) pairs[j] = static_cast<u16>((codes[j] & 0x0F) | (codes[j] & 0xF0) << 4);
+    } else {
+        std::memcpy(each, codes, F::BLOCK);
+    }
+    const float reciprocal = 1.0f / scale;
+    for (int j = 0; j < F::BLOCK; ++j) {
+        T value;
+        narrow(dequantized<F>(decode<F>(each[j]), scale, reciprocal), &value);
+        values[j] = widen(value);
+    }
+}
+
+// The transpose of what was packed in format F from type T: the [R, C] of a [C, R] whose blocks ran along R.
+template <class F, class T>
+struct PackedTranspose {
+    const u8* codes;
+    const typename F::Stored* scales;
+    i64 rows, columns;  // R and C
+
+    void read(float* tile, i64 batch, i64 row, i64 column, bool, i64 lines, i64 n, i64 width) const {
+        const i64 blocks = (rows + F::BLOCK - 1) / F::BLOCK;
+        for (i64 line = 0; line < lines; ++line) {
+            for (i64 i = 0; i < n; i += F::BLOCK) {
+                const i64 block = (batch * columns + column + line) * blocks + (row + i) / F::BLOCK;
+                float* to = tile + line * width + i;
+                if (n - i >= F::BLOCK) {
+                    unpack_block<F, T>(codes + block * packed_bytes<F>(), load_scale<F>(scales[block]), to);
+                } else {
+                    float values[F::BLOCK];
+                    unpack_block<F, T>(codes + block * packed_bytes<F>(), load_scale<F>(scales[block]), values);
+                    std::memcpy(to, values, static_cast<size_t>(n - i) * sizeof(float));
+                }
+            }
+        }
+    }
+};
+
+// ---------------------------------------------------------------------------------------------- the quantizer
+
+constexpr i64 STRIP = 64;  // blocks of a tile whose blocks lie along the contiguous axis
+constexpr i64 LANES = 64;  // lines of a tile whose blocks lie across it
+constexpr i64 SERIAL = 1 << 14;  // elements below which threads cost more than they save
+
+template <class F, class T>
+struct Target {
+    T* values;
+    Strides strides;
+    u8* codes;  // may be null; [batch, R, ceil(C / BLOCK), BLOCK] packed
+    typename F::Stored* scales;
+};
+
+// The place of one block in a tensor, counted up without divisions.
+struct Place {
+    i64 batch, row, column;
+    Place(i64 block, i64 rows, i64 blocks, i64 length)
+        : batch(block / blocks / rows), row(block / blocks % rows), column(block % blocks * length) {}
+    void next(i64 rows, i64 columns, i64 length) {
+        column += length;
+        if (column < columns) return;
+        column = 0;
+        if (++row < rows) return;
+        row = 0;
+        ++batch;
+    }
+};
+
+// Blocks along C, and C contiguous.
+template <class F, class T, bool PACKS, class Source>
+void along(const Source& source, const Target<F, T>& to, Key key, i64 batches, i64 R, i64 C, int threads) {
+    constexpr int B = F::BLOCK;
+    const i64 blocks = (C + B - 1) / B, all = batches * R * blocks, strips = (all + STRIP - 1) / STRIP;
+    const Key block_key = key.absorb(BLOCK_SALT), element_key = key.absorb(0);
+#pragma omp parallel for num_threads(threads) if (batches * R * C > SERIAL)
+    for (i64 strip = 0; strip < strips; ++strip) {
+        const i64 first = strip * STRIP, count = all - first < STRIP ? all - first : STRIP;
+        alignas(64) float tile[STRIP * B], scale[STRIP], reciprocal[STRIP];
+        alignas(64) i32 z[STRIP];
+        Place place(first, R, blocks, B);
+        for (i64 g = 0; g < count; ++g, place.next(R, C, B)) {
+            float* block = tile + g * B;
+            if (place.column + B <= C) {
+                source.template read_block<B>(block, place.batch, place.row, place.column);
+            } else {
+#pragma omp simd
+                for (int j = 0; j < B; ++j) block[j] = 0;
+                source.read(block, place.batch, place.row, place.column, true, 1, C - place.column, B);
+            }
+            i32 m = 0;
+#pragma omp simd reduction(max : m)
+            for (int j = 0; j < B; ++j) m = max(m, as<i32>(block[j]) & ~SIGN);
+            z[g] = m;
+        }
+        for (i64 g = 0; g < STRIP; ++g) {
+            scale[g] = block_scale<F>(z[g], F::S_STOCHASTIC ? block_key.bits(static_cast<u32>(first + g)) : 0);
+            reciprocal[g] = 1.0f / scale[g];
+        }
+        place = Place(first, R, blocks, B);
+        for (i64 g = 0; g < count; ++g, place.next(R, C, B)) {
+            const u32 index = static_cast<u32>((place.batch * R + place.row) * C + place.column);
+            const float s = scale[g], inverse = reciprocal[g];
+            const bool finite = z[g] < INFINITE;
+            float* block = tile + g * B;
+            alignas(64) i32 codes[B];
+            if (PACKS) {
+                for (int j = 0; j < B; ++j) {
+                    Rounded r = round_element<F>(ratio<F>(block[j], s, inverse), element_key.bits(index + j));
+                    block[j] = dequantized<F>(r.value, s, inverse);
+                    codes[j] = encode<F>(r);
+                }
+            } else {
+#pragma omp simd
+                for (int j = 0; j < B; ++j) {
+                    Rounded r = round_element<F>(ratio<F>(block[j], s, inverse), element_key.bits(index + j));
+                    block[j] = dequantized<F>(r.value, s, inverse);
+                }
+            }
+            if (!finite) {
+                for (int j = 0; j < B; ++j) block[j] = NOT_A_NUMBER, codes[j] = F::NAN_CODE;
+            }
+            T* out = to.values + place.batch * to.strides.batch + place.row * to.strides.row + place.column;
+            if (place.column + B <= C) {
+#pragma omp simd
+                for (int j = 0; j < B; ++j) narrow(block[j], out + j);
+            } else {
+                for (i64 j = 0; j < C - place.column; ++j) narrow(block[j], out + j);
+            }
+            if (PACKS) {
+                store_scale<F>(s, to.scales + first + g);
+                pack_block<F>(codes, to.codes + (first + g) * packed_bytes<F>());
+            }
+        }
+    }
+}
+
+// Blocks along C, and R contiguous. A source that is packed needs its blocks to fill lanes.
+template <class F, class T, class Source>
+void across(const Source& source, const Target<F, T>& to, Key key, i64 batches, i64 R, i64 C, int threads) {
+    constexpr int B = F::BLOCK;
+    const i64 blocks = (C + B - 1) / B, groups = (R + LANES - 1) / LANES, tiles = batches * blocks * groups;
+    const Key block_key = key.absorb(BLOCK_SALT), element_key = key.absorb(0);
+#pragma omp parallel for num_threads(threads) if (batches * R * C > SERIAL)
+    for (i64 t = 0; t < tiles; ++t) {
+        const i64 batch = t / (blocks * groups), column = t / groups % blocks * B, row = t % groups * LANES;
+        const i64 depth = C - column < B ? C - column : B, n = R - row < LANES ? R - row : LANES;
+        alignas(64) float tile[B * LANES], scale[LANES], reciprocal[LANES];
+        alignas(64) i32 z[LANES];
+        if (n == LANES) {
+            source.read(tile, batch, row, column, false, depth, LANES, LANES);
+        } else {
+            for (i64 i = 0; i < depth * LANES; ++i) tile[i] = 0;
+            source.read(tile, batch, row, column, false, depth, n, LANES);
+        }
+#pragma omp simd
+        for (int i = 0; i < LANES; ++i) z[i] = 0;
+        for (i64 j = 0; j < depth; ++j)
+#pragma omp simd
+            for (int i = 0; i < LANES; ++i) z[i] = max(z[i], as<i32>(tile[j * LANES + i]) & ~SIGN);
+#pragma omp simd
+        for (int i = 0; i < LANES; ++i) {
+            const i64 block = (batch * R + row + i) * blocks + column / B;
+            scale[i] = block_scale<F>(z[i], F::S_STOCHASTIC ? block_key.bits(static_cast<u32>(block)) : 0);
+            reciprocal[i] = 1.0f / scale[i];
+        }
+        const u32 stride = static_cast<u32>(C);
+        for (i64 j = 0; j < depth; ++j) {
+            const u32 index = static_cast<u32>((batch * R + row) * C + column + j);
+            float* line = tile + j * LANES;
+#pragma omp simd
+            for (int i = 0; i < LANES; ++i) {
+                Rounded r = round_element<F>(
+                    ratio<F>(line[i], scale[i], reciprocal[i]), element_key.bits(index + static_cast<u32>(i) * stride));
+                line[i] = z[i] < INFINITE ? dequantized<F>(r.value, scale[i], reciprocal[i]) : NOT_A_NUMBER;
+            }
+            T* out = to.values + batch * to.strides.batch + (column + j) * to.strides.column + row;
+            if (n == LANES) {
+#pragma omp simd
+                for (int i = 0; i < LANES; ++i) narrow(line[i], out + i);
+            } else {
+                for (i64 i = 0; i < n; ++i) narrow(line[i], out + i);
+            }
+        }
+    }
+}
+
+// Draw.varying of ops/program.py: the site's key with this forward's, then the salts.
+inline Key derived(const i32* key, const i32* step, const i32* salts, i64 count) {
+    if (key == nullptr) return {};
+    Key k{static_cast<u32>(key[0]), static_cast<u32>(key[1])};
+    if (step != nullptr) k = k.absorb(static_cast<u32>(step[0])).absorb(static_cast<u32>(step[1]));
+    for (i64 i = 0; i < count; ++i) k = k.absorb(static_cast<u32>(salts[i]));
+    return k;
+}
+
+}  // namespace
+
+struct Noise {
+    const i32 *key, *step, *salts;
+    i64 count;
+};
+
+struct Shape {
+    i64 batches, rows, columns;
+};
+
+template <class F, class T>
+void quantize(const T* x, Strides from, T* y, Strides to, u8* codes, typename F::Stored* scales, Noise noise, Shape shape,
+              int threads) {
+    const Key key = derived(noise.key, noise.step, noise.salts, noise.count);
+    const Dense<T> source{x, from};
+    const Target<F, T> target{y, to, codes, scales};
+    const auto run = from.column != 1 ? across<F, T, Dense<T>> : codes ? along<F, T, true, Dense<T>> : along<F, T, false, Dense<T>>;
+    run(source, target, key, shape.batches, shape.rows, shape.columns, threads);
+}
+
+// F of the transpose of what was packed in format P.
+template <class P, class F, class T>
+void requantize(const u8* codes, const typename P::Stored* scales, T* y, Strides to, Noise noise, Shape shape, int threads) {
+    static_assert(LANES % P::BLOCK == 0);
+    const Key key = derived(noise.key, noise.step, noise.salts, noise.count);
+    const PackedTranspose<P, T> source{codes, scales, shape.rows, shape.columns};
+    across<F, T>(source, Target<F, T>{y, to, nullptr, nullptr}, key, shape.batches, shape.rows, shape.columns, threads);
+}
+
+// y [batches, rows, columns], contiguous, of what was packed in format P along its columns.
+template <class P, class T>
+void unpack(const u8* codes, const typename P::Stored* scales, T* y, Shape shape, int threads) {
+    const i64 blocks = (shape.columns + P::BLOCK - 1) / P::BLOCK, lines = shape.batches * shape.rows;
+#pragma omp parallel for num_threads(threads) if (lines * shape.columns > SERIAL)
+    for (i64 line = 0; line < lines; ++line) {
+        for (i64 b = 0; b < blocks; ++b) {
+            const i64 block = line * blocks + b, column = b * P::BLOCK;
+            float values[P::BLOCK];
+            unpack_block<P, T>(codes + block * packed_bytes<P>(), load_scale<P>(scales[block]), values);
+            const i64 n = shape.columns - column < P::BLOCK ? shape.columns - column : P::BLOCK;
+            for (i64 j = 0; j < n; ++j) narrow(values[j], y + line * shape.columns + column + j);
+        }
+    }
+}

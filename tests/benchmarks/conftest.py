@@ -1,0 +1,36 @@
+"""The benchmarks are run from the root of a clone, and are no part of the package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _import_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("psutil", reason="benchmarks need the extra 'bench'")
+    pytest.importorskip("cpuinfo", reason="benchmarks need the extra 'bench'")
+    monkeypatch.syspath_prepend(str(ROOT))
+
+
+@pytest.fixture
+def command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, list[dict[str, Any]], str]]:
+    """Runs a benchmark's command in this process: (exit code, rows of the file that it wrote, what it printed)."""
+
+    def run(name: str, *arguments: str) -> tuple[int, list[dict[str, Any]], str]:
+        import importlib
+
+        module = importlib.import_module(f"benchmarks.{name}")
+        with pytest.raises(SystemExit) as stop:
+            module.app([*arguments, f"--folder={tmp_path}"])
+        printed = capsys.readouterr().out
+        (file,) = tmp_path.glob(f"{name}.*.json")
+        return int(stop.value.code or 0), json.loads(file.read_text())["rows"], printed
+
+    return run

@@ -1,0 +1,220 @@
+"""Every benchmark on models of a second, run eagerly: that it measures what it says."""
+
+from __future__ import annotations
+
+import copy
+import math
+import shutil
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fp4graph
+from fp4graph import QuantSpec, ScaleSpec, fake_quantize
+
+CPU = torch.device("cpu")
+QUICK = ("--backend=eager", "--seconds=0")
+Command = Callable[..., tuple[int, list[dict[str, Any]], str]]
+
+
+def check_ratio(figures: dict[str, Any]) -> None:
+    assert figures["repeats"] == len(figures["pairs"])
+    (pair,) = figures["pairs"]
+    assert figures["ratio"] == pytest.approx(pair[1] / pair[0])
+    assert math.isfinite(figures["ratio"])
+
+
+def test_a_linear_beside_the_unquantized_one_and_a_peer(command: Command):
+    pytest.importorskip("torchao.prototype.qat")
+    options = ("--shapes=trial", "--dtypes=float32", "--peers=", *QUICK)
+    code, rows, printed = command("linear", *options, "--policies=bf16,tetrajet,nvfp4-te")
+    assert code == 0
+    measured = {(row["case"]["linear"], row["case"]["to"]): row["figures"] for row in rows}
+    assert measured.keys() == {
+        ("unquantized, eager", "unquantized"),
+        ("bf16", "unquantized"),
+        ("tetrajet", "unquantized"),
+        ("nvfp4-te", "unquantized"),
+        ("bf16", "torchao, compiled"),
+        ("tetrajet", "torchao, compiled"),
+    }
+    check_ratio(measured["tetrajet", "unquantized"])
+    assert measured["tetrajet", "unquantized"]["quantizes"] == "Q1, Q2, Q3, Q4, Q5, Q6"
+    assert measured["tetrajet", "unquantized"]["floor"] > measured["bf16", "unquantized"]["floor"] == 1
+    assert "matches no site" in measured["nvfp4-te", "unquantized"]["inapplicable"]
+    assert "nvfp4-te, unquantized: not measured" in printed
+
+
+def test_a_cheaper_policy_under_another_name_is_not_measured():
+    from benchmarks.linear import Case
+
+    case = Case("trial", torch.float32, CPU, "eager")
+    case.check(case.applied("tetrajet", "eager")[0], "tetrajet")
+    for cheaper in ("bf16", "tetrajet-q1", "tetrajet-no-wq", "microscaling"):
+        with pytest.raises(RuntimeError, match=r"tetrajet: compiled .* differs"):
+            case.check(case.applied(cheaper, "eager")[0], "tetrajet")
+
+
+@pytest.mark.parametrize(
+    ("peer", "spec"),
+    [
+        ("torchao", QuantSpec(scale=ScaleSpec("e8m0", "ceil"))),
+        ("brevitas", QuantSpec(scale=ScaleSpec("e8m0", "floor"))),
+    ],
+)
+def test_peers_quantize_input_and_weight_to_mxfp4(peer: str, spec: QuantSpec):
+    from benchmarks.peers import PEERS
+
+    if not PEERS[peer].installed:
+        pytest.skip(f"{peer} is not installed")
+    linear, x = nn.Linear(64, 96, bias=False), torch.randn(32, 64, requires_grad=True)
+    y = PEERS[peer].build(copy.deepcopy(linear))(x)
+    expected = fake_quantize(x.detach(), spec) @ fake_quantize(linear.weight.detach(), spec).T
+    torch.testing.assert_close(y.detach(), expected, rtol=1e-4, atol=1e-5)
+    if peer == "torchao":  # brevitas differentiates the scales too
+        (dx,) = torch.autograd.grad(y.sum(), x)
+        expected = fake_quantize(linear.weight.detach(), spec).sum(0).expand_as(dx)
+        torch.testing.assert_close(dx, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_equal_quantizers_are_measured_once_and_those_of_the_optimizer_not_at_all():
+    from benchmarks.quantizers import quantizers
+
+    found = quantizers(["tetrajet", "tetrajet-qramping", "tetrajet-qema", "mxfp4-full-hadamard", "mxfp4"])
+    names = {quantizer.name: quantizer.policies for quantizer in found}
+    assert names == {
+        "e2m1/32 e8m0 ceil RTN-up": ("tetrajet", "tetrajet-qramping", "tetrajet-qema"),
+        "e2m1/32 e8m0 ceil SR": ("tetrajet", "tetrajet-qramping", "tetrajet-qema"),
+        "e2m1/32 e8m0 ceil RTN-up + q_ema()": ("tetrajet-qema",),
+        "e2m1/32 e8m0 nearest_even RTN-even": ("mxfp4-full-hadamard", "mxfp4"),
+    }
+
+
+def test_a_quantizer_alone_gives_what_its_spec_says(command: Command):
+    from benchmarks.quantizers import quantizers
+
+    x = torch.randn(64, 96)
+    (nearest,) = (q for q in quantizers(["tetrajet"]) if q.name.endswith("RTN-up"))
+    spec = QuantSpec(scale=ScaleSpec("e8m0", "ceil"), ties="up")
+    assert torch.equal(nearest.compiled(x, "eager")(x), fake_quantize(x, spec))
+    assert torch.equal(nearest.compiled(x.mT, "eager")(x.mT), fake_quantize(x, spec, 0).mT)
+    options = ("--policies=tetrajet-qema", "--dtypes=bfloat16", "--rows=64", "--columns=96")
+    code, rows, _ = command("quantizers", *options, *QUICK)
+    assert code == 0
+    assert {row["case"]["layout"] for row in rows} == {"row", "column"}
+    for figures in (row["figures"] for row in rows):
+        check_ratio(figures)
+        (seconds,) = (own for _, own in figures["pairs"])
+        assert figures["bytes_per_second"] == pytest.approx(2 * 64 * 96 * 2 / seconds)
+
+
+def test_a_training_step_of_both_kinds_of_model(command: Command):
+    options = ("--models=trial-vit,trial-llama", "--dtypes=bfloat16", "--policies=microscaling", *QUICK)
+    code, rows, _ = command("step", *options)
+    assert code == 0
+    assert [(row["case"]["model"], row["figures"]["quantized"]) for row in rows] == [
+        ("trial-vit", 8),
+        ("trial-llama", 14),
+    ]
+    for row in rows:
+        check_ratio(row["figures"])
+        assert row["figures"]["floor"] > 1
+
+
+def test_the_steps_of_a_model_train_it():
+    from benchmarks.models import MODELS, Training
+
+    for policy in ("unquantized", "tetrajet"):
+        training = Training(MODELS["trial-llama"], policy, 4, torch.float32, CPU, "eager")
+        training.compile()
+        losses = [training.step().item() for _ in range(12)]
+        assert losses[-1] < losses[0], policy
+
+
+def test_both_contenders_of_a_first_step_have_caches_of_their_own_twice():
+    from benchmarks.first_step import measure
+    from benchmarks.timing import Patience
+
+    calls: list[tuple[str, str]] = []
+
+    def start(policy: str, cache: str) -> dict[str, Any]:
+        calls.append((policy, cache))
+        return {"seconds": 2.0 if policy == "tetrajet" else 1.0, "hits": 0}
+
+    figures = measure(start, "tetrajet", Patience(0, least=3))
+    assert [policy for policy, _ in calls] == ["unquantized", "tetrajet"] * 2
+    first, second = calls[:2], calls[2:]
+    assert first == second  # warm with what cold has left
+    assert first[0][1] != first[1][1]
+    assert figures["cold"]["ratio"] == figures["warm"]["ratio"] == 2.0
+    assert len({cache for _, cache in calls[:4]}) == 2
+    measure(start, "tetrajet", Patience(60, least=2, most=2))
+    assert len({cache for _, cache in calls}) == 6  # new ones for each repeat
+
+
+def test_a_process_times_its_first_step(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
+    from benchmarks.first_step import run
+
+    said = run("trial-vit", 4, "float32", "cpu", "eager", "tetrajet", str(tmp_path))
+    assert 0 < said["seconds"] < 60
+    assert math.isfinite(said["loss"])
+    monkeypatch.setattr(sys, "executable", shutil.which("false"))
+    with pytest.raises(RuntimeError, match="the process of tetrajet ended with 1"):
+        run("trial-vit", 4, "float32", "cpu", "eager", "tetrajet", str(tmp_path))
+
+
+def test_what_a_plain_linear_keeps_is_its_input_and_its_weight():
+    from benchmarks.memory import of_linear, saved
+
+    assert of_linear(64, 32, 96, "unquantized", CPU, "aot_eager") == (2 * (64 * 32 + 96 * 32), 2 * 64 * 32)
+    linear, x = nn.Linear(32, 96, bias=False), torch.randn(64, 32, requires_grad=True)
+    shared = saved(lambda: linear(x) + linear(x), linear.parameters())  # the same memory twice is held once
+    assert shared == (4 * (64 * 32 + 96 * 32), 4 * 64 * 32)
+
+
+def test_what_a_compiled_graph_keeps_is_what_its_function_saved():
+    from benchmarks.memory import saved
+
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 64))
+    fp4graph.apply(model, "tetrajet", backend="aot_eager")
+    x = torch.randn(64, 32, requires_grad=True)
+    model(x).sum().backward()
+    result = model(x)
+    kept = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in result.grad_fn.saved_tensors}
+    assert type(result.grad_fn).__name__ == "CompiledFunctionBackward"
+    assert saved(lambda: model(x), model.parameters())[0] == sum(kept.values())
+
+
+def test_bytes_of_all_linears_and_of_the_model(command: Command):
+    code, rows, _ = command("memory", "--models=trial-vit", "--policies=microscaling", "--backend=aot_eager")
+    assert code == 0
+    by_kind = {row["case"]["of"]: row["figures"] for row in rows}
+    weights = 2 * (192 * 64 + 64 * 64 + 256 * 64 + 64 * 256)
+    inputs = 68 * (64 + 64 + 64 + 256)
+    assert by_kind["linears"]["baseline_bytes"] == 2 * (weights + 2 * inputs)  # two blocks, bf16
+    assert by_kind["linears"]["activation_baseline_bytes"] == 2 * 2 * inputs
+    assert by_kind["model"]["bytes"] > by_kind["model"]["activation_bytes"] > 0
+
+
+def test_what_acts_at_the_optimizers_step(command: Command):
+    code, rows, _ = command("techniques", "--models=trial-vit", "--seconds=0")
+    assert code == 0
+    assert [row["case"]["what"] for row in rows] == [
+        "StableSPAM", "stable_spam", "q_ema", "q_ramping, detection", "q_ramping, ramping",
+    ]  # fmt: skip
+    for row in rows:
+        check_ratio(row["figures"])
+
+
+def test_q_ramping_is_measured_while_some_of_every_weight_ramps(monkeypatch: pytest.MonkeyPatch):
+    from benchmarks import techniques
+    from benchmarks.models import MODELS
+
+    monkeypatch.setattr(techniques, "adamw", lambda model: torch.optim.SGD(model.parameters(), lr=0.0))
+    with pytest.raises(RuntimeError, match="oscillates"):
+        techniques.ramping(MODELS["trial-vit"].make())

@@ -1,0 +1,211 @@
+"""Timing by turns, rows that stay, floors counted by hand."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+
+from fp4graph import Operand
+
+
+def cycle(log: list[str], name: str, *seconds: float) -> Callable[[], float]:
+    values = itertools.cycle(seconds)
+
+    def call() -> float:
+        log.append(name)
+        return next(values)
+
+    return call
+
+
+def test_two_functions_are_timed_by_turns_until_their_ratio_is_settled():
+    from benchmarks.timing import Patience, alternate
+
+    log: list[str] = []
+    comparison = alternate(cycle(log, "base", 1.0, 2.0), cycle(log, "own", 3.0, 6.1), Patience(60, least=6, most=50))
+    assert log == ["base", "own"] * 6
+    assert comparison.pairs == ((1.0, 3.0), (2.0, 6.1)) * 3
+    assert comparison.quartiles == pytest.approx((3.0, 3.025, 3.05))
+    assert (comparison.settled, comparison.baseline, comparison.seconds) == (True, 1.5, pytest.approx(4.55))
+
+
+def test_a_ratio_that_does_not_settle_ends_at_the_limit_and_says_so():
+    from benchmarks.timing import Patience, alternate
+
+    log: list[str] = []
+    patience = Patience(60, least=3, most=9)
+    comparison = alternate(cycle(log, "base", 1.0), cycle(log, "own", 1.0, 1.5), patience)
+    assert (len(comparison.pairs), comparison.settled) == (9, False)
+    assert len(alternate(cycle([], "", 1.0), cycle([], "", 1.0, 2.0), Patience(0.0)).pairs) == 1
+
+
+def test_functions_are_called_before_they_are_timed_and_short_ones_many_times():
+    from benchmarks.timing import Patience, compare
+
+    calls = {"base": 0, "own": 0}
+
+    def count(name: str) -> None:
+        calls[name] += 1
+
+    patience = Patience(60, least=1, most=1)
+    comparison = compare(
+        lambda: count("base"), lambda: count("own"), torch.device("cpu"), patience, warm_up=2, sample=1e-3
+    )
+    assert len(comparison.pairs) == 1
+    assert all(n > 50 for n in calls.values())
+    assert all(seconds < 1e-4 for seconds in comparison.pairs[0])
+
+
+class FakeContext:
+    params: dict[str, Any] = {"policies": "all", "folder": Path("anywhere")}  # noqa: RUF012
+
+
+def results(folder: Path) -> Any:
+    from benchmarks.results import Results
+
+    return Results("step", FakeContext(), torch.device("cpu"), folder)  # type: ignore[arg-type]
+
+
+def test_a_row_measured_again_replaces_its_like_and_keeps_the_others(tmp_path: Path):
+    from benchmarks.results import Row, load
+
+    first = results(tmp_path)
+    first.add(Row({"policy": "a"}, {"ratio": 1.0}))
+    first.add(Row({"policy": "b"}, {"ratio": 2.0}))
+    second = results(tmp_path)
+    second.add(Row({"policy": "b"}, {"ratio": 3.0}))
+    content = load(second.file)
+    assert [(row["case"]["policy"], row["figures"]["ratio"], row["run"]) for row in content["rows"]] == [
+        ("a", 1.0, "1"),
+        ("b", 3.0, "2"),
+    ]
+    assert content["runs"].keys() == {"1", "2"}
+    assert content["runs"]["2"]["settings"] == {"policies": "all"}
+    third = results(tmp_path)
+    third.add(Row({"policy": "a"}, {"ratio": 4.0}))
+    assert load(third.file)["runs"].keys() == {"2", "3"}  # nothing is left of the first
+    assert {path.name for path in tmp_path.iterdir()} == {first.file.name}
+
+
+def test_the_record_says_machine_versions_and_commit(tmp_path: Path):
+    from benchmarks.results import Row, load
+
+    own = results(tmp_path)
+    own.add(Row({}, {}))
+    content = load(own.file)
+    assert content["machine"].keys() >= {"cpu", "cores", "logical_cores", "threads", "gpu", "ram_gib", "system"}
+    run = content["runs"]["1"]
+    assert run.keys() >= {"date", "commit", "dirty", "versions", "settings", "load_average"}
+    assert run["versions"]["torch"] == torch.__version__.partition("+")[0]
+    assert run["commit"] is None or len(run["commit"]) == 40
+
+
+def test_a_failure_is_a_row_and_an_exit_code_what_does_not_apply_a_row_only(tmp_path: Path, capsys):
+    from benchmarks import tables
+    from benchmarks.results import Inapplicable, attempt
+
+    def broken() -> dict[str, Any]:
+        raise ValueError("the compiler\nsaid much")
+
+    def inapplicable() -> dict[str, Any]:
+        raise Inapplicable("not installed")
+
+    columns = (tables.case("policy"), *tables.RATIO)
+    own = results(tmp_path)
+    own.add(attempt({"policy": "a"}, inapplicable))
+    own.close("Title", columns)
+    own.add(attempt({"policy": "b"}, broken))
+    with pytest.raises(typer.Exit) as stop:
+        own.close("Title", columns)
+    assert stop.value.exit_code == 1
+    printed = capsys.readouterr().out
+    assert "a: not measured: not installed" in printed
+    assert "b: not measured: ValueError: the compiler\n" in printed
+
+
+def test_a_kill_while_writing_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from benchmarks.results import Row, load
+
+    own = results(tmp_path)
+    own.add(Row({"policy": "a"}, {"ratio": 1.0}))
+    before = own.file.read_bytes()
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("os.replace", stop)
+    with pytest.raises(KeyboardInterrupt):
+        own.add(Row({"policy": "b"}, {"ratio": 2.0}))
+    assert own.file.read_bytes() == before
+    assert load(own.file)["rows"][0]["case"] == {"policy": "a"}
+
+
+def test_the_floor_of_six_quantized_operands_is_three_reads_and_six_writes():
+    from benchmarks.floor import quantizer_bytes
+
+    m, k, n = 5, 7, 11
+    six = quantizer_bytes(m, k, n, 4, frozenset(Operand))
+    assert six == 4 * 3 * (m * k + n * k + m * n)
+    forward = {Operand.FPROP_INPUT, Operand.FPROP_WEIGHT}
+    assert quantizer_bytes(m, k, n, 2, forward) == 2 * 2 * (m * k + n * k)
+    assert quantizer_bytes(m, k, n, 2, {Operand.WGRAD_GRAD_OUTPUT}) == 2 * 2 * m * n
+    assert quantizer_bytes(m, k, n, 2, set()) == 0
+
+
+def test_the_sites_of_a_model_have_the_extents_of_its_products():
+    from benchmarks.floor import extents
+    from benchmarks.models import MODELS, explained
+
+    sites = explained(MODELS["trial-vit"], "tetrajet", 4).sites
+    assert [extents(site) for site in sites if site.quantized][:4] == [
+        (68, 64, 192, 1),
+        (68, 64, 64, 1),
+        (68, 64, 256, 1),
+        (68, 256, 64, 1),
+    ]
+    policy = {
+        "version": 1,
+        "name": "attention",
+        "rules": [{"name": "sdpa", "match": {"op": "sdpa"}, "quantize": {"element": "e2m1", "block": 32}}],
+    }
+    site = next(site for site in explained(MODELS["trial-vit"], policy, 4).sites if site.quantized)
+    assert extents(site) == (17, 32, 17, 8)  # Q·Kᵀ of 4 images and 2 heads
+
+
+def test_rates_are_those_of_the_machine():
+    from benchmarks.floor import bandwidth, gemm_rate
+
+    cpu = torch.device("cpu")
+    assert 1e7 < bandwidth(1 << 20, cpu) < 1e13
+    assert 1e7 < gemm_rate(torch.float32, cpu, 64) < 1e15
+
+
+def test_choices_are_checked():
+    from benchmarks.options import choices, device_of, policies_of
+
+    assert choices("all", "ab") == ["a", "b"]
+    assert choices("b, a", "ab") == ["b", "a"]
+    assert choices("", "ab") == []
+    with pytest.raises(typer.BadParameter, match="c: choose from a, b"):
+        choices("a,c", "ab")
+    with pytest.raises(typer.BadParameter):
+        device_of("abacus")
+    assert "tetrajet" in policies_of("all")
+    assert policies_of("bf16,my.yaml") == ["bf16", "my.yaml"]
+
+
+def test_files_of_results_have_a_line_for_each_row(tmp_path: Path):
+    from benchmarks.results import Row
+
+    own = results(tmp_path)
+    for policy in "abc":
+        own.add(Row({"policy": policy}, {"ratio": 1.0}))
+    lines = own.file.read_text().splitlines()
+    assert [json.loads(line.rstrip(","))["case"]["policy"] for line in lines if line.startswith('  {"run"')] == [*"abc"]

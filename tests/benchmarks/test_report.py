@@ -1,0 +1,135 @@
+"""The document's tables are those of the stored results, and the targets are looked up in them."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+MACHINE = {
+    "cpu": "Some CPU",
+    "cores": 2,
+    "logical_cores": 2,
+    "threads": 2,
+    "vector_instructions": "AVX512",
+    "ram_gib": 8.0,
+    "gpu": None,
+    "gpu_ram_gib": None,
+    "system": "Linux",
+}
+RUN = {
+    "date": "2026-01-02T03:04:05+00:00",
+    "commit": "a" * 40,
+    "dirty": True,
+    "versions": {"torch": "2.15.0", "torchao": None},
+    "settings": {},
+    "load_average": 0.25,
+}
+TINY = {"model": "deit-tiny", "batch": 16, "policy": "tetrajet", "backend": "inductor"}
+
+
+def step(ratio: float, **case: Any) -> dict[str, Any]:
+    figures = {
+        "ratio": ratio,
+        "quartiles": [ratio - 0.01, ratio + 0.01],
+        "repeats": 12,
+        "settled": False,
+        "seconds": 1.0,
+        "baseline_seconds": 0.5,
+        "floor": 1.1,
+        "quantized": 48,
+        "sites": 62,
+    }
+    return {"run": "1", "case": {**TINY, "dtype": "float32", **case}, "figures": figures}
+
+
+def written(folder: Path, rows: list[dict[str, Any]]) -> None:
+    from benchmarks.results import file_of, write
+
+    file = file_of("step", MACHINE, folder)
+    write(file, {"benchmark": "step", "machine": MACHINE, "runs": {"1": RUN}, "rows": rows})
+
+
+def test_tables_come_from_the_files(tmp_path: Path):
+    from benchmarks.report import generated
+
+    failed = {"run": "1", "case": {**TINY, "dtype": "bfloat16"}, "figures": {"failed": "OSError: full"}}
+    written(tmp_path, [step(1.234), step(9.0, backend="eager"), failed])
+    text = generated(tmp_path)
+    assert "### Some CPU, 2 threads" in text
+    assert "| deit-tiny | 16 | float32 | tetrajet | 1.23 | 1.22–1.24 ~ | 12 | 1000 | 500 | 1.1 | 48 of 62 |" in text
+    assert "- deit-tiny, 16, bfloat16, tetrajet: not measured: OSError: full" in text
+    assert "9.00" not in text  # what was tried out without compiling is no result
+    assert (
+        "2 of 2 rows: 2026-01-02, commit aaaaaaaaaa with uncommitted changes; torch 2.15.0; load before 0.25." in text
+    )
+
+
+def test_targets_are_met_missed_or_not_measured(tmp_path: Path):
+    from benchmarks.targets import held_against, rows_of
+
+    written(tmp_path, [step(1.45), step(1.46, dtype="bfloat16"), step(1.0, batch=32)])
+    verdicts = {line["what"]: line["verdict"] for line in held_against(rows_of(tmp_path, MACHINE), "cpu")}
+    assert verdicts["DeiT-Tiny 224, batch 16, tetrajet, step, fp32"] == "met"
+    assert verdicts["the same, bf16 autocast"] == "missed"
+    assert verdicts["tetrajet linear 1024³, fp32"] == "not measured"
+    assert len(verdicts) == 9
+    assert len(list(held_against({}, "cuda"))) == 10
+
+
+def test_a_peer_must_be_slower_not_as_fast():
+    from benchmarks.targets import TARGETS, held_against
+
+    target = next(target for target in TARGETS if "torchao" in target.what)
+    row = {"case": {**target.case, "backend": "inductor"}, "figures": {"ratio": 1.0}}
+    verdicts = {line["what"]: line["verdict"] for line in held_against({"linear": [row]}, "cpu")}
+    assert verdicts[target.what] == "missed"
+
+
+def test_only_what_is_between_the_marks_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    from benchmarks import report
+
+    document = tmp_path / "performance.md"
+    document.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    options = [f"--folder={tmp_path}", f"--document={document}"]
+    for arguments, code in ((["--check"], 1), ([], 0), (["--check"], 0)):
+        with pytest.raises(SystemExit) as stop:
+            report.app([*options, *arguments])
+        assert stop.value.code == code
+    expected = f"before\n{report.BEGIN}\n\nNothing has been measured yet.\n\n{report.END}\nafter\n"
+    assert document.read_text() == expected
+    with pytest.raises(typer.BadParameter, match="lost its marks"):
+        report.updated("no marks", "tables")
+
+
+def test_the_document_is_up_to_date():
+    from benchmarks import report
+
+    text = report.DOCUMENT.read_text(encoding="utf-8")
+    assert report.updated(text, report.generated(report.RESULTS)) == text, "run python -m benchmarks.report"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_commands_exist_and_give_the_rows_that_targets_are_about(device: str):
+    """Their options are parsed as the commands would, without running them."""
+    from benchmarks import linear, targets
+
+    parsed: dict[str, list[dict[str, Any]]] = {}
+    for name, *arguments in (*targets.COMMANDS[device], *targets.EVERYTHING):
+        module = importlib.import_module(f"benchmarks.{name}")
+        context = typer.main.get_command(module.app).make_context(name, [*arguments, f"--device={device}"])
+        parsed.setdefault(name, []).append(context.params)
+    for shapes in (run["shapes"] for run in parsed["linear"]):
+        assert set(shapes.split(",")) <= linear.SHAPES.keys()
+    for target in targets.TARGETS:
+        if target.on != device:
+            continue
+        plural = {"shape": "shapes", "linear": "policies", "dtype": "dtypes", "model": "models", "policy": "policies"}
+        wanted = {plural[name]: value for name, value in target.case.items() if name in plural}
+        assert any(
+            all(name not in run or value in run[name].split(",") for name, value in wanted.items())
+            for run in parsed[target.benchmark]
+        ), target
