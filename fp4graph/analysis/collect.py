@@ -41,7 +41,7 @@ class Statistics:
         metrics: some of METRICS; by default all of them, rates of change of Y only with a ``probe``.
         sites: names of modules, or patterns of them, that are looked at. "blocks.0.attn.*"; "*" is all.
         window: steps over which oscillation, flips and rates of change of weights are measured, one window before each
-            ``window_every``-th step (five times ``every`` by default, and no less than ``window``).
+            ``window_every``-th step (ten times ``every`` by default, and no less than ``window``).
         sample: about how many elements of an operand are looked at, whole lines of it; None for all.
         probe: inputs of the model, positional (a tuple) or by keyword (a dict), whose outputs at each site are
             compared before and after the recorded step: the rate of change of Y.
@@ -64,7 +64,7 @@ class Statistics:
         sites: str | Iterable[str] = "*",
         window: int = 30,
         window_every: int | None = None,
-        sample: int | None = 1 << 14,
+        sample: int | None = 1 << 12,
         probe: tuple[Any, ...] | Mapping[str, Any] | None = None,
         step: int | None = None,
         tensorboard: Any = None,
@@ -87,7 +87,7 @@ class Statistics:
         patterns = (sites,) if isinstance(sites, str) else tuple(sites)
         _check_sites(patterns, unwrapped(model))
         self._every, self._step = every, _steps_done(optimizer) if step is None else step
-        self._window_every = max(window, 5 * every if window_every is None else window_every)
+        self._window_every = max(window, 10 * every if window_every is None else window_every)
         self._collector = Collector(patterns, self._metrics, sample, runtime.device.type)
         self._outputs = Outputs(patterns)
         self._window: Window | None = None
@@ -200,7 +200,7 @@ class Statistics:
 
     def _probed(self) -> dict[str, Tensor]:
         """What every site returns for the probe, in evaluation mode and without gradients."""
-        modes = [(module, module.training) for module in self._model.modules()]
+        modes = [(module, True) for module in self._model.modules() if module.training]
         dtype = self._collector.autocast
         self._outputs.seen = {}
         self._observe(self._outputs, training=False)

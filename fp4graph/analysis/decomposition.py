@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fp4graph.numerics import noise
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
+from fp4graph.ops import plain
 from fp4graph.ops.program import Draw, OperandProgram, OperandState, total
 
 
@@ -61,21 +62,20 @@ def decompose(
     if draw is None and program.draws:
         draw = Draw(noise.make_key(key, device=x.device), noise.make_step(0, 0, 0, device=x.device))
     x = x.detach().to(torch.float32).movedim(dim, -1)
-    quantized, ideal = (total(each(x, draw, state)) for each in (program, with_ideal_scales(program)))
-    parts = (part.movedim(-1, dim) for part in split_error(x, quantized, ideal))
+    with plain.tensor_code():  # a kernel would be compiled for each of the two
+        outcomes = [total(each(x, draw, state)) for each in (program, with_ideal_scales(program))]
+    parts = (part.movedim(-1, dim) for part in split_error(*(each.double() for each in (x, *outcomes))))
     return Decomposition(*parts)
 
 
 def split_error(x: Tensor, quantized: Tensor, ideal: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(total, scale bias, dead zone, grid noise) in float64; ``ideal`` is Q_S*(x)."""
-    x, quantized, ideal = x.double(), quantized.double(), ideal.double()
+    """(total, scale bias, dead zone, grid noise) in the dtype of all three; ``ideal`` is Q_S*(x)."""
+    # Products with 0 and 1, many times faster than a choice by mask.
+    alive = (quantized != 0).to(x.dtype)
     error = quantized - x
-    dead = (quantized == 0) & (x != 0)
-    nothing = torch.zeros_like(error)
-    grid_noise = torch.where(dead, nothing, ideal - x)
-    dead_zone = torch.where(dead, error, nothing)
-    scale_bias = torch.where(dead, nothing, error - grid_noise)
-    return error, scale_bias, dead_zone, grid_noise
+    grid_noise = (ideal - x) * alive
+    scale_bias = (error - grid_noise) * alive
+    return error, scale_bias, error * (1 - alive), grid_noise
 
 
 def with_ideal_scales(program: OperandProgram) -> OperandProgram:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -22,8 +23,9 @@ from fp4graph.numerics.noise import Noise
 from fp4graph.numerics.quantize import round_elements
 from fp4graph.numerics.rounding import bracket
 from fp4graph.numerics.spec import QuantSpec
+from fp4graph.ops import plain
 from fp4graph.ops.matmul import Seen
-from fp4graph.ops.program import OperandProgram, total
+from fp4graph.ops.program import Draw, OperandProgram, total
 from fp4graph.technique import overrides
 
 #: Of a batch of matrices, at most so many are looked at.
@@ -46,32 +48,36 @@ class Selection:
     shape: tuple[int, ...]
     elements: int | None
 
-    @property
+    @cached_property
     def _matrices(self) -> int:
         return math.prod(self.shape[:-2])
 
-    @property
-    def _slices(self) -> tuple[slice, slice]:
-        """Of the matrices, and of the lines of each."""
-        if self.elements is None:
-            return slice(None), slice(None)
-        looked_at = max(1, min(self._matrices, MATRICES))
-        wanted = max(LEAST, self.elements // (max(1, self.shape[-1]) * looked_at))
-        return _spaced(self._matrices, looked_at), _spaced(self.shape[-2], wanted)
-
     def of(self, x: Tensor) -> Tensor:
-        """The lines ``[P, n, K]`` of ``x [..., R, K]``, whose K need not be the operand's: a view if it can be one."""
-        return x.reshape(-1, *x.shape[-2:])[self._slices]
+        """The lines of ``x [..., R, K]``, whose K need not be the operand's: a copy in fp32, ``[P, n, K]``."""
+        matrices = x.reshape(-1, *x.shape[-2:])
+        if self.elements is not None:
+            chosen, lines = (each.to(x.device) for each in self._chosen)
+            matrices = matrices[chosen] if self._matrices > MATRICES else matrices
+            matrices = matrices[:, lines]  # index_select is slow on transposed views
+        return matrices.to(torch.float32, copy=self.elements is None)
 
     def numbers(self, device: torch.device) -> Tensor:
         """Of each line, int32 ``[P, n, 1]``: its place among all lines of the operand."""
-        count = self._matrices * self.shape[-2]
-        places = torch.arange(count, dtype=torch.int32, device=device)
-        return places.reshape(self._matrices, self.shape[-2])[self._slices].unsqueeze(-1)
+        count = self.shape[-2]
+        matrices, lines = (torch.arange(self._matrices), torch.arange(count)) if self.elements is None else self._chosen
+        return (matrices[:, None] * count + lines).to(device, torch.int32).unsqueeze(-1)
+
+    @cached_property
+    def _chosen(self) -> tuple[Tensor, Tensor]:
+        """Which matrices, and which lines of each."""
+        assert self.elements is not None
+        matrices = min(self._matrices, MATRICES)
+        lines = max(LEAST, self.elements // (max(1, self.shape[-1]) * max(1, matrices)))
+        return _spaced(self._matrices, matrices), _spaced(self.shape[-2], min(lines, self.shape[-2]))
 
 
-def _spaced(count: int, wanted: int) -> slice:
-    return slice(0, count, max(1, -(-count // wanted)))
+def _spaced(count: int, chosen: int) -> Tensor:
+    return torch.arange(chosen) * count // max(1, chosen)
 
 
 @dataclass(frozen=True)
@@ -88,6 +94,13 @@ class Moments:
         """Those of one operand of the G."""
         one = (None if each is None else each[place : place + 1] for each in (self.mean, self.variance))
         return Moments(*one)
+
+    @staticmethod
+    def together(several: Sequence[Moments]) -> Moments:
+        """Those of several operands of one shape, all known."""
+        means, variances = [each.mean for each in several], [each.variance for each in several]
+        known = [mean for mean in means if mean is not None], [each for each in variances if each is not None]
+        return Moments(torch.cat(known[0]), torch.cat(known[1]) if known[1] else None)
 
 
 @dataclass(frozen=True)
@@ -114,32 +127,30 @@ class Raw:
     """Lines of one operand whose quantizer treats each line by itself, so that they can be quantized again later.
 
     Attributes:
-        x, q: ``[P, n, K]``. numbers: ``[P, n, 1]``. key: of the elements' random bits, or None. spec: the quantizer.
+        x, q: ``[P, n, K]``. numbers: ``[P, n, 1]``, of the lines. draw: where the elements' random bits come from, or
+        None. spec: the quantizer.
     """
 
     x: Tensor
     q: Tensor
     numbers: Tensor
-    key: Tensor | None
+    draw: Draw | None
     spec: QuantSpec
 
     def alike(self) -> tuple[object, ...]:
         """What must be equal of two for :func:`quantize_together`."""
-        return self.spec, tuple(self.x.shape), self.x.device, self.key is None
+        return self.spec, tuple(self.x.shape), self.x.device, self.draw and len(self.draw.salts)
 
 
 def taken(seen: Seen, selection: Selection) -> Raw | Lines:
     """The selected lines of a quantized operand: raw where its quantizer allows it, else quantized at once."""
     program = seen.program
     assert program.spec is not None
-    q = _copied(selection.of(total(seen.terms)))
+    q = selection.of(total(seen.terms))
     if by_line(program):
-        x = _copied(selection.of(seen.x))
-        key = None
-        if program.spec.needs_key:
-            assert seen.draw is not None
-            key = noise.derive(seen.draw.varying, 0)
-        return Raw(x, q, selection.numbers(x.device), key, program.spec)
+        x = selection.of(seen.x)
+        draw = seen.draw if program.spec.needs_key else None
+        return Raw(x, q, selection.numbers(x.device), draw, program.spec)
     return _quantized_whole(seen, selection, q)
 
 
@@ -165,14 +176,22 @@ class _LineNoise(Noise):
 
 
 def _line_noise(raw: Sequence[Raw], blocking: Blocking) -> Noise:
-    x = raw[0].x
-    keys = [each.key for each in raw if each.key is not None]
-    if not keys:
+    x, draws = raw[0].x, [each.draw for each in raw if each.draw is not None]
+    if not draws:
         return Noise(None, blocking, x.device)
     numbers = torch.stack([each.numbers for each in raw])
     index = blocking.split(numbers * x.shape[-1] + torch.arange(x.shape[-1], dtype=torch.int32, device=x.device))
-    key = torch.stack(keys, dim=1).reshape(2, -1, *[1] * (index.dim() - 1))
-    return _LineNoise(None, blocking, x.device, noise.hash_bits(key, index))
+    keys = noise.derive_all(_varying(draws), 0)
+    return _LineNoise(None, blocking, x.device, noise.hash_bits(keys.reshape(2, -1, *[1] * (index.dim() - 1)), index))
+
+
+def _varying(draws: Sequence[Draw]) -> Tensor:
+    """Their :attr:`Draw.varying`, int32 ``[2, G]``, derived side by side."""
+    keys, steps = torch.stack([draw.key for draw in draws], 1), torch.stack([draw.step for draw in draws], 1)
+    salts = torch.tensor([draw.salts for draw in draws], dtype=torch.int32, device=keys.device).unbind(1)
+    for word in (steps[0], steps[1], *salts):
+        keys = noise.derive_all(keys, word)
+    return keys
 
 
 def quantize_together(raw: Sequence[Raw]) -> Lines:
@@ -204,7 +223,8 @@ def _quantized_whole(seen: Seen, selection: Selection, q: Tensor) -> Lines:
     spec = program.spec
     assert spec is not None
     parts = program.parts(seen.x, seen.draw, seen.state)
-    ideal = total(with_ideal_scales(program)(seen.x, seen.draw, seen.state))
+    with plain.tensor_code():  # no kernel is to be compiled for it
+        ideal = total(with_ideal_scales(program)(seen.x, seen.draw, seen.state))
     composed = any(overrides(technique, stage) for technique in program.techniques for stage in _COMPOSING)
     of_q = Moments(q[None])
     if program.draws and (composed or spec.scale.rounding == "stochastic"):
@@ -213,9 +233,9 @@ def _quantized_whole(seen: Seen, selection: Selection, q: Tensor) -> Lines:
         gamma = torch.ones_like(parts.scale) if parts.gamma is None else parts.gamma
         mean, variance = moments(parts.ratio, parts.scale, spec)
         scaled = mean * gamma, variance * gamma.square()
-        of_q = Moments(*(_copied(selection.of(parts.blocking.join(each)))[None] for each in scaled))
-    ratio = _copied(selection.of(parts.blocking.join(parts.ratio)))
-    x, ideal = _copied(selection.of(seen.x)), _copied(selection.of(ideal))
+        of_q = Moments(*(selection.of(parts.blocking.join(each))[None] for each in scaled))
+    ratio = selection.of(parts.blocking.join(parts.ratio))
+    x, ideal = selection.of(seen.x), selection.of(ideal)
     scales = torch.where(parts.z == 0, 0.0, parts.scale).reshape(1, -1)
     return Lines(x[None], q[None], ideal[None], ratio[None], scales, of_q, spec.element)
 
@@ -230,14 +250,9 @@ def moments(ratio: Tensor, scale: Tensor, spec: QuantSpec) -> tuple[Tensor, Tens
     lower, upper = bracket(ratio.abs(), spec.element)
     gap = upper - lower
     way = ratio.abs().clamp(max=spec.element.max) - lower
-    fraction = torch.where(gap > 0, way / gap, torch.zeros_like(way))
+    fraction = way / gap.clamp(min=2.0**-100)  # 0 at a value, where both are 0
     steps = 2.0**spec.random_bits
     midpoint = 0.0 if spec.random_bits == 24 else 0.5
     p = ((fraction * steps - midpoint).ceil() / steps).clamp(0, 1)
     unit = scaling.dequantize(torch.ones_like(scale), scale, spec)
-    return torch.copysign(lower + p * gap, ratio) * unit, p * (1 - p) * gap.square() * unit.square()
-
-
-def _copied(x: Tensor) -> Tensor:
-    """In fp32, and not a view that would keep the whole operand."""
-    return x.to(torch.float32, copy=True)
+    return (lower + p * gap) * ratio.sign() * unit, p * (1 - p) * gap.square() * unit.square()

@@ -1,7 +1,7 @@
 """The statistics, by their definitions: functions of tensors, without knowledge of models.
 
 Sources: "Oscillation-Reduced MXFP4 Training for Vision Transformers" (TetraJet), A.1 to A.3; the rest is elementary,
-and written out in each docstring. Sums are taken in float64.
+and written out in each docstring.
 """
 
 from __future__ import annotations
@@ -25,31 +25,48 @@ RATIO_EDGES = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 OSCILLATING = 16.0
 #: What part of the larger of two quantized values their distance must exceed for a flip (see :func:`flipped`).
 _FLIP = 1 / 8
+_TINY = 2.0**-126
 
 
 def operand_sums(lines: Lines) -> dict[str, Tensor]:
     """Sums over the elements of each operand, float64 ``[G]``, from which :func:`operand_record` makes statistics.
 
-    Elements that are not finite, before or after quantization, are counted and left out.
+    Elements that are not finite, before or after quantization, are counted and left out. Computed in fp32, in units of
+    the operand's largest magnitude.
     """
-    usable = lines.x.isfinite() & lines.q.isfinite() & lines.ideal.isfinite()
-    x, q, ideal = (torch.where(usable, each, 0.0) for each in (lines.x, lines.q, lines.ideal))
+    x, q, ideal = (each.flatten(1) for each in (lines.x, lines.q, lines.ideal))
+    usable: Tensor | None = None
+    if not bool((x.sum() + q.sum() + ideal.sum()).isfinite()):
+        usable = (x + q + ideal).isfinite()
+        x, q, ideal = (torch.where(usable, each, 0.0) for each in (x, q, ideal))
+    unit = x.abs().amax(1, keepdim=True).clamp(min=_TINY)
+    x, q, ideal = (each / unit for each in (x, q, ideal))  # squares stay within fp32
     error, bias, dead, grid = split_error(x, q, ideal)
-    signal = x.double()
-    terms = {
-        "elements": usable,
-        "nonfinite": ~usable,
-        "signal": signal.square(),
-        "error": error.square(),
-        "product": signal * q,
-        "saturated": usable & (lines.ratio.abs() > lines.element.max),
-        "underflowed": (q == 0) & (x != 0),
-        "scale_bias": bias.square(),
-        "dead_zone": dead.square(),
-        "grid_noise": grid.square(),
-        "interaction": 2 * bias * grid,
+    squares = {
+        "signal": _dot(x, x),
+        "error": _dot(error, error),
+        "product": _dot(x, q),
+        "scale_bias": _dot(bias, bias),
+        "dead_zone": _dot(dead, dead),
+        "grid_noise": _dot(grid, grid),
+        "interaction": 2 * _dot(bias, grid),
     }
-    return {name: term.sum((1, 2, 3), dtype=torch.float64) for name, term in terms.items()}
+    saturated = lines.ratio.flatten(1).abs() > lines.element.max
+    elements = torch.full_like(squares["signal"], x.shape[1]) if usable is None else usable.sum(1).double()
+    counts = {
+        "elements": elements,
+        "nonfinite": x.shape[1] - elements,
+        "saturated": (saturated if usable is None else saturated & usable).sum(1).double(),
+        "underflowed": (dead != 0).sum(1).double(),
+    }
+    scale = unit[:, 0].double().square()
+    return {name: value * scale for name, value in squares.items()} | counts
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Of lines, float64 ``[G]``."""
+    product: Tensor = torch.linalg.vecdot(a, b)
+    return product.double()
 
 
 def scale_counts(scales: Tensor) -> Tensor:
@@ -101,22 +118,21 @@ def histogram(x: Tensor, bins: int, low: float, high: float) -> Tensor:
     return counts.scatter_add_(1, place, usable.double())
 
 
-def gradient_sums(left: Moments, right: Moments, left_exact: Tensor, right_exact: Tensor) -> dict[str, Tensor] | None:
+def gradient_sums(left: Moments, right: Moments, left_exact: Tensor, right_exact: Tensor) -> dict[str, Tensor]:
     """Sums over the entries of a backward GEMM's result ĝ = Q(L)·Q(R)ᵀ against g = L·Rᵀ, float64 ``[G]``.
 
     Rounding noise of different elements being independent, E[ĝ] = E[Q(L)]·E[Q(R)]ᵀ, and with v and m the variance and
     mean of an element, Var ĝ_ij = Σ_k v_ik·(m_jk² + v_jk) + m_ik²·v_jk.
 
     Args:
-        left, right: of what was multiplied, lines ``[G, P, n, K]`` and ``[G, P, m, K]``.
+        left, right: of what was multiplied, lines ``[G, P, n, K]`` and ``[G, P, m, K]``; the means are known.
         left_exact, right_exact: the same lines of the factors in high precision, before any quantization.
 
     Returns:
-        Sums of ``exact`` g², ``offset`` (E[ĝ] − g)², ``variance``, ``product`` g·E[ĝ]; None where an operand is random
-        in more than the rounding of its elements.
+        Sums of ``exact`` g², ``offset`` (E[ĝ] − g)², ``variance``, ``product`` g·E[ĝ].
     """
-    if left.mean is None or right.mean is None:
-        return None
+    assert left.mean is not None
+    assert right.mean is not None
     a, b = left.mean.double(), right.mean.double()
     expected, exact = a @ b.mT, left_exact.double() @ right_exact.double().mT
     # Sums over i and j first: no product of matrices is needed for the variance.

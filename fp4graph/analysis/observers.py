@@ -26,6 +26,7 @@ class Collector:
 
     def __init__(self, patterns: Sequence[str], metrics: frozenset[str], sample: int | None, device: str) -> None:
         self._patterns, self._metrics, self._sample, self._device = patterns, metrics, sample, device
+        self._selections: dict[tuple[int, ...], Selection] = {}
         self.sites: set[str] = set()  # that were offered
         self.autocast: torch.dtype | None = None  # in which the latest forward ran
         self.clear()
@@ -56,7 +57,7 @@ class Collector:
     def keep(self, site: str, seen: Seen, selection: Selection) -> Callable[[], Moments]:
         """Take lines of an operand down; returns what gives their moments, once :meth:`finish` is at work."""
         if seen.program.spec is None:
-            exact = Moments(selection.of(seen.x).to(torch.float32, copy=True)[None])
+            exact = Moments(selection.of(seen.x)[None])
             return lambda: exact
         lines = taken(seen, selection)
         self._waiting += 2 * lines.x.numel()
@@ -76,9 +77,12 @@ class Collector:
     def wants_gradients(self) -> bool:
         return "gradient" in self._metrics
 
-    @property
-    def sample(self) -> int | None:
-        return self._sample
+    def selection(self, x: Tensor) -> Selection:
+        """Which lines of ``x`` are looked at."""
+        shape = tuple(x.shape)
+        if shape not in self._selections:
+            self._selections[shape] = Selection(shape, self._sample)
+        return self._selections[shape]
 
     def finish(self) -> list[dict[str, Any]]:
         """The records of the step."""
@@ -96,16 +100,26 @@ class Collector:
             self._add([(site, operand) for site, operand, _ in group], self._quantized[key])
         for site, operand, lines in self._whole:
             self._add([(site, operand)], lines)
-        for pair in self._pairs:
-            sums = m.gradient_sums(pair.left(), pair.right(), pair.left_exact, pair.right_exact)
-            tensor = (pair.site, str(pair.gemm))
-            if sums is None:
-                self._sums.setdefault(tensor, {})
-            else:
-                self._add_sums([tensor], sums)
+        self._add_gradients()
         self._raw.clear()
         self._whole, self._pairs, self._waiting = [], [], 0
         del self._quantized
+
+    def _add_gradients(self) -> None:
+        """Pairs of equal shapes side by side."""
+        groups: dict[Any, list[tuple[_Pair, Moments, Moments]]] = defaultdict(list)
+        for pair in self._pairs:
+            left, right = pair.left(), pair.right()
+            if left.mean is None or right.mean is None:  # random in more than the rounding of elements
+                self._sums.setdefault((pair.site, str(pair.gemm)), {})
+            else:
+                shapes = left.mean.shape, right.mean.shape, pair.left_exact.shape, pair.right_exact.shape
+                groups[(*shapes, left.variance is None, right.variance is None)].append((pair, left, right))
+        for group in groups.values():
+            pairs, lefts, rights = zip(*group, strict=True)
+            exact = torch.cat([p.left_exact for p in pairs]), torch.cat([p.right_exact for p in pairs])
+            sums = m.gradient_sums(Moments.together(lefts), Moments.together(rights), *exact)
+            self._add_sums([(pair.site, str(pair.gemm)) for pair in pairs], sums)
 
     def _add(self, tensors: Sequence[tuple[str, Operand]], lines: Lines) -> None:
         sums = m.operand_sums(lines)
@@ -160,7 +174,7 @@ class _SiteCall:
         gemm = left.operand.gemm
         if gemm is Gemm.FPROP and self._collector.wants_gradients:
             self._exact = {Operand.DGRAD_WEIGHT: right.given.mT, Operand.WGRAD_INPUT: left.given.mT}
-        selections = [Selection(tuple(seen.x.shape), self._collector.sample) for seen in (left, right)]
+        selections = [self._collector.selection(seen.x) for seen in (left, right)]
         sides = [
             self._collector.keep(self._site, seen, selection)
             for seen, selection in zip((left, right), selections, strict=True)
@@ -168,7 +182,7 @@ class _SiteCall:
         if gemm is Gemm.FPROP or not self._collector.wants_gradients:
             return
         exact = [
-            selection.of(self._exact.get(seen.operand, seen.given)).to(torch.float32, copy=True)[None]
+            selection.of(self._exact.get(seen.operand, seen.given))[None]
             for seen, selection in zip((left, right), selections, strict=True)
         ]
         self._collector.pair(_Pair(self._site, gemm, sides[0], sides[1], exact[0], exact[1]))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp4graph.analysis import metrics as m
 from fp4graph.analysis.lines import Selection, by_line
-from fp4graph.numerics.quantize import fake_quantize
+from fp4graph.ops.program import OperandProgram, total
 from fp4graph.runtime import Weight
 from fp4graph.sharding import whole
 
@@ -49,7 +49,7 @@ class Window:
                 for moving in group:
                     moving.quantized(moving.whole_quantized(step))
                 continue
-            q = fake_quantize(torch.stack([moving.now for moving in group]), spec)
+            q = total(OperandProgram(spec)(torch.stack([moving.now for moving in group])))
             for moving, own in zip(group, q.unbind(), strict=True):
                 moving.quantized(own)
         self._taken += 1

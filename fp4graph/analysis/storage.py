@@ -2,8 +2,7 @@
 
 ``statistics.jsonl``: a line with ``"format": "fp4graph.statistics"`` where a training begins or goes on, and one line
 for each (step, site, tensor), an object that docs/analysis.md describes. What was recorded of a step is written at
-once and flushed to the disk. A line that a kill cut off is the last one; it is left out in reading, and cut away
-before anything is appended.
+once. A line that a kill cut off is the last one; it is left out in reading, and cut away before anything is appended.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -46,7 +45,7 @@ class Log:
         self.append([{"format": FORMAT, "version": VERSION, **header}])
 
     def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Write all of ``records`` or none, and flush them to the disk.
+        """Write all of ``records`` or none, so that they are there if the process is killed.
 
         Raises:
             Error: it cannot be done, as on a full disk. What was written before is as it was.
@@ -57,7 +56,6 @@ class Log:
             view = memoryview(data)
             while view:
                 view = view[self._file.write(view) :]
-            os.fsync(self._file.fileno())
         except OSError as error:
             with contextlib.suppress(OSError):
                 self._file.truncate(size)
@@ -165,6 +163,6 @@ def _plain(value: Any) -> Any:
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return [_plain(item) for item in value]
+    if isinstance(value, list | tuple):
+        return value if value and isinstance(value[0], int) else [_plain(item) for item in value]
     return value

@@ -112,6 +112,13 @@ def test_normalized_and_stochastic():
     assert taken(seen(OperandProgram(scales), x), Selection((16, 64), None)).moments.mean is None
 
 
+def test_keys_side_by_side_are_those_of_one():
+    keys, words = torch.stack([noise.make_key(i) for i in range(5)], 1), torch.arange(5, dtype=torch.int32) * 7 - 9
+    together = noise.derive_all(keys, words)
+    alone = [noise.derive(keys[:, i], int(words[i])) for i in range(5)]
+    assert torch.equal(together, torch.stack(alone, 1))
+
+
 def test_what_is_selected():
     x = torch.arange(12 * 100 * 50, dtype=torch.float32).reshape(3, 4, 100, 50)
     assert Selection(tuple(x.shape), None).of(x).shape == (12, 100, 50)
