@@ -104,8 +104,9 @@ class Case:
         quantized = [operand for operand, spec in site.operands.items() if spec is not None]
         moved = floor.quantizer_bytes(self.m, self.k, self.n, self.dtype.itemsize, quantized)
         least = 1 + moved / self.bandwidth / baseline_seconds
-        numbers = [number for number, operand in enumerate(Operand, 1) if operand in quantized]
-        return Linear(policy, self.run(module), ", ".join(f"Q{number}" for number in numbers) or "nothing", least)
+        names = ", ".join(f"Q{number}" for number, operand in enumerate(Operand, 1) if operand in quantized)
+        all_six = len(quantized) == len(Operand)
+        return Linear(policy, self.run(module), "Q1 to Q6" if all_six else names or "nothing", least)
 
     def applied(self, policy: str, backend: str) -> tuple[nn.Module, Explanation]:
         """A copy of the linear under ``policy``."""

@@ -6,7 +6,7 @@ a compiled graph saves as one autograd function what its forward hands to its ba
 ``linears``: every linear that the policy quantizes, each kind compiled alone at the model's shapes, with bf16 weight
 and input: all that is kept is kept because of the linear, which unquantized keeps its input and its weight. ``model``:
 the whole model, compiled, under autocast to bf16. Parameters are counted too; a weight kept as it is costs nothing,
-since it exists anyway, and ``besides parameters`` is without them. Deterministic: nothing is repeated.
+since it exists anyway, and ``without parameters`` leaves them out. Deterministic: nothing is repeated.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ COLUMNS = (
     tables.case("of"),
     tables.Column("ratio", lambda row: f"{row['figures']['ratio']:.3f}"),
     tables.Column("MiB", lambda row: _mib(row["figures"]["bytes"])),
-    tables.Column("unquantized, MiB", lambda row: _mib(row["figures"]["baseline_bytes"])),
-    tables.Column("besides parameters", lambda row: f"{row['figures']['activation_ratio']:.3f}"),
-    tables.Column("MiB ", lambda row: _mib(row["figures"]["activation_bytes"])),
-    tables.Column("unquantized, MiB ", lambda row: _mib(row["figures"]["activation_baseline_bytes"])),
+    tables.Column("unquantized", lambda row: _mib(row["figures"]["baseline_bytes"])),
+    tables.Column("without parameters", lambda row: f"{row['figures']['activation_ratio']:.3f}"),
+    tables.Column("MiB of these", lambda row: _mib(row["figures"]["activation_bytes"])),
+    tables.Column("unquantized, of these", lambda row: _mib(row["figures"]["activation_baseline_bytes"])),
 )
 TITLE = "Bytes kept for the backward, to those of the unquantized model"
 

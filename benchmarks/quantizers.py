@@ -41,6 +41,8 @@ COLUMNS = (
     tables.Column("copy, GB/s", lambda row: f"{row['figures']['copy_bytes_per_second'] / 1e9:.3g}"),
     tables.Column("in policies", lambda row: _shortened(row["figures"]["policies"])),
 )
+#: Of compiled values from eager ones: what rounding intermediate results to bf16 may do, and no other quantizer gives.
+TOLERANCE = 1e-2
 TITLE = "Quantizers alone, time to that of a copy"
 
 
@@ -117,8 +119,10 @@ def measure(quantizer: Quantizer, x: Tensor, layout: str, backend: str, patience
     source = x if layout == "row" else x.mT
     compiled = quantizer.compiled(source, backend)
     with torch.no_grad():
-        if not torch.equal(compiled(source), quantizer.compiled(source, "eager")(source)):
-            raise RuntimeError("compiled, it gives other values than eagerly")
+        expected = quantizer.compiled(source, "eager")(source)
+        error = ((compiled(source) - expected).float().norm() / expected.float().norm()).item()
+        if not error <= TOLERANCE:
+            raise RuntimeError(f"compiled, it differs from eager by {error:.1e} of its norm")
         comparison = compare(x.clone, partial(compiled, source), x.device, patience)
         moved = x.nbytes + compiled(source).nbytes
     return {

@@ -48,7 +48,7 @@ def section(contents: Mapping[str, Mapping[str, Any]]) -> str:
     on = "cuda" if machine["gpu"] else "cpu"
     rows = {benchmark: list(content["rows"]) for benchmark, content in contents.items()}
     parts = [
-        f"### {machine['gpu'] or machine['cpu']}, {machine['threads']} threads",
+        f"### {machine['gpu'] or machine['cpu']}, {threads(machine)}",
         described(machine),
         "#### Targets",
         tables.markdown(targets.COLUMNS, list(targets.held_against(rows, on))),
@@ -67,9 +67,14 @@ def described(machine: Mapping[str, Any]) -> str:
     """A sentence about a machine."""
     gpu = f"{machine['gpu']} with {machine['gpu_ram_gib']} GiB; " if machine["gpu"] else ""
     return (
-        f"{gpu}{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads used, "
-        f"{machine['vector_instructions']}, {machine['ram_gib']} GiB; {machine['system']}."
+        f"{gpu}{machine['cpu']}, {machine['cores']} cores, {threads(machine)} used, "
+        f"{', '.join(machine['instructions'])}; {machine['ram_gib']} GiB; {machine['system']}."
     )
+
+
+def threads(machine: Mapping[str, Any]) -> str:
+    """How many threads torch used."""
+    return "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
 
 
 def rates(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -92,10 +97,11 @@ def measured(runs: Mapping[str, Mapping[str, Any]], rows: Sequence[Mapping[str, 
         commit = "no commit" if run["commit"] is None else f"commit {run['commit'][:10]}"
         changes = " with uncommitted changes" if run["dirty"] else ""
         versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items() if version is not None)
+        kernels = "" if run["cpu_kernels"] else ", without CPU kernels"
         count = sum(row["run"] == number for row in rows)
         lines.append(
             f"{count} of {len(rows)} rows: {run['date'][:10]}, {commit}{changes}; {versions}; "
-            f"load before {run['load_average']:.2f}."
+            f"{run['compiler']}{kernels}; load before {run['load_average']:.2f}."
         )
     return "\n".join(f"- {line}" for line in lines)
 

@@ -30,11 +30,14 @@ import typer
 
 from benchmarks.tables import Column, show
 from benchmarks.timing import Comparison
+from fp4graph.kernels import cpu
 from fp4graph.training.checkpoint import replacing
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PACKAGES = ("fp4graph", "torch", "triton", "torchao", "brevitas", "timm", "transformers")
+#: Environment variables that change what is measured.
+VARIABLES = ("FP4GRAPH_", "OMP_", "MKL_", "KMP_")
 GIB = 2**30
 
 
@@ -82,15 +85,15 @@ def machine(device: torch.device) -> dict[str, Any]:
     """What the figures depend on and no commit can change."""
     with_gpu = device.type == "cuda"
     return {
-        "cpu": _cpu_name(),
+        "cpu": _cpu().get("brand_raw") or platform.machine(),
         "cores": psutil.cpu_count(logical=False),
         "logical_cores": psutil.cpu_count(),
         "threads": torch.get_num_threads(),
-        "vector_instructions": torch.backends.cpu.get_cpu_capability(),
+        "instructions": [torch.backends.cpu.get_cpu_capability(), *(f for f in _cpu().get("flags", ()) if "bf16" in f)],
         "ram_gib": round(psutil.virtual_memory().total / GIB, 1),
         "gpu": torch.cuda.get_device_name(device) if with_gpu else None,
         "gpu_ram_gib": round(torch.cuda.get_device_properties(device).total_memory / GIB, 1) if with_gpu else None,
-        "system": platform.platform(),
+        "system": f"{platform.system()} {platform.machine()}",
     }
 
 
@@ -121,6 +124,9 @@ class Results:
             "versions": _versions(),
             "settings": {name: value for name, value in context.params.items() if name != "folder"},
             "load_average": os.getloadavg()[0],
+            "cpu_kernels": cpu.available(),
+            "compiler": _compiler(),
+            "environment": {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)},
         }
 
     def add(self, row: Row) -> None:
@@ -170,19 +176,28 @@ def write(file: Path, content: Mapping[str, Any]) -> None:
 
 
 @cache
-def _cpu_name() -> str:
-    name: str = cpuinfo.get_cpu_info().get("brand_raw") or platform.machine()
-    return name
+def _cpu() -> dict[str, Any]:
+    found: dict[str, Any] = cpuinfo.get_cpu_info()
+    return found
 
 
 def _versions() -> dict[str, str | None]:
-    versions: dict[str, str | None] = {"python": platform.python_version()}
+    versions: dict[str, str | None] = {"python": platform.python_version(), "cuda": torch.version.cuda}
     for package in PACKAGES:
         try:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             versions[package] = None
     return versions
+
+
+def _compiler() -> str | None:
+    """The first line that the C++ compiler says of its version, which compile times depend on."""
+    try:
+        said = subprocess.run([os.environ.get("CXX", "g++"), "--version"], check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return said.stdout.partition("\n")[0]
 
 
 def _commit() -> dict[str, Any]:

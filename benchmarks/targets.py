@@ -72,7 +72,7 @@ COMMANDS = {
 }
 EVERYTHING = (
     ("linear", "--shapes=1024,deit-tiny fc1,deit-tiny fc2,deit-small fc1,llama-60m up,llama-60m down"),
-    ("linear", "--shapes=1024", "--policies=all", "--peers="),
+    ("linear", "--shapes=1024", "--policies=all", "--peers=", "--against="),
     ("memory", "--models=deit-tiny,llama-60m", "--policies=tetrajet,microscaling,nvfp4-best"),
     ("techniques",),
     ("quantizers",),

@@ -59,6 +59,7 @@ ROWS = (
         "`nvfp4`, stochastic encode scales",
         extended("nvfp4", scale=ENCODE, techniques=["stochastic_scale_rounding"]),
         {"stablespam": 25.5},
+        optimizers=("stablespam",),
     ),
     Row(
         "`nvfp4`, best loss: spline, backward Hadamard, tensor scale with gradient, loss scaling",
@@ -70,11 +71,13 @@ ROWS = (
             ],
         ),
         {"stablespam": 22.875},
+        optimizers=("stablespam",),
     ),
     Row(
         "`mxfp4-round-up`, tensor scale",
         extended("mxfp4-round-up", techniques=["tensor_scaling"]),
         {"stablespam": 27.875},
+        optimizers=("stablespam",),
     ),
     Row(
         "`mxfp4-round-up`, best loss: spline, backward Hadamard, tensor scale",
@@ -83,6 +86,7 @@ ROWS = (
             techniques=[SPLINE, {"hadamard": {"scope": "backward", "block": 32}}, "tensor_scaling"],
         ),
         {"stablespam": 27.25},
+        optimizers=("stablespam",),
     ),
 )  # fmt: skip
 DTYPES = ("bf16", "fp32")

@@ -60,7 +60,7 @@ def score(
     if as_json:
         print(to_json(found), end="")
         return
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
     for one in found:
         if every:
             ranked = sorted(one.trials, key=lambda s: (s.scores[chosen] is None, -(s.scores[chosen] or 0.0)))

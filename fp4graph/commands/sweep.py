@@ -57,6 +57,7 @@ def sweep(
     Stopped or killed, the same command goes on. Run it on several machines with one --storage URL, and they share the
     work.
     """
+    options = dict(locals())
     try:
         import optuna
     except ImportError:
@@ -76,31 +77,26 @@ def sweep(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     score_rule = known_rule(rule)
     folder = output or Path("runs") / f"sweep-{task}"
-    url = url_of(storage or folder / "sweep.db")
+    url = url_of(storage or folder / "sweep.db", existing=export_policy is not None)
     name = study or task
     if export_policy is not None:
         print(export(studies.Study.open(url, name), export_policy, folder))
         return
 
-    given = {
-        key: value
-        for key, value in locals().items()
-        if key in {field.name for field in dataclasses.fields(Run)} and key not in ("policy", "workers")
-    }
-    run = Run(**given)
+    known = {field.name for field in dataclasses.fields(Run)} - {"workers"}  # those are of its data
+    run = Run(**{name: value for name, value in options.items() if name in known})
     task_named(task).settings(run)  # says what is wrong before anything is begun
     searched = load_space(space)
-    folder.mkdir(parents=True, exist_ok=True)
+    logs = folder / "logs"
+    job = Job(url, name, trials, sampler, pruner, device, str(logs), workers)  # type: ignore[arg-type]  # it looks
+    logs.mkdir(parents=True, exist_ok=True)
     made = studies.Study.create(
         url, name, studies.Manifest.of(searched, run.to_json(), patience), studies.make_pruner(pruner)
     )
     if retry_failed:
         made.excuse_failed()
-    logs = folder / "logs"
-    logs.mkdir(exist_ok=True)
-    job = Job(url, name, trials, sampler, pruner, device, str(logs), workers)  # type: ignore[arg-type]  # it looks
 
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 140)
+    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     size = searched.size()
     title = f"{task} over {searched.name}, {size:,}{'+' if size == 1_000_000 else ''} configurations"

@@ -14,7 +14,7 @@ from fp4graph.experiments.score import Rule
 _MARKERS = "osD^vPX*"
 #: A score below this many times the frontier's spread under it is drawn at the panel's lower edge.
 _REACH = 6.0
-_LONGEST = 62
+_LONGEST = 56
 
 
 def figure(studies: Sequence[Results], rule: Rule = "table") -> Any:
@@ -90,8 +90,10 @@ def _panel(axes: Any, found: Results, rule: Rule) -> None:
                 ha="left" if right else "right", textcoords="offset points", fontsize=8, color=colour,
                 weight="bold", zorder=4,
             )  # fmt: skip
-            names.append((f"{number}  {_short(s.trial.summary)}   Ω {s.trial.complexity:g}, "
-                          f"S {_value(s, rule):+.3g}, loss {s.trial.loss:.4g}", colour))  # fmt: skip
+            name = f"{number}  trial {s.trial.number}: {_short(s.trial.summary)}"
+            names.append(
+                (f"{name}   Ω {s.trial.complexity:g}, S {_value(s, rule):+.3g}, loss {s.trial.loss:.4g}", colour)
+            )
     axes.axhline(0, color="grey", linewidth=0.8, linestyle="--", label="unquantized")
     _limits(axes, floor, points, rule)
     lost = found.count("diverged")
@@ -102,7 +104,7 @@ def _panel(axes: Any, found: Results, rule: Rule) -> None:
         {"text": "score S = G/(1 + Ω)", "table": "score S = G/max(1, Ω), below 0 G·max(1, Ω)"}[rule], fontsize=9
     )
     axes.grid(alpha=0.25)
-    axes.legend(fontsize=8, loc="lower right", framealpha=0.9)
+    axes.legend(fontsize=8, loc="best", framealpha=0.9)
     for row, (text, colour) in enumerate(names):
         axes.annotate(
             text, (0, 0), xycoords="axes fraction", xytext=(-28, -44 - 12.2 * row), textcoords="offset points",

@@ -7,13 +7,13 @@ import io
 import json
 import math
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import fp4graph
+from fp4graph.errors import Error
 from fp4graph.experiments.score import Rule, gain, score
 from fp4graph.experiments.study import Study, Trial
 
@@ -171,20 +171,23 @@ def to_csv(all_results: Sequence[Results]) -> str:
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Put ``content`` at ``path`` whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    data = content.encode() if isinstance(content, str) else content
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    """Put ``content`` at ``path`` whole or not at all.
+
+    Raises:
+        Error: it cannot be written; what was there stays.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+        temporary.replace(path)
+    except OSError as error:
+        raise Error(f"{path} cannot be written: {error.strerror}; make room for it, or name another place") from error
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _number(value: float | None) -> float:

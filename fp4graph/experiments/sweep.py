@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
@@ -143,6 +144,7 @@ def work(
     target: int,
     *,
     sampler: Sampler = "random",
+    worker: str | None = None,
     device: str | None = None,
     objective: Objective = train_once,
     going: Callable[[], bool] = lambda: True,
@@ -155,6 +157,7 @@ def work(
         study: its manifest says what is trained.
         space: its manifest's space.
         target: results in all, those that were there before included; refused configurations do not count.
+        worker: what its trials are marked with, like no other's.
         device: in place of the run's.
         going: asked before each trial; the worker returns where it says no.
 
@@ -165,7 +168,7 @@ def work(
     if device is not None:
         run = replace(run, device=device)
     watch = Watch(study.manifest.patience)
-    worker = worker_name(os.getpid())
+    worker = worker or worker_name(os.getpid(), uuid.uuid4().hex)
     while going():
         trials = study.trials()
         if study.tidy(trials, watch.silent):
@@ -242,6 +245,6 @@ def _device_is_broken(error: Exception) -> bool:
     return isinstance(error, broken) and not isinstance(error, torch.OutOfMemoryError)
 
 
-def worker_name(pid: int) -> str:
-    """What a worker's trials are marked with."""
-    return f"{socket.gethostname()}:{pid}"
+def worker_name(pid: int, token: str) -> str:
+    """What a worker's trials are marked with; the token, for machines may have one name and begin to count alike."""
+    return f"{socket.gethostname()}:{pid}:{token}"

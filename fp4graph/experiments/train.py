@@ -53,6 +53,8 @@ def train(
 ) -> Outcome:
     """Train a task and validate as it goes; two runs of equal ``run`` on one machine are equal.
 
+    The caller's random numbers are left alone; what torch.compile has compiled in this process is forgotten.
+
     Args:
         run: what to train.
         report: called with (step, validation loss) after each validation; an exception it raises ends the training
@@ -86,6 +88,7 @@ def train(
             try:
                 return training.go_on(record, report, tick, checkpoints)
             finally:
+                torch._dynamo.reset()  # its caches keep the model alive, and a sweep trains many in one process
                 if record is not None:
                     record.close()
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
@@ -39,6 +40,7 @@ class Job:
     log: str
     workers: int
     index: int = 0
+    token: str = ""
     parent: int = 0
     objective: Objective = train_once
 
@@ -68,6 +70,7 @@ def _process(job: Job, parent: Connection) -> None:
             space,
             job.target,
             sampler=job.sampler,
+            worker=worker_name(os.getpid(), job.token),
             device=_device(job),
             objective=job.objective,
             going=lambda: os.getppid() == job.parent,  # an orphan finishes its trial, and no more
@@ -91,13 +94,23 @@ def _device(job: Job) -> str:
     return f"cuda:{job.index % count}" if count > 1 else job.device
 
 
+@dataclass(frozen=True)
+class _Worker:
+    """A process, what it says before it ends, its token, and how far the study was when it began."""
+
+    process: Any
+    pipe: Connection
+    token: str
+    progress: int
+
+
 class Workers:
     """The worker processes of one sweep on this machine: a context in which they run."""
 
     def __init__(self, job: Job, study: Study) -> None:
         self._job, self._study = job, study
         self._context = multiprocessing.get_context("spawn")
-        self._running: dict[int, tuple[Any, Connection, int]] = {}
+        self._running: dict[int, _Worker] = {}
 
     def __enter__(self) -> Workers:
         for index in range(self._job.workers):
@@ -105,22 +118,22 @@ class Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process, _pipe, _progress in self._running.values():
-            process.terminate()
-        for process, _pipe, _progress in self._running.values():
-            process.join(30)
-            if process.is_alive():
-                process.kill()
-                process.join()
+        for worker in self._running.values():
+            worker.process.terminate()
+        for worker in self._running.values():
+            worker.process.join(30)
+            if worker.process.is_alive():
+                worker.process.kill()
+                worker.process.join()
 
     def _start(self, index: int) -> None:
         ours, theirs = self._context.Pipe(duplex=False)
         log = str(Path(self._job.log) / f"worker-{index}.log")
-        job = replace(self._job, log=log, index=index, parent=os.getpid())
+        job = replace(self._job, log=log, index=index, token=uuid.uuid4().hex, parent=os.getpid())
         process = self._context.Process(target=_process, args=(job, theirs), name=f"worker {index}")
         process.start()
         theirs.close()
-        self._running[index] = process, ours, _progress(self._study.trials())
+        self._running[index] = _Worker(process, ours, job.token, _progress(self._study.trials()))
 
     def watch(self) -> Iterator[tuple[list[Trial], list[str]]]:
         """The trials, and what happened to workers meanwhile, about once a second until all workers are through.
@@ -132,26 +145,25 @@ class Workers:
         """
         while self._running:
             events: list[str] = []
-            for index, (process, pipe, progress) in list(self._running.items()):
-                if process.is_alive():
+            for index, worker in list(self._running.items()):
+                if worker.process.is_alive():
                     continue
                 del self._running[index]
-                if pipe.poll():
+                if worker.pipe.poll():
                     with contextlib.suppress(EOFError):
-                        raise Error(pipe.recv())
-                if process.exitcode == 0:
+                        raise Error(worker.pipe.recv())
+                if worker.process.exitcode == 0:
                     continue
-                self._release(process.pid)
-                events.append(f"worker {index} ended ({_ending(process.exitcode)}); its trial is free again")
-                if _progress(self._study.trials()) == progress:
+                self._release(worker_name(worker.process.pid, worker.token))
+                events.append(f"worker {index} ended ({_ending(worker.process.exitcode)}); its trial is free again")
+                if _progress(self._study.trials()) == worker.progress:
                     raise Error(f"{events[-1]}; {self._job.log}/worker-{index}.log may say why")
                 self._start(index)
             yield self._study.trials(), events
             time.sleep(POLL)
         yield self._study.trials(), []
 
-    def _release(self, pid: int) -> None:
-        worker = worker_name(pid)
+    def _release(self, worker: str) -> None:
         for trial in self._study.trials():
             if trial.worker == worker and trial.state == "running":
                 self._study.lose(trial.number)

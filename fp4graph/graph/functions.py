@@ -95,8 +95,8 @@ def _names(gm: GraphModule) -> set[str]:
 
 def _techniques_digest(program: MatmulProgram) -> str:
     gemms = (program.fprop, program.dgrad, program.wgrad)
-    techniques = {type(t) for g in gemms for t in (*g.transforms, *g.left.techniques, *g.right.techniques)}
-    return _digest(_source(cls) for technique in (MatmulProgram, *techniques) for cls in technique.__mro__)
+    techniques: set[type] = {type(t) for g in gemms for t in (*g.transforms, *g.left.techniques, *g.right.techniques)}
+    return _digest(_source(cls) for technique in {MatmulProgram, *techniques} for cls in technique.__mro__)
 
 
 @functools.cache

@@ -38,9 +38,14 @@ _LANES = 64  # of quantize.cpp
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 
 _QUANTIZE = """
-extern "C" void run(const {T}* x, Strides from, {T}* y, Strides to, u8* codes, Q::Stored* scales, Noise noise,
-                    Shape shape, int threads) {{
-    quantize<Q, {T}>(x, from, y, to, codes, scales, noise, shape, threads);
+extern "C" void run(const {T}* x, Strides from, {T}* y, Strides to, u8* codes, Q::Stored* scales, Blocks given,
+                    Noise noise, Shape shape, int threads) {{
+    quantize<Q, {T}>(x, from, y, to, codes, scales, given, noise, shape, threads);
+}}
+"""
+_MAXIMA = """
+extern "C" void run(const {T}* x, Strides from, float* z, Shape shape, i64 length, int threads) {{
+    maxima<{T}>(x, from, z, shape, length, threads);
 }}
 """
 _REQUANTIZE = """
@@ -64,6 +69,14 @@ class _Shape(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("batches", "rows", "columns")]
 
 
+class _Blockwise(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("step", ctypes.c_int64)]
+
+
+class _Blocks(ctypes.Structure):
+    _fields_ = [(name, _Blockwise) for name in ("divisor", "statistic", "scale", "factor")]
+
+
 class _Noise(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("key", "step", "salts")),
@@ -79,6 +92,22 @@ class Noise:
     key: Tensor | None = None
     step: Tensor | None = None
     salts: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What techniques have made of the blocks of a tensor: each fp32, contiguous, one number per block or one for all.
+
+    Attributes:
+        divisor: of the values, before anything else. factor: of the result.
+        statistic: in the place of the largest magnitude of the divided values.
+        scale: in the place of the one that the statistic gives.
+    """
+
+    divisor: Tensor | None = None
+    statistic: Tensor | None = None
+    scale: Tensor | None = None
+    factor: Tensor | None = None
 
 
 def supports(spec: QuantSpec) -> bool:
@@ -97,9 +126,10 @@ def available() -> bool:
     try:
         _build("")
     except (OSError, subprocess.SubprocessError) as error:
-        reason = getattr(error, "stderr", None) or error
+        said = str(getattr(error, "stderr", None) or error).splitlines()
+        reason = next((line for line in said if "error" in line), said[-1] if said else "")
         warnings.warn(
-            f"the CPU kernels cannot be compiled ({str(reason).strip().splitlines()[-1]}); quantizers run as slower "
+            f"the CPU kernels cannot be compiled ({reason.strip()}); quantizers run as slower "
             "tensor code. Install g++, or name a C++17 compiler in the environment variable CXX",
             stacklevel=2,
         )
@@ -108,7 +138,13 @@ def available() -> bool:
 
 
 def quantize(
-    x: Tensor, y: Tensor, spec: str, noise: Noise, codes: Tensor | None = None, scales: Tensor | None = None
+    x: Tensor,
+    y: Tensor,
+    spec: str,
+    noise: Noise,
+    given: Blocks,
+    codes: Tensor | None = None,
+    scales: Tensor | None = None,
 ) -> None:
     """Quantize ``x`` into ``y``.
 
@@ -118,8 +154,16 @@ def quantize(
     """
     drawn, kept = _noise(noise)
     run = _function(_QUANTIZE, x.dtype, Q=spec)
-    run(_at(x), _strides(x), _at(y), _strides(y), _at(codes), _at(scales), drawn, _Shape(*x.shape), _threads())
+    blocks = _Blocks(*(_blockwise(part) for part in (given.divisor, given.statistic, given.scale, given.factor)))
+    bytes_at = _at(codes), _at(scales)
+    run(_at(x), _strides(x), _at(y), _strides(y), *bytes_at, blocks, drawn, _Shape(*x.shape), _threads())
     del kept
+
+
+def maxima(x: Tensor, z: Tensor, block: int) -> None:
+    """The largest magnitude of every block of ``x [B, R, C]`` along C into ``z [B, R, ceil(C/block)]``, fp32."""
+    run = _function(_MAXIMA, x.dtype)
+    run(_at(x), _strides(x), _at(z), _Shape(*x.shape), ctypes.c_int64(block), _threads())
 
 
 def requantize(codes: Tensor, scales: Tensor, packed: str, y: Tensor, spec: str, noise: Noise) -> None:
@@ -144,6 +188,10 @@ def _noise(noise: Noise) -> tuple[_Noise, object]:
 
 def _at(tensor: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def _blockwise(part: Tensor | None) -> _Blockwise:
+    return _Blockwise(0, 0) if part is None else _Blockwise(part.data_ptr(), 0 if part.numel() == 1 else 1)
 
 
 def _strides(x: Tensor) -> _Strides:

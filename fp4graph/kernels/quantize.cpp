@@ -33,6 +33,7 @@ const float NOT_A_NUMBER = as<float>(0x7FC00000);
 inline float pow2(i32 exponent) { return as<float>((exponent + 127) << 23); }
 inline i32 max(i32 a, i32 b) { return a > b ? a : b; }
 inline i32 min(i32 a, i32 b) { return a < b ? a : b; }
+inline i64 min(i64 a, i64 b) { return a < b ? a : b; }
 
 // ---------------------------------------------------------------------------------------------- numerics/noise.py
 
@@ -70,6 +71,11 @@ struct Spacing {
 inline Spacing spacing(float u, int min_exponent, int mantissa) {
     i32 step = max(as<i32>(u) & INFINITE, (min_exponent + 127) << 23) - (mantissa << 23);
     return {as<float>(step), as<float>((254 << 23) - step)};
+}
+
+// How many binades above the lowest.
+inline i32 binade(Spacing s, int min_exponent, int mantissa) {
+    return (as<i32>(s.step) >> 23) - (min_exponent + 127 - mantissa);
 }
 
 // The bits of z >= 0 as if its exponent were unbounded: those of subnormals normalised.
@@ -147,24 +153,19 @@ inline float dequantized(float q, float scale, float reciprocal) {
 
 // ---------------------------------------------------------------------------------------------- numerics/rounding.py
 
-struct Rounded {
-    float value;
-    i32 magnitude;  // the code without its sign: binades count in steps of 2^MANTISSA
-};
-
 template <class F>
-inline Rounded round_element(float u, u32 bits) {
+inline float round_element(float u, u32 bits) {
     u = u < -F::QMAX ? -F::QMAX : u;
     u = u > F::QMAX ? F::QMAX : u;
     Spacing s = spacing(u, F::MIN_EXPONENT, F::MANTISSA);
-    i32 binade = (as<i32>(s.step) >> 23) - (F::MIN_EXPONENT + 127 - F::MANTISSA), sign = as<i32>(u) & SIGN;
+    i32 sign = as<i32>(u) & SIGN;
     float w = u * s.inverse, v = as<float>(as<i32>(w) & ~SIGN), lower = std::floor(v), n;
     if (F::SR) {
         n = lower + std::ceil(v - lower - uniform<F::RANDOM_BITS>(bits));
     } else if (F::TIES_EVEN && F::MANTISSA > 0) {
         n = std::nearbyint(v);  // a binade starts at an even code
     } else if (F::TIES_EVEN) {
-        i32 odd = (binade + static_cast<i32>(lower)) & 1;
+        i32 odd = (binade(s, F::MIN_EXPONENT, 0) + static_cast<i32>(lower)) & 1;
         n = lower + static_cast<float>((v - lower > 0.5f) | ((v - lower == 0.5f) & odd));
     } else if (F::TIES_UP) {
         float below = std::floor(w);
@@ -173,17 +174,24 @@ inline Rounded round_element(float u, u32 bits) {
         n = lower + (1 - std::ceil(0.5f - (v - lower)));
     }
     float q = as<float>(as<i32>(n * s.step) | sign);
-    if (F::INTEGER) q = q == 0 ? 0.0f : q;
-    return {q, (binade << F::MANTISSA) + static_cast<i32>(n)};
+    return F::INTEGER && q == 0 ? 0.0f : q;
 }
 
 // ---------------------------------------------------------------------------------------------- numerics/packing.py
 
+// A value's place among those of its format from zero up: binades count in steps of 2^mantissa.
+inline i32 magnitude(float value, int min_exponent, int mantissa) {
+    Spacing s = spacing(value, min_exponent, mantissa);
+    float steps = as<float>(as<i32>(value * s.inverse) & ~SIGN);
+    return (binade(s, min_exponent, mantissa) << mantissa) + static_cast<i32>(steps);
+}
+
 template <class F>
-inline i32 encode(Rounded r) {
+inline i32 encode(float q) {
     constexpr i32 half = 1 << (F::CODE_BITS - 1);
-    if (F::INTEGER) return (r.value < 0 ? -r.magnitude : r.magnitude) & (2 * half - 1);
-    return r.magnitude | ((as<i32>(r.value) >> 31) & half);
+    i32 code = magnitude(q, F::MIN_EXPONENT, F::MANTISSA);
+    if (F::INTEGER) return (q < 0 ? -code : code) & (2 * half - 1);
+    return code | ((as<i32>(q) >> 31) & half);
 }
 
 inline float decode_magnitude(i32 code, int min_exponent, int mantissa) {
@@ -207,9 +215,7 @@ inline void store_scale(float scale, u8* to) {
     if (!F::S_HAS_ZERO) {
         *to = static_cast<u8>(finite ? (as<i32>(scale) >> 23) - (F::S_MIN_EXPONENT + 127) : F::S_NAN);
     } else {
-        Spacing s = spacing(scale, F::S_MIN_EXPONENT, F::S_MANTISSA);
-        i32 binade = (as<i32>(s.step) >> 23) - (F::S_MIN_EXPONENT + 127 - F::S_MANTISSA);
-        i32 code = (binade << F::S_MANTISSA) + static_cast<i32>(scale * s.inverse);
+        i32 code = magnitude(scale, F::S_MIN_EXPONENT, F::S_MANTISSA);
         *to = static_cast<u8>(finite ? code : F::S_NAN);
     }
 }
@@ -276,12 +282,12 @@ using pair [[gnu::may_alias]] = uint64_t;
 using code_pair [[gnu::may_alias]] = u16;
 
 template <class F>
-inline void pack_block(const i32* codes, u8* to) {
+inline void pack(const i32* codes, u8* to, i64 count) {
     if (F::CODE_BITS == 4) {
         const pair* pairs = reinterpret_cast<const pair*>(codes);
-        for (int j = 0; j < F::BLOCK / 2; ++j) to[j] = static_cast<u8>(pairs[j] | pairs[j] >> 28);
+        for (i64 j = 0; j < count / 2; ++j) to[j] = static_cast<u8>(pairs[j] | pairs[j] >> 28);
     } else {
-        for (int j = 0; j < F::BLOCK; ++j) to[j] = static_cast<u8>(codes[j]);
+        for (i64 j = 0; j < count; ++j) to[j] = static_cast<u8>(codes[j]);
     }
 }
 
@@ -339,6 +345,22 @@ constexpr i64 STRIP = 64;  // blocks of a tile whose blocks lie along the contig
 constexpr i64 LANES = 64;  // lines of a tile whose blocks lie across it
 constexpr i64 SERIAL = 1 << 14;  // elements below which threads cost more than they save
 
+// What techniques have made of a block, each one number a block ([batch, R, ceil(C / BLOCK)], contiguous) or, with a
+// step of 0, one for all; null where nothing changes.
+struct Blockwise {
+    const float* data;
+    i64 step;
+    float operator[](i64 block) const { return data[block * step]; }
+    explicit operator bool() const { return data != nullptr; }
+};
+
+struct Blocks {
+    Blockwise divisor;    // of the values, before anything else
+    Blockwise statistic;  // instead of the maximum of the values' magnitudes
+    Blockwise scale;      // instead of the one that the statistic gives
+    Blockwise factor;     // of the result
+};
+
 template <class F, class T>
 struct Target {
     T* values;
@@ -364,7 +386,7 @@ struct Place {
 
 // Blocks along C, and C contiguous.
 template <class F, class T, bool PACKS, class Source>
-void along(const Source& source, const Target<F, T>& to, Key key, i64 batches, i64 R, i64 C, int threads) {
+void along(const Source& source, const Target<F, T>& to, const Blocks& given, Key key, i64 batches, i64 R, i64 C, int threads) {
     constexpr int B = F::BLOCK;
     const i64 blocks = (C + B - 1) / B, all = batches * R * blocks, strips = (all + STRIP - 1) / STRIP;
     const Key block_key = key.absorb(BLOCK_SALT), element_key = key.absorb(0);
@@ -372,7 +394,7 @@ void along(const Source& source, const Target<F, T>& to, Key key, i64 batches, i
     for (i64 strip = 0; strip < strips; ++strip) {
         const i64 first = strip * STRIP, count = all - first < STRIP ? all - first : STRIP;
         alignas(64) float tile[STRIP * B], scale[STRIP], reciprocal[STRIP];
-        alignas(64) i32 z[STRIP];
+        alignas(64) i32 z[STRIP], codes[PACKS ? STRIP * B : 1];
         Place place(first, R, blocks, B);
         for (i64 g = 0; g < count; ++g, place.next(R, C, B)) {
             float* block = tile + g * B;
@@ -383,37 +405,41 @@ void along(const Source& source, const Target<F, T>& to, Key key, i64 batches, i
                 for (int j = 0; j < B; ++j) block[j] = 0;
                 source.read(block, place.batch, place.row, place.column, true, 1, C - place.column, B);
             }
+            if (given.divisor) {
+                const float divisor = given.divisor[first + g];
+                for (int j = 0; j < B; ++j) block[j] = block[j] / divisor;
+            }
             i32 m = 0;
 #pragma omp simd reduction(max : m)
             for (int j = 0; j < B; ++j) m = max(m, as<i32>(block[j]) & ~SIGN);
             z[g] = m;
         }
+        if (given.statistic)
+            for (i64 g = 0; g < count; ++g) z[g] = as<i32>(given.statistic[first + g]);
         for (i64 g = 0; g < STRIP; ++g) {
             scale[g] = block_scale<F>(z[g], F::S_STOCHASTIC ? block_key.bits(static_cast<u32>(first + g)) : 0);
-            reciprocal[g] = 1.0f / scale[g];
         }
+        if (given.scale)
+            for (i64 g = 0; g < count; ++g) scale[g] = given.scale[first + g];
+        for (i64 g = 0; g < STRIP; ++g) reciprocal[g] = 1.0f / scale[g];
         place = Place(first, R, blocks, B);
         for (i64 g = 0; g < count; ++g, place.next(R, C, B)) {
             const u32 index = static_cast<u32>((place.batch * R + place.row) * C + place.column);
             const float s = scale[g], inverse = reciprocal[g];
-            const bool finite = z[g] < INFINITE;
             float* block = tile + g * B;
-            alignas(64) i32 codes[B];
-            if (PACKS) {
-                for (int j = 0; j < B; ++j) {
-                    Rounded r = round_element<F>(ratio<F>(block[j], s, inverse), element_key.bits(index + j));
-                    block[j] = dequantized<F>(r.value, s, inverse);
-                    codes[j] = encode<F>(r);
-                }
-            } else {
 #pragma omp simd
-                for (int j = 0; j < B; ++j) {
-                    Rounded r = round_element<F>(ratio<F>(block[j], s, inverse), element_key.bits(index + j));
-                    block[j] = dequantized<F>(r.value, s, inverse);
-                }
+            for (int j = 0; j < B; ++j)
+                block[j] = round_element<F>(ratio<F>(block[j], s, inverse), element_key.bits(index + j));
+            if (PACKS) {
+                i32* code = codes + g * B;
+#pragma omp simd
+                for (int j = 0; j < B; ++j) code[j] = s == s ? encode<F>(block[j]) : F::NAN_CODE;
             }
-            if (!finite) {
-                for (int j = 0; j < B; ++j) block[j] = NOT_A_NUMBER, codes[j] = F::NAN_CODE;
+#pragma omp simd
+            for (int j = 0; j < B; ++j) block[j] = dequantized<F>(block[j], s, inverse);
+            if (given.factor) {
+                const float factor = given.factor[first + g];
+                for (int j = 0; j < B; ++j) block[j] = block[j] * factor;
             }
             T* out = to.values + place.batch * to.strides.batch + place.row * to.strides.row + place.column;
             if (place.column + B <= C) {
@@ -422,17 +448,17 @@ void along(const Source& source, const Target<F, T>& to, Key key, i64 batches, i
             } else {
                 for (i64 j = 0; j < C - place.column; ++j) narrow(block[j], out + j);
             }
-            if (PACKS) {
-                store_scale<F>(s, to.scales + first + g);
-                pack_block<F>(codes, to.codes + (first + g) * packed_bytes<F>());
-            }
+        }
+        if (PACKS) {
+            pack<F>(codes, to.codes + first * packed_bytes<F>(), count * B);
+            for (i64 g = 0; g < count; ++g) store_scale<F>(scale[g], to.scales + first + g);
         }
     }
 }
 
 // Blocks along C, and R contiguous. A source that is packed needs its blocks to fill lanes.
 template <class F, class T, class Source>
-void across(const Source& source, const Target<F, T>& to, Key key, i64 batches, i64 R, i64 C, int threads) {
+void across(const Source& source, const Target<F, T>& to, const Blocks& given, Key key, i64 batches, i64 R, i64 C, int threads) {
     constexpr int B = F::BLOCK;
     const i64 blocks = (C + B - 1) / B, groups = (R + LANES - 1) / LANES, tiles = batches * blocks * groups;
     const Key block_key = key.absorb(BLOCK_SALT), element_key = key.absorb(0);
@@ -448,27 +474,42 @@ void across(const Source& source, const Target<F, T>& to, Key key, i64 batches, 
             for (i64 i = 0; i < depth * LANES; ++i) tile[i] = 0;
             source.read(tile, batch, row, column, false, depth, n, LANES);
         }
+        // The number of the block of the i-th line: blocks of neighbouring lines are `blocks` apart.
+        const i64 block = (batch * R + row) * blocks + column / B;
+        if (given.divisor) {
+            alignas(64) float divisor[LANES];
+            for (int i = 0; i < LANES; ++i) divisor[i] = i < n ? given.divisor[block + i * blocks] : 1;
+            for (i64 j = 0; j < depth; ++j)
+                for (int i = 0; i < LANES; ++i) tile[j * LANES + i] = tile[j * LANES + i] / divisor[i];
+        }
 #pragma omp simd
         for (int i = 0; i < LANES; ++i) z[i] = 0;
         for (i64 j = 0; j < depth; ++j)
 #pragma omp simd
             for (int i = 0; i < LANES; ++i) z[i] = max(z[i], as<i32>(tile[j * LANES + i]) & ~SIGN);
+        if (given.statistic)
+            for (i64 i = 0; i < n; ++i) z[i] = as<i32>(given.statistic[block + i * blocks]);
 #pragma omp simd
-        for (int i = 0; i < LANES; ++i) {
-            const i64 block = (batch * R + row + i) * blocks + column / B;
-            scale[i] = block_scale<F>(z[i], F::S_STOCHASTIC ? block_key.bits(static_cast<u32>(block)) : 0);
-            reciprocal[i] = 1.0f / scale[i];
-        }
+        for (int i = 0; i < LANES; ++i)
+            scale[i] = block_scale<F>(z[i], F::S_STOCHASTIC ? block_key.bits(static_cast<u32>(block + i * blocks)) : 0);
+        if (given.scale)
+            for (i64 i = 0; i < n; ++i) scale[i] = given.scale[block + i * blocks];
+        for (int i = 0; i < LANES; ++i) reciprocal[i] = 1.0f / scale[i];
+        alignas(64) float factor[LANES];
+        if (given.factor)
+            for (int i = 0; i < LANES; ++i) factor[i] = i < n ? given.factor[block + i * blocks] : 1;
         const u32 stride = static_cast<u32>(C);
         for (i64 j = 0; j < depth; ++j) {
             const u32 index = static_cast<u32>((batch * R + row) * C + column + j);
             float* line = tile + j * LANES;
 #pragma omp simd
             for (int i = 0; i < LANES; ++i) {
-                Rounded r = round_element<F>(
-                    ratio<F>(line[i], scale[i], reciprocal[i]), element_key.bits(index + static_cast<u32>(i) * stride));
-                line[i] = z[i] < INFINITE ? dequantized<F>(r.value, scale[i], reciprocal[i]) : NOT_A_NUMBER;
+                const float u = ratio<F>(line[i], scale[i], reciprocal[i]);
+                const float q = round_element<F>(u, element_key.bits(index + static_cast<u32>(i) * stride));
+                line[i] = dequantized<F>(q, scale[i], reciprocal[i]);
             }
+            if (given.factor)
+                for (int i = 0; i < LANES; ++i) line[i] = line[i] * factor[i];
             T* out = to.values + batch * to.strides.batch + (column + j) * to.strides.column + row;
             if (n == LANES) {
 #pragma omp simd
@@ -501,13 +542,15 @@ struct Shape {
 };
 
 template <class F, class T>
-void quantize(const T* x, Strides from, T* y, Strides to, u8* codes, typename F::Stored* scales, Noise noise, Shape shape,
-              int threads) {
+void quantize(const T* x, Strides from, T* y, Strides to, u8* codes, typename F::Stored* scales, Blocks given,
+              Noise noise, Shape shape, int threads) {
     const Key key = derived(noise.key, noise.step, noise.salts, noise.count);
     const Dense<T> source{x, from};
     const Target<F, T> target{y, to, codes, scales};
-    const auto run = from.column != 1 ? across<F, T, Dense<T>> : codes ? along<F, T, true, Dense<T>> : along<F, T, false, Dense<T>>;
-    run(source, target, key, shape.batches, shape.rows, shape.columns, threads);
+    const auto run = from.column != 1 ? across<F, T, Dense<T>>
+                     : codes          ? along<F, T, true, Dense<T>>
+                                      : along<F, T, false, Dense<T>>;
+    run(source, target, given, key, shape.batches, shape.rows, shape.columns, threads);
 }
 
 // F of the transpose of what was packed in format P.
@@ -516,7 +559,8 @@ void requantize(const u8* codes, const typename P::Stored* scales, T* y, Strides
     static_assert(LANES % P::BLOCK == 0);
     const Key key = derived(noise.key, noise.step, noise.salts, noise.count);
     const PackedTranspose<P, T> source{codes, scales, shape.rows, shape.columns};
-    across<F, T>(source, Target<F, T>{y, to, nullptr, nullptr}, key, shape.batches, shape.rows, shape.columns, threads);
+    across<F, T>(source, Target<F, T>{y, to, nullptr, nullptr}, Blocks{}, key, shape.batches, shape.rows, shape.columns,
+                 threads);
 }
 
 // y [batches, rows, columns], contiguous, of what was packed in format P along its columns.
@@ -532,5 +576,37 @@ void unpack(const u8* codes, const typename P::Stored* scales, T* y, Shape shape
             const i64 n = shape.columns - column < P::BLOCK ? shape.columns - column : P::BLOCK;
             for (i64 j = 0; j < n; ++j) narrow(values[j], y + line * shape.columns + column + j);
         }
+    }
+}
+
+// The largest magnitude of each block, into z [batches, rows, ceil(columns / block)]; NaN above Inf above all.
+template <class T>
+void maxima(const T* x, Strides from, float* z, Shape shape, i64 length, int threads) {
+    const i64 blocks = (shape.columns + length - 1) / length, lines = shape.batches * shape.rows;
+    if (from.column == 1) {
+#pragma omp parallel for num_threads(threads) if (lines * shape.columns > SERIAL)
+        for (i64 line = 0; line < lines; ++line) {
+            const T* row = x + line / shape.rows * from.batch + line % shape.rows * from.row;
+            for (i64 b = 0; b < blocks; ++b) {
+                const i64 end = min(b * length + length, shape.columns);
+                i32 m = 0;
+#pragma omp simd reduction(max : m)
+                for (i64 j = b * length; j < end; ++j) m = max(m, as<i32>(widen(row[j])) & ~SIGN);
+                z[line * blocks + b] = as<float>(m);
+            }
+        }
+        return;
+    }
+    const i64 groups = (shape.rows + LANES - 1) / LANES, tiles = shape.batches * blocks * groups;
+#pragma omp parallel for num_threads(threads) if (lines * shape.columns > SERIAL)
+    for (i64 t = 0; t < tiles; ++t) {
+        const i64 batch = t / (blocks * groups), b = t / groups % blocks, row = t % groups * LANES;
+        const i64 n = min(LANES, shape.rows - row), end = min(b * length + length, shape.columns);
+        alignas(64) i32 m[LANES] = {};
+        for (i64 j = b * length; j < end; ++j) {
+            const T* line = x + batch * from.batch + j * from.column + row;
+            for (i64 i = 0; i < n; ++i) m[i] = max(m[i], as<i32>(widen(line[i])) & ~SIGN);
+        }
+        for (i64 i = 0; i < n; ++i) z[(batch * shape.rows + row + i) * blocks + b] = as<float>(m[i]);
     }
 }

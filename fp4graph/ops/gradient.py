@@ -42,12 +42,12 @@ def jacobian_diagonal(q: Quantization, techniques: Sequence[tuple[Technique, Con
     u = q.values
     for part in reversed(q.normalizations):
         if part.g is not None and part.groups is not None:
-            gradient = _last(techniques, "group_gradient", part.values, part.g, part.groups)
+            gradient = _last(techniques, "group_gradient", part.values(), part.g, part.groups)
             if gradient is not None:
                 kappa = part.g / part.gamma
                 term = gradient / kappa * (inner - u * slope)
                 slope = slope + torch.where(part.g > 0, term, torch.zeros_like(term))
-        inner, u = inner * part.gamma, part.values
+        inner, u = inner * part.gamma, part.values()
     return slope
 
 
@@ -56,7 +56,7 @@ def block_slope(q: Quantization, techniques: Sequence[tuple[Technique, Context]]
     slope = _last(techniques, "element_slope", q.ratio)
     slope = torch.ones_like(q.ratio) if slope is None else slope
     # dZ/dX is the same in units of X as in those of U = X/γ; techniques see the units that their options are in.
-    x = q.normalizations[0].values if q.normalizations else q.values
+    x = q.normalizations[0].values() if q.normalizations else q.values
     gradient = _last(techniques, "statistic_gradient", x, q.statistic)
     if gradient is None:
         return slope

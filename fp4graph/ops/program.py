@@ -90,7 +90,7 @@ class Normalization:
     gamma: Tensor
     g: Tensor | None
     groups: Groups | None
-    values: Tensor  # before division by γ
+    values: Callable[[], Tensor]  # before division by γ
 
 
 @dataclass(frozen=True)
@@ -120,10 +120,26 @@ class Quantization:
     @property
     def gamma(self) -> Tensor | None:
         """γ, or None where nothing normalizes."""
-        product: Tensor | None = None
-        for part in self.normalizations:
-            product = part.gamma if product is None else product * part.gamma
-        return product
+        return _gamma(self.normalizations)
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """One operand in the blocked layout before it is rounded: as :class:`Quantization`, and with the values, which may
+    never be needed, made when they are; ``scale`` None is left to the spec."""
+
+    blocking: Blocking
+    values: Callable[[], Tensor]
+    z: Tensor
+    statistic: Tensor
+    scale: Tensor | None
+    normalizations: tuple[Normalization, ...]
+    acting: Acting
+
+    @property
+    def gamma(self) -> Tensor | None:
+        """γ, or None where nothing normalizes."""
+        return _gamma(self.normalizations)
 
 
 @dataclass(frozen=True)
@@ -241,18 +257,19 @@ class OperandProgram:
 
         def quantize(part: Tensor) -> Tensor:
             nonlocal multiplier, calls
-            again = None if draw is None or calls == 0 else draw.salted(_AGAIN + calls)
-            quantization = self.quantize(part, again or draw, state, residual=calls > 0)
+            own = draw if draw is None or calls == 0 else draw.salted(_AGAIN + calls)
+            scaled, residual = self._scaled(part, own, state), calls > 0
             calls += 1
-            values, gamma = quantization.dequantized(), quantization.gamma
-            if gamma is not None and (wrapped or not _is_scalar(gamma)):
-                values = values * gamma
-            elif gamma is not None:
+            factor = gamma = scaled.gamma
+            if gamma is not None and not wrapped and _is_scalar(gamma):
                 # A scalar γ is multiplied after the GEMM: FP4 code times scale is exact in bf16, times γ it is not. Its
                 # power of two goes before: exact too, and codes times block scales alone would overflow fp16.
-                power = _power_of_two(gamma)
-                values, multiplier = values * power, (gamma / power).reshape(())
-            return quantization.blocking.join(values).to(part.dtype)
+                factor = _power_of_two(gamma)
+                multiplier = (gamma / factor).reshape(())
+            if self._rounds_by_kernel(part.device, residual):
+                return self._by_kernel(part, scaled, factor, own)
+            values = self._rounded(scaled, own, residual).dequantized()
+            return scaled.blocking.join(values if factor is None else values * factor).to(part.dtype)
 
         inner: Callable[[Tensor], Tensor] = quantize
         for technique in reversed(self.at("around")):  # the first of the policy is the outermost
@@ -263,22 +280,23 @@ class OperandProgram:
             y = contract.same(technique, "after", contract.run(technique, "after", y, context), y)
         return Term(y, multiplier)
 
-    def quantize(
-        self, x: Tensor, draw: Draw | None = None, state: OperandState | None = None, *, residual: bool = False
-    ) -> Quantization:
-        """The bare quantizer, with its parts: statistic, γ, scale, ratio, codes.
+    def quantize(self, x: Tensor, draw: Draw | None = None, state: OperandState | None = None) -> Quantization:
+        """The bare quantizer, with its parts: statistic, γ, scale, ratio, codes."""
+        return self._rounded(self._scaled(x, draw, state), draw, residual=False)
 
-        Args:
-            residual: whether ``x`` is what an earlier call left over, which techniques with state do not round.
-        """
+    def _scaled(self, x: Tensor, draw: Draw | None, state: OperandState | None) -> _Scaled:
+        """Everything up to the scales, as far as techniques decide it."""
         spec = self.spec
         assert spec is not None, "a high-precision operand has no quantizer"
         blocking = Blocking(tuple(x.shape), spec.block)
-        values = blocking.split(x.to(torch.float32))
-        z = scaling.amax(values, blocking.axes)
+        values: Callable[[], Tensor] = _Once(lambda: blocking.split(x.to(torch.float32)))
+        if isinstance(spec.block, int) and plain.runs(spec, x.device):
+            z = plain.maxima(x, spec.block).reshape(blocking.scale_shape)
+        else:
+            z = scaling.amax(values(), blocking.axes)
         acting = self.acting(x, draw, state)
         for technique, context in _at("statistic", acting):
-            chosen = contract.run(technique, "statistic", values, z, context)
+            chosen = contract.run(technique, "statistic", values(), z, context)
             z = contract.same(technique, "statistic", chosen, z)
         statistic = z
         normalizations: list[Normalization] = []
@@ -295,26 +313,67 @@ class OperandProgram:
             z = z / gamma if own is None else contract.same(technique, "normalizer", own, z)
             g, groups = asked[-1] if asked else (None, None)
             normalizations.append(Normalization(technique, gamma, g, groups, values))
-            values = values / gamma
+            values = _Once(partial(_quotient, values, gamma))
         scale: Tensor | None = None
         for technique, context in _at("scale", acting):
-            own = contract.run_like(technique, "scale", z, values, z, context)
-            scale = scale if own is None else own
-        key = None if draw is None or not spec.needs_key else draw.varying
+            answer = contract.run_like(technique, "scale", z, values(), z, context)
+            scale = scale if answer is None else answer
+        return _Scaled(blocking, values, z, statistic, scale, tuple(normalizations), acting)
+
+    def _rounded(self, scaled: _Scaled, draw: Draw | None, residual: bool) -> Quantization:
+        """The rest of the quantizer, as tensor code.
+
+        Args:
+            residual: whether this is what an earlier call left over, which techniques with state do not round.
+        """
+        spec, blocking, values = self.spec, scaled.blocking, scaled.values()
+        assert spec is not None
+        bits = Noise(None if draw is None or not spec.needs_key else draw.varying, blocking, values.device)
+        scale = scaled.scale
         if scale is None:
-            scale = scaling.block_scale(z, spec.scale, spec.element, Noise(key, blocking, x.device))
+            scale = scaling.block_scale(scaled.z, spec.scale, spec.element, bits)
         ratio = scaling.ratio(values, scale, spec)
         codes: Tensor | None = None
-        for technique, context in _at("round", acting):
+        for technique, context in _at("round", scaled.acting):
             if residual and context.state:
                 continue
-            normalized = self._normalized(technique, context, normalizations)
+            normalized = self._normalized(technique, context, scaled.normalizations)
             own = contract.run_like(technique, "round", ratio, ratio, scale, normalized)
             codes = codes if own is None else own
         if codes is None:
-            codes = round_elements(ratio, spec, Noise(key, blocking, x.device))
-        parts = tuple(normalizations)
-        return Quantization(spec, blocking, blocking.axes, values, z, scale, ratio, codes, statistic, parts)
+            codes = round_elements(ratio, spec, bits)
+        return Quantization(
+            spec,
+            blocking,
+            blocking.axes,
+            values,
+            scaled.z,
+            scale,
+            ratio,
+            codes,
+            scaled.statistic,
+            scaled.normalizations,
+        )
+
+    def _rounds_by_kernel(self, device: torch.device, residual: bool) -> bool:
+        rounding = [t for t in self.at("round") if not (residual and any(s.technique == t.name for s in self.state))]
+        return self.spec is not None and not rounding and plain.rounds(self.spec, device)
+
+    def _by_kernel(self, x: Tensor, scaled: _Scaled, factor: Tensor | None, draw: Draw | None) -> Tensor:
+        """The rest of the quantizer, by a kernel: dequantized, times ``factor``, dtype of ``x``."""
+        spec, blocking = self.spec, scaled.blocking
+        assert spec is not None
+        divisor = scaled.normalizations[0].gamma if len(scaled.normalizations) == 1 else None
+        if len(scaled.normalizations) > 1:
+            dtype, x = x.dtype, blocking.join(scaled.values())
+            return self._by_kernel(x, replace(scaled, normalizations=()), factor, draw).to(dtype)
+        scale = scaled.scale
+        if scale is None and not isinstance(spec.block, int):
+            bits = Noise(None if draw is None or not spec.needs_key else draw.varying, blocking, x.device)
+            scale = scaling.block_scale(scaled.z, spec.scale, spec.element, bits)
+        statistic = scaled.z if scale is None else None
+        parts = (None if part is None else _by_run(part, blocking) for part in (divisor, statistic, scale, factor))
+        return plain.quantize(x, plain.by_runs(spec), self.source(draw), plain.Blocks(*parts))
 
     def parts(self, x: Tensor, draw: Draw | None, state: OperandState | None) -> Quantization:
         """What the bare quantizer makes of ``x``, without what techniques split off."""
@@ -377,8 +436,48 @@ def _at(stage: str, acting: Acting) -> Iterator[tuple[Technique, Context]]:
     return ((technique, context) for technique, context in acting if overrides(technique, stage))
 
 
+def _gamma(normalizations: Sequence[Normalization]) -> Tensor | None:
+    product: Tensor | None = None
+    for part in normalizations:
+        product = part.gamma if product is None else product * part.gamma
+    return product
+
+
+class _Once:
+    """A tensor made when it is first asked for. Not functools.cache, which Dynamo does not trace."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        self._make = make
+        self._made: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+
+def _quotient(values: Callable[[], Tensor], gamma: Tensor) -> Tensor:
+    return values() / gamma
+
+
+def _by_run(part: Tensor, blocking: Blocking) -> Tensor:
+    """``part``, broadcastable to a statistic, with one element for each run of a line that lies in one block (see
+    :func:`fp4graph.ops.plain.by_runs`), or with a single element if it has no more."""
+    if _is_scalar(part):
+        return part.reshape(1)
+    part = part.expand(blocking.scale_shape)
+    rows, columns = blocking.shape[-2] if len(blocking.shape) > 1 else 1, blocking.shape[-1]
+    if isinstance(blocking.block, tuple):
+        part = part.expand([*part.shape[:-3], blocking.block[0], *part.shape[-2:]])
+        return part.flatten(-4, -3).squeeze(-1)[..., :rows, :].contiguous()
+    if isinstance(blocking.block, str):  # one number a line
+        part = part.expand([*blocking.shape[:-1], 1])
+        return part.expand([*blocking.shape[:-1], (columns + 31) // 32]).contiguous()
+    return part.squeeze(-1).contiguous()
+
+
 def _group_statistic(
-    values: Tensor,
+    values: Callable[[], Tensor],
     z: Tensor,
     blocking: Blocking,
     acting: Acting,
@@ -389,7 +488,7 @@ def _group_statistic(
     groups = Groups(blocking, granularity)
     g = groups.reduce(z, "amax")
     for technique, context in _at("group_statistic", acting):
-        chosen = contract.run(technique, "group_statistic", values, g, groups, context)
+        chosen = contract.run(technique, "group_statistic", values(), g, groups, context)
         g = contract.same(technique, "group_statistic", chosen, g)
     asked.append((g, groups))
     return g

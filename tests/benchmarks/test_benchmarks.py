@@ -43,7 +43,7 @@ def test_a_linear_beside_the_unquantized_one_and_a_peer(command: Command):
         ("tetrajet", "torchao, compiled"),
     }
     check_ratio(measured["tetrajet", "unquantized"])
-    assert measured["tetrajet", "unquantized"]["quantizes"] == "Q1, Q2, Q3, Q4, Q5, Q6"
+    assert measured["tetrajet", "unquantized"]["quantizes"] == "Q1 to Q6"
     assert measured["tetrajet", "unquantized"]["floor"] > measured["bf16", "unquantized"]["floor"] == 1
     assert "matches no site" in measured["nvfp4-te", "unquantized"]["inapplicable"]
     assert "nvfp4-te, unquantized: not measured" in printed

@@ -14,7 +14,7 @@ MACHINE = {
     "cores": 2,
     "logical_cores": 2,
     "threads": 2,
-    "vector_instructions": "AVX512",
+    "instructions": ["AVX512", "amx_bf16"],
     "ram_gib": 8.0,
     "gpu": None,
     "gpu_ram_gib": None,
@@ -27,6 +27,9 @@ RUN = {
     "versions": {"torch": "2.15.0", "torchao": None},
     "settings": {},
     "load_average": 0.25,
+    "cpu_kernels": False,
+    "compiler": "g++ 12",
+    "environment": {},
 }
 TINY = {"model": "deit-tiny", "batch": 16, "policy": "tetrajet", "backend": "inductor"}
 
@@ -60,12 +63,12 @@ def test_tables_come_from_the_files(tmp_path: Path):
     written(tmp_path, [step(1.234), step(9.0, backend="eager"), failed])
     text = generated(tmp_path)
     assert "### Some CPU, 2 threads" in text
+    assert "Some CPU, 2 cores, 2 threads used, AVX512, amx_bf16; 8.0 GiB; Linux." in text
     assert "| deit-tiny | 16 | float32 | tetrajet | 1.23 | 1.22–1.24 ~ | 12 | 1000 | 500 | 1.1 | 48 of 62 |" in text
     assert "- deit-tiny, 16, bfloat16, tetrajet: not measured: OSError: full" in text
     assert "9.00" not in text  # what was tried out without compiling is no result
-    assert (
-        "2 of 2 rows: 2026-01-02, commit aaaaaaaaaa with uncommitted changes; torch 2.15.0; load before 0.25." in text
-    )
+    assert "2 of 2 rows: 2026-01-02, commit aaaaaaaaaa with uncommitted changes; torch 2.15.0; " in text
+    assert "; g++ 12, without CPU kernels; load before 0.25." in text
 
 
 def test_targets_are_met_missed_or_not_measured(tmp_path: Path):

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 
 import fp4graph
-from fp4graph.graph.plan import plan_site
 from fp4graph.graph.functions import site_function
+from fp4graph.graph.plan import plan_site
 from fp4graph.numerics import noise
 from fp4graph.operands import Operand
 from fp4graph.ops.program import operand_key

@@ -13,6 +13,7 @@ import pytest
 
 from fp4graph.errors import PolicyError
 from fp4graph.experiments.space import Space, load_space, parse_space
+from fp4graph.experiments.space_schema import RUN_KEYS
 from fp4graph.policy import load_policy
 
 with (Path(__file__).parents[1] / "golden" / "design_space.csv").open(encoding="utf-8", newline="") as file:
@@ -156,9 +157,9 @@ def test_what_depends_on_several_choices(table10: Space) -> None:
 
 
 def test_keys_tell_configurations_apart(table10: Space) -> None:
-    every = itertools.islice(table10.assignments(), 0, None, 31)
+    every = itertools.islice(table10.assignments(), 0, None, 101)
     configurations = [table10.configuration(assignment) for assignment in every]
-    assert len({c.key for c in configurations}) == len(configurations) == 648
+    assert len({c.key for c in configurations}) == len(configurations) == 199
     again = load_space("design-space")
     assert again.configuration(configurations[5].assignment).key == configurations[5].key
 
@@ -394,3 +395,14 @@ def test_a_space_that_is_not_there(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"version: 1 # \xff\n")
     with pytest.raises(PolicyError, match=r"latin\.yaml: cannot be read"):
         load_space(tmp_path / "latin.yaml")
+
+
+def test_the_documented_space_is_one(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "sweeps.md").read_text(encoding="utf-8")
+    (written,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    space = parse_space(written, "docs/sweeps.md")
+    assert space.size() == 2 * (2 + 2) * 2
+    assert [space.configuration(a).refusal for a in space.assignments()] == [None] * 16
+    assert f"{load_space('design-space').size():,} configurations" in page
+    (settings,) = re.findall(r"\| `run` \| settings of the training: (.*?) \|", page)
+    assert settings.split(", ") == list(RUN_KEYS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -10,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -174,6 +176,20 @@ def test_watch_is_entered_with_the_prepared_model_and_optimizer() -> None:
 
     train(run(), watch=watching)
     assert events == ["VisionTransformer"] * 6 + ["left"]
+
+
+def test_nothing_keeps_the_model_alive_afterwards() -> None:
+    """A sweep trains hundreds in one process."""
+    kept: list[Any] = []
+
+    @contextmanager
+    def watching(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        kept.append(weakref.ref(model))
+        yield
+
+    train(run(policy="tetrajet-qema"), watch=watching)
+    gc.collect()
+    assert kept[0]() is None
 
 
 # ------------------------------------------------------------------ diverging

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -52,13 +52,6 @@ def broken_baseline(run: Run, report: Callable[[int, float], None]) -> Outcome:
     raise Error("no data; put it there")
 
 
-def suicidal(run: Run, report: Callable[[int, float], None]) -> Outcome:
-    """Kills its process where the policy rotates."""
-    if any(technique.name == "hadamard" for technique in fp4graph.load_policy(run.policy).techniques):
-        os.kill(os.getpid(), 9)
-    return objective(run, report)
-
-
 def logged(run: Run, report: Callable[[int, float], None]) -> Outcome:
     """Leaves a line per training in the file that ``data`` names."""
     outcome = objective(run, report)
@@ -66,3 +59,26 @@ def logged(run: Run, report: Callable[[int, float], None]) -> Outcome:
     with Path(run.data).open("a", encoding="utf-8") as file:
         file.write(f"{fp4graph.load_policy(run.policy).fingerprint}\n")
     return outcome
+
+
+def sweep(url: str, log: str, trials: int, milliseconds: int) -> None:
+    """Run two worker processes until ``trials`` results are there."""
+    import optuna
+
+    from fp4graph.experiments.space import load_space
+    from fp4graph.experiments.study import Manifest, Study
+    from fp4graph.experiments.workers import Job, Workers
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    run = Run("digits", steps=1, validate_every=milliseconds, data=log)
+    study = Study.create(url, "toy", Manifest.of(load_space("design-space"), run.to_json(), patience=1.5))
+    job = Job(url, "toy", trials, "random", "none", "cpu", str(Path(log).parent), workers=2, objective=logged)
+    with Workers(job, study) as workers:
+        for _ in workers.watch():
+            pass
+
+
+if __name__ == "__main__":
+    import toy  # by the name that the worker processes know it by
+
+    toy.sweep(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

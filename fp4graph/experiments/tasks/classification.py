@@ -163,20 +163,17 @@ def _imagenet100(settings: Settings) -> Problem:
     return FromFolder(_large(settings, "ImageNet-100"), "vit_tiny_patch16_224", {}, settings)
 
 
-#: Touvron et al. 2021, "Training data-efficient image transformers", Table 9, without its repeated augmentation.
-DEIT: dict[str, Any] = {
-    "augmentation": {
-        "auto_augment": "rand-m9-mstd0.5-inc1", "color_jitter": 0.3, "re_prob": 0.25, "re_mode": "pixel",
-    },
+#: Touvron et al. 2021, "Training data-efficient image transformers", Table 9, without its repeated augmentation; Liu et
+#: al. 2021, "Swin Transformer", sec. A2.1. (What both say of colour jitter has no effect beside RandAugment.)
+AUGMENTED: dict[str, Any] = {
+    "augmentation": {"auto_augment": "rand-m9-mstd0.5-inc1", "re_prob": 0.25, "re_mode": "pixel"},
     "mixup": {"mixup_alpha": 0.8, "cutmix_alpha": 1.0, "label_smoothing": 0.1},
-}  # fmt: skip
-#: Liu et al. 2021, "Swin Transformer", sec. A2.1.
-SWIN: dict[str, Any] = {**DEIT, "augmentation": {**DEIT["augmentation"], "color_jitter": 0.4}}
+}
 
 
-def _imagenet(model: str, drop_path: float, recipe: Mapping[str, Any], settings: Settings) -> Problem:
+def _imagenet(model: str, drop_path: float, settings: Settings) -> Problem:
     split = _large(settings, "ImageNet-1K")
-    return FromFolder(split, model, {"drop_path_rate": drop_path}, settings, **recipe)
+    return FromFolder(split, model, {"drop_path_rate": drop_path}, settings, **AUGMENTED)
 
 
 PAPER = '"Elucidating the design space of FP4 training", appendix, Table 11'
@@ -238,7 +235,7 @@ def _vision_transformer(name: str, model: str, drop_path: float, *, swin: bool) 
             autocast=True,
             validations=90,
         ),
-        make=partial(_imagenet, model, drop_path, SWIN if swin else DEIT),
+        make=partial(_imagenet, model, drop_path),
         data="FOLDER (train/CLASS/*.jpg, val/CLASS/*.jpg) or hf:NAME",
     )
 

@@ -1,0 +1,281 @@
+"""The plain quantizer, a spec without techniques, as operators: opaque to compilers, run by hand-written kernels.
+
+An operator does not fuse with its neighbours, and that is the point: on a CPU the kernel of
+:mod:`fp4graph.kernels.cpu` takes a fraction of the time of what Inductor makes of the tensor code, and is compiled once
+for all sites and shapes where Inductor compiles every one. Values are those of :func:`fp4graph.fake_quantize`.
+
+A spec travels as text, so that a compiled graph in a cache names it in full.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4graph.kernels import cpu
+from fp4graph.numerics.packing import scale_storage
+from fp4graph.numerics.spec import QuantSpec
+
+#: Where a quantizer draws from: key, step and salts of :class:`fp4graph.ops.program.Draw`, or :data:`NO_SOURCE`.
+Source = tuple[Tensor | None, Tensor | None, Sequence[int]]
+NO_SOURCE: Source = (None, None, ())
+
+_DRAW = "Tensor? key, Tensor? step, int[] salts"
+_library: Any = torch.library.Library("fp4graph", "FRAGMENT")  # type: ignore[no-untyped-call]
+_BLOCKS = "Tensor? divisor, Tensor? statistic, Tensor? scale, Tensor? factor"
+_library.define(f"quantize(Tensor x, str spec, {_DRAW}, {_BLOCKS}) -> Tensor", tags=[torch.Tag.needs_exact_strides])
+_library.define("maxima(Tensor x, int block) -> Tensor", tags=[torch.Tag.needs_exact_strides])
+_library.define(f"quantize_and_pack(Tensor x, str spec, {_DRAW}) -> (Tensor, Tensor, Tensor)")
+_library.define(
+    f"requantize(Tensor codes, Tensor scales, str packed, SymInt length, ScalarType dtype, str spec, {_DRAW}) -> Tensor"
+)
+_library.define("unpack(Tensor codes, Tensor scales, str packed, SymInt length, ScalarType dtype) -> Tensor")
+
+#: Dtypes that kernels read and write; others go through fp32.
+DTYPES = frozenset(cpu.DTYPES)
+Blocks = cpu.Blocks
+_enabled = os.environ.get("FP4GRAPH_KERNELS", "1") != "0"
+
+
+def enabled() -> bool:
+    """Whether kernels are used where there are any."""
+    return _enabled
+
+
+@contextmanager
+def tensor_code() -> Iterator[None]:
+    """In this context quantizers are traced and run as tensor code, which is what compilers of other devices get."""
+    global _enabled
+    former, _enabled = _enabled, False
+    try:
+        yield
+    finally:
+        _enabled = former
+
+
+def runs(spec: QuantSpec, device: torch.device) -> bool:
+    """Whether a kernel quantizes by ``spec`` on ``device``."""
+    return cpu.supports(spec) and _on(device)
+
+
+def rounds(spec: QuantSpec, device: torch.device) -> bool:
+    """Whether a kernel rounds to the elements of ``spec`` on ``device``, given the scales of its blocks."""
+    return cpu.supports(by_runs(spec)) and _on(device)
+
+
+def by_runs(spec: QuantSpec) -> QuantSpec:
+    """``spec`` with blocks that lie along the contraction axis alone, as kernels need them: parts of its own."""
+    if isinstance(spec.block, int):
+        return spec
+    return replace(spec, block=32 if isinstance(spec.block, str) else spec.block[1])
+
+
+def _on(device: torch.device) -> bool:
+    return _enabled and device.type == "cpu" and cpu.available()
+
+
+def packs(spec: QuantSpec, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether what ``spec`` makes of an operand of ``dtype`` can be kept as bytes."""
+    return runs(spec, device) and cpu.packs(spec) and dtype in DTYPES
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """A dequantized operand as the bytes that it stands for.
+
+    Attributes:
+        codes: uint8 ``[..., C/2]`` (``[..., C]`` for wider codes), whole blocks, as of :func:`fp4graph.pack`.
+        scales: ``[..., C/block]``, of :func:`fp4graph.numerics.packing.scale_storage`.
+        spec: it was quantized by, blocks along the last axis.
+        length: C without padding.
+        dtype: of the dequantized operand.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    spec: QuantSpec
+    length: int
+    dtype: torch.dtype
+
+    def unpack(self) -> Tensor:
+        """The dequantized operand, contiguous."""
+        result: Tensor = torch.ops.fp4graph.unpack(
+            self.codes, self.scales, self.spec.to_text(), self.length, self.dtype
+        )
+        return result
+
+    def requantized(self, spec: QuantSpec, source: Source) -> Tensor:
+        """The transpose of the dequantized operand, quantized by ``spec`` along its last axis."""
+        packed = self.spec.to_text(), self.length, self.dtype
+        result: Tensor = torch.ops.fp4graph.requantize(self.codes, self.scales, *packed, spec.to_text(), *source)
+        return result
+
+
+def quantize(x: Tensor, spec: QuantSpec, source: Source, given: Blocks | None = None) -> Tensor:
+    """``x [..., C]`` quantized by ``spec`` along its last axis, in its dtype and layout.
+
+    Args:
+        given: what techniques have made of its blocks, ``[..., ceil(C/block)]`` or of one element.
+    """
+    if x.dtype not in DTYPES:
+        return quantize(x.to(torch.float32), spec, source, given).to(x.dtype)
+    given = given or Blocks()
+    blocks = given.divisor, given.statistic, given.scale, given.factor
+    result: Tensor = torch.ops.fp4graph.quantize(x, spec.to_text(), *source, *blocks)
+    return result
+
+
+def maxima(x: Tensor, block: int) -> Tensor:
+    """The largest magnitude of every block of ``x [..., C]`` along its last axis: ``[..., ceil(C/block)]``, fp32."""
+    result: Tensor = torch.ops.fp4graph.maxima(x if x.dtype in DTYPES else x.to(torch.float32), block)
+    return result
+
+
+def quantize_and_pack(x: Tensor, spec: QuantSpec, source: Source, dtype: torch.dtype) -> tuple[Tensor, Packed]:
+    """:func:`quantize`, contiguous, and the same as bytes, which stand for the result cast to ``dtype``."""
+    values, codes, scales = torch.ops.fp4graph.quantize_and_pack(x, spec.to_text(), *source)
+    return values, Packed(codes, scales, spec, x.shape[-1], dtype)
+
+
+# ------------------------------------------------------------------ fake
+
+
+def _fake_quantize(x: Tensor, spec: str, *rest: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _fake_maxima(x: Tensor, block: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], (x.shape[-1] + block - 1) // block), dtype=torch.float32)
+
+
+def _fake_quantize_and_pack(x: Tensor, spec: str, *draw: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x, memory_format=torch.contiguous_format), *_empty_bytes(x, QuantSpec.from_text(spec))
+
+
+def _fake_requantize(
+    codes: Tensor, scales: Tensor, packed: str, length: int, dtype: torch.dtype, spec: str, *draw: Any
+) -> Tensor:
+    return codes.new_empty((*codes.shape[:-1], length), dtype=dtype).mT
+
+
+def _fake_unpack(codes: Tensor, scales: Tensor, packed: str, length: int, dtype: torch.dtype) -> Tensor:
+    return codes.new_empty((*codes.shape[:-1], length), dtype=dtype)
+
+
+def _empty_bytes(x: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    assert isinstance(spec.block, int)
+    blocks = (x.shape[-1] + spec.block - 1) // spec.block
+    width = spec.block // 2 if spec.element.code_bits == 4 else spec.block
+    codes = x.new_empty((*x.shape[:-1], blocks * width), dtype=torch.uint8)
+    return codes, x.new_empty((*x.shape[:-1], blocks), dtype=scale_storage(spec.scale.format))
+
+
+# ------------------------------------------------------------------ CPU
+
+
+def _quantize(
+    x: Tensor,
+    spec: str,
+    key: Tensor | None,
+    step: Tensor | None,
+    salts: Sequence[int],
+    divisor: Tensor | None,
+    statistic: Tensor | None,
+    scale: Tensor | None,
+    factor: Tensor | None,
+) -> Tensor:
+    y = torch.empty_like(x)
+    if not y.numel():
+        return y
+    draw, given = cpu.Noise(key, step, salts), cpu.Blocks(divisor, statistic, scale, factor)
+    source, target = _matrices(x), _matrices(y)
+    if source is not None and target is not None and _contiguous_axis(source) == _contiguous_axis(target):
+        cpu.quantize(source, target, spec, draw, given)
+    else:
+        source = x.contiguous().view(-1, *_last_two(x))
+        target = torch.empty_like(source)
+        cpu.quantize(source, target, spec, draw, given)
+        y.copy_(target.view(x.shape))
+    return y
+
+
+def _maxima(x: Tensor, block: int) -> Tensor:
+    z = _fake_maxima(x, block)
+    if z.numel():
+        source = _matrices(x)
+        source = x.contiguous().view(-1, *_last_two(x)) if source is None else source
+        cpu.maxima(source, z.view(-1, *_last_two(z)), block)
+    return z
+
+
+def _quantize_and_pack(
+    x: Tensor, spec: str, key: Tensor | None, step: Tensor | None, salts: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    source = _matrices(x)
+    if source is None or source.stride(-1) != 1:
+        x = x.contiguous()
+        source = x.view(-1, *_last_two(x))
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    codes, scales = _empty_bytes(x, QuantSpec.from_text(spec))
+    if y.numel():
+        cpu.quantize(source, y.view(source.shape), spec, cpu.Noise(key, step, salts), cpu.Blocks(), codes, scales)
+    return y, codes, scales
+
+
+def _requantize(
+    codes: Tensor,
+    scales: Tensor,
+    packed: str,
+    length: int,
+    dtype: torch.dtype,
+    spec: str,
+    key: Tensor | None,
+    step: Tensor | None,
+    salts: Sequence[int],
+) -> Tensor:
+    y = _fake_requantize(codes, scales, packed, length, dtype, spec)
+    if y.numel():
+        target = y.mT.view(-1, *_last_two(y.mT)).mT
+        cpu.requantize(codes.contiguous(), scales.contiguous(), packed, target, spec, cpu.Noise(key, step, salts))
+    return y
+
+
+def _unpack(codes: Tensor, scales: Tensor, packed: str, length: int, dtype: torch.dtype) -> Tensor:
+    y = _fake_unpack(codes, scales, packed, length, dtype)
+    if y.numel():
+        cpu.unpack(codes.contiguous(), scales.contiguous(), packed, y.view(-1, *_last_two(y)))
+    return y
+
+
+def _last_two(x: Tensor) -> tuple[int, int]:
+    return (1 if x.dim() == 1 else x.shape[-2]), x.shape[-1]
+
+
+def _matrices(x: Tensor) -> Tensor | None:
+    """``x`` as a batch ``[B, R, C]`` of matrices that are contiguous along one axis, without a copy; else None."""
+    try:
+        matrices = x.view(-1, *_last_two(x))
+    except RuntimeError:
+        return None
+    return matrices if 1 in matrices.stride()[1:] else None
+
+
+def _contiguous_axis(x: Tensor) -> int:
+    return 2 if x.stride(2) == 1 else 1
+
+
+for _name, _fake, _run in (
+    ("quantize", _fake_quantize, _quantize),
+    ("maxima", _fake_maxima, _maxima),
+    ("quantize_and_pack", _fake_quantize_and_pack, _quantize_and_pack),
+    ("requantize", _fake_requantize, _requantize),
+    ("unpack", _fake_unpack, _unpack),
+):
+    torch.library.register_fake(f"fp4graph::{_name}", _fake, lib=_library)
+    _library.impl(_name, _run, "CPU")

@@ -1,0 +1,71 @@
+"""A PostgreSQL server for the tests that sweep on one."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+def _programs() -> Path | None:
+    """The folder of PostgreSQL's programs; Debian's is on no PATH."""
+    found = shutil.which("postgres")
+    if found:
+        return Path(found).resolve().parent
+    return next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)), None)
+
+
+class Postgres:
+    """A server in a folder of its own, reached by a socket there; root starts it as nobody, for it refuses root."""
+
+    def __init__(self, programs: Path, folder: Path) -> None:
+        self.programs, self.folder = programs, folder
+        self.url = f"postgresql://sweep:secret@/postgres?host={folder}"
+        self._user = "nobody" if os.geteuid() == 0 else None
+        self._process: subprocess.Popen[bytes] | None = None
+        if self._user:
+            os.chown(folder, pwd.getpwnam(self._user).pw_uid, -1)
+        self._run("initdb", "-D", str(folder / "data"), "-U", "sweep", "--auth=trust", "--no-sync").check_returncode()
+
+    def _run(self, program: str, *arguments: str) -> subprocess.CompletedProcess[bytes]:
+        return subprocess.run(
+            [self.programs / program, *arguments], user=self._user, cwd=self.folder, capture_output=True, check=False
+        )
+
+    def start(self) -> None:
+        command = ["postgres", "-D", "data", "-k", str(self.folder), "-c", "listen_addresses=", "-F"]
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [self.programs / command[0], *command[1:]], user=self._user, cwd=self.folder, stdout=log, stderr=log
+            )
+        for _ in range(300):
+            if self._run("pg_isready", "-h", str(self.folder)).returncode == 0:
+                return
+            time.sleep(0.1)
+        raise AssertionError((self.folder / "log").read_text())
+
+    def stop(self) -> None:
+        if self._process:
+            self._process.send_signal(2)  # a fast shutdown: connections are closed
+            self._process.wait(30)
+            self._process = None
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Postgres]:
+    programs = _programs()
+    if programs is None:
+        pytest.skip("PostgreSQL is not installed: neither on the PATH nor in /usr/lib/postgresql")
+    folder = Path(tempfile.mkdtemp(prefix="sweep-"))  # not pytest's, which only root may enter
+    server = Postgres(programs, folder)
+    server.start()
+    yield server
+    server.stop()
+    shutil.rmtree(folder)
