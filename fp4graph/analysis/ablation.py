@@ -22,10 +22,12 @@ from rich.table import Table
 
 from fp4graph.errors import Error
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.operands import Gemm, Operand
+from fp4graph.operands import ADDRESSES, Gemm, Operand
 from fp4graph.policy import Policy, Rule, Specs, load_policy
 from fp4graph.policy.policy import KEPT, Expect
 from fp4graph.registry import suggest
+from fp4graph.site import SiteView
+from fp4graph.technique import Technique
 from fp4graph.training.checkpoint import replacing
 
 #: Progress (steps, tokens) and validation loss, in the order of the training.
@@ -49,28 +51,47 @@ def only(policy: Policy, operands: Collection[Operand], name: str | None = None)
 
     An operand that requantizes what fprop multiplied (``source: fprop``) takes the original where fprop's is exact, and
     reads what fprop multiplied as it is where only its own quantizer is off: the straight-through gradient of the
-    network that is left. Techniques stay, and act where there is something for them to act on.
+    network that is left. Techniques that are left without anything to act on are dropped.
     """
     phases = tuple(dataclasses.replace(phase, policy=only(phase.policy, operands)) for phase in policy.phases)
+    rules = [_only(rule, operands) for rule in (*policy.rules, policy.default)]
+    left = {operand for rule in rules for operand, spec in rule.specs.items() if spec is not None}
+    rules = [dataclasses.replace(rule, techniques=_left_with_work(rule.techniques, left)) for rule in rules]
     derived = dataclasses.replace(
         policy,
         name=name or policy.name,
-        rules=tuple(_only(rule, operands) for rule in policy.rules),
-        default=_only(policy.default, operands),
+        rules=tuple(rules[:-1]),
+        default=rules[-1],
+        techniques=_left_with_work(policy.techniques, left),
         phases=phases,
-        expect=policy.expect if operands else Expect(),
     )
-    if not operands:
-        return dataclasses.replace(derived, techniques=_per_model(derived), implied=(), phases=())
+    if not derived.quantizes:
+        return dataclasses.replace(derived, implied=(), phases=(), expect=Expect())
     return load_policy(yaml.safe_load(derived.to_yaml()))  # what specs amount to, and what does not fit, is found anew
+
+
+def _left_with_work(techniques: Iterable[Technique], quantized: Collection[Operand]) -> tuple[Technique, ...]:
+    """Those that still act on something, their lists of operands without those that are exact."""
+    site = SiteView(None, "linear", None, None, None, producer="swiglu")
+    gemms = {operand.gemm for operand in quantized}
+    left = []
+    for technique in techniques:
+        named = getattr(technique, "operands", None)
+        if "operands" in technique.model_fields_set and isinstance(named, tuple):
+            still = tuple(name for name in named if set(ADDRESSES[name]) & set(quantized))
+            if not still:
+                continue
+            technique = technique.model_copy(update={"operands": still})
+        acts_on, pairs = technique.acts_on(site), technique.pairs(site)
+        idle = (acts_on or pairs) and not (acts_on & set(quantized) or pairs & gemms)
+        if technique.per_model or (quantized and not idle):
+            left.append(technique)
+    return tuple(left)
 
 
 def _only(rule: Rule, operands: Collection[Operand]) -> Rule:
     if not rule.quantizes:
         return rule
-    if not operands:
-        why = "nothing is quantized in this variant"
-        return dataclasses.replace(rule, keep=why, specs=KEPT, reuses=frozenset(), techniques=())
     specs: list[QuantSpec | None] = []
     reuses: set[Operand] = set()
     for operand in Operand:
@@ -83,11 +104,10 @@ def _only(rule: Rule, operands: Collection[Operand]) -> Rule:
         specs.append(None)
         if from_fprop and fprop_is_on:
             reuses.add(operand)
+    if not any(specs):
+        why = "nothing that the rule quantizes is in this variant"
+        return dataclasses.replace(rule, keep=why, specs=KEPT, reuses=frozenset(), techniques=())
     return dataclasses.replace(rule, specs=Specs(tuple(specs)), reuses=frozenset(reuses))
-
-
-def _per_model(policy: Policy) -> tuple[Any, ...]:
-    return tuple(technique for technique in policy.techniques if technique.per_model)
 
 
 # ------------------------------------------------------------------ results

@@ -87,8 +87,10 @@ def formats(output: Output = Path()) -> None:
             every[1][1].plot(scale, scale / quantized, color=color, label=name)
             deviation = (scale / quantized).log2().abs()
             inside = (scale > 2.0**-9) & (scale < 448)
-            console.print(f"{name}: largest abs(log2(s/s_q)) between 2^-9 and 448: {deviation[inside].max():.3f}, mean "
-                          f"{deviation[inside].mean():.4f}; between 1e-6 and 1e4 at most {deviation.max():.2f}")  # fmt: skip
+            console.print(
+                f"{name}: abs(log2(s/s_q)) is {deviation[inside].mean():.4f} on average and at most "
+                f"{deviation[inside].max():.3f} between 2^-9 and 448, {deviation.max():.2f} between 1e-6 and 1e4"
+            )
         every[1][0].set(xscale="log", yscale="log", xlabel="scale s", ylabel="quantized scale s_q")
         every[1][1].set(xscale="log", yscale="log", xlabel="scale s", ylabel="s / s_q (log scale)")
         every[1][1].axhline(1, color="#999", linewidth=0.8)
@@ -148,8 +150,8 @@ def _bar(axes: Axes, place: int, shares: dict[str, float], total: float) -> None
     for term, (label, color) in TERMS.items():
         axes.barh(place, shares[term], left=left, color=color, height=0.6, label=label if place == 0 else None)
         left += shares[term]
-    label = "error that is left" if place == 0 else None
-    axes.plot([total, total], [place - 0.4, place + 0.4], color="#222", linewidth=2.2, label=label)
+    marked = "error that is left" if place == 0 else None
+    axes.plot([total, total], [place - 0.4, place + 0.4], color="#222", linewidth=2.2, label=marked)
 
 
 def _table(title: str, axis: str, points: Points, at: Callable[[r.Point], Any]) -> Table:

@@ -101,9 +101,10 @@ def quantized_scales(name: str, scale: Tensor) -> Tensor:
 
 def relaxations(u: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
     """(name, stand-in for Q(u), its slope) of Figure 1 on E2M1: rounding itself with the straight-through slope, the
-    linear spline, DGE (k = 5, capped at 3), and the sigmoid of A.13; fp32, shape of ``u``, for u in [0, 6].
+    linear spline, DGE (k = 5, capped at 3), and the sigmoid of A.13; fp32, shape of
+    ``u``, which ascends from 0 to 6.
 
-    Stand-ins are their slopes' integrals from 0, but for the step.
+    Stand-ins are their slopes' integrals from the first of u, but for the step.
     """
     slope_of = {
         "spline": surrogates.spline(u, surrogates.ties_even_knots(E2M1)),
@@ -112,4 +113,5 @@ def relaxations(u: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
     }
     yield "rounding, slope STE", round_nearest(u, E2M1), torch.ones_like(u)
     for name, slope in slope_of.items():
-        yield name, torch.cumulative_trapezoid(slope.double(), u.double()).float(), slope
+        areas = torch.cumulative_trapezoid(slope.double(), u.double())
+        yield name, torch.cat([areas.new_zeros(1), areas]).float(), slope
