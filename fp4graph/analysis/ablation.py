@@ -27,7 +27,7 @@ from fp4graph.policy import Policy, Rule, Specs, load_policy
 from fp4graph.policy.policy import KEPT, Expect
 from fp4graph.registry import suggest
 from fp4graph.site import SiteView
-from fp4graph.technique import Technique
+from fp4graph.technique import Technique, overrides
 from fp4graph.training.checkpoint import replacing
 
 #: Progress (steps, tokens) and validation loss, in the order of the training.
@@ -55,14 +55,14 @@ def only(policy: Policy, operands: Collection[Operand], name: str | None = None)
     """
     phases = tuple(dataclasses.replace(phase, policy=only(phase.policy, operands)) for phase in policy.phases)
     rules = [_only(rule, operands) for rule in (*policy.rules, policy.default)]
-    left = {operand for rule in rules for operand, spec in rule.specs.items() if spec is not None}
-    rules = [dataclasses.replace(rule, techniques=_left_with_work(rule.techniques, left)) for rule in rules]
+    specs = [rule.specs for rule in rules]
+    rules = [dataclasses.replace(rule, techniques=_left_with_work(rule.techniques, specs)) for rule in rules]
     derived = dataclasses.replace(
         policy,
         name=name or policy.name,
         rules=tuple(rules[:-1]),
         default=rules[-1],
-        techniques=_left_with_work(policy.techniques, left),
+        techniques=_left_with_work(policy.techniques, specs),
         phases=phases,
     )
     if not derived.quantizes:
@@ -70,20 +70,22 @@ def only(policy: Policy, operands: Collection[Operand], name: str | None = None)
     return load_policy(yaml.safe_load(derived.to_yaml()))  # what specs amount to, and what does not fit, is found anew
 
 
-def _left_with_work(techniques: Iterable[Technique], quantized: Collection[Operand]) -> tuple[Technique, ...]:
+def _left_with_work(techniques: Iterable[Technique], specs: Sequence[Specs]) -> tuple[Technique, ...]:
     """Those that still act on something, their lists of operands without those that are exact."""
     site = SiteView(None, "linear", None, None, None, producer="swiglu")
+    quantized = {operand for each in specs for operand, spec in each.items() if spec is not None}
     gemms = {operand.gemm for operand in quantized}
     left = []
     for technique in techniques:
         named = getattr(technique, "operands", None)
         if "operands" in technique.model_fields_set and isinstance(named, tuple):
-            still = tuple(name for name in named if set(ADDRESSES[name]) & set(quantized))
+            still = tuple(name for name in named if set(ADDRESSES[name]) & quantized)
             if not still:
                 continue
             technique = technique.model_copy(update={"operands": still})
-        acts_on, pairs = technique.acts_on(site), technique.pairs(site)
-        idle = (acts_on or pairs) and not (acts_on & set(quantized) or pairs & gemms)
+        acts_on, pairs, plans = technique.acts_on(site), technique.pairs(site), overrides(technique, "plan")
+        changes = plans and any(dict(technique.plan(site, each)) != dict(each) for each in specs)
+        idle = (acts_on or pairs or plans) and not (acts_on & quantized or pairs & gemms or changes)
         if technique.per_model or (quantized and not idle):
             left.append(technique)
     return tuple(left)

@@ -59,7 +59,7 @@ def reconstruction(output: Output = Path(), seed: int = 0) -> None:
             axes.set_title(title)
             if axis == "block size":
                 axes.set_xscale("log", base=2)
-            else:
+            elif axis == "tensor scale":
                 axes.set_yscale("log")
         every.flat[-1].set_axis_off()
         every.flat[-1].legend(*every.flat[0].get_legend_handles_labels(), title="scale format", loc="center left")

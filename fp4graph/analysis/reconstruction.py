@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fp4graph.numerics import scaling, surrogates
 from fp4graph.numerics.formats import E2M1, SCALES
-from fp4graph.numerics.rounding import round_nearest
+from fp4graph.numerics.rounding import bracket, round_nearest
 from fp4graph.numerics.spec import Block, QuantSpec, ScaleSpec
 from fp4graph.ops import plain
 from fp4graph.ops.program import OperandProgram, total
@@ -104,14 +104,23 @@ def relaxations(u: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
     linear spline, DGE (k = 5, capped at 3), and the sigmoid of A.13; fp32, shape of
     ``u``, which ascends from 0 to 6.
 
-    Stand-ins are their slopes' integrals from the first of u, but for the step.
+    A stand-in is its slope's integral; of DGE's, before it is capped.
     """
-    slope_of = {
-        "spline": surrogates.spline(u, surrogates.ties_even_knots(E2M1)),
-        "DGE, k = 5": surrogates.dge(surrogates.fraction(u, E2M1), 5.0).clamp(max=3.0),
-        "sigmoid, T = 1": surrogates.sigmoid(surrogates.fraction(u, E2M1), 1.0),
-    }
     yield "rounding, slope STE", round_nearest(u, E2M1), torch.ones_like(u)
-    for name, slope in slope_of.items():
-        areas = torch.cumulative_trapezoid(slope.double(), u.double())
-        yield name, torch.cat([areas.new_zeros(1), areas]).float(), slope
+    spline = surrogates.spline(u, surrogates.ties_even_knots(E2M1))
+    yield "spline", _integral(spline, u), spline
+    lower, upper = bracket(u, E2M1)
+    part, gap = surrogates.fraction(u, E2M1), upper - lower
+    side = 2 * part - 1
+    yield (
+        "DGE, k = 5",
+        lower + gap * (1 + side.sign() * side.abs() ** 0.2) / 2,
+        surrogates.dge(part, 5.0).clamp(max=3.0),
+    )
+    sigmoid = surrogates.sigmoid(part, 1.0)
+    yield "sigmoid, T = 1", _integral(sigmoid, u), sigmoid
+
+
+def _integral(slope: Tensor, u: Tensor) -> Tensor:
+    areas = torch.cumulative_trapezoid(slope.double(), u.double())
+    return torch.cat([areas.new_zeros(1), areas]).float()

@@ -65,7 +65,13 @@ def test_stand_ins_for_rounding():
         value, slope = found[name]
         assert (slope >= 0).all()
         assert (value.diff() >= 0).all()
-    assert found["DGE, k = 5"][1].max() == 3
+    value, slope = found["DGE, k = 5"]
+    assert slope.max() == 3
+    for at, expected in ((0.5, 0.5), (2.0, 2.0), (2.5, 2.5), (3.0, 3.0), (4.0, 4.0), (5.0, 5.0)):
+        assert value[round(at * 1000)].item() == pytest.approx(expected, abs=1e-3)
+    inner = (u > 4.1) & (u < 4.7)  # away from the cap, by differences
+    differences = (value[2:] - value[:-2]) / (u[2:] - u[:-2])
+    assert torch.allclose(differences[inner[1:-1]], slope[1:-1][inner[1:-1]], rtol=0.01)
 
 
 @pytest.mark.parametrize("name", ["reconstruction", "formats", "decomposition"])
