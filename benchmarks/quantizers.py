@@ -3,7 +3,8 @@
 A quantizer is an operand's spec with the techniques that act on it; pair transforms (Hadamard) belong to a GEMM and
 are in the figures of whole linears. ``row``: blocks run along the tensor's contiguous axis, as in fprop; ``column``:
 across it, as where the backward reads dY, W and X transposed. A copy is ``x.clone()``, which like a quantizer allocates
-what it writes; bytes are those of the tensor read and of the one written.
+what it writes; bytes are those of the tensor read and of the one written. The tensor has the size of a 1024³ linear's
+operands: fresh memory for a much larger one would take more time than copying or quantizing.
 """
 
 from __future__ import annotations
@@ -152,8 +153,8 @@ def main(
     context: typer.Context,
     policies: options.Policies = "all",
     dtypes: options.Dtypes = "float32,bfloat16",
-    rows: Annotated[int, typer.Option(min=1, help="Of the tensor.")] = 2048,
-    columns: Annotated[int, typer.Option(min=1, help="Of the tensor.")] = 2048,
+    rows: Annotated[int, typer.Option(min=1, help="Of the tensor.")] = 1024,
+    columns: Annotated[int, typer.Option(min=1, help="Of the tensor.")] = 1024,
     device: options.Device = "cpu",
     backend: options.Backend = "inductor",
     seconds: options.Seconds = 10,

@@ -86,15 +86,16 @@ class Progress:
 
 def trial_table(some: Sequence[Scored], rule: Rule, title: str | None = None) -> Table:
     """A row per trial."""
-    table = Table(title=title, title_justify="left", expand=False)
+    table = Table(title=title, title_justify="left")
     for name in ("trial", "configuration", "Ω", "loss", "score", "state"):
-        table.add_column(name, justify="right" if name in ("trial", "Ω", "loss", "score") else "left", no_wrap=True)
-    table.columns[1].no_wrap, table.columns[1].overflow = True, "ellipsis"
+        right = name in ("trial", "Ω", "loss", "score")
+        table.add_column(name, justify="right" if right else "left", no_wrap=name != "configuration")
     for s in some:
         state = Text(s.trial.state, style=_COLOURS.get(s.trial.state, ""))
         summary = s.trial.summary if s.trial.kind != "baseline" else f"{s.trial.summary} (baseline)"
         loss, points = _figure(s.trial.loss, ".4g"), _figure(s.trial.complexity, "g")
-        table.add_row(str(s.trial.number), summary, points, loss, _figure(s.scores[rule], "+.4f"), state)
+        line = Text(summary, no_wrap=True, overflow="ellipsis")  # the column gives way, and the line is cut
+        table.add_row(str(s.trial.number), line, points, loss, _score(s, rule), state)
     return table
 
 
@@ -105,10 +106,11 @@ def best_table(found: Results, rule: Rule) -> Table:
     for name in ("family", "", "trial", "configuration", "Ω", "loss", "score"):
         table.add_column(name, justify="right" if name in ("trial", "Ω", "loss", "score") else "left")
     for family, what, s in best(found, rule):
-        score = "" if s.trial.kind == "baseline" else _figure(s.scores[rule], "+.4f")
         loss = _figure(s.trial.loss, ".4g") if s.trial.state == "complete" else s.trial.state
         summary = s.trial.summary
-        table.add_row(family, what, str(s.trial.number), summary, _figure(s.trial.complexity, "g"), loss, score)
+        table.add_row(
+            family, what, str(s.trial.number), summary, _figure(s.trial.complexity, "g"), loss, _score(s, rule)
+        )
     return table
 
 
@@ -117,11 +119,16 @@ def _line(s: Scored, rule: Rule) -> str:
     parts = [f"trial {trial.number}", trial.summary, f"Ω {_figure(trial.complexity, 'g')}"]
     if trial.loss is not None:
         parts.append(f"loss {trial.loss:.4g}")
-    if s.scores[rule] is not None:
+    if s.scores[rule] is not None and trial.kind != "baseline":
         parts.append(f"score {s.scores[rule]:+.4f}")
     if trial.state != "complete":
         parts.append(trial.state + (f": {trial.result['reason']}" if trial.result.get("reason") else ""))
     return "  ".join(parts)
+
+
+def _score(s: Scored, rule: Rule) -> str:
+    """A baseline is what scores refer to, and has none."""
+    return "" if s.trial.kind == "baseline" else _figure(s.scores[rule], "+.4f")
 
 
 def _figure(value: float | None, form: str) -> str:

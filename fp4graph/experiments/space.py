@@ -208,7 +208,7 @@ class Space:
     def _baseline(self, name: str, part: Part) -> Configuration:
         here = part.node.place
         own = {"version": Node(1, here), "name": Node(f"{self.name}: {name}", here), "default": Node("keep", here)}
-        if "techniques" in part.node.value:
+        if part.fragment.techniques:
             own["techniques"] = part.node.value["techniques"]
         document = Node(own, here)
         policy = self._resolved(document)

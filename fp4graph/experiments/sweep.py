@@ -162,7 +162,8 @@ def work(
         going: asked before each trial; the worker returns where it says no.
 
     Raises:
-        Error: a baseline failed: so would everything else; or the database went away.
+        Error: a baseline failed, or the policy of a plain configuration does not fit: so would everything else; or the
+            database went away.
     """
     run = Run(**study.manifest.run)
     if device is not None:
@@ -192,39 +193,49 @@ def work(
 
 def _run(study: Study, claim: Claim, configuration: Configuration, run: Run, lost: int, objective: Objective) -> None:
     """One trial, to its end or until someone else has it."""
-    if configuration.refusal is not None:
-        study.finish(claim.number, {"outcome": "refused", "reason": configuration.refusal})
-        return
-    if lost >= LOSSES:
-        reason = f"its worker's process ended {lost} times while it ran"
-        study.finish(claim.number, {"outcome": "failed", "reason": reason})
-        return
     started = time.monotonic()
+    reported: list[float] = []
 
     def ended(outcome: str, **more: Any) -> None:
         study.finish(claim.number, {"outcome": outcome, "seconds": time.monotonic() - started, **more})
 
+    def stopped(reason: str) -> Error:
+        """What is wrong with this configuration is wrong with all: it is not recorded, but said."""
+        study.withdraw(claim.number, reason)
+        kind = "baseline" if configuration.kind == "baseline" else "plain configuration"
+        return Error(f"the {kind} {configuration.summary!r} failed, and so would all others: {reason}")
+
     def report(step: int, loss: float) -> None:
         claim.report(loss)
+        reported.append(loss)
         if configuration.kind == "trial" and claim.should_prune():
             raise Pruned
 
+    if configuration.refusal is not None:
+        ended("refused", reason=configuration.refusal)
+        return
+    if lost >= LOSSES:
+        reason = f"its worker's process ended {lost} times while it ran"
+        if configuration.kind == "baseline":
+            raise stopped(reason)
+        ended("failed", reason=reason)
+        return
     try:
         with claim:
             outcome = objective(replace(run, policy=configuration.document, **configuration.run), report)
     except Pruned:
-        last = next(trial.reports[-1] for trial in study.trials() if trial.number == claim.number)
-        ended("pruned", loss=last)
+        ended("pruned", loss=reported[-1])
     except TakenOver:
         raise
     except PolicyError as error:
+        if configuration.kind != "trial":
+            raise stopped(str(error)) from error
         ended("refused", reason=str(error))
     except Exception as error:
         traceback.print_exc()
         reason = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
         if configuration.kind == "baseline":
-            study.withdraw(claim.number, reason)
-            raise Error(f"the baseline {configuration.summary!r} failed, and so would all others: {reason}") from error
+            raise stopped(reason) from error
         ended("failed", reason=reason[:4000])
         if _device_is_broken(error):
             sys.exit(REPLACE)

@@ -23,10 +23,6 @@ from fp4graph.experiments.study import Study, Trial, make_pruner
 from fp4graph.experiments.sweep import POLL, REPLACE, Objective, Pruner, Sampler, train_once, work, worker_name
 
 
-class Interrupted(BaseException):
-    """The process was told to stop."""
-
-
 @dataclass(frozen=True)
 class Job:
     """What a worker process needs to know; the rest is in the study."""
@@ -55,8 +51,7 @@ def _process(job: Job, parent: Connection) -> None:
     with Path(job.log).open("a", encoding="utf-8", buffering=1) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    signal.signal(signal.SIGTERM, _interrupt)
-    signal.signal(signal.SIGINT, _interrupt)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
     import torch
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -78,12 +73,6 @@ def _process(job: Job, parent: Connection) -> None:
     except Error as error:
         parent.send(str(error))
         sys.exit(1)
-    except Interrupted:
-        sys.exit(1)
-
-
-def _interrupt(*_: object) -> None:
-    raise Interrupted
 
 
 def _device(job: Job) -> str:
@@ -118,13 +107,15 @@ class Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
+        names = {worker_name(worker.process.pid, worker.token) for worker in self._running.values()}
         for worker in self._running.values():
-            worker.process.terminate()
+            worker.process.terminate()  # in the middle of whatever it does: what it had begun is taken back here
         for worker in self._running.values():
-            worker.process.join(30)
-            if worker.process.is_alive():
-                worker.process.kill()
-                worker.process.join()
+            worker.process.join()
+        with contextlib.suppress(Error):  # of a database that is away; then their silence tells
+            for trial in self._study.trials() if names else ():
+                if trial.worker in names and trial.state == "running":
+                    self._study.withdraw(trial.number, "interrupted")
 
     def _start(self, index: int) -> None:
         ours, theirs = self._context.Pipe(duplex=False)

@@ -25,6 +25,8 @@ from fp4graph.ops import plain
 from fp4graph.ops.matmul import MatmulProgram, quantized_matmul
 
 _PREFIX = "fp4graph_site_"
+#: What of this package computes; the rest may change without a graph becoming another.
+_COMPUTING = ("numerics", "ops", "kernels", "graph", "technique.py", "operands.py")
 
 
 def site_function(program: MatmulProgram, form: str, alpha: float, beta: float) -> Callable[..., Tensor]:
@@ -109,8 +111,10 @@ def _source(cls: type) -> bytes:
         return b"" if cls.__module__ == "builtins" else os.urandom(16)
     if "<locals>" in cls.__qualname__ or not file.is_file():
         return os.urandom(16)
-    package = sys.modules.get(cls.__module__.partition(".")[0])
-    folders = [Path(folder) for folder in getattr(package, "__path__", ())]
+    name = cls.__module__.partition(".")[0]
+    folders = [Path(folder) for folder in getattr(sys.modules.get(name), "__path__", ())]
+    if name == "fp4graph":
+        folders = [folder / part for folder in folders for part in _COMPUTING]
     return _files_digest(tuple(folders) or (file,))
 
 

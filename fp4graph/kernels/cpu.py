@@ -77,6 +77,9 @@ class _Blocks(ctypes.Structure):
     _fields_ = [(name, _Blockwise) for name in ("divisor", "statistic", "scale", "factor")]
 
 
+_NONE = _Blocks()
+
+
 class _Noise(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("key", "step", "salts")),
@@ -154,7 +157,8 @@ def quantize(
     """
     drawn, kept = _noise(noise)
     run = _function(_QUANTIZE, x.dtype, Q=spec)
-    blocks = _Blocks(*(_blockwise(part) for part in (given.divisor, given.statistic, given.scale, given.factor)))
+    parts = given.divisor, given.statistic, given.scale, given.factor
+    blocks = _Blocks(*map(_blockwise, parts)) if any(part is not None for part in parts) else _NONE
     bytes_at = _at(codes), _at(scales)
     run(_at(x), _strides(x), _at(y), _strides(y), *bytes_at, blocks, drawn, _Shape(*x.shape), _threads())
     del kept

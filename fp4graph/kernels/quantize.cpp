@@ -161,7 +161,7 @@ inline float round_element(float u, u32 bits) {
     i32 sign = as<i32>(u) & SIGN;
     float w = u * s.inverse, v = as<float>(as<i32>(w) & ~SIGN), lower = std::floor(v), n;
     if (F::SR) {
-        n = lower + std::ceil(v - lower - uniform<F::RANDOM_BITS>(bits));
+        n = lower + (v - lower > uniform<F::RANDOM_BITS>(bits) ? 1.0f : 0.0f);
     } else if (F::TIES_EVEN && F::MANTISSA > 0) {
         n = std::nearbyint(v);  // a binade starts at an even code
     } else if (F::TIES_EVEN) {
@@ -169,9 +169,9 @@ inline float round_element(float u, u32 bits) {
         n = lower + static_cast<float>((v - lower > 0.5f) | ((v - lower == 0.5f) & odd));
     } else if (F::TIES_UP) {
         float below = std::floor(w);
-        n = std::fabs(below + (1 - std::ceil(0.5f - (w - below))));
+        n = std::fabs(below + (w - below >= 0.5f ? 1.0f : 0.0f));
     } else {
-        n = lower + (1 - std::ceil(0.5f - (v - lower)));
+        n = lower + (v - lower >= 0.5f ? 1.0f : 0.0f);
     }
     float q = as<float>(as<i32>(n * s.step) | sign);
     return F::INTEGER && q == 0 ? 0.0f : q;
@@ -250,6 +250,22 @@ inline void narrow(float x, bf16* to) {
     to->bits = static_cast<u16>((bits & ~static_cast<u32>(SIGN)) > INFINITE ? 0x7FC0 : rounded);
 }
 
+// Whether bfloat16 holds everything that elements and scales of F stand for, so that nothing is left to round.
+template <class F>
+constexpr bool exact_in_bf16() {
+    return !F::ENCODE && F::MANTISSA + F::S_MANTISSA + 2 <= 8 &&
+           F::MIN_EXPONENT - F::MANTISSA + F::S_MIN_EXPONENT - F::S_MANTISSA >= -133;
+}
+
+// A dequantized value.
+template <class F>
+inline void store(float x, float* to) { *to = x; }
+template <class F>
+inline void store(float x, bf16* to) {
+    if (exact_in_bf16<F>()) to->bits = static_cast<u16>(as<u32>(x) >> 16);
+    else narrow(x, to);
+}
+
 struct Strides {
     i64 batch, row, column;
 };
@@ -308,9 +324,10 @@ inline void unpack_block(const u8* codes, float scale, float* values) {
     }
     const float reciprocal = 1.0f / scale;
     for (int j = 0; j < F::BLOCK; ++j) {
-        T value;
-        narrow(dequantized<F>(decode<F>(each[j]), scale, reciprocal), &value);
-        values[j] = widen(value);
+        const float value = dequantized<F>(decode<F>(each[j]), scale, reciprocal);
+        T stored;
+        store<F>(value, &stored);
+        values[j] = exact_in_bf16<F>() ? value : widen(stored);
     }
 }
 
@@ -437,16 +454,15 @@ void along(const Source& source, const Target<F, T>& to, const Blocks& given, Ke
             }
 #pragma omp simd
             for (int j = 0; j < B; ++j) block[j] = dequantized<F>(block[j], s, inverse);
+            T* out = to.values + place.batch * to.strides.batch + place.row * to.strides.row + place.column;
             if (given.factor) {
                 const float factor = given.factor[first + g];
-                for (int j = 0; j < B; ++j) block[j] = block[j] * factor;
-            }
-            T* out = to.values + place.batch * to.strides.batch + place.row * to.strides.row + place.column;
-            if (place.column + B <= C) {
+                for (i64 j = 0; j < min(static_cast<i64>(B), C - place.column); ++j) narrow(block[j] * factor, out + j);
+            } else if (place.column + B <= C) {
 #pragma omp simd
-                for (int j = 0; j < B; ++j) narrow(block[j], out + j);
+                for (int j = 0; j < B; ++j) store<F>(block[j], out + j);
             } else {
-                for (i64 j = 0; j < C - place.column; ++j) narrow(block[j], out + j);
+                for (i64 j = 0; j < C - place.column; ++j) store<F>(block[j], out + j);
             }
         }
         if (PACKS) {
@@ -508,14 +524,14 @@ void across(const Source& source, const Target<F, T>& to, const Blocks& given, K
                 const float q = round_element<F>(u, element_key.bits(index + static_cast<u32>(i) * stride));
                 line[i] = dequantized<F>(q, scale[i], reciprocal[i]);
             }
-            if (given.factor)
-                for (int i = 0; i < LANES; ++i) line[i] = line[i] * factor[i];
             T* out = to.values + batch * to.strides.batch + (column + j) * to.strides.column + row;
-            if (n == LANES) {
+            if (given.factor) {
+                for (i64 i = 0; i < n; ++i) narrow(line[i] * factor[i], out + i);
+            } else if (n == LANES) {
 #pragma omp simd
-                for (int i = 0; i < LANES; ++i) narrow(line[i], out + i);
+                for (int i = 0; i < LANES; ++i) store<F>(line[i], out + i);
             } else {
-                for (i64 i = 0; i < n; ++i) narrow(line[i], out + i);
+                for (i64 i = 0; i < n; ++i) store<F>(line[i], out + i);
             }
         }
     }

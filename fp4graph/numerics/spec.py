@@ -91,12 +91,17 @@ class QuantSpec:
     @staticmethod
     def from_text(text: str) -> QuantSpec:
         """The inverse of :meth:`to_text`."""
-        data = json.loads(text)
-        scale = ScaleSpec(**data["scale"] | {"format": ScaleFormat(**data["scale"]["format"])})
-        block = tuple(data["block"]) if isinstance(data["block"], list) else data["block"]
-        return QuantSpec(**data | {"element": ElementFormat(**data["element"]), "scale": scale, "block": block})
+        return _spec(text)
 
 
 @functools.cache
 def _text(spec: QuantSpec) -> str:
     return json.dumps(asdict(spec))
+
+
+@functools.cache
+def _spec(text: str) -> QuantSpec:
+    data = json.loads(text)
+    scale = ScaleSpec(**data["scale"] | {"format": ScaleFormat(**data["scale"]["format"])})
+    block = tuple(data["block"]) if isinstance(data["block"], list) else data["block"]
+    return QuantSpec(**data | {"element": ElementFormat(**data["element"]), "scale": scale, "block": block})

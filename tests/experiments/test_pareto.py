@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 from typer.testing import CliRunner
 
 from fp4graph.cli import app
 from fp4graph.commands.score import score as score_command
 from fp4graph.errors import Error
 from fp4graph.experiments.pareto import figure, png
+from fp4graph.experiments.progress import Progress
 from fp4graph.experiments.results import Results, best, frontier, reference_loss, scored, to_csv, to_json, write
 from fp4graph.experiments.study import Trial
 
@@ -236,6 +238,43 @@ def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch:
         write(path, "second, longer")
     assert path.read_text() == "first"
     assert [item.name for item in path.parent.iterdir()] == ["results.csv"]
+
+
+# ------------------------------------------------------------------ as it goes
+
+
+def test_on_a_terminal_a_table_has_a_line_for_every_trial() -> None:
+    running = trial(12, None, 3.0, "e4m3", state="running", summary="NVFP4, " + "long words " * 20)
+    console = Console(width=100, height=40, force_terminal=True, color_system=None, file=io.StringIO(), markup=False)
+    with Progress(console, 40, "table", "digits") as progress:
+        progress.show([s.trial for s in SWEEP.trials][:5])
+        progress.show([*(s.trial for s in SWEEP.trials), running], ["worker 1 ended (SIGKILL)"])
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    last = shown[shown.rindex("digits: ") :]
+    assert last.startswith("digits: 12 of 40, about")
+    lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in last.splitlines() if line.startswith("│")]
+    assert lines[0] == ["0", "Adam (baseline)", "0", "2", "", "complete"]
+    assert lines[3] == ["3", "E8M0, recipe 3", "1", "1.9", "+0.0500", "complete"]
+    assert lines[6] == ["6", "E8M0, recipe 6", "1", "–", "-inf", "diverged"]
+    assert lines[9] == ["9", "E4M3, recipe 9", "1", "–", "–", "failed"]
+    assert (lines[12][0], lines[12][2], lines[12][5]) == ("12", "3", "running")
+    assert lines[12][1].endswith("…")
+    assert len(lines) == 13
+    assert "best loss   trial 4" in last
+    assert "best score  trial 3" in last
+    assert "worker 1 ended (SIGKILL)" in shown
+
+
+def test_elsewhere_every_result_is_said_once() -> None:
+    console = Console(width=100, file=io.StringIO(), markup=False)
+    with Progress(console, 40, "text", "digits") as progress:
+        for count in (3, 3, 12):
+            progress.show([s.trial for s in SWEEP.trials][:count])
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert len(lines) == 12
+    assert lines[0] == "3/40  trial 0  Adam  Ω 0  loss 2"
+    assert lines[3] == "12/40  trial 3  E8M0, recipe 3  Ω 1  loss 1.9  score +0.0250"
+    assert lines[9] == "12/40  trial 9  E4M3, recipe 9  Ω 1  failed: out of memory"
 
 
 # ------------------------------------------------------------------ commands

@@ -25,7 +25,7 @@ import toy
 
 import fp4graph
 from fp4graph.commands.sweep import sweep
-from fp4graph.errors import Error
+from fp4graph.errors import Error, PolicyError
 from fp4graph.experiments import study as study_module
 from fp4graph.experiments.results import results
 from fp4graph.experiments.run import Outcome, Run
@@ -216,6 +216,26 @@ def test_a_failing_baseline_stops_the_sweep_and_leaves_nothing_behind(url: str, 
     assert counted(study) == []
     work(study, table10, 4, objective=toy.objective)
     assert [trial.state for trial in study.trials()] == ["withdrawn"] + ["complete"] * 4
+
+
+def test_policies_that_do_not_fit_the_model_are_refused_but_not_one_after_the_other(url: str, table10: Space) -> None:
+    """One configuration is; where the plain one is, the sweep stops."""
+
+    def fits(run: Run, report: Callable[[int, float], None]) -> Outcome:
+        policy = fp4graph.load_policy(run.policy)
+        if policy.quantizes and policy.complexity >= least:
+            raise PolicyError("rule 'transformer linears' matched nothing")
+        return toy.objective(run, report)
+
+    study, least = make(url, table10), 0.0
+    with pytest.raises(Error, match=r"the plain configuration 'MXFP4' failed.*matched nothing"):
+        work(study, table10, 9, objective=fits)
+    assert [trial.state for trial in study.trials()] == ["complete"] * 2 + ["withdrawn"]
+    least = 9.0
+    work(study, table10, 9, objective=fits)
+    found = {trial.state: [t.complexity for t in study.trials() if t.state == trial.state] for trial in study.trials()}
+    assert len(found["complete"]) == 9
+    assert max(found["complete"]) < 9 <= min(found["refused"])
 
 
 def test_pruning_gives_up_what_is_behind_but_no_baseline_and_no_pure_one(url: str, table10: Space) -> None:
@@ -429,11 +449,11 @@ def test_the_command_on_two_workers_one_of_them_killed(
     output = tmp_path / "out"
     where = ("--storage", url, "--output", str(output))
     command = _command("sweep", "--task", "digits", "--trials", str(target), "--workers", "2", *where, *QUICK)
-    if kind == "sqlite":  # stopped by Ctrl-C first
+    if kind == "sqlite":  # stopped once before, as Ctrl-C does; a shell may have its background jobs ignore SIGINT
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
         _a_worker(url, process, results=1)
-        process.send_signal(signal.SIGINT)
-        shown, _ = process.communicate(timeout=120)
+        process.send_signal(signal.SIGTERM)
+        shown, _ = process.communicate(timeout=300)
         assert process.returncode == 130
         assert f"of {target} results; the same command goes on" in shown
         assert {trial.state for trial in Study.open(url, "digits").trials()} == {"complete", "withdrawn"}

@@ -166,7 +166,9 @@ def folder(tmp_path: Path) -> Path:
 def test_imagenet_is_shown_as_it_is(folder: Path) -> None:
     options: dict[str, Any] = {"data": str(folder), "batch_size": 2, "autocast": False}
     problem = TASKS["imagenet100"].make(settings("imagenet100", **options))
+    before = torch.get_rng_state()
     images, labels = next(problem.batches(0))
+    assert torch.equal(torch.get_rng_state(), before)  # what a model draws does not depend on who reads when
     assert images.shape == (2, 3, 224, 224)
     assert set(labels.tolist()) <= {0, 1}
     assert [len(batch[1]) for batch in problem.validation()] == [2, 2, 2]

@@ -76,7 +76,8 @@ class Stream:
         yield from self._loader([[(0, int(index)) for index in rows] for rows in numbers])
 
     def _loader(self, batches: Any) -> DataLoader[Any]:
-        return DataLoader(_Transformed(self), batch_sampler=batches, num_workers=self.workers)
+        own = torch.Generator()  # else each loader would draw a number that the model is to draw
+        return DataLoader(_Transformed(self), batch_sampler=batches, num_workers=self.workers, generator=own)
 
 
 class _Transformed(Dataset[Any]):

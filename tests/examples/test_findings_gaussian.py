@@ -1,0 +1,55 @@
+"""The script behind the findings on Gaussian regression: its policies are the paper's rows, its table their means."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import fp4graph
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def gaussian(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "findings"))
+    monkeypatch.delitem(sys.modules, "gaussian", raising=False)
+    import gaussian
+
+    return gaussian
+
+
+def test_every_row_of_the_paper_is_there_with_its_points(gaussian: ModuleType) -> None:
+    """Complexity points of Table 3's six quantized rows, and of Table 8's pure UE5M3."""
+    with (ROOT / "tests" / "golden" / "design_space.csv").open() as file:
+        printed = {
+            (float(row["val_loss"]), float(row["complexity_points"]))
+            for row in csv.DictReader(line for line in file if not line.startswith("#"))
+            if row["task"] == "gaussian_reg" and row["complexity_points"] not in ("", "N/A")
+            and (row["table"] == "3" or row["val_loss"] == "31.375")
+        }  # fmt: skip
+    assert len(printed) == 7
+    ours = set()
+    for row in gaussian.ROWS:
+        policy = fp4graph.load_policy(row.policy)
+        for optimizer, loss in row.paper.items():
+            if policy.quantizes:
+                ours.add((loss, policy.complexity + 0.5 * (optimizer == "stablespam")))
+    assert ours == printed
+
+
+def test_the_table_has_mean_and_deviation_of_the_seeds(gaussian: ModuleType) -> None:
+    found = {
+        (row.label, optimizer, dtype, seed): {"outcome": {"validation_loss": 10.0 + seed, "complexity": 0.5}}
+        for row in gaussian.ROWS
+        for optimizer in row.optimizers
+        for dtype in gaussian.DTYPES
+        for seed in range(3)
+    }
+    lines = gaussian.table(found, 3).splitlines()
+    assert len(lines) == 2 + sum(len(row.optimizers) for row in gaussian.ROWS)
+    assert lines[2] == "| `bf16`: nothing quantized | adam | 0.5 | 25.52 | 11 ± 1 | 11 ± 1 |"
