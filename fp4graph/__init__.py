@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fp4graph import formats
+    from fp4graph import analysis, formats
     from fp4graph.api import apply, bypass, detect_nonfinite, remove, set_total_steps
     from fp4graph.errors import (
         CaptureError,
@@ -70,6 +70,7 @@ __all__ = [
     "StateEntry",
     "Technique",
     "UncompiledError",
+    "analysis",
     "apply",
     "bypass",
     "detect_nonfinite",
@@ -89,8 +90,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name == "formats":
-        return importlib.import_module("fp4graph.formats")
+    if name in ("analysis", "formats"):
+        return importlib.import_module(f"fp4graph.{name}")
     if name in _HOME:
         value = getattr(importlib.import_module(_HOME[name]), name)
         globals()[name] = value  # the next look-up is a plain one

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from fp4graph import reference
 from fp4graph.commands.pareto import pareto
+from fp4graph.commands.report import report
 from fp4graph.commands.score import score
 from fp4graph.commands.sweep import sweep
 from fp4graph.commands.train import train
@@ -29,6 +30,7 @@ app.command()(train)
 app.command()(sweep)
 app.command()(score)
 app.command()(pareto)
+app.command()(report)
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 PolicyArgument = Annotated[str, typer.Argument(metavar="POLICY", help="A policy file, or a shipped policy's name.")]

@@ -22,6 +22,7 @@ from fp4graph.graph.blocks import pattern_of
 from fp4graph.graph.functions import cacheable
 from fp4graph.graph.marker import Tag
 from fp4graph.graph.names import Names
+from fp4graph.graph.observe import Observation, Observer
 from fp4graph.graph.plan import Plan, plan_weight
 from fp4graph.graph.rewrite import Rewriter, Site
 from fp4graph.graph.watch import Watch
@@ -158,6 +159,9 @@ class Runtime:
         self._pending_error: Error | None = None
         self._trained = 0
         self._watch: Watch | None = None
+        self._observer: Observer | None = None
+        self._observes_training = True
+        self._observation: Observation | None = None
         self._site_states: tuple[state.SiteState, ...] = ()
         self._bucket_bytes: int | None = None  # of the DDP that a forward runs in
         self._synchronized: Callable[[], DistributedDataParallel | None] = lambda: None
@@ -312,9 +316,9 @@ class Runtime:
     # ------------------------------------------------------------------ compiling and running
 
     def _capture(
-        self, gm: torch.fx.GraphModule, example_inputs: list[Any], *, watch: Watch | None = None
+        self, gm: torch.fx.GraphModule, example_inputs: list[Any], *, watch: Watch | Observation | None = None
     ) -> Callable[..., Any]:
-        """The torch.compile backend: rewrite, record, hand on to the inner backend, or to one that watches."""
+        """The torch.compile backend: rewrite, record, hand on to the inner backend, or to one that looks on."""
         context = CompileContext.current_compile_id()
         frame = getattr(context, "frame_id", None)
         frames: _Frames = self._frames if watch is None else watch.frames
@@ -359,6 +363,27 @@ class Runtime:
             self._watch = former
             watch.close()
 
+    def observe(self, observer: Observer | None, *, training: bool = True) -> None:
+        """Show ``observer`` the sites at work in all following forwards with gradients (``training``) or in all
+        without, until it is None again.
+
+        Such a forward and its backward run without a compiler, to the noise and with the effects of any other. The
+        very first forward, which is checked, is not observed.
+        """
+        self._observer, self._observes_training = observer, training
+
+    def _observed(self, training: bool) -> Callable[..., Any] | None:
+        """What an observed forward runs; captured at the first."""
+        if self._observer is None or training != self._observes_training or not self._checked:
+            return None
+        if self._observation is None:
+            self._observation = Observation(self._observer)
+            self._observation.compiled = torch.compile(
+                _entry_point(self.root), backend=partial(self._capture, watch=self._observation), dynamic=self.dynamic
+            )
+        self._observation.observer = self._observer
+        return self._observation.compiled  # type: ignore[no-any-return]
+
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """One root forward."""
         if any(hook.bypassed for _, _, hook in hooks.entries(self.root)[:1]):
@@ -375,11 +400,13 @@ class Runtime:
             self.step = noise.make_step(self.seed, _rank(), root_state.count, device=device)
         run: Any = self._compiled
         if isinstance(self.root.__dict__.get("forward"), hooks.Unit):
-            if self._watch is not None:
+            if self._watch is not None or self._observer is not None:
                 raise Error("what fully_shard has taken over is compiled module by module, which cannot be watched")
             run = self.root._call_impl
         elif self._watch is not None:
             run = self._watch.compiled
+        elif (observed := self._observed(training)) is not None:
+            run = observed
         try:
             with self._captured_whole():
                 result = run(*args, **kwargs)
@@ -415,6 +442,7 @@ class Runtime:
             raise Error("a phase of the policy begins inside detect_nonfinite(); watch the steps of each by themselves")
         following = Runtime(self.root, self.whole, self.backend, self.seed, self.dynamic, self.total_steps, phase)
         following.attach()
+        following.observe(self._observer, training=self._observes_training)
         for reference in self.optimizers:
             if (optimizer := reference()) is not None:
                 prepare_optimizer(self.root, optimizer)

@@ -62,6 +62,15 @@ def derive(key: torch.Tensor, salt: int) -> torch.Tensor:
     return _absorb(key, salt)
 
 
+def derive_all(keys: torch.Tensor, word: torch.Tensor | int) -> torch.Tensor:
+    """Of keys side by side, int32 ``[2, G]``, each one's ``word``-th key; ``word`` may differ from key to key, ``[G]``.
+
+    ``mix`` is this for the one word and the other of its second key.
+    """
+    lanes = torch.arange(2, dtype=torch.int32, device=keys.device).unsqueeze(1)
+    return hash_bits(keys, (lanes + 2 * word) * _GOLDEN + word)
+
+
 def _absorb(key: torch.Tensor, word: torch.Tensor | int) -> torch.Tensor:
     """A new key: the hash, under ``key``, of the two consecutive counters 2·word and 2·word + 1, spread apart."""
     lanes = torch.arange(2, dtype=torch.int32, device=key.device)

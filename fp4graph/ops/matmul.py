@@ -14,6 +14,9 @@ transformed basis: dA ← (dA·R ⊙ f')·R⁻¹.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -70,6 +73,39 @@ class MatmulProgram:
         }[operand]
 
 
+@dataclass(frozen=True, eq=False)
+class Seen:
+    """One operand of one GEMM, as :func:`observed` shows it.
+
+    Attributes:
+        operand: which. program: its quantizer.
+        given: ``[..., K]``, before casts and pair transforms. x: what was quantized, in the GEMM's basis.
+        terms: what was multiplied. draw, state: what the program was called with.
+    """
+
+    operand: Operand
+    program: OperandProgram
+    given: Tensor
+    x: Tensor
+    terms: tuple[Term, ...]
+    draw: Draw | None
+    state: OperandState
+
+
+Observer = Callable[[Seen, Seen], None]  # the left and the right operand of a GEMM
+_observer: ContextVar[Observer | None] = ContextVar("fp4graph_observer", default=None)
+
+
+@contextmanager
+def observed(observer: Observer | None) -> Iterator[None]:
+    """Products of this context, and their backwards whenever they run, show ``observer`` what they multiply."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
 def quantized_matmul(
     program: MatmulProgram,
     a: Tensor,
@@ -98,7 +134,7 @@ def quantized_matmul(
         dtype = torch.get_autocast_dtype(device)
     elif a.dtype != b.dtype:
         raise RuntimeError(f"expected both factors to have one dtype, got {a.dtype} and {b.dtype}")
-    options = _Options(program, dtype, torch.is_grad_enabled(), site)
+    options = _Options(program, dtype, torch.is_grad_enabled(), site, _observer.get())
     with torch.autocast(device, enabled=False), contract.at(site):
         result: Tensor = _QuantizedMatmul.apply(options, a, b, bias, key, step, *state)
     return result
@@ -112,6 +148,7 @@ class _Options:
     dtype: torch.dtype
     training: bool
     site: str | None
+    observer: Observer | None = None
 
 
 class _QuantizedMatmul(torch.autograd.Function):
@@ -139,6 +176,8 @@ class _QuantizedMatmul(torch.autograd.Function):
         rereads_b = needs_a and program.dgrad.right.from_fprop
         left, a_fprop = call.quantized_and_kept(fprop.left, rotation, "left", operands[0], keep=rereads_a)
         right, b_fprop = call.quantized_and_kept(fprop.right, rotation, "right", operands[1], keep=rereads_b)
+        if options.observer is not None:
+            call.show(fprop, rotation, (a, b), (left, right), *operands)
         y = multiply(left, right, None if bias is None else bias.to(dtype))
         keep_a = (needs_b and not rereads_a) or factors
         keep_b = (needs_a and not rereads_b) or factors
@@ -208,15 +247,21 @@ class _Call:
                 rotation = Rotation(left, left, (), (), ())  # of which only the left is read
                 drawn = right.source(operand_draw(self._draw, operands[1]))
                 terms = self._terms(gemm.left, rotation, "left", operands[0])
-                y = multiply(terms, (Term(source.requantized(right.spec, drawn).to(self._options.dtype)),))
+                requantized = (Term(source.requantized(right.spec, drawn).to(self._options.dtype)),)
+                if self._options.observer is not None:
+                    x = source.unpack().mT
+                    self.show(gemm, Rotation(left, x, (), (), ()), (left, x), (terms, requantized), *operands)
                 self._observe(gemm.left, left, operands[0], rotation)
-                return y
+                return multiply(terms, requantized)
             source = source.unpack()
         rotation = self.rotated(gemm, left, source.mT, operands[0])
-        y = multiply(
+        both = (
             self._terms(gemm.left, rotation, "left", operands[0]),
             self._terms(right, rotation, "right", operands[1]),
         )
+        if self._options.observer is not None:
+            self.show(gemm, rotation, (left, source.mT), both, *operands)
+        y = multiply(*both)
         self.observe(gemm, rotation, *operands)
         return y
 
@@ -239,6 +284,30 @@ class _Call:
         x = rotation.left if side == "left" else rotation.right
         state = self._state(program, operand, rotation)
         return _in(self._options.dtype, program(x, operand_draw(self._draw, operand), state))
+
+    def show(
+        self,
+        gemm: GemmProgram,
+        rotation: Rotation,
+        given: tuple[Tensor, Tensor],
+        terms: tuple[tuple[Term, ...], tuple[Term, ...]],
+        *operands: Operand,
+    ) -> None:
+        """Let the observer see what one GEMM multiplies."""
+        assert self._options.observer is not None
+        seen = (
+            Seen(
+                operand,
+                program,
+                own,
+                x,
+                parts,
+                operand_draw(self._draw, operand),
+                self._state(program, operand, rotation),
+            )
+            for (program, x, operand), own, parts in zip(_sides(gemm, rotation, operands), given, terms, strict=True)
+        )
+        self._options.observer(*seen)
 
     def rotated(self, gemm: GemmProgram, left: Tensor, right: Tensor, first: Operand) -> Rotation:
         """The operands in the dtype they are quantized from and in the GEMM's basis."""

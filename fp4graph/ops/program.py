@@ -375,6 +375,11 @@ class OperandProgram:
         parts = (None if part is None else _by_run(part, blocking) for part in (divisor, statistic, scale, factor))
         return plain.quantize(x, plain.by_runs(spec), self.source(draw), plain.Blocks(*parts))
 
+    def parts(self, x: Tensor, draw: Draw | None, state: OperandState | None) -> Quantization:
+        """What the bare quantizer makes of ``x``, without what techniques split off."""
+        part, _ = self._split(x, draw, state)
+        return self.quantize(part, draw, state)
+
     def _normalized(self, technique: Technique, context: Context, by: Sequence[Normalization]) -> Context:
         """``context`` with weight-like state divided by γ, as the values are that it is held against."""
         entries = dict(context.state)
@@ -388,8 +393,7 @@ class OperandProgram:
         """New values, by technique and entry name, of the entries that the graph writes."""
         if not self.observes:
             return {}
-        part, _ = self._split(x, draw, state)
-        quantization = self.quantize(part, draw, state)
+        quantization = self.parts(x, draw, state)
         observed: dict[tuple[str, str], Tensor] = {}
         for technique in self.at("observe"):
             new = contract.run(technique, "observe", quantization, self.context(technique, x, draw, state))
@@ -406,8 +410,7 @@ class OperandProgram:
         """Diagonal of the quantizer's Jacobian at ``x`` by the techniques' surrogates, shape of ``x``; None is 1."""
         if not self.has_gradient_factor:
             return None
-        part, _ = self._split(x, draw, state)
-        quantization = self.quantize(part, draw, state)
+        quantization = self.parts(x, draw, state)
         factor = jacobian_diagonal(quantization, self.acting(x, draw, state))
         return quantization.blocking.join(factor)
 

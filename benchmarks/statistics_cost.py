@@ -1,0 +1,102 @@
+"""What statistics cost the demo's training: the ViT of examples/pretrain_vit.py, batches of 64, the eager backend.
+
+    python -m benchmarks.statistics_cost [--policies microscaling,tetrajet]
+
+A training with statistics and one without make their steps by turns. Steps are of three kinds: ordinary ones; those
+that are recorded; those of a window, in which weights are followed. The share of the step time at the defaults (every
+50th step recorded, with a probe of 8 images; 30 steps of 500 in a window) is
+(extra of a recorded step / 50 + extra of a window's step · 30/500) / ordinary step, from medians.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from typing import Annotated, Any
+
+import timm
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch.nn.functional import cross_entropy
+
+import fp4graph
+from fp4graph.analysis import Statistics
+
+DEFAULT = "microscaling,tetrajet,tetrajet-qema"
+EVERY, WINDOW, WINDOW_EVERY = 50, 30, 500
+_RECORDED = 8  # how often each kind is measured: recorded steps are EVERY_HERE apart, a window begins after each second
+EVERY_HERE = 12
+
+
+def training(policy: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """The demo's model on digits, prepared."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"img_size": 16, "patch_size": 4, "embed_dim": 96, "depth": 2, "num_heads": 3}
+    model = timm.create_model("vit_tiny_patch16_224", num_classes=10, in_chans=1, **options)
+    model = fp4graph.apply(model, policy, backend="eager")
+    return model, fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.05))
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor, labels: torch.Tensor) -> float:
+    """Seconds of one."""
+    begin = time.perf_counter()
+    loss = cross_entropy(model(images), labels)
+    optimizer.zero_grad()
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    return time.perf_counter() - begin
+
+
+def measure(policy: str, batch: int) -> dict[str, float]:
+    """Milliseconds: of an ordinary step, and what each kind takes more, medians of pairs; and the share in percent."""
+    plain, watched = training(policy), training(policy)
+    generator = torch.Generator().manual_seed(0)
+    images, labels = torch.randn(batch, 1, 16, 16, generator=generator), torch.arange(batch) % 10
+    extra: dict[str, list[float]] = defaultdict(list)
+    ordinary = []
+    for model, optimizer in (plain, watched):
+        for _ in range(3):
+            step(model, optimizer, images, labels)
+    with tempfile.TemporaryDirectory() as directory:
+        options: dict[str, Any] = {"every": EVERY_HERE, "window": 6, "window_every": 2 * EVERY_HERE, "step": 0}
+        with Statistics(*watched, directory=directory, probe=(images[:8],), **options):
+            for number in range(1, EVERY_HERE * _RECORDED + 1):
+                base, own = step(*plain, images, labels), step(*watched, images, labels)
+                ordinary.append(base)
+                if number == EVERY_HERE:
+                    extra["first"].append(own - base)
+                elif number % EVERY_HERE == 0:
+                    in_window = number % (2 * EVERY_HERE) == 0
+                    if not in_window:
+                        extra["recorded"].append(own - base)
+                elif number % (2 * EVERY_HERE) > 2 * EVERY_HERE - 6:
+                    extra["window"].append(own - base)
+                else:
+                    extra["ordinary"].append(own - base)
+    result = {name: 1000 * statistics.median(values) for name, values in extra.items()}
+    result["step"] = 1000 * statistics.median(ordinary)
+    per_step = result["recorded"] / EVERY + result["window"] * WINDOW / WINDOW_EVERY
+    return result | {"share": 100 * per_step / result["step"]}
+
+
+def main(
+    policies: Annotated[str, typer.Option(help="Names, with commas between them.")] = DEFAULT,
+    batch: Annotated[int, typer.Option(min=16)] = 64,
+) -> None:
+    console = Console(highlight=False)
+    table = Table(title=f"statistics of the demo, {torch.get_num_threads()} thread(s), medians in ms")
+    for column in ("policy", "step", "recorded +", "in a window +", "other +", "first recorded +", "share at defaults"):
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    for policy in policies.split(","):
+        m = measure(policy, batch)
+        cells = (f"{m[name]:.1f}" for name in ("step", "recorded", "window", "ordinary", "first"))
+        table.add_row(policy, *cells, f"{m['share']:.2f} %")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,103 @@
+"""Oscillation at the end of a training, with and without TetraJet's remedies (its Figure 6 and Table 3, small).
+
+    python examples/findings/oscillation.py           # 3 seeds, minutes on one CPU core
+
+A ViT of two blocks on handwritten digits, 20 epochs, learning rate down to a hundredth along a cosine. Measured over
+the last 100 steps: the share of weights with R_w > 16, flips per weight and step, and the rates of change of W, of
+Q(W), and of the sites' outputs Y for the same 64 images (of the last recorded steps). Results are added to a file of
+JSON lines as they come; started again, the script goes on with what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import track
+
+from fp4graph.analysis import Statistics, read
+from fp4graph.experiments.train import Run, train
+
+STEPS, WINDOW = 440, 100
+RAMPING = {"q_ramping": {"t_update": 110, "n_max": 110, "t0": 30}}  # an epoch here has fewer steps than a detection
+
+
+def extended(*techniques: Any) -> dict[str, Any]:
+    return {"version": 1, "name": "tetrajet-extended", "extends": "tetrajet", "techniques": list(techniques)}
+
+
+POLICIES: dict[str, Any] = {
+    "tetrajet": "tetrajet",
+    "+ Q-EMA, β = 0.998": "tetrajet-qema",
+    "+ Q-EMA, β = 0.98": extended({"q_ema": {"beta": 0.98}}),
+    "+ Q-Ramping": extended(RAMPING),
+    "+ Dampen": "tetrajet-dampen",
+    "+ Freeze": "tetrajet-freeze",
+    "without weight quantizers": "tetrajet-no-wq",
+}
+COLUMNS = ("oscillating", "flips", "rate_of_change", "quantized_rate_of_change")
+
+
+def measure(policy: Any, seed: int) -> dict[str, float]:
+    """Means over the sites, of the window at the end and of the last recorded steps."""
+    with tempfile.TemporaryDirectory() as directory:
+
+        def watch(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Statistics:
+            probe = (torch.randn(64, 1, 8, 8, generator=torch.Generator().manual_seed(0)),)
+            options: dict[str, Any] = {"window": WINDOW, "window_every": STEPS, "probe": probe, "sample": None}
+            return Statistics(model, optimizer, every=20, directory=directory, **options)
+
+        run = Run("digits", policy=policy, seed=seed, steps=STEPS, schedule="cosine", device="cpu", backend="eager")
+        outcome = train(run, watch=watch)
+        recorded = read(directory)
+    last = [row for row in recorded.rows if row["step"] == STEPS]
+    weights = [row for row in last if row["tensor"] == "weight"]
+    row = {column: statistics.fmean(r[column] for r in weights) for column in COLUMNS if weights}
+    outputs = [r["rate_of_change"] for r in recorded.rows if r["tensor"] == "output" and r["step"] > STEPS - WINDOW]
+    confidence = [r["confidence"] for r in last if "confidence" in r]
+    return {
+        **row,
+        "output_rate_of_change": statistics.fmean(outputs),
+        **({"confidence": statistics.fmean(confidence)} if confidence else {}),
+        "validation_loss": outcome.validation_loss,
+        "accuracy": outcome.metrics["accuracy"],
+    }
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="File of results.")] = Path("runs/findings/oscillation.jsonl"),
+    seeds: Annotated[int, typer.Option(min=1)] = 3,
+) -> None:
+    output.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
+    done = {(line["policy"], line["seed"]): line for line in lines}
+    missing = [(name, seed) for seed in range(seeds) for name in POLICIES if (name, seed) not in done]
+    for name, seed in track(missing, description="training"):
+        done[name, seed] = {"policy": name, "seed": seed, **measure(POLICIES[name], seed)}
+        with output.open("a") as file:
+            file.write(json.dumps(done[name, seed]) + "\n")
+    heads = ("R_w > 16", "flips", "r(W)", "r(Q(W))", "r(Y)", "confidence", "val. loss", "accuracy")
+    keys = (*COLUMNS, "output_rate_of_change", "confidence", "validation_loss", "accuracy")
+    print("| policy | " + " | ".join(heads) + " |\n" + "| --- |" * 1 + " --- |" * len(heads))
+    for name in POLICIES:
+        rows = [done[name, seed] for seed in range(seeds)]
+        cells = [_cell([row[key] for row in rows if key in row], key) for key in keys]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+def _cell(values: list[float], key: str) -> str:
+    if not values:
+        return "-"
+    factor, form = (100, ".2f") if key in ("oscillating", "flips", "accuracy") else (1, ".4f")
+    spread = statistics.stdev(values) if len(values) > 1 else 0.0
+    unit = " %" if factor == 100 else ""
+    return f"{factor * statistics.fmean(values):{form}}{unit} ± {factor * spread:{form}}"
+
+
+if __name__ == "__main__":
+    typer.run(main)

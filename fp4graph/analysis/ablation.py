@@ -1,0 +1,315 @@
+"""Which operand hurts most: trainings that quantize one operand, or one GEMM, and nothing else.
+
+TetraJet (Chen et al. 2025) Table 1 enables its quantizers Q1 to Q6 one at a time and compares what trainings reach;
+"Pretraining Large Language Models with MXFP4 on Native FP4 Hardware" enables fprop, dgrad and wgrad, and counts how
+many more tokens a training needs to reach a target loss. Both work with any policy, model and data here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.table import Table
+
+from fp4graph.errors import Error
+from fp4graph.numerics.spec import QuantSpec
+from fp4graph.operands import ADDRESSES, Gemm, Operand
+from fp4graph.policy import Policy, Rule, Specs, load_policy
+from fp4graph.policy.policy import KEPT, Expect
+from fp4graph.registry import suggest
+from fp4graph.site import SiteView
+from fp4graph.technique import Technique, overrides
+from fp4graph.training.checkpoint import replacing
+
+#: Progress (steps, tokens) and validation loss, in the order of the training.
+Curve = Sequence[tuple[float, float]]
+Train = Callable[[Policy, int], Curve]
+
+_OF_GEMM = {gemm.value: frozenset(operand for operand in Operand if operand.gemm is gemm) for gemm in Gemm}
+#: What each variant quantizes, by name.
+VARIANTS: dict[str, frozenset[Operand]] = {
+    "none": frozenset(),
+    **{f"Q{number}": frozenset({operand}) for number, operand in enumerate(Operand, 1)},
+    **_OF_GEMM,
+    "fprop+dgrad": _OF_GEMM["fprop"] | _OF_GEMM["dgrad"],
+    "all": frozenset(Operand),
+}
+FORMAT, VERSION = "fp4graph.ablation", 1
+
+
+def only(policy: Policy, operands: Collection[Operand], name: str | None = None) -> Policy:
+    """``policy`` with all operands but these in high precision, wherever it quantizes.
+
+    An operand that requantizes what fprop multiplied (``source: fprop``) takes the original where fprop's is exact, and
+    reads what fprop multiplied as it is where only its own quantizer is off: the straight-through gradient of the
+    network that is left. Techniques that are left without anything to act on are dropped.
+    """
+    phases = tuple(dataclasses.replace(phase, policy=only(phase.policy, operands)) for phase in policy.phases)
+    rules = [_only(rule, operands) for rule in (*policy.rules, policy.default)]
+    specs = [rule.specs for rule in rules]
+    rules = [dataclasses.replace(rule, techniques=_left_with_work(rule.techniques, specs)) for rule in rules]
+    derived = dataclasses.replace(
+        policy,
+        name=name or policy.name,
+        rules=tuple(rules[:-1]),
+        default=rules[-1],
+        techniques=_left_with_work(policy.techniques, specs),
+        phases=phases,
+    )
+    if not derived.quantizes:
+        return dataclasses.replace(derived, implied=(), phases=(), expect=Expect())
+    return load_policy(yaml.safe_load(derived.to_yaml()))  # what specs amount to, and what does not fit, is found anew
+
+
+def _left_with_work(techniques: Iterable[Technique], specs: Sequence[Specs]) -> tuple[Technique, ...]:
+    """Those that still act on something, their lists of operands without those that are exact."""
+    site = SiteView(None, "linear", None, None, None, producer="swiglu")
+    quantized = {operand for each in specs for operand, spec in each.items() if spec is not None}
+    gemms = {operand.gemm for operand in quantized}
+    left = []
+    for technique in techniques:
+        named = getattr(technique, "operands", None)
+        if "operands" in technique.model_fields_set and isinstance(named, tuple):
+            still = tuple(name for name in named if set(ADDRESSES[name]) & quantized)
+            if not still:
+                continue
+            technique = technique.model_copy(update={"operands": still})
+        acts_on, pairs, plans = technique.acts_on(site), technique.pairs(site), overrides(technique, "plan")
+        changes = plans and any(dict(technique.plan(site, each)) != dict(each) for each in specs)
+        idle = (acts_on or pairs or plans) and not (acts_on & quantized or pairs & gemms or changes)
+        if technique.per_model or (quantized and not idle):
+            left.append(technique)
+    return tuple(left)
+
+
+def _only(rule: Rule, operands: Collection[Operand]) -> Rule:
+    if not rule.quantizes:
+        return rule
+    specs: list[QuantSpec | None] = []
+    reuses: set[Operand] = set()
+    for operand in Operand:
+        spec, first = rule.specs[operand], operand.fprop
+        fprop_is_on = first in operands and rule.specs[first] is not None if first is not None else False
+        from_fprop = operand in rule.reuses or (spec is not None and spec.source == "fprop")
+        if operand in operands and spec is not None:
+            specs.append(spec if fprop_is_on else dataclasses.replace(spec, source="original"))
+            continue
+        specs.append(None)
+        if from_fprop and fprop_is_on:
+            reuses.add(operand)
+    if not any(specs):
+        why = "nothing that the rule quantizes is in this variant"
+        return dataclasses.replace(rule, keep=why, specs=KEPT, reuses=frozenset(), techniques=())
+    return dataclasses.replace(rule, specs=Specs(tuple(specs)), reuses=frozenset(reuses))
+
+
+# ------------------------------------------------------------------ results
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one variant came to, over seeds.
+
+    Attributes:
+        final: loss at the end, mean over seeds; NaN where one diverged. spread: its standard deviation, 0 for one seed.
+        excess: mean over seeds of the difference of final losses to the variant "none" of the same seed;
+            excess_spread: its standard deviation.
+        reached: progress at which the mean curve reaches the target, None where it does not. extra: how much more that
+            is than "none" needs, as a share.
+    """
+
+    variant: str
+    final: float
+    spread: float
+    excess: float
+    excess_spread: float
+    reached: float | None
+    extra: float | None
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """The curves of all variants and seeds.
+
+    Attributes:
+        policy: what was taken apart. curves: by variant and seed. progress: what it is counted in.
+        target: the loss to be reached; by default the highest of what the variants' mean curves have at their best, so
+            that all of them reach it.
+    """
+
+    policy: str
+    curves: Mapping[str, Mapping[int, Curve]]
+    target: float
+    progress: str = "step"
+    results: tuple[Result, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "results", tuple(self._result(variant) for variant in self.curves))
+
+    def mean(self, variant: str) -> list[tuple[float, float]]:
+        """The curve of a variant, mean over its seeds."""
+        return mean_curve(list(self.curves[variant].values()))
+
+    def _result(self, variant: str) -> Result:
+        finals = {seed: _final(curve) for seed, curve in self.curves[variant].items()}
+        exact = {seed: _final(curve) for seed, curve in self.curves.get("none", {}).items()}
+        excess = [finals[seed] - exact[seed] for seed in finals if seed in exact]
+        reached = reaches(self.mean(variant), self.target)
+        base = reaches(self.mean("none"), self.target) if "none" in self.curves else None
+        return Result(
+            variant,
+            statistics.fmean(finals.values()),
+            _deviation(list(finals.values())),
+            statistics.fmean(excess) if excess else math.nan,
+            _deviation(excess),
+            reached,
+            None if reached is None or not base else reached / base - 1,
+        )
+
+    def table(self) -> Table:
+        """For a terminal."""
+        seeds = max(len(curves) for curves in self.curves.values())
+        title = f"{self.policy}, one part at a time: {seeds} seed{'s' * (seeds > 1)}, target loss {self.target:.4g}"
+        table = Table(title=title, title_justify="left")
+        for column in ("quantized", "final loss", "± sd", "excess over none", "± sd", f"{self.progress} to target",
+                       "extra"):  # fmt: skip
+            table.add_column(column, justify="left" if column == "quantized" else "right")
+        for each in self.results:
+            table.add_row(
+                each.variant,
+                f"{each.final:.4f}",
+                f"{each.spread:.4f}",
+                f"{each.excess:+.4f}",
+                f"{each.excess_spread:.4f}",
+                "never" if each.reached is None else f"{each.reached:,.0f}",
+                "-" if each.extra is None else f"{each.extra:+.0%}",
+            )
+        return table
+
+
+def ablation(
+    policy: Any,
+    train: Train,
+    *,
+    variants: Iterable[str] = tuple(VARIANTS),
+    seeds: Iterable[int] = (0,),
+    target: float | None = None,
+    progress: str = "step",
+    directory: str | PathLike[str] | None = None,
+) -> Ablation:
+    """Train under each part of ``policy`` by itself and compare.
+
+    Args:
+        policy: as for :func:`fp4graph.apply`.
+        train: called with (policy, seed), trains a model from the start and returns its validation losses as pairs
+            (progress, loss); everything but the policy should be a function of the seed.
+        variants: some of VARIANTS, by name; "none" is the baseline that the others are compared with.
+        target: the loss to be reached.
+        progress: what progress is counted in, for headings: "step", "token".
+        directory: where ``ablation.json`` is kept up to date after every training; those that it holds already are not
+            repeated, so that an interrupted ablation goes on.
+
+    Raises:
+        Error: an unknown variant, or ``directory`` holds the ablation of another policy.
+        PolicyError: a technique does not go with a part of the policy.
+    """
+    loaded, chosen, seeds = load_policy(policy), list(dict.fromkeys(variants)), tuple(seeds)
+    for name in chosen:
+        if name not in VARIANTS:
+            raise Error(f"unknown variant {name!r}; {suggest(name, VARIANTS)}")
+    policies = {name: only(loaded, VARIANTS[name], f"{loaded.name}-{name}") for name in chosen}  # errors come first
+    file = Path(directory) / "ablation.json" if directory is not None else None
+    curves = _saved(file, loaded) if file is not None else {}
+    for seed in seeds:
+        for name in chosen:
+            if seed not in curves.setdefault(name, {}):
+                curves[name][seed] = [(float(at), float(loss)) for at, loss in train(policies[name], seed)]
+                if file is not None:
+                    _save(file, loaded, curves)
+    wanted = {name: {seed: curves[name][seed] for seed in seeds} for name in chosen}
+    if target is None:
+        lowest = [
+            min((loss for _, loss in mean_curve(list(each.values()))), default=math.nan) for each in wanted.values()
+        ]
+        target = max((loss for loss in lowest if math.isfinite(loss)), default=math.nan)
+    return Ablation(loaded.name, wanted, target, progress)
+
+
+def mean_curve(curves: Sequence[Curve]) -> list[tuple[float, float]]:
+    """Mean loss at each progress that all curves have."""
+    tables = [dict(curve) for curve in curves]
+    shared = [at for at, _ in curves[0] if all(at in table for table in tables)]
+    return [(at, statistics.fmean(table[at] for table in tables)) for at in shared]
+
+
+def reaches(curve: Curve, target: float) -> float | None:
+    """Progress at which ``curve`` first is at ``target`` or below, linear between its points; None if it never is."""
+    former: tuple[float, float] | None = None
+    for at, loss in curve:
+        if loss <= target:
+            if former is None or loss == former[1] or not math.isfinite(former[1]):
+                return at
+            return former[0] + (at - former[0]) * (former[1] - target) / (former[1] - loss)
+        former = at, loss
+    return None
+
+
+def _final(curve: Curve) -> float:
+    return curve[-1][1] if curve else math.nan
+
+
+def _deviation(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
+
+
+# ------------------------------------------------------------------ on disk
+
+
+def _save(file: Path, policy: Policy, curves: Mapping[str, Mapping[int, Curve]]) -> None:
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "policy": policy.name,
+        "fingerprint": policy.fingerprint,
+    }
+    content["curves"] = {
+        name: {
+            str(seed): [[at, loss if math.isfinite(loss) else None] for at, loss in curve]
+            for seed, curve in own.items()
+        }
+        for name, own in curves.items()
+    }
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file) as out:
+            out.write(json.dumps(content, indent=1).encode() + b"\n")
+    except OSError as error:
+        raise Error(f"cannot write {file}: {error}. The trainings before this one are in it") from error
+
+
+def _saved(file: Path, policy: Policy) -> dict[str, dict[int, Curve]]:
+    if not file.exists():
+        return {}
+    try:
+        content = json.loads(file.read_text("utf-8"))
+    except ValueError:
+        raise Error(f"{file} is not JSON; it was damaged, or something else wrote it") from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT or content.get("version") != VERSION:
+        raise Error(f"{file} is not an ablation of this version of fp4graph")
+    if content["fingerprint"] != policy.fingerprint:
+        raise Error(f"{file} is of policy {content['policy']!r} as it was then, which differs; give another directory")
+    return {
+        name: {
+            int(seed): [(at, math.nan if loss is None else loss) for at, loss in curve] for seed, curve in own.items()
+        }
+        for name, own in content["curves"].items()
+    }

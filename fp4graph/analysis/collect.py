@@ -1,0 +1,304 @@
+"""Statistics of every quantized site, collected while the model trains."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp4graph import state
+from fp4graph.analysis import metrics as m
+from fp4graph.analysis import storage
+from fp4graph.analysis.observers import Collector, Outputs, matches
+from fp4graph.analysis.oscillation import Window
+from fp4graph.analysis.records import METRICS
+from fp4graph.errors import Error
+from fp4graph.explanation import describe
+from fp4graph.registry import suggest
+from fp4graph.runtime import Runtime, runtime_of, unwrapped
+from fp4graph.sharding import fsdp_units
+
+
+class Statistics:
+    """Records what quantization does at every site of ``model``, at every ``every``-th step of ``optimizer``.
+
+    >>> with fp4graph.analysis.Statistics(model, optimizer, every=50, directory="runs/a/statistics"):
+    ...     train(model, optimizer)
+
+    The training is not disturbed: an observed step draws the same noise and computes the same values as any other
+    (under the backends that compile it runs uncompiled, so that sums are taken in another order there). The very first
+    step, and the first of a phase, are not observed. Evaluations between steps are none of it. With several processes
+    the first one records what it sees.
+
+    Args:
+        model: applied. optimizer: prepared, that trains it; one step of it is a step.
+        every: steps from one record of the operands to the next.
+        directory: of ``statistics.jsonl``, which is appended to (see :mod:`fp4graph.analysis.storage`).
+        metrics: some of METRICS; by default all of them, rates of change of Y only with a ``probe``.
+        sites: names of modules, or patterns of them, that are looked at. "blocks.0.attn.*"; "*" is all.
+        window: steps over which oscillation, flips and rates of change of weights are measured, one window before each
+            ``window_every``-th step (ten times ``every`` by default, and no less than ``window``).
+        sample: about how many elements of an operand are looked at, whole lines of it; None for all.
+        probe: inputs of the model, positional (a tuple) or by keyword (a dict), whose outputs at each site are
+            compared before and after the recorded step: the rate of change of Y.
+        step: steps done before, where a resumed training goes on; by default what the optimizer's state counts.
+        tensorboard: a ``SummaryWriter``, or a directory to make one for, to log to as well.
+
+    Raises:
+        Error: the model is not applied, the optimizer runs no hooks, or a metric or a site is unknown. Later, from
+            ``optimizer.step()``: the disk is full.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        every: int = 50,
+        directory: str | PathLike[str],
+        metrics: Iterable[str] | None = None,
+        sites: str | Iterable[str] = "*",
+        window: int = 30,
+        window_every: int | None = None,
+        sample: int | None = 1 << 12,
+        probe: tuple[Any, ...] | Mapping[str, Any] | None = None,
+        step: int | None = None,
+        tensorboard: Any = None,
+    ) -> None:
+        for name, value in (("every", every), ("window", window), ("window_every", window_every), ("sample", sample)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} is a whole number of at least 1; got {value!r}")
+        runtime = runtime_of(model)
+        if runtime is None:
+            raise Error("Statistics() takes a model that fp4graph.apply has prepared")
+        if fsdp_units(unwrapped(model)):
+            raise Error("sites of a model under fully_shard cannot be observed; use DistributedDataParallel")
+        if not getattr(type(optimizer).step, "hooked", False):
+            raise Error(
+                f"{type(optimizer).__name__} runs no hooks around its step(), by which statistics count; if it wraps "
+                "an optimizer, give that one"
+            )
+        self._model, self._optimizer, self._probe = model, optimizer, probe
+        self._metrics = _checked(metrics)
+        patterns = (sites,) if isinstance(sites, str) else tuple(sites)
+        _check_sites(patterns, unwrapped(model))
+        self._every, self._step = every, _steps_done(optimizer) if step is None else step
+        self._window_every = max(window, 10 * every if window_every is None else window_every)
+        self._collector = Collector(patterns, self._metrics, sample, runtime.device.type)
+        self._outputs = Outputs(patterns)
+        self._window: Window | None = None
+        self._window_steps, self._sample, self._patterns = window, sample, patterns
+        self._before: dict[str, Tensor] = {}
+        self._armed = False
+        self._runtime = runtime
+        self._records = _first_process()
+        self._log: storage.Log | None = None
+        self._directory = directory
+        self._writer = _writer(tensorboard) if self._records else None
+        self._owns_writer = self._writer is not tensorboard
+        if self._records:
+            self._log = storage.Log(directory, self._header(runtime))
+        self._handles: list[Any] = []
+        self._hook()
+        self._arm()
+
+    def __enter__(self) -> Statistics:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop. What was recorded stays."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        current = runtime_of(self._model)
+        if current is not None:
+            current.observe(None)
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+        if self._writer is not None and self._owns_writer:
+            self._writer.close()
+        self._writer = None
+
+    # ------------------------------------------------------------------ around the optimizer's step
+
+    def _hook(self) -> None:
+        """After the hooks that techniques have, so that what they change is seen as changed."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = [
+            self._optimizer.register_step_pre_hook(self._before_step),
+            self._optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def _arm(self) -> None:
+        """Let the forwards until the next step be observed, if that step is to be recorded."""
+        self._armed = self._records and (self._step + 1) % self._every == 0
+        self._observe(self._collector if self._armed else None)
+
+    def _observe(self, observer: Any, *, training: bool = True) -> None:
+        runtime = runtime_of(self._model)
+        if runtime is None:
+            raise Error("the model is not applied any more; close the Statistics before fp4graph.remove")
+        runtime.observe(observer, training=training)
+
+    def _before_step(self, *args: Any) -> None:
+        runtime = runtime_of(self._model)
+        if runtime is not None and runtime is not self._runtime:  # a phase has begun, and hooked its techniques anew
+            self._runtime = runtime
+            self._window = None
+            self._hook()
+        if self._records and self._window is None and self._window_starts(self._step):
+            self._open_window()
+        if self._armed and self._collector.seen and self._probe is not None and "rate_of_change" in self._metrics:
+            self._before = self._probed()
+
+    def _after_step(self, *args: Any) -> None:
+        self._step += 1
+        if not self._records:
+            return
+        records: list[dict[str, Any]] = []
+        if self._armed:
+            if self._collector.seen:
+                _check_matched(self._patterns, self._collector)
+                records += self._collector.finish()
+                records += self._rates_of_outputs()
+            self._collector.clear()
+        if self._window is not None:
+            self._window.advance(self._runtime.step)
+            if self._window.full:
+                records += self._window.records()
+                self._window = None
+        if self._window is None and self._window_starts(self._step):
+            self._open_window()
+        records = [{"step": self._step, **record} for record in records]
+        if records and self._log is not None:
+            self._log.append(records)
+            if self._writer is not None:
+                from fp4graph.analysis.tensorboard import log_to
+
+                log_to(self._writer, records)
+        self._arm()
+
+    # ------------------------------------------------------------------ weights, outputs
+
+    def _window_starts(self, step: int) -> bool:
+        wanted = self._metrics & {"oscillation", "flips", "rate_of_change"}
+        return bool(wanted) and (step + self._window_steps) % self._window_every == 0
+
+    def _open_window(self) -> None:
+        weights = [weight for weight in self._runtime.weights if matches(self._patterns, weight.fqn or "(root)")]
+        self._window = Window(weights, self._window_steps, self._sample, self._metrics)
+        self._window.advance(self._runtime.step)
+
+    def _probed(self) -> dict[str, Tensor]:
+        """What every site returns for the probe, in evaluation mode and without gradients."""
+        modes = [(module, True) for module in self._model.modules() if module.training]
+        dtype = self._collector.autocast
+        self._outputs.seen = {}
+        self._observe(self._outputs, training=False)
+        try:
+            self._model.eval()
+            with torch.no_grad(), torch.autocast(self._runtime.device.type, dtype, enabled=dtype is not None):
+                if isinstance(self._probe, Mapping):
+                    self._model(**self._probe)
+                else:
+                    self._model(*self._probe or ())
+        finally:
+            for module, training in modes:
+                module.training = training
+            self._observe(self._collector if self._armed else None)
+        return self._outputs.seen
+
+    def _rates_of_outputs(self) -> list[dict[str, Any]]:
+        if not self._before:
+            return []
+        before, self._before = self._before, {}
+        after = self._probed()
+        both = [site for site in before if site in after]
+        if not both:
+            return []
+        rates = torch.stack([m.relative_change(after[site], before[site]) for site in both]).tolist()
+        return [
+            {"site": site, "tensor": "output", "rate_of_change": rate} for site, rate in zip(both, rates, strict=True)
+        ]
+
+    def _header(self, runtime: Runtime) -> dict[str, Any]:
+        return {
+            "policy": runtime.whole.name,
+            "fingerprint": runtime.whole.fingerprint,
+            "step": self._step,
+            "every": self._every,
+            "window": self._window_steps,
+            "window_every": self._window_every,
+            "sample": self._sample,
+            "metrics": sorted(self._metrics),
+            "weights": [
+                {
+                    "site": weight.fqn or "(root)",
+                    "shape": list(weight.parameter.shape),
+                    "rule": weight.rule.name,
+                    "operands": {operand.value: describe(spec) for operand, spec in weight.plan.specs},
+                }
+                for weight in runtime.weights
+            ],
+        }
+
+
+# ------------------------------------------------------------------ what was asked for
+
+
+def _checked(metrics: Iterable[str] | None) -> frozenset[str]:
+    if metrics is None:
+        return frozenset(METRICS)
+    chosen = frozenset([metrics] if isinstance(metrics, str) else metrics)
+    for name in sorted(chosen):
+        if name not in METRICS:
+            raise Error(f"unknown metric {name!r}; {suggest(name, METRICS)}")
+    if not chosen:
+        raise Error(f"an empty list of metrics; choose from {', '.join(METRICS)}")
+    return chosen
+
+
+def _check_sites(patterns: Sequence[str], root: nn.Module) -> None:
+    """What no module with planned sites is called cannot be a site."""
+    planned = [
+        name or "(root)"
+        for name, module in root.named_modules()
+        if isinstance(module._modules.get(state.NAME), state.SiteState) and not state.is_ours(name)
+    ]
+    for pattern in patterns:
+        base = pattern.partition("#")[0]
+        if planned and not any(fnmatch.fnmatchcase(name, base) for name in planned):
+            raise Error(f"no quantized site is called {pattern!r}; {suggest(base, planned)}")
+
+
+def _check_matched(patterns: Sequence[str], collector: Collector) -> None:
+    for pattern in patterns:
+        if not any(matches((pattern,), site) for site in collector.sites):
+            raise Error(f"no quantized site is called {pattern!r}; {suggest(pattern, collector.sites)}")
+
+
+def _steps_done(optimizer: torch.optim.Optimizer) -> int:
+    """What optimizers of Adam's kind count; 0 for one that does not."""
+    return int(max((float(entry["step"]) for entry in optimizer.state.values() if "step" in entry), default=0))
+
+
+def _first_process() -> bool:
+    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return not distributed or torch.distributed.get_rank() == 0
+
+
+def _writer(tensorboard: Any) -> Any:
+    if tensorboard is None or hasattr(tensorboard, "add_scalar"):
+        return tensorboard
+    from fp4graph.analysis.tensorboard import writer
+
+    return writer(tensorboard)

@@ -1,0 +1,175 @@
+"""The offline figures as commands: what they measure as a table, and as a picture.
+
+python -m fp4graph.analysis.figures reconstruction [-o DIRECTORY]
+python -m fp4graph.analysis.figures formats [-o DIRECTORY]
+python -m fp4graph.analysis.figures decomposition [-o DIRECTORY]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fp4graph.analysis import reconstruction as r
+from fp4graph.analysis.decomposition import decompose
+from fp4graph.analysis.style import PALETTE, TERMS, figure, styled
+from fp4graph.numerics.spec import QuantSpec, ScaleSpec
+from fp4graph.ops.program import OperandProgram
+from fp4graph.registry import default_registry
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+app = typer.Typer(add_completion=False, help=__doc__, no_args_is_help=True)
+Output = Annotated[Path, typer.Option("--output", "-o", help="Folder of the picture.")]
+Points = Sequence[r.Point]
+
+
+@app.command()
+def reconstruction(output: Output = Path(), seed: int = 0) -> None:
+    """Figures 11 to 15 of the design-space paper's appendix, on Gaussian data, and their numbers."""
+    x = r.gaussian(seed=seed)
+    panels: list[tuple[str, str, Points, Callable[[r.Point], Any]]] = [
+        ("11: block size, STE", "block size", r.by_block(x), lambda p: p.block),
+        ("12: tensor scale, STE, blocks of 16", "tensor scale", r.by_tensor_scale(x), lambda p: p.tensor_scale),
+        ("13: block size, softmax, β = 40", "block size", r.by_block(x, 40.0), lambda p: p.block),
+        ("14: tensor scale, softmax, β = 40", "tensor scale", r.by_tensor_scale(x, 40.0), lambda p: p.tensor_scale),
+        ("15: β, blocks of 16", "β", r.by_beta(x), lambda p: p.beta),
+    ]
+    console = Console(highlight=False, width=120)
+    for title, axis, points, at in panels:
+        console.print(_table(f"Figure {title}: ‖Q(x) − x‖/‖x‖", axis, points, at))
+    with styled():
+        picture = figure(9.6)
+        every = picture.subplots(3, 2)
+        for axes, (title, axis, points, at) in zip(every.flat, panels, strict=False):
+            for color, name in zip(PALETTE, r.FORMATS, strict=False):
+                own = [point for point in points if point.scale == name]
+                axes.plot(
+                    [at(p) for p in own], [p.normwise for p in own], color=color, marker="o", markersize=3, label=name
+                )
+            axes.set(xscale="log", xlabel=axis, ylabel="relative error")
+            axes.set_title(title)
+            if axis == "block size":
+                axes.set_xscale("log", base=2)
+            elif axis == "tensor scale":
+                axes.set_yscale("log")
+        every.flat[-1].set_axis_off()
+        every.flat[-1].legend(*every.flat[0].get_legend_handles_labels(), title="scale format", loc="center left")
+    _save(console, picture, output / "reconstruction.png")
+
+
+@app.command()
+def formats(output: Output = Path()) -> None:
+    """Figures 1 and 2 of the design-space paper: stand-ins for rounding, and what scale formats do to scales."""
+    u = torch.linspace(0, 6, 2401)
+    scale = torch.logspace(-6, 4, 4001)
+    console = Console(highlight=False, width=120)
+    with styled():
+        picture = figure(6.6)
+        every = picture.subplots(2, 2)
+        for color, (name, value, slope) in zip(PALETTE, r.relaxations(u), strict=False):
+            every[0][0].plot(u, value, color=color, label=name)
+            every[0][1].plot(u, slope, color=color, label=name)
+        every[0][0].set(xlabel="u = x/S", ylabel="Q(u) and its stand-ins")
+        every[0][1].set(xlabel="u = x/S", ylabel="slope")
+        every[0][0].legend()
+        for color, name in zip(PALETTE, ("e8m0", "e4m3", "ue5m3"), strict=False):
+            quantized = r.quantized_scales(name, scale)
+            every[1][0].plot(scale, quantized, color=color, label=name)
+            every[1][1].plot(scale, scale / quantized, color=color, label=name)
+            deviation = (scale / quantized).log2().abs()
+            inside = (scale > 2.0**-9) & (scale < 448)
+            console.print(
+                f"{name}: abs(log2(s/s_q)) is {deviation[inside].mean():.4f} on average and at most "
+                f"{deviation[inside].max():.3f} between 2^-9 and 448, {deviation.max():.2f} between 1e-6 and 1e4"
+            )
+        every[1][0].set(xscale="log", yscale="log", xlabel="scale s", ylabel="quantized scale s_q")
+        every[1][1].set(xscale="log", yscale="log", xlabel="scale s", ylabel="s / s_q (log scale)")
+        every[1][1].axhline(1, color="#999", linewidth=0.8)
+        every[1][0].legend()
+    _save(console, picture, output / "formats.png")
+
+
+@app.command()
+def decomposition(output: Output = Path(), seed: int = 0) -> None:
+    """The three parts of MXFP4's error with and without macro-block scaling and outlier fallback, on three kinds of
+    data: Gaussian, Gaussian with one large element in 100, Student's t with 3 degrees of freedom."""
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(512, 1024, generator=generator)
+    outliers = torch.where(torch.rand(512, 1024, generator=generator) < 0.01, 20.0, 1.0)
+    chi = torch.randn(3, 512, 1024, generator=generator).square().sum(0)
+    data = {"Gaussian": normal, "Gaussian, 1 % × 20": normal * outliers, "Student's t, 3": normal / (chi / 3).sqrt()}
+    spec = QuantSpec("e2m1", 32, ScaleSpec("e8m0", "nearest_even"))  # type: ignore[arg-type]
+    found: Any = default_registry().techniques
+    macro, fallback = found["macro_block_scaling"](), found["outlier_fallback"]()
+    recipes = {
+        "MXFP4": (),
+        "+ macro-block scaling": (macro,),
+        "+ outlier fallback": (fallback,),
+        "+ both": (macro, fallback),
+    }
+    console = Console(highlight=False, width=120)
+    table = Table(title="squared error, % of the signal", title_justify="left")
+    for column in ("data", "recipe", "scale bias", "dead zone", "grid noise", "interaction", "total"):
+        table.add_column(column, justify="left" if column in ("data", "recipe") else "right")
+    with styled():
+        picture = figure(4.6)
+        panels = picture.subplots(1, len(data), sharey=True)
+        for axes, (name, x) in zip(panels, data.items(), strict=True):
+            for place, (recipe, techniques) in enumerate(recipes.items()):
+                parts = decompose(x, OperandProgram(spec, techniques))
+                signal = x.double().square().sum()
+                shares = {term: 100 * float(getattr(parts, term).square().sum() / signal) for term in TERMS}
+                total = 100 * float(parts.total.square().sum() / signal)
+                rest = total - sum(shares.values())
+                cells = (
+                    f"{v:.3f}" for v in (*(shares[t] for t in ("scale_bias", "dead_zone", "grid_noise")), rest, total)
+                )
+                table.add_row(name, recipe, *cells)
+                _bar(axes, place, shares, total)
+            axes.set_title(name)
+            axes.set_yticks(range(len(recipes)), list(recipes))
+            axes.set_xlabel("squared error, % of the signal")
+            axes.grid(axis="y", visible=False)
+        panels[0].invert_yaxis()
+        picture.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    console.print(table)
+    _save(console, picture, output / "decomposition.png")
+
+
+def _bar(axes: Axes, place: int, shares: dict[str, float], total: float) -> None:
+    left = 0.0
+    for term, (label, color) in TERMS.items():
+        axes.barh(place, shares[term], left=left, color=color, height=0.6, label=label if place == 0 else None)
+        left += shares[term]
+    marked = "error that is left" if place == 0 else None
+    axes.plot([total, total], [place - 0.4, place + 0.4], color="#222", linewidth=2.2, label=marked)
+
+
+def _table(title: str, axis: str, points: Points, at: Callable[[r.Point], Any]) -> Table:
+    table = Table(title=title, title_justify="left")
+    table.add_column(axis, justify="right")
+    for name in r.FORMATS:
+        table.add_column(name, justify="right")
+    values = {(at(point), point.scale): point.normwise for point in points}
+    for place in dict.fromkeys(at(point) for point in points):
+        table.add_row(f"{place:g}", *(f"{values[place, name]:.4g}" for name in r.FORMATS))
+    return table
+
+
+def _save(console: Console, picture: Figure, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    picture.savefig(file, dpi=130)
+    console.print(f"picture: {file}")
+
+
+if __name__ == "__main__":
+    app()

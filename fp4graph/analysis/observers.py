@@ -1,0 +1,219 @@
+"""What looks on while a step is computed: takes lines of operands down, and makes statistics of them afterwards."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4graph.analysis import metrics as m
+from fp4graph.analysis.lines import Lines, Moments, Raw, Selection, quantize_together, taken
+from fp4graph.analysis.records import gemm_record, operand_record
+from fp4graph.operands import Gemm, Operand
+from fp4graph.ops.matmul import Observer, Seen
+
+#: Elements that may wait for being looked at; a step of many forwards is then looked at piece by piece.
+_WAITING = 1 << 24
+
+
+class Collector:
+    """The observer of a step: keeps lines of operands, and makes statistics of them when the step is done."""
+
+    def __init__(self, patterns: Sequence[str], metrics: frozenset[str], sample: int | None, device: str) -> None:
+        self._patterns, self._metrics, self._sample, self._device = patterns, metrics, sample, device
+        self._selections: dict[tuple[int, ...], Selection] = {}
+        self.sites: set[str] = set()  # that were offered
+        self.autocast: torch.dtype | None = None  # in which the latest forward ran
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was seen."""
+        self._raw: dict[Any, list[tuple[str, Operand, Raw]]] = defaultdict(list)
+        self._whole: list[tuple[str, Operand, Lines]] = []
+        self._pairs: list[_Pair] = []
+        self._waiting = 0
+        self._sums: dict[tuple[str, str], dict[str, Any]] = {}
+        self.seen = False
+
+    def operands(self, site: str) -> Observer | None:
+        self.sites.add(site)
+        self.seen = True
+        if not matches(self._patterns, site):
+            return None
+        if self._waiting > _WAITING:
+            self._look()
+        enabled = torch.is_autocast_enabled(self._device)
+        self.autocast = torch.get_autocast_dtype(self._device) if enabled else None
+        return _SiteCall(self, site)
+
+    def output(self, site: str, y: Tensor) -> None:
+        """Not looked at: from step to step its input changes."""
+
+    def keep(self, site: str, seen: Seen, selection: Selection) -> Callable[[], Moments]:
+        """Take lines of an operand down; returns what gives their moments, once :meth:`finish` is at work."""
+        if seen.program.spec is None:
+            exact = Moments(selection.of(seen.x)[None])
+            return lambda: exact
+        lines = taken(seen, selection)
+        self._waiting += 2 * lines.x.numel()
+        if isinstance(lines, Lines):
+            self._whole.append((site, seen.operand, lines))
+            return lambda: lines.moments
+        group = self._raw[lines.alike()]
+        group.append((site, seen.operand, lines))
+        place = len(group) - 1
+        return lambda: self._quantized[lines.alike()].moments.of(place)
+
+    def pair(self, pair: _Pair) -> None:
+        """The operands of a backward GEMM, for its gradient's statistics."""
+        self._pairs.append(pair)
+
+    @property
+    def wants_gradients(self) -> bool:
+        return "gradient" in self._metrics
+
+    def selection(self, x: Tensor) -> Selection:
+        """Which lines of ``x`` are looked at."""
+        shape = tuple(x.shape)
+        if shape not in self._selections:
+            self._selections[shape] = Selection(shape, self._sample)
+        return self._selections[shape]
+
+    def finish(self) -> list[dict[str, Any]]:
+        """The records of the step."""
+        self._look()
+        records = []
+        for (site, tensor), sums in self._sums.items():
+            make = gemm_record if tensor in set(Gemm) else operand_record
+            records.append({"site": site, "tensor": tensor, **make(sums, self._metrics)})
+        return records
+
+    def _look(self) -> None:
+        """Make sums of all that waits."""
+        self._quantized = {key: quantize_together([raw for *_, raw in group]) for key, group in self._raw.items()}
+        for key, group in self._raw.items():
+            self._add([(site, operand) for site, operand, _ in group], self._quantized[key])
+        for site, operand, lines in self._whole:
+            self._add([(site, operand)], lines)
+        self._add_gradients()
+        self._raw.clear()
+        self._whole, self._pairs, self._waiting = [], [], 0
+        del self._quantized
+
+    def _add_gradients(self) -> None:
+        """Pairs of equal shapes side by side."""
+        groups: dict[Any, list[tuple[_Pair, Moments, Moments]]] = defaultdict(list)
+        for pair in self._pairs:
+            left, right = pair.left(), pair.right()
+            if left.mean is None or right.mean is None:  # random in more than the rounding of elements
+                self._sums.setdefault((pair.site, str(pair.gemm)), {})
+            else:
+                shapes = left.mean.shape, right.mean.shape, pair.left_exact.shape, pair.right_exact.shape
+                groups[(*shapes, left.variance is None, right.variance is None)].append((pair, left, right))
+        for group in groups.values():
+            pairs, lefts, rights = zip(*group, strict=True)
+            exact = torch.cat([p.left_exact for p in pairs]), torch.cat([p.right_exact for p in pairs])
+            sums = m.gradient_sums(Moments.together(lefts), Moments.together(rights), *exact)
+            self._add_sums([(pair.site, str(pair.gemm)) for pair in pairs], sums)
+
+    def _add(self, tensors: Sequence[tuple[str, Operand]], lines: Lines) -> None:
+        sums = m.operand_sums(lines)
+        if "scales" in self._metrics:
+            sums["scales"] = m.scale_counts(lines.scales)
+            sums["blocks"] = torch.full_like(sums["signal"], lines.scales.shape[1])
+            sums["zero_blocks"] = (lines.scales == 0).sum(1, dtype=torch.float64)
+        if tensors[0][1] is Operand.FPROP_WEIGHT:
+            latent = lines.ratio.flatten(1)
+            limit = lines.element.max
+            if "confidence" in self._metrics:
+                confidence = m.confidence(latent, lines.element)
+                sums["confidence"] = confidence.nansum(1, dtype=torch.float64)
+                sums["confidence_histogram"] = m.histogram(confidence, m.CONFIDENCE_BINS, 0, 1)
+            if "latent" in self._metrics:
+                sums["latent_histogram"] = m.histogram(latent, m.LATENT_BINS, -limit, limit)
+                sums["latent_limit"] = torch.full_like(sums["signal"], limit)
+        self._add_sums([(site, str(operand)) for site, operand in tensors], sums)
+
+    def _add_sums(self, tensors: Sequence[tuple[str, str]], sums: Mapping[str, Tensor]) -> None:
+        """Numbers and lists of them: one transfer for all scalars, one for each histogram."""
+        scalars = {name: value for name, value in sums.items() if value.dim() == 1}
+        columns = torch.stack(list(scalars.values()), 1).tolist()
+        tables = {name: value.tolist() for name, value in sums.items() if value.dim() == 2}
+        for place, tensor in enumerate(tensors):
+            new: dict[str, Any] = dict(zip(scalars, columns[place], strict=True))
+            new |= {name: table[place] for name, table in tables.items()}
+            former = self._sums.get(tensor)
+            self._sums[tensor] = new if not former else _summed(former, new)
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """The operands of one backward GEMM, and the same lines of the factors in high precision."""
+
+    site: str
+    gemm: Gemm
+    left: Callable[[], Moments]
+    right: Callable[[], Moments]
+    left_exact: Tensor
+    right_exact: Tensor
+
+
+class _SiteCall:
+    """One forward of one site, and its backward."""
+
+    def __init__(self, collector: Collector, site: str) -> None:
+        self._collector, self._site = collector, site
+        self._exact: dict[Operand, Tensor] = {}
+
+    def __call__(self, left: Seen, right: Seen) -> None:
+        gemm = left.operand.gemm
+        if gemm is Gemm.FPROP and self._collector.wants_gradients:
+            self._exact = {Operand.DGRAD_WEIGHT: right.given.mT, Operand.WGRAD_INPUT: left.given.mT}
+        selections = [self._collector.selection(seen.x) for seen in (left, right)]
+        sides = [
+            self._collector.keep(self._site, seen, selection)
+            for seen, selection in zip((left, right), selections, strict=True)
+        ]
+        if gemm is Gemm.FPROP or not self._collector.wants_gradients:
+            return
+        exact = [
+            selection.of(self._exact.get(seen.operand, seen.given))[None]
+            for seen, selection in zip((left, right), selections, strict=True)
+        ]
+        self._collector.pair(_Pair(self._site, gemm, sides[0], sides[1], exact[0], exact[1]))
+
+
+class Outputs:
+    """The observer of a probe: keeps what every site returns."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._patterns = patterns
+        self.seen: dict[str, Tensor] = {}
+
+    def operands(self, site: str) -> Observer | None:
+        return None
+
+    def output(self, site: str, y: Tensor) -> None:
+        if matches(self._patterns, site):
+            self.seen[site] = y.detach().clone()
+
+
+def _summed(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
+    def add(name: str) -> Any:
+        if name == "latent_limit":
+            return a[name]
+        if isinstance(a[name], list):
+            return [x + y for x, y in zip(a[name], b[name], strict=True)]
+        return a[name] + b[name]
+
+    return {name: add(name) for name in a}
+
+
+def matches(patterns: Sequence[str], site: str) -> bool:
+    """Whether a site, or the module whose second or later site it is, fits a pattern."""
+    return any(fnmatch.fnmatchcase(name, p) for p in patterns for name in (site, site.partition("#")[0]))

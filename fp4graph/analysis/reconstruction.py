@@ -1,0 +1,126 @@
+"""What quantizing and dequantizing a tensor costs, without a model: by block size, tensor scale, softmax temperature.
+
+The experiments of "Elucidating the design space of FP4 training", A.12 (Figures 11 to 15), and its Figures 1 and 2:
+surrogates of the element quantizer, and what scale formats do to a scale. Rows of plain data come out, one per point.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4graph.numerics import scaling, surrogates
+from fp4graph.numerics.formats import E2M1, SCALES
+from fp4graph.numerics.rounding import bracket, round_nearest
+from fp4graph.numerics.spec import Block, QuantSpec, ScaleSpec
+from fp4graph.ops import plain
+from fp4graph.ops.program import OperandProgram, total
+from fp4graph.registry import default_registry
+
+#: The scale formats of the paper, and no rounding of scales.
+FORMATS = ("e8m0", "e4m3", "ue5m3", "e8m3", "fp32")
+BLOCKS = (4, 8, 16, 32, 64, 128, 256)
+TENSOR_SCALES = tuple(10.0**exponent for exponent in range(-8, 7))
+BETAS = (1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement.
+
+    Attributes:
+        scale: name of the scale format. block, tensor_scale: of the quantizer, and what the data was multiplied by.
+        beta: of the softmax in place of the block's maximum; None for the maximum itself (STE).
+        elementwise: mean over elements that are not zero of abs(Q(x) − x)/abs(x).
+        normwise: ‖Q(x) − x‖/‖x‖.
+    """
+
+    scale: str
+    block: Block
+    tensor_scale: float
+    beta: float | None
+    elementwise: float
+    normwise: float
+
+
+def reconstruction_error(x: Tensor, spec: QuantSpec, beta: float | None = None) -> tuple[float, float]:
+    """(elementwise, normwise) relative error of Q(x), blocks along the last axis; see :class:`Point`.
+
+    Args:
+        x: floating point, computed with in fp32.
+        beta: takes the block statistic Z = log(Σ exp(β·abs(x)))/β in place of the maximum.
+    """
+    smooth_max: Any = default_registry().techniques["smooth_max"]
+    soft = () if beta is None else (smooth_max(kind="softmax", beta=beta),)
+    x = x.to(torch.float32)
+    with plain.tensor_code():  # a kernel would be compiled for every point of a curve
+        error = (total(OperandProgram(spec, soft)(x)).double() - x.double()).abs()
+    size = x.double().abs()
+    nonzero = size > 0
+    return (error[nonzero] / size[nonzero]).mean().item(), (error.norm() / size.norm()).item()
+
+
+def by_block(x: Tensor, beta: float | None = None, blocks: Sequence[int] = BLOCKS) -> list[Point]:
+    """Figure 11, with ``beta`` Figure 13."""
+    return [_point(x, name, block, 1.0, beta) for name in FORMATS for block in blocks]
+
+
+def by_tensor_scale(x: Tensor, beta: float | None = None, scales: Sequence[float] = TENSOR_SCALES) -> list[Point]:
+    """Figure 12, with ``beta`` Figure 14; blocks of 16."""
+    return [_point(x, name, 16, factor, beta) for name in FORMATS for factor in scales]
+
+
+def by_beta(x: Tensor, betas: Sequence[float] = BETAS) -> list[Point]:
+    """Figure 15; blocks of 16."""
+    return [_point(x, name, 16, 1.0, beta) for name in FORMATS for beta in betas]
+
+
+def _point(x: Tensor, name: str, block: int, factor: float, beta: float | None) -> Point:
+    # The paper rounds s = Qmax/Z.
+    spec = QuantSpec(E2M1, block, ScaleSpec(SCALES[name], "nearest_even", "encode"))
+    return Point(name, block, factor, beta, *reconstruction_error(x * factor, spec, beta))
+
+
+def gaussian(lines: int = 512, length: int = 1024, seed: int = 0) -> Tensor:
+    """Independent standard normal numbers, fp32 ``[lines, length]``."""
+    return torch.randn(lines, length, generator=torch.Generator().manual_seed(seed))
+
+
+# ------------------------------------------------------------------ Figures 1 and 2
+
+
+def quantized_scales(name: str, scale: Tensor) -> Tensor:
+    """s_q, what a positive scale s becomes in a format, to nearest even; fp32. Figure 2 shows it, and s/s_q."""
+    qmax = torch.tensor(E2M1.max)
+    return scaling.block_scale(scale.to(torch.float32) * qmax, ScaleSpec(SCALES[name], "nearest_even"), E2M1)
+
+
+def relaxations(u: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """(name, stand-in for Q(u), its slope) of Figure 1 on E2M1: rounding itself with the straight-through slope, the
+    linear spline, DGE (k = 5, capped at 3), and the sigmoid of A.13; fp32, shape of
+    ``u``, which ascends from 0 to 6.
+
+    A stand-in is its slope's integral; of DGE's, before it is capped.
+    """
+    yield "rounding, slope STE", round_nearest(u, E2M1), torch.ones_like(u)
+    spline = surrogates.spline(u, surrogates.ties_even_knots(E2M1))
+    yield "spline", _integral(spline, u), spline
+    lower, upper = bracket(u, E2M1)
+    part, gap = surrogates.fraction(u, E2M1), upper - lower
+    side = 2 * part - 1
+    yield (
+        "DGE, k = 5",
+        lower + gap * (1 + side.sign() * side.abs() ** 0.2) / 2,
+        surrogates.dge(part, 5.0).clamp(max=3.0),
+    )
+    sigmoid = surrogates.sigmoid(part, 1.0)
+    yield "sigmoid, T = 1", _integral(sigmoid, u), sigmoid
+
+
+def _integral(slope: Tensor, u: Tensor) -> Tensor:
+    areas = torch.cumulative_trapezoid(slope.double(), u.double())
+    return torch.cat([areas.new_zeros(1), areas]).float()

@@ -1,0 +1,78 @@
+"""How pictures look: one set of colours and names for operands, error terms and kinds of sites."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from fp4graph.errors import Error
+from fp4graph.operands import Operand
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+#: Told apart by people who see colours differently (Okabe and Ito 2008); the grey is ours.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8c6bb1", "#5a5a5a")
+OPERANDS = {str(operand): PALETTE[place] for place, operand in enumerate(Operand)}
+#: With TetraJet's numbers.
+LABELS = {str(operand): f"Q{number} {operand}" for number, operand in enumerate(Operand, 1)}
+TERMS = {
+    "grid_noise": ("grid noise", PALETTE[5]),
+    "scale_bias": ("scale bias", PALETTE[4]),
+    "dead_zone": ("dead zone", PALETTE[1]),
+}
+#: Of a picture that is as wide as the page, in inches.
+WIDTH = 8.8
+_RC = {
+    "figure.constrained_layout.use": True,
+    "font.size": 10.5,
+    "axes.titlesize": 11,
+    "axes.titlelocation": "left",
+    "axes.labelcolor": "#333",
+    "axes.edgecolor": "#888",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e4e4e4",
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "lines.linewidth": 1.6,
+    "xtick.color": "#555",
+    "ytick.color": "#555",
+    "svg.fonttype": "path",
+}
+
+
+def figure(height: float = 3.6, width: float = WIDTH) -> Figure:
+    """An empty figure, in inches; without pyplot: no display, no global state."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise Error("pictures need matplotlib; pip install 'fp4graph[analysis]'") from None
+    return Figure(figsize=(width, height))
+
+
+@contextmanager
+def styled() -> Iterator[None]:
+    """Figures that are made in this context look alike."""
+    try:
+        import matplotlib as mpl
+    except ImportError:
+        raise Error("pictures need matplotlib; pip install 'fp4graph[analysis]'") from None
+    with mpl.rc_context(_RC):  # type: ignore[arg-type]
+        yield
+
+
+def svg(picture: Figure, name: str) -> str:
+    """The figure as an ``<svg>`` element; ``name`` keeps its ids apart from those of others on a page."""
+    import matplotlib as mpl
+
+    buffer = io.StringIO()
+    metadata: dict[str, Any] = {"Date": None, "Creator": None, "Format": None, "Type": None}
+    with mpl.rc_context({"svg.hashsalt": name}):
+        picture.savefig(buffer, format="svg", metadata=metadata, transparent=True)
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]

@@ -1,0 +1,24 @@
+"""``fp4graph report``: one HTML page about a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of fp4graph train, or one with statistics.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="Where the page is written. [RUN/report.html]")
+    ] = None,
+) -> None:
+    """Write a page about a run: curves, sites, what quantization does to them. It refers to nothing outside itself.
+
+    fp4graph report runs/digits-tetrajet-0
+    """
+    from fp4graph.analysis.report import write_report
+
+    path = write_report(run, output)
+    print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, open it in a browser")

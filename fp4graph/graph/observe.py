@@ -1,0 +1,76 @@
+"""Runs a rewritten graph as it is, without a compiler, and shows an observer what its sites do."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor
+from torch._guards import CompileContext
+from torch.fx import GraphModule, Node
+
+from fp4graph.ops import matmul
+
+
+class Observer(Protocol):
+    """What wants to see quantized sites at work.
+
+    A site is called by the name of its module ("" is "(root)"); the second and further sites of one module in the
+    graph have "#1", "#2", ... behind it. A site that runs several times in a step is shown each time.
+    """
+
+    def operands(self, site: str) -> matmul.Observer | None:
+        """What is shown the operands of each GEMM of ``site``, of this forward and of its backward; None for nothing.
+
+        Called before every forward of the site. The tensors shown are the training's own: to be read, not written.
+        """
+
+    def output(self, site: str, y: Tensor) -> None:
+        """Called after every forward of ``site`` with what it returned."""
+
+
+class Observation:
+    """One model's graphs, captured anew for being observed.
+
+    Attributes:
+        compiled: the model's entry point behind this backend. frames: the runtime's record of what was captured.
+        observer: who is shown what happens; may be replaced at any time.
+    """
+
+    def __init__(self, observer: Observer) -> None:
+        self.compiled: Any = None
+        self.frames: dict[Any, Any] = {}
+        self.observer = observer
+        self._named: dict[Any, tuple[Counter[str], Counter[str]]] = {}  # per frame: names before it, and in it
+
+    def backend(self, gm: GraphModule, example_inputs: list[Any]) -> GraphModule:
+        """The torch.compile backend."""
+        frame = getattr(CompileContext.current_compile_id(), "frame_id", None)
+        before = sum((names for _, names in self._named.values()), Counter[str]())
+        before = self._named.get(frame, (before,))[0]  # a graph captured again for other shapes has the same names
+        own: Counter[str] = Counter()
+        self._named[frame] = before, own
+        for part in gm.modules():
+            if isinstance(part, GraphModule):
+                for node in part.graph.nodes:
+                    if "site" in node.kwargs:
+                        node.target = self._shown(node, before + own)
+                        own[str(node.kwargs["site"])] += 1
+                part.recompile()
+        return gm
+
+    def _shown(self, node: Node, taken: Counter[str]) -> Callable[..., Tensor]:
+        name = str(node.kwargs["site"])
+        name = f"{name}#{taken[name]}" if taken[name] else name
+        function: Any = node.target
+
+        def fp4graph_observed(*args: Any, **kwargs: Any) -> Tensor:
+            with matmul.observed(self.observer.operands(name)):
+                y: Tensor = function(*args, **kwargs)
+            self.observer.output(name, y)
+            return y
+
+        # FX writes a call by the function's name: each must have its own.
+        fp4graph_observed.__name__ = fp4graph_observed.__qualname__ = f"fp4graph_observed_{id(node):x}"
+        return fp4graph_observed
