@@ -281,8 +281,8 @@ OPTIMIZER_STAGES = frozenset({"before_step", "after_step", "before_optimizer", "
 
 #: The methods that are stages, in the order in which they act.
 STAGES = (
-    "plan", "state", "pair_context", "transform", "inverse", *QUANTIZER_STAGES, "observe", *GRADIENT_STAGES, "before_step", "before_optimizer",
-    "after_step", "after_optimizer", "loss_scaler",
+    "plan", "state", "pair_context", "transform", "inverse", *QUANTIZER_STAGES, "observe", *GRADIENT_STAGES,
+    "before_step", "before_optimizer", "after_step", "after_optimizer", "loss_scaler",
 )  # fmt: skip
 
 

@@ -17,8 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import fp4graph
 from fp4graph.errors import PolicyError, PolicyWarning
-from fp4graph.graph.plan import plan_site
 from fp4graph.graph.functions import site_function
+from fp4graph.graph.plan import plan_site
 from fp4graph.numerics import noise
 from fp4graph.operands import Operand
 from fp4graph.ops.program import Draw, total
