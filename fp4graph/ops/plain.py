@@ -198,7 +198,7 @@ def _quantize(
     if source is not None and target is not None and _contiguous_axis(source) == _contiguous_axis(target):
         cpu.quantize(source, target, spec, draw, given)
     else:
-        source = x.contiguous().view(-1, *_last_two(x))
+        source = _rows(x.contiguous())
         target = torch.empty_like(source)
         cpu.quantize(source, target, spec, draw, given)
         y.copy_(target.view(x.shape))
@@ -209,7 +209,7 @@ def _maxima(x: Tensor, block: int) -> Tensor:
     z = _fake_maxima(x, block)
     if z.numel():
         source = _matrices(x)
-        source = x.contiguous().view(-1, *_last_two(x)) if source is None else source
+        source = _rows(x.contiguous()) if source is None else source
         cpu.maxima(source, z.view(-1, *_last_two(z)), block)
     return z
 
@@ -217,14 +217,12 @@ def _maxima(x: Tensor, block: int) -> Tensor:
 def _quantize_and_pack(
     x: Tensor, spec: str, key: Tensor | None, step: Tensor | None, salts: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    source = _matrices(x)
-    if source is None or source.stride(-1) != 1:
-        x = x.contiguous()
-        source = x.view(-1, *_last_two(x))
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     codes, scales = _empty_bytes(x, QuantSpec.from_text(spec))
     if y.numel():
-        cpu.quantize(source, y.view(source.shape), spec, cpu.Noise(key, step, salts), cpu.Blocks(), codes, scales)
+        source, target = _matrices(x), _rows(y)
+        source = _rows(x.contiguous()) if source is None or source.stride(2) != 1 else source
+        cpu.quantize(source, target, spec, cpu.Noise(key, step, salts), cpu.Blocks(), codes, scales)
     return y, codes, scales
 
 
@@ -241,7 +239,7 @@ def _requantize(
 ) -> Tensor:
     y = _fake_requantize(codes, scales, packed, length, dtype, spec)
     if y.numel():
-        target = y.mT.view(-1, *_last_two(y.mT)).mT
+        target = _rows(y.mT).mT
         cpu.requantize(codes.contiguous(), scales.contiguous(), packed, target, spec, cpu.Noise(key, step, salts))
     return y
 
@@ -249,12 +247,18 @@ def _requantize(
 def _unpack(codes: Tensor, scales: Tensor, packed: str, length: int, dtype: torch.dtype) -> Tensor:
     y = _fake_unpack(codes, scales, packed, length, dtype)
     if y.numel():
-        cpu.unpack(codes.contiguous(), scales.contiguous(), packed, y.view(-1, *_last_two(y)))
+        cpu.unpack(codes.contiguous(), scales.contiguous(), packed, _rows(y))
     return y
 
 
 def _last_two(x: Tensor) -> tuple[int, int]:
     return (1 if x.dim() == 1 else x.shape[-2]), x.shape[-1]
+
+
+def _rows(x: Tensor) -> Tensor:
+    """A contiguous ``x`` that has elements as ``[B, R, C]``, of strides that say so even where an axis has length 1."""
+    rows, columns = _last_two(x)
+    return x.as_strided((x.numel() // (rows * columns), rows, columns), (rows * columns, columns, 1))
 
 
 def _matrices(x: Tensor) -> Tensor | None:
