@@ -2,7 +2,8 @@
 
     python -m benchmarks.statistics_cost [--policies microscaling,tetrajet]
 
-A training with statistics and one without make their steps by turns. Steps are of three kinds: ordinary ones; those
+A training with statistics and one without make their steps by turns. Times are the processor's, which other work on the
+machine disturbs least. Steps are of three kinds: ordinary ones; those
 that are recorded; those of a window, in which weights are followed. The share of the step time at the defaults (every
 50th step recorded, with a probe of 8 images; 30 steps of 500 in a window) is
 (extra of a recorded step / 50 + extra of a window's step · 30/500) / ordinary step, from medians.
@@ -42,13 +43,13 @@ def training(policy: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
 
 
 def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, images: torch.Tensor, labels: torch.Tensor) -> float:
-    """Seconds of one."""
-    begin = time.perf_counter()
+    """Seconds of processor time of one."""
+    begin = time.process_time()
     loss = cross_entropy(model(images), labels)
     optimizer.zero_grad()
     loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
-    return time.perf_counter() - begin
+    return time.process_time() - begin
 
 
 def measure(policy: str, batch: int) -> dict[str, float]:

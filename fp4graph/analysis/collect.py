@@ -75,17 +75,15 @@ class Statistics:
         runtime = runtime_of(model)
         if runtime is None:
             raise Error("Statistics() takes a model that fp4graph.apply has prepared")
-        if fsdp_units(unwrapped(model)):
-            raise Error("sites of a model under fully_shard cannot be observed; use DistributedDataParallel")
         if not getattr(type(optimizer).step, "hooked", False):
             raise Error(
                 f"{type(optimizer).__name__} runs no hooks around its step(), by which statistics count; if it wraps "
                 "an optimizer, give that one"
             )
-        self._model, self._optimizer, self._probe = model, optimizer, probe
+        self._model, self._optimizer, self._probe = unwrapped(model), optimizer, probe
         self._metrics = _checked(metrics)
         patterns = (sites,) if isinstance(sites, str) else tuple(sites)
-        _check_sites(patterns, unwrapped(model))
+        _check_sites(patterns, self._model)
         self._every, self._step = every, _steps_done(optimizer) if step is None else step
         self._window_every = max(window, 10 * every if window_every is None else window_every)
         self._collector = Collector(patterns, self._metrics, sample, runtime.device.type)
@@ -103,8 +101,8 @@ class Statistics:
         if self._records:
             self._log = storage.Log(directory, self._header(runtime))
         self._handles: list[Any] = []
-        self._hook()
         self._arm()
+        self._hook()
 
     def __enter__(self) -> Statistics:
         return self
@@ -141,6 +139,8 @@ class Statistics:
     def _arm(self) -> None:
         """Let the forwards until the next step be observed, if that step is to be recorded."""
         self._armed = self._records and (self._step + 1) % self._every == 0
+        if self._armed and fsdp_units(self._model):
+            raise Error("sites of a model under fully_shard cannot be observed; use DistributedDataParallel")
         self._observe(self._collector if self._armed else None)
 
     def _observe(self, observer: Any, *, training: bool = True) -> None:

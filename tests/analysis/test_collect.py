@@ -354,6 +354,26 @@ def test_models_and_optimizers_that_will_not_do(tmp_path):
         Statistics(model, torch.optim.SGD(model.parameters(), 0.1), directory=tmp_path, every=0)
 
 
+def test_inside_ddp(tmp_path):
+    """The model inside is what is looked at and probed."""
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        model, optimizer = make(policy())
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        with Statistics(wrapped, optimizer, every=2, directory=tmp_path, probe=(torch.ones(2, 32),)):
+            steps(wrapped, optimizer, 2)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert {"fprop.input", "wgrad", "output"} <= {row["tensor"] for row in read(tmp_path).rows}
+
+
+def test_sharded_models_are_refused(tmp_path, monkeypatch):
+    model, optimizer = make(policy())
+    monkeypatch.setattr("fp4graph.analysis.collect.fsdp_units", lambda model: [model])
+    with pytest.raises(fp4graph.Error, match="under fully_shard cannot be observed"):
+        Statistics(model, optimizer, every=1, directory=tmp_path)
+
+
 def test_the_model_was_removed(tmp_path):
     model, optimizer = make(policy())
     with Statistics(model, optimizer, every=2, directory=tmp_path):
