@@ -177,7 +177,9 @@ def test_oscillation_in_loops(technique, tmp_path):
         q.append(runtime.weights[0].quantize(w[-1], runtime.step).clone())
 
     metrics = ["oscillation", "flips", "rate_of_change"]
-    with Statistics(model, optimizer, every=5, directory=tmp_path, window=6, sample=None, metrics=metrics):
+    with Statistics(
+        model, optimizer, every=5, directory=tmp_path, window=6, window_every=25, sample=None, metrics=metrics
+    ):
         for step in range(25):
             steps(model, optimizer, 1, start=step)
             look()
@@ -220,7 +222,7 @@ def test_the_rate_of_change_of_outputs(tmp_path):
 
 def test_a_module_called_twice_is_two_sites_with_one_weight(tmp_path):
     model, optimizer = make(policy())
-    with Statistics(model, optimizer, every=5, directory=tmp_path, window=3):
+    with Statistics(model, optimizer, every=5, directory=tmp_path, window=3, window_every=25):
         steps(model, optimizer, 25)
     recorded = read(tmp_path)
     assert set(recorded.sites) == {"first", "second", "second#1"}
