@@ -1,0 +1,240 @@
+"""A GPU that is not there, for Inductor and Triton: they generate and compile code for it on any machine.
+
+Inductor asks torch for the device's properties and Triton for its target; :func:`install` answers both with those of a
+real card. Tensors on the card are fake: shapes, strides and dtypes without data. The little that needs data while
+compiling, the folding of constants, is done on the CPU.
+
+Only worker processes (conftest.py) call :func:`install`: nothing takes it back, and other tests must not believe in the
+card.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import triton
+from torch import Tensor
+from torch._dynamo import device_interface
+from torch._inductor import config as inductor
+from torch._inductor.async_compile import AsyncCompile
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.fx_passes.joint_graph import UniformValueConstantFolder
+from torch._inductor.graph import GraphLowering
+from torch._inductor.runtime import triton_helpers
+from torch._inductor.runtime.hints import DeviceProperties
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """What compilers ask of a card: compute capability 10·major + minor, and how many multiprocessors it has."""
+
+    name: str
+    capability: int
+    multiprocessors: int
+
+    @property
+    def target(self) -> GPUTarget:
+        return GPUTarget("cuda", self.capability, 32)
+
+    @property
+    def properties(self) -> SimpleNamespace:
+        """As of ``torch.cuda.get_device_properties``; the limits are the same for both architectures."""
+        return SimpleNamespace(
+            name=self.name,
+            major=self.capability // 10,
+            minor=self.capability % 10,
+            multi_processor_count=self.multiprocessors,
+            regs_per_multiprocessor=65536,
+            max_threads_per_multi_processor=2048,
+            max_threads_per_block=1024,
+            shared_memory_per_block=48 << 10,
+            shared_memory_per_block_optin=227 << 10,
+            warp_size=32,
+        )
+
+
+H200 = Gpu("NVIDIA H200", 90, 132)
+B200 = Gpu("NVIDIA B200", 100, 148)
+
+
+def install(gpu: Gpu) -> None:
+    """Make this process believe that it has one ``gpu``. A later call replaces the card."""
+    properties = gpu.properties
+
+    class Interface(device_interface.CudaInterface):
+        is_available = staticmethod(lambda: True)
+        device_count = staticmethod(lambda: 1)
+        current_device = staticmethod(lambda: 0)
+        get_device_properties = staticmethod(lambda device=None: properties)
+        get_compute_capability = staticmethod(lambda device=None: gpu.capability)
+        is_bf16_supported = staticmethod(lambda including_emulation=False: True)
+
+    for name in ("cuda", "cuda:0"):
+        device_interface.register_interface_for_device(name, Interface)
+    device_interface.caching_worker_device_properties["cuda"] = [properties]
+    device_interface.caching_worker_current_devices["cuda"] = 0
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.get_device_properties = lambda device=None: properties
+    torch.cuda.get_device_capability = lambda device=None: divmod(gpu.capability, 10)
+    triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: gpu.target))
+    triton_helpers.set_driver_to_gpu = lambda: None
+    UniformValueConstantFolder._deduce_value = _deduce_on_cpu
+    for cached in (DeviceProperties.create, _triton.triton_backend, _triton.triton_hash_with_backend):
+        cached.cache_clear()
+
+
+class _OnCpu(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **{**(kwargs or {}), **({"device": "cpu"} if (kwargs or {}).get("device") else {})})
+
+
+_deduce_value = UniformValueConstantFolder._deduce_value
+
+
+def _deduce_on_cpu(self: UniformValueConstantFolder, node: torch.fx.Node) -> Any:
+    with _OnCpu():
+        return _deduce_value(self, node)
+
+
+@dataclass(frozen=True, eq=False)
+class Generated:
+    """What Inductor writes: a Python module of Triton kernels and their launches, and the constants that it is given
+    before the arguments."""
+
+    source: str
+    constants: list[Tensor]
+
+
+class _Stop(BaseException):
+    """Carries the code out of the compiler before it would be loaded. Not an Exception, which compilers catch."""
+
+
+def generate(
+    gpu: Gpu, function: Callable[..., Any], args: Sequence[Tensor], options: Mapping[str, Any], *, dynamic: bool = False
+) -> Generated:
+    """Inductor's code for ``function``, which returns a tuple of tensors, on ``gpu``.
+
+    Args:
+        args: whose shapes, strides and dtypes it is compiled for; their device and data do not matter.
+        options: of Inductor.
+        dynamic: whether the sizes of the first argument are symbolic.
+    """
+    install(gpu)
+    mode = FakeTensorMode(shape_env=ShapeEnv() if dynamic else None)
+    shapes = [mode.from_tensor(arg, static_shapes=not (dynamic and index == 0)) for index, arg in enumerate(args)]
+
+    def stop(code: str) -> None:
+        raise _Stop(code)
+
+    with mode:
+        fakes = [torch.empty_strided(s.shape, s.stride(), dtype=s.dtype, device="cuda") for s in shapes]
+        graph = make_fx(function)(*fakes)
+    with (
+        mock.patch.object(GraphLowering, "save_output_code", staticmethod(stop)),
+        inductor.patch(
+            {"force_disable_caches": True, "shape_padding": False, **options}
+        ),  # padding measures on the card
+    ):
+        try:
+            compile_fx(graph, fakes)
+        except _Stop as stopped:
+            return Generated(str(stopped), list(graph.buffers()))
+    raise AssertionError("Inductor compiled nothing")
+
+
+@dataclass(frozen=True)
+class Binary:
+    """One kernel compiled for one GPU.
+
+    Attributes:
+        kernel: its name. config: block sizes and warps.
+        ptx: the virtual assembly; cubin: the machine code.
+        registers: of a thread. spilled: bytes of a thread that did not fit into registers.
+    """
+
+    kernel: str
+    config: str
+    ptx: str
+    cubin: bytes
+    registers: int
+    spilled: int
+
+
+def _kernels(generated: Generated) -> list[Any]:
+    """Inductor's autotuners around the Triton functions, not yet compiled."""
+    sources: dict[str, str] = {}
+
+    def collect(self: AsyncCompile, name: str, kernel: str, *args: Any, **kwargs: Any) -> None:
+        sources[name] = kernel
+
+    with mock.patch.object(AsyncCompile, "triton", collect):
+        PyCodeCache.load(generated.source)
+    return [getattr(PyCodeCache.load(kernel), name) for name, kernel in sources.items()]
+
+
+def compile_generated(gpu: Gpu, generated: Generated, *, every: bool = False) -> list[Binary]:
+    """Machine code of every kernel in code that was generated for ``gpu``.
+
+    Args:
+        every: in all configurations that Inductor would choose from on the card; else in the first.
+    """
+    install(gpu)
+    binaries = []
+    with inductor.patch(use_static_triton_launcher=False):
+        for kernel in _kernels(generated):
+            for config in kernel.configs if every else kernel.configs[:1]:
+                binaries.append(_binary(kernel._precompile_config(config).kernel, str(config)))
+    return binaries
+
+
+def compile_written(
+    gpu: Gpu,
+    function: Any,
+    signature: Mapping[str, Any],
+    constants: Mapping[str, Any],
+    aligned: Sequence[str],
+    **options: Any,
+) -> Binary:
+    """Machine code of a Triton function.
+
+    Args:
+        signature: Triton type of every argument that is no constant. constants: the others.
+        aligned: arguments that are multiples of 16, as Triton finds when it is launched.
+        options: of the launch.
+    """
+    names = function.arg_names
+    source = ASTSource(
+        function,
+        {name: signature.get(name, "constexpr") for name in names},
+        {(names.index(name),): value for name, value in constants.items()},
+        {(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    return _binary(triton.compile(source, target=gpu.target, options=options), "")
+
+
+def _binary(compiled: CompiledKernel, config: str) -> Binary:
+    cubin = compiled.asm["cubin"]
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        tool = triton.knobs.nvidia.cuobjdump.path
+        usage = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    used = {name: int(number) for name, number in re.findall(r"([A-Z]+):(\d+)", usage)}
+    spilled = used["STACK"] + used["LOCAL"]
+    return Binary(compiled.metadata.name, config, compiled.asm["ptx"], cubin, used["REG"], spilled)

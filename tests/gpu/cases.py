@@ -1,0 +1,198 @@
+"""Operand programs, as the engine calls them, and operands that find mistakes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import fp4graph_policies
+import torch
+from numerics.helpers import any_floats, around, blocks_of_every_scale
+from torch import Tensor
+
+import fp4graph
+from fp4graph.graph.plan import plan_site
+from fp4graph.numerics.noise import make_key, make_step
+from fp4graph.numerics.rounding import EXPONENT_MASK
+from fp4graph.numerics.spec import QuantSpec
+from fp4graph.operands import Operand
+from fp4graph.ops.matmul import MatmulProgram
+from fp4graph.ops.program import Draw, GemmProgram, OperandProgram, operand_draw
+from fp4graph.site import BlockPosition, SiteView
+
+POLICIES = sorted(file.stem for file in Path(fp4graph_policies.__file__).parent.glob("*.yaml"))
+MXFP4 = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}}
+NVFP4 = {"element": "e2m1", "block": 16, "scale": {"format": "e4m3", "rounding": "nearest_even"}}
+ENCODE = {**NVFP4, "scale": {**NVFP4["scale"], "convention": "encode"}}  # type: ignore[dict-item]
+#: Techniques that no shipped policy uses, each on a format that it is for.
+OTHERS: dict[str, tuple[dict[str, Any], list[Any]]] = {
+    "stochastic_scale_rounding": (NVFP4, ["stochastic_scale_rounding"]),
+    "tensor_scaling_gradient": (NVFP4, ["tensor_scaling", {"tensor_scaling_gradient": {"kind": "absmax"}}]),
+    "smooth_max": (NVFP4, [{"smooth_max": {"kind": "softmax"}}]),
+    "scale_gradient": (NVFP4, [{"smooth_max": {"kind": "absmax"}}, "scale_gradient"]),
+    "low_rank_residual": (MXFP4, [{"low_rank_residual": {"rank": 4}}]),
+    "four_over_six": (NVFP4, [{"tensor_scaling": {"target": 256}}, "four_over_six"]),
+    "conditional_scaling": (ENCODE, ["conditional_scaling"]),
+    "stochastic_rounding": (MXFP4, [{"stochastic_rounding": {"operands": "all_activation", "bits": 8}}]),
+}
+VIEW = SiteView("blocks.5.mlp.fc2", "linear", 256, 256, 1 << 16, BlockPosition("blocks", 5, 12))
+KEY, STEP = make_key("gpu"), make_step(0, 0, 7)
+
+
+@dataclass(frozen=True)
+class Quantizer:
+    """One operand's quantizer as a function of tensors: ``(x, key, step, *state)`` to all that it gives.
+
+    ``transposed``: whether the operand is the transpose of ``x``, so that blocks run down its columns.
+    """
+
+    program: OperandProgram
+    operand: Operand
+    transposed: bool
+
+    def __call__(self, x: Tensor, key: Tensor, step: Tensor, *state: Tensor) -> tuple[Tensor, ...]:
+        x, draw, entries = self.called_on(x, key, step, state)
+        terms = self.program(x, draw, entries)
+        multipliers = [term.multiplier for term in terms if term.multiplier is not None]
+        observed = self.program.observe(x, draw, entries)
+        return (*(term.values for term in terms), *multipliers, *observed.values())
+
+    def called_on(
+        self, x: Tensor, key: Tensor, step: Tensor, state: Sequence[Tensor]
+    ) -> tuple[Tensor, Draw, dict[str, dict[str, Tensor]]]:
+        """What the program is called on."""
+        entries: dict[str, dict[str, Tensor]] = {}
+        for slot, tensor in zip(self.program.state, state, strict=True):
+            entries.setdefault(slot.technique, {})[slot.entry.name] = tensor
+        return x.mT if self.transposed else x, operand_draw(Draw(key, step), self.operand), entries
+
+    def state(self, x: Tensor) -> list[Tensor]:
+        """Values of the state as after some steps of training."""
+        x = x.mT if self.transposed else x
+        generator = torch.Generator().manual_seed(2)
+        entries = []
+        for slot in self.program.state:
+            entry = slot.entry.init(x)
+            step = 1 + 0.25 * torch.rand(entry.shape, generator=generator)
+            entries.append((entry * step).to(entry.dtype).contiguous())
+        return entries
+
+
+@dataclass(frozen=True)
+class GradientFactor:
+    """What the gradient of a quantizer's operand is multiplied by, as a function of the same tensors."""
+
+    quantizer: Quantizer
+
+    def __call__(self, x: Tensor, key: Tensor, step: Tensor, *state: Tensor) -> tuple[Tensor]:
+        x, draw, entries = self.quantizer.called_on(x, key, step, state)
+        factor = self.quantizer.program.gradient_factor(x, draw, entries)
+        assert factor is not None
+        return (factor,)
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Both operands of a GEMM in the basis of its pair transforms: ``(left, right, key, step)`` to two tensors."""
+
+    gemm: GemmProgram
+    first: Operand
+
+    def __call__(self, left: Tensor, right: Tensor, key: Tensor, step: Tensor) -> tuple[Tensor, Tensor]:
+        rotation = self.gemm.rotate(left, right, operand_draw(Draw(key, step), self.first))
+        return rotation.left, rotation.right
+
+
+@cache
+def programs() -> list[tuple[str, MatmulProgram]]:
+    """What every shipped policy makes of a linear layer, and every technique that none of them uses."""
+    others = {
+        name: {
+            "version": 1,
+            "name": name,
+            "rules": [{"name": "all", "match": {"op": "linear"}, "quantize": format, "techniques": techniques}],
+        }
+        for name, (format, techniques) in OTHERS.items()
+    }
+    found = []
+    for policy in map(fp4graph.load_policy, (*POLICIES, *others.values())):
+        for rule in (*policy.rules, policy.default):
+            program = plan_site(VIEW, rule).program if rule.quantizes else None
+            if program is not None:
+                found.append((policy.name, program))
+    return found
+
+
+@cache
+def quantizers() -> dict[str, Quantizer]:
+    """The quantizers of all programs, each once, named after the first that has it."""
+    found: dict[tuple[OperandProgram, bool], str] = {}
+    named: dict[str, Quantizer] = {}
+    for name, program in programs():
+        for operand in Operand:
+            # As in ops/matmul.py: what a backward GEMM contracts over is not the last axis in memory, but for dY.
+            transposed = operand in (Operand.DGRAD_WEIGHT, Operand.WGRAD_GRAD_OUTPUT, Operand.WGRAD_INPUT)
+            one = Quantizer(program.operand(operand), operand, transposed)
+            first = found.setdefault((one.program, transposed), f"{name}:{operand}")
+            if one.program.spec is not None and first not in named:
+                named[first] = one
+    return named
+
+
+@cache
+def rotations() -> dict[str, Rotation]:
+    """The pair transforms of all programs' GEMMs, each once."""
+    found: dict[GemmProgram, str] = {}
+    named: dict[str, Rotation] = {}
+    for name, program in programs():
+        for gemm, first in (
+            (program.fprop, Operand.FPROP_INPUT),
+            (program.dgrad, Operand.DGRAD_GRAD_OUTPUT),
+            (program.wgrad, Operand.WGRAD_GRAD_OUTPUT),
+        ):
+            if gemm.transforms and gemm not in found:
+                found[gemm] = f"{name}:{gemm.gemm}"
+                named[found[gemm]] = Rotation(gemm, first)
+    return named
+
+
+def operands(shape: tuple[int, int], spec: QuantSpec) -> Iterator[tuple[str, Tensor]]:
+    """fp32 values ``[R, K]`` of every kind, named; not in one tensor, for one element decides a tensor scale."""
+    rows, columns = shape
+    generator = torch.Generator().manual_seed(rows)
+    ordinary = torch.randn(shape, generator=generator)
+    spread = ordinary * 2.0 ** torch.randint(-20, 8, (rows, 1), generator=generator)
+    poisoned = spread.clone()
+    poisoned[1, 3], poisoned[rows // 2, columns - 1], poisoned[-1, 0] = torch.nan, torch.inf, -torch.inf
+    yield "ordinary", ordinary
+    yield "many magnitudes", spread
+    yield "NaN and Inf", poisoned
+    yield "zeros", torch.where(torch.arange(rows)[:, None] % 3 == 0, ordinary, -0.0)
+    yield "every exponent", any_floats(shape)
+    yield "subnormal", (any_floats(shape).view(torch.int32) & ~EXPONENT_MASK).view(torch.float32)
+    length = spec.block if isinstance(spec.block, int) else 16
+    yield "edges of scales", _in_blocks(blocks_of_every_scale(length), shape, generator)
+    if spec.scale.format.code_bits <= 8:
+        yield "ties of scales", _in_blocks(_scale_ties(spec, length), shape, generator)
+
+
+def _scale_ties(spec: QuantSpec, length: int) -> Tensor:
+    """``[n, length]``: blocks whose ideal scale is halfway between two of the format's, and an ulp of Z beside."""
+    values = spec.scale.format.values()
+    ideal = torch.tensor([(low + high) / 2 for low, high in pairwise(values) if low > 0 and high < 2.0**100])
+    maxima = ideal * spec.element.max if spec.scale.convention == "decode" else spec.element.max / ideal
+    maxima = torch.tensor(around(maxima.tolist())).abs()
+    return torch.randn(len(maxima), length).clamp(-0.9, 0.9).index_fill(1, torch.tensor(1), 1) * maxima[:, None]
+
+
+def _in_blocks(blocks: Tensor, shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """``[R, K]`` from rows of ``blocks [n, l]``, one to each block along K; the last of a line is cut off."""
+    rows, columns = shape
+    length = blocks.shape[1]
+    across = -(-columns // length)
+    chosen = torch.randint(len(blocks), (rows * across,), generator=generator)
+    return blocks[chosen].reshape(rows, across * length)[:, :columns].contiguous()

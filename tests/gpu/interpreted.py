@@ -1,0 +1,92 @@
+"""Triton's interpreter: kernels run on CPU tensors in NumPy, one program after another.
+
+``TRITON_INTERPRET=1`` must be set before Triton is imported, so this module is for a worker process (conftest.py).
+
+What the interpreter lacks or has wrong is put right here, by what the GPU does: the functions of libdevice, which it
+cannot call, and conversions between bfloat16 and float32, which it cuts off where hardware rounds to nearest even.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+import triton.language as tl
+from torch import Tensor
+from torch._inductor.codecache import PyCodeCache
+from torch._inductor.runtime import triton_helpers
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from triton.runtime import interpreter
+from triton.runtime.interpreter import (
+    InterpretedFunction,
+    InterpreterBuilder,
+    InterpreterOptions,
+    ReduceOps,
+    TensorHandle,
+)
+
+from .absent import Generated
+
+
+def prepare() -> None:
+    """Called once, when the worker starts."""
+    np.seterr(all="ignore")  # integers wrap around, NaN is compared, as on the GPU
+    for name, function in {"floor": np.floor, "ceil": np.ceil, "nearbyint": np.rint, "rint": np.rint}.items():
+        setattr(triton_helpers.libdevice, name, _elementwise(function))
+    InterpreterBuilder.cast_impl = _cast
+    ReduceOps.apply_impl = _reduce
+    # Without preparing the language anew for every function that a kernel calls: what it did for the kernel holds.
+    InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
+    interpreter.interpreter_builder.options = InterpreterOptions(sanitize_overflow=False)  # as Inductor's launches
+    triton_helpers.set_driver_to_gpu = lambda: None
+    torch.cuda._DeviceGuard = lambda index: nullcontext()
+    torch.cuda.set_device = lambda index: None
+
+
+def run_generated(generated: Generated, args: Sequence[Tensor]) -> list[Tensor]:
+    """Run what Inductor wrote for a GPU: its kernels and their launches.
+
+    Of the configurations that the card would choose from, each kernel runs in that with the largest blocks: the
+    interpreter's time goes by programs.
+    """
+    module = PyCodeCache.load(generated.source)
+    for kernel in vars(module).values():
+        if isinstance(kernel, CachingAutotuner):
+            kernel.configs.sort(key=lambda config: -math.prod(config.kwargs.values()))
+    module.empty_strided_cuda = module.empty_strided_cpu
+    module.get_raw_stream = lambda index: 0
+    return list(module.call([*generated.constants, *args]))
+
+
+def _elementwise(function: Callable[[Any], Any]) -> Callable[..., tl.tensor]:
+    def apply(x: tl.tensor, **_: Any) -> tl.tensor:
+        return tl.tensor(TensorHandle(function(x.handle.data), x.handle.dtype), x.type)
+
+    return apply
+
+
+_cast_impl = InterpreterBuilder.cast_impl
+
+
+def _cast(self: InterpreterBuilder, value: TensorHandle, to: Any) -> TensorHandle:
+    target = to.scalar
+    if value.dtype.scalar == tl.float32 and target == tl.bfloat16:
+        rounded = torch.from_numpy(np.ascontiguousarray(value.data)).to(torch.bfloat16)
+        return TensorHandle(rounded.view(torch.int16).numpy().view(np.uint16), target)
+    if value.dtype.scalar == tl.bfloat16 and target == tl.float32:
+        return TensorHandle((value.data.astype(np.uint32) << 16).view(np.float32), target)
+    return _cast_impl(self, value, to)
+
+
+_apply_impl = ReduceOps.apply_impl
+
+
+def _reduce(self: ReduceOps, operands: tuple[tl.tensor, ...]) -> Any:
+    """Inductor's maximum, which keeps NaN, as NumPy's: element by element it takes most of the time."""
+    if self.combine_fn is triton_helpers.maximum:
+        return self.min_max(operands[0], val_reduce_op=np.max)
+    return _apply_impl(self, operands)

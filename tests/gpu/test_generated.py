@@ -1,0 +1,181 @@
+"""The Triton code that Inductor writes for a GPU computes the bits of eager mode and compiles to machine code."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import torch
+from numerics.helpers import assert_same_bits
+from torch import Tensor
+
+from fp4graph.kernels.inductor import EXACT
+from fp4graph.numerics.quantize import fake_quantize
+from fp4graph.numerics.spec import QuantSpec, ScaleSpec
+from fp4graph.registry import default_registry
+from fp4graph.technique import GRADIENT_STAGES, QUANTIZER_STAGES, overrides
+
+from . import absent
+from .cases import KEY, STEP, GradientFactor, Quantizer, operands, quantizers, rotations
+from .interpreted import run_generated
+
+UNEVEN, EVEN = (75, 90), (64, 96)
+#: Tested by default: MXFP4 along rows, ties up, and down columns, ties even. `make gpu` tests all.
+FEW = ("tetrajet:fprop.input", "microscaling:dgrad.weight")
+#: Exponentials and logarithms have no bits that every device agrees on.
+INEXACT_BY_NAME = ("smooth_max:",)
+NAMES = [pytest.param(name, marks=() if name in FEW else pytest.mark.gpu) for name in quantizers()]
+GPUS = [pytest.param(gpu, id=f"sm_{gpu.capability}") for gpu in (absent.H200, absent.B200)]
+DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.gpu)]
+
+#: PTX that rounds otherwise than IEEE operations one by one: approximate or flushing instructions, multiplications
+#: contracted with additions, and those without a rounding mode, which the assembler may contract.
+INEXACT = re.compile(r"\S*\.(?:approx|full|ftz)\b\S*|\b(?:fma|mad)\.\S*f32|\b(?:add|sub|mul)\.f32")
+
+
+def memory(values: Tensor, quantizer: Quantizer, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The tensor whose operand, transposed or not, holds ``values``."""
+    return (values.mT if quantizer.transposed else values).to(dtype).contiguous()
+
+
+def arguments(x: Tensor, quantizer: Quantizer) -> tuple[Tensor, ...]:
+    return (x, KEY, STEP, *quantizer.state(x))
+
+
+def assert_all_same(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    for mine, due in zip(actual, expected, strict=True):
+        assert_same_bits(mine, due)
+
+
+def assert_machine_code(binaries: Sequence[absent.Binary], gpu: absent.Gpu, exact: bool = True) -> None:
+    """Machine code for ``gpu``, without spilled registers and, if it is to be exact, with IEEE arithmetic only."""
+    assert binaries
+    for binary in binaries:
+        assert f".target sm_{gpu.capability}" in binary.ptx
+        assert binary.cubin.startswith(b"\x7fELF")
+        assert binary.spilled == 0
+        assert not exact or not INEXACT.findall(binary.ptx)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.values[0].startswith(INEXACT_BY_NAME)])
+def test_values(name: str, dtype: torch.dtype, compiler: ProcessPoolExecutor, interpreter: ProcessPoolExecutor) -> None:
+    """Of every quantizer of every shipped policy and technique; in fp32 on operands whose blocks do not fit."""
+    quantizer = quantizers()[name]
+    assert quantizer.program.spec is not None
+    generated = None
+    for _, values in operands(UNEVEN if dtype is torch.float32 else EVEN, quantizer.program.spec):
+        args = arguments(memory(values, quantizer, dtype), quantizer)
+        if generated is None:
+            generated = compiler.submit(absent.generate, absent.H200, quantizer, args, EXACT).result()
+        assert_all_same(interpreter.submit(run_generated, generated, args).result(), quantizer(*args))
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("name", NAMES)
+def test_machine_code(name: str, gpu: absent.Gpu, compiler: ProcessPoolExecutor) -> None:
+    quantizer = quantizers()[name]
+    args = arguments(memory(torch.zeros(EVEN), quantizer, torch.bfloat16), quantizer)
+    generated = compiler.submit(absent.generate, gpu, quantizer, args, EXACT).result()
+    binaries = compiler.submit(absent.compile_generated, gpu, generated).result()
+    assert_machine_code(binaries, gpu, exact=not name.startswith(INEXACT_BY_NAME))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("name", FEW)
+def test_machine_code_of_every_configuration(name: str, gpu: absent.Gpu, compiler: ProcessPoolExecutor) -> None:
+    """At the size of a ViT-Base layer: those that are measured against each other on the card."""
+    quantizer = quantizers()[name]
+    args = arguments(memory(torch.zeros(768, 3072), quantizer, torch.bfloat16), quantizer)
+    generated = compiler.submit(absent.generate, gpu, quantizer, args, EXACT).result()
+    binaries = compiler.submit(absent.compile_generated, gpu, generated, every=True).result()
+    assert len(binaries) > generated.source.count("async_compile.triton(")
+    assert_machine_code(binaries, gpu)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("name", [name for name, one in quantizers().items() if one.program.has_gradient_factor])
+def test_machine_code_of_gradient_factors(name: str, gpu: absent.Gpu, compiler: ProcessPoolExecutor) -> None:
+    quantizer = quantizers()[name]
+    args = arguments(memory(torch.zeros(EVEN), quantizer), quantizer)
+    generated = compiler.submit(absent.generate, gpu, GradientFactor(quantizer), args, EXACT).result()
+    assert_machine_code(compiler.submit(absent.compile_generated, gpu, generated).result(), gpu, exact=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", rotations())
+def test_rotations(name: str, compiler: ProcessPoolExecutor, interpreter: ProcessPoolExecutor) -> None:
+    """Signs and padding; the matrix product with H is the same library's on both sides of the comparison."""
+    generator = torch.Generator().manual_seed(0)
+    args = (torch.randn(UNEVEN, generator=generator), torch.randn(40, UNEVEN[1], generator=generator), KEY, STEP)
+    generated = compiler.submit(absent.generate, absent.H200, rotations()[name], args, EXACT).result()
+    assert_all_same(interpreter.submit(run_generated, generated, args).result(), rotations()[name](*args))
+    for gpu in (absent.H200, absent.B200):
+        generated = compiler.submit(absent.generate, gpu, rotations()[name], args, EXACT).result()
+        assert_machine_code(compiler.submit(absent.compile_generated, gpu, generated).result(), gpu)
+
+
+def test_no_technique_is_left_out() -> None:
+    """Every shipped technique that acts on tensors is part of a quantizer or a rotation above."""
+    shipped = {t for t in default_registry().techniques.values() if t.__module__.startswith("fp4graph_plugins.")}
+    in_graphs = {t.name for t in shipped if any(overrides(t, s) for s in (*QUANTIZER_STAGES, *GRADIENT_STAGES))}
+    used = {t.name for one in quantizers().values() for t in one.program.techniques}
+    assert in_graphs <= used
+    assert {"hadamard"} == {t.name for one in rotations().values() for t in one.gemm.transforms}
+
+
+def twice(x: Tensor) -> tuple[Tensor]:
+    """Double quantization in one graph."""
+    first = QuantSpec("e2m1", 16, ScaleSpec("e8m3", "nearest_even", "encode"))  # what it gives is rounded in bf16
+    second = QuantSpec("e2m1", 32, ScaleSpec("ue5m3", "nearest_even"), ties="away")
+    return (fake_quantize(fake_quantize(x, first).mT, second),)
+
+
+def test_what_is_quantized_again_was_rounded(compiler: ProcessPoolExecutor, interpreter: ProcessPoolExecutor) -> None:
+    """Without the options Inductor drops the cast to bf16 between the two, and the result is another."""
+    args = (torch.randn(EVEN, generator=torch.Generator().manual_seed(4)).bfloat16(),)
+
+    def run(options: dict[str, bool]) -> Tensor:
+        generated = compiler.submit(absent.generate, absent.H200, twice, args, options).result()
+        (result,) = interpreter.submit(run_generated, generated, args).result()
+        return result
+
+    (expected,) = twice(*args)
+    assert_same_bits(run(EXACT), expected)
+    assert not torch.equal(run({}), expected)
+
+
+@pytest.mark.gpu
+def test_each_option_is_needed(compiler: ProcessPoolExecutor) -> None:
+    """What each of them keeps out of the code of a stochastic quantizer."""
+    quantizer = quantizers()["tetrajet:dgrad.grad_output"]
+    args = arguments(torch.zeros(EVEN), quantizer)
+
+    def inexact(options: dict[str, bool]) -> set[str]:
+        generated = compiler.submit(absent.generate, absent.H200, quantizer, args, options).result()
+        binaries = compiler.submit(absent.compile_generated, absent.H200, generated).result()
+        return {found for binary in binaries for found in INEXACT.findall(binary.ptx)}
+
+    def without(option: str) -> set[str]:
+        return inexact({name: value for name, value in EXACT.items() if name != option})
+
+    assert not inexact(EXACT)
+    assert without("eager_numerics.division_rounding") == {"div.full.f32"}
+    assert without("eager_numerics.disable_ftz") == {"cvt.rmi.ftz.f32.f32", "cvt.rpi.ftz.f32.f32"}
+    assert "fma.rn.f32" in without("emulate_precision_casts")
+
+
+def test_symbolic_sizes(compiler: ProcessPoolExecutor, interpreter: ProcessPoolExecutor) -> None:
+    """Code for any number of rows and columns, run on three."""
+    quantizer = quantizers()["tetrajet:fprop.input"]
+    assert quantizer.program.spec is not None
+    example = arguments(torch.zeros(UNEVEN), quantizer)
+    generated = compiler.submit(absent.generate, absent.H200, quantizer, example, EXACT, dynamic=True).result()
+    for shape in (UNEVEN, EVEN, (33, 257)):
+        for _, values in operands(shape, quantizer.program.spec):
+            args = arguments(values, quantizer)
+            assert_all_same(interpreter.submit(run_generated, generated, args).result(), quantizer(*args))
