@@ -1,0 +1,381 @@
+"""The C++ kernels beside the scalar oracle and the tensor code, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from numerics.helpers import any_floats, assert_same_bits
+from torch import Tensor
+
+from fp4graph.kernels import cpu
+from fp4graph.numerics import reference, scaling
+from fp4graph.numerics.blocking import Blocking
+from fp4graph.numerics.formats import ELEMENTS, ElementFormat, ScaleFormat
+from fp4graph.numerics.noise import Noise, derive, make_step, mix
+from fp4graph.numerics.packing import pack
+from fp4graph.numerics.quantize import fake_quantize, round_elements
+from fp4graph.numerics.spec import QuantSpec, ScaleSpec
+from fp4graph.ops import plain
+
+from .quantizers import (
+    CHOICES,
+    DERIVED,
+    KEY,
+    LAYOUTS,
+    SALTS,
+    SOURCE,
+    STEP,
+    Row,
+    covering,
+    hostile,
+    name_of,
+    spec_of,
+    ties,
+)
+
+ROWS = list(covering())
+MXFP4 = QuantSpec("e2m1", 32, ScaleSpec("e8m0", "ceil"), "nearest", "up")
+STOCHASTIC = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "stochastic"), "stochastic")
+UNEVEN = QuantSpec("int4", 10, ScaleSpec("fp32", "nearest_even"), "stochastic")
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> None:
+    """Without them everything here would hold the tensor code against itself."""
+    assert cpu.available()
+    assert plain.enabled()
+
+
+def oracle(x: Tensor, spec: QuantSpec) -> Tensor:
+    """``x [..., C]`` quantized block by block, value by value."""
+    blocking = Blocking(tuple(x.shape), spec.block)
+    noise = Noise(DERIVED, blocking, x.device)
+    values = blocking.split(x.float())
+    bits = noise.bits().expand(blocking.layout).flatten(0, -2)
+    block_bits = noise.block_bits().flatten()
+    blocks = values.flatten(0, -2)
+    rows = zip(blocks.tolist(), bits.tolist(), block_bits.tolist(), strict=True)
+    result = torch.tensor([reference.quantize_block(row, spec, b, s) for row, b, s in rows])
+    return blocking.join(result.view(blocking.layout)).to(x.dtype)
+
+
+def across(x: Tensor) -> Tensor:
+    """The same numbers, contiguous along the next to last axis."""
+    return x.mT.contiguous().mT
+
+
+# ------------------------------------------------------------------ values
+
+
+def test_the_rows_cover_what_there_is() -> None:
+    specs = [spec_of(row) for row in ROWS]
+    for value in ("element", "scale", "rule", "rounding", "block", "zero", "dtype"):
+        assert {row[value] for row in ROWS} == set(CHOICES[value])
+    assert len({(row["element"], row["rounding"]) for row in ROWS}) == len(ROWS) == 6 * len(ELEMENTS)
+    assert len({(row["scale"], row["rule"]) for row in ROWS}) > 40
+    assert all(cpu.supports(spec) for spec in specs)
+    assert sum(cpu.packs(spec) for spec in specs) > 30
+
+
+@pytest.mark.parametrize("row", ROWS, ids=name_of)
+def test_values_and_bytes(row: Row) -> None:
+    """Odd sizes, small ones beside the oracle, and more than a tile has beside the tensor code."""
+    spec, dtype, block = spec_of(row), row["dtype"], row["block"]
+    for x in (ties(spec.element, block).to(dtype), hostile((8, 2 * block + 3), block, dtype, seed=1)):
+        expected = oracle(x, spec)
+        assert_same_bits(plain.quantize(x, spec, SOURCE), expected)
+        assert_same_bits(plain.quantize(across(x), spec, SOURCE), expected)
+    x = hostile((131, 2 * block + block // 2), block, dtype)
+    expected = fake_quantize(x, spec, -1, DERIVED)
+    assert_same_bits(plain.quantize(x, spec, SOURCE), expected)
+    assert_same_bits(plain.quantize(across(x), spec, SOURCE), expected)
+    if cpu.packs(spec):
+        values, packed = plain.quantize_and_pack(x, spec, SOURCE, dtype)
+        assert_same_bits(values, expected)
+        assert_same_bytes(packed, x, spec)
+        assert_same_bits(packed.unpack(), expected)
+
+
+def assert_same_bytes(packed: plain.Packed, x: Tensor, spec: QuantSpec) -> None:
+    expected = pack(x, spec, -1, DERIVED)
+    assert torch.equal(packed.codes, expected.codes)
+    if expected.scales.is_floating_point():
+        assert_same_bits(packed.scales, expected.scales)
+    else:
+        assert torch.equal(packed.scales, expected.scales)
+
+
+@pytest.mark.parametrize("spec", [MXFP4, STOCHASTIC, UNEVEN], ids=["mxfp4", "stochastic", "uneven"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout: str, spec: QuantSpec) -> None:
+    x = LAYOUTS[layout](lambda shape: hostile(shape, int(spec.block)))  # type: ignore[arg-type]
+    before, expected = x.clone(), fake_quantize(x, spec, -1, DERIVED)
+    y = plain.quantize(x, spec, SOURCE)
+    assert_same_bits(y, expected)
+    assert y.stride() == torch.empty_like(x).stride()
+    blocking = Blocking(tuple(x.shape), spec.block)
+    largest = scaling.amax(blocking.split(x), blocking.axes).reshape(blocking.grid)
+    assert_same_bits(plain.maxima(x, int(spec.block)), largest)  # type: ignore[arg-type]
+    if cpu.packs(spec):
+        values, packed = plain.quantize_and_pack(x, spec, SOURCE, x.dtype)
+        assert_same_bits(values, expected)
+        assert values.is_contiguous()
+        assert_same_bytes(packed, x, spec)
+        assert_same_bits(packed.unpack(), expected)
+    assert_same_bits(x, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    x = hostile((70, 75), 16).to(dtype)
+    for source in (x, across(x), x[:, 3:].view(5, 14, 72)):
+        assert_same_bits(plain.quantize(source, STOCHASTIC, SOURCE), fake_quantize(source, STOCHASTIC, -1, DERIVED))
+    blocking = Blocking(tuple(x.shape), 16)
+    expected = scaling.amax(blocking.split(x), blocking.axes).reshape(blocking.grid)
+    assert_same_bits(plain.maxima(x, 16), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_floats(dtype: torch.dtype) -> None:
+    x = any_floats((200, 96)).to(dtype)
+    for source in (x, across(x)):
+        assert_same_bits(plain.quantize(source, MXFP4, SOURCE), fake_quantize(source, MXFP4))
+
+
+@pytest.mark.parametrize("block", [1, 3, 65, 1024])
+def test_blocks_of_any_length(block: int) -> None:
+    spec = QuantSpec("e2m1", block, ScaleSpec("e8m0", "floor"), "stochastic")
+    assert cpu.supports(spec)
+    assert not cpu.packs(spec)
+    for x in (hostile((5, 1100), block), hostile((1100, 70), block).mT):
+        assert_same_bits(plain.quantize(x, spec, SOURCE), fake_quantize(x, spec, -1, DERIVED))
+
+
+def test_what_kernels_do_not_know() -> None:
+    for block in (1025, (16, 16), "row", "tensor"):
+        assert not cpu.supports(QuantSpec("e2m1", block))  # type: ignore[arg-type]
+    wide = ElementFormat("e5m4", 5, 4, bias=15, max=2.0**15)
+    assert not cpu.supports(QuantSpec(wide, 32))
+    assert not plain.runs(MXFP4, torch.device("meta"))
+    with plain.tensor_code():
+        assert not plain.runs(MXFP4, torch.device("cpu"))
+    assert plain.runs(MXFP4, torch.device("cpu"))
+
+
+# ------------------------------------------------------------------ what strangers add
+
+STRANGERS: dict[str, tuple[Any, Any, str]] = {
+    "two bits": (ElementFormat("e1m0", 1, 0, bias=0, max=2.0), "e8m0", "stochastic"),
+    "three bits": (ElementFormat("int3", 0, 2, bias=1, max=0.75), "e4m3", "nearest"),
+    "five bits, not all of its values": (ElementFormat("e3m1", 3, 1, bias=3, max=16.0), "fp32", "nearest"),
+    "far from one": (ElementFormat("e2m2", 2, 2, bias=80, max=3.0 * 2.0**-78), "e8m3", "stochastic"),
+    "a scale of few powers of two": ("e2m1", ScaleFormat("e5m0", 5, 0, 9, 2.0**20, False, nan_code=31), "nearest"),
+    "a scale of few bits": ("e2m1", ScaleFormat("e3m2", 3, 2, bias=2, max=24.0, nan_code=31), "stochastic"),
+    "a scale of eleven bits": ("e2m3", ScaleFormat("e4m7", 4, 7, bias=7, max=480.0), "nearest"),
+    "a scale of sixteen bits": ("int4", ScaleFormat("e8m8", 8, 8, bias=127, max=2.0**127), "stochastic"),
+}
+
+
+@pytest.mark.parametrize("stranger", STRANGERS)
+def test_formats_of_strangers(stranger: str) -> None:
+    element, scale, rounding = STRANGERS[stranger]
+    spec = QuantSpec(element, 16, ScaleSpec(scale, "nearest_even"), rounding)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(5)
+    x = torch.cat([hostile((60, 40), 16), torch.randn(20, 40, generator=generator)])
+    expected = oracle(x, spec)
+    assert_same_bits(plain.quantize(x, spec, SOURCE), expected)
+    assert_same_bits(plain.quantize(across(x), spec, SOURCE), expected)
+    values, packed = plain.quantize_and_pack(x, spec, SOURCE, x.dtype)
+    assert_same_bits(values, expected)
+    assert_same_bytes(packed, x, spec)
+    assert_same_bits(packed.unpack(), expected)
+
+
+# ------------------------------------------------------------------ noise
+
+
+def test_sources_of_noise() -> None:
+    x = torch.randn(70, 64, generator=torch.Generator().manual_seed(0))
+    step = make_step(3, 1, 2**31 + 5)
+    mixed = mix(KEY, step[:2])
+    for source, key in (
+        ((KEY, None, ()), KEY),
+        ((KEY, None, (7,)), derive(KEY, 7)),
+        ((KEY, step, ()), mixed),
+        ((KEY, step, (3, 1 << 20, 5)), derive(derive(derive(mixed, 3), 1 << 20), 5)),
+    ):
+        expected = fake_quantize(x, STOCHASTIC, -1, key)
+        assert_same_bits(plain.quantize(x, STOCHASTIC, source), expected)
+        assert_same_bits(plain.quantize(across(x), STOCHASTIC, source), expected)
+        assert_same_bits(plain.quantize_and_pack(x, STOCHASTIC, source, x.dtype)[0], expected)
+
+
+# ------------------------------------------------------------------ bytes
+
+
+def test_bytes_stand_for_the_values_in_another_dtype() -> None:
+    """An fp32 operand whose GEMM is in bf16: what comes back is what the GEMM read."""
+    x = hostile((9, 70), 16)
+    spec = QuantSpec("e4m3", 16, ScaleSpec("fp32", "nearest_even"))  # values that bf16 does not hold
+    values, packed = plain.quantize_and_pack(x, spec, plain.NO_SOURCE, torch.bfloat16)
+    assert values.dtype is torch.float32
+    assert not torch.equal(values.nan_to_num(0), values.bfloat16().float().nan_to_num(0))
+    assert_same_bits(packed.unpack(), values.bfloat16())
+
+
+def first(element: str, block: int) -> QuantSpec:
+    """Of the rows that pack."""
+    return spec_of(next(row for row in ROWS if (row["element"], row["block"]) == (element, block)))
+
+
+AGAIN = {
+    "mxfp4 to mxfp4": (MXFP4, QuantSpec("e2m1", 32, MXFP4.scale, "stochastic"), torch.bfloat16),
+    "int4 to int4": (first("int4", 64), UNEVEN, torch.float32),
+    "int8 to e2m1": (first("int8", 16), STOCHASTIC, torch.float32),
+    "e5m2 to e3m2": (first("e5m2", 32), QuantSpec("e3m2", 64, ScaleSpec("ue5m3", "ceil")), torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("shape", [(130, 133), (64, 64), (2, 3, 33, 70), (5, 200), (200, 5), (1, 40), (40, 1)], ids=str)
+@pytest.mark.parametrize("case", AGAIN)
+def test_quantizing_the_transpose_from_bytes(case: str, shape: tuple[int, ...]) -> None:
+    packs, spec, dtype = AGAIN[case]
+    x = hostile(shape, int(packs.block), dtype)  # type: ignore[arg-type]
+    values, packed = plain.quantize_and_pack(x, packs, SOURCE, dtype)
+    assert_same_bits(packed.requantized(spec, SOURCE), fake_quantize(values.mT, spec, -1, DERIVED))
+
+
+@pytest.mark.parametrize("shape", [(0, 40), (40, 0), (2, 0, 40), (0, 3, 40)], ids=str)
+def test_nothing_from_no_bytes(shape: tuple[int, ...]) -> None:
+    x = torch.empty(shape)
+    values, packed = plain.quantize_and_pack(x, MXFP4, SOURCE, torch.bfloat16)
+    assert values.shape == x.shape
+    assert packed.unpack().shape == x.shape
+    assert packed.unpack().dtype is torch.bfloat16
+    assert packed.requantized(MXFP4, SOURCE).shape == x.mT.shape
+
+
+# ------------------------------------------------------------------ what techniques make of blocks
+
+PARTS = ("divisor", "statistic", "scale", "factor")
+GIVEN = [*((part,) for part in PARTS), ("divisor", "statistic", "factor"), ("divisor", "scale", "factor"), PARTS]
+
+
+def expected_with(x: Tensor, spec: QuantSpec, given: dict[str, Tensor]) -> Tensor:
+    """By the definition: ``factor · dequantize(round((x / divisor) / S))``, S of ``statistic`` unless it is given."""
+    blocking = Blocking(tuple(x.shape), spec.block)
+    noise = Noise(DERIVED, blocking, x.device)
+    parts = {name: (p if p.numel() == 1 else p.reshape(blocking.scale_shape)) for name, p in given.items()}
+    values = blocking.split(x).float() / parts.get("divisor", 1)
+    z = parts.get("statistic", scaling.amax(values, blocking.axes)).expand(blocking.scale_shape)
+    scale = parts.get("scale", scaling.block_scale(z.contiguous(), spec.scale, spec.element, noise))
+    codes = round_elements(scaling.ratio(values, scale, spec), spec, noise)
+    return blocking.join((scaling.dequantize(codes, scale, spec) * parts.get("factor", 1)).to(x.dtype))
+
+
+@pytest.mark.parametrize("one", [False, True], ids=["one a block", "one for all"])
+@pytest.mark.parametrize("names", GIVEN, ids="-".join)
+def test_given_blocks(names: tuple[str, ...], one: bool) -> None:
+    encode = QuantSpec("e4m3", 16, ScaleSpec("bf16", "nearest_even", "encode"), "nearest", "up")
+    generator = torch.Generator().manual_seed(3)
+    for spec, dtype in ((STOCHASTIC, torch.float32), (UNEVEN, torch.float32), (encode, torch.bfloat16)):
+        x = hostile((2, 70, 45), int(spec.block), dtype)  # type: ignore[arg-type]
+        grid = (1,) if one else tuple(Blocking(tuple(x.shape), spec.block).grid)
+        given = {name: torch.randn(grid, generator=generator).exp() for name in names}
+        if not one:
+            for part in given.values():
+                part.view(-1)[torch.randperm(part.numel(), generator=generator)[:4]] = torch.tensor(
+                    [torch.nan, torch.inf, 0.0, 1e-40]
+                )
+        expected = expected_with(x, spec, given)
+        assert_same_bits(plain.quantize(x, spec, SOURCE, plain.Blocks(**given)), expected)
+        assert_same_bits(plain.quantize(across(x), spec, SOURCE, plain.Blocks(**given)), expected)
+
+
+# ------------------------------------------------------------------ threads
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    former = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(former)
+
+
+def test_threads_change_nothing(threads: Callable[[int], None]) -> None:
+    wide, tall = hostile((3, 90, 170), 16), hostile((170, 270), 16)
+    assert min(wide.numel(), tall.numel()) > 1 << 15  # enough to be shared out
+
+    def everything() -> list[Tensor]:
+        results = []
+        for x in (wide, tall, across(wide), across(tall)):
+            values, packed = plain.quantize_and_pack(x, STOCHASTIC, SOURCE, x.dtype)
+            results += [values, packed.codes, packed.scales, packed.unpack(), packed.requantized(STOCHASTIC, SOURCE)]
+            results += [plain.quantize(x, STOCHASTIC, SOURCE), plain.maxima(x, 16)]
+        return [r.float() for r in results]
+
+    threads(1)
+    alone = everything()
+    for count in (2, 3, 7):
+        threads(count)
+        for actual, expected in zip(everything(), alone, strict=True):
+            assert_same_bits(actual, expected)
+
+
+# ------------------------------------------------------------------ operators
+
+_x = torch.randn(6, 70)
+_values, _codes, _scales = torch.ops.fp4graph.quantize_and_pack(_x, MXFP4.to_text(), None, None, [])
+_again = STOCHASTIC.to_text()
+NO_BLOCKS = (None, None, None, None)
+OPERATORS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "quantize": ("quantize", (_x, MXFP4.to_text(), None, None, [], *NO_BLOCKS)),
+    "quantize, transposed": ("quantize", (_x.mT, _again, KEY, STEP, list(SALTS), *NO_BLOCKS)),
+    "quantize, not dense": ("quantize", (_x[:, ::2], _again, KEY, None, [], *NO_BLOCKS)),
+    "quantize, given blocks": (
+        "quantize",
+        (_x, _again, KEY, STEP, [1], *(torch.rand(6, 5) + 1 for _ in range(3)), torch.ones(1)),
+    ),
+    "quantize, nothing": ("quantize", (_x[:0], MXFP4.to_text(), None, None, [], *NO_BLOCKS)),
+    "maxima": ("maxima", (_x.view(2, 3, 70), 16)),
+    "maxima, transposed": ("maxima", (_x.mT.bfloat16(), 4)),
+    "quantize_and_pack": ("quantize_and_pack", (_x, MXFP4.to_text(), None, None, [])),
+    "quantize_and_pack, transposed": ("quantize_and_pack", (_x.mT, _again, KEY, STEP, [2])),
+    "quantize_and_pack, bytes": (
+        "quantize_and_pack",
+        (_x, QuantSpec("e4m3", 16, ScaleSpec("fp32", "nearest_even")).to_text(), None, None, []),
+    ),
+    "requantize": (
+        "requantize",
+        (_codes, _scales, MXFP4.to_text(), 70, torch.bfloat16, _again, KEY, STEP, list(SALTS)),
+    ),
+    "unpack": ("unpack", (_codes, _scales, MXFP4.to_text(), 70, torch.float32)),
+}
+
+
+@pytest.mark.parametrize("case", OPERATORS)
+def test_operators_keep_their_promises(case: str) -> None:
+    name, arguments = OPERATORS[case]
+    torch.library.opcheck(getattr(torch.ops.fp4graph, name).default, arguments)
+
+
+@pytest.mark.parametrize("name", ["quantize", "quantize_and_pack", "requantize", "unpack", "maxima"])
+def test_fake_results_are_laid_out_as_real_ones(name: str) -> None:
+    """Strides too, which opcheck compares for dense results alone."""
+    operator = getattr(torch.ops.fp4graph, name).default
+    for made, arguments in OPERATORS.values():
+        if made != name:
+            continue
+        real = operator(*arguments)
+        with torch._subclasses.FakeTensorMode() as mode:
+            inputs = [mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments]
+            fake = operator(*inputs)
+        for one, other in zip(_tuple(real), _tuple(fake), strict=True):
+            assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+
+
+def _tuple(result: Any) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)

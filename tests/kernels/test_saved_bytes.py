@@ -1,0 +1,163 @@
+"""What quantized linears keep for their backward: packed bytes where nothing else is read, else what they read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from numerics.helpers import assert_same_bits
+from torch import Tensor, nn
+
+import fp4graph
+from fp4graph.ops import plain
+
+M, K, N = 96, 128, 64  # tokens, in, out
+PACKED, BF16 = 1 / 2 + 1 / 32, 2  # bytes per element, of MXFP4 (two codes to a byte, a scale to 32) and of bf16
+INPUT, WEIGHT = M * K, N * K
+KEYS = 2 * 4 + 5 * 4  # the site's and the forward's
+
+
+def kept(run: Callable[[], Tensor]) -> list[Tensor]:
+    """What ``run()`` saves for its backward, each piece of memory once."""
+    held: dict[int, Tensor] = {}
+
+    def hold(tensor: Tensor) -> Tensor:
+        held[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+        run().sum().backward()
+    return list(held.values())
+
+
+def size(tensors: list[Tensor]) -> int:
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def of_linear(
+    policy: Any, shape: tuple[int, ...] = (M, K), dtype: torch.dtype = torch.bfloat16, needs_grad: bool = True
+) -> list[Tensor]:
+    """What a linear to N features keeps of an input of ``shape``."""
+    torch.manual_seed(0)
+    linear = nn.Linear(shape[-1], N, bias=False, dtype=dtype)
+    if policy is not None:
+        fp4graph.apply(linear, policy, backend="eager")
+    x = torch.randn(shape, dtype=dtype, requires_grad=needs_grad)
+    return kept(lambda: linear(x))
+
+
+def policy_of(operands: dict[str, Any] | None = None, techniques: tuple[Any, ...] = (), **quantize: Any) -> Any:
+    """TetraJet for linears wherever they are, with changes."""
+    source = {"dgrad.weight": {"source": "fprop"}, "wgrad.input": {"source": "fprop"}}
+    rule = {
+        "match": {"op": "linear"},
+        "quantize": {
+            "element": "e2m1",
+            "block": 32,
+            "scale": {"format": "e8m0", "rounding": "ceil"},
+            "ties": "up",
+            **quantize,
+        },
+        "operands": {"backward": {"rounding": "stochastic"}, **(source if operands is None else operands)},
+    }
+    return {"version": 1, "name": "linears", "default": "keep", "rules": [rule], "techniques": list(techniques)}
+
+
+def test_an_unquantized_linear_keeps_its_input_and_its_weight() -> None:
+    assert size(of_linear(None)) == BF16 * (INPUT + WEIGHT)
+
+
+def test_packed_operands_take_little_more_than_a_quarter() -> None:
+    tensors = of_linear(policy_of())
+    assert size(tensors) == PACKED * (INPUT + WEIGHT) + KEYS
+    assert size(tensors) <= 0.29 * BF16 * (INPUT + WEIGHT)
+    assert {tensor.dtype for tensor in tensors} == {torch.uint8, torch.int32}
+    assert size(of_linear(policy_of(), dtype=torch.float32)) == size(tensors)
+
+
+@pytest.mark.parametrize("shape", [(M, 72), (3, 5, K), (1, 40)], ids=str)
+def test_blocks_are_kept_whole(shape: tuple[int, ...]) -> None:
+    """A last block that is not full takes as many bytes as one that is."""
+    tokens, length = torch.Size(shape[:-1]).numel(), -(-shape[-1] // 32) * 32
+    assert size(of_linear(policy_of(), shape)) == PACKED * (tokens + N) * length + KEYS
+
+
+def test_what_no_gradient_reads_is_not_kept() -> None:
+    assert size(of_linear(policy_of(), needs_grad=False)) == PACKED * INPUT + KEYS
+
+
+#: What else a policy may ask for, and the bytes to an element of the input and of the weight. bf16 is the original, or
+#: a dequantized operand that no bytes stand for.
+OTHERS: dict[str, tuple[Any, float, float]] = {
+    "originals requantized": (policy_of({}), BF16, BF16),
+    "the original weight requantized": (policy_of({"wgrad.input": {"source": "fprop"}}), PACKED, BF16),
+    "the original input requantized": (policy_of({"dgrad.weight": {"source": "fprop"}}), BF16, PACKED),
+    "eight-bit codes": (policy_of(element="e4m3"), 1 + 1 / 32, 1 + 1 / 32),
+    "blocks of 16 under fp32": (
+        policy_of(block=16, scale={"format": "fp32", "rounding": "nearest_even"}),
+        1 / 2 + 4 / 16,
+        1 / 2 + 4 / 16,
+    ),
+    "blocks that do not fill lanes": (policy_of(block=48), BF16, BF16),
+    "blocks of two axes": (policy_of(block=[32, 32]), BF16, BF16),
+    "a technique on the weight": (policy_of(techniques=({"q_ema": {"beta": 0.9}},)), PACKED, BF16),
+    "rotated in fprop": (policy_of(techniques=({"hadamard": {"kind": "deterministic", "block": 32}},)), BF16, BF16),
+    "a gradient of both": (
+        policy_of(techniques=({"step_gradient": {"kind": "sigmoid"}},)),
+        PACKED + BF16,
+        PACKED + BF16,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_where_bytes_do_not_serve(case: str) -> None:
+    policy, per_input, per_weight = OTHERS[case]
+    assert size(of_linear(policy)) == per_input * INPUT + per_weight * WEIGHT + KEYS
+
+
+def test_tensor_code_keeps_the_dequantized_operands() -> None:
+    with plain.tensor_code():
+        assert size(of_linear(policy_of())) == BF16 * (INPUT + WEIGHT) + KEYS
+
+
+def test_bytes_are_lossless() -> None:
+    """Of the fp32 input and weight of a bf16 GEMM: what its backward rereads is what it read."""
+    spec = fp4graph.QuantSpec("e2m1", 32, fp4graph.ScaleSpec("e8m0", "ceil"), "nearest", "up")
+    torch.manual_seed(0)
+    linear = fp4graph.apply(nn.Linear(K, N, bias=False), policy_of(), backend="eager")
+    x = torch.randn(M, K, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        tensors = kept(lambda: linear(x))
+    for original in (x, linear.weight):
+        rows = original.shape[0]
+        codes, scales = (next(t for t in tensors if t.shape == shape) for shape in ((rows, K // 2), (rows, K // 32)))
+        packed = plain.Packed(codes, scales, spec, K, torch.bfloat16)
+        assert_same_bits(packed.unpack(), fp4graph.fake_quantize(original.detach().bfloat16(), spec))
+
+
+class Blocks(nn.Module):
+    """Nothing but the linears of two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(K, N), nn.Linear(N, K)) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_the_shipped_policy() -> None:
+    """Two linears a block, K to N and N to K, under autocast."""
+    unquantized, quantized = Blocks(), fp4graph.apply(Blocks(), "tetrajet", backend="eager")
+    x = torch.randn(M, K, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        before, after = size(kept(lambda: unquantized(x))), size(kept(lambda: quantized(x)))
+    assert before == BF16 * 2 * (M * K + M * N + 2 * K * N)
+    assert after == PACKED * 2 * (M * K + M * N + 2 * K * N) + (4 * 2 + 5) * 4
+    assert after <= 0.29 * before
