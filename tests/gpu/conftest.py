@@ -12,12 +12,6 @@ from unittest import mock
 import pytest
 import torch
 
-pytest.importorskip("triton", reason="Triton is not installed, as on systems that it is not made for")
-if not torch.cuda._is_compiled():
-    pytest.skip("this torch is built without CUDA", allow_module_level=True)
-
-from . import interpreted
-
 #: No pool of further processes to compile in: starting it takes longer than the compiling.
 ENVIRONMENT = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
 
@@ -41,6 +35,8 @@ def compiler() -> Iterator[ProcessPoolExecutor]:
 @pytest.fixture(scope="session")
 def interpreter() -> Iterator[ProcessPoolExecutor]:
     """A process in which Triton functions are interpreted."""
+    from . import interpreted  # not above: it imports Triton, without which the tests are skipped
+
     with worker(TRITON_INTERPRET="1") as pool:
         pool.submit(interpreted.prepare).result()
         yield pool

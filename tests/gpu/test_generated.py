@@ -8,6 +8,11 @@ from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
+
+pytest.importorskip("triton", reason="there is no Triton for this system, or it is not installed")
+if not torch.cuda._is_compiled():
+    pytest.skip("this torch is built without CUDA", allow_module_level=True)
+
 from numerics.helpers import assert_same_bits
 from torch import Tensor
 
