@@ -11,6 +11,7 @@ import functools
 import hashlib
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from fp4graph.ops import plain
 from fp4graph.ops.matmul import MatmulProgram, quantized_matmul
 
 _PREFIX = "fp4graph_site_"
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 #: What of this package computes; the rest may change without a graph becoming another.
 _COMPUTING = ("numerics", "ops", "kernels", "graph", "technique.py", "operands.py")
 
@@ -72,8 +74,11 @@ def _site_function(
         y = y if alpha == 1 else y * alpha
         return y + (addend if beta == 1 else addend * beta).to(y.dtype)
 
-    said = repr((program, form, alpha, beta, kernels, _techniques_digest(program)))
+    # Functions of techniques are in their sources; where they lie in memory differs from process to process.
+    said = _ADDRESS.sub("", repr((program, form, alpha, beta, kernels, _techniques_digest(program))))
     name = f"{_PREFIX}{form}_{hashlib.sha256(said.encode()).hexdigest()[:16]}"
+    if hasattr(sys.modules[__name__], name):  # two that differ in nothing that can be said
+        name += os.urandom(8).hex()
     fp4graph_matmul.__name__ = fp4graph_matmul.__qualname__ = name
     setattr(sys.modules[__name__], name, fp4graph_matmul)  # where whoever reads the graph's code looks for it
     return fp4graph_matmul
