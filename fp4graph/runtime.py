@@ -26,6 +26,7 @@ from fp4graph.graph.observe import Observation, Observer
 from fp4graph.graph.plan import Plan, plan_weight
 from fp4graph.graph.rewrite import Rewriter, Site
 from fp4graph.graph.watch import Watch
+from fp4graph.kernels.inductor import EXACT
 from fp4graph.numerics import noise
 from fp4graph.operands import Operand
 from fp4graph.ops import contract
@@ -648,7 +649,16 @@ def inner_backend(name: str) -> Backend:
     """The torch.compile backend that runs the rewritten graph."""
     if name not in BACKENDS:
         raise ValueError(f"backend is one of {', '.join(BACKENDS)}; got {name!r}")
-    return torch._dynamo.lookup_backend(name)
+    return _inductor if name == "inductor" else torch._dynamo.lookup_backend(name)
+
+
+def _inductor(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+    """Inductor, told for a GPU to compute what eager mode computes; its C++ does so as it is."""
+    from torch._inductor.compile_fx import compile_fx
+
+    on_gpu = any(isinstance(x, Tensor) and x.device.type == "cuda" for x in example_inputs)
+    compiled: Any = compile_fx(gm, example_inputs, config_patches=dict(EXACT) if on_gpu else None)
+    return compiled  # type: ignore[no-any-return]
 
 
 def _active_ddp() -> DistributedDataParallel | None:
