@@ -11,18 +11,20 @@ import fp4graph
 
 
 class Net(nn.Module):
-    """Residual blocks of one linear each, which policies find by their names, between layers that they leave alone."""
+    """Residual blocks of two linears, which policies find, between layers that they leave alone."""
 
     def __init__(self, width: int = 64, blocks: int = 3) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.stem = nn.Linear(width, width)
-        self.blocks = nn.ModuleList([nn.Linear(width, width) for _ in range(blocks)])
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width)) for _ in range(blocks)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         for block in self.blocks:
-            x = x + nn.functional.gelu(block(x))
+            x = x + block(x)
         return x
 
 

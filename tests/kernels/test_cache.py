@@ -1,0 +1,152 @@
+"""torch's caches of compiled code: what they keep is found again, and nothing that has changed since."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import fp4graph
+from fp4graph.graph.functions import site_function
+from fp4graph.graph.plan import plan_site
+from fp4graph.ops import plain
+from fp4graph.ops.matmul import MatmulProgram
+from fp4graph.reference import shipped_registry
+from fp4graph.site import BlockPosition, SiteView
+
+TESTS = Path(__file__).parents[1]
+TECHNIQUE = '''
+from typing import ClassVar
+
+import fp4graph
+
+
+class Louder(fp4graph.Technique):
+    """Multiplies the quantized weight of fprop."""
+
+    name: ClassVar[str] = "louder"
+    overhead: ClassVar[fp4graph.Overhead] = fp4graph.Overhead("O(n)", "O(1)", fusable=True)
+    by: float = 1.0
+
+    @property
+    def complexity(self):
+        return 0.5
+
+    def acts_on(self, site):
+        return frozenset({fp4graph.Operand.FPROP_WEIGHT})
+
+    def after(self, y, context):
+        return y * self.by * FACTOR
+
+
+@fp4graph.hookimpl
+def fp4graph_techniques():
+    return [Louder]
+'''
+
+
+class Process:
+    """Starts ``cached.py`` with a cache and a technique of this test."""
+
+    def __init__(self, folder: Path) -> None:
+        self.technique = folder / "louder.py"
+        self.write(1.5)
+        paths = [str(folder), str(TESTS), os.environ.get("PYTHONPATH", "")]
+        self.environment = {
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # workers take longer to start than there is to compile
+            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
+
+    def write(self, factor: float) -> None:
+        self.technique.write_text(f"FACTOR = {factor}\n" + TECHNIQUE)
+
+    def train(self, *cases: str) -> dict[str, Any]:
+        """What came of each case."""
+        done = subprocess.run(
+            [sys.executable, str(TESTS / "kernels/cached.py"), *cases],
+            env=self.environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return result
+
+
+def test_what_another_process_compiled(tmp_path: Path) -> None:
+    """It is taken from the cache for an equal policy and equal code, and for no other."""
+    process = Process(tmp_path)
+    first = process.train("up", "louder")
+    for case in first.values():
+        assert case["hits"] == 0
+        assert case["misses"] == 1
+        assert case["off"] < 1e-4
+    again = process.train("louder", "up", "even", 'louder {"by": 1.25}')
+    for name in ("up", "louder"):
+        assert again[name]["hits"] == 1
+        assert again[name]["misses"] == 0
+        assert again[name]["weights"] == first[name]["weights"]
+    assert len({tuple(again[name]["weights"]) for name in again if name != "even"}) == 3  # ties are too rare to tell
+    for name in ("even", 'louder {"by": 1.25}'):
+        assert again[name]["hits"] == 0
+        assert again[name]["off"] < 1e-4
+    process.write(0.5)
+    (changed,) = process.train("louder").values()
+    assert changed["hits"] == 0
+    assert changed["off"] < 1e-4
+    apart = torch.tensor(changed["weights"]) - torch.tensor(first["louder"]["weights"])
+    assert apart.abs().max() > 1e-2
+
+
+# ------------------------------------------------------------------ names
+
+SITE = SiteView("blocks.5.mlp.fc2", "linear", 256, 256, 1 << 16, BlockPosition("blocks", 5, 12))
+
+
+def programs() -> dict[str, MatmulProgram]:
+    """What every shipped policy makes of a linear layer, in training and in evaluation."""
+    found = {}
+    for name in sorted(shipped_registry().policies):
+        rules = fp4graph.load_policy(name).rules
+        for (index, rule), training in itertools.product(enumerate(rules), (True, False)):
+            program = plan_site(SITE, rule, training=training).program if rule.quantizes else None
+            if program is not None:
+                found[f"{name} {index} {training}"] = program
+    return found
+
+
+def name_of(program: MatmulProgram, form: str = "linear", alpha: float = 1.0, beta: float = 1.0) -> str:
+    return site_function(program, form, alpha, beta).__name__
+
+
+def test_names_tell_programs_apart() -> None:
+    """One name for equal programs, another for any other."""
+    by_program: dict[MatmulProgram, str] = {}
+    for program in programs().values():
+        assert by_program.setdefault(program, name_of(program)) == name_of(program)
+    assert len(set(by_program.values())) == len(by_program) > 30
+    program = next(iter(by_program))
+    names = {name_of(program), name_of(program, "matmul"), name_of(program, alpha=2), name_of(program, beta=2)}
+    with plain.tensor_code():
+        names.add(name_of(program))
+    assert len(names) == 5
+
+
+def test_names_are_the_same_in_every_process() -> None:
+    code = (
+        "import json\nfrom kernels.test_cache import name_of, programs\n"
+        "print(json.dumps({case: name_of(program) for case, program in programs().items()}))"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {case: name_of(program) for case, program in programs().items()}

@@ -1,0 +1,159 @@
+"""Kernels are compiled where they run: without a compiler, with one that fails, and by two processes at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from numerics.helpers import assert_same_bits
+from torch import Tensor
+
+from fp4graph.kernels import cpu
+from fp4graph.numerics.quantize import fake_quantize
+from fp4graph.numerics.spec import QuantSpec, ScaleSpec
+from fp4graph.ops import plain
+
+from .models import train
+
+TESTS = str(Path(__file__).parents[1])
+POLICY = "tetrajet"
+
+
+def start(code: str, folder: Path, **environment: str) -> subprocess.Popen[str]:
+    """A Python process with a cache directory of its own, which prints JSON."""
+    paths = os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])
+    fresh = {"TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONPATH": paths, **environment}
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**os.environ, **fresh},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def answer(process: subprocess.Popen[str]) -> Any:
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, out + err
+    return json.loads(out.splitlines()[-1])
+
+
+def compiler(path: Path, body: str) -> str:
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+# ------------------------------------------------------------------ without kernels
+
+TRAINING = f"""
+import json, warnings
+from kernels.models import train
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    weights = [train({POLICY!r}).tolist() for _ in range(2)]
+about = [str(w.message) for w in said if "kernel" in str(w.message)]
+print(json.dumps({{"weights": weights, "warnings": about}}))
+"""
+
+
+@pytest.fixture(scope="module")
+def trained() -> Tensor:
+    """What training by kernels gives."""
+    assert plain.enabled()
+    assert cpu.available()
+    return train(POLICY)
+
+
+@pytest.mark.parametrize(
+    ("environment", "warned"),
+    [({"CXX": "/nonexistent/compiler"}, True), ({"FP4GRAPH_KERNELS": "0"}, False)],
+    ids=["no compiler", "switched off"],
+)
+def test_training_without_kernels(environment: dict[str, str], warned: bool, trained: Tensor, tmp_path: Path) -> None:
+    """To the same bits, with one warning where the kernels were wanted, which says what to do."""
+    said = answer(start(TRAINING, tmp_path, **environment))
+    assert not list(tmp_path.rglob("*.so"))
+    for weights in said["weights"]:
+        assert_same_bits(torch.tensor(weights), trained)
+    assert len(said["warnings"]) == warned
+    if warned:
+        (warning,) = said["warnings"]
+        assert "/nonexistent/compiler" in warning
+        assert "Install g++" in warning
+        assert "CXX" in warning
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache directory, and no compiler known to work."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    cpu.available.cache_clear()
+    yield tmp_path
+    cpu.available.cache_clear()
+
+
+def test_a_compiler_that_refuses_the_source(fresh: Path, trained: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says why, and what it has half written is not taken for a library."""
+    body = """for last; do :; done
+printf half > "$last"
+echo "quantize.cpp: In function 'f':" >&2
+echo "quantize.cpp:1: error: too modern for me" >&2
+exit 1"""
+    monkeypatch.setenv("CXX", compiler(fresh / "old-c++", body))
+    with pytest.warns(UserWarning, match=r"error: too modern for me.*CXX") as said:
+        weights = train(POLICY)
+    assert len([w for w in said if "kernel" in str(w.message)]) == 1
+    assert_same_bits(weights, trained)
+    assert [path for path in (fresh / "cache").rglob("*") if path.is_file()] == []
+
+
+# ------------------------------------------------------------------ two at once
+
+SPEC = QuantSpec("int4", 32, ScaleSpec("ue5m3", "nearest_even"))
+QUANTIZING = f"""
+import json, torch
+from fp4graph.numerics.spec import QuantSpec
+from fp4graph.ops import plain
+x = torch.arange(-300.0, 340.0).view(10, 64)
+spec = QuantSpec.from_text({SPEC.to_text()!r})
+assert plain.runs(spec, x.device)
+print(json.dumps(plain.quantize(x, spec, plain.NO_SOURCE).tolist()))
+"""
+#: Waits until as many as ``$BUILDERS`` compile the same source, then compiles.
+TOGETHER = """for word; do case "$word" in *.cpp) source="$word";; esac; done
+name="$MEETING/$(cksum < "$source" | tr ' ' -)"
+touch "$name.$$"
+tries=0
+while [ "$(ls "$name".* | wc -l)" -lt "$BUILDERS" ] && [ "$tries" -lt 600 ]; do sleep 0.1; tries=$((tries + 1)); done
+exec g++ "$@" """
+
+
+@pytest.fixture
+def builders(tmp_path: Path) -> Callable[[int], subprocess.Popen[str]]:
+    """Starts a process whose builds wait for those of as many others."""
+    (tmp_path / "meeting").mkdir()
+    environment = {"CXX": compiler(tmp_path / "c++", TOGETHER), "MEETING": str(tmp_path / "meeting")}
+    return lambda count: start(QUANTIZING, tmp_path / "cache", BUILDERS=str(count), **environment)
+
+
+def test_two_processes_build_the_same_kernel_at_once(
+    builders: Callable[[int], subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    expected = fake_quantize(torch.arange(-300.0, 340.0).view(10, 64), SPEC)
+    processes = [builders(2), builders(2)]
+    for process in processes:
+        assert_same_bits(torch.tensor(answer(process)), expected)
+    built = len(list((tmp_path / "meeting").iterdir()))
+    assert built == 4  # what is tried first and the quantizer, each by both
+    libraries = [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert [path.suffix for path in libraries] == [".so", ".so"]
+    assert_same_bits(torch.tensor(answer(builders(1))), expected)
+    assert len(list((tmp_path / "meeting").iterdir())) == built  # nothing was compiled again

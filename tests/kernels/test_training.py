@@ -1,0 +1,60 @@
+"""Training gives the same bits with the kernels and without them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from numerics.helpers import assert_same_bits
+
+from fp4graph.kernels import cpu
+from fp4graph.ops import plain
+from fp4graph.reference import shipped_registry
+
+from .models import train
+
+POLICIES = sorted(shipped_registry().policies)
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which kernels are called."""
+    made: list[str] = []
+
+    def spied(name: str, original: Any) -> Any:
+        def spy(*arguments: Any) -> None:
+            made.append(name)
+            original(*arguments)
+
+        return spy
+
+    for name in ("quantize", "requantize"):
+        monkeypatch.setattr(cpu, name, spied(name, getattr(cpu, name)))
+    return made
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_trains_to_the_same_bits(policy: str, calls: list[str]) -> None:
+    for dtype in DTYPES:
+        by_kernels = train(policy, dtype)
+        assert bool(calls) is (policy != "bf16")
+        calls.clear()
+        with plain.tensor_code():
+            by_tensor_code = train(policy, dtype)
+        assert not calls
+        assert by_kernels.isfinite().all()
+        assert_same_bits(by_kernels, by_tensor_code)
+
+
+def test_what_is_requantized_comes_from_bytes(calls: list[str]) -> None:
+    """In both backward GEMMs of two linears in each of three blocks, three times."""
+    train("tetrajet")
+    assert calls.count("requantize") == 2 * 2 * 3 * 3
+
+
+def test_under_aot_autograd_the_bits_are_those_of_eager(calls: list[str]) -> None:
+    compiled = train("tetrajet-qema", torch.bfloat16, "aot_eager")
+    assert calls
+    assert_same_bits(compiled, train("tetrajet-qema", torch.bfloat16))
