@@ -1,6 +1,6 @@
 """Which operand hurts most: TetraJet's Table 1 and the per-GEMM ablation, on a small ViT and handwritten digits.
 
-    python examples/findings/operands.py              # 5 seeds of tetrajet and mxfp4, most of an hour on one CPU core
+    python examples/findings/operands.py              # 5 seeds of tetrajet and mxfp4, half an hour on one CPU core
 
 Every training begins with the same weights and sees the same batches as the others of its seed. Trainings that are
 done are kept, and the script goes on with what is missing.
@@ -26,7 +26,7 @@ def curve(policy: Policy, seed: int) -> list[tuple[float, float]]:
         "digits",
         policy=yaml.safe_load(policy.to_yaml()),
         seed=seed,
-        steps=440,
+        steps=220,
         validate_every=22,
         schedule="cosine",
         device="cpu",

@@ -24,7 +24,12 @@ from fp4graph.analysis import Statistics, read
 from fp4graph.experiments.train import Run, train
 
 STEPS, WINDOW = 440, 100
-RAMPING = {"q_ramping": {"t_update": 110, "n_max": 110, "t0": 30}}  # an epoch here has fewer steps than a detection
+#: Schedules are of this training's length; the last detection of Q-Ramping ends before the window begins.
+RAMPING = {"q_ramping": {"t_update": 150, "n_max": 150, "t0": 30}}
+DAMPEN = {"dampen": {"strength": 0.01, "total_steps": STEPS, "start": 0.25}}
+FREEZE = {
+    "freeze": {"momentum": 0.02, "threshold": 0.1, "final_threshold": 0.02, "total_steps": STEPS, "start": 0.25},
+}
 
 
 def extended(*techniques: Any) -> dict[str, Any]:
@@ -36,8 +41,8 @@ POLICIES: dict[str, Any] = {
     "+ Q-EMA, β = 0.998": "tetrajet-qema",
     "+ Q-EMA, β = 0.98": extended({"q_ema": {"beta": 0.98}}),
     "+ Q-Ramping": extended(RAMPING),
-    "+ Dampen": "tetrajet-dampen",
-    "+ Freeze": "tetrajet-freeze",
+    "+ Dampen": extended(DAMPEN),
+    "+ Freeze": extended(FREEZE),
     "without weight quantizers": "tetrajet-no-wq",
 }
 COLUMNS = ("oscillating", "flips", "rate_of_change", "quantized_rate_of_change")
