@@ -85,6 +85,7 @@ def install(gpu: Gpu) -> None:
         get_compute_capability = staticmethod(lambda device=None: gpu.capability)
         is_bf16_supported = staticmethod(lambda including_emulation=False: True)
 
+    device_interface.get_interface_for_device("cpu")  # registers torch's own, which would replace ours later
     for name in ("cuda", "cuda:0"):
         device_interface.register_interface_for_device(name, Interface)
     device_interface.caching_worker_device_properties["cuda"] = [properties]
