@@ -27,7 +27,7 @@ from fp4graph.errors import Error
 from fp4graph.experiments.run import Outcome, finite
 from fp4graph.training.checkpoint import replacing
 
-RUN, METRICS, OUTCOME, CHECKPOINT = "run.json", "metrics.jsonl", "outcome.json", "checkpoint.pt"
+RUN, METRICS, OUTCOME, CHECKPOINT, EVENTS = "run.json", "metrics.jsonl", "outcome.json", "checkpoint.pt", "tensorboard"
 FORMAT, VERSION = "fp4graph.run", 1
 
 
@@ -83,9 +83,12 @@ class Record:
         """Add a line to ``metrics.jsonl``, and its values to TensorBoard's events."""
         try:
             _append(self.folder / METRICS, _line({"step": step, **values}))
-            self._event(step, values)
         except OSError as error:
             raise self._failed(METRICS, error) from error
+        try:
+            self._event(step, values)
+        except OSError as error:
+            raise self._failed(EVENTS, error) from error
 
     def end(self, outcome: Outcome) -> None:
         """Write ``outcome.json``."""
@@ -116,7 +119,7 @@ class Record:
                 return
             from torch.utils.tensorboard import SummaryWriter
 
-            self._events = SummaryWriter(str(self.folder / "tensorboard"))
+            self._events = SummaryWriter(str(self.folder / EVENTS))
         for name, value in values.items():
             self._events.add_scalar(name, value, step)
 
