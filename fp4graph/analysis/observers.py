@@ -119,7 +119,7 @@ class Collector:
             pairs, lefts, rights = zip(*group, strict=True)
             exact = torch.cat([p.left_exact for p in pairs]), torch.cat([p.right_exact for p in pairs])
             sums = m.gradient_sums(Moments.together(lefts), Moments.together(rights), *exact)
-            self._add_sums([(pair.site, str(pair.gemm)) for pair in pairs], sums)
+            self._add_rows([(pair.site, str(pair.gemm)) for pair in pairs], _rows(sums))
 
     def _add(self, tensors: Sequence[tuple[str, Operand]], lines: Lines) -> None:
         sums = m.operand_sums(lines)
@@ -127,26 +127,29 @@ class Collector:
             sums["scales"] = m.scale_counts(lines.scales)
             sums["blocks"] = torch.full_like(sums["signal"], lines.scales.shape[1])
             sums["zero_blocks"] = (lines.scales == 0).sum(1, dtype=torch.float64)
-        if tensors[0][1] is Operand.FPROP_WEIGHT:
-            latent = lines.ratio.flatten(1)
-            limit = lines.element.max
-            if "confidence" in self._metrics:
-                confidence = m.confidence(latent, lines.element)
-                sums["confidence"] = confidence.nansum(1, dtype=torch.float64)
-                sums["confidence_histogram"] = m.histogram(confidence, m.CONFIDENCE_BINS, 0, 1)
-            if "latent" in self._metrics:
-                sums["latent_histogram"] = m.histogram(latent, m.LATENT_BINS, -limit, limit)
-                sums["latent_limit"] = torch.full_like(sums["signal"], limit)
-        self._add_sums([(site, str(operand)) for site, operand in tensors], sums)
+        rows = _rows(sums)
+        # Weights may be alike with activations and gradients, and side by side with them.
+        weights = [place for place, (_, operand) in enumerate(tensors) if operand is Operand.FPROP_WEIGHT]
+        if weights and self._metrics & {"confidence", "latent"}:
+            for place, of_weight in zip(weights, _rows(self._latent_sums(lines, weights)), strict=True):
+                rows[place] |= of_weight
+        self._add_rows([(site, str(operand)) for site, operand in tensors], rows)
 
-    def _add_sums(self, tensors: Sequence[tuple[str, str]], sums: Mapping[str, Tensor]) -> None:
-        """Numbers and lists of them: one transfer for all scalars, one for each histogram."""
-        scalars = {name: value for name, value in sums.items() if value.dim() == 1}
-        columns = torch.stack(list(scalars.values()), 1).tolist()
-        tables = {name: value.tolist() for name, value in sums.items() if value.dim() == 2}
-        for place, tensor in enumerate(tensors):
-            new: dict[str, Any] = dict(zip(scalars, columns[place], strict=True))
-            new |= {name: table[place] for name, table in tables.items()}
+    def _latent_sums(self, lines: Lines, weights: Sequence[int]) -> dict[str, Tensor]:
+        """Of those of the lines that are weights'."""
+        latent = lines.ratio.flatten(1)[list(weights)]
+        limit, sums = lines.element.max, {}
+        if "confidence" in self._metrics:
+            confidence = m.confidence(latent, lines.element)
+            sums["confidence"] = confidence.nansum(1, dtype=torch.float64)
+            sums["confidence_histogram"] = m.histogram(confidence, m.CONFIDENCE_BINS, 0, 1)
+        if "latent" in self._metrics:
+            sums["latent_histogram"] = m.histogram(latent, m.LATENT_BINS, -limit, limit)
+            sums["latent_limit"] = torch.full((len(weights),), limit, dtype=torch.float64, device=latent.device)
+        return sums
+
+    def _add_rows(self, tensors: Sequence[tuple[str, str]], rows: Sequence[dict[str, Any]]) -> None:
+        for tensor, new in zip(tensors, rows, strict=True):
             former = self._sums.get(tensor)
             self._sums[tensor] = new if not former else _summed(former, new)
 
@@ -201,6 +204,17 @@ class Outputs:
     def output(self, site: str, y: Tensor) -> None:
         if matches(self._patterns, site):
             self.seen[site] = y.detach().clone()
+
+
+def _rows(sums: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    """Of each of G tensors its numbers and lists of them: one transfer for all scalars, one for each histogram."""
+    scalars = {name: value for name, value in sums.items() if value.dim() == 1}
+    tables = {name: value.tolist() for name, value in sums.items() if value.dim() == 2}
+    columns = torch.stack(list(scalars.values()), 1).tolist()
+    return [
+        dict(zip(scalars, column, strict=True)) | {name: table[place] for name, table in tables.items()}
+        for place, column in enumerate(columns)
+    ]
 
 
 def _summed(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:

@@ -252,6 +252,25 @@ def test_only_what_was_asked_for(tmp_path):
     }  # fmt: skip
 
 
+def test_weights_that_are_alike_with_inputs(tmp_path):
+    """Same shape, same quantizer, looked at together: confidence and latent weights are those of weights alone."""
+    model, optimizer = make(policy("nearest"), nn.Linear(32, 8))
+    with Statistics(model, optimizer, every=2, directory=tmp_path, sample=None):
+        steps(model, optimizer, 1)
+        w = model.weight.detach().clone()
+        steps(model, optimizer, 1, start=1)
+    recorded = read(tmp_path)
+    assert [r["tensor"] for r in recorded.rows if "confidence" in r or "latent" in r] == ["fprop.weight"]
+    row = only(recorded, step=2, tensor="fprop.weight")
+    blocks = w.double().numpy().reshape(-1, 16)
+    u = np.abs(blocks) / 2.0 ** (np.floor(np.log2(np.abs(blocks).max(1, keepdims=True))) - 2)
+    thresholds, half = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5]), [0.25, 0.25, 0.25, 0.25, 0.375, 0.5, 0.75, 1]
+    u = u.clip(max=6)
+    expected = np.abs(u[..., None] - thresholds).min(-1) / np.array(half)[np.searchsorted(thresholds, u)]
+    assert row["confidence"] == pytest.approx(expected.mean(), rel=1e-4)
+    assert sum(row["confidence_histogram"]) == sum(row["latent"]["counts"]) == w.numel()
+
+
 def test_under_autocast_and_with_phases(tmp_path):
     """The policy of the phase is the one that is looked at."""
     recipe = policy() | {"phases": [{"at": 5, "operands": {"backward": "keep"}}]}
