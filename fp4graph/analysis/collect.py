@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any
 
@@ -43,8 +43,9 @@ class Statistics:
         window: steps over which oscillation, flips and rates of change of weights are measured, one window before each
             ``window_every``-th step (ten times ``every`` by default, and no less than ``window``).
         sample: about how many elements of an operand are looked at, whole lines of it; None for all.
-        probe: inputs of the model, positional (a tuple) or by keyword (a dict), whose outputs at each site are
-            compared before and after the recorded step: the rate of change of Y.
+        probe: inputs of the model, positional (a tuple) or by keyword (a dict), or a function without arguments that
+            calls the model, always with the same; the outputs at each site are compared before and after the recorded
+            step: the rate of change of Y.
         step: steps done before, where a resumed training goes on; by default what the optimizer's state counts.
         tensorboard: a ``SummaryWriter``, or a directory to make one for, to log to as well.
 
@@ -65,7 +66,7 @@ class Statistics:
         window: int = 30,
         window_every: int | None = None,
         sample: int | None = 1 << 12,
-        probe: tuple[Any, ...] | Mapping[str, Any] | None = None,
+        probe: tuple[Any, ...] | Mapping[str, Any] | Callable[[], object] | None = None,
         step: int | None = None,
         tensorboard: Any = None,
     ) -> None:
@@ -207,7 +208,9 @@ class Statistics:
         try:
             self._model.eval()
             with torch.no_grad(), torch.autocast(self._runtime.device.type, dtype, enabled=dtype is not None):
-                if isinstance(self._probe, Mapping):
+                if callable(self._probe):
+                    self._probe()
+                elif isinstance(self._probe, Mapping):
                     self._model(**self._probe)
                 else:
                     self._model(*self._probe or ())

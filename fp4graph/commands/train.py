@@ -60,6 +60,10 @@ def train(
     output: Annotated[
         Path | None, typer.Option(help="Folder of the run's record. [runs/TASK-POLICY-OPTIMIZER-SEED]")
     ] = None,
+    statistics: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="STEPS", help="Every so many steps, record what quantization does at each site."),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --output.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
 ) -> None:
@@ -102,7 +106,7 @@ def train(
         raise Error("--resume goes on with the run in a folder: give it with --output")
     folder = output or _unused(run)
     with _progress(run, quiet=as_json) as (tick, report):
-        outcome = training.train(run, report=report, tick=tick, directory=folder, resume=resume)
+        outcome = training.train(run, report=report, tick=tick, directory=folder, resume=resume, statistics=statistics)
     if as_json:
         print(json.dumps({"run": run.to_json(), "outcome": outcome.to_json(), "record": str(folder)}, indent=2))
     else:

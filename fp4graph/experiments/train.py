@@ -11,7 +11,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import fp4graph
+from fp4graph.analysis import Statistics
 from fp4graph.errors import Error
 from fp4graph.experiments.placement import placed
 from fp4graph.experiments.record import Record
@@ -37,6 +38,8 @@ __all__ = ["Outcome", "Run", "Validation", "train"]
 LOOK_EVERY = 10
 #: Lines of a record between two validations are no more than this many in all.
 LINES = 1000
+#: Validation samples whose way through the model is compared from step to step.
+PROBE = 8
 
 Watch = Callable[[nn.Module, torch.optim.Optimizer], AbstractContextManager[Any]]
 
@@ -50,6 +53,7 @@ def train(
     checkpoints: bool = True,
     tick: Callable[[int, int, float], None] | None = None,
     watch: Watch | None = None,
+    statistics: int | None = None,
 ) -> Outcome:
     """Train a task and validate as it goes; two runs of equal ``run`` on one machine are equal.
 
@@ -64,6 +68,8 @@ def train(
         checkpoints: write one into ``directory`` after each validation.
         tick: called with (step, steps of the whole training, last training loss) whenever the loss is looked at.
         watch: called with the prepared model and optimizer; what it returns is entered while the training lasts.
+        statistics: steps from one record of what quantization does at every site to the next
+            (:class:`fp4graph.analysis.Statistics`), kept in ``directory / "statistics"``.
 
     Raises:
         Error: the task, its data, the policy or the device is not what the run needs, they do not fit, or the record
@@ -73,18 +79,30 @@ def train(
     policy = load_policy(run.policy)
     settings = task.settings(run)
     record = Record(directory) if directory is not None else None
+    if statistics is not None and directory is None:
+        raise Error("statistics are kept in the folder of the run; give one")
     with torch.random.fork_rng():
         problem = task.make(settings)
         if problem.blocks is not None:
             policy = placed(policy, problem.blocks)
         training = _Training(settings, problem, policy)
+        if statistics is not None and not 1 <= statistics <= training.steps:
+            raise Error(
+                f"statistics at every {statistics}th step of {training.steps} record nothing; "
+                f"give a number from 1 to {training.steps}"
+            )
+        probe = training.probe() if statistics is not None else None  # before the state of random numbers is set
         if record is not None:
             content = {**training.description(), "run": run.to_json(), "settings": settings.to_json()}
             record.begin(content | {"steps": training.steps}, resume=resume)
             if resume and record.checkpoint.exists():
                 training.load(record.checkpoint)
                 record.keep_until(training.step)
-        with watch(training.model, training.optimizer) if watch is not None else nullcontext():
+        with ExitStack() as watching:
+            if watch is not None:
+                watching.enter_context(watch(training.model, training.optimizer))
+            if statistics is not None and directory is not None:
+                watching.enter_context(training.statistics(statistics, directory / "statistics", probe))
             try:
                 return training.go_on(record, report, tick, checkpoints)
             finally:
@@ -154,6 +172,28 @@ class _Training:
         }
         checkpoint.save(
             file, self.model, self.optimizer, scaler=self.scaler, scheduler=self.scheduler, progress=progress
+        )
+
+    def probe(self) -> Callable[[], object]:
+        """Runs the model on a few samples of the validation, the same each time."""
+        batch = next(iter(self.problem.validation()), None)
+        if batch is None:
+            raise Error(f"task {self.settings.run.task!r} has no validation data")
+        few = tuple(tensor[:PROBE] for tensor in batch)
+        return lambda: self._measure(few)
+
+    def statistics(self, every: int, directory: Path, probe: Callable[[], object] | None) -> Statistics:
+        """Watches from here on; weights are followed at the end of a short training too."""
+        window_every = min(10 * every, self.steps)
+        return Statistics(
+            self.model,
+            self.optimizer,
+            every=every,
+            directory=directory,
+            window=min(30, window_every),
+            window_every=window_every,
+            probe=probe,
+            step=self.step,
         )
 
     def go_on(
