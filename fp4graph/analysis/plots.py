@@ -227,14 +227,14 @@ def confidence(recorded: Recorded) -> Figure | None:
     rows = [row for row in recorded.rows if row.get("confidence_histogram")]
     if not rows:
         return None
-    picture = figure(3.2)
+    picture = figure(3.6)
     left, right = picture.subplots(1, 2)
     _first_last_histogram(left, rows, lambda row: row["confidence_histogram"], 0.0, lambda row: 1.0)
     left.set(xlabel="quantization confidence", ylabel="% of weights", xlim=(0, 1))
     left.legend()
     _by_kind(right, recorded, "confidence")
     right.set(xlabel="optimizer step", ylabel="mean confidence")
-    _legend_small(right)
+    _legend_below(picture, right, columns=4)
     return picture
 
 
@@ -267,12 +267,12 @@ def oscillation(recorded: Recorded) -> Figure | None:
     rows = [row for row in recorded.rows if row.get("ratio_counts")]
     if not rows:
         return None
-    picture = figure(3.4)
+    picture = figure(3.8)
     left, right = picture.subplots(1, 2)
     _by_kind(left, recorded, "oscillating", factor=100)
     left.set(xlabel="optimizer step", ylabel=f"weights with R_w > {OSCILLATING:g}, %")
     left.set_ylim(bottom=0)
-    _legend_small(left)
+    _legend_below(picture, left, columns=4)
     window = rows[-1]["window"]
     names = ["0", *(f"≤{edge:g}" for edge in RATIO_EDGES[1:]), f">{RATIO_EDGES[-1]:g}"]
     steps = sorted({row["step"] for row in rows})
@@ -488,7 +488,3 @@ def _legend_beside(axes: Axes, title: str | None) -> None:
 def _legend_below(picture: Figure, axes: Axes, columns: int = 3) -> None:
     handles, labels = axes.get_legend_handles_labels()
     picture.legend(handles, labels, loc="outside lower center", ncols=columns)
-
-
-def _legend_small(axes: Axes) -> None:
-    axes.legend(fontsize=8, loc="best", handlelength=1.4)

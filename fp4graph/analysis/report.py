@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -235,7 +236,7 @@ def _table(recorded: Recorded) -> dict[str, Any]:
             {
                 "site": site,
                 "shape": shapes.get(site, ""),
-                "snr": [own.get(operand, {}).get("snr_db") for operand in operands],
+                "snr": [_ratio(own.get(operand, {})) for operand in operands],
                 "underflowed": _largest(rows, "underflowed"),
                 "saturated": _largest(rows, "saturated"),
                 "confidence": own.get("fprop.weight", {}).get("confidence"),
@@ -244,7 +245,7 @@ def _table(recorded: Recorded) -> dict[str, Any]:
                 "wgrad": own.get("wgrad", {}).get("bias"),
             }
         )
-    ratios: list[float] = [value for line in lines for value in line["snr"] if value is not None]
+    ratios: list[float] = [value for line in lines for value in line["snr"] if value is not None and value < math.inf]
     return {
         "gemms": _gemms(operands),
         "operands": [_SYMBOLS[operand] for operand in operands],
@@ -253,6 +254,12 @@ def _table(recorded: Recorded) -> dict[str, Any]:
         "high": max(ratios, default=0.0),
         "median": statistics.median(ratios) if ratios else 0.0,
     }
+
+
+def _ratio(row: Record) -> float | None:
+    """Signal-to-noise in dB, infinite where there is a signal and no error."""
+    exact = row.get("snr_db") is None and row.get("gain") is not None
+    return math.inf if exact else row.get("snr_db")
 
 
 def _gemms(operands: Sequence[str]) -> list[tuple[str, int]]:
