@@ -290,8 +290,9 @@ def _check_matched(patterns: Sequence[str], collector: Collector) -> None:
 
 
 def _steps_done(optimizer: torch.optim.Optimizer) -> int:
-    """What optimizers of Adam's kind count; 0 for one that does not."""
-    return int(max((float(entry["step"]) for entry in optimizer.state.values() if "step" in entry), default=0))
+    """What optimizers of Adam's kind count; 0 for one that does not. StableSPAM's counts of parameters begin again."""
+    counts = [float(entry["step"]) for entry in optimizer.state.values() if "step" in entry]
+    return int(max([*counts, *(group.get("schedule_step", 0) for group in optimizer.param_groups)], default=0))
 
 
 def _first_process() -> bool:

@@ -325,6 +325,17 @@ def test_a_resumed_training_goes_on_counting(tmp_path):
     assert read(tmp_path).steps == [5, 10]
 
 
+def test_a_resumed_training_whose_optimizer_counts_anew(tmp_path):
+    """StableSPAM's moments, and their count of steps, are reset every so often."""
+    model = fp4graph.apply(Net(), policy(), backend="eager")
+    inner = fp4graph.optim.StableSPAM(model.parameters(), lr=1e-3, reset_interval=4)
+    optimizer = fp4graph.prepare_optimizer(model, inner)
+    for start in (0, 10):
+        with Statistics(model, optimizer, every=5, directory=tmp_path, metrics=["snr"]):
+            steps(model, optimizer, 10, start=start)
+    assert read(tmp_path).steps == [5, 10, 15, 20]
+
+
 def test_after_it_is_closed_nothing_is_left(tmp_path):
     model, optimizer = make(policy())
     Statistics(model, optimizer, every=1, directory=tmp_path).close()
