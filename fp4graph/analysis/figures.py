@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, help=__doc__, no_args_is_help=True)
 Output = Annotated[Path, typer.Option("--output", "-o", help="Folder of the picture.")]
 Points = Sequence[r.Point]
+#: Within their ranges the formats with three mantissa bits agree: the dashes of two leave the third one's line visible.
+_DASHES = {"ue5m3": (0, (3, 6)), "e8m3": (4.5, (3, 6))}
 
 
 @app.command()
@@ -53,8 +55,9 @@ def reconstruction(output: Output = Path(), seed: int = 0) -> None:
             for color, name in zip(PALETTE, r.FORMATS, strict=False):
                 own = [point for point in points if point.scale == name]
                 axes.plot(
-                    [at(p) for p in own], [p.normwise for p in own], color=color, marker="o", markersize=3, label=name
-                )
+                    [at(p) for p in own], [p.normwise for p in own], color=color, linewidth=2, label=name,
+                    linestyle=_DASHES.get(name, "-"),
+                )  # fmt: skip
             axes.set(xscale="log", xlabel=axis, ylabel="relative error")
             axes.set_title(title)
             if axis == "block size":
@@ -62,7 +65,8 @@ def reconstruction(output: Output = Path(), seed: int = 0) -> None:
             elif axis == "tensor scale":
                 axes.set_yscale("log")
         every.flat[-1].set_axis_off()
-        every.flat[-1].legend(*every.flat[0].get_legend_handles_labels(), title="scale format", loc="center left")
+        every.flat[-1].legend(*every.flat[0].get_legend_handles_labels(), title="scale format", loc="center left",
+                              handlelength=4.5)  # fmt: skip
     _save(console, picture, output / "reconstruction.png")
 
 
@@ -73,27 +77,33 @@ def formats(output: Output = Path()) -> None:
     scale = torch.logspace(-6, 4, 4001)
     console = Console(highlight=False, width=120)
     with styled():
-        picture = figure(6.6)
-        every = picture.subplots(2, 2)
-        for color, (name, value, slope) in zip(PALETTE, r.relaxations(u), strict=False):
-            every[0][0].plot(u, value, color=color, label=name)
-            every[0][1].plot(u, slope, color=color, label=name)
-        every[0][0].set(xlabel="u = x/S", ylabel="Q(u) and its stand-ins")
-        every[0][1].set(xlabel="u = x/S", ylabel="slope")
+        picture = figure(6.8, 12.0)
+        every = picture.subplots(2, 3)
+        for place, (color, (name, *curves)) in enumerate(zip(PALETTE, r.relaxations(u), strict=False)):
+            for axes, curve in zip(every[0], curves, strict=True):
+                axes.plot(u, curve, color=color, label=name, linewidth=1.3, zorder=2 + (place == 1))
+        every[0][0].set(xlabel="u = x/S", ylabel="value", title="1a: Q(u) and its stand-ins")
+        every[0][1].set(xlabel="u = x/S", ylabel="slope", title="1b: their slopes", ylim=(-0.15, 4))
+        every[0][2].set(xlabel="u = x/S", ylabel="slope", title="1c: clipped slopes", ylim=(-0.15, 4))
         every[0][0].legend()
         for color, name in zip(PALETTE, ("e8m0", "e4m3", "ue5m3"), strict=False):
             quantized = r.quantized_scales(name, scale)
             every[1][0].plot(scale, quantized, color=color, label=name)
-            every[1][1].plot(scale, scale / quantized, color=color, label=name)
+            for axes in every[1][1:]:
+                axes.plot(scale, scale / quantized, color=color, label=name)
             deviation = (scale / quantized).log2().abs()
             inside = (scale > 2.0**-9) & (scale < 448)
             console.print(
                 f"{name}: abs(log2(s/s_q)) is {deviation[inside].mean():.4f} on average and at most "
                 f"{deviation[inside].max():.3f} between 2^-9 and 448, {deviation.max():.2f} between 1e-6 and 1e4"
             )
-        every[1][0].set(xscale="log", yscale="log", xlabel="scale s", ylabel="quantized scale s_q")
+        every[1][0].set(xscale="log", yscale="log", xlabel="scale s", ylabel="s_q", title="2a: quantized scales s_q")
         every[1][1].set(xscale="log", yscale="log", xlabel="scale s", ylabel="s / s_q (log scale)")
-        every[1][1].axhline(1, color="#999", linewidth=0.8)
+        every[1][1].set_title("2b: relative deviation")
+        every[1][2].set(xscale="log", xlabel="scale s", ylabel="s / s_q", xlim=(1e-3, 0.1), ylim=(0.4, 1.6))
+        every[1][2].set_title("2b where the values of e4m3 begin")
+        for axes in every[1][1:]:
+            axes.axhline(1, color="#999", linewidth=0.8)
         every[1][0].legend()
     _save(console, picture, output / "formats.png")
 

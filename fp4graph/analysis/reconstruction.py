@@ -14,12 +14,15 @@ import torch
 from torch import Tensor
 
 from fp4graph.numerics import scaling, surrogates
+from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.formats import E2M1, SCALES
+from fp4graph.numerics.noise import Noise
 from fp4graph.numerics.rounding import bracket, round_nearest
 from fp4graph.numerics.spec import Block, QuantSpec, ScaleSpec
 from fp4graph.ops import plain
 from fp4graph.ops.program import OperandProgram, total
 from fp4graph.registry import default_registry
+from fp4graph.technique import Context
 
 #: The scale formats of the paper, and no rounding of scales.
 FORMATS = ("e8m0", "e4m3", "ue5m3", "e8m3", "fp32")
@@ -99,26 +102,32 @@ def quantized_scales(name: str, scale: Tensor) -> Tensor:
     return scaling.block_scale(scale.to(torch.float32) * qmax, ScaleSpec(SCALES[name], "nearest_even"), E2M1)
 
 
-def relaxations(u: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """(name, stand-in for Q(u), its slope) of Figure 1 on E2M1: rounding itself with the straight-through slope, the
-    linear spline, DGE (k = 5, capped at 3), and the sigmoid of A.13; fp32, shape of
-    ``u``, which ascends from 0 to 6.
+def relaxations(u: Tensor) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """(name, stand-in for Q(u), its slope, the slope as it is clipped) of Figure 1 on E2M1; fp32, shape of ``u``, which
+    ascends from 0 to 6.
 
-    A stand-in is its slope's integral; of DGE's, before it is capped.
+    Rounding itself with the straight-through slope, the linear spline, DGE (k = 5), and the sigmoid of A.13 (T = 1).
+    A stand-in is its slope's integral. DGE's slope is infinite at the thresholds. Clipped as the technique
+    ``step_gradient`` does it by default: the spline's from below at 0.2, DGE's from above at 3.
     """
-    yield "rounding, slope STE", round_nearest(u, E2M1), torch.ones_like(u)
+    yield "rounding, slope STE", round_nearest(u, E2M1), torch.ones_like(u), torch.ones_like(u)
     spline = surrogates.spline(u, surrogates.ties_even_knots(E2M1))
-    yield "spline", _integral(spline, u), spline
+    yield "spline", _integral(spline, u), spline, _clipped(u, "spline")
     lower, upper = bracket(u, E2M1)
     part, gap = surrogates.fraction(u, E2M1), upper - lower
     side = 2 * part - 1
-    yield (
-        "DGE, k = 5",
-        lower + gap * (1 + side.sign() * side.abs() ** 0.2) / 2,
-        surrogates.dge(part, 5.0).clamp(max=3.0),
-    )
+    dge = lower + gap * (1 + side.sign() * side.abs() ** 0.2) / 2
+    yield "DGE, k = 5", dge, surrogates.dge(part, 5.0), _clipped(u, "dge")
     sigmoid = surrogates.sigmoid(part, 1.0)
-    yield "sigmoid, T = 1", _integral(sigmoid, u), sigmoid
+    yield "sigmoid, T = 1", _integral(sigmoid, u), sigmoid, _clipped(u, "sigmoid")
+
+
+def _clipped(u: Tensor, kind: str) -> Tensor:
+    blocking = Blocking((len(u),), "tensor")
+    context = Context(blocking, Noise(None, blocking, u.device), Noise(None, blocking, u.device), spec=QuantSpec(E2M1))
+    technique: Any = default_registry().techniques["step_gradient"]
+    slope: Tensor = technique(kind=kind).element_slope(u, context)
+    return slope
 
 
 def _integral(slope: Tensor, u: Tensor) -> Tensor:
