@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 
 from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics.blocking import Granularity
+from fp4graph.numerics.scaling import constant
 from fp4graph.operands import Operand, select
 from fp4graph.site import SiteView
 from fp4graph.technique import Context, OperandSpecs, Overhead, Technique
@@ -95,8 +96,8 @@ class MacroBlockScaling(Technique):
     ) -> torch.Tensor:
         """γ per macro block, fp32, shape of ``z``."""
         assert context.spec is not None
-        qmax = torch.full((), context.spec.element.max, dtype=torch.float32, device=z.device)
-        bits = (group(self.block) / qmax).view(torch.int32)
+        g = group(self.block)
+        bits = (g / constant(context.spec.element.max, g)).view(torch.int32)
         below = (1 << (23 - self.mantissa_bits)) - 1
         # A mantissa that rounds up past the last one carries into the exponent, which makes γ 2.
         gamma = (((bits & 0x7FFFFF) + below) & ~below) + _ONE

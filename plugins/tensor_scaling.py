@@ -10,6 +10,7 @@ from pydantic import Field, field_validator
 
 from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics.blocking import Granularity, block_length
+from fp4graph.numerics.scaling import constant
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.operands import Operand, select
 from fp4graph.site import SiteView
@@ -147,8 +148,7 @@ class TensorScaling(Technique):
         """γ per group, fp32, broadcastable to ``z``."""
         assert context.spec is not None
         g = group(self.granularity)
-        kappa = torch.full((), self.kappa(context.spec), dtype=torch.float32, device=z.device)
-        gamma = torch.where(g == 0, 1.0, (g / kappa).clamp(min=_SMALLEST_NORMAL))
+        gamma = torch.where(g == 0, 1.0, (g / constant(self.kappa(context.spec), g)).clamp(min=_SMALLEST_NORMAL))
         if self.hold_steps == 1:
             return gamma
         assert context.count is not None

@@ -67,16 +67,28 @@ def derive_all(keys: torch.Tensor, word: torch.Tensor | int) -> torch.Tensor:
 
     ``mix`` is this for the one word and the other of its second key.
     """
-    lanes = torch.arange(2, dtype=torch.int32, device=keys.device).unsqueeze(1)
-    return hash_bits(keys, (lanes + 2 * word) * _GOLDEN + word)
+    return hash_bits(keys, _counters(word, keys.device).reshape(2, -1))
 
 
 def _absorb(key: torch.Tensor, word: torch.Tensor | int) -> torch.Tensor:
-    """A new key: the hash, under ``key``, of the two consecutive counters 2·word and 2·word + 1, spread apart."""
-    lanes = torch.arange(2, dtype=torch.int32, device=key.device)
+    """A new key: the hash of the word's two counters under ``key``."""
     # as_strided makes Inductor write the new key to memory. Inlined into its users, each of which reads both words, a
     # chain of d derivations would be traced 2^d times: minutes of compile time for a small model.
-    return hash_bits(key, (lanes + 2 * word) * _GOLDEN + word).as_strided((2,), (1,))
+    return hash_bits(key, _counters(word, key.device)).as_strided((2,), (1,))
+
+
+def _counters(word: torch.Tensor | int, device: torch.device) -> torch.Tensor:
+    """The consecutive counters 2·word and 2·word + 1, spread apart: c·_GOLDEN + word modulo 2^32, int32.
+
+    ``[2]``, or ``[2, G]`` for words ``[G]``. Those of a number are worked out here: from it and torch.arange Inductor
+    would make an index expression, with numbers in it for which Triton has no room in 32 bits.
+    """
+    if isinstance(word, int):
+        first, second = (_wrapped((2 * word + lane) * _GOLDEN + word) for lane in (0, 1))
+        lanes = torch.arange(2, dtype=torch.int32, device=device)
+        return torch.where(lanes == 0, first, second).to(torch.int32)
+    lanes = torch.arange(2, dtype=torch.int32, device=device).reshape(2, *[1] * word.dim())
+    return (lanes + 2 * word) * _GOLDEN + word
 
 
 def hash_bits(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -100,6 +112,11 @@ def gaussian(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         bits = hash_bits(derive(key, salt), index)
         total = total + (bits & 0xFFFF) + _shift_right(bits, 16)
     return total.to(torch.float32) * 2.0**-16
+
+
+def _wrapped(number: int) -> int:
+    """The number modulo 2^32, as int32 has it."""
+    return (number + 2**31) % 2**32 - 2**31
 
 
 def _lowbias32(x: torch.Tensor) -> torch.Tensor:

@@ -46,9 +46,7 @@ def block_scale(z: torch.Tensor, spec: ScaleSpec, element: ElementFormat, noise:
     if shift is not None:
         scale = _from_exponent(((_unbounded(z) + shift) >> 23) - (127 + element.emax), spec)
     else:
-        # A 0-d tensor, not a number: dividing by a number multiplies by its reciprocal on some devices, and dividing
-        # a number multiplies by the reciprocal on all. Neither is the correctly rounded quotient.
-        qmax = torch.full((), element.max, dtype=torch.float32, device=z.device)
+        qmax = constant(element.max, z)
         ideal = z / qmax if spec.convention == "decode" else qmax / z
         bits = None
         if spec.rounding == "stochastic":
@@ -57,6 +55,17 @@ def block_scale(z: torch.Tensor, spec: ScaleSpec, element: ElementFormat, noise:
             bits = noise.block_bits()
         scale = _to_format(ideal, spec, bits)
     return torch.where(z < math.inf, scale, math.nan)
+
+
+def constant(value: float, like: torch.Tensor) -> torch.Tensor:
+    """``value`` as fp32 in the shape of ``like``, to divide by it or to divide it: with the correctly rounded quotient.
+
+    Dividing by a number multiplies by its reciprocal on some devices, and dividing a number multiplies by the
+    reciprocal on all. For GPUs Inductor does the first with any tensor that it can prove to be constant, one of
+    torch.full included; a choice, if between equals, it does not see through.
+    """
+    number = torch.full((), value, dtype=torch.float32, device=like.device)
+    return torch.where(like == like, number, number)
 
 
 def ratio(values: torch.Tensor, scale: torch.Tensor, spec: QuantSpec) -> torch.Tensor:

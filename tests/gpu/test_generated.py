@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
@@ -17,7 +17,9 @@ from numerics.helpers import assert_same_bits
 from torch import Tensor
 
 from fp4graph.kernels.inductor import EXACT
+from fp4graph.numerics.noise import derive, derive_all, mix
 from fp4graph.numerics.quantize import fake_quantize
+from fp4graph.numerics.scaling import constant
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.registry import default_registry
 from fp4graph.technique import GRADIENT_STAGES, QUANTIZER_STAGES, overrides
@@ -184,3 +186,41 @@ def test_symbolic_sizes(compiler: ProcessPoolExecutor, interpreter: ProcessPoolE
         for _, values in operands(shape, quantizer.program.spec):
             args = arguments(values, quantizer)
             assert_all_same(interpreter.submit(run_generated, generated, args).result(), quantizer(*args))
+
+
+def keys(key: Tensor, step: Tensor) -> tuple[Tensor, ...]:
+    """Derivations by small and large numbers, alone and one after the other."""
+    apart = [derive(key, salt) for salt in (0, 1, 3, 65_539, 2**31 - 1)]
+    return (*apart, derive(mix(derive(key, 65_537), step[:2]), 5), derive_all(torch.stack(apart[:2], 1), 40_000))
+
+
+def test_keys(compiler: ProcessPoolExecutor, interpreter: ProcessPoolExecutor) -> None:
+    """Key arithmetic wraps around at 32 bits, whatever the compiler makes of numbers that it knows."""
+    generated = compiler.submit(absent.generate, absent.H200, keys, (KEY, STEP), EXACT).result()
+    assert_all_same(interpreter.submit(run_generated, generated, (KEY, STEP)).result(), keys(KEY, STEP))
+    for gpu in (absent.H200, absent.B200):
+        generated = compiler.submit(absent.generate, gpu, keys, (KEY, STEP), EXACT).result()
+        assert_machine_code(compiler.submit(absent.compile_generated, gpu, generated).result(), gpu)
+
+
+def divided(z: Tensor) -> tuple[Tensor, ...]:
+    """By Qmax of E2M1, and by the κ of NVFP4's tensor scale."""
+    return (z / constant(6.0, z), z / constant(2688.0, z))
+
+
+def divided_by_what_is_known(z: Tensor) -> tuple[Tensor, ...]:
+    return (z / torch.full_like(z, 6.0), z / torch.full((), 2688.0, device=z.device))
+
+
+def test_quotients_by_constants(compiler: ProcessPoolExecutor, interpreter: ProcessPoolExecutor) -> None:
+    """Inductor would multiply by the reciprocals, which gives a third of all numbers another last bit."""
+    z = 1 + torch.arange(64 * 96).reshape(64, 96) * 2.0**-13
+    expected = tuple((z.double() / number).float() for number in (6, 2688))  # innocuous: 53 bits are twice 24 and more
+
+    def run(function: Callable[[Tensor], tuple[Tensor, ...]]) -> list[Tensor]:
+        generated = compiler.submit(absent.generate, absent.H200, function, (z,), EXACT).result()
+        return list(interpreter.submit(run_generated, generated, (z,)).result())
+
+    assert_all_same(run(divided), expected)
+    assert_all_same(divided_by_what_is_known(z), expected)
+    assert not any(map(torch.equal, run(divided_by_what_is_known), expected))
