@@ -7,7 +7,7 @@ python -m fp4graph.analysis.figures decomposition [-o DIRECTORY]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -144,7 +144,7 @@ def decomposition(output: Output = Path(), seed: int = 0) -> None:
                     f"{v:.3f}" for v in (*(shares[t] for t in ("scale_bias", "dead_zone", "grid_noise")), rest, total)
                 )
                 table.add_row(name, recipe, *cells)
-                _bar(axes, place, shares, total)
+                bar(axes, place, shares, total)
             axes.set_title(name)
             axes.set_yticks(range(len(recipes)), list(recipes))
             axes.set_xlabel("squared error, % of the signal")
@@ -155,7 +155,8 @@ def decomposition(output: Output = Path(), seed: int = 0) -> None:
     _save(console, picture, output / "decomposition.png")
 
 
-def _bar(axes: Axes, place: int, shares: dict[str, float], total: float) -> None:
+def bar(axes: Axes, place: int, shares: Mapping[str, float], total: float) -> None:
+    """The parts of an error, as TERMS names them, in a row, with a mark at what they come to together."""
     left = 0.0
     for term, (label, color) in TERMS.items():
         axes.barh(place, shares[term], left=left, color=color, height=0.6, label=label if place == 0 else None)

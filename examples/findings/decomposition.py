@@ -1,0 +1,158 @@
+"""Scale bias, dead zone and grid noise of a training's own tensors, with and without what is to reduce them.
+
+    python examples/findings/decomposition.py         # a minute or two on one CPU core
+
+A ViT of two blocks on handwritten digits is trained under pure MXFP4. At five steps near its end the six operands of
+every quantized site are taken, in high precision, and quantized by each recipe, so that all recipes meet the same
+tensors: MXFP4, NVFP4 (as it is, and with a tensor scale, which gradients need), macro-block scaling, outlier fallback.
+Macro-block scaling is for power-of-two scales, and so is asked of MXFP4 only. Squared errors are shares of the
+operand's squared norm, means over sites and steps; what the three parts do not add up to is twice the product of scale
+bias and grid noise, where one undoes the other.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from fp4graph.analysis import decompose
+from fp4graph.analysis.figures import bar
+from fp4graph.analysis.style import LABELS, TERMS, figure, styled
+from fp4graph.experiments.train import Run, train
+from fp4graph.operands import Operand
+from fp4graph.ops.matmul import Seen
+from fp4graph.ops.program import OperandProgram
+from fp4graph.policy import load_policy
+from fp4graph.registry import default_registry
+from fp4graph.runtime import runtime_of
+
+STEPS = 440
+LOOKED_AT = range(360, STEPS + 1, 20)
+#: Name: the shipped policy whose quantizers are used, and techniques on top of them.
+RECIPES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "MXFP4": ("mxfp4", ()),
+    "+ macro-block scaling": ("mxfp4", ("macro_block_scaling",)),
+    "+ outlier fallback": ("mxfp4", ("outlier_fallback",)),
+    "+ both": ("mxfp4", ("macro_block_scaling", "outlier_fallback")),
+    "NVFP4": ("nvfp4", ()),
+    "+ tensor scale": ("nvfp4", ("tensor_scaling",)),
+    "+ tensor scale, fallback": ("nvfp4", ("tensor_scaling", "outlier_fallback")),
+}
+COLUMNS = ("total", "scale_bias", "dead_zone", "grid_noise")
+#: By recipe and operand, the shares of every site and step.
+Shares = Mapping[tuple[str, Operand], list[dict[str, float]]]
+
+
+class Taking:
+    """Looks on at the sites of a forward and its backward, and measures what they are given."""
+
+    def __init__(self) -> None:
+        self.programs = {
+            (recipe, operand): OperandProgram(load_policy(policy).rules[0].specs[operand], _techniques(names))
+            for recipe, (policy, names) in RECIPES.items()
+            for operand in Operand
+        }
+        self.shares: defaultdict[tuple[str, Operand], list[dict[str, float]]] = defaultdict(list)
+
+    def operands(self, site: str) -> Any:
+        return self.measure
+
+    def output(self, site: str, y: torch.Tensor) -> None:
+        pass
+
+    def measure(self, *sides: Seen) -> None:
+        for seen in sides:
+            x = seen.given.detach()
+            signal = x.double().square().sum()
+            for recipe in RECIPES:
+                parts = decompose(x, self.programs[recipe, seen.operand])
+                shares = {name: (getattr(parts, name).square().sum() / signal).item() for name in COLUMNS}
+                self.shares[recipe, seen.operand].append(shares)
+
+
+def _techniques(names: tuple[str, ...]) -> tuple[Any, ...]:
+    return tuple(default_registry().techniques[name]() for name in names)
+
+
+def measure(seed: int = 0) -> Shares:
+    """Train, and take the operands of the steps that are looked at."""
+    taking = Taking()
+
+    @contextmanager
+    def watch(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        runtime, done = runtime_of(model), 0
+        assert runtime is not None
+
+        def after_step(*args: Any) -> None:
+            nonlocal done
+            done += 1
+            runtime.observe(taking if done + 1 in LOOKED_AT else None)
+
+        handle = optimizer.register_step_post_hook(after_step)
+        try:
+            yield
+        finally:
+            handle.remove()
+            runtime.observe(None)
+
+    train(Run("digits", policy="mxfp4", seed=seed, steps=STEPS, schedule="cosine", backend="eager"), watch=watch)
+    return taking.shares
+
+
+def mean(shares: Shares, recipe: str, operand: Operand, column: str) -> float:
+    """In percent."""
+    return 100 * statistics.fmean(own[column] for own in shares[recipe, operand])
+
+
+def picture(shares: Shares, file: Path) -> None:
+    """Bars of the three parts, a panel for each operand."""
+    with styled():
+        drawn = figure(6.4, 10.0)
+        panels = drawn.subplots(2, 3, sharey=True)
+        for axes, operand in zip(panels.flat, Operand, strict=True):
+            totals = {recipe: mean(shares, recipe, operand, "total") for recipe in RECIPES}
+            parts = {recipe: {term: mean(shares, recipe, operand, term) for term in TERMS} for recipe in RECIPES}
+            for place, recipe in enumerate(RECIPES):
+                bar(axes, place, parts[recipe], totals[recipe])
+            # Gradients below the range of E4M3 are lost without a tensor scale; that bar is cut and says its length.
+            limit = 1.08 * max(max(sum(parts[r].values()), totals[r]) for r in RECIPES if r != "NVFP4")
+            axes.set_xlim(0, limit)
+            if totals["NVFP4"] > limit:
+                said = f"{totals['NVFP4']:.0f} %, dead zone {parts['NVFP4']['dead_zone']:.0f} % →"
+                place = list(RECIPES).index("NVFP4")
+                axes.text(0.98 * limit, place, said, ha="right", va="center", fontsize=8.5, fontweight="bold")
+            axes.set_title(LABELS[str(operand)])
+            axes.set_yticks(range(len(RECIPES)), list(RECIPES))
+            axes.grid(axis="y", visible=False)
+        for axes in panels[-1]:
+            axes.set_xlabel("squared error, % of the signal")
+        panels[0][0].invert_yaxis()
+        drawn.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        drawn.savefig(file, dpi=130)
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="The picture.")] = Path("runs/findings/decomposition-training.png"),
+    seed: int = 0,
+) -> None:
+    shares = measure(seed)
+    print("| operand | recipe | error, % | scale bias | dead zone | grid noise |")
+    print("| --- | --- | ---: | ---: | ---: | ---: |")
+    for operand in Operand:
+        for recipe in RECIPES:
+            cells = (f"{mean(shares, recipe, operand, column):.3f}" for column in COLUMNS)
+            print(f"| {LABELS[str(operand)]} | {recipe} | " + " | ".join(cells) + " |")
+    picture(shares, output)
+    print(f"\npicture: {output}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
