@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ from fp4graph.experiments.score import Rule
 _MARKERS = "osD^vPX*"
 #: A score below this many times the frontier's spread under it is drawn at the panel's lower edge.
 _REACH = 6.0
-_LONGEST = 56
+#: Characters of a line below a panel.
+_LINE = 100
 
 
 def figure(studies: Sequence[Results], rule: Rule = "table") -> Any:
@@ -40,7 +42,7 @@ def figure(studies: Sequence[Results], rule: Rule = "table") -> Any:
                 f"study {found.name!r} has nothing to plot: a score takes a baseline and a trial that came through, "
                 f"and it has {found.count('complete')} complete trials, {found.count('diverged')} diverged"
             )
-    lines = max(sum(len(frontier(_family(found, f), rule)) for f in found.families) for found in studies)
+    lines = max(len(_named(found, rule)) for found in studies)
     height = 3.6 + 0.17 * (lines + 2)
     drawn = Figure(figsize=(6.4 * len(studies), height), dpi=150)
     for column, found in enumerate(studies):
@@ -61,13 +63,12 @@ def png(studies: Sequence[Results], rule: Rule = "table", format: str = "png") -
 def _panel(axes: Any, found: Results, rule: Rule) -> None:
     points = _points(found, rule)
     floor = _floor(found, rule)
-    names: list[tuple[str, str]] = []
-    hidden = 0
+    hidden = numbered = 0
     for index, family in enumerate(found.families):
         some = [s for s in points if s.trial.family == family]
         if not some:
             continue
-        colour = f"C{index % 10}"
+        colour = _colour(index)
         marker = _MARKERS[index % len(_MARKERS)]
         inside = [s for s in some if _value(s, rule) >= floor]
         hidden += len(some) - len(inside)
@@ -83,40 +84,54 @@ def _panel(axes: Any, found: Results, rule: Rule) -> None:
         axes.step(xs, ys, where="post", color=colour, linewidth=1.2)
         axes.scatter(xs, ys, color=colour, marker=marker, s=34, edgecolors="black", linewidths=0.6, zorder=3)
         for s in best:
-            number = str(len(names) + 1)
+            numbered += 1
             right = index % 2 == 0  # of two families that meet, one is numbered on each side
             axes.annotate(
-                number, (s.trial.complexity, _value(s, rule)), xytext=(5 if right else -5, 4),
+                str(numbered), (s.trial.complexity, _value(s, rule)), xytext=(5 if right else -5, 4),
                 ha="left" if right else "right", textcoords="offset points", fontsize=8, color=colour,
                 weight="bold", zorder=4,
             )  # fmt: skip
-            name = f"{number}  trial {s.trial.number}: {_short(s.trial.summary)}"
-            names.append(
-                (f"{name}   Ω {s.trial.complexity:g}, S {_value(s, rule):+.3g}, loss {s.trial.loss:.4g}", colour)
-            )
     axes.axhline(0, color="grey", linewidth=0.8, linestyle="--", label="unquantized")
     _limits(axes, floor, points, rule)
     lost = found.count("diverged")
     remarks = [f"{hidden} below the edge"] * bool(hidden) + [f"{lost} diverged"] * bool(lost)
-    axes.set_title(f"{found.task}, {len(points)} configurations" + "".join(f", {r}" for r in remarks), fontsize=10)
+    title = found.task if found.name == found.task else f"{found.name} ({found.task})"
+    axes.set_title(f"{title}, {len(points)} configurations" + "".join(f", {r}" for r in remarks), fontsize=10)
     axes.set_xlabel("complexity Ω [points]")
     axes.set_ylabel(
         {"text": "score S = G/(1 + Ω)", "table": "score S = G/max(1, Ω), below 0 G·max(1, Ω)"}[rule], fontsize=9
     )
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8, loc="best", framealpha=0.9)
-    for row, (text, colour) in enumerate(names):
+    for row, (text, colour) in enumerate(_named(found, rule)):
         axes.annotate(
             text, (0, 0), xycoords="axes fraction", xytext=(-28, -44 - 12.2 * row), textcoords="offset points",
             fontsize=7.5, color=colour, annotation_clip=False,
         )  # fmt: skip
 
 
+def _named(found: Results, rule: Rule) -> list[tuple[str, str]]:
+    """The lines below a panel, with their colours: every family's frontier, numbered, its names whole."""
+    lines: list[tuple[str, str]] = []
+    number = 0
+    for index, family in enumerate(found.families):
+        for s in frontier(_family(found, family), rule):
+            number += 1
+            figures = f"Ω {s.trial.complexity:g}, S {_value(s, rule):+.3g}, loss {s.trial.loss:.4g}"
+            name = f"{number}  trial {s.trial.number}, {figures}: {s.trial.summary}"
+            lines += [(line, _colour(index)) for line in textwrap.wrap(name, _LINE, subsequent_indent=" " * 6)]
+    return lines
+
+
+def _colour(index: int) -> str:
+    return f"C{index % 10}"
+
+
 def _limits(axes: Any, floor: float, points: Sequence[Scored], rule: Rule) -> None:
     top = max(0.0, *(_value(s, rule) for s in points))
     axes.set_ylim(floor, top + 0.08 * (top - floor))
     most = max(s.trial.complexity or 0.0 for s in points)
-    axes.set_xlim(-0.04 * max(most, 1), most + 0.08 * max(most, 1))
+    axes.set_xlim(-0.06 * max(most, 1), most + 0.08 * max(most, 1))
 
 
 def _floor(found: Results, rule: Rule) -> float:
@@ -149,7 +164,3 @@ def _titled(family: str, found: Results) -> str:
     """How summaries call a family: what its pure configuration is called, if it has one."""
     pure = [s.trial.summary for s in found.trials if s.trial.family == family and s.trial.kind == "pure"]
     return pure[0] if pure and pure[0] != "plain" else family
-
-
-def _short(summary: str) -> str:
-    return summary if len(summary) <= _LONGEST else f"{summary[: _LONGEST - 1]}…"

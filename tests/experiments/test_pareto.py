@@ -149,7 +149,8 @@ def test_the_frontier_is_what_nothing_is_preferable_to(points: list[tuple[float,
 def test_the_figure_names_its_axes_its_families_and_its_best_points(rule: Any) -> None:
     drawn = figure([SWEEP, made([t.trial for t in SWEEP.trials], "other")], rule)
     assert len(drawn.axes) == 2
-    (axes, _) = drawn.axes
+    (axes, other) = drawn.axes
+    assert other.get_title() == "other (digits), 7 configurations, 1 diverged"
     assert axes.get_xlabel() == "complexity Ω [points]"
     assert axes.get_ylabel().startswith("score S = G/")
     assert axes.get_title() == "digits, 7 configurations, 1 diverged"
@@ -159,10 +160,8 @@ def test_the_figure_names_its_axes_its_families_and_its_best_points(rule: Any) -
         named = frontier([s for s in SWEEP.complete if s.trial.family == family], rule)
         assert named
         for s in named:
-            assert (
-                f"trial {s.trial.number}: {s.trial.summary}   Ω {s.trial.complexity:g}, S {s.scores[rule]:+.3g}"
-                in shown
-            )
+            figures = f"Ω {s.trial.complexity:g}, S {s.scores[rule]:+.3g}, loss {s.trial.loss:.4g}"
+            assert f"trial {s.trial.number}, {figures}: {s.trial.summary}" in shown
 
 
 def test_everything_written_in_the_figure_lies_inside_it_and_lines_do_not_overlap() -> None:
@@ -175,11 +174,13 @@ def test_everything_written_in_the_figure_lies_inside_it_and_lines_do_not_overla
     canvas.draw()
     renderer = canvas.get_renderer()
     width = canvas.get_width_height()[0]
-    assert len([t for t in drawn.axes[0].texts if "Ω" in t.get_text()]) == 16
+    named = [t for t in drawn.axes[0].texts if t.xycoords == "axes fraction"]
+    assert len(named) == 24  # 8 names of a line, 8 of two
+    assert " ".join(t.get_text().strip() for t in named).count("long words " * 11 + "long words") == 8  # none is cut
     box = drawn.get_tightbbox(renderer)  # of all that is drawn, in inches
     size = drawn.get_size_inches()
     assert min(box.x0, box.y0, size[0] - box.x1, size[1] - box.y1) >= 0
-    lines = [t.get_window_extent(renderer) for t in drawn.axes[0].texts if "Ω" in t.get_text()]
+    lines = [t.get_window_extent(renderer) for t in named]
     below = drawn.axes[0].xaxis.label.get_window_extent(renderer)
     assert all(a.y0 >= b.y1 for a, b in zip([below, *lines], lines, strict=False))
     right = drawn.axes[1].yaxis.label.get_window_extent(renderer)
