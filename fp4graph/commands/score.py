@@ -100,7 +100,8 @@ def read(sources: list[str], only: list[str] | None) -> list[Any]:
                           file=sys.stderr)  # fmt: skip
                 found.append(results(study))
     missing = [name for name in only or [] if name not in seen]
-    if missing or not found:
-        what = f"no study {missing[0]!r}" if missing else "no sweep"
-        raise Error(f"{', '.join(sources)}: there is {what}; there is {', '.join(sorted(seen)) or 'none'}")
+    if not seen:
+        raise Error(f"{', '.join(sources)}: there is no sweep; name what fp4graph sweep wrote")
+    if missing:
+        raise Error(f"{', '.join(sources)}: there is no study {missing[0]!r}; there is {', '.join(sorted(seen))}")
     return found

@@ -89,7 +89,10 @@ def sweep(
     searched = load_space(space)
     logs = folder / "logs"
     job = Job(url, name, trials, sampler, pruner, device, str(logs), workers)  # type: ignore[arg-type]  # it looks
-    logs.mkdir(parents=True, exist_ok=True)
+    try:
+        logs.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise Error(f"{folder} cannot be written: {error.strerror}; give another folder with --output") from None
     made = studies.Study.create(
         url, name, studies.Manifest.of(searched, run.to_json(), patience), studies.make_pruner(pruner)
     )

@@ -10,6 +10,7 @@ from typing import Any
 
 from optuna.exceptions import StorageInternalError
 from optuna.storages import RDBStorage
+from sqlalchemy import create_engine, inspect
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
@@ -34,8 +35,12 @@ def url_of(source: str | Path, *, existing: bool = False) -> str:
     return f"sqlite:///{path}"
 
 
-def open_storage(url: str) -> tuple[RDBStorage, str]:
-    """The storage of ``url``, and how messages call it: without its password."""
+def open_storage(url: str, *, existing: bool = False) -> tuple[RDBStorage, str]:
+    """The storage of ``url``, and how messages call it: without its password.
+
+    Raises:
+        Error: it cannot be reached; or it has to be ``existing``, and there are no studies: nothing is written then.
+    """
     try:
         parsed = make_url(url)
     except (ArgumentError, ValueError) as error:
@@ -50,6 +55,8 @@ def open_storage(url: str) -> tuple[RDBStorage, str]:
     text = parsed.render_as_string(hide_password=False)
     for attempt in range(5):
         try:
+            if existing and not _has_studies(text, parsed):
+                raise Error(f"{shown} holds no sweep: it is a database of something else, or an empty one")
             return RDBStorage(text, engine_kwargs=_engine(parsed)), shown
         except (ImportError, NoSuchModuleError) as error:
             raise Error(
@@ -64,6 +71,14 @@ def open_storage(url: str) -> tuple[RDBStorage, str]:
                 raise _unreachable(shown, error) from error
             time.sleep(0.2)
     raise AssertionError
+
+
+def _has_studies(text: str, url: URL) -> bool:
+    engine = create_engine(text, **_engine(url))
+    try:
+        return inspect(engine).has_table("studies")
+    finally:
+        engine.dispose()
 
 
 def _engine(url: URL) -> dict[str, Any]:
@@ -84,10 +99,10 @@ def answering(shown: str) -> Iterator[None]:
 
 
 def _unreachable(shown: str, error: Exception) -> Error:
-    return Error(
-        f"the database {shown} cannot be used: {reason(error)}; see that it runs, that it exists, and that user and "
-        "password are right"
-    )
+    remedy = "see that it runs, that it exists, and that user and password are right"
+    if shown.startswith("sqlite"):
+        remedy = "see that it is an SQLite file, that you may write it and its folder, and that the disk has room"
+    return Error(f"the database {shown} cannot be used: {reason(error)}; {remedy}")
 
 
 def reason(error: BaseException) -> str:
@@ -102,8 +117,8 @@ def sweeps(url: str) -> list[str]:
     """The sweeps' studies in a database.
 
     Raises:
-        Error: it cannot be reached.
+        Error: it cannot be reached, or has no studies.
     """
-    storage, shown = open_storage(url)
+    storage, shown = open_storage(url, existing=True)
     with answering(shown):
         return [study.study_name for study in storage.get_all_studies() if "fp4graph" in study.user_attrs]

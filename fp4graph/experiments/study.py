@@ -192,7 +192,7 @@ class Study:
             Error: the database cannot be reached, or has no such study; or something else wrote it, or a later
                 fp4graph did.
         """
-        storage, shown = open_storage(url)
+        storage, shown = open_storage(url, existing=True)
         with answering(shown):
             names = optuna.get_all_study_names(storage)
             if name not in names:

@@ -580,6 +580,36 @@ def test_a_database_that_cannot_be_reached(url: str) -> None:
     assert "hunter2" not in str(caught.value)
 
 
+def test_reading_a_database_of_something_else_leaves_it_alone(folder: Path) -> None:
+    from fp4graph.commands.score import read
+
+    path = folder / "other.db"
+    with contextlib.closing(sqlite3.connect(path)) as database, database:
+        database.execute("create table customers (name text)")
+    before = path.read_bytes()
+    with pytest.raises(Error, match=r"other\.db holds no sweep"):
+        read([str(path)], None)
+    with pytest.raises(Error, match=r"other\.db holds no sweep"):
+        Study.open(f"sqlite:///{path}", "s")
+    assert path.read_bytes() == before
+
+
+def test_a_file_that_is_no_database(folder: Path) -> None:
+    from fp4graph.commands.score import read
+
+    (folder / "sweep.db").write_text("not a database" * 100)
+    with pytest.raises(Error, match=r"sweep\.db cannot be used: file is not a database; see that it is an SQLite file"):
+        read([str(folder)], None)
+
+
+def test_a_database_without_sweeps(url: str) -> None:
+    from fp4graph.commands.score import read
+
+    optuna.create_study(storage=url, study_name="mine")
+    with pytest.raises(Error, match=r"there is no sweep; name what fp4graph sweep wrote"):
+        read([url], None)
+
+
 def test_a_database_that_does_not_come_back(url: str, table10: Space, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(study_module, "ASK_AGAIN", 0.3)
     study = make(url, table10)
@@ -617,6 +647,13 @@ def test_options_that_are_wrong_leave_nothing_behind(
         sweep(**{"task": "digits", **options})
     assert message in str(caught.value)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_output_folder_that_cannot_be(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(Error, match=r"file cannot be written: Not a directory; give another folder with --output"):
+        sweep(task="digits", output=tmp_path / "file")
+    assert (tmp_path / "file").read_text() == "in the way"
 
 
 @pytest.fixture(autouse=True)
