@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, get_args
@@ -51,7 +52,6 @@ def _process(job: Job, parent: Connection) -> None:
     with Path(job.log).open("a", encoding="utf-8", buffering=1) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
     import torch
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -122,7 +122,8 @@ class Workers:
         log = str(Path(self._job.log) / f"worker-{index}.log")
         job = replace(self._job, log=log, index=index, token=uuid.uuid4().hex, parent=os.getpid())
         process = self._context.Process(target=_process, args=(job, theirs), name=f"worker {index}")
-        process.start()
+        with _deaf_to_interrupts():
+            process.start()
         theirs.close()
         self._running[index] = _Worker(process, ours, job.token, _progress(self._study.trials()))
 
@@ -158,6 +159,18 @@ class Workers:
         for trial in self._study.trials():
             if trial.worker == worker and trial.state == "running":
                 self._study.lose(trial.number)
+
+
+@contextlib.contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Ctrl-C reaches all processes of a terminal, and is for the one that started the others: these, started here,
+    block it from their first moment on; a handler of their own would come after seconds of imports."""
+    resource_tracker.ensure_running()  # it would lift the block when it is started by the first process
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _progress(trials: Sequence[Trial]) -> int:

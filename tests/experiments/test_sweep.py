@@ -356,6 +356,18 @@ def test_workers_that_end_at_once_are_not_started_forever(tmp_path: Path, url: s
         list(workers.watch())
 
 
+def test_ctrl_c_is_not_for_workers_from_their_first_moment_on(tmp_path: Path, url: str, table10: Space) -> None:
+    study = make(url, table10)
+    job = Job(url, "s", 3, "random", "none", "cpu", str(tmp_path), workers=1, objective=toy.objective)
+    with Workers(job, study) as workers:
+        (worker,) = workers._running.values()
+        os.kill(worker.process.pid, signal.SIGINT)  # as it begins to import
+        events = [event for _, some in workers.watch() for event in some]
+    assert events == []
+    assert [trial.state for trial in study.trials()] == ["complete"] * 3
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
 class _NotThere:
     """An objective that a new process cannot be given."""
 
