@@ -23,6 +23,9 @@ def score(
     study: Studies = None,
     rule: RuleOption = "table",
     every: Annotated[bool, typer.Option("--all", help="Every trial, best first, not only the best.")] = False,
+    choices: Annotated[
+        bool, typer.Option("--choices", help="What each choice of each parameter came to, not the best.")
+    ] = False,
     export: Annotated[
         list[Path] | None, typer.Option(help="Write all trials to this .csv or .json file; may be given twice.")
     ] = None,
@@ -50,7 +53,7 @@ def score(
         return
 
     found = read(sources, study)
-    from fp4graph.experiments.progress import best_table, trial_table
+    from fp4graph.experiments.progress import best_table, effects_table, trial_table
     from fp4graph.experiments.results import to_csv, to_json, write
 
     for path in export or []:
@@ -60,9 +63,13 @@ def score(
     if as_json:
         print(to_json(found), end="")
         return
+    if every and choices:
+        raise Error("give --all or --choices; not both")
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
     for one in found:
-        if every:
+        if choices:
+            console.print(effects_table(one))
+        elif every:
             ranked = sorted(one.trials, key=lambda s: (s.scores[chosen] is None, -(s.scores[chosen] or 0.0)))
             console.print(trial_table(ranked, chosen, one.name))
         else:

@@ -11,7 +11,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from fp4graph.experiments.results import Results, Scored, best, reference_loss, scored
+from fp4graph.experiments.results import Results, Scored, best, effects, reference_loss, scored
 from fp4graph.experiments.score import Rule
 from fp4graph.experiments.study import FREE, Trial
 
@@ -111,6 +111,24 @@ def best_table(found: Results, rule: Rule) -> Table:
         table.add_row(
             family, what, str(s.trial.number), summary, _figure(s.trial.complexity, "g"), loss, _score(s, rule)
         )
+    return table
+
+
+def effects_table(found: Results) -> Table:
+    """Per family, what each choice of each parameter came to."""
+    table = Table(title=f"{found.name}: every choice, over all that it was combined with", title_justify="left")
+    for name in ("family", "parameter", "choice", "trials", "lost", "median loss", "best loss"):
+        table.add_column(name, justify="left" if name in ("family", "parameter", "choice") else "right")
+    before: tuple[str, ...] = ("", "")
+    for effect in effects(found):
+        place = (effect.family, effect.parameter)
+        if place != before and before[0]:
+            table.add_section()
+        named = ("", "") if place == before else place
+        table.add_row(
+            *named, effect.choice, str(effect.trials), str(effect.lost), f"{effect.median:.4g}", f"{effect.best:.4g}"
+        )
+        before = place
     return table
 
 

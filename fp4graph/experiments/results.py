@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,6 +114,47 @@ def frontier(some: Sequence[Scored], rule: Rule) -> list[Scored]:
         if value is not None and math.isfinite(value) and (not kept or value > _number(kept[-1].scores[rule])):
             kept.append(s)
     return kept
+
+
+@dataclass(frozen=True)
+class Effect:
+    """What the trials of a family came to that take one choice of one parameter.
+
+    Attributes:
+        trials: how many there are; those that were given up (pruned) are left out.
+        lost: how many of them diverged or failed.
+        median: of their validation losses; a lost trial's counts as infinite.
+        best: the lowest of these.
+    """
+
+    family: str
+    parameter: str
+    choice: str
+    trials: int
+    lost: int
+    median: float
+    best: float
+
+
+def effects(found: Results) -> list[Effect]:
+    """By family and parameter, each of its choices: which of them pay, whatever they are combined with.
+
+    Choices drawn at random are combined with the same others on average, so that their medians compare; those that a
+    sampler sought out are not. A parameter of which a family has only seen one choice is left out.
+    """
+    losses: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for s in found.trials:
+        if s.trial.state in ("complete", "diverged", "failed"):
+            loss = s.trial.loss if s.trial.state == "complete" and s.trial.loss is not None else math.inf
+            for parameter, choice in s.trial.assignment.items():
+                losses.setdefault((s.trial.family, parameter), {}).setdefault(choice, []).append(loss)
+    return [
+        Effect(family, parameter, choice, len(seen), seen.count(math.inf), statistics.median(seen), min(seen))
+        for family in found.families
+        for (whose, parameter), choices in losses.items()
+        if whose == family and len(choices) > 1
+        for choice, seen in choices.items()
+    ]
 
 
 # ------------------------------------------------------------------ as data

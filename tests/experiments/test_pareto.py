@@ -7,6 +7,7 @@ import io
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,19 @@ from fp4graph.cli import app
 from fp4graph.commands.score import score as score_command
 from fp4graph.errors import Error
 from fp4graph.experiments.pareto import figure, png
-from fp4graph.experiments.progress import Progress
-from fp4graph.experiments.results import Results, best, frontier, reference_loss, scored, to_csv, to_json, write
+from fp4graph.experiments.progress import Progress, effects_table
+from fp4graph.experiments.results import (
+    Effect,
+    Results,
+    best,
+    effects,
+    frontier,
+    reference_loss,
+    scored,
+    to_csv,
+    to_json,
+    write,
+)
 from fp4graph.experiments.study import Trial
 
 RULES = ("text", "table")
@@ -197,6 +209,37 @@ def test_points_far_below_are_counted_and_drawn_at_the_edge() -> None:
     assert high > 0.004
     drawn_at = [offset for scatter in axes.collections for offset in scatter.get_offsets().tolist()]
     assert [3.0, low] in drawn_at
+
+
+def test_what_each_choice_came_to() -> None:
+    def with_choices(number: int, loss: float | None, family: str = "e8m0", **more: Any) -> Trial:
+        chosen = {key: more.pop(key) for key in ("rounding", "optimizer") if key in more}
+        return replace(trial(number, loss, 1, family, **more), assignment={"scale format": family, **chosen})
+
+    found = made(
+        [
+            *BASELINES,
+            with_choices(2, 3.0, rounding="nearest", optimizer="adam"),
+            with_choices(3, 1.0, rounding="up", optimizer="adam"),
+            with_choices(4, 2.0, rounding="nearest", optimizer="stable"),
+            with_choices(5, None, rounding="up", optimizer="stable", state="diverged"),
+            with_choices(6, 1.5, rounding="up"),  # its optimizer had no say
+            with_choices(7, 9.0, rounding="up", state="pruned"),
+            with_choices(8, 9.0, rounding="up", state="refused"),
+            with_choices(9, 4.0, "e4m3", rounding="up"),
+        ]
+    )
+    assert effects(found) == [
+        Effect("e8m0", "rounding", "nearest", 2, 0, 2.5, 2.0),
+        Effect("e8m0", "rounding", "up", 3, 1, 1.5, 1.0),
+        Effect("e8m0", "optimizer", "adam", 2, 0, 2.0, 1.0),
+        Effect("e8m0", "optimizer", "stable", 2, 1, math.inf, 2.0),
+    ]
+    console = Console(width=100, file=io.StringIO())
+    console.print(effects_table(found))
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    assert [line.split("│")[3].strip() for line in lines if line.startswith("│")] == ["nearest", "up", "adam", "stable"]
+    assert "inf" in lines[-2]
 
 
 def test_a_figure_of_nothing_is_an_error() -> None:
