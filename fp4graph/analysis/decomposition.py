@@ -25,9 +25,10 @@ class Decomposition:
     - grid noise, elsewhere: Q_S*(x) − x, what 4 bits cost under an ideal scale;
     - scale bias, elsewhere: Q_S(x) − Q_S*(x), what the scale's format costs.
 
-    ``scale_bias + grid_noise + dead_zone == total`` to the last bit: scale bias is computed as what the total leaves,
-    which is the difference above wherever float64 can hold it. Where rounding is stochastic both quantizations use the
-    same random bits. Elements of blocks with NaN or Inf are NaN in every term.
+    ``scale_bias + grid_noise + dead_zone == total`` without any rounding, as fractions too: where x, Q_S(x) and Q_S*(x)
+    lie so far apart that float64 cannot hold their differences (2^27 and more), they are first rounded to 2^-51 of the
+    largest. Where rounding is stochastic both quantizations use the same random bits. Elements of blocks with NaN or
+    Inf are NaN in every term.
 
     Source: the three terms are those of "Decomposing MXFP4 quantization error for LLM reinforcement learning", whose
     formulas are not public; this definition is ours.
@@ -64,8 +65,18 @@ def decompose(
     x = x.detach().to(torch.float32).movedim(dim, -1)
     with plain.tensor_code():  # a kernel would be compiled for each of the two
         outcomes = [total(each(x, draw, state)) for each in (program, with_ideal_scales(program))]
-    parts = (part.movedim(-1, dim) for part in split_error(*(each.double() for each in (x, *outcomes))))
+    parts = (part.movedim(-1, dim) for part in split_error(*_aligned(*(each.double() for each in (x, *outcomes)))))
     return Decomposition(*parts)
+
+
+def _aligned(x: Tensor, quantized: Tensor, ideal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same numbers, float64, as multiples of a unit for each element that leaves 51 bits for the largest of them:
+    their differences, and sums of those, are exact. Numbers of 24 bits less than 2^27 apart are such multiples."""
+    ideal = torch.where(quantized == 0, 0.0, ideal)  # takes no part there
+    largest = torch.stack([x, quantized, ideal]).abs().amax(0)
+    # In the middle of a binade whose last place is the unit; adding and subtracting it rounds to the unit.
+    middle = torch.ldexp(torch.full_like(x, 3.0), torch.frexp(largest).exponent)
+    return x + middle - middle, quantized + middle - middle, ideal + middle - middle
 
 
 def split_error(x: Tensor, quantized: Tensor, ideal: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

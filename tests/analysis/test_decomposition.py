@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from fractions import Fraction
 
@@ -45,17 +46,29 @@ def test_the_terms_sum_to_the_error_exactly(element, scale, data):
     parts = decompose(x, spec, key=3)
 
     assert parts.total.dtype is torch.float64
-    added = parts.scale_bias + parts.grid_noise + parts.dead_zone
-    finite = parts.total.isfinite()
-    assert torch.equal(added[finite], parts.total[finite])
-    # Not only in floating point: as fractions, wherever float64 can hold the differences of the fp32 numbers.
-    for i in finite.nonzero().tolist():
+    assert parts.total.isfinite().all()
+    assert torch.equal(parts.scale_bias + parts.grid_noise + parts.dead_zone, parts.total)
+    # Not only in floating point: as fractions.
+    for i in itertools.product(*map(range, x.shape)):
         bias, dead, grid, total = (
-            Fraction(part[tuple(i)].item())
-            for part in (parts.scale_bias, parts.dead_zone, parts.grid_noise, parts.total)
+            Fraction(part[i].item()) for part in (parts.scale_bias, parts.dead_zone, parts.grid_noise, parts.total)
         )
-        if math.frexp(float(abs(bias) or 1))[1] - math.frexp(float(abs(grid) or 1))[1] in range(-28, 29):
-            assert bias + dead + grid == total
+        assert bias + dead + grid == total
+
+
+@pytest.mark.parametrize(("element", "scale"), PAIRS)
+def test_the_terms_sum_to_the_error_exactly_where_scales_saturate(element, scale):
+    """Blocks whose elements, quantized and ideal values differ by more than the 53 bits of float64."""
+    generator = torch.Generator().manual_seed(0)
+    exponents = 60 * (2 * torch.rand(64, 64, generator=generator) - 1)
+    x = torch.randn(64, 64, generator=generator) * exponents.exp2()
+    for scale_rounding, rounding in itertools.product(("floor", "nearest_even"), ("nearest", "stochastic")):
+        spec = QuantSpec(element, 16, ScaleSpec(scale, scale_rounding), rounding=rounding)
+        parts = decompose(x, spec, key=3)
+        assert torch.equal(parts.scale_bias + parts.grid_noise + parts.dead_zone, parts.total)
+        if rounding == "nearest":
+            error = fake_quantize(x, spec).double() - x.double()
+            assert ((parts.total - error).abs() <= 2.0**-50 * torch.maximum(x.double().abs(), error.abs())).all()
 
 
 def by_hand(x: np.ndarray, block: int) -> np.ndarray:
