@@ -1,0 +1,48 @@
+"""The script behind the findings on the parts of the error: its shares are those of the operands it was shown."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from fp4graph.analysis import decompose
+from fp4graph.operands import Operand
+from fp4graph.policy import load_policy
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "findings"))
+    monkeypatch.delitem(sys.modules, "decomposition", raising=False)
+    import decomposition
+
+    return decomposition
+
+
+def test_every_site_at_every_step(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Two steps of the digits' eight linears; without techniques the shares are those of the bare quantizer."""
+    monkeypatch.setattr(script, "STEPS", 4)
+    monkeypatch.setattr(script, "LOOKED_AT", (3, 4))
+    first = []
+    measure = script.Taking.measure
+
+    def keeping(self: object, *sides: object) -> None:
+        if not first:
+            first.append(sides[1].given.detach().clone())
+        measure(self, *sides)
+
+    monkeypatch.setattr(script.Taking, "measure", keeping)
+    shares = script.measure()
+    assert {len(each) for each in shares.values()} == {2 * 8}
+    assert len(shares) == len(script.RECIPES) * 6
+    spec = load_policy("mxfp4").rules[0].specs[Operand.FPROP_WEIGHT]
+    parts, signal = decompose(first[0], spec), first[0].double().square().sum()
+    for name, share in shares["MXFP4", Operand.FPROP_WEIGHT][0].items():
+        assert share == pytest.approx((getattr(parts, name).square().sum() / signal).item())
+    script.picture(shares, tmp_path / "a.png")
+    assert (tmp_path / "a.png").stat().st_size > 20_000
