@@ -23,7 +23,7 @@ from optuna.trial import TrialState
 from fp4graph.errors import Error, PolicyError
 from fp4graph.experiments.run import Outcome, Run
 from fp4graph.experiments.space import Configuration, Space
-from fp4graph.experiments.study import FREE, Claim, Study, TakenOver, Trial, Watch
+from fp4graph.experiments.study import FREE, Away, Claim, Study, TakenOver, Trial, Watch
 
 Sampler = Literal["random", "tpe"]
 Pruner = Literal["none", "median", "hyperband"]
@@ -225,14 +225,15 @@ def _run(study: Study, claim: Claim, configuration: Configuration, run: Run, los
             outcome = objective(replace(run, policy=configuration.document, **configuration.run), report)
     except Pruned:
         ended("pruned", loss=reported[-1])
-    except TakenOver:
-        raise
+    except (TakenOver, Away):
+        raise  # nothing that this configuration did
     except PolicyError as error:
         if configuration.kind != "trial":
             raise stopped(str(error)) from error
         ended("refused", reason=str(error))
     except Exception as error:
-        traceback.print_exc()
+        with contextlib.suppress(OSError):  # a full disk costs the log, not the result
+            traceback.print_exc()
         reason = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
         if configuration.kind == "baseline":
             raise stopped(reason) from error

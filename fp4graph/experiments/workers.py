@@ -112,7 +112,7 @@ class Workers:
             worker.process.terminate()  # in the middle of whatever it does: what it had begun is taken back here
         for worker in self._running.values():
             worker.process.join()
-        with contextlib.suppress(Error):  # of a database that is away; then their silence tells
+        with contextlib.suppress(Error), self._study.hurried():  # where it is away, their silence tells
             for trial in self._study.trials() if names else ():
                 if trial.worker in names and trial.state == "running":
                     self._study.withdraw(trial.number, "interrupted")

@@ -637,6 +637,41 @@ def test_a_database_that_does_not_come_back(url: str, table10: Space, monkeypatc
     assert len(counted(study)) == 4
 
 
+def test_a_database_that_is_away_is_no_failure_of_a_configuration(
+    url: str, table10: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study_module, "ASK_AGAIN", 0.3)
+    study = make(url, table10)
+    work(study, table10, 4, objective=toy.objective)
+    path = Path(url.removeprefix("sqlite:///"))
+
+    def away(run: Run, report: Callable[[int, float], None]) -> Outcome:
+        saved = path.read_bytes()
+        study._storage.engine.dispose()
+        path.write_bytes(b"no database any more" * 100)
+        try:
+            return toy.objective(run, report)
+        finally:
+            path.write_bytes(saved)
+
+    with pytest.raises(Error, match=r"has not answered for .* the same command goes on"):
+        work(study, table10, 6, objective=away)
+    assert [trial.state for trial in study.trials()] == ["complete"] * 4 + ["running"]  # until its silence tells
+
+
+def test_the_end_of_a_sweep_does_not_wait_for_a_database_that_is_away(
+    url: str, table10: Space, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(study_module, "HURRIED", 0.5)
+    study = make(url, table10)
+    job = Job(url, "s", 3, "random", "none", "cpu", str(tmp_path), workers=1, objective=toy.objective)
+    with Workers(job, study):
+        study._storage.engine.dispose()
+        Path(url.removeprefix("sqlite:///")).write_bytes(b"no database any more" * 100)
+        started = time.monotonic()
+    assert time.monotonic() - started < 30
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
