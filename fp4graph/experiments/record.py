@@ -124,10 +124,10 @@ class Record:
             self._events.add_scalar(name, value, step)
 
     def _failed(self, name: str, error: OSError) -> Error:
-        return Error(
-            f"cannot write {self.folder / name}: {error.strerror or error}. What was written before is readable; make "
-            "room and resume the run"
-        )
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "make room and resume the run" if full else "see that the folder is one and can be written"
+        what = f"cannot write {self.folder / name}: {error.strerror or error}"
+        return Error(f"{what}. What was written before is readable; {remedy}")
 
 
 #: What may change when a run is resumed: where it runs, not what it computes.

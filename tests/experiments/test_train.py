@@ -360,7 +360,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
 
 def test_a_file_in_the_records_place(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
-    with pytest.raises(Error, match=r"cannot write .*run"):
+    with pytest.raises(Error, match=r"cannot write .*run.*see that the folder is one and can be written"):
         train(run(), directory=tmp_path / "run")
 
 

@@ -133,7 +133,7 @@ def _torchvision(kind: Callable[..., Images], root: Path, train: bool, download:
         try:
             return kind(root=str(root), train=train, download=True)
         except (RuntimeError, OSError) as error:
-            missing = f"it cannot be downloaded ({str(error).splitlines()[0]})"
+            missing = f"it cannot be downloaded ({str(error).splitlines()[-1]})"  # torchvision's last attempt
     name = getattr(kind, "__name__", "the data set")
     otherwise = "" if download else ", or let it be downloaded"
     raise Error(f"{name} is not in {root}: {missing.rstrip('.')}. Make sure that {where}{otherwise}")
