@@ -201,7 +201,8 @@ def _cards(
         best = min(losses, key=lambda row: row["validation_loss"])
         last = losses[-1]
         where = "which is the best" if best is last else f"best {best['validation_loss']:.4g} at step {best['step']:,}"
-        cards.append((f"{last['validation_loss']:.4g}", "validation loss at the end", where))
+        when = "at the end" if outcome is not None else f"at step {last['step']:,}"
+        cards.append((f"{last['validation_loss']:.4g}", f"validation loss {when}", where))
     if outcome is not None and outcome.get("complexity") is not None:
         quantized = f"{outcome.get('quantized')} of {outcome.get('sites')} matrix products quantized"
         cards.append((f"Ω {outcome['complexity']:g}", "complexity of the recipe", quantized))

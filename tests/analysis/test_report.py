@@ -158,6 +158,7 @@ def test_a_run_without_statistics(run, tmp_path):
     text = write_report(tmp_path).read_text("utf-8")
     assert "No statistics were recorded" in text
     assert "the run has not ended" in text
+    assert "validation loss at step 100" in text
 
 
 def test_a_run_that_diverged(run, tmp_path):
