@@ -13,10 +13,12 @@ import hashlib
 from dataclasses import dataclass
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fp4graph.numerics.blocking import Blocking
 
 _GOLDEN = 0x9E3779B9 - 2**32  # 2^32/φ as int32: spreads consecutive counters over all bits
+_ALL = 0xFFFFFFFF
 _BLOCKS = 1 << 16  # added to a salt for per-block bits, out of the way of the salts of per-element bits
 
 
@@ -72,9 +74,36 @@ def derive_all(keys: torch.Tensor, word: torch.Tensor | int) -> torch.Tensor:
 
 def _absorb(key: torch.Tensor, word: torch.Tensor | int) -> torch.Tensor:
     """A new key: the hash of the word's two counters under ``key``."""
+    if _readable(key):
+        return _absorbed(key, int(word))
     # as_strided makes Inductor write the new key to memory. Inlined into its users, each of which reads both words, a
     # chain of d derivations would be traced 2^d times: minutes of compile time for a small model.
     return hash_bits(key, _counters(word, key.device)).as_strided((2,), (1,))
+
+
+def _readable(key: torch.Tensor) -> bool:
+    """Whether the key's numbers can be had at once: nothing is tracing, and there is no device to wait for."""
+    return (
+        type(key) is torch.Tensor
+        and key.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+        and _get_current_dispatch_mode() is None
+    )
+
+
+def _absorbed(key: torch.Tensor, word: int) -> torch.Tensor:
+    """``_absorb`` in Python's integers: two numbers are not worth thirty calls of PyTorch, a hundred microseconds.
+
+    A step without a compiler derives some twenty keys per linear layer.
+    """
+    first, second = key.tolist()
+    hashes = (_lowbias32_of(_lowbias32_of((c + first) & _ALL) ^ (second & _ALL)) for c in _counters_of(word))
+    return torch.tensor([_wrapped(one) for one in hashes], dtype=torch.int32)
+
+
+def _counters_of(word: int) -> tuple[int, int]:
+    first, second = ((2 * word + lane) * _GOLDEN + word for lane in (0, 1))
+    return first, second
 
 
 def _counters(word: torch.Tensor | int, device: torch.device) -> torch.Tensor:
@@ -84,7 +113,7 @@ def _counters(word: torch.Tensor | int, device: torch.device) -> torch.Tensor:
     would make an index expression, with numbers in it for which Triton has no room in 32 bits.
     """
     if isinstance(word, int):
-        first, second = (_wrapped((2 * word + lane) * _GOLDEN + word) for lane in (0, 1))
+        first, second = map(_wrapped, _counters_of(word))
         lanes = torch.arange(2, dtype=torch.int32, device=device)
         return torch.where(lanes == 0, first, second).to(torch.int32)
     lanes = torch.arange(2, dtype=torch.int32, device=device).reshape(2, *[1] * word.dim())
@@ -125,6 +154,15 @@ def _lowbias32(x: torch.Tensor) -> torch.Tensor:
     x = x ^ _shift_right(x, 15)
     x = x * (0x846CA68B - 2**32)
     return x ^ _shift_right(x, 16)
+
+
+def _lowbias32_of(x: int) -> int:
+    """``_lowbias32`` of a number in [0, 2^32)."""
+    x ^= x >> 16
+    x = (x * 0x7FEB352D) & _ALL
+    x ^= x >> 15
+    x = (x * 0x846CA68B) & _ALL
+    return x ^ (x >> 16)
 
 
 def _shift_right(x: torch.Tensor, count: int) -> torch.Tensor:

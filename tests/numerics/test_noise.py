@@ -7,7 +7,9 @@ import sys
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from fp4graph.numerics import noise
 from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.noise import Noise, derive, hash_bits, make_key, mix
 
@@ -134,3 +136,25 @@ def test_bits_without_a_key_are_refused() -> None:
     for ask in (noise.bits, noise.block_bits):
         with pytest.raises(ValueError, match="pass a key"):
             ask()
+
+
+@pytest.mark.parametrize("word", [0, 1, 7, 65_539, 2**31 - 1, -1, -(2**31)])
+def test_keys_in_pythons_integers_are_those_of_tensors(word: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [make_key("any", n) for n in range(50)]
+    keys += [torch.tensor(pair, dtype=torch.int32) for pair in ([0, 0], [-1, -1], [2**31 - 1, -(2**31)])]
+    other = torch.tensor([word, ~word], dtype=torch.int32)
+    at_once = [(derive(key, word), mix(key, other)) for key in keys]
+    monkeypatch.setattr(noise, "_readable", lambda key: False)
+    for key, (derived, mixed) in zip(keys, at_once, strict=True):
+        assert derived.dtype == mixed.dtype == torch.int32
+        assert torch.equal(derived, derive(key, word))
+        assert torch.equal(mixed, mix(key, other))
+
+
+@pytest.mark.parametrize("mode", ["real", "fake"])
+def test_a_trace_holds_the_derivation_and_not_its_result(mode: str) -> None:
+    def both(key: torch.Tensor) -> torch.Tensor:
+        return mix(derive(key, 3), key)
+
+    traced = make_fx(both, tracing_mode=mode)(make_key("traced with"))
+    assert torch.equal(traced(make_key("run with")), both(make_key("run with")))
