@@ -120,10 +120,20 @@ def save(
         try:
             with replacing(path) as file:
                 torch.save(content, file)
-        except (OSError, RuntimeError) as error:  # torch.save reports a full disk as a RuntimeError
-            raise Error(f"cannot write checkpoint {path}: {error}. What was there before is untouched") from error
+        except OSError as error:
+            raise _unwritten(path, error.strerror or str(error)) from error
+        except RuntimeError as error:  # from torch.save's zip file, which does not say what the system said
+            first = "".join(str(error).splitlines()[:1])
+            raise _unwritten(path, f"the disk is full, or may be ({first})") from error
     if _distributed():
         torch.distributed.barrier()
+
+
+def _unwritten(path: str | PathLike[str], reason: str) -> Error:
+    return Error(
+        f"cannot write checkpoint {path}: {reason}. What was there before is untouched; make room,"
+        " or name another place"
+    )
 
 
 def load(
