@@ -8,10 +8,9 @@ from os import PathLike
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fp4graph import state
-from fp4graph.analysis import metrics as m
 from fp4graph.analysis import storage
 from fp4graph.analysis.observers import Collector, Outputs, matches
 from fp4graph.analysis.oscillation import Window
@@ -21,6 +20,9 @@ from fp4graph.explanation import describe
 from fp4graph.registry import suggest
 from fp4graph.runtime import Runtime, runtime_of, unwrapped
 from fp4graph.sharding import fsdp_units
+
+#: Steps at the end of a window over which outputs are compared: each takes a forward of the probe.
+PROBED = 5
 
 
 class Statistics:
@@ -44,8 +46,8 @@ class Statistics:
             ``window_every``-th step (ten times ``every`` by default, and no less than ``window``).
         sample: about how many elements of an operand are looked at, whole lines of it; None for all.
         probe: inputs of the model, positional (a tuple) or by keyword (a dict), or a function without arguments that
-            calls the model, always with the same; the outputs at each site are compared before and after the recorded
-            step: the rate of change of Y.
+            calls the model, always with the same; the outputs at each site are compared from step to step over the last
+            :data:`PROBED` steps of each window: the rate of change of Y.
         step: steps done before, where a resumed training goes on; by default what the optimizer's state counts.
         tensorboard: a ``SummaryWriter``, or a directory to make one for, to log to as well.
 
@@ -91,7 +93,6 @@ class Statistics:
         self._outputs = Outputs(patterns)
         self._window: Window | None = None
         self._window_steps, self._sample, self._patterns = window, sample, patterns
-        self._before: dict[str, Tensor] = {}
         self._armed = False
         self._runtime = runtime
         self._records = _first_process()
@@ -155,11 +156,10 @@ class Statistics:
         if runtime is not None and runtime is not self._runtime:  # a phase has begun, and hooked its techniques anew
             self._runtime = runtime
             self._window = None
+            self._outputs.clear()
             self._hook()
         if self._records and self._window is None and self._window_starts(self._step):
             self._open_window()
-        if self._armed and self._collector.seen and self._probe is not None and "rate_of_change" in self._metrics:
-            self._before = self._probed()
 
     def _after_step(self, *args: Any) -> None:
         self._step += 1
@@ -170,12 +170,12 @@ class Statistics:
             if self._collector.seen:
                 _check_matched(self._patterns, self._collector)
                 records += self._collector.finish()
-                records += self._rates_of_outputs()
             self._collector.clear()
         if self._window is not None:
-            self._window.advance(self._runtime.step)
+            self._follow(self._window)
             if self._window.full:
-                records += self._window.records()
+                records += [*self._window.records(), *self._outputs.records()]
+                self._outputs.clear()
                 self._window = None
         if self._window is None and self._window_starts(self._step):
             self._open_window()
@@ -197,13 +197,18 @@ class Statistics:
     def _open_window(self) -> None:
         weights = [weight for weight in self._runtime.weights if matches(self._patterns, weight.fqn or "(root)")]
         self._window = Window(weights, self._window_steps, self._sample, self._metrics)
-        self._window.advance(self._runtime.step)
+        self._follow(self._window)
 
-    def _probed(self) -> dict[str, Tensor]:
-        """What every site returns for the probe, in evaluation mode and without gradients."""
+    def _follow(self, window: Window) -> None:
+        window.advance(self._runtime.step)
+        if window.left <= PROBED and self._probe is not None and "rate_of_change" in self._metrics:
+            self._run_probe()
+            self._outputs.advance()
+
+    def _run_probe(self) -> None:
+        """Let the outputs be seen that every site has for the probe, in evaluation mode and without gradients."""
         modes = [(module, True) for module in self._model.modules() if module.training]
         dtype = self._collector.autocast
-        self._outputs.seen = {}
         self._observe(self._outputs, training=False)
         try:
             self._model.eval()
@@ -218,20 +223,6 @@ class Statistics:
             for module, training in modes:
                 module.training = training
             self._observe(self._collector if self._armed else None)
-        return self._outputs.seen
-
-    def _rates_of_outputs(self) -> list[dict[str, Any]]:
-        if not self._before:
-            return []
-        before, self._before = self._before, {}
-        after = self._probed()
-        both = [site for site in before if site in after]
-        if not both:
-            return []
-        rates = torch.stack([m.relative_change(after[site], before[site]) for site in both]).tolist()
-        return [
-            {"site": site, "tensor": "output", "rate_of_change": rate} for site, rate in zip(both, rates, strict=True)
-        ]
 
     def _header(self, runtime: Runtime) -> dict[str, Any]:
         return {

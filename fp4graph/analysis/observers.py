@@ -192,18 +192,38 @@ class _SiteCall:
 
 
 class Outputs:
-    """The observer of a probe: keeps what every site returns."""
+    """The observer of a probe: what every site returns, and how that changes from one look to the next."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self._patterns = patterns
-        self.seen: dict[str, Tensor] = {}
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew."""
+        self._now: dict[str, Tensor] = {}
+        self._last: dict[str, Tensor] = {}
+        self._rates: dict[str, list[Tensor]] = defaultdict(list)
 
     def operands(self, site: str) -> Observer | None:
         return None
 
     def output(self, site: str, y: Tensor) -> None:
         if matches(self._patterns, site):
-            self.seen[site] = y.detach().clone()
+            self._now[site] = y.detach().clone()
+
+    def advance(self) -> None:
+        """The model was run: compare with the time before."""
+        for site in self._now.keys() & self._last.keys():
+            self._rates[site].append(m.relative_change(self._now[site], self._last[site]))
+        self._last, self._now = self._now, {}
+
+    def records(self) -> list[dict[str, Any]]:
+        """One for each site, in the model's order: the mean over the steps looked at."""
+        return [
+            {"site": site, "tensor": "output", "rate_of_change": torch.stack(self._rates[site]).nanmean().item()}
+            for site in self._last
+            if self._rates[site]
+        ]
 
 
 def _rows(sums: Mapping[str, Tensor]) -> list[dict[str, Any]]:

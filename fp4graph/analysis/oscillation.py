@@ -34,7 +34,12 @@ class Window:
 
     @property
     def full(self) -> bool:
-        return self._taken == self._steps
+        return self.left == 0
+
+    @property
+    def left(self) -> int:
+        """Differences still to come."""
+        return self._steps - self._taken
 
     @torch.no_grad()
     def advance(self, step: Tensor) -> None:

@@ -69,6 +69,9 @@ def derive_all(keys: torch.Tensor, word: torch.Tensor | int) -> torch.Tensor:
 
     ``mix`` is this for the one word and the other of its second key.
     """
+    if _readable(keys):
+        words = [word] * keys.shape[1] if isinstance(word, int) else word.tolist()
+        return torch.stack([_absorbed(key, one) for key, one in zip(keys.unbind(1), words, strict=True)], 1)
     return hash_bits(keys, _counters(word, keys.device).reshape(2, -1))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -66,7 +67,9 @@ def test_training_is_the_same_to_the_last_bit(name, vit, tmp_path):
         statistics = None
         if watched:
             probe = (torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(5)),)
-            statistics = Statistics(model, optimizer, every=2, directory=tmp_path, window=2, probe=probe)
+            statistics = Statistics(
+                model, optimizer, every=2, directory=tmp_path, window=2, window_every=4, probe=probe
+            )
         steps(model, optimizer, 4, shape=(4, 3, 32, 32))
         if statistics is not None:
             statistics.close()
@@ -204,20 +207,21 @@ def test_oscillation_in_loops(technique, tmp_path):
 
 
 def test_the_rate_of_change_of_outputs(tmp_path):
-    """Of the same inputs, before and after the step, in evaluation mode."""
+    """Of the same inputs from step to step, in evaluation mode, over the last five steps of each window."""
     probe = torch.randn(5, 32, generator=torch.Generator().manual_seed(9))
     model, optimizer = make(policy())
-    with Statistics(model, optimizer, every=2, directory=tmp_path, probe=(probe,), metrics=["rate_of_change"]):
-        steps(model, optimizer, 1)
-        model.eval()
-        with torch.no_grad():
-            before = model(probe)
-        model.train()
-        steps(model, optimizer, 1, start=1)
-        with torch.no_grad():
-            after = model.eval()(probe)
-    row = only(read(tmp_path), step=2, site="second#1", tensor="output")
-    assert row["rate_of_change"] == pytest.approx(((after - before).norm() / before.norm()).item(), rel=1e-5)
+    options = {"probe": (probe,), "metrics": ["rate_of_change"], "window": 7, "window_every": 8}
+    outputs = []
+    with Statistics(model, optimizer, every=50, directory=tmp_path, **options):
+        for step in range(16):
+            steps(model, optimizer, 1, start=step)
+            with torch.no_grad():
+                outputs.append(model.eval()(probe))
+            model.train()
+    rates = [((after - before).norm() / before.norm()).item() for before, after in pairwise(outputs)]
+    for last in (8, 16):
+        row = only(read(tmp_path), step=last, site="second#1", tensor="output")
+        assert row["rate_of_change"] == pytest.approx(np.mean(rates[last - 6 : last - 1]), rel=1e-5)
 
 
 def test_a_module_called_twice_is_two_sites_with_one_weight(tmp_path):
@@ -275,7 +279,8 @@ def test_under_autocast_and_with_phases(tmp_path):
     """The policy of the phase is the one that is looked at."""
     recipe = policy() | {"phases": [{"at": 5, "operands": {"backward": "keep"}}]}
     model, optimizer = make(recipe)
-    with Statistics(model, optimizer, every=2, directory=tmp_path, window=2, probe=(torch.zeros(2, 32),)):
+    probe = (torch.zeros(2, 32),)
+    with Statistics(model, optimizer, every=2, directory=tmp_path, window=2, window_every=4, probe=probe):
         for _ in range(8):
             with torch.autocast("cpu", torch.bfloat16):
                 model(torch.randn(8, 32)).float().square().mean().backward()
@@ -392,7 +397,9 @@ def test_inside_ddp(tmp_path):
     try:
         model, optimizer = make(policy())
         wrapped = nn.parallel.DistributedDataParallel(model)
-        with Statistics(wrapped, optimizer, every=2, directory=tmp_path, probe=(torch.ones(2, 32),)):
+        with Statistics(
+            wrapped, optimizer, every=2, directory=tmp_path, window=1, window_every=2, probe=(torch.ones(2, 32),)
+        ):
             steps(wrapped, optimizer, 2)
     finally:
         torch.distributed.destroy_process_group()
