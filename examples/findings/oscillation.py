@@ -4,7 +4,7 @@
 
 A ViT of two blocks on handwritten digits, 20 epochs, learning rate down to a hundredth along a cosine. Measured over
 the last 100 steps: the share of weights with R_w > 16, flips per weight and step, and the rates of change of W, of
-Q(W), and of the sites' outputs Y for the same 64 images (of the last recorded steps). Results are added to a file of
+Q(W), and of the sites' outputs Y for the same 64 images (over the last 5 steps). Results are added to a file of
 JSON lines as they come; started again, the script goes on with what is missing.
 """
 
@@ -63,7 +63,7 @@ def measure(policy: Any, seed: int) -> dict[str, float]:
     last = [row for row in recorded.rows if row["step"] == STEPS]
     weights = [row for row in last if row["tensor"] == "weight"]
     row = {column: statistics.fmean(r[column] for r in weights) for column in COLUMNS if weights}
-    outputs = [r["rate_of_change"] for r in recorded.rows if r["tensor"] == "output" and r["step"] > STEPS - WINDOW]
+    outputs = [r["rate_of_change"] for r in last if r["tensor"] == "output"]
     confidence = [r["confidence"] for r in last if "confidence" in r]
     return {
         **row,
