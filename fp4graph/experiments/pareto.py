@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import statistics
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +14,6 @@ from fp4graph.experiments.results import Results, Scored, frontier
 from fp4graph.experiments.score import Rule
 
 _MARKERS = "osD^vPX*"
-#: A score below this many times the frontier's spread under it is drawn at the panel's lower edge.
-_REACH = 6.0
 #: Characters of a line below a panel.
 _LINE = 100
 
@@ -23,8 +22,8 @@ def figure(studies: Sequence[Results], rule: Rule = "table") -> Any:
     """One panel per study: Ω along x, S along y, a marker per family, the frontier of each as steps.
 
     The points of every family's frontier are numbered, and named below the panel. S = 0 is the better unquantized
-    baseline. Points so far below the frontier that it could not be read beside them are drawn at the lower edge, and
-    counted there.
+    baseline. Scores are spread linearly around it and logarithmically beyond, so that the frontier can be read beside
+    what fails by far.
 
     Returns:
         A ``matplotlib.figure.Figure``.
@@ -62,23 +61,17 @@ def png(studies: Sequence[Results], rule: Rule = "table", format: str = "png") -
 
 def _panel(axes: Any, found: Results, rule: Rule) -> None:
     points = _points(found, rule)
-    floor = _floor(found, rule)
-    hidden = numbered = 0
+    numbered = 0
     for index, family in enumerate(found.families):
         some = [s for s in points if s.trial.family == family]
         if not some:
             continue
         colour = _colour(index)
         marker = _MARKERS[index % len(_MARKERS)]
-        inside = [s for s in some if _value(s, rule) >= floor]
-        hidden += len(some) - len(inside)
-        label = _titled(family, found)
         axes.scatter(
-            [s.trial.complexity for s in inside], [_value(s, rule) for s in inside],
-            color=colour, marker=marker, s=18, alpha=0.45, linewidths=0, label=label,
+            [s.trial.complexity for s in some], [_value(s, rule) for s in some],
+            color=colour, marker=marker, s=18, alpha=0.45, linewidths=0, label=_titled(family, found),
         )  # fmt: skip
-        outside = [s.trial.complexity for s in some if s not in inside]
-        axes.scatter(outside, [floor] * len(outside), color=colour, marker=11, s=18, alpha=0.45, clip_on=False)
         best = frontier(some, rule)
         xs, ys = [s.trial.complexity for s in best], [_value(s, rule) for s in best]
         axes.step(xs, ys, where="post", color=colour, linewidth=1.2)
@@ -92,11 +85,10 @@ def _panel(axes: Any, found: Results, rule: Rule) -> None:
                 weight="bold", zorder=4,
             )  # fmt: skip
     axes.axhline(0, color="grey", linewidth=0.8, linestyle="--", label="unquantized")
-    _limits(axes, floor, points, rule)
+    _scale(axes, found, rule)
     lost = found.count("diverged")
-    remarks = [f"{hidden} below the edge"] * bool(hidden) + [f"{lost} diverged"] * bool(lost)
     title = found.task if found.name == found.task else f"{found.name} ({found.task})"
-    axes.set_title(f"{title}, {len(points)} configurations" + "".join(f", {r}" for r in remarks), fontsize=10)
+    axes.set_title(f"{title}, {len(points)} configurations" + f", {lost} diverged" * bool(lost), fontsize=10)
     axes.set_xlabel("complexity Ω [points]")
     axes.set_ylabel(
         {"text": "score S = G/(1 + Ω)", "table": "score S = G/max(1, Ω), below 0 G·max(1, Ω)"}[rule], fontsize=9
@@ -127,24 +119,18 @@ def _colour(index: int) -> str:
     return f"C{index % 10}"
 
 
-def _limits(axes: Any, floor: float, points: Sequence[Scored], rule: Rule) -> None:
-    top = max(0.0, *(_value(s, rule) for s in points))
-    axes.set_ylim(floor, top + 0.08 * (top - floor))
-    most = max(s.trial.complexity or 0.0 for s in points)
-    axes.set_xlim(-0.06 * max(most, 1), most + 0.08 * max(most, 1))
-
-
-def _floor(found: Results, rule: Rule) -> float:
-    """The lower edge of a panel: everything, unless that would press the frontier into a line."""
+def _scale(axes: Any, found: Results, rule: Rule) -> None:
     points = _points(found, rule)
     values = [_value(s, rule) for s in points]
-    named = [_value(s, rule) for f in found.families for s in frontier(_family(found, f), rule)]
-    spread = max(*named, 0.0) - min(*named, 0.0) if named else 1.0
-    lowest = min(*named, 0.0) - _REACH * max(spread, 0.01)
-    if min(values) >= lowest:
-        lowest = min(*values, 0.0)
-        return lowest - 0.05 * max(max(*values, 0.0) - lowest, 0.01)
-    return lowest
+    named = [abs(_value(s, rule)) for f in found.families for s in frontier(_family(found, f), rule)]
+    # A power of ten below which half of the frontier lies, and all of the axis where that is nearly all.
+    linear = 10.0 ** math.ceil(math.log10(max(statistics.median(named), 1e-3)))
+    low, high = min(0.0, *values), max(0.0, *values)
+    axes.set_yscale("symlog", linthresh=linear)
+    axes.yaxis.set_major_formatter(lambda value, place: f"{value:g}")
+    axes.set_ylim(1.4 * low - 0.1 * linear, 1.4 * high + 0.25 * linear)
+    most = max(s.trial.complexity or 0.0 for s in points)
+    axes.set_xlim(-0.06 * max(most, 1), most + 0.08 * max(most, 1))
 
 
 def _points(found: Results, rule: Rule) -> list[Scored]:
