@@ -10,8 +10,9 @@ demo: $(STAMP)
 	$(BIN)/python examples/pretrain_vit.py --data digits --backend eager \
 		--policies bf16,microscaling,tetrajet,tetrajet-qema --output runs/demo
 
+# Most tests are small: a process for each core, each with one thread, is quicker than one process with many.
 test: $(STAMP) lint
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 # Formatting is not checked here: ruff is not pinned, and a new release's taste should not fail a fresh checkout.
 lint: $(STAMP)

@@ -1,6 +1,6 @@
 """The Gaussian regression of "Elucidating the design space of FP4 training" (appendix, Tables 3 and 8), every row.
 
-    python examples/findings/gaussian.py              # 3 seeds, half an hour on one CPU core
+    python examples/findings/gaussian.py              # 3 seeds, a quarter of an hour on one CPU core
 
 Results are added to a file of one JSON object per line as they come; started again, the script goes on with what is
 missing, and prints the table of all.
@@ -77,6 +77,19 @@ ROWS = (
         {"stablespam": 22.875},
         optimizers=("stablespam",),
     ),
+    Row(
+        "`nvfp4`, the same without the spline",
+        extended(
+            "nvfp4",
+            techniques=[
+                BACKWARD_HADAMARD, {"tensor_scaling": {"headroom": 0.5}},
+                {"tensor_scaling_gradient": {"kind": "absmax"}}, "loss_scaling",
+            ],
+        ),
+        {},
+        optimizers=("stablespam",),
+    ),
+    Row("`nvfp4`, the spline alone", extended("nvfp4", techniques=[SPLINE]), {}, optimizers=("stablespam",)),
     Row(
         "`mxfp4-round-up`, tensor scale",
         extended("mxfp4-round-up", techniques=["tensor_scaling"]),

@@ -498,10 +498,13 @@ def test_the_command_on_two_workers_one_of_them_killed(
 
 def _a_worker(url: str, process: subprocess.Popen[Any], results: int = 8) -> int:
     """The pid of a worker in the middle of a trial, once ``results`` are done."""
+    study = None
     while True:
         assert process.poll() is None
         with contextlib.suppress(Error):
-            trials = Study.open(url, "digits").trials()
+            # Opened once: a server has only so many connections, and a slow machine asks often.
+            study = study or Study.open(url, "digits")
+            trials = study.trials()
             running = [trial for trial in trials if trial.state == "running"]
             if sum(trial.finished for trial in trials) >= results and running:
                 return int(running[-1].worker.split(":")[-2])
