@@ -52,19 +52,19 @@ def score(
             raise Error(str(error)) from None
         return
 
+    if every and choices:
+        raise Error("give --all or --choices; not both")
     found = read(sources, study)
     from fp4graph.experiments.progress import best_table, effects_table, trial_table
-    from fp4graph.experiments.results import to_csv, to_json, write
+    from fp4graph.experiments.results import effects_json, to_csv, to_json, write
 
     for path in export or []:
         if path.suffix not in (".csv", ".json"):
             raise Error(f"--export {path}: write .csv or .json")
         write(path, to_csv(found) if path.suffix == ".csv" else to_json(found))
     if as_json:
-        print(to_json(found), end="")
+        print(effects_json(found) if choices else to_json(found), end="")
         return
-    if every and choices:
-        raise Error("give --all or --choices; not both")
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
     for one in found:
         if choices:

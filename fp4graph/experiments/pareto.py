@@ -123,7 +123,7 @@ def _scale(axes: Any, found: Results, rule: Rule) -> None:
     points = _points(found, rule)
     values = [_value(s, rule) for s in points]
     named = [abs(_value(s, rule)) for f in found.families for s in frontier(_family(found, f), rule)]
-    # A power of ten below which half of the frontier lies, and all of the axis where that is nearly all.
+    # Linear up to the power of ten below which at least half of the frontier lies.
     linear = 10.0 ** math.ceil(math.log10(max(statistics.median(named), 1e-3)))
     low, high = min(0.0, *values), max(0.0, *values)
     axes.set_yscale("symlog", linthresh=linear)

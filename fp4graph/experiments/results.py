@@ -9,7 +9,7 @@ import math
 import os
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -194,6 +194,16 @@ def to_json(all_results: Sequence[Results]) -> str:
     """The records of several studies, with their policies and curves."""
     data = {"fp4graph": fp4graph.__version__, "trials": [r for found in all_results for r in records(found)]}
     return json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def effects_json(all_results: Sequence[Results]) -> str:
+    """The effects of several studies, a record for each choice; a loss that is infinite is null."""
+    data = [
+        {"study": found.name, **asdict(effect), "median": _finite(effect.median), "best": _finite(effect.best)}
+        for found in all_results
+        for effect in effects(found)
+    ]
+    return json.dumps({"fp4graph": fp4graph.__version__, "choices": data}, indent=1, ensure_ascii=False) + "\n"
 
 
 def to_csv(all_results: Sequence[Results]) -> str:

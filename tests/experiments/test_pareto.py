@@ -27,6 +27,7 @@ from fp4graph.experiments.results import (
     Results,
     best,
     effects,
+    effects_json,
     frontier,
     reference_loss,
     scored,
@@ -237,9 +238,15 @@ def test_what_each_choice_came_to() -> None:
         Effect("e8m0", "optimizer", "adam", 2, 0, 2.0, 1.0),
         Effect("e8m0", "optimizer", "stable", 2, 1, math.inf, 2.0),
     ]
-    console = Console(width=100, file=io.StringIO())
-    console.print(effects_table(found))
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    data = json.loads(effects_json([found]))["choices"]
+    assert [(one["choice"], one["median"], one["best"]) for one in data][1:] == [
+        ("up", 1.5, 1.0),
+        ("adam", 2.0, 1.0),
+        ("stable", None, 2.0),
+    ]
+    printed = io.StringIO()
+    Console(width=100, file=printed).print(effects_table(found))
+    lines = printed.getvalue().splitlines()
     assert [line.split("│")[3].strip() for line in lines if line.startswith("│")] == ["nearest", "up", "adam", "stable"]
     assert "inf" in lines[-2]
 
