@@ -61,7 +61,6 @@ def png(studies: Sequence[Results], rule: Rule = "table", format: str = "png") -
 
 def _panel(axes: Any, found: Results, rule: Rule) -> None:
     points = _points(found, rule)
-    numbered = 0
     for index, family in enumerate(found.families):
         some = [s for s in points if s.trial.family == family]
         if not some:
@@ -76,14 +75,13 @@ def _panel(axes: Any, found: Results, rule: Rule) -> None:
         xs, ys = [s.trial.complexity for s in best], [_value(s, rule) for s in best]
         axes.step(xs, ys, where="post", color=colour, linewidth=1.2)
         axes.scatter(xs, ys, color=colour, marker=marker, s=34, edgecolors="black", linewidths=0.6, zorder=3)
-        for s in best:
-            numbered += 1
-            right = index % 2 == 0  # of two families that meet, one is numbered on each side
-            axes.annotate(
-                str(numbered), (s.trial.complexity, _value(s, rule)), xytext=(5 if right else -5, 4),
-                ha="left" if right else "right", textcoords="offset points", fontsize=8, color=colour,
-                weight="bold", zorder=4,
-            )  # fmt: skip
+    for number, index, s in _numbered(found, rule):
+        right = index % 2 == 0  # of two families that meet, one is numbered on each side
+        axes.annotate(
+            str(number), (s.trial.complexity, _value(s, rule)), xytext=(5 if right else -5, 4),
+            ha="left" if right else "right", textcoords="offset points", fontsize=8, color=_colour(index),
+            weight="bold", zorder=4,
+        )  # fmt: skip
     axes.axhline(0, color="grey", linewidth=0.8, linestyle="--", label="unquantized")
     _scale(axes, found, rule)
     lost = found.count("diverged")
@@ -102,16 +100,19 @@ def _panel(axes: Any, found: Results, rule: Rule) -> None:
         )  # fmt: skip
 
 
+def _numbered(found: Results, rule: Rule) -> list[tuple[int, int, Scored]]:
+    """(number, index of the family, trial) of all families' frontiers."""
+    best = [(index, s) for index, f in enumerate(found.families) for s in frontier(_family(found, f), rule)]
+    return [(number, index, s) for number, (index, s) in enumerate(best, 1)]
+
+
 def _named(found: Results, rule: Rule) -> list[tuple[str, str]]:
     """The lines below a panel, with their colours: every family's frontier, numbered, its names whole."""
     lines: list[tuple[str, str]] = []
-    number = 0
-    for index, family in enumerate(found.families):
-        for s in frontier(_family(found, family), rule):
-            number += 1
-            figures = f"Ω {s.trial.complexity:g}, S {_value(s, rule):+.3g}, loss {s.trial.loss:.4g}"
-            name = f"{number}  trial {s.trial.number}, {figures}: {s.trial.summary}"
-            lines += [(line, _colour(index)) for line in textwrap.wrap(name, _LINE, subsequent_indent=" " * 6)]
+    for number, index, s in _numbered(found, rule):
+        figures = f"Ω {s.trial.complexity:g}, S {_value(s, rule):+.3g}, loss {s.trial.loss:.4g}"
+        name = f"{number}  trial {s.trial.number}, {figures}: {s.trial.summary}"
+        lines += [(line, _colour(index)) for line in textwrap.wrap(name, _LINE, subsequent_indent=" " * 6)]
     return lines
 
 
@@ -122,7 +123,7 @@ def _colour(index: int) -> str:
 def _scale(axes: Any, found: Results, rule: Rule) -> None:
     points = _points(found, rule)
     values = [_value(s, rule) for s in points]
-    named = [abs(_value(s, rule)) for f in found.families for s in frontier(_family(found, f), rule)]
+    named = [abs(_value(s, rule)) for *_, s in _numbered(found, rule)]
     # Linear up to the power of ten below which at least half of the frontier lies.
     linear = 10.0 ** math.ceil(math.log10(max(statistics.median(named), 1e-3)))
     low, high = min(0.0, *values), max(0.0, *values)
