@@ -418,13 +418,23 @@ def test_no_more_is_begun_than_was_asked_for(url: str, table10: Space) -> None:
 def test_after_a_kill_of_everything_nothing_is_lost_and_nothing_run_twice(
     url: str, table10: Space, tmp_path: Path
 ) -> None:
-    log = tmp_path / "trained"
+    log, hold = tmp_path / "trained", tmp_path / "hold"
     here = {"cwd": Path(toy.__file__).parent, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
     command = [sys.executable, toy.__file__, url, str(log), "30", "120"]
     killed = subprocess.Popen(command, start_new_session=True, **here)  # type: ignore[call-overload]
-    while not log.exists() or len(log.read_text().split()) < 8:
-        assert killed.poll() is None
-        time.sleep(0.05)
+
+    def wait(until: Callable[[], bool]) -> None:
+        while not until():
+            assert killed.poll() is None
+            time.sleep(0.05)
+
+    def trained() -> list[str]:
+        return log.read_text().split() if log.exists() else []
+
+    wait(lambda: len(trained()) >= 4)
+    hold.touch()
+    wait(lambda: not hold.exists() and len(trained()) >= 8)
+    # Now one of the two is in the middle of a training, and the other wherever it happens to be.
     os.killpg(killed.pid, signal.SIGKILL)
     killed.wait()
     before = {t.number: t for t in Study.open(url, "toy").trials()}
@@ -437,11 +447,11 @@ def test_after_a_kill_of_everything_nothing_is_lost_and_nothing_run_twice(
     found = [trial for trial in trials if trial.counts]
     assert len(found) == len({trial.key for trial in found}) == 30
     assert {trial.state for trial in found} == {"complete"}
-    assert all(trials[trial.number] == trial for trial in done)
+    # A kill between the writing of a result and Optuna's being told leaves the telling to whoever comes next.
+    assert all(trials[trial.number] == dataclasses.replace(trial, told=True) for trial in done)
     # A training that ended in the moment of the kill, its result not yet written, is the only one that may be repeated.
-    trained = log.read_text().split()
-    assert len(set(trained)) == 30
-    assert len(trained) - 30 <= 2
+    assert len(set(trained())) == 30
+    assert len(trained()) - 30 <= 1
 
 
 # ------------------------------------------------------------------ the whole command
