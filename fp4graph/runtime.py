@@ -100,16 +100,23 @@ class Weight:
         holder = getattr(self.module, state.NAME)
         draw = Draw(holder.key, step.to(holder.key.device)) if self.plan.program.draws else None
         rotation = fprop.rotate(canonical, canonical, operand_draw(draw, Operand.FPROP_INPUT))
-        weights: dict[str, dict[str, Tensor]] = {}
+        entries = self.fprop_state(lambda entry: rotation.apply(entry, "right"))
+        terms = fprop.right(rotation.right, operand_draw(draw, Operand.FPROP_WEIGHT), entries)
+        result = rotation.undo(total(terms), "right").to(w.dtype)
+        return like(result.mT if self.stored_transposed else result, w)
+
+    def fprop_state(self, of_weight_like: Callable[[Tensor], Tensor]) -> dict[str, dict[str, Tensor]]:
+        """What fprop's quantizer is given of its techniques' state: entries like the weight as ``of_weight_like`` of
+        them, which are ``[N, K]``; the others as they are."""
+        holder = getattr(self.module, state.NAME)
+        given: dict[str, dict[str, Tensor]] = {}
         for slot in self.slots:
             if slot.entry.operand is Operand.FPROP_WEIGHT:
                 entry = whole(getattr(holder, self.buffer(slot)))
                 if slot.entry.weight_like:
-                    entry = rotation.apply(entry.mT if self.stored_transposed else entry, "right")
-                weights.setdefault(slot.technique, {})[slot.entry.name] = entry
-        terms = fprop.right(rotation.right, operand_draw(draw, Operand.FPROP_WEIGHT), weights)
-        result = rotation.undo(total(terms), "right").to(w.dtype)
-        return like(result.mT if self.stored_transposed else result, w)
+                    entry = of_weight_like(entry.mT if self.stored_transposed else entry)
+                given.setdefault(slot.technique, {})[slot.entry.name] = entry
+        return given
 
     @property
     def stored_transposed(self) -> bool:

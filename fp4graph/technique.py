@@ -106,6 +106,9 @@ class Technique(BaseModel):
     #: Whether it acts once for the whole model (on its loss, on all of an optimizer) and not rule by rule: then it is
     #: declared for the policy, and acts where nothing is quantized as well.
     per_model: ClassVar[bool] = False
+    #: Whether what its tensor stages make of a block depends on that block, and on its part of ``weight_like`` state,
+    #: alone: neither on other blocks nor on its place. A few blocks are then quantized again as they were among all.
+    by_block: ClassVar[bool] = False
     #: The plugin that offers it, for errors; the registry fills it in.
     plugin: ClassVar[str | None] = None
 

@@ -50,6 +50,7 @@ class QEma(Technique):
     name: ClassVar[str] = "q_ema"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=True)
     conflicts: ClassVar[frozenset[str]] = frozenset({"q_ramping"})
+    by_block: ClassVar[bool] = True
 
     beta: float = Field(0.998, gt=0, lt=1, description="β, the share of e that a step keeps.")
     start_after: int = Field(0, ge=0, description="Training forwards that round to nearest first.")

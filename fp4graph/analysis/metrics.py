@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 
 import torch
 from torch import Tensor
 
 from fp4graph.analysis.decomposition import split_error
-from fp4graph.analysis.lines import Lines, Moments
+from fp4graph.analysis.lines import Lines, Moments, Rows, owners
 from fp4graph.numerics.formats import ElementFormat
 
 #: Exponents of block scales that histograms can tell apart: those of fp32, subnormals included.
@@ -34,49 +35,73 @@ def operand_sums(lines: Lines) -> dict[str, Tensor]:
     Elements that are not finite, before or after quantization, are counted and left out. Computed in fp32, in units of
     the operand's largest magnitude.
     """
-    x, q, ideal = (each.flatten(1) for each in (lines.x, lines.q, lines.ideal))
+    x, q, ideal, owner = lines.x, lines.q, lines.ideal, owners(lines.rows.counts, lines.x.device)
+    elements = torch.tensor([math.prod(shape) for shape in lines.rows.shapes], dtype=torch.float64, device=x.device)
     usable: Tensor | None = None
     if not bool((x.sum() + q.sum() + ideal.sum()).isfinite()):
         usable = (x + q + ideal).isfinite()
         x, q, ideal = (torch.where(usable, each, 0.0) for each in (x, q, ideal))
-    unit = x.abs().amax(1, keepdim=True).clamp(min=_TINY)
-    x, q, ideal = (each / unit for each in (x, q, ideal))  # squares stay within fp32
-    error, bias, dead, grid = split_error(x, q, ideal)
-    squares = {
-        "signal": _dot(x, x),
+    largest = torch.zeros(len(elements), device=x.device).scatter_reduce_(0, owner, x.abs().amax(1), "amax")
+    unit = largest.clamp(min=_TINY)
+    of_rows = unit[owner].unsqueeze(1)
+    error, bias, dead, grid = (each.div_(of_rows) for each in split_error(x, q, ideal))  # squares stay within fp32
+    x = x / of_rows
+    signal = _dot(x, x)
+    beyond = lines.ratio.abs().sub_(lines.element.max).clamp_(min=0)
+    if usable is not None:
+        beyond = torch.where(usable, beyond, 0.0)
+    terms = {
+        "signal": signal,
         "error": _dot(error, error),
-        "product": _dot(x, q),
+        "product": signal + _dot(x, error),
         "scale_bias": _dot(bias, bias),
         "dead_zone": _dot(dead, dead),
         "grid_noise": _dot(grid, grid),
         "interaction": 2 * _dot(bias, grid),
+        "saturated": _nonzero(beyond),
+        "underflowed": _nonzero(dead),
     }
-    saturated = lines.ratio.flatten(1).abs() > lines.element.max
-    elements = torch.full_like(squares["signal"], x.shape[1]) if usable is None else usable.sum(1).double()
-    counts = {
-        "elements": elements,
-        "nonfinite": x.shape[1] - elements,
-        "saturated": (saturated if usable is None else saturated & usable).sum(1).double(),
-        "underflowed": (dead != 0).sum(1).double(),
-    }
-    scale = unit[:, 0].double().square()
-    return {name: value * scale for name, value in squares.items()} | counts
+    if usable is not None:
+        terms["nonfinite"] = (~usable).sum(1)
+    columns = torch.stack([each.double() for each in terms.values()], 1)
+    summed = columns.new_zeros(len(elements), len(terms)).index_add_(0, owner, columns)
+    sums = dict(zip(terms, summed.unbind(1), strict=True))
+    scale = unit.double().square()
+    for name in ("signal", "error", "product", "scale_bias", "dead_zone", "grid_noise", "interaction"):
+        sums[name] = sums[name] * scale
+    sums.setdefault("nonfinite", torch.zeros_like(elements))
+    return sums | {"elements": elements - sums["nonfinite"]}
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Of lines, float64 ``[G]``."""
+    """Of rows, ``[R]``."""
     product: Tensor = torch.linalg.vecdot(a, b)
-    return product.double()
+    return product
 
 
-def scale_counts(scales: Tensor) -> Tensor:
-    """Of scales ``[G, blocks]`` how many have each exponent floor(log2 S): float64 ``[G, EXPONENTS]`` from
-    LOWEST_EXPONENT up. Scales that are not finite or not positive are not counted."""
-    usable = scales.isfinite() & (scales > 0)
-    exponent = torch.frexp(torch.where(usable, scales, 1.0)).exponent.long() - 1
+def _nonzero(a: Tensor) -> Tensor:
+    """How many of each row, ``[R]``; a sum of bools takes many times longer."""
+    return a.sign().abs_().sum(1)
+
+
+def scale_sums(lines: Lines) -> dict[str, Tensor]:
+    """Of each operand's scales: how many have each exponent floor(log2 S), float64 ``[G, EXPONENTS]`` from
+    LOWEST_EXPONENT up, without those that are not finite or not positive; all there are, and those of blocks of zeros,
+    float64 ``[G]``."""
+    scales, owner = lines.scales, owners(lines.blocks, lines.scales.device)
+    exponent = torch.frexp(scales).exponent.long() - 1
     place = (exponent - LOWEST_EXPONENT).clamp(0, EXPONENTS - 1)
-    counts = torch.zeros(scales.shape[0], EXPONENTS, dtype=torch.float64, device=scales.device)
-    return counts.scatter_add_(1, place, usable.double())
+    place = torch.where(scales.isfinite() & (scales > 0), place, EXPONENTS)
+    blocks = torch.tensor(lines.blocks, dtype=torch.float64, device=scales.device)
+    zeros = torch.zeros_like(blocks).index_add_(0, owner, (scales == 0).double())
+    counts = _counted(place, owner, len(blocks), EXPONENTS + 1)[:, :EXPONENTS]
+    return {"scales": counts, "blocks": blocks, "zero_blocks": zeros}
+
+
+def _counted(place: Tensor, owner: Tensor, operands: int, classes: int) -> Tensor:
+    """How many there are of each class, for each operand: float64 ``[G, classes]``."""
+    counts = torch.bincount(place.add_(owner * classes).flatten(), minlength=operands * classes)
+    return counts.double().reshape(-1, classes)
 
 
 def confidence(ratio: Tensor, element: ElementFormat) -> Tensor:
@@ -108,14 +133,27 @@ def _intervals(element: ElementFormat) -> tuple[Tensor, Tensor]:
     return thresholds.float(), widths.float()
 
 
-def histogram(x: Tensor, bins: int, low: float, high: float) -> Tensor:
-    """Counts of ``x [G, ...]`` in ``bins`` equal classes of [low, high], float64 ``[G, bins]``; what lies outside falls
-    into the outermost ones, NaN into none."""
-    flat = x.flatten(1)
-    usable = ~flat.isnan()
-    place = ((torch.where(usable, flat, low) - low) * (bins / (high - low))).long().clamp(0, bins - 1)
-    counts = torch.zeros(x.shape[0], bins, dtype=torch.float64, device=x.device)
-    return counts.scatter_add_(1, place, usable.double())
+def latent_sums(latent: Tensor, rows: Rows, element: ElementFormat, metrics: frozenset[str]) -> dict[str, Tensor]:
+    """Of weights divided by their scales, ``[R, width]``: sums and histograms of their confidence and of themselves."""
+    owner, limit, sums = owners(rows.counts, latent.device), element.max, {}
+    if rows.padded:
+        latent = torch.where(rows.held(latent.device), latent, torch.nan)
+    if "confidence" in metrics:
+        of_each = confidence(latent, element)
+        total = latent.new_zeros(len(rows.shapes), dtype=torch.float64)
+        sums["confidence"] = total.index_add_(0, owner, of_each.nansum(1, dtype=torch.float64))
+        sums["confidence_histogram"] = histogram(of_each, owner, len(total), CONFIDENCE_BINS, 0, 1)
+    if "latent" in metrics:
+        sums["latent_histogram"] = histogram(latent, owner, len(rows.shapes), LATENT_BINS, -limit, limit)
+        sums["latent_limit"] = torch.full((len(rows.shapes),), limit, dtype=torch.float64, device=latent.device)
+    return sums
+
+
+def histogram(rows: Tensor, owner: Tensor, operands: int, bins: int, low: float, high: float) -> Tensor:
+    """Counts of ``rows [R, width]`` in ``bins`` equal classes of [low, high], for each operand: float64 ``[G, bins]``;
+    what lies outside falls into the outermost ones, NaN into none."""
+    place = (rows - low).mul_(bins / (high - low)).clamp_(0, bins - 1).nan_to_num_(nan=bins)
+    return _counted(place.long(), owner.unsqueeze(1), operands, bins + 1)[:, :bins]
 
 
 def gradient_sums(left: Moments, right: Moments, left_exact: Tensor, right_exact: Tensor) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fp4graph.analysis import metrics as m
-from fp4graph.analysis.lines import Lines, Moments, Raw, Selection, quantize_together, taken
+from fp4graph.analysis.lines import Lines, Moments, Quantizers, Raw, Selection, quantize_together, taken
 from fp4graph.analysis.records import gemm_record, operand_record
 from fp4graph.operands import Gemm, Operand
 from fp4graph.ops.matmul import Observer, Seen
@@ -28,12 +28,13 @@ class Collector:
         self._patterns, self._metrics, self._sample, self._device = patterns, metrics, sample, device
         self._selections: dict[tuple[int, ...], Selection] = {}
         self.sites: set[str] = set()  # that were offered
+        self._quantizers = Quantizers()
         self.autocast: torch.dtype | None = None  # in which the latest forward ran
         self.clear()
 
     def clear(self) -> None:
         """Forget what was seen."""
-        self._raw: dict[Any, list[tuple[str, Operand, Raw]]] = defaultdict(list)
+        self._raw: list[tuple[str, Operand, Raw]] = []
         self._whole: list[tuple[str, Operand, Lines]] = []
         self._pairs: list[_Pair] = []
         self._waiting = 0
@@ -54,20 +55,19 @@ class Collector:
     def output(self, site: str, y: Tensor) -> None:
         """Not looked at: from step to step its input changes."""
 
-    def keep(self, site: str, seen: Seen, selection: Selection) -> Callable[[], Moments]:
-        """Take lines of an operand down; returns what gives their moments, once :meth:`finish` is at work."""
+    def keep(self, site: str, seen: Seen, selection: Selection) -> tuple[Tensor, Callable[[], Moments]]:
+        """Take lines of an operand down; returns them as they were before they were quantized, and what gives the
+        moments of what became of them, once :meth:`finish` is at work."""
         if seen.program.spec is None:
-            exact = Moments(selection.of(seen.x)[None])
-            return lambda: exact
-        lines = taken(seen, selection)
+            exact = selection.of(seen.x)
+            return exact, lambda: Moments(exact)
+        lines = taken(seen, selection, self._quantizers)
         self._waiting += 2 * lines.x.numel()
         if isinstance(lines, Lines):
             self._whole.append((site, seen.operand, lines))
-            return lambda: lines.moments
-        group = self._raw[lines.alike()]
-        group.append((site, seen.operand, lines))
-        place = len(group) - 1
-        return lambda: self._quantized[lines.alike()].moments.of(place)
+            return lines.rows.of(lines.x, 0), lambda: lines.moments(0)
+        self._raw.append((site, seen.operand, lines))
+        return lines.x, lambda: self._moments(lines)
 
     def pair(self, pair: _Pair) -> None:
         """The operands of a backward GEMM, for its gradient's statistics."""
@@ -95,15 +95,23 @@ class Collector:
 
     def _look(self) -> None:
         """Make sums of all that waits."""
-        self._quantized = {key: quantize_together([raw for *_, raw in group]) for key, group in self._raw.items()}
-        for key, group in self._raw.items():
-            self._add([(site, operand) for site, operand, _ in group], self._quantized[key])
+        self._places: dict[Raw, tuple[Lines, int]] = {}
+        groups: dict[Any, list[tuple[str, Operand, Raw]]] = defaultdict(list)
+        for each in self._raw:
+            groups[each[2].alike()].append(each)
+        for group in groups.values():
+            lines = quantize_together([raw for *_, raw in group])
+            self._places |= {raw: (lines, place) for place, (*_, raw) in enumerate(group)}
+            self._add([(site, operand) for site, operand, _ in group], lines)
         for site, operand, lines in self._whole:
             self._add([(site, operand)], lines)
         self._add_gradients()
-        self._raw.clear()
-        self._whole, self._pairs, self._waiting = [], [], 0
-        del self._quantized
+        self._raw, self._whole, self._pairs, self._waiting = [], [], [], 0
+        del self._places
+
+    def _moments(self, raw: Raw) -> Moments:
+        lines, place = self._places[raw]
+        return lines.moments(place)
 
     def _add_gradients(self) -> None:
         """Pairs of equal shapes side by side."""
@@ -117,36 +125,23 @@ class Collector:
                 groups[(*shapes, left.variance is None, right.variance is None)].append((pair, left, right))
         for group in groups.values():
             pairs, lefts, rights = zip(*group, strict=True)
-            exact = torch.cat([p.left_exact for p in pairs]), torch.cat([p.right_exact for p in pairs])
+            exact = torch.stack([p.left_exact for p in pairs]), torch.stack([p.right_exact for p in pairs])
             sums = m.gradient_sums(Moments.together(lefts), Moments.together(rights), *exact)
             self._add_rows([(pair.site, str(pair.gemm)) for pair in pairs], _rows(sums))
 
     def _add(self, tensors: Sequence[tuple[str, Operand]], lines: Lines) -> None:
         sums = m.operand_sums(lines)
         if "scales" in self._metrics:
-            sums["scales"] = m.scale_counts(lines.scales)
-            sums["blocks"] = torch.full_like(sums["signal"], lines.scales.shape[1])
-            sums["zero_blocks"] = (lines.scales == 0).sum(1, dtype=torch.float64)
+            sums |= m.scale_sums(lines)
         rows = _rows(sums)
-        # Weights may be alike with activations and gradients, and side by side with them.
+        # Weights may be among activations and gradients.
         weights = [place for place, (_, operand) in enumerate(tensors) if operand is Operand.FPROP_WEIGHT]
         if weights and self._metrics & {"confidence", "latent"}:
-            for place, of_weight in zip(weights, _rows(self._latent_sums(lines, weights)), strict=True):
+            latent = lines.rows.choose(lines.ratio, weights)
+            of_weights = _rows(m.latent_sums(latent, lines.rows.chosen(weights), lines.element, self._metrics))
+            for place, of_weight in zip(weights, of_weights, strict=True):
                 rows[place] |= of_weight
         self._add_rows([(site, str(operand)) for site, operand in tensors], rows)
-
-    def _latent_sums(self, lines: Lines, weights: Sequence[int]) -> dict[str, Tensor]:
-        """Of those of the lines that are weights'."""
-        latent = lines.ratio.flatten(1)[list(weights)]
-        limit, sums = lines.element.max, {}
-        if "confidence" in self._metrics:
-            confidence = m.confidence(latent, lines.element)
-            sums["confidence"] = confidence.nansum(1, dtype=torch.float64)
-            sums["confidence_histogram"] = m.histogram(confidence, m.CONFIDENCE_BINS, 0, 1)
-        if "latent" in self._metrics:
-            sums["latent_histogram"] = m.histogram(latent, m.LATENT_BINS, -limit, limit)
-            sums["latent_limit"] = torch.full((len(weights),), limit, dtype=torch.float64, device=latent.device)
-        return sums
 
     def _add_rows(self, tensors: Sequence[tuple[str, str]], rows: Sequence[dict[str, Any]]) -> None:
         for tensor, new in zip(tensors, rows, strict=True):
@@ -177,6 +172,8 @@ class _SiteCall:
         gemm = left.operand.gemm
         if gemm is Gemm.FPROP and self._collector.wants_gradients:
             self._exact = {Operand.DGRAD_WEIGHT: right.given.mT, Operand.WGRAD_INPUT: left.given.mT}
+        if left.x.numel() == 0 or right.x.numel() == 0:  # of an expert without tokens, say
+            return
         selections = [self._collector.selection(seen.x) for seen in (left, right)]
         sides = [
             self._collector.keep(self._site, seen, selection)
@@ -184,11 +181,14 @@ class _SiteCall:
         ]
         if gemm is Gemm.FPROP or not self._collector.wants_gradients:
             return
-        exact = [
-            selection.of(self._exact.get(seen.operand, seen.given))[None]
-            for seen, selection in zip((left, right), selections, strict=True)
-        ]
-        self._collector.pair(_Pair(self._site, gemm, sides[0], sides[1], exact[0], exact[1]))
+        (left_x, of_left), (right_x, of_right) = sides
+        exact = self._given(left, selections[0], left_x), self._given(right, selections[1], right_x)
+        self._collector.pair(_Pair(self._site, gemm, of_left, of_right, *exact))
+
+    def _given(self, seen: Seen, selection: Selection, x: Tensor) -> Tensor:
+        """The lines of a factor in high precision; ``x`` are those of what was quantized."""
+        given = self._exact.get(seen.operand, seen.given)
+        return x if given is seen.x else selection.of(given)
 
 
 class Outputs:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fp4graph.analysis import metrics as m
-from fp4graph.analysis.lines import Selection, by_line
-from fp4graph.ops.program import OperandProgram, total
+from fp4graph.analysis.lines import Quantizers, Rows, Selection, by_block, row_width, stacked
+from fp4graph.ops.program import OperandState, total
 from fp4graph.runtime import Weight
 from fp4graph.sharding import whole
 
@@ -30,7 +30,8 @@ class Window:
     def __init__(self, weights: Sequence[Weight], steps: int, sample: int | None, metrics: frozenset[str]) -> None:
         self._steps, self._metrics = steps, metrics
         self._taken = -1  # differences so far
-        self._weights = [_Moving(weight, sample) for weight in weights]
+        quantizers = Quantizers()
+        self._weights = [_Moving(weight, sample, quantizers) for weight in weights]
 
     @property
     def full(self) -> bool:
@@ -49,14 +50,16 @@ class Window:
             moving.take()
             together[moving.alike].append(moving)
         for group in together.values():
-            spec = group[0].spec
-            if spec is None:
+            program = group[0].program
+            if program is None:
                 for moving in group:
                     moving.quantized(moving.whole_quantized(step))
                 continue
-            q = total(OperandProgram(spec)(torch.stack([moving.now for moving in group])))
-            for moving, own in zip(group, q.unbind(), strict=True):
-                moving.quantized(own)
+            rows = Rows(tuple(tuple(moving.now.shape) for moving in group), group[0].width)
+            state = stacked(rows, [moving.state() for moving in group])
+            q = total(program(rows.stack([moving.now for moving in group]), None, state))
+            for place, moving in enumerate(group):
+                moving.quantized(rows.of(q, place))
         self._taken += 1
 
     def records(self) -> list[dict[str, Any]]:
@@ -67,16 +70,16 @@ class Window:
 class _Moving:
     """Lines of one weight in motion."""
 
-    def __init__(self, weight: Weight, sample: int | None) -> None:
+    def __init__(self, weight: Weight, sample: int | None, quantizers: Quantizers) -> None:
         self._weight = weight
         out_features, in_features = self._canonical(weight.parameter).shape
         self._selection = Selection((out_features, in_features), sample)
         assert weight.plan.program is not None
         fprop = weight.plan.program.fprop
         self.element = None if fprop.right.spec is None else fprop.right.spec.element
-        simple = by_line(fprop.right) and not fprop.right.draws and not fprop.transforms
-        #: The spec, where lines can be quantized by themselves and with those of other weights.
-        self.spec = fprop.right.spec if simple else None
+        simple = by_block(fprop.right) and not fprop.right.draws and not fprop.transforms
+        #: The quantizer, where blocks can be quantized by themselves and with those of other weights.
+        self.program = quantizers.one(fprop.right) if simple else None
         self._last: tuple[Tensor, Tensor] | None = None
         self._moved = self._moved_q = self._flips = torch.zeros(())
         self._rates: list[Tensor] = []
@@ -85,7 +88,17 @@ class _Moving:
     @property
     def alike(self) -> Any:
         """What is equal for weights that are quantized together."""
-        return (self.spec, tuple(self.now.shape), self.now.device) if self.spec is not None else id(self)
+        return id(self) if self.program is None else (id(self.program), self.width, self.now.device)
+
+    @property
+    def width(self) -> int:
+        """Elements of a row, where there is a program."""
+        assert self.program is not None
+        return row_width(self.program, self.now)
+
+    def state(self) -> OperandState:
+        """The same lines of the state of the quantizer's techniques."""
+        return self._weight.fprop_state(self._selection.of)
 
     def take(self) -> None:
         self.now = self._selection.of(self._canonical(self._weight.parameter)).to(torch.float32, copy=True)

@@ -64,21 +64,25 @@ def derive(key: torch.Tensor, salt: int) -> torch.Tensor:
     return _absorb(key, salt)
 
 
-def derive_all(keys: torch.Tensor, word: torch.Tensor | int) -> torch.Tensor:
-    """Of keys side by side, int32 ``[2, G]``, each one's ``word``-th key; ``word`` may differ from key to key, ``[G]``.
+def derive_all(keys: torch.Tensor, *words: torch.Tensor | int) -> torch.Tensor:
+    """Of keys side by side, int32 ``[2, G]``, what each becomes when derived by one word after the other; a word may
+    differ from key to key, ``[G]``.
 
     ``mix`` is this for the one word and the other of its second key.
     """
     if _readable(keys):
-        words = [word] * keys.shape[1] if isinstance(word, int) else word.tolist()
-        return torch.stack([_absorbed(key, one) for key, one in zip(keys.unbind(1), words, strict=True)], 1)
-    return hash_bits(keys, _counters(word, keys.device).reshape(2, -1))
+        columns = [[word] * keys.shape[1] if isinstance(word, int) else word.tolist() for word in words]
+        chains = zip(keys.t().tolist(), zip(*columns, strict=True), strict=True)
+        return torch.tensor([_absorbed(key, *chain) for key, chain in chains], dtype=torch.int32).reshape(-1, 2).t()
+    for word in words:
+        keys = hash_bits(keys, _counters(word, keys.device).reshape(2, -1))
+    return keys
 
 
 def _absorb(key: torch.Tensor, word: torch.Tensor | int) -> torch.Tensor:
     """A new key: the hash of the word's two counters under ``key``."""
     if _readable(key):
-        return _absorbed(key, int(word))
+        return torch.tensor(_absorbed(key.tolist(), int(word)), dtype=torch.int32)
     # as_strided makes Inductor write the new key to memory. Inlined into its users, each of which reads both words, a
     # chain of d derivations would be traced 2^d times: minutes of compile time for a small model.
     return hash_bits(key, _counters(word, key.device)).as_strided((2,), (1,))
@@ -94,14 +98,17 @@ def _readable(key: torch.Tensor) -> bool:
     )
 
 
-def _absorbed(key: torch.Tensor, word: int) -> torch.Tensor:
-    """``_absorb`` in Python's integers: two numbers are not worth thirty calls of PyTorch, a hundred microseconds.
+def _absorbed(key: list[int], *words: int) -> list[int]:
+    """``_absorb``, word after word, in Python's integers: two numbers are not worth thirty calls of PyTorch, a hundred
+    microseconds.
 
     A step without a compiler derives some twenty keys per linear layer.
     """
-    first, second = key.tolist()
-    hashes = (_lowbias32_of(_lowbias32_of((c + first) & _ALL) ^ (second & _ALL)) for c in _counters_of(word))
-    return torch.tensor([_wrapped(one) for one in hashes], dtype=torch.int32)
+    for word in words:
+        first, second = key
+        hashes = (_lowbias32_of(_lowbias32_of((c + first) & _ALL) ^ (second & _ALL)) for c in _counters_of(word))
+        key = [_wrapped(one) for one in hashes]
+    return key
 
 
 def _counters_of(word: int) -> tuple[int, int]:

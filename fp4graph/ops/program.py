@@ -76,6 +76,10 @@ class Draw:
         """What :attr:`varying` is derived from, for kernels that derive it themselves."""
         return self.key, self.step, self.salts
 
+    def noise(self, blocking: Blocking, device: torch.device) -> Noise:
+        """The random bits of a quantizer's own rounding."""
+        return Noise(self.varying, blocking, device)
+
     def _derived(self, key: Tensor) -> Tensor:
         for salt in self.salts:
             key = noise.derive(key, salt)
@@ -94,12 +98,11 @@ class Normalization:
 
 
 @dataclass(frozen=True)
-class Quantization:
-    """The parts of one operand's quantization, in the blocked layout, for techniques that need to see inside.
+class Unrounded:
+    """The parts of one operand's quantization before its elements are rounded, in the blocked layout.
 
-    Shapes: ``values`` (x/γ), ``ratio`` and ``codes`` alike; ``z``, ``scale`` and ``statistic`` (Z before it was divided
-    by γ) with the axes ``axes`` of size 1. All fp32. The dequantized operand is ``γ · codes · S`` (``codes / s`` for an
-    encode scale), γ being the product of the normalizations'.
+    Shapes: ``values`` (x/γ) and ``ratio`` alike; ``z``, ``scale`` and ``statistic`` (Z before it was divided by γ) with
+    the axes ``axes`` of size 1. All fp32.
     """
 
     spec: QuantSpec
@@ -109,18 +112,28 @@ class Quantization:
     z: Tensor
     scale: Tensor
     ratio: Tensor
-    codes: Tensor
     statistic: Tensor
-    normalizations: tuple[Normalization, ...] = ()
-
-    def dequantized(self) -> Tensor:
-        """γ⁻¹ times the dequantized operand: blocked layout, fp32."""
-        return scaling.dequantize(self.codes, self.scale, self.spec)
+    normalizations: tuple[Normalization, ...]
 
     @property
     def gamma(self) -> Tensor | None:
         """γ, or None where nothing normalizes."""
         return _gamma(self.normalizations)
+
+
+@dataclass(frozen=True)
+class Quantization(Unrounded):
+    """All parts of it, for techniques that need to see inside: ``codes`` are of the shape of ``ratio``.
+
+    The dequantized operand is ``γ · codes · S`` (``codes / s`` for an encode scale), γ being the product of the
+    normalizations'.
+    """
+
+    codes: Tensor
+
+    def dequantized(self) -> Tensor:
+        """γ⁻¹ times the dequantized operand: blocked layout, fp32."""
+        return scaling.dequantize(self.codes, self.scale, self.spec)
 
 
 @dataclass(frozen=True)
@@ -284,6 +297,10 @@ class OperandProgram:
         """The bare quantizer, with its parts: statistic, γ, scale, ratio, codes."""
         return self._rounded(self._scaled(x, draw, state), draw, residual=False)
 
+    def unrounded(self, x: Tensor, draw: Draw | None = None, state: OperandState | None = None) -> Unrounded:
+        """The same without the rounding of its elements."""
+        return self._unrounded(self._scaled(x, draw, state), draw)
+
     def _scaled(self, x: Tensor, draw: Draw | None, state: OperandState | None) -> _Scaled:
         """Everything up to the scales, as far as techniques decide it."""
         spec = self.spec
@@ -320,40 +337,38 @@ class OperandProgram:
             scale = scale if answer is None else answer
         return _Scaled(blocking, values, z, statistic, scale, tuple(normalizations), acting)
 
+    def _unrounded(self, scaled: _Scaled, draw: Draw | None) -> Unrounded:
+        """The scales that techniques left to the spec, and what is rounded under them; as tensor code."""
+        spec, blocking, values, scale = self.spec, scaled.blocking, scaled.values(), scaled.scale
+        assert spec is not None
+        if scale is None:
+            bits = self._noise(draw, blocking, values.device)
+            scale = scaling.block_scale(scaled.z, spec.scale, spec.element, bits)
+        ratio = scaling.ratio(values, scale, spec)
+        parts = spec, blocking, blocking.axes, values, scaled.z, scale, ratio, scaled.statistic, scaled.normalizations
+        return Unrounded(*parts)
+
     def _rounded(self, scaled: _Scaled, draw: Draw | None, residual: bool) -> Quantization:
         """The rest of the quantizer, as tensor code.
 
         Args:
             residual: whether this is what an earlier call left over, which techniques with state do not round.
         """
-        spec, blocking, values = self.spec, scaled.blocking, scaled.values()
-        assert spec is not None
-        bits = Noise(None if draw is None or not spec.needs_key else draw.varying, blocking, values.device)
-        scale = scaled.scale
-        if scale is None:
-            scale = scaling.block_scale(scaled.z, spec.scale, spec.element, bits)
-        ratio = scaling.ratio(values, scale, spec)
+        parts = self._unrounded(scaled, draw)
         codes: Tensor | None = None
         for technique, context in _at("round", scaled.acting):
             if residual and context.state:
                 continue
             normalized = self._normalized(technique, context, scaled.normalizations)
-            own = contract.run_like(technique, "round", ratio, ratio, scale, normalized)
+            own = contract.run_like(technique, "round", parts.ratio, parts.ratio, parts.scale, normalized)
             codes = codes if own is None else own
         if codes is None:
-            codes = round_elements(ratio, spec, bits)
-        return Quantization(
-            spec,
-            blocking,
-            blocking.axes,
-            values,
-            scaled.z,
-            scale,
-            ratio,
-            codes,
-            scaled.statistic,
-            scaled.normalizations,
-        )
+            codes = round_elements(parts.ratio, parts.spec, self._noise(draw, parts.blocking, parts.ratio.device))
+        return Quantization(**vars(parts), codes=codes)
+
+    def _noise(self, draw: Draw | None, blocking: Blocking, device: torch.device) -> Noise:
+        needs = self.spec is not None and self.spec.needs_key
+        return draw.noise(blocking, device) if draw is not None and needs else Noise(None, blocking, device)
 
     def _rounds_by_kernel(self, device: torch.device, residual: bool) -> bool:
         rounding = [t for t in self.at("round") if not (residual and any(s.technique == t.name for s in self.state))]
@@ -369,7 +384,7 @@ class OperandProgram:
             return self._by_kernel(x, replace(scaled, normalizations=()), factor, draw).to(dtype)
         scale = scaled.scale
         if scale is None and not isinstance(spec.block, int):
-            bits = Noise(None if draw is None or not spec.needs_key else draw.varying, blocking, x.device)
+            bits = self._noise(draw, blocking, x.device)
             scale = scaling.block_scale(scaled.z, spec.scale, spec.element, bits)
         statistic = scaled.z if scale is None else None
         parts = (None if part is None else _by_run(part, blocking) for part in (divisor, statistic, scale, factor))

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
+from fp4graph.analysis import lines as lines_module
 from fp4graph.analysis.decomposition import with_ideal_scales
-from fp4graph.analysis.lines import Lines, Raw, Selection, _line_noise, _quantized_whole, quantize_together, taken
+from fp4graph.analysis.lines import Lines, Quantizers, Raw, Rows, Selection, _quantized_whole, quantize_together
 from fp4graph.numerics import noise, scaling
 from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.quantize import round_elements
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.operands import Operand
 from fp4graph.ops.matmul import Seen
-from fp4graph.ops.program import Draw, OperandProgram, total
+from fp4graph.ops.program import Draw, OperandProgram, StateSlot, total
 from fp4graph.registry import default_registry
 
 SPECS = {
@@ -30,6 +33,10 @@ def seen(program: OperandProgram, x: torch.Tensor, count: int = 3) -> Seen:
     return Seen(Operand.WGRAD_INPUT, program, x, x, program(x, draw, {}), draw, {})
 
 
+def taken(one: Seen, selection: Selection) -> Raw | Lines:
+    return lines_module.taken(one, selection, Quantizers())
+
+
 def normal(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
@@ -43,30 +50,77 @@ def test_the_rounding_of_sampled_lines_is_that_of_the_operand(name, shape):
     selection = Selection(shape, 1000)
     raw = taken(seen(program, x), selection)
     assert isinstance(raw, Raw)
-    blocking = Blocking((1, *raw.x.shape), program.spec.block)
-    lines = quantize_together([raw])
-    scale = lines.scales.reshape(blocking.scale_shape)
-    ratio = scaling.ratio(blocking.split(lines.x), scale, program.spec)
-    again = round_elements(ratio, program.spec, _line_noise([raw], blocking))
+    draw = lines_module._row_draw([raw], Rows((tuple(raw.x.shape),), raw.width))
+    rows = quantize_together([raw])
+    blocking = Blocking(tuple(rows.x.shape), program.spec.block)
+    scale = rows.scales.reshape(blocking.scale_shape)
+    ratio = scaling.ratio(blocking.split(rows.x), scale, program.spec)
+    bits = noise.Noise(None, blocking, x.device) if draw is None else draw.noise(blocking, x.device)
+    again = round_elements(ratio, program.spec, bits)
     again = blocking.join(scaling.dequantize(again, scale, program.spec))
-    assert torch.equal(again[0], raw.q)
+    assert torch.equal(rows.rows.of(again, 0), raw.q)
     assert raw.x.numel() < x.numel()
 
 
 @pytest.mark.parametrize("name", SPECS)
-def test_lines_alone_and_the_whole_operand_agree(name):
+def test_lines_together_and_the_whole_operand_agree(name):
+    """Of three operands of two shapes, under one quantizer, whose rows lie below each other."""
     program = OperandProgram(SPECS[name])
-    x = normal(64, 100)
-    selection = Selection((64, 100), 2000)
-    one = seen(program, x)
-    raw = taken(one, selection)
-    alone = quantize_together([raw, raw])
-    whole = _quantized_whole(one, selection, raw.q)
-    for field in ("x", "q", "ideal", "ratio"):
-        assert torch.equal(getattr(alone, field)[1:], getattr(whole, field)), field
-    for field in ("mean", "variance"):
-        a, b = getattr(alone.moments.of(1), field), getattr(whole.moments, field)
-        assert (a is None and b is None) or torch.equal(a, b)
+    quantizers = Quantizers()
+    shapes = [(64, 100), (7, 40, 100), (64, 100)]
+    if program.spec.block != "row":
+        shapes[1] = (7, 40, 70)
+    ones, selections = [], [Selection(shape, 2000) for shape in shapes]
+    raw = []
+    for count, (shape, selection) in enumerate(zip(shapes, selections, strict=True)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(count))
+        ones.append(seen(program, x, count))
+        raw.append(lines_module.taken(ones[-1], selection, quantizers))
+    assert len({each.alike() for each in raw}) == 1
+    together = quantize_together(raw)
+    assert len(together.scales) == sum(together.blocks)
+    for place, (one, selection) in enumerate(zip(ones, selections, strict=True)):
+        whole = _quantized_whole(one, selection, raw[place].q)
+        for field in ("x", "q", "ideal", "ratio"):
+            own = together.rows.of(getattr(together, field), place)
+            assert torch.equal(own, whole.rows.of(getattr(whole, field), 0)), field
+        own, other = together.moments(place), whole.moments(0)
+        assert torch.equal(own.mean, other.mean)
+        assert (own.variance is None and other.variance is None) or torch.equal(own.variance, other.variance)
+
+
+def test_of_techniques_those_that_act_block_by_block_are_quantized_with_lines_of_their_state():
+    techniques = default_registry().techniques
+    spec = QuantSpec("e2m1", 32, ScaleSpec("e8m0", "ceil"), ties="up")
+    q_ema = techniques["q_ema"](beta=0.9)
+    slots = tuple(StateSlot("q_ema", entry) for entry in q_ema.state(None))
+    program = OperandProgram(spec, (q_ema,), slots)
+    ones, raw, quantizers = [], [], Quantizers()
+    for count, shape in enumerate([(64, 96), (40, 70)]):
+        generator = torch.Generator().manual_seed(count)
+        x = torch.randn(shape, generator=generator)
+        state = {"q_ema": {"weight": x + 0.3 * torch.randn(shape, generator=generator)}}
+        ones.append(Seen(Operand.FPROP_WEIGHT, program, x, x, program(x, None, state), None, state))
+        raw.append(lines_module.taken(ones[-1], Selection(shape, 1000), quantizers))
+        assert isinstance(raw[-1], Raw)
+    together = quantize_together(raw)
+    for place, one in enumerate(ones):
+        whole = _quantized_whole(one, raw[place].selection, raw[place].q)
+        for field in ("x", "q", "ideal", "ratio"):
+            own = together.rows.of(getattr(together, field), place)
+            assert torch.equal(own, whole.rows.of(getattr(whole, field), 0)), field
+    by_rtn = quantize_together([taken(seen(OperandProgram(spec), one.x), Selection(one.x.shape, 1000)) for one in ones])
+    assert not torch.equal(by_rtn.ideal, together.ideal)
+    counting = OperandProgram(spec, (techniques["q_ema"](start_after=5),), slots)
+    assert not lines_module.by_block(counting)  # how many forwards there were is not in the lines
+
+
+def test_programs_that_differ_in_their_source_are_one():
+    spec = QuantSpec("e2m1", 32, rounding="stochastic")
+    quantizers = Quantizers()
+    first = OperandProgram(spec)
+    assert quantizers.one(first) is quantizers.one(OperandProgram(dataclasses.replace(spec, source="fprop")))
+    assert quantizers.one(first) is not quantizers.one(OperandProgram(dataclasses.replace(spec, block=16)))
 
 
 @pytest.mark.parametrize("name", ["stochastic", "few bits", "encode"])
@@ -74,7 +128,7 @@ def test_moments_by_many_draws(name):
     program = OperandProgram(SPECS[name])
     x = normal(8, 64)
     raw = taken(seen(program, x), Selection((8, 64), None))
-    moments = quantize_together([raw]).moments
+    moments = quantize_together([raw]).moments(0)
     draws = torch.stack([total(seen(program, x, count).terms) for count in range(1000)]).double()
     spread = moments.variance.double().sqrt()
     assert ((draws.mean(0) - moments.mean).abs() < 5 * spread / 1000**0.5 + 1e-6).all()
@@ -90,10 +144,10 @@ def test_programs_of_techniques_are_quantized_whole():
         program = OperandProgram(spec, (techniques[name](),))
         lines = taken(seen(program, x := normal(64, 256)), selection := Selection((64, 256), 4000))
         assert isinstance(lines, Lines)
-        assert torch.equal(lines.q[0], selection.of(total(program(x))))
-        assert torch.equal(lines.ideal[0], selection.of(total(with_ideal_scales(program)(x))))
-        assert lines.moments.variance is None
-        assert torch.equal(lines.moments.mean, lines.q)
+        assert torch.equal(lines.rows.of(lines.q, 0), selection.of(total(program(x))))
+        assert torch.equal(lines.rows.of(lines.ideal, 0), selection.of(total(with_ideal_scales(program)(x))))
+        assert lines.variance is None
+        assert torch.equal(lines.mean, lines.q)
 
 
 def test_normalized_and_stochastic():
@@ -104,19 +158,22 @@ def test_normalized_and_stochastic():
     x = normal(16, 64) * 1e-4
     lines = taken(seen(program, x), Selection((16, 64), None))
     draws = torch.stack([total(seen(program, x, count).terms) for count in range(500)])
-    assert torch.allclose(draws.mean(0), lines.moments.mean[0, 0], atol=0.2 * draws.std(0).max().item())
-    assert torch.allclose(draws.std(0), lines.moments.variance[0, 0].sqrt(), atol=0.2 * draws.std(0).max().item())
+    assert torch.allclose(draws.mean(0), lines.mean, atol=0.2 * draws.std(0).max().item())
+    assert torch.allclose(draws.std(0), lines.variance.sqrt(), atol=0.2 * draws.std(0).max().item())
     twice = OperandProgram(spec, (techniques["outlier_fallback"](),))
-    assert taken(seen(twice, x), Selection((16, 64), None)).moments.mean is None
+    assert taken(seen(twice, x), Selection((16, 64), None)).mean is None
     scales = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "stochastic"))
-    assert taken(seen(OperandProgram(scales), x), Selection((16, 64), None)).moments.mean is None
+    assert taken(seen(OperandProgram(scales), x), Selection((16, 64), None)).mean is None
 
 
-def test_keys_side_by_side_are_those_of_one():
+def test_keys_side_by_side_are_those_of_one(monkeypatch):
     keys, words = torch.stack([noise.make_key(i) for i in range(5)], 1), torch.arange(5, dtype=torch.int32) * 7 - 9
     together = noise.derive_all(keys, words)
     alone = [noise.derive(keys[:, i], int(words[i])) for i in range(5)]
     assert torch.equal(together, torch.stack(alone, 1))
+    assert torch.equal(noise.derive_all(keys, words, 3, words), noise.derive_all(noise.derive_all(together, 3), words))
+    monkeypatch.setattr(noise, "_readable", lambda key: False)  # by tensor code
+    assert torch.equal(noise.derive_all(keys, words, 3), noise.derive_all(together, 3))
 
 
 def test_what_is_selected():
@@ -126,5 +183,7 @@ def test_what_is_selected():
     lines = some.of(x)
     assert lines.shape[0] <= 4
     assert 2000 <= lines.numel() <= 4000
-    assert torch.equal(lines[..., 0].int(), some.numbers(x.device)[..., 0] * 50)
+    assert torch.equal(lines[..., 0].int().flatten(), some.starts(50, x.device))
+    rows = Rows((tuple(lines.shape),), 32).stack([lines])
+    assert torch.equal(rows[:, 0].int(), some.starts(32, x.device))
     assert Selection((1000, 100_000), 16_384).of(torch.empty(1000, 100_000, device="meta")).shape == (1, 8, 100_000)
