@@ -146,14 +146,17 @@ class Statistics:
         self._observe(self._collector if self._armed else None)
 
     def _observe(self, observer: Any, *, training: bool = True) -> None:
+        self._current().observe(observer, training=training)
+
+    def _current(self) -> Runtime:
         runtime = runtime_of(self._model)
         if runtime is None:
             raise Error("the model is not applied any more; close the Statistics before fp4graph.remove")
-        runtime.observe(observer, training=training)
+        return runtime
 
     def _before_step(self, *args: Any) -> None:
-        runtime = runtime_of(self._model)
-        if runtime is not None and runtime is not self._runtime:  # a phase has begun, and hooked its techniques anew
+        runtime = self._current()
+        if runtime is not self._runtime:  # a phase has begun, and hooked its techniques anew
             self._runtime = runtime
             self._window = None
             self._outputs.clear()

@@ -245,6 +245,18 @@ def test_evaluations_and_accumulated_batches(tmp_path):
     assert only(read(tmp_path), step=2, site="first", tensor="fprop.input")["elements"] == 3 * 8 * 32
 
 
+def test_a_site_without_a_single_token(tmp_path):
+    """An expert that no token was sent to: its empty products are looked at, and there is nothing to say of them."""
+    model, optimizer = make(policy())
+    with Statistics(model, optimizer, every=2, directory=tmp_path):
+        steps(model, optimizer, 1)
+        steps(model, optimizer, 1, start=1)
+        for _ in range(2):
+            model(torch.zeros(0, 32)).sum().backward()
+            optimizer.step()
+    assert {row["step"] for row in read(tmp_path).rows} == {2}
+
+
 def test_only_what_was_asked_for(tmp_path):
     model, optimizer = make(policy())
     with Statistics(model, optimizer, every=2, directory=tmp_path, metrics=["snr", "confidence"], sites="sec*"):
@@ -413,8 +425,9 @@ def test_sharded_models_are_refused(tmp_path, monkeypatch):
         Statistics(model, optimizer, every=1, directory=tmp_path)
 
 
-def test_the_model_was_removed(tmp_path):
-    model, optimizer = make(policy())
+@pytest.mark.parametrize("techniques", [[], ["q_ema"]], ids=["plain", "q_ema"])
+def test_the_model_was_removed(techniques, tmp_path):
+    model, optimizer = make(policy(techniques=techniques))
     with Statistics(model, optimizer, every=2, directory=tmp_path):
         steps(model, optimizer, 1)
         fp4graph.remove(model)
