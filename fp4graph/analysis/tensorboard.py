@@ -23,8 +23,18 @@ def writer(directory: str | PathLike[str]) -> Any:
 
 
 def log_to(writer: Any, records: Iterable[Mapping[str, Any]]) -> None:
-    """Every number of ``records`` as a scalar ``column/site/tensor``, so that one card shows a column of one kind."""
-    for record in records:
-        for column, value in record.items():
-            if isinstance(value, _NUMBERS) and column not in _KEYS:
-                writer.add_scalar(f"{column}/{record['site']}/{record['tensor']}", value, record["step"])
+    """Every number of ``records`` as a scalar ``column/site/tensor``, so that one card shows a column of one kind.
+
+    Raises:
+        Error: the events cannot be written.
+    """
+    try:
+        for record in records:
+            for column, value in record.items():
+                if isinstance(value, _NUMBERS) and column not in _KEYS:
+                    writer.add_scalar(f"{column}/{record['site']}/{record['tensor']}", value, record["step"])
+    except OSError as error:
+        raise Error(
+            f"cannot write TensorBoard's events: {error.strerror or error}; make room, or go without them. What was "
+            "written before is readable"
+        ) from error

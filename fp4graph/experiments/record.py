@@ -21,11 +21,14 @@ import os
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fp4graph.errors import Error
 from fp4graph.experiments.run import Outcome, finite
 from fp4graph.training.checkpoint import replacing
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 RUN, METRICS, OUTCOME, CHECKPOINT, EVENTS = "run.json", "metrics.jsonl", "outcome.json", "checkpoint.pt", "tensorboard"
 FORMAT, VERSION = "fp4graph.run", 1
@@ -36,7 +39,7 @@ class Record:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._events: Any = None
+        self._events: SummaryWriter | None = None
 
     @property
     def checkpoint(self) -> Path:
@@ -85,8 +88,12 @@ class Record:
             _append(self.folder / METRICS, _line({"step": step, **values}))
         except OSError as error:
             raise self._failed(METRICS, error) from error
+        events = self.events
+        if events is None:
+            return
         try:
-            self._event(step, values)
+            for name, value in values.items():
+                events.add_scalar(name, value, step)
         except OSError as error:
             raise self._failed(EVENTS, error) from error
 
@@ -113,15 +120,17 @@ class Record:
         with replacing(self.folder / name) as file:
             file.write(json.dumps(finite(content), indent=1, ensure_ascii=False).encode() + b"\n")
 
-    def _event(self, step: int, values: Mapping[str, float]) -> None:
-        if self._events is None:
-            if importlib.util.find_spec("tensorboard") is None:
-                return
+    @property
+    def events(self) -> SummaryWriter | None:
+        """What writes TensorBoard's events, opened when it is first asked for; None where that is not installed."""
+        if self._events is None and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._events = SummaryWriter(str(self.folder / EVENTS))
-        for name, value in values.items():
-            self._events.add_scalar(name, value, step)
+            try:
+                self._events = SummaryWriter(str(self.folder / EVENTS))
+            except OSError as error:
+                raise self._failed(EVENTS, error) from error
+        return self._events
 
     def _failed(self, name: str, error: OSError) -> Error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)

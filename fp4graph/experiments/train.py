@@ -69,7 +69,7 @@ def train(
         tick: called with (step, steps of the whole training, last training loss) whenever the loss is looked at.
         watch: called with the prepared model and optimizer; what it returns is entered while the training lasts.
         statistics: steps from one record of what quantization does at every site to the next
-            (:class:`fp4graph.analysis.Statistics`), kept in ``directory / "statistics"``.
+            (:class:`fp4graph.analysis.Statistics`), kept in ``directory / "statistics"`` and TensorBoard's events.
 
     Raises:
         Error: the task, its data, the policy or the device is not what the run needs, they do not fit, or the record
@@ -101,8 +101,8 @@ def train(
         with ExitStack() as watching:
             if watch is not None:
                 watching.enter_context(watch(training.model, training.optimizer))
-            if statistics is not None and directory is not None:
-                watching.enter_context(training.statistics(statistics, directory / "statistics", probe))
+            if statistics is not None and record is not None:
+                watching.enter_context(training.statistics(statistics, record, probe))
             try:
                 return training.go_on(record, report, tick, checkpoints)
             finally:
@@ -182,18 +182,19 @@ class _Training:
         few = tuple(tensor[:PROBE] for tensor in batch)
         return lambda: self._measure(few)
 
-    def statistics(self, every: int, directory: Path, probe: Callable[[], object] | None) -> Statistics:
+    def statistics(self, every: int, record: Record, probe: Callable[[], object] | None) -> Statistics:
         """Watches from here on; weights are followed at the end of a short training too."""
         window_every = min(10 * every, self.steps)
         return Statistics(
             self.model,
             self.optimizer,
             every=every,
-            directory=directory,
+            directory=record.folder / "statistics",
             window=min(30, window_every),
             window_every=window_every,
             probe=probe,
             step=self.step,
+            tensorboard=record.events,
         )
 
     def go_on(

@@ -38,6 +38,20 @@ def test_a_training_and_its_report(tmp_path):
         assert f'<section id="{part.name}">' in page, part.name
 
 
+def test_in_tensorboard_beside_the_curves(tmp_path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    run = Run("digits", policy="tetrajet", optimizer="sgd", steps=4, validate_every=4, device="cpu")
+    train(run, directory=tmp_path, statistics=2)
+    events = event_accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    (site,) = {row["site"] for row in read(tmp_path).rows if row["site"].endswith("blocks.0.mlp.fc1")}
+    rows = [row for row in read(tmp_path).rows if (row["site"], row["tensor"]) == (site, "fprop.input")]
+    got = [(event.step, event.value) for event in events.Scalars(f"snr_db/{site}/fprop.input")]
+    assert [step for step, _ in got] == [2, 4]
+    assert [value for _, value in got] == pytest.approx([row["snr_db"] for row in rows], rel=1e-4)
+    assert "validation_loss" in events.Tags()["scalars"]
+
+
 def test_a_resumed_run(tmp_path):
     """Goes on recording where the checkpoint is; what was recorded beyond it is recorded anew."""
     run = Run("digits", policy="tetrajet", optimizer="sgd", steps=12, validate_every=4, device="cpu")

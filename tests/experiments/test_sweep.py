@@ -293,13 +293,13 @@ def test_the_trial_of_a_silent_worker_is_taken_up_and_its_late_result_dropped(ur
 
 
 def test_a_worker_that_beats_is_left_alone(url: str, table10: Space) -> None:
-    study = make(url, table10, patience=0.6)
+    study = make(url, table10, patience=1.5)
     first = propose(table10, [], 0)
     assert first is not None
     claim = study.claim(first, table10, "elsewhere:1", 3)
     assert claim is not None
-    watch = Watch(0.6)
-    until = time.monotonic() + 2.0
+    watch = Watch(1.5)
+    until = time.monotonic() + 4.0
     with claim:
         while time.monotonic() < until:
             assert not study.tidy(study.trials(), watch.silent)
@@ -507,18 +507,19 @@ def test_the_command_on_two_workers_one_of_them_killed(
 
 
 def _a_worker(url: str, process: subprocess.Popen[Any], results: int = 8) -> int:
-    """The pid of a worker in the middle of a trial, once ``results`` are done."""
-    study = None
+    """The pid of a worker that has just begun a trial, and will be at it for a while, once ``results`` are done."""
+    study, known = None, 0
     while True:
         assert process.poll() is None
         with contextlib.suppress(Error):
             # Opened once: a server has only so many connections, and a slow machine asks often.
             study = study or Study.open(url, "digits")
             trials = study.trials()
-            running = [trial for trial in trials if trial.state == "running"]
-            if sum(trial.finished for trial in trials) >= results and running:
-                return int(running[-1].worker.split(":")[-2])
-        time.sleep(0.3)
+            begun = [trial for trial in trials[known:] if trial.state == "running"]
+            if sum(trial.finished for trial in trials) >= results and begun:
+                return int(begun[-1].worker.split(":")[-2])
+            known = len(trials)
+        time.sleep(0.1)
 
 
 def _check_export(study: Study, where: tuple[str, ...], tmp_path: Path) -> None:
