@@ -448,5 +448,20 @@ def test_in_tensorboard(tmp_path):
     assert [value for _, value in got] == pytest.approx([r["snr_db"] for r in rows], rel=1e-4)
 
 
+def test_with_a_writer_of_another_kind(tmp_path):
+    class Writer:
+        def __init__(self):
+            self.scalars = {}
+
+        def add_scalar(self, name, value, step):
+            self.scalars[name, step] = value
+
+    model, optimizer = make(policy())
+    with Statistics(model, optimizer, every=2, directory=tmp_path, tensorboard=(writer := Writer())):
+        steps(model, optimizer, 4)
+    row = only(read(tmp_path), step=4, site="first", tensor="wgrad")
+    assert writer.scalars["bias/first/wgrad", 4] == pytest.approx(row["bias"], rel=1e-5)
+
+
 def test_every_metric_is_described():
     assert all(METRICS.values())
