@@ -106,8 +106,10 @@ class Technique(BaseModel):
     #: Whether it acts once for the whole model (on its loss, on all of an optimizer) and not rule by rule: then it is
     #: declared for the policy, and acts where nothing is quantized as well.
     per_model: ClassVar[bool] = False
-    #: Whether what its tensor stages make of a block depends on that block, and on its part of ``weight_like`` state,
-    #: alone: neither on other blocks nor on its place. A few blocks are then quantized again as they were among all.
+    #: Whether what its stages from ``statistic`` to ``round`` make of a block depends on that block, and on its part of
+    #: ``weight_like`` state, alone: neither on other blocks nor on its place. Statistics then quantize a few blocks
+    #: again and not whole operands. Each class says it for itself; it is of no effect with ``split``, ``around`` or
+    #: ``after``, or for one that ``draws``.
     by_block: ClassVar[bool] = False
     #: The plugin that offers it, for errors; the registry fills it in.
     plugin: ClassVar[str | None] = None

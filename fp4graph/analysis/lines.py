@@ -28,7 +28,7 @@ from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops import plain
 from fp4graph.ops.matmul import Seen
 from fp4graph.ops.program import Draw, OperandProgram, OperandState, Unrounded, total
-from fp4graph.technique import QUANTIZER_STAGES, overrides
+from fp4graph.technique import QUANTIZER_STAGES, Technique, overrides
 
 _T = TypeVar("_T")
 #: Of a batch of matrices, at most so many are looked at.
@@ -173,7 +173,8 @@ class Lines:
 
     Attributes:
         x: what was to be multiplied. q: what was. ideal: what would have been under unrounded scales.
-        ratio: x divided by its scale, before rounding. All four are 0 in what rows are filled up with.
+        ratio: x divided by its scale, before rounding. All four are 0 in what rows are filled up with, or NaN where the
+            block's scale is.
         mean, variance: of q, as :class:`Moments`. rows: the layout. element: the format of the elements.
         scales: as stored, those of one operand after those of the other; 0 of a block of zeros. blocks: of each.
     """
@@ -261,11 +262,16 @@ def by_block(program: OperandProgram) -> bool:
         and (isinstance(spec.block, int) or spec.block == "row")
         and spec.scale.rounding != "stochastic"
         and all(slot.entry.weight_like for slot in program.state)
-        and all(
-            (technique.by_block and not technique.draws) or not any(overrides(technique, s) for s in QUANTIZER_STAGES)
-            for technique in program.techniques
-        )
+        and all(_acts_by_block(technique) for technique in program.techniques)
     )
+
+
+def _acts_by_block(technique: Technique) -> bool:
+    """Whether it says so itself: a class derived from one that does may do more."""
+    if not any(overrides(technique, stage) for stage in QUANTIZER_STAGES):
+        return True
+    says_so = vars(type(technique)).get("by_block", False)
+    return says_so and not technique.draws and not any(overrides(technique, s) for s in ("split", "around", "after"))
 
 
 def row_width(program: OperandProgram, lines: Tensor) -> int:

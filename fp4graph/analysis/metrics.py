@@ -36,12 +36,12 @@ def operand_sums(lines: Lines) -> dict[str, Tensor]:
     the operand's largest magnitude.
     """
     x, q, ideal, owner = lines.x, lines.q, lines.ideal, owners(lines.rows.counts, lines.x.device)
-    elements = torch.tensor([math.prod(shape) for shape in lines.rows.shapes], dtype=torch.float64, device=x.device)
+    held = torch.tensor([math.prod(shape) for shape in lines.rows.shapes], dtype=torch.float64, device=x.device)
     usable: Tensor | None = None
     if not bool((x.sum() + q.sum() + ideal.sum()).isfinite()):
-        usable = (x + q + ideal).isfinite()
+        usable = (x + q + ideal).isfinite() & lines.rows.held(x.device)
         x, q, ideal = (torch.where(usable, each, 0.0) for each in (x, q, ideal))
-    largest = torch.zeros(len(elements), device=x.device).scatter_reduce_(0, owner, x.abs().amax(1), "amax")
+    largest = torch.zeros(len(held), device=x.device).scatter_reduce_(0, owner, x.abs().amax(1), "amax")
     unit = largest.clamp(min=_TINY)
     of_rows = unit[owner].unsqueeze(1)
     error, bias, dead, grid = (each.div_(of_rows) for each in split_error(x, q, ideal))  # squares stay within fp32
@@ -62,15 +62,15 @@ def operand_sums(lines: Lines) -> dict[str, Tensor]:
         "underflowed": _nonzero(dead),
     }
     if usable is not None:
-        terms["nonfinite"] = (~usable).sum(1)
+        terms["elements"] = usable.sum(1)
     columns = torch.stack([each.double() for each in terms.values()], 1)
-    summed = columns.new_zeros(len(elements), len(terms)).index_add_(0, owner, columns)
+    summed = columns.new_zeros(len(held), len(terms)).index_add_(0, owner, columns)
     sums = dict(zip(terms, summed.unbind(1), strict=True))
     scale = unit.double().square()
     for name in ("signal", "error", "product", "scale_bias", "dead_zone", "grid_noise", "interaction"):
         sums[name] = sums[name] * scale
-    sums.setdefault("nonfinite", torch.zeros_like(elements))
-    return sums | {"elements": elements - sums["nonfinite"]}
+    elements = sums.setdefault("elements", held)
+    return sums | {"nonfinite": held - elements}
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

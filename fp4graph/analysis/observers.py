@@ -19,6 +19,8 @@ from fp4graph.ops.matmul import Observer, Seen
 
 #: Elements that may wait for being looked at; a step of many forwards is then looked at piece by piece.
 _WAITING = 1 << 24
+#: Elements that are looked at at once: what is made of them takes dozens of times as much memory, in fp32.
+_TOGETHER = 1 << 20
 
 
 class Collector:
@@ -96,10 +98,7 @@ class Collector:
     def _look(self) -> None:
         """Make sums of all that waits."""
         self._places: dict[Raw, tuple[Lines, int]] = {}
-        groups: dict[Any, list[tuple[str, Operand, Raw]]] = defaultdict(list)
-        for each in self._raw:
-            groups[each[2].alike()].append(each)
-        for group in groups.values():
+        for group in _grouped(self._raw):
             lines = quantize_together([raw for *_, raw in group])
             self._places |= {raw: (lines, place) for place, (*_, raw) in enumerate(group)}
             self._add([(site, operand) for site, operand, _ in group], lines)
@@ -172,18 +171,16 @@ class _SiteCall:
         gemm = left.operand.gemm
         if gemm is Gemm.FPROP and self._collector.wants_gradients:
             self._exact = {Operand.DGRAD_WEIGHT: right.given.mT, Operand.WGRAD_INPUT: left.given.mT}
-        if left.x.numel() == 0 or right.x.numel() == 0:  # of an expert without tokens, say
-            return
         selections = [self._collector.selection(seen.x) for seen in (left, right)]
-        sides = [
-            self._collector.keep(self._site, seen, selection)
+        # Of an expert without tokens, say, there is nothing to see but its weight.
+        of_left, of_right = (
+            self._collector.keep(self._site, seen, selection) if seen.x.numel() else None
             for seen, selection in zip((left, right), selections, strict=True)
-        ]
-        if gemm is Gemm.FPROP or not self._collector.wants_gradients:
+        )
+        if gemm is Gemm.FPROP or not self._collector.wants_gradients or of_left is None or of_right is None:
             return
-        (left_x, of_left), (right_x, of_right) = sides
-        exact = self._given(left, selections[0], left_x), self._given(right, selections[1], right_x)
-        self._collector.pair(_Pair(self._site, gemm, of_left, of_right, *exact))
+        exact = self._given(left, selections[0], of_left[0]), self._given(right, selections[1], of_right[0])
+        self._collector.pair(_Pair(self._site, gemm, of_left[1], of_right[1], *exact))
 
     def _given(self, seen: Seen, selection: Selection, x: Tensor) -> Tensor:
         """The lines of a factor in high precision; ``x`` are those of what was quantized."""
@@ -224,6 +221,21 @@ class Outputs:
             for site in self._last
             if self._rates[site]
         ]
+
+
+def _grouped(raw: Sequence[tuple[str, Operand, Raw]]) -> list[list[tuple[str, Operand, Raw]]]:
+    """Those that are quantized together, :data:`_TOGETHER` elements at a time."""
+    groups: list[list[tuple[str, Operand, Raw]]] = []
+    open_: dict[Any, tuple[list[tuple[str, Operand, Raw]], int]] = {}
+    for each in raw:
+        kind = each[2].alike()
+        group, elements = open_.get(kind, ([], _TOGETHER))
+        if elements >= _TOGETHER:
+            groups.append(group := [])
+            elements = 0
+        group.append(each)
+        open_[kind] = group, elements + each[2].x.numel()
+    return groups
 
 
 def _rows(sums: Mapping[str, Tensor]) -> list[dict[str, Any]]:

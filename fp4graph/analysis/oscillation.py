@@ -31,7 +31,7 @@ class Window:
         self._steps, self._metrics = steps, metrics
         self._taken = -1  # differences so far
         quantizers = Quantizers()
-        self._weights = [_Moving(weight, sample, quantizers) for weight in weights]
+        self._weights = [_Moving(weight, sample, quantizers) for weight in weights if weight.parameter.numel()]
 
     @property
     def full(self) -> bool:

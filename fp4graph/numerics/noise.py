@@ -64,12 +64,13 @@ def derive(key: torch.Tensor, salt: int) -> torch.Tensor:
     return _absorb(key, salt)
 
 
-def derive_all(keys: torch.Tensor, *words: torch.Tensor | int) -> torch.Tensor:
+def derive_all(keys: torch.Tensor, word: torch.Tensor | int, *further: torch.Tensor | int) -> torch.Tensor:
     """Of keys side by side, int32 ``[2, G]``, what each becomes when derived by one word after the other; a word may
     differ from key to key, ``[G]``.
 
     ``mix`` is this for the one word and the other of its second key.
     """
+    words = (word, *further)
     if _readable(keys):
         columns = [[word] * keys.shape[1] if isinstance(word, int) else word.tolist() for word in words]
         chains = zip(keys.t().tolist(), zip(*columns, strict=True), strict=True)

@@ -246,15 +246,25 @@ def test_evaluations_and_accumulated_batches(tmp_path):
 
 
 def test_a_site_without_a_single_token(tmp_path):
-    """An expert that no token was sent to: its empty products are looked at, and there is nothing to say of them."""
+    """An expert that no token was sent to: there is nothing to say of its products, but of its weight."""
     model, optimizer = make(policy())
     with Statistics(model, optimizer, every=2, directory=tmp_path):
-        steps(model, optimizer, 1)
-        steps(model, optimizer, 1, start=1)
+        steps(model, optimizer, 2)
         for _ in range(2):
             model(torch.zeros(0, 32)).sum().backward()
             optimizer.step()
-    assert {row["step"] for row in read(tmp_path).rows} == {2}
+    recorded = [{row["tensor"] for row in read(tmp_path).rows if row["step"] == step} for step in (2, 4)]
+    assert len(recorded[0]) == 8  # six operands, two GEMMs
+    assert recorded[1] == {"fprop.weight", "dgrad.weight"}
+
+
+def test_a_weight_without_elements(tmp_path):
+    model, optimizer = make(policy(), nn.Sequential(nn.Linear(32, 24), nn.Linear(24, 0)))
+    with Statistics(model, optimizer, every=2, directory=tmp_path, window=2, window_every=4):
+        for step in range(4):
+            model(torch.randn(8, 32, generator=torch.Generator().manual_seed(step))).sum().backward()
+            optimizer.step()
+    assert {row["site"] for row in read(tmp_path).rows if row["tensor"] == "weight"} == {"0"}
 
 
 def test_only_what_was_asked_for(tmp_path):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
 
 from fp4graph.analysis import lines as lines_module
+from fp4graph.analysis import metrics
 from fp4graph.analysis.decomposition import with_ideal_scales
 from fp4graph.analysis.lines import Lines, Quantizers, Raw, Rows, Selection, _quantized_whole, quantize_together
 from fp4graph.numerics import noise, scaling
@@ -18,6 +20,8 @@ from fp4graph.operands import Operand
 from fp4graph.ops.matmul import Seen
 from fp4graph.ops.program import Draw, OperandProgram, StateSlot, total
 from fp4graph.registry import default_registry
+
+QEma = default_registry().techniques["q_ema"]
 
 SPECS = {
     "nearest": QuantSpec("e2m1", 32, ScaleSpec("e8m0", "ceil"), ties="up"),
@@ -90,9 +94,8 @@ def test_lines_together_and_the_whole_operand_agree(name):
 
 
 def test_of_techniques_those_that_act_block_by_block_are_quantized_with_lines_of_their_state():
-    techniques = default_registry().techniques
     spec = QuantSpec("e2m1", 32, ScaleSpec("e8m0", "ceil"), ties="up")
-    q_ema = techniques["q_ema"](beta=0.9)
+    q_ema = QEma(beta=0.9)
     slots = tuple(StateSlot("q_ema", entry) for entry in q_ema.state(None))
     program = OperandProgram(spec, (q_ema,), slots)
     ones, raw, quantizers = [], [], Quantizers()
@@ -111,8 +114,56 @@ def test_of_techniques_those_that_act_block_by_block_are_quantized_with_lines_of
             assert torch.equal(own, whole.rows.of(getattr(whole, field), 0)), field
     by_rtn = quantize_together([taken(seen(OperandProgram(spec), one.x), Selection(one.x.shape, 1000)) for one in ones])
     assert not torch.equal(by_rtn.ideal, together.ideal)
-    counting = OperandProgram(spec, (techniques["q_ema"](start_after=5),), slots)
+    counting = OperandProgram(spec, (QEma(start_after=5),), slots)
     assert not lines_module.by_block(counting)  # how many forwards there were is not in the lines
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("convention", ["decode", "encode"])
+def test_a_block_that_is_not_finite_and_is_filled_up(bad, convention):
+    """The last block of a line has 8 elements: those are what is not finite, and not the 24 that it is filled with."""
+    program = OperandProgram(QuantSpec("e2m1", 32, ScaleSpec("e4m3", "nearest_even", convention)))
+    x = normal(4, 40)
+    x[0, 39] = bad
+    selection = Selection((4, 40), None)
+    raw = taken(one := seen(program, x), selection)
+    together, whole = quantize_together([raw]), _quantized_whole(one, selection, raw.q)
+    sums = metrics.operand_sums(together)
+    assert sums["elements"].tolist() == [152]
+    assert sums["nonfinite"].tolist() == [8]
+    for name, value in metrics.operand_sums(whole).items():
+        torch.testing.assert_close(sums[name], value, rtol=1e-5, atol=0)  # sums in another order
+    latents = [
+        metrics.latent_sums(each.ratio, each.rows, each.element, frozenset({"confidence", "latent"}))
+        for each in (together, whole)
+    ]
+    for name, value in latents[1].items():
+        torch.testing.assert_close(latents[0][name], value)
+
+
+class Doubling(QEma):
+    """Derived from one that acts block by block, and does not say that it does so itself."""
+
+    name = "doubling"
+
+    def statistic(self, values, z, context):
+        return z.amax().expand_as(z)
+
+
+class Wrapping(Doubling):
+    name = "wrapping"
+    by_block = True
+
+    def around(self, quantize, x, context):
+        y = quantize(x)
+        return y + quantize(x - y)
+
+
+def test_who_acts_block_by_block():
+    spec = QuantSpec("e2m1", 32)
+    assert lines_module.by_block(OperandProgram(spec, (QEma(),)))
+    assert not lines_module.by_block(OperandProgram(spec, (Doubling(),)))
+    assert not lines_module.by_block(OperandProgram(spec, (Wrapping(),)))  # whatever it says
 
 
 def test_programs_that_differ_in_their_source_are_one():

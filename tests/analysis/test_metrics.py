@@ -159,6 +159,7 @@ def test_what_rows_are_filled_up_with_is_no_element():
         for name, value in of_alone.items():
             torch.testing.assert_close(latents[name][place : place + 1], value)
     assert sums["elements"].tolist() == [15, 159]
+    assert sums["nonfinite"].tolist() == [0, 1]
     assert latents["latent_histogram"].sum(1).tolist() == [15, 160]
 
 

@@ -61,7 +61,7 @@ def logged(run: Run, report: Callable[[int, float], None]) -> Outcome:
     assert run.data is not None
     with contextlib.suppress(FileNotFoundError):
         Path(run.data).with_name("hold").unlink()
-        time.sleep(3600)
+        time.sleep(600)
     outcome = objective(run, report)
     with Path(run.data).open("a", encoding="utf-8") as file:
         file.write(f"{fp4graph.load_policy(run.policy).fingerprint}\n")
