@@ -35,6 +35,7 @@ def script(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]
     def run(*arguments: str) -> tuple[int, str]:
         import pretrain_llama
 
+        capsys.readouterr()  # what libraries say when they are first imported
         with pytest.raises(SystemExit) as stop:
             pretrain_llama.app(list(arguments))
         captured = capsys.readouterr()
