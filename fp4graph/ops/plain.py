@@ -77,7 +77,13 @@ def by_runs(spec: QuantSpec) -> QuantSpec:
 
 
 def _on(device: torch.device) -> bool:
-    return _enabled and device.type == "cpu" and cpu.available()
+    return _enabled and device.type == "cpu" and _available()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _available() -> bool:
+    """Not for Dynamo to trace, which would go into the building of the kernels, and in torch 2.11 fail at it."""
+    return cpu.available()
 
 
 def packs(spec: QuantSpec, dtype: torch.dtype, device: torch.device) -> bool:
