@@ -82,7 +82,8 @@ class Selection:
     def _once(self, key: object, make: Callable[[], _T]) -> _T:
         if key not in self._made:
             self._made[key] = make()
-        return self._made[key]  # type: ignore[no-any-return]
+        made: _T = self._made[key]
+        return made
 
     @cached_property
     def _chosen(self) -> tuple[Tensor, Tensor]:

@@ -99,7 +99,7 @@ def scale_sums(lines: Lines) -> dict[str, Tensor]:
 
 
 def _counted(place: Tensor, owner: Tensor, operands: int, classes: int) -> Tensor:
-    """How many there are of each class, for each operand: float64 ``[G, classes]``."""
+    """How many there are of each class, for each operand: float64 ``[G, classes]``. ``place``, int64, is used up."""
     counts = torch.bincount(place.add_(owner * classes).flatten(), minlength=operands * classes)
     return counts.double().reshape(-1, classes)
 
