@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fp4graph import analysis, formats
-    from fp4graph.api import apply, bypass, detect_nonfinite, remove, set_total_steps
+    from fp4graph.api import apply, bypass, detect_nonfinite, remove, set_total_forwards
     from fp4graph.errors import (
         CaptureError,
         Error,
@@ -37,7 +37,7 @@ __version__ = "0.1.0"
 
 # Resolved at first use: importing fp4graph loads no plugin, no compiler and no device.
 _HOME = {
-    **dict.fromkeys(("apply", "bypass", "detect_nonfinite", "remove", "set_total_steps"), "fp4graph.api"),
+    **dict.fromkeys(("apply", "bypass", "detect_nonfinite", "remove", "set_total_forwards"), "fp4graph.api"),
     **dict.fromkeys(
         ("CaptureError", "Error", "NonFiniteError", "PluginError", "PolicyError", "PolicyWarning", "UncompiledError"),
         "fp4graph.errors",
@@ -83,7 +83,7 @@ __all__ = [
     "pack",
     "prepare_optimizer",
     "remove",
-    "set_total_steps",
+    "set_total_forwards",
     "strip",
     "unpack",
 ]

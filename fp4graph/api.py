@@ -23,7 +23,7 @@ def apply(
     backend: str = "inductor",
     seed: int | None = None,
     dynamic: bool | None = None,
-    total_steps: int | None = None,
+    total_forwards: int | None = None,
 ) -> M:
     """Compile ``model`` in place so that it trains under ``policy``.
 
@@ -36,7 +36,7 @@ def apply(
         backend: ``inductor``, ``aot_eager`` or ``eager``.
         seed: of stochastic rounding and random transforms; None is 0.
         dynamic: as torch.compile's.
-        total_steps: training forwards of the whole training, for policies with phases at a share of it.
+        total_forwards: training forwards of the whole training, for policies with phases at a share of it.
 
     Returns:
         ``model`` itself.
@@ -57,14 +57,14 @@ def apply(
             raise Error(
                 f"submodule {name!r} has a policy of its own; fp4graph.remove() it before applying to the whole"
             )
-    if total_steps is not None:
-        _check_total(total_steps)
-        loaded.phase(0, total_steps)  # phases in the wrong order are refused here
-    Runtime(root, loaded, backend, seed, dynamic, total_steps).attach()
+    if total_forwards is not None:
+        _check_total(total_forwards)
+        loaded.phase(0, total_forwards)  # phases in the wrong order are refused here
+    Runtime(root, loaded, backend, seed, dynamic, total_forwards).attach()
     return model
 
 
-def set_total_steps(model: nn.Module, total_steps: int) -> None:
+def set_total_forwards(model: nn.Module, total_forwards: int) -> None:
     """Say how many training forwards a training has, for phases of the policy that begin at a share of it.
 
     Raises:
@@ -73,10 +73,10 @@ def set_total_steps(model: nn.Module, total_steps: int) -> None:
     """
     runtime = runtime_of(model)
     if runtime is None:
-        raise Error("set_total_steps() takes a model that fp4graph.apply has prepared")
-    _check_total(total_steps)
-    runtime.whole.phase(0, total_steps)
-    runtime.total_steps = total_steps
+        raise Error("set_total_forwards() takes a model that fp4graph.apply has prepared")
+    _check_total(total_forwards)
+    runtime.whole.phase(0, total_forwards)
+    runtime.total_forwards = total_forwards
 
 
 def detect_nonfinite(model: nn.Module) -> AbstractContextManager[None]:
@@ -101,9 +101,9 @@ def detect_nonfinite(model: nn.Module) -> AbstractContextManager[None]:
     return runtime.watched()
 
 
-def _check_total(total_steps: int) -> None:
-    if type(total_steps) is not int or total_steps < 1:
-        raise ValueError(f"total_steps is a number of training forwards, from 1; got {total_steps!r}")
+def _check_total(total_forwards: int) -> None:
+    if type(total_forwards) is not int or total_forwards < 1:
+        raise ValueError(f"total_forwards is a number of training forwards, from 1; got {total_forwards!r}")
 
 
 def remove(model: M) -> M:

@@ -18,12 +18,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from fp4graph.errors import Error, PolicyError
+from fp4graph.errors import Error
 from fp4graph.graph.rewrite import Site
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.operands import Operand
 from fp4graph.policy import Policy, load_policy
-from fp4graph.runtime import Runtime, check_coverage, detach, unwrapped
+from fp4graph.runtime import Runtime, detach, unwrapped
 from fp4graph.site import BlockPosition
 
 
@@ -118,9 +118,7 @@ def explain(
         lambda t: t if isinstance(t, torch._subclasses.FakeTensor) else fake_mode.from_tensor(t),
         (args, dict(kwargs or {})),
     )
-    runtime = Runtime(twin, loaded, "eager", 0, None)
-    runtime._checked = True  # an explanation shows what does not fit instead of raising it
-    problem = None
+    runtime = Runtime(twin, loaded, "eager", 0, None, explains=True)
     try:
         with torch.random.fork_rng(), fake_mode:
             runtime.attach()
@@ -128,10 +126,11 @@ def explain(
     finally:
         random.setstate(python_state)
         _forget(runtime.entry.__code__)
+    problem = next(iter(runtime.problems), None)
     try:
-        check_coverage(loaded, runtime.sites)
-    except PolicyError as error:
-        problem = str(error).replace(" The model is as it was before apply()", "")
+        runtime.check_coverage()
+    except Error as error:
+        problem = problem or str(error)
     return Explanation(loaded, tuple(runtime.sites), runtime.names.blocks, problem, len(runtime._frames))
 
 
