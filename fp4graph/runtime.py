@@ -229,7 +229,7 @@ class Runtime:
         self.root, self.backend, self.seed = root, backend, 0 if seed is None else seed
         self.whole, self.policy, self.phase, self.total_forwards = policy, policy.in_phase(phase), phase, total_forwards
         self.dynamic, self.explains = dynamic, explains
-        self.problems: list[str] = []
+        self.problems: list[Error] = []
         self.entry = _entry_point(root)
         self.names = Names(root)
         self.device = next((p.device for p in root.parameters()), torch.device("cpu"))
@@ -427,7 +427,7 @@ class Runtime:
             if rewriter.refused is not None:
                 if not self.explains:
                     raise rewriter.refused
-                self.problems.append(str(rewriter.refused))
+                self.problems.append(rewriter.refused)
             self._learn(rewriter.uses)
             backend = inner_backend(self.backend)
             if self._bucket_bytes is not None:
@@ -445,6 +445,11 @@ class Runtime:
         self.sites.extend(rewriter.sites)
         self._marked |= rewriter.marked
         return compiled
+
+    @property
+    def graphs(self) -> int:
+        """In how many graphs the forward was captured."""
+        return len(self._frames)
 
     def _learn(self, uses: list[WeightUse]) -> None:
         """Tell the weights what a captured graph decided of them."""

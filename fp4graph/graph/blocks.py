@@ -3,10 +3,10 @@
 A *stack* is a run of modules of one class that stand under numbered names of one pattern (``blocks.*``,
 ``model.layers.*``, Swin's ``layers.*.blocks.*`` flattened in order), at least two of them side by side, each with
 submodules of its own and at least two matrices inside. A name is numbered if it is a number, or, in a container, if it
-ends in one after an underscore (torchvision's ``encoder.layers.encoder_layer_0``). Where stacks nest, the inner one wins if its modules are
-themselves built of submodules that hold matrices below them (a Swin block inside a stage), and the outer one otherwise
-(a decoder layer around a mixture of experts). A model without any stack (a bare ``nn.Linear``, a single encoder layer)
-is one block: the root.
+ends in one after an underscore (torchvision's ``encoder.layers.encoder_layer_0``). Where stacks nest, the inner one
+wins if its modules are themselves built of submodules that hold matrices below them (a Swin block inside a stage), and
+the outer one otherwise (a decoder layer around a mixture of experts). A model without any stack (a bare ``nn.Linear``,
+a single encoder layer) is one block: the root.
 """
 
 from __future__ import annotations

@@ -21,9 +21,10 @@ _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 def of_product(product: Product) -> int | None:
     """2·M·N·K of ``A[..., M, K] @ B[..., K, N]``, summed over the batch; None where a size is unknown."""
     a, y = value_of(product.a), value_of(product.node)
-    if a is None or y is None or None in (sizes := _sizes(y)) or (k := _size(a.shape[-1])) is None:
+    try:
+        return None if a is None or y is None else 2 * prod(_sizes(y)) * _sizes(a)[-1]
+    except TypeError:
         return None
-    return 2 * prod(size for size in sizes if size is not None) * k
 
 
 def of_node(node: Node) -> int | None:
@@ -50,14 +51,9 @@ def _empty(node: Node) -> Any:
     value = node.meta.get("example_value", node.meta.get("val"))
     value = pytree.tree_map_only((torch.SymInt, torch.SymFloat, torch.SymBool), lambda number: number.node.hint, value)
     with _disable_current_modes():
-        return pytree.tree_map_only(
-            Tensor, lambda t: torch.empty(_sizes(t), dtype=t.dtype, device="meta", requires_grad=False), value
-        )
+        return pytree.tree_map_only(Tensor, lambda t: torch.empty(_sizes(t), dtype=t.dtype, device="meta"), value)
 
 
-def _sizes(x: Tensor) -> list[int | None]:
-    return [_size(size) for size in x.shape]
-
-
-def _size(size: int | torch.SymInt) -> int | None:
-    return size if isinstance(size, int) else size.node.hint
+def _sizes(x: Tensor) -> list[int]:
+    """The shape, symbolic sizes as they were at the capture. Raises TypeError for one that depends on data."""
+    return [int(size if isinstance(size, int) else size.node.hint) for size in x.shape]
