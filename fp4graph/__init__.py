@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         PluginError,
         PolicyError,
         PolicyWarning,
+        SpecError,
         UncompiledError,
     )
     from fp4graph.explanation import explain
@@ -39,7 +40,10 @@ __version__ = "0.1.0"
 _HOME = {
     **dict.fromkeys(("apply", "bypass", "detect_nonfinite", "remove", "set_total_steps"), "fp4graph.api"),
     **dict.fromkeys(
-        ("CaptureError", "Error", "NonFiniteError", "PluginError", "PolicyError", "PolicyWarning", "UncompiledError"),
+        (
+            "CaptureError", "Error", "NonFiniteError", "PluginError", "PolicyError", "PolicyWarning", "SpecError",
+            "UncompiledError",
+        ),
         "fp4graph.errors",
     ),
     "explain": "fp4graph.explanation",
@@ -67,6 +71,7 @@ __all__ = [
     "PolicyWarning",
     "QuantSpec",
     "ScaleSpec",
+    "SpecError",
     "StateEntry",
     "Technique",
     "UncompiledError",
