@@ -41,7 +41,13 @@ _HOME = {
     **dict.fromkeys(("apply", "bypass", "detect_nonfinite", "remove", "set_total_steps"), "fp4graph.api"),
     **dict.fromkeys(
         (
-            "CaptureError", "Error", "NonFiniteError", "PluginError", "PolicyError", "PolicyWarning", "SpecError",
+            "CaptureError",
+            "Error",
+            "NonFiniteError",
+            "PluginError",
+            "PolicyError",
+            "PolicyWarning",
+            "SpecError",
             "UncompiledError",
         ),
         "fp4graph.errors",
