@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         PluginError,
         PolicyError,
         PolicyWarning,
+        SpecError,
         UncompiledError,
     )
     from fp4graph.explanation import Explanation, explain
@@ -41,7 +42,16 @@ _MODULES = ("analysis", "formats", "integrations", "optim", "training")
 _HOME = {
     **dict.fromkeys(("apply", "bypass", "detect_nonfinite", "remove", "set_total_forwards"), "fp4graph.api"),
     **dict.fromkeys(
-        ("CaptureError", "Error", "NonFiniteError", "PluginError", "PolicyError", "PolicyWarning", "UncompiledError"),
+        (
+            "CaptureError",
+            "Error",
+            "NonFiniteError",
+            "PluginError",
+            "PolicyError",
+            "PolicyWarning",
+            "SpecError",
+            "UncompiledError",
+        ),
         "fp4graph.errors",
     ),
     **dict.fromkeys(("Explanation", "explain"), "fp4graph.explanation"),
@@ -74,6 +84,7 @@ __all__ = [
     "QuantSpec",
     "ScaleSpec",
     "Site",
+    "SpecError",
     "StateEntry",
     "Technique",
     "UncompiledError",
