@@ -1,0 +1,66 @@
+"""The random numbers that a site of an applied model draws, for references that take them as arguments.
+
+Noise is a pure function of names and counters, so a test can ask for it: these are the bits that the engine's rounding
+compares with, and nothing of how it rounds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from fp4graph import Operand
+from fp4graph.numerics import noise
+from fp4graph.numerics.blocking import Blocking
+
+#: Operands whose contraction axis is the first of the matrix as the references have it.
+COLUMNWISE = ("dgrad.weight", "wgrad.grad_output", "wgrad.input")
+#: Salts under which the first transform of a GEMM and the i-th technique of an operand draw.
+TRANSFORM, TECHNIQUE = 2, 16
+
+
+@dataclass
+class SiteBits:
+    """What the only product of module ``site`` draws in one forward and its backward.
+
+    Attributes:
+        site: fully qualified name. forward: how many forwards with gradients came before. seed: of ``apply``.
+        signs_per_block: g of the random Hadamard. constant_signs: whether they are the same in every forward.
+        noise_technique: the position, among the techniques that act on fprop.weight, of the one that adds noise.
+    """
+
+    site: str
+    forward: int = 0
+    seed: int = 0
+    signs_per_block: int = 32
+    constant_signs: bool = False
+    noise_technique: int = 0
+
+    def uniform(self, operand: str, shape: tuple[int, ...], bits: int = 24) -> np.ndarray:
+        """Numbers in [0, 1) for an operand of ``shape``; with less than 24 bits the middles of their intervals."""
+        stored = shape[::-1] if operand in COLUMNWISE else shape
+        index = Blocking(stored, "row").index("cpu").reshape(stored)
+        words = noise.hash_bits(self._key(operand, 0), index).numpy().astype(np.int64) & 0xFFFFFFFF
+        numbers = (words >> (32 - bits)) / 2.0**bits + (0.0 if bits == 24 else 2.0 ** -(bits + 1))
+        return numbers.T if operand in COLUMNWISE else numbers
+
+    def signs(self, gemm: str, n: int) -> np.ndarray:
+        """``n`` signs: g of them, repeated."""
+        left = next(operand for operand in Operand if operand.value.startswith(gemm))
+        key = self._key(left.value, TRANSFORM, constant=self.constant_signs)
+        words = noise.hash_bits(key, torch.arange(self.signs_per_block, dtype=torch.int32)).numpy()
+        return np.resize(1.0 - 2.0 * (words & 1), n)
+
+    def normal(self, operand: str, n: int) -> np.ndarray:
+        """``n`` standard normal numbers."""
+        key = self._key(operand, TECHNIQUE + self.noise_technique)
+        return noise.gaussian(key, torch.arange(n, dtype=torch.int32)).numpy().astype(np.float64)
+
+    def _key(self, operand: str, salt: int, *, constant: bool = False) -> torch.Tensor:
+        words = ("constant", self.seed) if constant else ("forward", self.seed, 0, self.forward)
+        key = noise.mix(noise.make_key("site", self.site), noise.make_key(*words))
+        for part in (1 + [each.value for each in Operand].index(operand), salt):
+            key = noise.derive(key, part)
+        return key

@@ -1,0 +1,140 @@
+"""One linear layer in the middle of three blocks, under a policy: what goes in and what comes out, in NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import fp4graph
+
+TOKENS, IN, OUT = 128, 256, 128
+SITE = "blocks.1.fc"
+
+
+class Block(nn.Module):
+    """A linear, and another so that it passes for a block."""
+
+    def __init__(self, weight: np.ndarray) -> None:
+        super().__init__()
+        self.fc = nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+        self.more = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        with torch.no_grad():
+            self.fc.weight.copy_(torch.from_numpy(weight))
+
+
+class Blocks(nn.Module):
+    """Three blocks and a head, side by side, the same input to each.
+
+    The first and the last block are there for policies that treat them otherwise, the head for what no rule matches.
+    """
+
+    def __init__(self, weight: np.ndarray) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(weight) for _ in range(3))
+        self.head = Block(weight).fc
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+        first, middle, last = (block.fc(x if index == 1 else x.detach()) for index, block in enumerate(self.blocks))
+        return middle, self.head(x.detach()), [first, last]
+
+
+@dataclass(frozen=True)
+class Data:
+    """x [T, K], w [N, K] and dy [T, N], of fp32 values."""
+
+    x: np.ndarray
+    w: np.ndarray
+    dy: np.ndarray
+
+    @staticmethod
+    def wide(seed: int) -> Data:
+        """Gaussian numbers, with rows and columns far larger and far smaller than the rest, and blocks of zeros.
+
+        The small ones are below what block scales with few exponents reach.
+        """
+        generator = np.random.default_rng(seed)
+
+        def matrix(rows: int, columns: int) -> np.ndarray:
+            values = generator.standard_normal((rows, columns))
+            for axis, size in ((0, rows), (1, columns)):
+                factors = np.ones(size)
+                places = generator.permutation(size)
+                factors[places[:6]], factors[places[6:12]] = 2.0**-21, 2.0**7
+                factors[places[12:24]] = np.exp2(generator.integers(-6, 4, 12))
+                values = values * np.expand_dims(factors, 1 - axis)
+            values[:32, :32] = 0.0
+            return values.astype(np.float32).astype(np.float64)
+
+        return Data(matrix(TOKENS, IN), matrix(OUT, IN), matrix(TOKENS, OUT))
+
+    @staticmethod
+    def grid(seed: int, largest: float) -> Data:
+        """Multiples of a quarter up to ``largest``, which every block of 16 holds: all ties there are."""
+        generator = np.random.default_rng(seed)
+        steps = int(4 * largest)
+
+        def matrix(rows: int, columns: int) -> np.ndarray:
+            values = generator.integers(-steps, steps + 1, (rows, columns)) / 4.0
+            row, column = np.indices((rows, columns))
+            values[(row % 16) == (column % 16)] = largest
+            if largest == 6.0:
+                # 10.5 = 5.25·2 makes γ = amax/(6·448·headroom) a power of two: dividing by it breaks no tie.
+                values[0, 0] = 10.5
+            return values
+
+        return Data(matrix(TOKENS, IN), matrix(OUT, IN), matrix(TOKENS, OUT))
+
+
+def run(policy: Any, data: Data) -> tuple[np.ndarray, ...]:
+    """(y, dx, dw) of the middle block and y of the head, at the first step under ``policy``, without a compiler."""
+    model = fp4graph.apply(Blocks(data.w), policy, backend="eager", total_forwards=1_000_000)
+    x = torch.from_numpy(data.x).float().requires_grad_()
+    y, head, _ = model(x)
+    y.backward(torch.from_numpy(data.dy).float())
+    weight = model.blocks[1].fc.weight
+    assert x.grad is not None
+    assert weight.grad is not None
+    return tuple(t.detach().double().numpy() for t in (y, x.grad, weight.grad, head))
+
+
+def tolerances(data: Data, added: float = 0.0) -> tuple[np.ndarray, ...]:
+    """How far an fp32 product may be from the exact one of the same operands, for every element of y, dx and dw.
+
+    A sum of n products in fp32, in any order, errs by at most n·2^-24·Σ|aᵢbᵢ| and a term for each operand's own
+    rounding to fp32; Σ|aᵢbᵢ| is at most the product of the two vectors' lengths. Dequantized vectors are at most twice
+    as long as the originals: the scales of no recipe are more than doubled by their rounding.
+
+    Args:
+        added: what a recipe adds to every weight of fprop, at most.
+    """
+
+    def bound(a: np.ndarray, b: np.ndarray, n: int) -> np.ndarray:
+        return 4 * (n + 4) * 2.0**-24 * np.outer(np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1))
+
+    return bound(data.x, np.abs(data.w) + added, IN), bound(data.dy, data.w.T, OUT), bound(data.dy.T, data.x.T, TOKENS)
+
+
+def mismatches(
+    got: tuple[np.ndarray, ...], expected: Sequence[tuple[np.ndarray, ...]], data: Data, added: float = 0.0
+) -> list[str]:
+    """What differs beyond the order of sums: ``["dw: 12 of 32768, ..."]``, empty if nothing does.
+
+    Args:
+        got: as :func:`run` gives it; the head must be the exact product.
+        expected: (y, dx, dw) of a reference; several where it depends on how a number next to a threshold is rounded,
+            between the least and the greatest of which every element may lie.
+    """
+    found = []
+    y, dx, dw = tolerances(data, added)
+    for index, (name, bound) in enumerate({"y": y, "dx": dx, "dw": dw, "head": y}.items()):
+        references = np.stack([each[index] for each in expected] if name != "head" else [data.x @ data.w.T])
+        beyond = np.maximum(references.min(0) - got[index], got[index] - references.max(0))
+        wrong = ~(beyond <= bound)
+        if wrong.any():
+            found.append(f"{name}: {wrong.sum()} of {wrong.size}, the worst by {beyond[wrong].max():.3g}")
+    return found

@@ -1,0 +1,450 @@
+"""Independent references, in NumPy float64, of the FP4 training recipes that are not TetraJet's or EL's own.
+
+Each function of `REFERENCES` has the signature (x, w, dy, draw) -> (y, dx, dw) with x [T, K], w [N, K], dy [T, N],
+y = x w^T [T, N], dx = dy w [T, K] and dw = dy^T x [N, K]. The six operands have blocks along the contraction axis of
+their GEMM: fprop.input and fprop.weight along K, dgrad.grad_output and dgrad.weight along N, wgrad.grad_output and
+wgrad.input along T. Arithmetic is exact up to float64; results are not rounded to any training dtype. `VARIANTS` holds
+other readings of the same recipes, under the policy's name, "@" and the reading. Inputs are finite.
+
+Sources, by the short names used below. Code was read; of the papers of Chmiel, Wang, Tseng and Quartet only abstracts
+were at hand, so what "the paper" says beyond that is what TECHNIQUES and the docs pages report of it.
+    Chmiel       Chmiel et al. 2025, "FP4 All the Way", arXiv 2505.19115; its code as copied in public repositories
+    NVIDIA, TE   NVIDIA 2025, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149; NVIDIA/TransformerEngine
+                 at d0067d0d: docs/features/low_precision_training/nvfp4/nvfp4.rst and
+                 transformer_engine/pytorch/custom_recipes/reference_nvfp4.py
+    Graphcore    MrHuff/ue5m3-fp4: docs/numerics.md, recipes/proposed_b16_d50.yaml, src/ue5m3_fp4/{formats,nn/linear}.py
+    Wang, MS-AMP Wang et al. 2025, "Optimizing LLM Training Using FP4 Quantization", arXiv 2501.17116; Azure/MS-AMP at
+                 9746ea85: msamp/operators/fp4_quantize/{fp4_quantize.py,quantize.cu}, msamp/megatron/layers.py
+    Tseng        Tseng, Yu, Park 2025, "Training LLMs with MXFP4", arXiv 2502.20586; amazon-science/mxfp4-llm at
+                 0cc57fec: patch_override_scripts/{microxcaling,Megatron-LM}.patch
+    Quartet      Castro et al. 2025, "Quartet", arXiv 2505.14669; IST-DASLab/Quartet at 00ccd38e:
+                 src/models/quantization/{backward.py,quantizers/mxfp4.py,quantizers/mxfp4_triton.py,__init__.py}
+    DEC          "Decomposing MXFP4 quantization error for LLM RL" (abstract and review)
+    TECHNIQUES   shared/TECHNIQUES.md
+
+Decisions, per policy, where sources are silent or disagree:
+    all          Gradients pass straight through every quantizer unless a line below says otherwise. Random signs are
+                 one vector of g per GEMM, the same in every block and in both operands (TE, Tseng's code, Quartet's
+                 code): `draw.signs(gemm, g)` is asked for g signs and tiled. A contraction axis that g does not divide
+                 is padded with zeros. A rotated operand asks for uniforms of the padded, rotated array's shape. The
+                 tensor scale of a tensor of zeros is 1 (Graphcore).
+    fp4-all-the-way
+                 Decode scales (TECHNIQUES 1: decode by default). Chmiel's code, as public copies have it, rounds the
+                 ENCODE scale 6/amax to E4M3 and replaces 0 and Inf by 1: VARIANTS["fp4-all-the-way@encode"]. A block
+                 scale that underflows becomes 1 in units of the tensor scale (the order of Chmiel's and Graphcore's
+                 code).
+    fp4-all-the-way-qaf@phase
+                 The backward reads what fprop multiplied with (docs page of the policy; TECHNIQUES says "backward
+                 BF16").
+    nvfp4-te     The tensor amax of a wgrad operand is that of the rotated tensor (TE: global_amax_col is computed from
+                 the transformed transpose). Block scales that underflow become the smallest subnormal: TE stores the
+                 scale 0, so the block decodes to zeros, which TECHNIQUES has no name for; it needs a block 4.6e5 times
+                 smaller than the tensor. W has one set of 16x16 blocks for fprop and dgrad.
+    ue5m3-d50    The magnitude goes up where fraction > uniform; Graphcore's rule is fraction + (2r + 1)/512 >= 1, which
+                 is the same law and differs from it only where the fraction equals a midpoint exactly. dY has one held
+                 tensor amax for both backward GEMMs; without a rotation it is the amax of dY in both. The target of
+                 2048 for some layers in Graphcore's yaml is for one model and left out.
+    wang-dge     Quantiles are order statistics of all T*K elements, the places floor((1-a)n) and floor(a n) of the
+                 ascending order (MS-AMP's tensor-wise branch; TECHNIQUES names a quantile and no interpolation).
+                 MS-AMP's shipped layer takes quantiles per token, and its weight scale along dim 0 of an [out, in]
+                 weight, which is one scale per input channel; the docs page of the policy says per output channel.
+                 The residual multiplies the quantized weight (MS-AMP adds it to the quantized activation before the
+                 GEMM). Ties go to even (TECHNIQUES 2, default); MS-AMP's kernel sends them up. abs(u) is limited to 6,
+                 its value in exact arithmetic.
+    mxfp4-rht-sr None: code and TECHNIQUES agree. Both operands are divided by 3/4 each, which is the 16/9.
+    quartet      Forward scales are OCP's, rounded down (docs page of the policy; no paper text at hand). The paper's,
+                 as the page says, minimize the squared error of Gaussian data (QuEST), and the code's are
+                 2^floor(log2(2.92247856/6 * std)): VARIANTS["quartet@quest"]. That floor misses the purpose: over all
+                 sigma the code's squared error is 2.24% of the signal's, OCP's floor 1.34%, 1.34% with the exponent to
+                 nearest, 1.24% unrounded. W and X of the backward are rotated back before they are requantized
+                 (TECHNIQUES 3); the code leaves them in the rotated basis of K: VARIANTS["quartet@rotated"], and
+                 "quartet@quest-rotated" is the code but for its signs. An element is masked where it lies outside +-6
+                 (TECHNIQUES 3); the code also masks abs(u) = 6. Ties to even (the code sends them toward zero). Signs
+                 come before H (TECHNIQUES calls the code's order a defect).
+    mxfp4-rl     All definitions are the project's (docs/reference/techniques): the paper prints none. Scales are OCP's
+                 decode floor; the docs page says decode nearest_even, which TECHNIQUES 5 calls "in no
+                 paper": VARIANTS["mxfp4-rl@nearest"]. Fallback wraps the whole quantizer, macro-block factor included,
+                 and the second pass has factors of its own; noise is added once, to the sum (docs/techniques.md: around
+                 before normalizer, after last). Blocks are counted and compared in row-major order, and ceil(n/10) of
+                 them are chosen even where they lose nothing. The noise is sigma_start's: stage 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from .arithmetic import (
+    ELEMENTS,
+    Block,
+    block_amax,
+    block_ids,
+    block_scales,
+    padded_length,
+    quantize,
+    rotate,
+    round_nearest,
+    round_stochastic,
+)
+
+Result = tuple[np.ndarray, np.ndarray, np.ndarray]
+QMAX = 6.0
+
+
+class Draw(Protocol):
+    """The random numbers of one call of a linear."""
+
+    def uniform(self, operand: str, shape: tuple[int, ...], bits: int = 24) -> np.ndarray:
+        """Returns the stochastic-rounding randoms of an operand in [0, 1), in the layout of the array itself."""
+
+    def signs(self, gemm: str, n: int) -> np.ndarray:
+        """Returns n signs, +-1, of a random Hadamard transform of both operands of a GEMM."""
+
+    def normal(self, name: str, n: int) -> np.ndarray:
+        """Returns n standard normals."""
+
+
+def _signs(draw: Draw, gemm: str, length: int, g: int) -> np.ndarray:
+    """Returns the diagonal of S [padded length]: g signs, the same in every block (TE, Tseng, Quartet)."""
+    return np.tile(draw.signs(gemm, g), padded_length(length, g) // g)
+
+
+def _rotate_pair(a: np.ndarray, b: np.ndarray, gemm: str, g: int, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
+    """Returns both operands of a backward GEMM, rotated by HS along axis 0 of b and the same axis of a.
+
+    dgrad: a = dY [T, N], b = W [N, K], the axis is N. wgrad: a = dY [T, N], b = X [T, K], the axis is T. S and H are
+    orthonormal, so (a S H)(H S b) = a b (Tseng's Megatron-LM.patch, TE nvfp4.rst: H = S_d H_d / sqrt d, signs first).
+    """
+    signs = _signs(draw, gemm, b.shape[0], g)
+    return rotate(a, 1 if gemm == "dgrad" else 0, g, signs), rotate(b, 0, g, signs)
+
+
+# NVFP4 and UE5M3 with a tensor scale -----------------------------------------------------------------------------
+
+
+def _tensor_scale(a: np.ndarray, scale_target: float) -> float:
+    """Returns gamma = amax/(6 * target), under which the largest block scale is the target (TE nvfp4.rst: s_global)."""
+    amax = float(np.max(np.abs(a)))
+    return amax / (QMAX * scale_target) if amax > 0 else 1.0
+
+
+def _fp4_all_the_way_quantize(
+    a: np.ndarray, axis: int, uniform: np.ndarray | None = None, convention: str = "decode"
+) -> np.ndarray:
+    """Returns NVFP4 with gamma = amax/(6 * 448 * 0.5), blocks of 16, E4M3 scales to nearest even, zero to one.
+
+    Source: EL 3.1 (the 0.5 and the zero rule, both credited to Chmiel); TECHNIQUES 3 (gamma = amax/1344).
+    """
+    gamma = _tensor_scale(a, 448 * 0.5)
+    options = {"block": 16, "fmt": "e4m3", "rule": "nearest_even", "zero": "to_one", "convention": convention}
+    return quantize(a, axis, uniform=uniform, tensor_scale=gamma, **options)
+
+
+def fp4_all_the_way(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw, *, convention: str = "decode") -> Result:
+    """Returns (y, dx, dw) of Chmiel: NVFP4 in three GEMMs, stochastic dY in both backward GEMMs and X in wgrad.
+
+    y = Q(X) Q(W)^T, dx = SR(dY) Q(W), dw = SR(dY)^T SR(X), each operand quantized from the original along the
+    contraction axis of its GEMM. Source: Chmiel's abstract (stochastic in the backward and update passes, nearest in
+    the forward); TECHNIQUES 3 (`backward` = dY in dgrad and wgrad, X in wgrad; W in dgrad to nearest).
+    """
+
+    def q(name: str, a: np.ndarray, axis: int, stochastic: bool = False) -> np.ndarray:
+        return _fp4_all_the_way_quantize(a, axis, draw.uniform(name, a.shape) if stochastic else None, convention)
+
+    y = q("fprop.input", x, 1) @ q("fprop.weight", w, 1).T
+    dx = q("dgrad.grad_output", dy, 1, True) @ q("dgrad.weight", w, 0)
+    dw = q("wgrad.grad_output", dy, 0, True).T @ q("wgrad.input", x, 0, True)
+    return y, dx, dw
+
+
+def fp4_all_the_way_qaf_phase(
+    x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw, *, convention: str = "decode"
+) -> Result:
+    """Returns (y, dx, dw) of Chmiel's last phase (QAF): the same forward, an exact backward.
+
+    y = Q(X) Q(W)^T, dx = dY Q(W), dw = dY^T Q(X). Source: TECHNIQUES 5 (forward FP4, backward BF16); that the backward
+    reads what fprop multiplied with is said by docs/reference/policies/fp4-all-the-way-qaf.md only.
+    """
+    xq = _fp4_all_the_way_quantize(x, 1, None, convention)
+    wq = _fp4_all_the_way_quantize(w, 1, None, convention)
+    return xq @ wq.T, dy @ wq, dy.T @ xq
+
+
+def nvfp4_te(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
+    """Returns (y, dx, dw) of NVIDIA's recipe.
+
+    value = code * S_b / S_enc with S_enc = 448 * 6/amax(tensor) and S_b = E4M3(amax_b/6 * S_enc). X and dY in blocks
+    of 1x16, W in one set of 16x16 blocks for fprop and dgrad; dY stochastic; both operands of wgrad rotated along T in
+    blocks of 16 (signs, then H). A rotated operand has the tensor amax of the rotated tensor. Source: TE (nvfp4.rst;
+    NVFP4QuantizerRef._quantize: global_amax_col = max abs of the rotated transpose; nvfp4_ref_rht_2d_factory: weights
+    are not rotated); TECHNIQUES 3 and 5.
+    """
+
+    def q(a: np.ndarray, axis: int, block: Block, uniform: np.ndarray | None = None) -> np.ndarray:
+        gamma = _tensor_scale(a, 448)
+        options = {"block": block, "fmt": "e4m3", "rule": "nearest_even", "zero": "nearest_subnormal"}
+        return quantize(a, axis, uniform=uniform, tensor_scale=gamma, **options)
+
+    wq = q(w, 1, (16, 16))
+    y = q(x, 1, 16) @ wq.T
+    dx = q(dy, 1, 16, draw.uniform("dgrad.grad_output", dy.shape)) @ wq
+    rotated_dy, rotated_x = _rotate_pair(dy, x, "wgrad", 16, draw)
+    dw = q(rotated_dy, 0, 16, draw.uniform("wgrad.grad_output", rotated_dy.shape)).T @ q(rotated_x, 0, 16)
+    return y, dx, dw
+
+
+def ue5m3_d50(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
+    """Returns (y, dx, dw) of Graphcore's recipe at a step that refreshes the held tensor scales, such as the first.
+
+    As `nvfp4_te` with UE5M3 scales that end at 61440 and a tensor scale that puts the largest at 448, zero to one, no
+    rotation, and dY stochastic with 8 bits in dgrad and wgrad. Source: Graphcore (numerics.md, recipe yaml,
+    _UE5M3LinearFunction: one weight reference and 16x16 blocks in fprop and dgrad, X of wgrad from the saved original
+    along T); TECHNIQUES 5.
+    """
+
+    def q(a: np.ndarray, axis: int, block: Block, uniform: np.ndarray | None = None) -> np.ndarray:
+        gamma = _tensor_scale(a, 448)
+        options = {"block": block, "fmt": "ue5m3_61440", "rule": "nearest_even", "zero": "to_one"}
+        return quantize(a, axis, uniform=uniform, tensor_scale=gamma, **options)
+
+    wq = q(w, 1, (16, 16))
+    y = q(x, 1, 16) @ wq.T
+    dx = q(dy, 1, 16, draw.uniform("dgrad.grad_output", dy.shape, bits=8)) @ wq
+    dw = q(dy, 0, 16, draw.uniform("wgrad.grad_output", dy.shape, bits=8)).T @ q(x, 0, 16)
+    return y, dx, dw
+
+
+# Wang et al. -----------------------------------------------------------------------------------------------------
+
+
+def dge_slope(u: np.ndarray, k: float = 5.0, cap: float = 3.0) -> np.ndarray:
+    """Returns Wang's differentiable gradient estimator at u = w/scale (any shape), for E2M1.
+
+    min((1/k) * |2(u - lo)/delta - 1|^(1/k - 1), cap), lo and lo + delta being the element values around u. Source:
+    TECHNIQUES 3 (`step_gradient`, `dge`), MS-AMP quantize.cu (power_derivative, power_clamp_max). At an element value
+    both intervals give 1/k.
+    """
+    table = ELEMENTS["e2m1"]
+    u = np.clip(u, table[0], table[-1])
+    index = np.clip(np.searchsorted(table, u, side="right") - 1, 0, len(table) - 2)
+    low, delta = table[index], table[index + 1] - table[index]
+    distance = np.abs(2 * (u - low) / delta - 1)
+    with np.errstate(divide="ignore"):
+        return np.minimum(distance ** (1 / k - 1) / k, cap)
+
+
+def outlier_thresholds(x: np.ndarray, percent: int = 99) -> tuple[float, float]:
+    """Returns the elements of x at places floor((1 - a)n) and floor(a n) of the ascending order, a = percent/100.
+
+    Source: MS-AMP _apply_quantile_clipping, its tensor-wise branch. (The docs page of outlier_clamp takes the place
+    n - 1 - floor((1 - a)n) at the upper end, which is another one only where 100 divides n.)
+    """
+    ordered = np.sort(x, axis=None)
+    n = ordered.size
+    return float(ordered[(100 - percent) * n // 100]), float(ordered[min(percent * n // 100, n - 1)])
+
+
+def wang_dge(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw, *, residual: bool = True) -> Result:
+    """Returns (y, dx, dw) of Wang.
+
+    X_c = clamp(X, x_low, x_high), dX = X - X_c, y = (Q(X_c) + dX) Q(W)^T with one scale amax/6 in FP32 per token of X
+    and per output channel of W; dx = dY Q(W); dw = (dY^T (Q(X_c) + dX)) * DGE(w/scale). The residual multiplies the
+    quantized weight, as in MS-AMP (residual_compensation adds it to the quantized activation). `residual` False is
+    what MS-AMP's layers ship. Source: TECHNIQUES 3 and 5, MS-AMP.
+    """
+    options = {"block": "row", "fmt": "fp32", "rule": "nearest_even"}
+    low, high = outlier_thresholds(x)
+    clamped = np.clip(x, low, high)
+    xq = quantize(clamped, 1, **options)
+    if residual:
+        xq = xq + (x - clamped)
+    wq = quantize(w, 1, **options)
+    scale = block_scales(block_amax(w, 1, "row"), fmt="fp32", rule="nearest_even")
+    return xq @ wq.T, dy @ wq, (dy.T @ xq) * dge_slope(w / scale)
+
+
+# MXFP4 with a rotated, stochastic backward -----------------------------------------------------------------------
+
+
+def guarded_stochastic(a: np.ndarray, axis: int, uniform: np.ndarray, guard: float = 0.75) -> np.ndarray:
+    """Returns (S/guard) SR(guard * a/S) in blocks of 32, S = 2^(floor(log2 amax) - 2) being the scale of a itself.
+
+    Ratios a/S lie below 8, so guard * a/S lies below 6 and nothing is clipped: the expectation is a. A product of two
+    such operands carries the paper's factor (4/3)^2 = 16/9. Source: Tseng (microxcaling.patch, `dither_scale`);
+    Quartet (mxfp4_triton.py: the same with quest=False); TECHNIQUES 3 (`range_guard`).
+    """
+    scale = block_scales(block_amax(a, axis, 32), fmt="e8m0", rule="floor")
+    return scale / guard * round_stochastic(guard * a / scale, "e2m1", uniform)
+
+
+def mxfp4_rht_sr(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
+    """Returns (y, dx, dw) of Tseng: an exact forward, both backward GEMMs rotated in blocks of 64 and stochastic.
+
+    y = X W^T, dx = G(dY S H) G(H S W), dw = G(H S dY)^T G(H S X) with G `guarded_stochastic` and the signs of each GEMM
+    its own. Source: Tseng (Megatron-LM.patch, mode 3: RHT + scaled SR, a new sign vector per GEMM, originals).
+    """
+    operands = []
+    for gemm, axis, other, name in (("dgrad", 1, w, "weight"), ("wgrad", 0, x, "input")):
+        a, b = _rotate_pair(dy, other, gemm, 64, draw)
+        a = guarded_stochastic(a, axis, draw.uniform(f"{gemm}.grad_output", a.shape))
+        b = guarded_stochastic(b, 0, draw.uniform(f"{gemm}.{name}", b.shape))
+        operands.append((a, b))
+    (dy_n, w_n), (dy_t, x_t) = operands
+    return x @ w.T, dy_n @ w_n, dy_t.T @ x_t
+
+
+def quest_scales(a: np.ndarray) -> np.ndarray:
+    """Returns QuEST's E8M0 scale of each element's group of 32 along axis 1 of a [I, 32 m], in the shape of a.
+
+    S = 2^floor(log2(2.92247856/6 * std + 1e-8)), std the group's standard deviation about its mean (divided by 32).
+    Source: Quartet (quantizers/mxfp4.py, QuestMXFP4QuantizerFn; mxfp4_triton.py, quest=True).
+    """
+    groups = a.reshape(a.shape[0], -1, 32)
+    ideal = 2.92247856 / 6.0 * groups.std(axis=-1) + 1e-8
+    scale = np.ldexp(1.0, np.clip(np.frexp(ideal)[1] - 1, -127, 127))
+    return np.repeat(scale, 32, axis=1)
+
+
+def _quartet_forward(a: np.ndarray, scales: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a [I, K], rotated by H of 32 along K and quantized to nearest, and its clip mask: two of [I, padded K].
+
+    The mask is 1 where abs(rotated a) <= 6 S. `scales` is "quest" or "floor" (OCP's, of the rotated block's amax).
+    """
+    rotated = rotate(a, 1, 32)
+    if scales == "quest":
+        scale = quest_scales(rotated)
+    else:
+        scale = block_scales(block_amax(rotated, 1, 32), fmt="e8m0", rule="floor")
+    ratio = rotated / scale
+    return scale * round_nearest(ratio, "e2m1"), np.abs(ratio) <= QMAX
+
+
+def quartet(
+    x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw, *, scales: str = "floor", basis: str = "original"
+) -> Result:
+    """Returns (y, dx, dw) of Quartet.
+
+    Forward: (X_h, M_x) = Q(X H), (W_h, M_w) = Q(W H) along K, y = X_h W_h^T. Backward: dY and W rotated along N by
+    signs and H of 32, dY and X along T likewise, all four through `guarded_stochastic`, G:
+        dx = ((G(dY S H) G(H S W')) [in the basis of X H] * M_x) H^-1
+        dw = ((G(H S dY)^T G(H S X')) [in the basis of W H] * M_w) H^-1
+    With `basis` "original", W' = W_h H^-1 and X' = X_h H^-1, and the products are rotated by H before the mask
+    (TECHNIQUES 3: multiply by f' in the rotated basis, rotate back; rotate Q2 back before requantizing it). With
+    "rotated", W' = W_h and X' = X_h and the products are in that basis already (backward.py). H is
+    symmetric and orthonormal, so a second rotation undoes the first. `scales`: see `_quartet_forward`.
+    """
+    k = x.shape[1]
+    x_h, mask_x = _quartet_forward(x, scales)
+    w_h, mask_w = _quartet_forward(w, scales)
+    if basis == "original":
+        x_read, w_read = rotate(x_h, 1, 32)[:, :k], rotate(w_h, 1, 32)[:, :k]
+    else:
+        x_read, w_read = x_h, w_h
+    a, b = _rotate_pair(dy, w_read, "dgrad", 32, draw)
+    a = guarded_stochastic(a, 1, draw.uniform("dgrad.grad_output", a.shape))
+    dx = a @ guarded_stochastic(b, 0, draw.uniform("dgrad.weight", b.shape))
+    a, b = _rotate_pair(dy, x_read, "wgrad", 32, draw)
+    a = guarded_stochastic(a, 0, draw.uniform("wgrad.grad_output", a.shape))
+    dw = a.T @ guarded_stochastic(b, 0, draw.uniform("wgrad.input", b.shape))
+    if basis == "original":
+        dx, dw = rotate(dx, 1, 32), rotate(dw, 1, 32)
+    return x_h @ w_h.T, rotate(dx * mask_x, 1, 32)[:, :k], rotate(dw * mask_w, 1, 32)[:, :k]
+
+
+# MXFP4 for reinforcement learning --------------------------------------------------------------------------------
+
+
+def macro_block_factor(a: np.ndarray, axis: int, mantissa_bits: int = 3) -> np.ndarray:
+    """Returns gamma of each element's macro block of 128 along an axis, in the shape of a.
+
+    gamma is the mantissa of g/6, g the macro block's absolute maximum, rounded up to `mantissa_bits` stored bits:
+    the smallest n/2^m in [1, 2] with g <= 6 * 2^k * n/2^m, where 6 * 2^k <= g < 6 * 2^(k+1); 1 for zeros. Source:
+    docs/reference/techniques/macro_block_scaling.md (DEC prints no formula). All comparisons are exact in float64.
+    """
+    g = block_amax(a, axis, 128)
+    safe = np.where(g > 0, g, QMAX)
+    exponent = np.frexp(safe / QMAX)[1] - 1
+    exponent = exponent - (safe < np.ldexp(QMAX, exponent))  # the quotient may have been rounded up to a power of two
+    steps = 2**mantissa_bits
+    gamma = np.full(a.shape, 2.0)
+    for n in range(2 * steps - 1, steps - 1, -1):
+        gamma = np.where(safe * steps <= np.ldexp(QMAX * n, exponent), n / steps, gamma)
+    return np.where(g > 0, gamma, 1.0)
+
+
+def _macro_quantize(a: np.ndarray, axis: int, rule: str) -> np.ndarray:
+    """Returns gamma * Q(a/gamma), Q being MXFP4 in blocks of 32 (OCP scales for `rule` "floor"), to nearest even."""
+    gamma = macro_block_factor(a, axis)
+    return gamma * quantize(a / gamma, axis, block=32, fmt="e8m0", rule=rule)
+
+
+def fallback_blocks(a: np.ndarray, quantized: np.ndarray, axis: int) -> np.ndarray:
+    """Returns which elements lie in chosen blocks: the ceil(n/10) of n blocks of 32 that lose most to zero.
+
+    v_p = max |a_i| over the elements of block p with Q(a_i) = 0; of equal blocks the earlier one in row-major order is
+    chosen. Source: docs/reference/techniques/outlier_fallback.md, fraction 0.1.
+    """
+    ids = block_ids(a.shape, axis, 32)
+    numbers, position = np.unique(ids, return_inverse=True)
+    position = position.reshape(a.shape)
+    lost = np.zeros(numbers.size)
+    np.maximum.at(lost, position, np.where(quantized == 0, np.abs(a), 0.0))
+    chosen = np.zeros(numbers.size, dtype=bool)
+    chosen[np.argsort(-lost, kind="stable")[: -(-numbers.size // 10)]] = True
+    return chosen[position]
+
+
+def mxfp4_rl(
+    x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw, *, rule: str = "floor", sigma: float = 1e-2
+) -> Result:
+    """Returns (y, dx, dw) of MXFP4 with macro-block scaling, outlier fallback on X and W of fprop, and noise on W.
+
+    h(a) = Q(a) + m Q(a - Q(a)) with m = `fallback_blocks` and Q = `_macro_quantize`; y = h(X) (h(W) + 1 z^T)^T with
+    z = sigma * draw.normal("fprop.weight", K), one value per input channel; dx = Q(dY) Q(W), dw = Q(dY)^T Q(X), from
+    the originals. Source: docs/reference/techniques (macro_block_scaling, outlier_fallback,
+    adaptive_quantization_noise: additive, stage 0) and docs/techniques.md, "Order"; TECHNIQUES 5.
+    """
+
+    def with_fallback(a: np.ndarray) -> np.ndarray:
+        first = _macro_quantize(a, 1, rule)
+        return first + np.where(fallback_blocks(a, first, 1), _macro_quantize(a - first, 1, rule), 0.0)
+
+    noise = sigma * draw.normal("fprop.weight", w.shape[1])
+    y = with_fallback(x) @ (with_fallback(w) + noise).T
+    dx = _macro_quantize(dy, 1, rule) @ _macro_quantize(w, 0, rule)
+    dw = _macro_quantize(dy, 0, rule).T @ _macro_quantize(x, 0, rule)
+    return y, dx, dw
+
+
+def _with(function: Callable[..., Result], **options: object) -> Callable[..., Result]:
+    """Returns the reference with some options fixed."""
+
+    def reference(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
+        return function(x, w, dy, draw, **options)
+
+    return reference
+
+
+REFERENCES: dict[str, Callable[..., Result]] = {
+    "fp4-all-the-way": fp4_all_the_way,
+    "fp4-all-the-way-qaf": fp4_all_the_way,
+    "fp4-all-the-way-qaf@phase": fp4_all_the_way_qaf_phase,
+    "nvfp4-te": nvfp4_te,
+    "ue5m3-d50": ue5m3_d50,
+    "wang-dge": wang_dge,
+    "mxfp4-rht-sr": mxfp4_rht_sr,
+    "quartet": quartet,
+    "mxfp4-rl": mxfp4_rl,
+}
+
+# Other readings of the sources; the module's docstring says where each comes from.
+VARIANTS: dict[str, Callable[..., Result]] = {
+    "fp4-all-the-way@encode": _with(fp4_all_the_way, convention="encode"),
+    "wang-dge@no-residual": _with(wang_dge, residual=False),
+    "quartet@quest": _with(quartet, scales="quest"),
+    "quartet@rotated": _with(quartet, basis="rotated"),
+    "quartet@quest-rotated": _with(quartet, scales="quest", basis="rotated"),
+    "mxfp4-rl@nearest": _with(mxfp4_rl, rule="nearest_even"),
+}

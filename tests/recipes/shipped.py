@@ -1,0 +1,81 @@
+"""The shipped policies beside their references."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fp4graph_policies
+import numpy as np
+
+from . import mx_references, other_references
+from .bits import SiteBits
+from .linear import SITE, Data, mismatches, run
+
+POLICIES = sorted(path.stem for path in Path(fp4graph_policies.__path__[0]).glob("*.yaml"))
+REFERENCES = {**mx_references.REFERENCES, **other_references.REFERENCES}
+REFERENCES["bf16"] = lambda x, w, dy, draw: (x @ w.T, dy @ w, dy.T @ x)
+#: Signs of a random Hadamard, where they are not 32.
+_SIGNS = {"nvfp4-te": 16, "mxfp4-rht-sr": 64}
+#: Policies that rotate, whose numbers lie next to thresholds more often than others' (see :func:`expected`).
+ROTATING = ("mxfp4-best", "mxfp4-full-hadamard", "mxfp4-full-rht", "mxfp4-rht-sr", "nvfp4-te", "quartet")
+#: The largest number that mxfp4-rl's noise adds to a weight: six standard deviations.
+_NOISE = {"mxfp4-rl": 6 * 1e-2}
+
+
+def bits(policy: str, forward: int = 0) -> SiteBits:
+    """What the site under ``policy`` draws."""
+    constant = policy == "nvfp4-te"
+    return SiteBits(SITE, forward, signs_per_block=_SIGNS.get(policy, 32), constant_signs=constant, noise_technique=2)
+
+
+def data_for(policy: str) -> list[Data]:
+    """Data with all magnitudes, and data with all ties."""
+    return [Data.wide(0), Data.grid(1, 7.0 if policy.startswith("int4") else 6.0)]
+
+
+def expected(policy: str, data: Data) -> list[tuple[np.ndarray, ...]]:
+    """(y, dx, dw) by the reference of ``policy``.
+
+    A rotation divides by √g. In fp32 its results are off by an ulp or so, and where exact arithmetic gives a power of
+    two or a midpoint, as it often does after two rotations, that decides how a block is scaled or an element rounded.
+    So for policies that rotate these are several, with every rotated number moved at random, by up to two ulps of its
+    block's largest.
+    """
+    reference = REFERENCES[policy]
+    found = [reference(data.x, data.w, data.dy, bits(policy))]
+    for seed in range(40 if policy in ROTATING else 0):
+        with _moved_rotations(seed):
+            found.append(reference(data.x, data.w, data.dy, bits(policy)))
+    return found
+
+
+def differences(policy: str, given: Any, data: Data, references: list[tuple[np.ndarray, ...]]) -> list[str]:
+    """How training under ``given`` differs from ``references``, those of the shipped ``policy``."""
+    return mismatches(run(given, data), references, data, added=_NOISE.get(policy, 0.0))
+
+
+@contextmanager
+def _moved_rotations(seed: int) -> Iterator[None]:
+    generator = np.random.default_rng(seed)
+
+    def moving(rotate: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
+        def moved(x: np.ndarray, axis: int, block: int, *signs: Any, **options: Any) -> np.ndarray:
+            exact = np.moveaxis(rotate(x, axis, block, *signs, **options), axis, -1)
+            blocks = exact.reshape(*exact.shape[:-1], -1, block)
+            ulp = 2.0**-23 * np.abs(blocks).max(-1, keepdims=True)
+            blocks = blocks + 2 * ulp * generator.uniform(-1, 1, blocks.shape)
+            return np.moveaxis(blocks.reshape(exact.shape), -1, axis)
+
+        return moved
+
+    former = [(module, module.rotate) for module in (mx_references, other_references)]
+    try:
+        for module, rotate in former:
+            module.rotate = moving(rotate)
+        yield
+    finally:
+        for module, rotate in former:
+            module.rotate = rotate
