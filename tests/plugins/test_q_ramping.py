@@ -123,6 +123,15 @@ def test_is_algorithm_2(kind, make, steps):
     torch.testing.assert_close(applied.weight.double(), expected, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("steps", [20, 47])
+def test_is_algorithm_2_for_a_weight_that_is_used_twice(sharing, steps):
+    applied = fp4graph.apply(sharing(model()), policy(), backend="eager")
+    optimizer = fp4graph.prepare_optimizer(applied, adamw(applied.parameters()))
+    drive(applied, optimizer, gradients(steps))
+    expected, _ = algorithm_2(steps, "adamw", OPTIONS)
+    torch.testing.assert_close(applied.weight.double(), expected, rtol=1e-5, atol=2e-6)
+
+
 def test_what_does_not_oscillate_is_stepped_bit_for_bit_as_without():
     applied, optimizer = prepared()
     plain = model()
