@@ -70,7 +70,8 @@ def test_it_is_what_autograd_makes_of_the_loss_term():
 
 def test_a_weight_that_is_used_twice_gets_the_term_once(sharing):
     """Nagel et al.'s term is of the weight, not of its uses. With a schedule: λ is that of the first of four steps."""
-    for options, factor in (({"strength": 0.3}, 0.3), ({"strength": 0.3, "total_steps": 4}, 0.15 * (1 - math.sqrt(0.5)))):
+    first_of_four = 0.15 * (1 - math.sqrt(0.5))
+    for options, factor in (({"strength": 0.3}, 0.3), ({"strength": 0.3, "total_steps": 4}, first_of_four)):
         applied = fp4graph.apply(sharing(model()), policy(options), backend="eager")
         optimizer = fp4graph.prepare_optimizer(applied, torch.optim.SGD(applied.parameters(), lr=0.5))
         w = applied.weight.detach().clone()
