@@ -292,7 +292,7 @@ class _Memory:
         self.mirror()
 
     def reload(self, saved: dict[str, Any]) -> None:
-        """After ``load_state_dict(saved)``: take the entries from there, for torch casts them to the parameter."""
+        """After ``load_state_dict(saved)``: take the entries from ``saved``; torch would cast them to the parameter."""
         self._entries.clear()
         keys = chain.from_iterable(group["params"] for group in saved["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
@@ -395,8 +395,11 @@ class _Hooks:
         self.memory.mirror()
         self._scratch = {}
 
-    def _loading(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+    def _loading(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        """Leave to the optimizer what it saved itself."""
         self._saved = saved
+        own = {key: {n: v for n, v in state.items() if not _is_ours(n)} for key, state in saved["state"].items()}
+        return {**saved, "state": {key: state for key, state in own.items() if state}}
 
     def _loaded(self, optimizer: torch.optim.Optimizer) -> None:
         self.memory.reload(self._saved)
