@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fp4graph.errors import Error
 from fp4graph.operands import Operand
 from fp4graph.ops import contract
-from fp4graph.runtime import Runtime, Weight, runtime_of
+from fp4graph.runtime import PlannedWeight, Runtime, Weight, runtime_of
 from fp4graph.technique import Technique, overrides
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741  # the optimizer
@@ -185,46 +185,48 @@ def _check_whole(runtimes: Sequence[Runtime]) -> None:
 def _check_uses(runtimes: Sequence[Runtime]) -> None:
     """Refuse a parameter whose uses have different techniques or weight quantizers: it is acted on once.
 
-    A use in high precision has no say.
+    A use in high precision has no say; neither has one that may turn out to be so when its product is captured.
     """
     firsts: dict[int, Weight] = {}
     for weight in (weight for runtime in runtimes for weight in runtime.weights):
-        if dict(weight.plan.specs)[Operand.FPROP_WEIGHT] is None:
+        if any(dict(planned.plan.specs)[Operand.FPROP_WEIGHT] is None for planned in weight.choices):
             continue
         first = firsts.setdefault(id(weight.parameter), weight)
-        former, own = _per_weight(first), _per_weight(weight)
-        if not (former or own):
-            continue
-        what = None
-        if name := next((name for name in {**former, **own} if (name in former) != (name in own)), None):
-            what = f"only {first.name if name in former else weight.name} has technique {name}"
-        elif name := next((name for name in own if own[name] != former[name]), None):
-            what = f"{weight.name} has technique {name} with other options"
-        elif _quantizer(first) != _quantizer(weight):
-            what = f"{weight.name} has another quantizer, and technique {', '.join(own)} acts on the parameter once"
-        if what is not None:
-            names = f"{first.name}{_declared(first)} and {weight.name}{_declared(weight)}"
-            raise Error(
-                f"{names} are one parameter, but {what}; put both under one rule, or keep one of them in high precision"
-            )
+        differences = [_difference(first, a, weight, b) for a in first.choices for b in weight.choices]
+        if None not in differences:
+            raise Error(f"{differences[0]}; put both under one rule, or keep one of them in high precision")
 
 
-def _per_weight(weight: Weight) -> dict[str, Technique]:
-    """The techniques that act on ``weight`` at a step, by name."""
+def _difference(first: Weight, a: PlannedWeight, second: Weight, b: PlannedWeight) -> str | None:
+    """Why two uses of one parameter, decided as ``a`` and ``b``, cannot be acted on together, or None."""
+    former, own = _per_weight(a), _per_weight(b)
+    if name := next((name for name in {**former, **own} if (name in former) != (name in own)), None):
+        what = f"only {first.name if name in former else second.name} has technique {name}"
+    elif name := next((name for name in own if own[name] != former[name]), None):
+        what = f"{second.name} has technique {name} with other options"
+    elif own and _quantizer(first, a) != _quantizer(second, b):
+        what = f"{second.name} has another quantizer, and technique {', '.join(own)} acts on the parameter once"
+    else:
+        return None
+    return f"{first.name}{_declared(a)} and {second.name}{_declared(b)} are one parameter, but {what}"
+
+
+def _per_weight(planned: PlannedWeight) -> dict[str, Technique]:
+    """The techniques that act on a weight at a step, by name."""
     stages = (_BEFORE[0], _AFTER[0])
-    return {t.name: t for t in weight.rule.techniques if _acts_at(t, stages) and _concerns(t, weight)}
+    return {t.name: t for t in planned.rule.techniques if _acts_at(t, stages) and _acts(t, planned)}
 
 
-def _quantizer(weight: Weight) -> object:
+def _quantizer(weight: Weight, planned: PlannedWeight) -> object:
     """What :meth:`Weight.quantize` depends on besides noise and state; compares equal for equal quantizers."""
-    program = weight.plan.program
+    program = planned.plan.program
     return program and (program.fprop.right, program.fprop.transforms, weight.stored_transposed)
 
 
-def _declared(weight: Weight) -> str:
+def _declared(planned: PlannedWeight) -> str:
     """The rule of a weight, in brackets."""
-    place = f", {weight.rule.file}:{weight.rule.line}" if weight.rule.file else ""
-    return f" (rule {weight.rule.name!r}{place})"
+    place = f", {planned.rule.file}:{planned.rule.line}" if planned.rule.file else ""
+    return f" (rule {planned.rule.name!r}{place})"
 
 
 def _in_order(orders: Sequence[Sequence[Technique]]) -> list[Technique]:
@@ -320,10 +322,16 @@ def _is_ours(name: object) -> bool:
 
 
 def _concerns(technique: Technique, weight: Weight) -> bool:
-    """Whether ``technique`` acts on ``weight`` at a step: not where the operands that it names are not quantized."""
-    operands, specs = technique.acts_on(weight.view), dict(weight.plan.specs)
-    acts = not operands or any(specs[operand] is not None for operand in operands)
-    return acts and technique in weight.rule.techniques
+    """Whether ``technique`` acts on ``weight`` at a step, or may as long as no graph has shown its product.
+
+    It does not where the operands that it names are not quantized.
+    """
+    return any(technique in planned.rule.techniques and _acts(technique, planned) for planned in weight.choices)
+
+
+def _acts(technique: Technique, planned: PlannedWeight) -> bool:
+    operands, specs = technique.acts_on(planned.view), dict(planned.plan.specs)
+    return not operands or any(specs[operand] is not None for operand in operands)
 
 
 def _skips(optimizer: torch.optim.Optimizer) -> bool:
@@ -356,6 +364,7 @@ class _Hooks:
         self.runtimes, self.optimizer, self.memory = tuple(runtimes), optimizer, memory
         self.techniques = _in_order([_acting(runtime) for runtime in runtimes])
         self._scratch: dict[Any, dict[Any, Any]] = {}
+        self._agree = False
 
     def attach(self) -> None:
         self._handles = (
@@ -414,9 +423,13 @@ class _Hooks:
     @torch.no_grad()
     def _run(self, stages: tuple[str, str]) -> None:
         per_weight, whole = stages
+        live = [runtime for runtime in self.runtimes if _is_live(runtime)]
+        if not self._agree:  # since capture, which rule decides a weight may be known better
+            _check_uses(live)
+            self._agree = all(len(weight.choices) == 1 for runtime in live for weight in runtime.weights)
         groups = _groups(self.optimizer)
         uses: dict[int, list[tuple[Weight, Runtime]]] = {}
-        for runtime in filter(_is_live, self.runtimes):
+        for runtime in live:
             for weight in runtime.weights:
                 if id(weight.parameter) in groups and weight.parameter.grad is not None:
                     uses.setdefault(id(weight.parameter), []).append((weight, runtime))
@@ -426,6 +439,7 @@ class _Hooks:
                     concerned = [use for use in of_parameter if _concerns(technique, use[0])]
                     if concerned:
                         (weight, runtime), *others = concerned
+                        weight.require_settled()
                         update = self._update(technique, weight, runtime, groups[identity])
                         with contract.at(weight.name):
                             contract.run(technique, per_weight, update)
