@@ -77,7 +77,7 @@ def stable_spam_optimizer(model: nn.Module) -> Stepping:
 
 def detecting(model: nn.Module) -> Stepping:
     """Q-Ramping that never gets further than its detection."""
-    return under(model, "q_ramping", {"t0": TOTAL_STEPS - 1, "t_update": TOTAL_STEPS, "n_max": 100})
+    return under(model, "q_ramping", {"t0": TOTAL_STEPS - 100, "t_update": TOTAL_STEPS, "n_max": 100})
 
 
 def ramping(model: nn.Module) -> Stepping:

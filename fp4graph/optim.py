@@ -18,8 +18,26 @@ from torch.optim import Optimizer
 
 #: Names of what is kept for the conditioning of one parameter's gradient, in the order of :func:`_conditioned`.
 STATISTICS = ("max_avg", "norm_avg", "norm_avg_sq", "conditioned")
-#: Names of Adam's moments in the state of this optimizer and of torch's.
-MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
+#: Where the state of optimizers of Adam's kind starts, here and in torch and timm, by its name there.
+START: dict[str, float] = {
+    "step": 0,
+    "exp_avg": 0,
+    "exp_avg_sq": 0,
+    "max_exp_avg_sq": 0,
+    "mu_product": 1,  # NAdam's products of momenta
+    "m_schedule": 1,
+    "exp_inf": 0,  # Adamax
+    "exp_avg_var": 0,  # AdaBelief
+    "max_exp_avg_var": 0,
+    "exp_avg_diff": 0,  # Adan
+    "neg_pre_grad": 0,
+    "exp_avg_lr_1": 0,  # LaProp's bias corrections
+    "exp_avg_lr_2": 0,
+    "last_grad": 0,  # MARS
+}
+#: A technique that keeps a copy of an entry of the optimizer's state, to put it back later, remembers it under this and
+#: the entry's name, so that a reset reaches the copy.
+HELD = "held."
 #: Elements updated per call: on a CPU, so that they stay in its cache; elsewhere, to bound the memory for temporaries.
 CPU_BATCH, BATCH = 1 << 20, 1 << 26
 
@@ -114,13 +132,18 @@ def condition_foreach(
 
 
 def reset_moments(state: MutableMapping[str, Any]) -> None:
-    """MoRet: Adam's moments of one parameter, and their step, as they were before the first step.
+    """MoRet: moments and their step as they were before the first step, and copies of them that techniques hold.
 
-    ``state`` is a parameter's entry in ``optimizer.state``, of :class:`StableSPAM` or of torch's Adam and AdamW.
+    ``state`` is a parameter's entry in ``optimizer.state``, or a parameter group, of any optimizer of Adam's kind.
     """
-    for name in (*MOMENTS, "step"):
-        if name in state:
-            state[name].zero_()
+    for name, value in state.items():
+        entry = str(name).rpartition(f".{HELD}")[2]
+        if entry not in START:
+            continue
+        if isinstance(value, Tensor):
+            value.fill_(START[entry])
+        else:
+            state[name] = type(value)(START[entry])
 
 
 def _on_cpu(x: Tensor) -> bool:

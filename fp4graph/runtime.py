@@ -552,13 +552,17 @@ class Runtime:
         root_state = getattr(self, "root_state", None)
         return self.phase if root_state is None else self.whole.phase(root_state.count, self.total_forwards)
 
+    def in_phase(self, phase: int) -> Runtime:
+        """The runtime of the same model in another phase; the model is left as it is."""
+        return Runtime(self.root, self.whole, self.backend, self.seed, self.dynamic, self.total_forwards, phase)
+
     def _enter(self, phase: int) -> Runtime:
         """Go over to another phase: the policy is applied anew, with the state and the optimizers that there are."""
         from fp4graph.training.optimizer import prepare_optimizer
 
         if self._watch is not None:
             raise Error("a phase of the policy begins inside detect_nonfinite(); watch the steps of each by themselves")
-        following = Runtime(self.root, self.whole, self.backend, self.seed, self.dynamic, self.total_forwards, phase)
+        following = self.in_phase(phase)
         following.attach()
         following.observe(self._observer, training=self._observes_training)
         for reference in self.optimizers:

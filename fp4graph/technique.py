@@ -256,7 +256,8 @@ class Technique(BaseModel):
     # ------------------------------------------------------------------ optimizer
 
     def before_step(self, update: WeightUpdate) -> None:
-        """Runs before ``optimizer.step()`` for each quantized weight of its rules that has a gradient."""
+        """Runs before ``optimizer.step()`` for each quantized weight of its rules that has a gradient; once, however
+        many sites use the weight."""
 
     def after_step(self, update: WeightUpdate) -> None:
         """Runs after ``optimizer.step()``, likewise."""

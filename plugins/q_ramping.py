@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from pydantic import Field, model_validator
 
+from fp4graph.errors import Error
 from fp4graph.hookspecs import hookimpl
 from fp4graph.operands import Operand
+from fp4graph.optim import HELD
 from fp4graph.site import SiteView
 from fp4graph.technique import OperandSpecs, Overhead, Technique
 
@@ -18,7 +20,8 @@ if TYPE_CHECKING:
 
 #: What a detection keeps of each element: the way of w and of Q(w) so far, and where both were last.
 _DETECTION = ("moved", "moved_q", "last", "last_q")
-_SAVED = "saved."
+#: The parameter as it was before a detection that will be taken back.
+_SAVED = "saved"
 
 
 class QRamping(Technique):
@@ -32,10 +35,19 @@ class QRamping(Technique):
     element moves N times as far as it would: w ← w + N·Δw. That is a step with learning rate N·lr and a batch N times
     as large, in any optimizer whose learning rate multiplies its update; decoupled weight decay included, at N times
     the rate and every N-th step. Step counts and what is not of the weight's shape (bias corrections) advance at every
-    step. An element that oscillates has R far above 1, since the quantized value jumps where the weight creeps.
+    step; a reset of the moments (``stable_spam``, ``fp4graph.optim.StableSPAM``) reaches elements that wait too. An
+    element that oscillates has R far above 1, since the quantized value jumps where the weight creeps.
+
+    N_max is at most T_update − T0, the steps between two detections: an element with a larger N would never step.
+    Gradients of a batch that the next detection cuts short are dropped.
 
     ``restore``: weights, all other parameters, and the optimizer's state return after a detection to what they were
-    before it, so that its steps only measure. Otherwise they are steps of the training like others.
+    before it, so that its steps only measure. Otherwise they are steps of the training like others. What the optimizer
+    kept nothing of before, it begins anew, by a plain step for all elements. Schedules and what other techniques
+    remember go on; an optimizer that counts steps for a group of parameters (timm's LAMB and Adan) is refused.
+
+    Options may change while it runs, by a phase or another policy. ``t0``, ``t_update``, ``n_max``, ``k1`` and ``k2``
+    count as they are when a detection ends or begins; it is taken back if ``restore`` held when it began.
 
     Source: Chen et al. 2025, "Oscillation-Reduced MXFP4 Training for Vision Transformers", sec. 6 and Algorithm 2,
     with k1 = 16, k2 = 5 and T0 = 30; N_max and T_update are not given, nor whether training goes on from the state
@@ -71,6 +83,12 @@ class QRamping(Technique):
     def _detects_and_trains(self) -> QRamping:
         if self.t0 >= self.t_update:
             raise ValueError(f"a detection of t0 {self.t0} steps leaves nothing of t_update {self.t_update} to ramp")
+        if self.n_max > self.t_update - self.t0:
+            raise ValueError(
+                f"n_max {self.n_max} is more than the {self.t_update - self.t0} steps from one detection to the next "
+                f"(t_update {self.t_update} less t0 {self.t0}): an element with such an N would never be stepped; "
+                "lower n_max or raise t_update"
+            )
         return self
 
     @property
@@ -96,20 +114,20 @@ class QRamping(Technique):
         """Starts a detection, or gives the optimizer the gradients of the elements that are due."""
         memory, weight, grad = update.memory, update.parameter, update.parameter.grad
         assert grad is not None
-        place = self._place(memory, weight)
-        if place == 0:
-            for name in ("factor", "summed"):
+        if self._place(memory) == 0:
+            for name in ("factor", "summed", "ramped", "begins"):
                 memory.pop(name, None)
             memory["last"] = weight.to(torch.float32, copy=True)
             memory["last_q"] = update.quantize(weight).to(torch.float32, copy=True)
             memory["moved"], memory["moved_q"] = (torch.zeros_like(memory["last"]) for _ in range(2))
-        if place < self.t0 or "factor" not in memory:
+        if _detects(memory) or "factor" not in memory or memory.pop("begins", None) is not None:
             return
-        factor, summed = memory["factor"], memory["summed"]
+        factor, summed, ramped = memory["factor"], memory["summed"], memory["ramped"]
         summed += grad
-        due = (place - self.t0 + 1) % factor.to(torch.int32) == 0
-        state = dict(_shaped(update.optimizer, weight))
-        update.scratch.update(due=due, old=weight.clone(), state={name: x.clone() for name, x in state.items()})
+        ramped += 1
+        due = int(ramped) % factor.to(torch.int32) == 0
+        update.scratch.update(due=due, old=weight.clone())
+        _hold(memory, ((n, x) for n, x in _own(update.optimizer, weight) if _is_like(x, weight)))
         mean = summed / factor.to(torch.float32)
         # Elements with N = 1 get their gradient as it is; those that wait give none to norms over the tensor.
         grad.copy_(torch.where(factor == 1, grad, torch.where(due, mean, 0.0).to(grad.dtype)))
@@ -117,10 +135,9 @@ class QRamping(Technique):
     def after_step(self, update: WeightUpdate) -> None:
         """Measures, ends a detection, or undoes the step for the elements that were not due."""
         memory, weight = update.memory, update.parameter
-        place = self._place(memory, weight)
-        if place < self.t0:
+        if _detects(memory):
             self._measure(memory, weight, update.quantize(weight))
-            if place == self.t0 - 1:
+            if self._place(memory) >= self.t0 - 1:
                 self._set_factors(memory)
             return
         if "due" not in update.scratch:
@@ -129,14 +146,20 @@ class QRamping(Technique):
         factor = memory["factor"]
         far = (old.to(torch.float32) + factor * (weight.to(torch.float32) - old.to(torch.float32))).to(weight.dtype)
         weight.copy_(torch.where(due, torch.where(factor == 1, weight, far), old))
-        for name, new in _shaped(update.optimizer, weight):
-            former = update.scratch["state"].get(name)
-            new.copy_(torch.where(due, new, torch.zeros_like(new) if former is None else former))
+        held = _released(memory)
+        for name, new in _own(update.optimizer, weight):
+            if name in held:  # else the optimizer has just begun it, and those that wait gave it no gradient
+                new.copy_(torch.where(due, new, held[name]))
         memory["summed"].masked_fill_(due, 0.0)
 
-    def _place(self, memory: dict[str, torch.Tensor], weight: torch.Tensor) -> int:
-        """Steps since the latest detection began. The count is kept on the CPU, where reading it waits for nothing."""
-        return int(memory.setdefault("steps", torch.zeros((), dtype=torch.int64))) % self.t_update
+    def _place(self, memory: dict[str, torch.Tensor]) -> int:
+        """Steps since the latest detection began; 0 begins one.
+
+        The count is kept on the CPU, where reading it waits for nothing.
+        """
+        if int(memory.get("steps", self.t_update)) >= self.t_update:
+            memory["steps"] = torch.zeros((), dtype=torch.int64)
+        return int(memory["steps"])
 
     def _measure(self, memory: dict[str, torch.Tensor], weight: torch.Tensor, quantized: torch.Tensor) -> None:
         for way, last, now in (("moved", "last", weight), ("moved_q", "last_q", quantized)):
@@ -152,45 +175,85 @@ class QRamping(Technique):
             del memory[name]
         if bool((factor > 1).any()):
             memory["factor"], memory["summed"] = factor, torch.zeros_like(moved)
+            memory["ramped"] = torch.zeros((), dtype=torch.int64)
 
     # ------------------------------------------------------------------ the whole optimizer
 
     def before_optimizer(self, step: OptimizerStep) -> None:
-        """Saves what ``restore`` brings back."""
-        if not self.restore:
-            return
+        """Saves what ``restore`` brings back, where a detection begins."""
         for parameter, _ in step.parameters():
             memory = step.memory(parameter)
-            if self._place(memory, parameter) == 0:
-                memory[_SAVED] = parameter.detach().clone()
-                for name, value in _tensors(step.optimizer, parameter):
-                    memory[_SAVED + name] = value.clone()
+            if self._place(memory) == 0:
+                memory.pop(_SAVED, None)
+                if self.restore:
+                    memory[_SAVED] = parameter.detach().clone()
+                    _hold(memory, _own(step.optimizer, parameter))
 
     def after_optimizer(self, step: OptimizerStep) -> None:
         """Counts the step, and takes back a detection that ends with it."""
+        if self.restore and any("step" in group for group in step.optimizer.param_groups):
+            raise Error(
+                f"{type(step.optimizer).__name__} counts its steps for a whole group of parameters, which q_ramping "
+                "cannot take back; set restore: false"
+            )
         for parameter, _ in step.parameters():
             memory = step.memory(parameter)
-            if "steps" not in memory:
-                continue
-            if self.restore and self._place(memory, parameter) == self.t0 - 1:
+            if _SAVED in memory and self._place(memory) >= self.t0 - 1:
                 parameter.copy_(memory.pop(_SAVED))
-                for name, value in _tensors(step.optimizer, parameter):
-                    saved = memory.pop(_SAVED + name, None)
-                    value.zero_() if saved is None else value.copy_(saved)
+                _restore(step.optimizer, parameter, memory)
             memory["steps"] += 1
 
 
-def _tensors(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """The optimizer's own state of a parameter, as far as it is tensors."""
+def _detects(memory: dict[str, torch.Tensor]) -> bool:
+    """Whether a detection is running."""
+    return "moved" in memory
+
+
+def _own(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Iterator[tuple[str, Any]]:
+    """The optimizer's own state of a parameter."""
     state: Mapping[Any, Any] = optimizer.state.get(parameter, {})
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor) and not str(name).startswith("fp4graph."):
-            yield name, value
+    return ((name, value) for name, value in state.items() if not str(name).startswith("fp4graph."))
 
 
-def _shaped(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """What of it has one value for each element."""
-    return ((name, value) for name, value in _tensors(optimizer, weight) if value.shape == weight.shape)
+def _is_like(value: Any, weight: torch.Tensor) -> bool:
+    """Whether ``value`` holds one number for each element of ``weight``."""
+    return isinstance(value, torch.Tensor) and value.shape == weight.shape
+
+
+def _hold(memory: dict[str, torch.Tensor], state: Iterable[tuple[str, Any]]) -> None:
+    """Keep copies of entries of the optimizer's state, where a reset of the moments finds them."""
+    _released(memory)  # those of a step that raised
+    for name, value in state:
+        if isinstance(value, torch.Tensor):
+            memory[HELD + name] = value.clone()
+        elif isinstance(value, bool | int | float):
+            memory[HELD + name] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
+        elif value is not None:
+            raise Error(
+                f"the optimizer keeps {name!r}, a {type(value).__name__}, for a parameter, which q_ramping cannot take "
+                "back; set restore: false"
+            )
+
+
+def _released(memory: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The entries that were held, which are held no longer, by their names in the optimizer's state."""
+    names = [name for name in memory if name.startswith(HELD)]
+    return {name.removeprefix(HELD): memory.pop(name) for name in names}
+
+
+def _restore(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, memory: dict[str, torch.Tensor]) -> None:
+    """Give a parameter's state its held values again, and drop entries that there were none of: the optimizer begins
+    them once more by itself."""
+    state, held = optimizer.state[parameter], _released(memory)
+    for name, value in list(_own(optimizer, parameter)):
+        if name not in held:
+            del state[name]
+            if _is_like(value, parameter) and "factor" in memory:
+                memory["begins"] = torch.ones((), dtype=torch.int64)
+        elif isinstance(value, torch.Tensor):
+            value.copy_(held[name])
+        else:
+            state[name] = type(value)(held[name])
 
 
 @hookimpl

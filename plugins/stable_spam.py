@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -10,29 +10,22 @@ from pydantic import Field
 
 from fp4graph.errors import Error
 from fp4graph.hookspecs import hookimpl
-from fp4graph.optim import BATCH, CPU_BATCH, StableSPAM, condition, condition_foreach, cosine, new_statistics
+from fp4graph.optim import (
+    BATCH,
+    CPU_BATCH,
+    START,
+    StableSPAM,
+    condition,
+    condition_foreach,
+    cosine,
+    new_statistics,
+    reset_moments,
+)
 from fp4graph.technique import Overhead, Technique
 
 if TYPE_CHECKING:
     from fp4graph.training.optimizer import OptimizerStep
 
-#: Where the state of optimizers of Adam's kind starts, in torch and timm, by its name there.
-START: dict[str, float] = {
-    "step": 0,
-    "exp_avg": 0,
-    "exp_avg_sq": 0,
-    "max_exp_avg_sq": 0,
-    "mu_product": 1,  # NAdam's products of momenta
-    "m_schedule": 1,
-    "exp_inf": 0,  # Adamax
-    "exp_avg_var": 0,  # AdaBelief
-    "max_exp_avg_var": 0,
-    "exp_avg_diff": 0,  # Adan
-    "neg_pre_grad": 0,
-    "exp_avg_lr_1": 0,  # LaProp's bias corrections
-    "exp_avg_lr_2": 0,
-    "last_grad": 0,  # MARS
-}
 SECOND_MOMENTS = {"exp_avg_sq", "exp_avg_var", "exp_inf"}
 #: What is no moment and stays: timm's Lookahead keeps slow weights there.
 KEPT = {"lookahead_slow_buff"}
@@ -117,9 +110,9 @@ class StableSpam(Technique):
             first, *others = betas = group.get(BETAS, group["betas"])
             group.update({STEP: t, BETAS: betas, "betas": (first * c, *others)})
             if self.reset_interval is not None and t % self.reset_interval == 0:
-                _restart(group)  # where timm's LAMB and Adan count
+                reset_moments(group)  # where timm's LAMB and Adan count
                 for parameter in group["params"]:
-                    _restart(optimizer.state.get(parameter, {}))
+                    reset_moments(optimizer.state.get(parameter, {}))
 
         options = {"gamma1": self.gamma1 * c, "gamma2": self.gamma2, "theta": self.theta, "eps": self.eps}
         for batch in _batches(step):
@@ -135,8 +128,10 @@ class StableSpam(Technique):
             group["betas"] = group.pop(BETAS)
         for parameter, _ in step.parameters():
             names = {name for name in step.optimizer.state[parameter] if not str(name).startswith("fp4graph.")}
+            if not names:  # taken back to the beginning, by q_ramping
+                continue
             if not names - START.keys() <= KEPT or "exp_avg" not in names or not names & SECOND_MOMENTS:
-                raise _unfit(step.optimizer, f"keeps {', '.join(sorted(map(str, names))) or 'nothing'}")
+                raise _unfit(step.optimizer, f"keeps {', '.join(sorted(map(str, names)))}")
 
 
 def _unfit(optimizer: torch.optim.Optimizer, what: str) -> Error:
@@ -145,15 +140,6 @@ def _unfit(optimizer: torch.optim.Optimizer, what: str) -> Error:
         f"moments exp_avg and exp_avg_sq, which it resets; {type(optimizer).__name__} {what}. Use torch.optim.AdamW, "
         "or take stable_spam out of the policy"
     )
-
-
-def _restart(state: MutableMapping[str, Any]) -> None:
-    """Moments and their step as before the first one."""
-    for name in START.keys() & state.keys():
-        if isinstance(state[name], torch.Tensor):
-            state[name].fill_(START[name])
-        else:
-            state[name] = type(state[name])(START[name])
 
 
 def _batches(step: OptimizerStep) -> Iterator[list[tuple[torch.Tensor, dict[str, torch.Tensor]]]]:

@@ -25,7 +25,7 @@ from fp4graph.experiments.train import Run, train
 
 STEPS, WINDOW = 440, 100
 #: Schedules are of this training's length; the last detection of Q-Ramping ends before the window begins.
-RAMPING = {"q_ramping": {"t_update": 150, "n_max": 150, "t0": 30}}
+RAMPING = {"q_ramping": {"t_update": 150, "n_max": 120, "t0": 30}}
 DAMPEN = {"dampen": {"strength": 0.01, "total_steps": STEPS, "start": 0.25}}
 FREEZE = {
     "freeze": {"momentum": 0.02, "threshold": 0.1, "final_threshold": 0.02, "total_steps": STEPS, "start": 0.25},

@@ -68,6 +68,20 @@ def test_it_is_what_autograd_makes_of_the_loss_term():
     torch.testing.assert_close(applied.weight.grad.double(), leaf.grad, rtol=1e-6, atol=1e-7)
 
 
+def test_a_weight_that_is_used_twice_gets_the_term_once(sharing):
+    """Nagel et al.'s term is of the weight, not of its uses. With a schedule: λ is that of the first of four steps."""
+    first_of_four = 0.15 * (1 - math.sqrt(0.5))
+    for options, factor in (({"strength": 0.3}, 0.3), ({"strength": 0.3, "total_steps": 4}, first_of_four)):
+        applied = fp4graph.apply(sharing(model()), policy(options), backend="eager")
+        optimizer = fp4graph.prepare_optimizer(applied, torch.optim.SGD(applied.parameters(), lr=0.5))
+        w = applied.weight.detach().clone()
+        task = torch.randn(6, 64)
+        step(applied, optimizer, task)
+        expected = task.double() + 2 * factor * (w.double() - fp4graph.fake_quantize(w, SPEC).double())
+        torch.testing.assert_close(applied.weight.grad.double(), expected, rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(applied.weight.double(), w.double() - 0.5 * expected, rtol=1e-6, atol=1e-7)
+
+
 def test_the_term_pulls_weights_to_their_values():
     applied, optimizer = prepared({"strength": 0.2})
     error = [(applied.weight - fp4graph.fake_quantize(applied.weight, SPEC)).detach().norm().item()]

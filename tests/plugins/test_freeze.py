@@ -75,9 +75,23 @@ class Element:
             self.mean = m * q + (1 - m) * self.mean
 
 
-@pytest.mark.parametrize("schedule", [{}, {"final_threshold": 0.2, "total_steps": 40, "start": 0.25}])
+SCHEDULES = [{}, {"final_threshold": 0.2, "total_steps": 40, "start": 0.25}]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_element_follows_the_rule(schedule):
-    applied, optimizer = prepared({**OPTIONS, **schedule})
+    follows_the_rule(*prepared({**OPTIONS, **schedule}), schedule)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_element_of_a_weight_that_is_used_twice_follows_the_rule(sharing, schedule):
+    torch.manual_seed(0)
+    applied = fp4graph.apply(sharing(nn.Linear(64, 6)), policy({**OPTIONS, **schedule}), backend="eager")
+    optimizer = fp4graph.prepare_optimizer(applied, torch.optim.SGD(applied.parameters(), lr=1.0))
+    follows_the_rule(applied, optimizer, schedule)
+
+
+def follows_the_rule(applied, optimizer, schedule):
     weight = applied.weight.detach().double().flatten().tolist()
     elements = [Element(q) for q in fp4graph.fake_quantize(applied.weight, SPEC).flatten().tolist()]
     for t, grad in enumerate(wandering(50), start=1):

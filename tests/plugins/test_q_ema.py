@@ -134,6 +134,20 @@ def test_the_average_follows_eq_10_at_every_optimizer_step():
     assert not torch.allclose(state, model.weight, atol=1e-4)
 
 
+def test_the_average_of_a_weight_that_is_used_twice_moves_once_a_step(sharing):
+    torch.manual_seed(0)
+    model = fp4graph.apply(sharing(torch.nn.Linear(64, 8)), policy({"beta": 0.9}), backend="eager")
+    optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    expected = model.weight.detach().double().clone()
+    for step in range(4):
+        model(torch.randn(16, 64, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected = 0.9 * expected + (1 - 0.9) * model.weight.detach().double()
+    for user in (model.first, model.second):
+        torch.testing.assert_close(user._fp4graph.q_ema_weight.double(), expected, rtol=0, atol=4 * 2.0**-23)
+
+
 def test_a_weight_that_wanders_about_a_threshold_stays():
     """The purpose: the weight crosses 2.5 at every step and nearest flips every time; its average lies at 2.45."""
     average = torch.full((1, 32), 2.3)

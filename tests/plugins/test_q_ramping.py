@@ -6,11 +6,13 @@ import copy
 import math
 
 import pytest
+import timm.optim
 import torch
 from torch import nn
 
 import fp4graph
 from fp4graph.errors import PolicyError
+from fp4graph.optim import StableSPAM
 
 SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"), ties="up")
 OPTIONS = {"t_update": 20, "t0": 8, "n_max": 4, "k1": 2.0, "k2": 1}
@@ -78,37 +80,44 @@ class Scalar:
             self.w -= lr * self.m
 
 
-def algorithm_2(steps, kind, options):
-    """Final weights, and every N that was chosen."""
+def algorithm_2(steps, kind, options, changed=(math.inf, {})):
+    """Final weights, and every N that was chosen. ``changed``: from which step on some options are others."""
     scalars = [Scalar(w, kind) for w in model().weight.detach().double().flatten().tolist()]
     chosen = set()
+    place = options["t_update"]
 
     def quantized():
         w = torch.tensor([s.w for s in scalars]).reshape(6, 64).float()
         return fp4graph.fake_quantize(w, SPEC).flatten().tolist()
 
     for t, (grad, _) in enumerate(gradients(steps)):
-        place = t % options["t_update"]
-        if place == 0:
+        if t == changed[0]:
+            options = {**options, **changed[1]}
+        if place >= options["t_update"]:
+            place, detects, ramped = 0, True, 0
             way, way_q = [0.0] * len(scalars), [0.0] * len(scalars)
             before, before_q = [s.w for s in scalars], quantized()
             for s in scalars:
                 s.n, s.summed = 1, 0.0
+        ramped += not detects
         for s, g in zip(scalars, grad.flatten().tolist(), strict=True):
             s.summed += g
-            if place < options["t0"] or (place - options["t0"] + 1) % s.n == 0:
+            if detects or ramped % s.n == 0:
                 s.update(s.summed / s.n, t + 1, s.n)
                 s.summed = 0.0
-        if place < options["t0"]:
+        if detects:
             now, now_q = [s.w for s in scalars], quantized()
-            for i, s in enumerate(scalars):
+            for i in range(len(scalars)):
                 way[i] += abs(now[i] - before[i])
                 way_q[i] += abs(now_q[i] - before_q[i])
-                if place == options["t0"] - 1:
-                    r = way_q[i] / way[i] if way_q[i] else 0.0
-                    s.n = min(options["k2"] * math.floor(r / options["k1"]) + 1, options["n_max"])
-                    chosen.add(s.n)
             before, before_q = now, now_q
+        place += 1
+        if detects and place >= options["t0"]:
+            detects = False
+            for i, s in enumerate(scalars):
+                r = way_q[i] / way[i] if way_q[i] else 0.0
+                s.n = min(options["k2"] * math.floor(r / options["k1"]) + 1, options["n_max"])
+                chosen.add(s.n)
     return torch.tensor([s.w for s in scalars], dtype=torch.float64).reshape(6, 64), chosen
 
 
@@ -123,6 +132,15 @@ def test_is_algorithm_2(kind, make, steps):
     torch.testing.assert_close(applied.weight.double(), expected, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("steps", [20, 47])
+def test_is_algorithm_2_for_a_weight_that_is_used_twice(sharing, steps):
+    applied = fp4graph.apply(sharing(model()), policy(), backend="eager")
+    optimizer = fp4graph.prepare_optimizer(applied, adamw(applied.parameters()))
+    drive(applied, optimizer, gradients(steps))
+    expected, _ = algorithm_2(steps, "adamw", OPTIONS)
+    torch.testing.assert_close(applied.weight.double(), expected, rtol=1e-5, atol=2e-6)
+
+
 def test_what_does_not_oscillate_is_stepped_bit_for_bit_as_without():
     applied, optimizer = prepared()
     plain = model()
@@ -134,6 +152,190 @@ def test_what_does_not_oscillate_is_stepped_bit_for_bit_as_without():
     assert torch.equal(applied.weight[factor == 1], plain.weight[factor == 1])
     assert torch.equal(applied.bias, plain.bias)
     assert not torch.equal(applied.weight[factor > 1], plain.weight[factor > 1])
+
+
+# ---------------------------------------------------------------------- other options, while it runs
+
+
+def change(applied, optimizer, options):
+    fp4graph.prepare_optimizer(fp4graph.apply(applied, policy(options), backend="eager"), optimizer)
+
+
+#: In a detection, at its end, after it, in the second one.
+MOMENTS = [3, 5, 8, 11, 22]
+
+
+@pytest.mark.parametrize("at", MOMENTS)
+@pytest.mark.parametrize("other", [{"t0": 4}, {"t0": 12}, {"t_update": 14}, {"t_update": 27}, {"n_max": 2}], ids=str)
+def test_other_options_while_it_runs(at, other):
+    applied, optimizer = prepared()
+    grads = list(gradients(47))
+    drive(applied, optimizer, grads[:at])
+    change(applied, optimizer, {**OPTIONS, **other})
+    drive(applied, optimizer, grads[at:])
+    expected, chosen = algorithm_2(47, "adamw", OPTIONS, (at, other))
+    assert max(chosen) > 1
+    torch.testing.assert_close(applied.weight.double(), expected, rtol=1e-5, atol=2e-6)
+
+
+def test_a_phase_with_other_options():
+    data = policy()
+    other = {"t0": 12}
+    changed = [{**rule, "techniques": [{"q_ramping": {**OPTIONS, **other}}]} for rule in data["rules"]]
+    data["phases"] = [{"at": 5, "rules": changed}]
+    applied = fp4graph.apply(model(), data, backend="eager")
+    optimizer = fp4graph.prepare_optimizer(applied, adamw(applied.parameters()))
+    for grad in gradients(30):
+        applied(torch.ones(2, 64))  # phases count forwards
+        drive(applied, optimizer, [grad])
+    expected, _ = algorithm_2(30, "adamw", OPTIONS, (5, other))
+    torch.testing.assert_close(applied.weight.double(), expected, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("at", MOMENTS)
+@pytest.mark.parametrize("restore", [False, True])
+def test_a_detection_is_taken_back_if_restore_held_when_it_began(restore, at):
+    applied, optimizer = prepared({**OPTIONS, "restore": restore})
+    same, its = prepared({**OPTIONS, "restore": restore})
+    grads = list(gradients(27))
+    end = 20 if at < 20 else 27  # of the period in which the option changes, or short of the second detection's end
+    drive(applied, optimizer, grads[:at])
+    change(applied, optimizer, {**OPTIONS, "restore": not restore})
+    drive(applied, optimizer, grads[at:end])
+    drive(same, its, grads[:end])
+    assert torch.equal(applied.weight, same.weight)
+    assert torch.equal(applied.bias, same.bias)
+    if at == 22:  # the detection has ended with the restored state or with its own, as it began
+        drive(applied, optimizer, gradients(1))
+        drive(same, its, gradients(1))
+        assert torch.equal(applied.weight, same.weight)
+
+
+# ---------------------------------------------------------------------- moments that are reset
+
+
+def with_resets(how, options, interval):
+    if how != "technique":
+        spam = {"reset_interval": interval, "faithful": how == "faithful optimizer"}
+        return prepared(options, lambda p: StableSPAM(p, lr=3e-3, **spam))
+    rule = {name: value for name, value in policy()["rules"][0].items() if name != "techniques"}
+    spam = {"stable_spam": {"reset_interval": interval}}
+    data = {"version": 1, "name": "p", "rules": [rule], "techniques": [{"q_ramping": options}, spam]}
+    applied = fp4graph.apply(model(), data, backend="eager")
+    return applied, fp4graph.prepare_optimizer(applied, adamw(applied.parameters()))
+
+
+RESETS = ["technique", "optimizer", "faithful optimizer"]
+
+
+@pytest.mark.parametrize("how", RESETS)
+def test_a_reset_reaches_the_moments_of_elements_that_wait(how):
+    """MoRet sets the moments of all elements to 0; those that wait at that step have gradient 0 and stay there."""
+    applied, optimizer = with_resets(how, {**OPTIONS, "k1": 0.5}, 12)
+    grads = list(gradients(12))
+    drive(applied, optimizer, grads[:11])
+    state = optimizer.state[applied.weight]
+    waiting = 4 % state["fp4graph.q_ramping.factor"].int() != 0  # the fourth step after the detection
+    assert waiting.any()
+    assert state["exp_avg"][waiting].all()
+    drive(applied, optimizer, grads[11:])
+    assert not state["exp_avg"][waiting].any()
+    assert not state["exp_avg_sq"][waiting].any()
+    assert not [name for name in state if "held" in name]
+
+
+@pytest.mark.parametrize("how", RESETS)
+def test_a_reset_in_a_detection_reaches_the_moments_that_restore_brings_back(how):
+    applied, optimizer = with_resets(how, {**OPTIONS, "restore": True}, 24)
+    drive(applied, optimizer, gradients(28))  # the second detection is steps 21 to 28
+    for parameter in applied.parameters():
+        state = optimizer.state[parameter]
+        assert not state["exp_avg"].any()
+        assert not state["exp_avg_sq"].any()
+        assert state["step"] == 0
+
+
+# ---------------------------------------------------------------------- where a state begins
+
+BEGINNERS = {
+    "AdamW": adamw,
+    "momentum": momentum,
+    "dampened": lambda p: torch.optim.SGD(p, lr=3e-3, momentum=0.9, dampening=0.5, weight_decay=0.1),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=3e-3),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=3e-3),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=3e-3),
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=3e-3, t0=2),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=3e-3, initial_accumulator_value=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=3e-3, momentum=0.9, centered=True),
+    **{
+        name: lambda p, name=name: timm.optim.create_optimizer_v2(list(p), opt=name, lr=3e-3)
+        for name in ("adamp", "nadamlegacy", "rmsproptf", "adopt", "madgrad", "lion")
+    },
+}
+
+
+@pytest.mark.parametrize("name", BEGINNERS)
+def test_after_restore_the_optimizer_begins_as_it_would_by_itself(name):
+    make = BEGINNERS[name]
+    applied, optimizer = prepared({**OPTIONS, "k1": 1e9, "restore": True}, make)  # all N are 1
+    plain = model()
+    plain_optimizer = make(plain.parameters())
+    grads = list(gradients(19))
+    drive(applied, optimizer, grads)
+    drive(plain, plain_optimizer, grads[8:])
+    assert torch.equal(applied.weight, plain.weight)
+    assert torch.equal(applied.bias, plain.bias)
+
+
+@pytest.mark.parametrize("name", [name for name in BEGINNERS if name != "Adagrad"])
+def test_elements_that_wait_keep_the_state_that_the_optimizer_began_with(name):
+    """The optimizer's first step after restore, which makes its state, is a plain one for every element."""
+    make = BEGINNERS[name]
+    applied, optimizer = prepared({**OPTIONS, "k1": 1e-3, "n_max": 3, "restore": True}, make)
+    plain = model()
+    plain_optimizer = make(plain.parameters())
+    grads = list(gradients(12))
+    drive(applied, optimizer, grads[:9])
+    drive(plain, plain_optimizer, grads[8:9])
+    assert torch.equal(applied.weight, plain.weight)
+    factor = optimizer.state[applied.weight]["fp4graph.q_ramping.factor"]
+    assert (factor == 3).any()
+    drive(applied, optimizer, grads[9:11])
+    assert torch.equal(applied.weight[factor == 3], plain.weight[factor == 3])
+    for entry, value in plain_optimizer.state[plain.weight].items():
+        if isinstance(value, torch.Tensor) and value.shape == plain.weight.shape:
+            assert torch.equal(optimizer.state[applied.weight][entry][factor == 3], value[factor == 3])
+    drive(applied, optimizer, grads[11:])
+    assert not torch.equal(applied.weight[factor == 3], plain.weight[factor == 3])
+
+
+def test_counts_of_a_whole_group_cannot_be_restored():
+    applied, optimizer = prepared(
+        {**OPTIONS, "restore": True}, lambda p: timm.optim.create_optimizer_v2(list(p), opt="lamb", lr=3e-3)
+    )
+    with pytest.raises(fp4graph.Error, match=r"Lamb counts its steps for a whole group.*restore: false"):
+        drive(applied, optimizer, gradients(1))
+
+
+def test_state_that_is_no_tensor_and_no_number_cannot_be_restored():
+    applied, optimizer = prepared({**OPTIONS, "restore": True})
+    optimizer.state[applied.weight]["history"] = [1]
+    with pytest.raises(fp4graph.Error, match=r"'history', a list.*restore: false"):
+        drive(applied, optimizer, gradients(1))
+
+
+def test_the_largest_n_steps_once_between_detections():
+    options = {**OPTIONS, "n_max": 12, "k1": 1e-3}
+    applied, optimizer = prepared(options)
+    drive(applied, optimizer, gradients(8))
+    slow = optimizer.state[applied.weight]["fp4graph.q_ramping.factor"] == 12
+    assert slow.any()
+    before = applied.weight.detach().clone()
+    grads = list(gradients(20))
+    drive(applied, optimizer, grads[8:19])
+    assert torch.equal(applied.weight[slow], before[slow])
+    drive(applied, optimizer, grads[19:])
+    assert (applied.weight != before)[slow].all()
 
 
 def test_a_weight_that_waits_is_left_alone_and_steps_n_times_as_far():
@@ -242,6 +444,7 @@ def test_frozen_weights_and_missing_gradients_are_skipped():
     [
         (policy({}), "t_update"),
         (policy({"t_update": 30, "n_max": 3}), "leaves nothing"),
+        (policy({**OPTIONS, "n_max": 13}), r"n_max 13.*12 steps.*never be stepped"),
         (policy({**OPTIONS, "k1": 0}), "k1"),
         (policy({**OPTIONS, "n_max": 0}), "n_max"),
         (policy(operands={"fprop.weight": {"rounding": "stochastic"}}), "rounds stochastically"),

@@ -95,6 +95,18 @@ def test_fused_adamw_under_it_is_stable_spam_to_the_bit(changed):
             assert torch.equal(optimizer.state[p][f"fp4graph.stable_spam.{name}"], spam.state[q][name])
 
 
+def test_a_weight_that_is_used_twice_is_conditioned_once(sharing):
+    torch.manual_seed(0)
+    model = fp4graph.apply(sharing(nn.Linear(16, 4)), policy(CONDITIONING), backend="eager")
+    optimizer = fp4graph.prepare_optimizer(model, fused_adamw(model.parameters()))
+    reference = nn.ParameterList([p.detach().clone() for p in model.parameters()])
+    spam = StableSPAM(reference.parameters(), **ADAM, **CONDITIONING)
+    for grads in gradients(45, model):
+        drive(model, optimizer, [grads])
+        drive(reference, spam, [grads])
+        assert alike(model, reference)
+
+
 @pytest.mark.parametrize("how", [{"foreach": True}, {"foreach": False}])
 def test_other_adamws_differ_by_rounding(how):
     model, optimizer = prepared(lambda p: torch.optim.AdamW(p, **ADAM, **how), CONDITIONING, torch.float64)

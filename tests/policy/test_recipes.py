@@ -190,7 +190,7 @@ def test_qema_extends_tetrajet() -> None:
 def test_qramping_extends_tetrajet() -> None:
     assert techniques("tetrajet-qramping")["q_ramping"] == {
         "t_update": 1251,
-        "n_max": 1251,
+        "n_max": 1221,
         "t0": 30,
         "k1": 16,
         "k2": 5,

@@ -65,7 +65,7 @@ def test_the_problem_oscillates(plain: float) -> None:
 REMEDIES = {
     "q_ema": {"q_ema": {"beta": 0.998}},
     # A detection ends shortly before the window begins, and no other falls into it, which would train plainly.
-    "q_ramping": {"q_ramping": {"t_update": 260, "n_max": 260, "t0": 30}},
+    "q_ramping": {"q_ramping": {"t_update": 260, "n_max": 230, "t0": 30}},
 }
 
 
