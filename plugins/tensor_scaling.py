@@ -31,7 +31,8 @@ class TensorScaling(Technique):
     ``target`` or else the scale format's maximum: for E2M1 and E4M3 κ = 6·448·headroom, so that
     S_b = q(amax_b/6 · 2688/amax) and the value is code·S_b·amax/2688, as NVFP4 hardware computes it. Formats with
     fp32's exponents (E8M0, E8M3, FP32, BF16) have range to spare: there κ = 1 unless ``target`` is given.
-    A scalar γ is multiplied in after the GEMM. γ is fp32, at least 2^-126, and 1 for a group of zeros.
+    A scalar γ waits for the GEMM, whose fp32 accumulator is multiplied by γ_a·γ_b before the result is rounded, as
+    hardware does. γ is fp32, at least 2^-126, and 1 for a group of zeros.
 
     With ``hold_steps`` h > 1 γ is refreshed at every h-th training forward and kept in between, a sample and not a
     running maximum; what outgrows it saturates. It is kept for products with a weight only, and backward must follow
@@ -43,7 +44,7 @@ class TensorScaling(Technique):
 
     Stages: scale (normalizer), observe (the held γ).
 
-    Cost: a maximum over n/l block statistics, and a multiplication of the result.
+    Cost: a maximum over n/l block statistics, and a multiplication of the accumulator.
 
     Use it whenever scales have few exponents: E4M3 scales underflow on gradients without it.
     """
