@@ -34,7 +34,8 @@ class TensorScaling(Technique):
     headroom 0.5), so that E4M3 holds blocks down to 1/10^5 of the largest, and the largest itself among its coarse
     subnormals. For scales of either convention in formats with fp32's exponents (E8M0, E8M3, FP32, BF16), which have
     range to spare, κ = 1 unless ``target`` is given.
-    A scalar γ is multiplied in after the GEMM. γ is fp32, at least 2^-126, and 1 for a group of zeros.
+    A scalar γ waits for the GEMM, whose fp32 accumulator is multiplied by γ_a·γ_b before the result is rounded, as
+    hardware does. γ is fp32, at least 2^-126, and 1 for a group of zeros.
 
     With ``hold_steps`` h > 1 γ is refreshed at every h-th training forward and kept in between, a sample and not a
     running maximum; what outgrows it saturates. It is kept for products with a weight only, and backward must follow
@@ -46,7 +47,7 @@ class TensorScaling(Technique):
 
     Stages: scale (normalizer), observe (the held γ).
 
-    Cost: a maximum over n/l block statistics, and a multiplication of the result.
+    Cost: a maximum over n/l block statistics, and a multiplication of the accumulator.
 
     Use it whenever scales have few exponents: E4M3 scales underflow on gradients without it.
     """

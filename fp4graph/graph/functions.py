@@ -59,20 +59,14 @@ def _site_function(
         if form == "matmul":
             slots = zip(program.state, state, strict=True)
             b, state = b.mT, tuple(entry.mT if slot.entry.weight_like else entry for slot, entry in slots)
-        bias = addend if alpha == beta == 1 and addend is not None and addend.dim() == 1 else None
         if b.dim() == 2:
             # The tokens of every leading axis are one axis: blocks of the weight gradient's GEMM run across them.
             flat = a.flatten(0, -2) if a.dim() > 2 else a.unsqueeze(0) if a.dim() == 1 else a
-            y = quantized_matmul(program, flat, b, bias, key, step, state, site)
-            y = y.reshape(*a.shape[:-1], b.shape[0])
-        else:
-            batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
-            left, right = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
-            y = quantized_matmul(program, left, right, bias, key, step, state, site)
-        if addend is None or bias is not None:
-            return y
-        y = y if alpha == 1 else y * alpha
-        return y + (addend if beta == 1 else addend * beta).to(y.dtype)
+            y = quantized_matmul(program, flat, b, addend, key, step, state, site, alpha=alpha, beta=beta)
+            return y.reshape(*a.shape[:-1], b.shape[0])
+        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])  # type: ignore[no-untyped-call]
+        left, right = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
+        return quantized_matmul(program, left, right, addend, key, step, state, site, alpha=alpha, beta=beta)
 
     # Functions of techniques are in their sources; where they lie in memory differs from process to process.
     said = _ADDRESS.sub("", repr((program, form, alpha, beta, kernels, _techniques_digest(program))))

@@ -23,6 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.operands import Operand
@@ -110,16 +111,21 @@ def quantized_matmul(
     program: MatmulProgram,
     a: Tensor,
     b: Tensor,
-    bias: Tensor | None = None,
+    addend: Tensor | None = None,
     key: Tensor | None = None,
     step: Tensor | None = None,
     state: tuple[Tensor, ...] = (),
     site: str | None = None,
+    *,
+    alpha: float = 1,
+    beta: float = 1,
 ) -> Tensor:
-    """``A @ Bᵀ (+ bias)`` under ``program``, differentiable in A, B and bias.
+    """``alpha · A @ Bᵀ (+ beta · addend)`` under ``program``, differentiable in A, B and addend.
+
+    ``alpha`` multiplies dY before the backward quantizes it.
 
     Args:
-        a: ``[..., M, K]``; b: ``[..., N, K]``, the same leading axes; bias: ``[N]``.
+        a: ``[..., M, K]``; b: ``[..., N, K]``, the same leading axes; addend: broadcastable to ``[..., M, N]``.
         key: int32 ``[2]``, the site's; step: int32 ``[5]``, this forward's. Needed if ``program.draws``.
         state: in the order of ``program.state``; ``weight_like`` ones of the shape of ``b``. Entries that the graph
             writes are changed in place where gradients are enabled.
@@ -134,9 +140,9 @@ def quantized_matmul(
         dtype = torch.get_autocast_dtype(device)
     elif a.dtype != b.dtype:
         raise RuntimeError(f"expected both factors to have one dtype, got {a.dtype} and {b.dtype}")
-    options = _Options(program, dtype, torch.is_grad_enabled(), site, _observer.get())
+    options = _Options(program, dtype, torch.is_grad_enabled(), site, alpha, beta, _observer.get())
     with torch.autocast(device, enabled=False), contract.at(site):
-        result: Tensor = _QuantizedMatmul.apply(options, a, b, bias, key, step, *state)
+        result: Tensor = _QuantizedMatmul.apply(options, a, b, addend, key, step, *state)
     return result
 
 
@@ -148,6 +154,8 @@ class _Options:
     dtype: torch.dtype
     training: bool
     site: str | None
+    alpha: float = 1
+    beta: float = 1
     observer: Observer | None = None
 
 
@@ -158,7 +166,7 @@ class _QuantizedMatmul(torch.autograd.Function):
         options: _Options,
         a: Tensor,
         b: Tensor,
-        bias: Tensor | None,
+        addend: Tensor | None,
         key: Tensor | None,
         step: Tensor | None,
         *state: Tensor,
@@ -178,11 +186,12 @@ class _QuantizedMatmul(torch.autograd.Function):
         right, b_fprop = call.quantized_and_kept(fprop.right, rotation, "right", operands[1], keep=rereads_b)
         if options.observer is not None:
             call.show(fprop, rotation, (a, b), (left, right), *operands)
-        y = multiply(left, right, None if bias is None else bias.to(dtype))
+        y = multiply(left, right, addend, options.alpha, options.beta)
         keep_a = (needs_b and not rereads_a) or factors
         keep_b = (needs_a and not rereads_b) or factors
-        ctx.options, ctx.has_bias = options, bias is not None
-        ctx.dtypes = (a.dtype, b.dtype, None if bias is None else bias.dtype)
+        # Of the addend's shape only the axes along which it is repeated, for a size may be symbolic.
+        ctx.options, ctx.single = options, () if addend is None else tuple(map(_is_single, addend.shape))
+        ctx.dtypes = (a.dtype, b.dtype, None if addend is None else addend.dtype)
         # A factor must differentiate what was computed, so state that this forward is about to change is copied. What
         # the backward changes is not saved but referred to: two forwards may come before one backward.
         written = [slot.written for slot in program.state]
@@ -213,8 +222,13 @@ class _QuantizedMatmul(torch.autograd.Function):
         draw = _draw(key, step)
         call = _Call(options, draw, ctx.live)
         with torch.autocast(dy.device.type, enabled=False), contract.at(options.site):
-            da = db = dbias = None
+            da = db = daddend = None
             dy = dy.to(dtype)
+            if ctx.needs_input_grad[3]:
+                axes = zip(ctx.single, dy.shape[dy.dim() - len(ctx.single) :], strict=True)
+                daddend = dy.sum_to_size([1 if single else size for single, size in axes]).to(ctx.dtypes[2])
+                daddend = daddend if options.beta == 1 else daddend * options.beta
+            dy = dy if options.alpha == 1 else dy * options.alpha
             if ctx.needs_input_grad[1]:
                 operands = Operand.DGRAD_GRAD_OUTPUT, Operand.DGRAD_WEIGHT
                 da = call.gemm(program.dgrad, dy, b if b_fprop is None else b_fprop, *operands)
@@ -223,11 +237,9 @@ class _QuantizedMatmul(torch.autograd.Function):
                 db = call.gemm(program.wgrad, dy.mT, a if a_fprop is None else a_fprop, *operands)
             if program.fprop.left.has_gradient_factor or program.fprop.right.has_gradient_factor:
                 da, db = _Call(options, draw, tuple(before)).with_factors(a, b, da, db)
-            if ctx.has_bias and ctx.needs_input_grad[3]:
-                dbias = dy.sum_to_size(dy.shape[-1]).to(ctx.dtypes[2])
             da = None if da is None else da.to(ctx.dtypes[0])
             db = None if db is None else db.to(ctx.dtypes[1])
-        return (None, da, db, dbias, None, None, *(None for _ in program.state))
+        return (None, da, db, daddend, None, None, *(None for _ in program.state))
 
 
 class _Call:
@@ -380,6 +392,10 @@ def _saved(x: Tensor, dtype: torch.dtype, *readers: OperandProgram) -> Tensor:
 def _in(dtype: torch.dtype, terms: tuple[Term, ...]) -> tuple[Term, ...]:
     """The terms in the dtype of the GEMM."""
     return tuple(Term(term.values.to(dtype), term.multiplier) for term in terms)
+
+
+def _is_single(size: int | torch.SymInt) -> bool:
+    return statically_known_true(size == 1)
 
 
 def _tensors(kept: Tensor | Packed | None) -> tuple[Tensor | None, Tensor | None]:

@@ -23,7 +23,7 @@ from fp4graph.numerics.quantize import round_elements
 from fp4graph.numerics.rounding import EXPONENT_MASK
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.operands import Gemm, Operand
-from fp4graph.ops import contract, plain
+from fp4graph.ops import contract, plain, product
 from fp4graph.ops.gradient import jacobian_diagonal
 from fp4graph.technique import GRADIENT_STAGES, QUANTIZER_STAGES, Context, StateEntry, Technique, overrides
 
@@ -157,7 +157,8 @@ class _Scaled:
 
 @dataclass(frozen=True)
 class Term:
-    """One summand of an operand: ``values`` times a scalar ``multiplier`` that waits until after the GEMM (or None)."""
+    """One summand of an operand: ``values`` times a scalar ``multiplier`` that waits for the GEMM's accumulator (or
+    None)."""
 
     values: Tensor
     multiplier: Tensor | None = None
@@ -275,8 +276,10 @@ class OperandProgram:
             calls += 1
             factor = gamma = scaled.gamma
             if gamma is not None and not wrapped and _is_scalar(gamma):
-                # A scalar γ is multiplied after the GEMM: FP4 code times scale is exact in bf16, times γ it is not. Its
-                # power of two goes before: exact too, and codes times block scales alone would overflow fp16.
+                # A scalar γ multiplies the GEMM's accumulator: FP4 code times block scale is exact in bf16, times γ it
+                # is not. Its power of two goes before. That is exact too, and both sides stay in range: the operand
+                # is as large as X, where codes times scales of UE5M3 would overflow fp16, and the product of two
+                # multipliers lies in [1, 4), where γ_a·γ_b may underflow fp32.
                 factor = _power_of_two(gamma)
                 multiplier = (gamma / factor).reshape(())
             if self._rounds_by_kernel(part.device, residual):
@@ -452,10 +455,10 @@ def _at(stage: str, acting: Acting) -> Iterator[tuple[Technique, Context]]:
 
 
 def _gamma(normalizations: Sequence[Normalization]) -> Tensor | None:
-    product: Tensor | None = None
+    gamma: Tensor | None = None
     for part in normalizations:
-        product = part.gamma if product is None else product * part.gamma
-    return product
+        gamma = _product(gamma, part.gamma)
+    return gamma
 
 
 class _Once:
@@ -578,33 +581,48 @@ class Rotation:
         return x
 
 
-def multiply(left: tuple[Term, ...], right: tuple[Term, ...], bias: Tensor | None = None) -> Tensor:
-    """``Σᵢⱼ leftᵢ @ rightⱼᵀ`` (+ bias ``[J]``), every pair of terms in a GEMM of its own, multipliers applied after.
+def multiply(
+    left: tuple[Term, ...],
+    right: tuple[Term, ...],
+    addend: Tensor | None = None,
+    alpha: float = 1,
+    beta: float = 1,
+) -> Tensor:
+    """``alpha · Σᵢⱼ γᵢ·γⱼ · leftᵢ @ rightⱼᵀ + beta · addend``, every pair of terms in a GEMM of its own.
 
-    Computed in the terms' dtype (fp32 accumulation is the GEMM's own affair); the result has that dtype.
+    γ are the terms' multipliers. The result has the dtype of the terms. Where a term has a multiplier, everything above
+    is computed on the GEMMs' fp32 accumulators and rounded once to that dtype, as hardware does; where none has, every
+    operation rounds, as torch's do.
+
+    Args:
+        addend: broadcastable to the product.
     """
-    if len(left) == len(right) == 1 and left[0].multiplier is None and right[0].multiplier is None:
-        a, b = left[0].values, right[0].values
+    dtype = left[0].values.dtype
+    pairs = [(a.values, b.values, _product(a.multiplier, b.multiplier)) for a in left for b in right]
+    if all(gamma is None for _, _, gamma in pairs):
+        return _unscaled([(a, b) for a, b, _ in pairs], addend, alpha, beta)
+    addend = None if addend is None else addend.to(dtype)
+    scaled = [(a, b, alpha if gamma is None else gamma if alpha == 1 else gamma * alpha) for a, b, gamma in pairs]
+    a, b, scale = scaled[0]
+    if len(scaled) == 1 and isinstance(scale, Tensor):
+        return product.scaled_product(a, b, scale, addend, beta)
+    accumulator = _sum([product.accumulated(a, b) * scale for a, b, scale in scaled])
+    return product.with_addend(accumulator, addend, beta).to(dtype)
+
+
+def _unscaled(pairs: list[tuple[Tensor, Tensor]], addend: Tensor | None, alpha: float, beta: float) -> Tensor:
+    a, b = pairs[0]
+    if addend is not None and addend.dim() == 1 and alpha == beta == 1 and len(pairs) == 1 and a.dim() == 2:
         # The bias rides in the GEMM's epilogue, where hardware adds it before the one rounding to the output dtype.
-        return torch.addmm(bias, a, b.mT) if bias is not None and a.dim() == 2 else _biased(a @ b.mT, bias)
-    total: Tensor | None = None
-    for a_term in left:
-        for b_term in right:
-            product = a_term.values @ b_term.values.mT
-            for multiplier in (a_term.multiplier, b_term.multiplier):
-                if multiplier is not None:
-                    product = (product * multiplier).to(product.dtype)
-            total = product if total is None else total + product
-    assert total is not None
-    return _biased(total, bias)
+        return torch.addmm(addend.to(a.dtype), a, b.mT)
+    y = _sum([a @ b.mT for a, b in pairs])
+    y = y if alpha == 1 else y * alpha
+    return y if addend is None else y + (addend if beta == 1 else addend * beta).to(y.dtype)
 
 
 def total(terms: tuple[Term, ...]) -> Tensor:
     """The operand that ``terms`` stand for, as one tensor in their dtype."""
-    result = terms[0].product()
-    for term in terms[1:]:
-        result = result + term.product()
-    return result
+    return _sum([term.product() for term in terms])
 
 
 def operand_draw(draw: Draw | None, operand: Operand) -> Draw | None:
@@ -652,8 +670,15 @@ def _is_scalar(gamma: Tensor) -> bool:
     return all(statically_known_true(size == 1) for size in gamma.shape)
 
 
-def _biased(x: Tensor, bias: Tensor | None) -> Tensor:
-    return x if bias is None else x + bias
+def _product(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    return b if a is None else a if b is None else a * b
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    result = parts[0]
+    for part in parts[1:]:
+        result = result + part
+    return result
 
 
 def _wrap(technique: Technique, inner: Callable[[Tensor], Tensor], context: Context) -> Callable[[Tensor], Tensor]:

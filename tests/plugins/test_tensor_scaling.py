@@ -52,7 +52,7 @@ def x():
 @pytest.mark.parametrize(("options", "largest"), [({}, 448), ({"headroom": 0.5}, 224), ({"target": 256}, 256)])
 def test_nvfp4(x, options, largest):
     terms = program(options)(x)
-    assert terms[0].multiplier is not None  # waits until after the GEMM
+    assert terms[0].multiplier is not None  # waits for the GEMM's accumulator
     torch.testing.assert_close(total(terms).double(), nvfp4(x, largest), rtol=1e-6, atol=0)
 
 

@@ -1,0 +1,268 @@
+"""Products of tensor-scaled operands are rounded once: γ_a·γ_b and the addend meet the accumulator of the GEMM.
+
+Expected values are float64 products of the operands that were multiplied, as :func:`observed` shows them.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.flop_counter import FlopCounterMode
+
+import fp4graph
+from fp4graph.graph.functions import site_function
+from fp4graph.graph.plan import plan_site
+from fp4graph.numerics import noise
+from fp4graph.operands import Operand
+from fp4graph.ops import product
+from fp4graph.ops.matmul import observed
+from fp4graph.site import BlockPosition, SiteView
+
+KEY, STEP = noise.make_key("site", "fc"), noise.make_step(0, 0, 0)
+NVFP4 = {"element": "e2m1", "block": 16, "scale": {"format": "e4m3", "rounding": "nearest_even"}}
+UE5M3 = {**NVFP4, "scale": {"format": "ue5m3", "rounding": "nearest_even"}}
+#: Significant bits: half a unit in the last place of x is at most 2^-bits·abs(x).
+BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
+CLAMP = {"outlier_clamp": {"quantile": 0.99, "operands": ["fprop.input"]}}
+LOW_RANK = {"low_rank_residual": {"rank": 4, "operands": ["fprop.weight"]}}
+FALLBACK = {"outlier_fallback": {"operands": ["fprop.input"]}}
+
+
+def policy(quantize=NVFP4, techniques=(), op="linear"):
+    rule = {"name": "all", "match": {"op": op}, "quantize": quantize, "techniques": ["tensor_scaling", *techniques]}
+    return fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]})
+
+
+def program(rule, op="linear"):
+    block = BlockPosition("blocks", 5, 12) if op == "linear" else None
+    return plan_site(SiteView("blocks.5.fc", op, 512, 256, 512 * 256 if op == "linear" else None, block), rule).program
+
+
+def data(*shapes, dtype=torch.bfloat16, scale=1.0):
+    generator = torch.Generator().manual_seed(0)
+    return [(torch.randn(shape, generator=generator) * scale).to(dtype) for shape in shapes]
+
+
+def multiplied(terms):
+    return sum(t.values.double() * (1.0 if t.multiplier is None else t.multiplier.double()) for t in terms)
+
+
+def run(f, a, b, addend, dy):
+    """``(result, left, right)`` of the GEMM whose left operand is the key."""
+    seen = {}
+    a, b = a.clone().requires_grad_(), b.clone().requires_grad_()
+    with observed(lambda left, right: seen.setdefault(left.operand, (multiplied(left.terms), multiplied(right.terms)))):
+        y = f(a, b, addend, KEY, STEP, 0)
+        y.backward(dy.to(y.dtype))
+    results = {Operand.FPROP_INPUT: y.detach(), Operand.DGRAD_GRAD_OUTPUT: a.grad, Operand.WGRAD_GRAD_OUTPUT: b.grad}
+    return {operand: (result, *seen[operand]) for operand, result in results.items()}
+
+
+def assert_rounded_once(result, left, right, addend=0.0, alpha=1.0):
+    """Within half a unit in the last place of the exact value, but for the sums in fp32 before."""
+    exact = alpha * (left @ right.mT) + addend
+    exponent = torch.frexp(exact).exponent - 1
+    half = torch.ldexp(torch.ones_like(exact), exponent - BITS[result.dtype])
+    terms = left.shape[-1] + 4  # roundings of a sum of K products, of alpha, of its product and of the addend's
+    accumulation = 2.0**-24 * terms * (abs(alpha) * (left.abs() @ right.abs().mT) + abs(addend))
+    assert result.shape == exact.shape
+    excess = ((result.double() - exact).abs() - accumulation) / half
+    relative = (result.double() - exact).norm() / exact.norm()
+    assert excess.max() <= 1, f"{excess.max():.2f} half units in the last place; relative error {relative:.5f}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("name", ["nvfp4-te", "fp4-all-the-way"])
+def test_all_three_products_of_shipped_policies(name, dtype):
+    rule = next(rule for rule in fp4graph.load_policy(name).rules if rule.quantizes)
+    x, w, bias, dy = data((256, 512), (256, 512), (256,), (256, 256), dtype=dtype)
+    found = run(site_function(program(rule), "linear", 1.0, 1.0), x, w, bias, dy)
+    for operand, parts in found.items():
+        assert_rounded_once(*parts, addend=bias.double() if operand is Operand.FPROP_INPUT else 0.0)
+
+
+def test_the_relative_error_is_that_of_one_rounding():
+    x, w, dy = data((256, 512), (256, 512), (256, 256))
+    found = run(site_function(program(policy().rules[0]), "linear", 1.0, 1.0), x, w, None, dy)
+    for result, left, right in found.values():
+        exact = left @ right.mT
+        once = (exact.bfloat16().double() - exact).norm() / exact.norm()
+        error = (result.double() - exact).norm() / exact.norm()
+        assert error < 1.01 * once
+
+
+@pytest.mark.parametrize("techniques", [[CLAMP], [LOW_RANK], [CLAMP, LOW_RANK], [FALLBACK]], ids=str)
+@pytest.mark.parametrize("addend", [False, True])
+def test_terms_are_summed_before_the_rounding(techniques, addend):
+    x, w, bias, dy = data((64, 128), (96, 128), (96,), (64, 96))
+    f = site_function(program(policy(techniques=techniques).rules[0]), "linear", 1.0, 1.0)
+    found = run(f, x, w, bias if addend else None, dy)
+    assert_rounded_once(*found[Operand.FPROP_INPUT], addend=bias.double() if addend else 0.0)
+
+
+@pytest.mark.parametrize("quantize", [NVFP4, UE5M3], ids=["e4m3", "ue5m3"])
+@pytest.mark.parametrize("scale", [2.0**-55, 1.0, 2.0**40])
+def test_tensors_of_any_magnitude(quantize, scale):
+    """γ_a·γ_b of the smallest would be subnormal in fp32."""
+    x, w, dy = data((64, 128), (96, 128), (64, 96), scale=scale)
+    for parts in run(site_function(program(policy(quantize).rules[0]), "linear", 1.0, 1.0), x, w, None, dy).values():
+        assert_rounded_once(*parts)
+
+
+@pytest.mark.parametrize("quantize", [NVFP4, UE5M3], ids=["e4m3", "ue5m3"])
+def test_the_largest_numbers_of_fp16_do_not_overflow(quantize):
+    x = torch.full((8, 64), 65504.0, dtype=torch.float16)
+    w = torch.eye(8, 64, dtype=torch.float16) * 0.5
+    y = site_function(program(policy(quantize).rules[0]), "linear", 1.0, 1.0)(x, w, None, KEY, STEP, 0)
+    torch.testing.assert_close(y, torch.full((8, 8), 32752.0, dtype=torch.float16), rtol=2**-10, atol=0)
+
+
+def test_operands_from_the_master_weights_under_autocast():
+    x, w, bias, dy = data((64, 128), (96, 128), (96,), (64, 96), dtype=torch.float32)
+    f = site_function(program(policy({**NVFP4, "from_master": True}).rules[0]), "linear", 1.0, 1.0)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, left, right = run(f, x, w, bias, dy)[Operand.FPROP_INPUT]
+    assert y.dtype is torch.bfloat16
+    assert_rounded_once(y, left, right, addend=bias.bfloat16().double())
+
+
+@pytest.mark.parametrize("batch", [(6,), (2, 3), ()])
+@pytest.mark.parametrize("kernel", [(48, 64, 40), (3, 16, 2)])
+def test_attention(batch, kernel):
+    m, k, n = kernel
+    a, b, dy = data((*batch, m, k), (*batch, k, n), (*batch, m, n))
+    found = run(site_function(program(policy(op="matmul").rules[0], "matmul"), "matmul", 1.0, 1.0), a, b, None, dy)
+    for operand, (result, left, right) in found.items():
+        result = result.mT if operand is Operand.WGRAD_GRAD_OUTPUT else result  # B is stored [K, N]
+        assert_rounded_once(result, left, right)
+
+
+@pytest.mark.parametrize("shape", [(48, 40), (1, 40), (48, 1), (40,), (), (6, 48, 40), (6, 1, 40)])
+@pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1.0), (0.3, -1.7), (2.0, 0.0), (0.0, 0.0)])
+def test_addmm_and_baddbmm(shape, alpha, beta):
+    batch = shape[:-2]
+    a, b, addend, dy = data((*batch, 48, 64), (*batch, 64, 40), shape, (*batch, 48, 40))
+    f = site_function(program(policy(op="matmul").rules[0], "matmul"), "matmul", alpha, beta)
+    addend.requires_grad_()
+    y, left, right = run(f, a, b, addend, dy)[Operand.FPROP_INPUT]
+    assert_rounded_once(y, left, right, addend=beta * addend.detach().double(), alpha=alpha)
+    exact = (beta * dy.double()).sum_to_size(shape)
+    torch.testing.assert_close(addend.grad.double(), exact, rtol=2**-7, atol=2**-7 * exact.abs().max().item())
+
+
+def test_an_addend_that_is_not_read_may_hold_anything():
+    a, b, addend, dy = data((6, 48, 64), (6, 64, 40), (48, 40), (6, 48, 40))
+    f = site_function(program(policy(op="matmul").rules[0], "matmul"), "matmul", 1.0, 0.0)
+    y, left, right = run(f, a, b, addend * torch.nan, dy)[Operand.FPROP_INPUT]
+    assert_rounded_once(y, left, right)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_poison_passes(poison):
+    x, w = data((32, 64), (48, 64))
+    x[3, 5] = poison
+    f = site_function(program(policy().rules[0]), "linear", 1.0, 1.0)
+    assert f(x, w, None, KEY, STEP, 0)[3].isnan().all()
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(64, 96), nn.Linear(96, 32)
+
+    def forward(self, x):
+        h = self.first(x).relu()
+        return self.second(h) + torch.baddbmm(x[..., :32], x, h[:, :, :64].mT @ x[..., :32], alpha=0.5)
+
+
+RULES = {
+    "version": 1,
+    "name": "p",
+    "rules": [
+        {"name": name, "match": {"op": name}, "quantize": NVFP4, "techniques": ["tensor_scaling"]}
+        for name in ("linear", "matmul")
+    ],
+}
+
+
+def test_backends_agree_and_sizes_may_be_symbolic():
+    results = []
+    for backend in ("eager", "aot_eager", "inductor"):
+        torch._dynamo.reset()
+        model = fp4graph.apply(Net().bfloat16(), RULES, backend=backend, dynamic=True)
+        rows = []
+        for tokens in (16, 24, 40):
+            (x,) = data((2, tokens, 64))
+            y = model(x)
+            y.backward(torch.ones_like(y))
+            # The gradient of a bias is a sum of dY, whose order is the compiler's.
+            rows += [y.detach(), model.first.weight.grad.clone(), model.second.weight.grad.clone()]
+        results.append(rows)
+    for other in results[1:]:
+        for mine, theirs in zip(other, results[0], strict=True):
+            assert torch.equal(mine, theirs)
+
+
+def test_a_product_without_tensor_scales_is_torchs_own():
+    x, w, bias, dy = data((64, 128), (96, 128), (96,), (64, 96))
+    rule = fp4graph.load_policy("microscaling").rules[0]
+    y, left, right = run(site_function(program(rule), "linear", 1.0, 1.0), x, w, bias, dy)[Operand.FPROP_INPUT]
+    assert torch.equal(y, torch.addmm(bias, left.bfloat16(), right.bfloat16().T))
+
+
+A, B, SCALE = torch.randn(2, 3, 20, 32).bfloat16(), torch.randn(2, 3, 24, 32).bfloat16(), torch.tensor(1.37)
+
+
+@pytest.mark.parametrize(
+    ("left", "right", "addend"),
+    [
+        (A[0, 0], B[0, 0], None),
+        (A[0, 0].mT, B[0, 0, :20].mT, torch.randn(32).bfloat16()),
+        (A[0], B[0], torch.randn(20, 24).bfloat16()),
+        (A, B, torch.randn(2, 1, 20, 24).bfloat16()),
+        (A[:, :0], B[:, :0], None),
+        (A[..., :0], B[..., :0], None),
+    ],
+)
+def test_the_operator_keeps_its_promises(left, right, addend):
+    operator = torch.ops.fp4graph.scaled_product.default
+    torch.library.opcheck(operator, (left, right, SCALE, addend, 1.0))
+    result = operator(left, right, SCALE, addend, 1.0)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = operator(*(t if t is None else mode.from_tensor(t) for t in (left, right, SCALE, addend)), 1.0)
+    assert (fake.shape, fake.stride(), fake.dtype) == (result.shape, result.stride(), result.dtype)
+
+
+@pytest.mark.parametrize("batch", [(), (6,), (2, 3)])
+def test_on_cuda_the_gemm_returns_its_accumulator(batch):
+    """As it is traced: no result in bf16 before γ and the addend have met the accumulator, no operand in fp32."""
+    with torch._subclasses.FakeTensorMode():
+        a = torch.empty(*batch, 32, 64, dtype=torch.bfloat16, device="cuda")
+        b = torch.empty(*batch, 48, 64, dtype=torch.bfloat16, device="cuda")
+        bias = torch.empty(48, dtype=torch.bfloat16, device="cuda")
+        scale = torch.empty((), device="cuda")
+        graph = make_fx(lambda *args: product.scaled_product(*args, 1.0))(a, b, scale, bias).graph
+    made = {node.target: node.meta["val"].dtype for node in graph.nodes if node.op == "call_function"}
+    gemm = torch.ops.aten.bmm.dtype if batch else torch.ops.aten.mm.dtype
+    assert made[gemm] is torch.float32
+    (output,) = graph.find_nodes(op="output")
+    assert output.args[0].meta["val"].dtype is torch.bfloat16
+    casts = [node for node in graph.nodes if node.target is torch.ops.aten._to_copy.default]
+    assert [(cast.args[0].meta["val"].dtype, cast.meta["val"].dtype) for cast in casts] == [
+        (torch.bfloat16, torch.float32),  # the addend
+        (torch.float32, torch.bfloat16),
+    ]
+
+
+def test_its_operations_are_counted():
+    x, w, dy = data((64, 128), (96, 128), (64, 96))
+    f = site_function(program(policy().rules[0]), "linear", 1.0, 1.0)
+    with FlopCounterMode(display=False) as ours:
+        f(x.requires_grad_(), w.requires_grad_(), None, KEY, STEP, 0).backward(dy)
+    with FlopCounterMode(display=False) as torchs:
+        F.linear(x, w).backward(dy)
+    assert ours.get_total_flops() == torchs.get_total_flops()
