@@ -95,12 +95,15 @@ def rounding(kind, values, only_below=None):
 
 
 def maximum(x, kind, beta=40.0):
-    """Z of Table 1 with its gradient, differentiable."""
+    """Z of Table 1 with its gradient, differentiable.
+
+    ``hybrid`` adds zero, bracketed so that the maximum stays exact: the largest ratio is Qmax, at which slopes end.
+    """
     magnitude = torch.where(x >= 0, x, -x)
     if kind == "absmax":
         return magnitude.reshape(-1)[magnitude.reshape(-1).argmax()]
     smooth = torch.logsumexp(beta * magnitude.reshape(-1), 0) / beta
-    return smooth if kind == "softmax" else magnitude.max().detach() + smooth - smooth.detach()
+    return smooth if kind == "softmax" else magnitude.max().detach() + (smooth - smooth.detach())
 
 
 def block_quantizer(x, *, scale, convention, step, max_kind, scale_kind, low=None):
@@ -195,7 +198,7 @@ def test_equation_3(x, kind, max_kind, step, headroom, convention):
 
     def quantize(t):
         # ste: dg/dX = 1 at every element, which is no function's gradient, so built for the diagonal.
-        g = t.abs().max().detach() + t - t.detach() if kind == "ste" else maximum(t, kind, 4.0)
+        g = t.abs().max().detach() + (t - t.detach()) if kind == "ste" else maximum(t, kind, 4.0)
         gamma = g / kappa
         blocks = []
         u = t / gamma
