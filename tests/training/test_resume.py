@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import python, run
 
 WORKER = Path(__file__).with_name("interrupted.py")
 
@@ -18,7 +17,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """What a whole run and an interrupted one left."""
     path = tmp_path_factory.mktemp(request.param)
     for part in ("whole", "rest"):
-        subprocess.run([sys.executable, WORKER, request.param, part, path], check=True, timeout=1200)
+        run(python(WORKER, request.param, part, path))
     return path
 
 
