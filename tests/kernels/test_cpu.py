@@ -36,6 +36,8 @@ from .quantizers import (
     ties,
 )
 
+pytestmark = pytest.mark.compiler
+
 ROWS = list(covering())
 MXFP4 = QuantSpec("e2m1", 32, ScaleSpec("e8m0", "ceil"), "nearest", "up")
 STOCHASTIC = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "stochastic"), "stochastic")

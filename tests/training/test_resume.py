@@ -12,7 +12,7 @@ from processes import python, run
 WORKER = Path(__file__).with_name("interrupted.py")
 
 
-@pytest.fixture(scope="module", params=["eager", "inductor"])
+@pytest.fixture(scope="module", params=["eager", pytest.param("inductor", marks=pytest.mark.compiler)])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a whole run and an interrupted one left."""
     path = tmp_path_factory.mktemp(request.param)
