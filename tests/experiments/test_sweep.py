@@ -23,6 +23,7 @@ import optuna
 import pytest
 import toy
 from processes import PATIENCE
+from processes import run as run_process
 
 import fp4graph
 from fp4graph.commands.sweep import sweep
@@ -528,7 +529,7 @@ def _check_export(study: Study, where: tuple[str, ...], tmp_path: Path) -> None:
     """The policy file of a trial is the policy that was trained."""
     trial = next(t for t in study.trials() if t.state == "complete" and t.kind == "trial")
     command = _command("sweep", "--task", "digits", *where, "--export-policy", str(trial.number))
-    written = Path(subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path).stdout.strip())
+    written = Path(run_process(command, cwd=tmp_path).strip())
     assert f"validation loss {trial.loss:.6g}" in written.read_text()
     exported = fp4graph.load_policy(written)
     space = parse_space(study.manifest.space, "study")
