@@ -152,7 +152,6 @@ def test_a_technique_of_a_phase_that_is_over_leaves_nothing_behind() -> None:
     assert [key for key in state if "_fp4graph" in key]  # the count goes on
 
 
-@pytest.mark.compiler
 def test_the_dynamo_entry_point_has_no_phases() -> None:
     compiled = torch.compile(
         model(),
