@@ -114,7 +114,7 @@ class Case:
         explanation = fp4graph.explain(module, policy, (self.x,))
         if explanation.problem:
             raise Inapplicable(explanation.problem.partition(";")[0])
-        fp4graph.apply(module, policy, backend=backend, dynamic=False, total_steps=TOTAL_STEPS)
+        fp4graph.apply(module, policy, backend=backend, dynamic=False, total_forwards=TOTAL_STEPS)
         fp4graph.prepare_optimizer(module, torch.optim.AdamW(module.parameters()))
         return module, explanation
 

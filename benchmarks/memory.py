@@ -69,7 +69,7 @@ def of_linear(m: int, k: int, n: int, policy: str, device: torch.device, backend
     if policy == UNQUANTIZED:
         linear.compile(backend=backend, dynamic=False)
     else:
-        fp4graph.apply(linear, policy, backend=backend, dynamic=False, total_steps=TOTAL_STEPS)
+        fp4graph.apply(linear, policy, backend=backend, dynamic=False, total_forwards=TOTAL_STEPS)
         fp4graph.prepare_optimizer(linear, torch.optim.AdamW(linear.parameters()))
     linear(x).sum().backward()
     return saved(lambda: linear(x), linear.parameters())

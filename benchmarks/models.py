@@ -129,7 +129,7 @@ class Training:
         if self._policy == UNQUANTIZED:
             self.model.compile(backend=self._backend)
             return
-        fp4graph.apply(self.model, self._policy, backend=self._backend, total_steps=TOTAL_STEPS)
+        fp4graph.apply(self.model, self._policy, backend=self._backend, total_forwards=TOTAL_STEPS)
         fp4graph.prepare_optimizer(self.model, self.optimizer)
 
     def forward(self) -> Tensor:

@@ -93,7 +93,7 @@ def quantizers(policies: list[str]) -> list[Quantizer]:
     found: dict[str, Quantizer] = {}
     for name in policies:
         policy = load_policy(name)
-        rule = next((rule for rule in policy.rules if rule.match.matches(site)), policy.default)
+        rule = policy.decide(site).rule
         program = plan_site(site, rule).program if rule.quantizes else None
         for operand in Operand:
             own = None if program is None else program.operand(operand)

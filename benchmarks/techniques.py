@@ -67,7 +67,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def under(model: nn.Module, technique: str, settings: dict[str, Any]) -> Stepping:
     """AdamW around which ``technique`` acts, on TetraJet's quantizers."""
     policy = {"version": 1, "name": technique, "extends": "tetrajet", "techniques": [{technique: settings}]}
-    fp4graph.apply(model, policy, backend="eager", total_steps=TOTAL_STEPS)
+    fp4graph.apply(model, policy, backend="eager", total_forwards=TOTAL_STEPS)
     return Stepping(model, fp4graph.prepare_optimizer(model, adamw(model)))
 
 

@@ -186,7 +186,8 @@ def train(settings: Settings, tokens: text_data.Tokens, output: Path, here: Proc
 
     # The lines that make a model train under a policy. The rest of this function is an ordinary loop.
     forwards = settings.steps * settings.accumulate  # for policies with phases
-    model = fp4graph.apply(model, settings.policy, backend=settings.backend, seed=settings.seed, total_steps=forwards)
+    options = {"backend": settings.backend, "seed": settings.seed, "total_forwards": forwards}
+    model = fp4graph.apply(model, settings.policy, **options)
     wrapped = spread(model, settings, here)
     optimizer = fp4graph.prepare_optimizer(model, make_optimizer(model, settings))
     scaler = torch.amp.GradScaler(device.type) if settings.amp == Amp.fp16 else fp4graph.grad_scaler(model)

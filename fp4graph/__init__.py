@@ -11,8 +11,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fp4graph import analysis, formats
-    from fp4graph.api import apply, bypass, detect_nonfinite, remove, set_total_steps
+    from fp4graph import analysis, formats, integrations, optim, training
+    from fp4graph.api import apply, bypass, detect_nonfinite, remove, set_total_forwards
     from fp4graph.errors import (
         CaptureError,
         Error,
@@ -20,34 +20,47 @@ if TYPE_CHECKING:
         PluginError,
         PolicyError,
         PolicyWarning,
+        SpecError,
         UncompiledError,
     )
-    from fp4graph.explanation import explain
+    from fp4graph.explanation import Explanation, explain
+    from fp4graph.graph.rewrite import Site
     from fp4graph.hookspecs import hookimpl
-    from fp4graph.numerics.packing import pack, unpack
+    from fp4graph.numerics.packing import Packed, pack, unpack
     from fp4graph.numerics.quantize import fake_quantize
     from fp4graph.numerics.spec import QuantSpec, ScaleSpec
     from fp4graph.operands import Gemm, Operand
-    from fp4graph.policy import load_policy
+    from fp4graph.policy import Policy, load_policy
     from fp4graph.state import strip
     from fp4graph.technique import Context, Overhead, StateEntry, Technique
     from fp4graph.training import grad_scaler, prepare_optimizer
 
 __version__ = "0.1.0"
 
+_MODULES = ("analysis", "formats", "integrations", "optim", "training")
 # Resolved at first use: importing fp4graph loads no plugin, no compiler and no device.
 _HOME = {
-    **dict.fromkeys(("apply", "bypass", "detect_nonfinite", "remove", "set_total_steps"), "fp4graph.api"),
+    **dict.fromkeys(("apply", "bypass", "detect_nonfinite", "remove", "set_total_forwards"), "fp4graph.api"),
     **dict.fromkeys(
-        ("CaptureError", "Error", "NonFiniteError", "PluginError", "PolicyError", "PolicyWarning", "UncompiledError"),
+        (
+            "CaptureError",
+            "Error",
+            "NonFiniteError",
+            "PluginError",
+            "PolicyError",
+            "PolicyWarning",
+            "SpecError",
+            "UncompiledError",
+        ),
         "fp4graph.errors",
     ),
-    "explain": "fp4graph.explanation",
+    **dict.fromkeys(("Explanation", "explain"), "fp4graph.explanation"),
+    "Site": "fp4graph.graph.rewrite",
     "hookimpl": "fp4graph.hookspecs",
-    **dict.fromkeys(("pack", "unpack"), "fp4graph.numerics.packing"),
+    **dict.fromkeys(("Packed", "pack", "unpack"), "fp4graph.numerics.packing"),
     "fake_quantize": "fp4graph.numerics.quantize",
     **dict.fromkeys(("QuantSpec", "ScaleSpec"), "fp4graph.numerics.spec"),
-    "load_policy": "fp4graph.policy",
+    **dict.fromkeys(("Policy", "load_policy"), "fp4graph.policy"),
     "strip": "fp4graph.state",
     **dict.fromkeys(("Gemm", "Operand"), "fp4graph.operands"),
     **dict.fromkeys(("Context", "Overhead", "StateEntry", "Technique"), "fp4graph.technique"),
@@ -58,15 +71,20 @@ __all__ = [
     "CaptureError",
     "Context",
     "Error",
+    "Explanation",
     "Gemm",
     "NonFiniteError",
     "Operand",
     "Overhead",
+    "Packed",
     "PluginError",
+    "Policy",
     "PolicyError",
     "PolicyWarning",
     "QuantSpec",
     "ScaleSpec",
+    "Site",
+    "SpecError",
     "StateEntry",
     "Technique",
     "UncompiledError",
@@ -79,18 +97,21 @@ __all__ = [
     "formats",
     "grad_scaler",
     "hookimpl",
+    "integrations",
     "load_policy",
+    "optim",
     "pack",
     "prepare_optimizer",
     "remove",
-    "set_total_steps",
+    "set_total_forwards",
     "strip",
+    "training",
     "unpack",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("analysis", "formats"):
+    if name in _MODULES:
         return importlib.import_module(f"fp4graph.{name}")
     if name in _HOME:
         value = getattr(importlib.import_module(_HOME[name]), name)

@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from fp4graph import state
+from fp4graph import saved, state
 from fp4graph.errors import Error
+from fp4graph.explanation import rehearse
 from fp4graph.policy import Policy, check_modules, load_policy
 from fp4graph.runtime import BACKENDS, Runtime, bypassed, detach, entries, runtime_of, unwrapped
 
@@ -23,12 +24,15 @@ def apply(
     backend: str = "inductor",
     seed: int | None = None,
     dynamic: bool | None = None,
-    total_steps: int | None = None,
+    total_forwards: int | None = None,
+    example_inputs: Any = None,
 ) -> M:
     """Compile ``model`` in place so that it trains under ``policy``.
 
     Type, parameters and their names stay; buffers are added under ``*._fp4graph.*``. The graph is captured at the
-    first call, whose errors are ours too. Applying again replaces the policy, and keeps state where it fits.
+    first call, whose errors are ours too; they are raised again at every later call until the policy is replaced or
+    removed. Applying again replaces the policy, and keeps state where it fits. State that Hugging Face's
+    ``save_pretrained`` wrote beside the weights is taken up.
 
     Args:
         model: any module. Of a DistributedDataParallel, the module inside is what the policy is applied to.
@@ -36,14 +40,18 @@ def apply(
         backend: ``inductor``, ``aot_eager`` or ``eager``.
         seed: of stochastic rounding and random transforms; None is 0.
         dynamic: as torch.compile's.
-        total_steps: training forwards of the whole training, for policies with phases at a share of it.
+        total_forwards: calls of the model with gradients in the whole training, for policies with phases at a share of
+            it: with gradient accumulation several for each step of the optimizer.
+        example_inputs: arguments of one call (a tuple, a mapping of keywords, or the only argument). With them all
+            that the first forward and backward would find wrong, in any phase of the policy, is found now; on fake
+            tensors, of which shapes and dtypes count.
 
     Returns:
         ``model`` itself.
 
     Raises:
         PolicyError: the policy cannot be loaded, or names modules that the model has not. The model is as it was.
-        Error: a part of the model is applied already.
+        Error: a part of the model is applied already. With ``example_inputs``, whatever the first call would raise.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply() takes an nn.Module; got {type(model).__name__}")
@@ -57,14 +65,19 @@ def apply(
             raise Error(
                 f"submodule {name!r} has a policy of its own; fp4graph.remove() it before applying to the whole"
             )
-    if total_steps is not None:
-        _check_total(total_steps)
-        loaded.phase(0, total_steps)  # phases in the wrong order are refused here
-    Runtime(root, loaded, backend, seed, dynamic, total_steps).attach()
+    if total_forwards is not None:
+        _check_total(total_forwards)
+        loaded.phase(0, total_forwards)  # phases in the wrong order are refused here
+    if example_inputs is not None:
+        rehearse(root, loaded, example_inputs)
+    first = runtime_of(root) is None and not entries(root)
+    Runtime(root, loaded, backend, seed, dynamic, total_forwards).attach()
+    if first:
+        saved.restore(root)
     return model
 
 
-def set_total_steps(model: nn.Module, total_steps: int) -> None:
+def set_total_forwards(model: nn.Module, total_forwards: int) -> None:
     """Say how many training forwards a training has, for phases of the policy that begin at a share of it.
 
     Raises:
@@ -73,10 +86,10 @@ def set_total_steps(model: nn.Module, total_steps: int) -> None:
     """
     runtime = runtime_of(model)
     if runtime is None:
-        raise Error("set_total_steps() takes a model that fp4graph.apply has prepared")
-    _check_total(total_steps)
-    runtime.whole.phase(0, total_steps)
-    runtime.total_steps = total_steps
+        raise Error("set_total_forwards() takes a model that fp4graph.apply has prepared")
+    _check_total(total_forwards)
+    runtime.whole.phase(0, total_forwards)
+    runtime.total_forwards = total_forwards
 
 
 def detect_nonfinite(model: nn.Module) -> AbstractContextManager[None]:
@@ -101,9 +114,9 @@ def detect_nonfinite(model: nn.Module) -> AbstractContextManager[None]:
     return runtime.watched()
 
 
-def _check_total(total_steps: int) -> None:
-    if type(total_steps) is not int or total_steps < 1:
-        raise ValueError(f"total_steps is a number of training forwards, from 1; got {total_steps!r}")
+def _check_total(total_forwards: int) -> None:
+    if type(total_forwards) is not int or total_forwards < 1:
+        raise ValueError(f"total_forwards is a number of training forwards, from 1; got {total_forwards!r}")
 
 
 def remove(model: M) -> M:

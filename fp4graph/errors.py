@@ -24,8 +24,15 @@ class PolicyError(Error):
         super().__init__(f"{place}: {message}" if place else message)
 
 
+class SpecError(Error, TypeError, ValueError):
+    """A field of a quantizer's spec has the wrong type or an impossible value; the message names the field.
+
+    It is a TypeError and a ValueError as well, as such arguments raise elsewhere.
+    """
+
+
 class PolicyWarning(UserWarning):
-    """What a policy says and does not mean, probably: it is done nevertheless."""
+    """Warns about a policy that is valid but probably not what its author meant."""
 
 
 class PluginError(Error):

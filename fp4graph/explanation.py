@@ -18,12 +18,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from fp4graph.errors import Error, PolicyError
+from fp4graph.errors import Error
 from fp4graph.graph.rewrite import Site
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.operands import Operand
 from fp4graph.policy import Policy, load_policy
-from fp4graph.runtime import Runtime, check_coverage, detach, unwrapped
+from fp4graph.runtime import Runtime, detach, unwrapped
 from fp4graph.site import BlockPosition
 
 
@@ -107,6 +107,34 @@ def explain(
         PolicyError: the policy cannot be loaded. CaptureError: it cannot be planned for a site.
     """
     loaded = dataclasses.replace(load_policy(policy), phases=())
+    runtime, problem = _captured(model, loaded, args, kwargs or {})
+    return Explanation(
+        loaded, tuple(runtime.sites), runtime.names.blocks, None if problem is None else str(problem), runtime.graphs
+    )
+
+
+def rehearse(model: nn.Module, policy: Policy, example_inputs: Any) -> None:
+    """Run one forward and backward of every phase of ``policy`` on fake tensors; the model stays untouched.
+
+    Args:
+        example_inputs: of the forward call: a tuple, a mapping of keywords, or the only argument.
+
+    Raises:
+        Error: the first that a training would.
+    """
+    kwargs = dict(example_inputs) if isinstance(example_inputs, Mapping) else {}
+    positional = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    args = () if isinstance(example_inputs, Mapping) else positional
+    for one in (dataclasses.replace(policy, phases=()), *(phase.policy for phase in policy.phases)):
+        _, problem = _captured(model, one, args, kwargs, backward=True)
+        if problem is not None:
+            raise problem
+
+
+def _captured(
+    model: nn.Module, policy: Policy, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, backward: bool = False
+) -> tuple[Runtime, Error | None]:
+    """A runtime that has captured a fake copy of ``model``, and what training it would raise."""
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     python_state = random.getstate()
     with torch.random.fork_rng(), FakeCopyMode(fake_mode):
@@ -116,23 +144,31 @@ def explain(
     fake_args, fake_kwargs = pytree.tree_map_only(
         torch.Tensor,
         lambda t: t if isinstance(t, torch._subclasses.FakeTensor) else fake_mode.from_tensor(t),
-        (args, dict(kwargs or {})),
+        (args, dict(kwargs)),
     )
-    runtime = Runtime(twin, loaded, "eager", 0, None)
-    runtime._checked = True  # an explanation shows what does not fit instead of raising it
-    problem = None
+    runtime = Runtime(twin, policy, "eager", 0, None, explains=True)
     try:
         with torch.random.fork_rng(), fake_mode:
             runtime.attach()
-            twin(*fake_args, **fake_kwargs)
+            result = twin(*fake_args, **fake_kwargs)
+            if backward:
+                _backward(result)
     finally:
         random.setstate(python_state)
         _forget(runtime.entry.__code__)
+    problem = next(iter(runtime.problems), None)
     try:
-        check_coverage(loaded, runtime.sites)
-    except PolicyError as error:
-        problem = str(error).replace(" The model is as it was before apply()", "")
-    return Explanation(loaded, tuple(runtime.sites), runtime.names.blocks, problem, len(runtime._frames))
+        runtime.check_coverage()
+    except Error as error:
+        problem = problem or error
+    return runtime, problem
+
+
+def _backward(result: Any) -> None:
+    """The backward from everything in ``result`` that has a gradient."""
+    outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if outputs:
+        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
 
 
 def _forget(code: types.CodeType) -> None:

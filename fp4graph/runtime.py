@@ -23,14 +23,14 @@ from fp4graph.graph.functions import cacheable
 from fp4graph.graph.marker import Tag
 from fp4graph.graph.names import Names
 from fp4graph.graph.observe import Observation, Observer
-from fp4graph.graph.plan import Plan, plan_weight
-from fp4graph.graph.rewrite import Rewriter, Site
+from fp4graph.graph.plan import NOTHING, Plan, plan_weight
+from fp4graph.graph.rewrite import Rewriter, Site, WeightUse
 from fp4graph.graph.watch import Watch
 from fp4graph.kernels.inductor import EXACT
 from fp4graph.numerics import noise
 from fp4graph.operands import Operand
 from fp4graph.ops import contract
-from fp4graph.ops.program import Draw, StateSlot, operand_draw, total
+from fp4graph.ops.program import Draw, OperandProgram, StateSlot, operand_draw, total
 from fp4graph.policy import Policy, Rule
 from fp4graph.sharding import fsdp_units, is_sharded, like, whole
 from fp4graph.site import SiteView
@@ -45,20 +45,108 @@ Backend = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
 _Frames = dict[Any, tuple[dict[str, int], list[Site]]]
 
 
+@dataclasses.dataclass(frozen=True)
+class PlannedWeight:
+    """One weight's site, the rule that decides it, and the plan that comes of both."""
+
+    view: SiteView
+    rule: Rule
+    plan: Plan
+
+    @property
+    def on_weight(self) -> tuple[tuple[Technique, ...], OperandProgram | None]:
+        """What acts on the weight itself, outside of any product: techniques at the optimizer's step or with state,
+        and where there are any the quantizer that they are handed."""
+        program = self.plan.program
+        keeping = {slot.technique for slot in program.state} if program is not None else set()
+        stages = ("before_step", "after_step")
+        acting = tuple(
+            t for t in self.rule.techniques if t.name in keeping or any(overrides(t, stage) for stage in stages)
+        )
+        return acting, program.fprop.right if acting and program is not None else None
+
+
 class Weight:
     """One weight that the policy quantizes at every use, as the optimizer sees it.
 
     Attributes:
         name: of the parameter; module, parameter_name: its owner.
-        plan: of its site; rule: that decided.
+        possible: what the policy may decide of it. Where rules tell producers apart these are several, until a graph
+            shows the product (:meth:`settle`).
+        stored_transposed: whether the parameter is stored ``[K, N]`` (Hugging Face Conv1D) rather than ``[N, K]``.
     """
 
     def __init__(
-        self, module: nn.Module, fqn: str, parameter_name: str, view: SiteView, rule: Rule, plan: Plan
+        self, module: nn.Module, fqn: str, parameter_name: str, possible: tuple[PlannedWeight, ...], transposed: bool
     ) -> None:
         self.module, self.fqn, self.parameter_name = module, fqn, parameter_name
-        self.view, self.rule, self.plan = view, rule, plan
+        self.possible, self.stored_transposed = possible, transposed
+        self._settled: PlannedWeight | None = possible[0] if len(possible) == 1 else None
+        self._captured = False
         self._sharded: Tensor | None = None
+        self.slots = self._all_slots()
+
+    def _all_slots(self) -> tuple[StateSlot, ...]:
+        """What techniques keep for it, under whichever rule."""
+        slots: dict[tuple[str, str], tuple[StateSlot, Rule]] = {}
+        for planned in self.possible:
+            for slot in () if planned.plan.program is None else planned.plan.program.state:
+                known, rule = slots.setdefault((slot.technique, slot.label), (slot, planned.rule))
+                if dataclasses.replace(known.entry, init=slot.entry.init) != slot.entry:
+                    raise CaptureError(
+                        f"rules {rule.name!r} and {planned.rule.name!r} may both decide it, and keep different state "
+                        f"under the name {slot.technique}.{slot.label}; tell them apart by module",
+                        site=self.name,
+                    )
+        return tuple(slot for slot, _ in slots.values())
+
+    def settle(self, use: WeightUse) -> None:
+        """Take what a captured graph decided of the weight.
+
+        Raises:
+            CaptureError: another product with this weight was decided otherwise, and something acts on the weight
+                itself, of which there is one.
+        """
+        rule = use.decision.rule
+        planned = PlannedWeight(use.site, rule, plan_weight(use.site, rule) if rule.quantizes else NOTHING)
+        former = self._settled if self._captured else None
+        if former is not None and former.on_weight != planned.on_weight:
+            raise CaptureError(
+                f"two products use it, of which rule {former.rule.name!r} decides one and {rule.name!r} the other, and "
+                "techniques act on the weight itself, of which there is one; let one rule decide both",
+                site=self.name,
+            )
+        self._captured, self._settled, self.stored_transposed = True, planned, use.transposed
+
+    def require_settled(self) -> None:
+        """Raise CaptureError where it is not known which rule decides it."""
+        if self._settled is None:
+            names = " or ".join(repr(planned.rule.name) for planned in self.possible)
+            raise CaptureError(
+                f"whether rule {names} decides it depends on what computes the input of its product, and no such "
+                "product was captured; tell the rules apart by module instead of producer",
+                site=self.name,
+            )
+
+    @property
+    def choices(self) -> tuple[PlannedWeight, ...]:
+        """What is decided of it; what may be, before a graph has shown that."""
+        return self.possible if self._settled is None else (self._settled,)
+
+    @property
+    def view(self) -> SiteView:
+        """Its site: as captured, once it was."""
+        return self.choices[0].view
+
+    @property
+    def rule(self) -> Rule:
+        """The rule that decides it."""
+        return self.choices[0].rule
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of its site."""
+        return self.choices[0].plan
 
     @property
     def name(self) -> str:
@@ -76,11 +164,6 @@ class Weight:
         """Name of the buffer that holds a technique's entry for this weight."""
         prefix = "" if self.parameter_name == "weight" else f"{self.parameter_name}_"
         return f"{prefix}{slot.technique}_{slot.label}"
-
-    @property
-    def slots(self) -> tuple[StateSlot, ...]:
-        """What techniques keep for it."""
-        return () if self.plan.program is None else self.plan.program.state
 
     def entries(self, technique: Technique) -> dict[str, Tensor]:
         """A technique's state tensors for this weight, by their labels."""
@@ -110,7 +193,7 @@ class Weight:
         them, which are ``[N, K]``; the others as they are."""
         holder = getattr(self.module, state.NAME)
         given: dict[str, dict[str, Tensor]] = {}
-        for slot in self.slots:
+        for slot in self.plan.program.state if self.plan.program is not None else ():
             if slot.entry.operand is Operand.FPROP_WEIGHT:
                 entry = whole(getattr(holder, self.buffer(slot)))
                 if slot.entry.weight_like:
@@ -118,19 +201,15 @@ class Weight:
                 given.setdefault(slot.technique, {})[slot.entry.name] = entry
         return given
 
-    @property
-    def stored_transposed(self) -> bool:
-        """Whether the parameter is stored ``[K, N]`` (Hugging Face Conv1D) rather than ``[N, K]``."""
-        return type(self.module).__name__ == "Conv1D"
-
 
 class Runtime:
     """Everything that ties one policy to one model.
 
     Args:
         root: the model. policy: resolved. backend: one of BACKENDS. seed: of the noise; None is 0.
-        total_steps: training forwards of the whole training, for phases that begin at a share of it.
+        total_forwards: training forwards of the whole training, for phases that begin at a share of it.
         phase: how many of the policy's phases have begun.
+        explains: whether what a graph does not allow is collected in ``problems`` and not raised.
 
     Attributes:
         whole: the policy with its phases. policy: the one in force in this phase.
@@ -143,12 +222,14 @@ class Runtime:
         backend: str,
         seed: int | None,
         dynamic: bool | None,
-        total_steps: int | None = None,
+        total_forwards: int | None = None,
         phase: int = 0,
+        explains: bool = False,
     ) -> None:
         self.root, self.backend, self.seed = root, backend, 0 if seed is None else seed
-        self.whole, self.policy, self.phase, self.total_steps = policy, policy.in_phase(phase), phase, total_steps
-        self.dynamic = dynamic
+        self.whole, self.policy, self.phase, self.total_forwards = policy, policy.in_phase(phase), phase, total_forwards
+        self.dynamic, self.explains = dynamic, explains
+        self.problems: list[Error] = []
         self.entry = _entry_point(root)
         self.names = Names(root)
         self.device = next((p.device for p in root.parameters()), torch.device("cpu"))
@@ -157,11 +238,13 @@ class Runtime:
         # Planned before anything is touched, so that a refusal leaves the model as it was.
         self.weights = self._weights_under(self.policy)
         self._marked: set[str | None] = set()
-        self._plans: dict[Plan, int] = {}
+        self._plans: dict[tuple[Plan, ...], int] = {}
         self.prepared: set[int] = set()  # ids of the quantized weights that prepared optimizers hold
         self.optimizers: list[weakref.ref[torch.optim.Optimizer]] = []  # the prepared ones
         self._frames: _Frames = {}
-        self._checked = False
+        self._checked = explains
+        self._failure: Error | None = None  # of the first forward; every later one raises it again
+        self._uses: dict[tuple[str, str], WeightUse] = {}
         self._previous: Any = None
         self._compiled: Callable[..., Any] | None = None
         self._pending_error: Error | None = None
@@ -177,7 +260,9 @@ class Runtime:
     # ------------------------------------------------------------------ preparing the model
 
     def attach(self) -> None:
-        """Add state, hooks and the compiled call to the root. On an error the model is left as it was."""
+        """Add state, hooks and the compiled call to the root. On an error the model is left as it was, under the policy
+        that it had if it had one."""
+        replaced = runtime_of(self.root)
         former = {
             key: value
             for key, value in self.root.state_dict().items()
@@ -192,6 +277,9 @@ class Runtime:
             self.root._compiled_call_impl = _Call(self)
         except BaseException:
             detach(self.root)
+            if replaced is not None:
+                replaced._attach_state(former)
+                self.root._compiled_call_impl = _Call(replaced)
             raise
 
     def _attach_state(self, former: dict[str, Tensor]) -> None:
@@ -251,19 +339,22 @@ class Runtime:
     def _weight(
         self, policy: Policy, fqn: str, module: nn.Module, name: str, parameter: Tensor | None
     ) -> Weight | None:
-        """``parameter`` as a weight that a rule quantizes, or None."""
+        """``parameter`` as a weight that a rule quantizes, or may, or None."""
         if parameter is None or parameter.dim() != 2 or isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            return None
+        if not (name == "weight" or name.endswith("_weight")):
             return None
         transposed = type(module).__name__ == "Conv1D"
         out_features, in_features = reversed(parameter.shape) if transposed else parameter.shape
         view = SiteView(fqn, "linear", in_features, out_features, parameter.numel(), self.names.block(fqn))
-        rule = next((r for r in policy.rules if r.match.matches(view)), policy.default)
-        if not rule.quantizes:
+        possible: dict[tuple[Rule, Plan], PlannedWeight] = {}
+        for site, decision in policy.decide_weight(view):
+            rule = decision.rule
+            plan = plan_weight(site, rule) if rule.quantizes else NOTHING
+            possible.setdefault((rule, plan), PlannedWeight(site, rule, plan))
+        if all(planned.plan.program is None for planned in possible.values()):
             return None
-        if not (name == "weight" or name.endswith("_weight")):
-            return None
-        plan = plan_weight(view, rule)
-        return Weight(module, fqn, name, view, rule, plan) if plan.program is not None else None
+        return Weight(module, fqn, name, tuple(possible.values()), transposed)
 
     def _hosts(self, policy: Policy) -> set[str]:
         """Modules that may multiply activations with each other or use parameters directly, under a rule for it."""
@@ -274,15 +365,13 @@ class Runtime:
             if (inside_torch and not attends) or state.is_ours(fqn):
                 continue
             owns = any(p is not None and p.dim() >= 2 for p in module._parameters.values())
-            for op in ("matmul", "sdpa", *(("linear",) if owns or attends else ())):
-                view = SiteView(fqn, op, None, None, None, self.names.block(fqn))
-                rules = (*policy.rules, policy.default)
-                if any(r.quantizes and (r is policy.default or _may_match(r, view)) for r in rules):
-                    hosts.add(fqn)
+            ops = ("matmul", "sdpa", *(("linear",) if owns or attends else ()))
+            if any(policy.may_quantize(op, fqn, self.names.block(fqn)) for op in ops):
+                hosts.add(fqn)
         return hosts
 
     def _add_entries(self, own: state.SiteState, weight: Weight) -> None:
-        by_name = {technique.name: technique for technique in weight.rule.techniques}
+        by_name = {t.name: t for planned in weight.possible for t in planned.rule.techniques}
         for slot in weight.slots:
             own.add(
                 weight.buffer(slot),
@@ -305,9 +394,9 @@ class Runtime:
                 entries.append((index, slot.technique, slot.label))
                 buffer = weight.buffer(slot)
                 paths.append(".".join(part for part in (holder, state.NAME, buffer) if part))
-        block = self.names.block(fqn)
-        rules = tuple(i for i, rule in enumerate(self.policy.rules) if rule.match.module_candidate(fqn, block))
-        plans = tuple(self._plans.setdefault(weight.plan, len(self._plans)) for _, weight in carried)
+        rules = self.policy.places(fqn, self.names.block(fqn))
+        choices = [tuple(planned.plan for planned in weight.possible) for _, weight in carried]
+        plans = tuple(self._plans.setdefault(choice, len(self._plans)) for choice in choices)
         tag = Tag(rules, tuple(path for path, _ in carried), tuple(entries), plans)
         # After hooks that set the weights up: FSDP gathers them, weight normalization computes them.
         module.register_forward_pre_hook(hooks.Entry(self, fqn, tag, tuple(paths)))
@@ -335,6 +424,11 @@ class Runtime:
             keys = {id(own.key): own.fqn for own in self._site_states}
             rewriter = Rewriter(self.policy, self.names, first_occurrence=first, keys=keys)
             rewriter.run(gm)
+            if rewriter.refused is not None:
+                if not self.explains:
+                    raise rewriter.refused
+                self.problems.append(rewriter.refused)
+            self._learn(rewriter.uses)
             backend = inner_backend(self.backend)
             if self._bucket_bytes is not None:
                 backend = _split_for_ddp(backend, self._bucket_bytes)
@@ -351,6 +445,20 @@ class Runtime:
         self.sites.extend(rewriter.sites)
         self._marked |= rewriter.marked
         return compiled
+
+    @property
+    def graphs(self) -> int:
+        """In how many graphs the forward was captured."""
+        return len(self._frames)
+
+    def _learn(self, uses: list[WeightUse]) -> None:
+        """Tell the weights what a captured graph decided of them."""
+        weights = {(weight.fqn, weight.parameter_name): weight for weight in self.weights}
+        for use in uses:
+            owner = (use.module, use.parameter)
+            self._uses[owner] = use
+            if owner in weights:
+                weights[owner].settle(use)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -396,6 +504,8 @@ class Runtime:
         """One root forward."""
         if any(hook.bypassed for _, _, hook in hooks.entries(self.root)[:1]):
             return self.root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
         training = torch.is_grad_enabled()
         root_state = getattr(self, "root_state", None)
         due = self._due()
@@ -421,14 +531,14 @@ class Runtime:
         except Exception as error:
             pending, self._pending_error = self._pending_error, None
             if pending is not None:
-                self._give_up()
+                self._failure = None if self._checked else pending
                 raise pending from pending.__cause__  # without the compiler's own errors around it
             raise error
         if not self._checked and self._watch is None:
             try:
                 self.check_coverage()
-            except Error:
-                self._give_up()
+            except Error as error:
+                self._failure = error
                 raise
             self._checked = True
         if training:
@@ -440,7 +550,7 @@ class Runtime:
     def _due(self) -> int:
         """The phase that the count of forwards asks for."""
         root_state = getattr(self, "root_state", None)
-        return self.phase if root_state is None else self.whole.phase(root_state.count, self.total_steps)
+        return self.phase if root_state is None else self.whole.phase(root_state.count, self.total_forwards)
 
     def _enter(self, phase: int) -> Runtime:
         """Go over to another phase: the policy is applied anew, with the state and the optimizers that there are."""
@@ -448,7 +558,7 @@ class Runtime:
 
         if self._watch is not None:
             raise Error("a phase of the policy begins inside detect_nonfinite(); watch the steps of each by themselves")
-        following = Runtime(self.root, self.whole, self.backend, self.seed, self.dynamic, self.total_steps, phase)
+        following = Runtime(self.root, self.whole, self.backend, self.seed, self.dynamic, self.total_forwards, phase)
         following.attach()
         following.observe(self._observer, training=self._observes_training)
         for reference in self.optimizers:
@@ -535,10 +645,6 @@ class Runtime:
                 if behind or slot.entry.writer == "optimizer":
                     entry.copy_(received)
 
-    def _give_up(self) -> None:
-        if not self._checked:
-            detach(self.root)
-
     def techniques(self) -> tuple[Technique, ...]:
         """Every technique that some rule of the policy uses, and those that act whatever is quantized."""
         rules = (*self.policy.rules, self.policy.default)
@@ -565,7 +671,10 @@ class Runtime:
 
     def check_coverage(self) -> None:
         """Every required rule matched something, and something is quantized, over all graphs of the first forward."""
-        check_coverage(self.policy, self._served())
+        served = self._served()
+        sites = [dataclasses.replace(site, module=name) for site, names in served for name in names]
+        check_coverage(self.policy, sites)
+        self._check_share()
         captured = {site.module for site in self.sites}
         for weight in self.weights:
             if isinstance(weight.module, nn.Linear) and weight.fqn in self._marked - captured:
@@ -574,23 +683,69 @@ class Runtime:
                     "between its hooks and its forward?)",
                     site=weight.fqn or "(root)",
                 )
+        served_by = {name: names[0] for _, names in served for name in names[1:] if name is not None}
+        self._learn(
+            [
+                dataclasses.replace(use, module=name)
+                for name, first in served_by.items()
+                for (owner, _), use in list(self._uses.items())
+                if owner == first
+            ]
+        )
 
-    def _served(self) -> list[Site]:
-        """The captured sites, and those of modules that another module's graph serves: blocks that FSDP or a graph
-        break compiles one by one share a graph where their tags are equal."""
+    def _check_share(self) -> None:
+        """Raise PolicyError for a policy written for blocks, a model without any, and most of its work unquantized."""
+        if not any(rule.quantizes and rule.match.needs_blocks for rule in self.policy.rules):
+            return
+        if set(self.names.blocks) != {""}:
+            return
+        quantized = {owner for owner, use in self._uses.items() if use.decision.rule.quantizes}
+        share = min(_share_of_flops(self.sites), self._share_of_weights(quantized))
+        if share < 0.5:
+            names = sorted({site.module or "(root)" for site in self.sites if site.quantized})
+            raise PolicyError(
+                f"policy {self.policy.name!r} is written for a repeated stack of blocks (block: true), and this model "
+                f"has none that fp4graph recognises: only {', '.join(names[:8])} would be quantized, {share:.0%} of "
+                "the matrix work. Write a policy that extends it, with rules that name what to quantize, such as "
+                "match: {op: linear} for every linear layer or match: {module: 'head'} for one; convolutions and "
+                "recurrent layers cannot be quantized",
+                file=self.policy.file,
+            )
+
+    def _share_of_weights(self, quantized: set[tuple[str, str]]) -> float:
+        """The part of the elements of all weight matrices and filters that is quantized; tables are none of them."""
+        sizes: dict[int, tuple[int, bool]] = {}
+        for fqn, module in self.root.named_modules():
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+                continue
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.dim() >= 2 and "weight" in name:
+                    former = sizes.get(id(parameter), (0, False))[1]
+                    sizes[id(parameter)] = parameter.numel(), former or (fqn, name) in quantized
+        whole_size = sum(size for size, _ in sizes.values())
+        return sum(size for size, ours in sizes.values() if ours) / whole_size if whole_size else 1.0
+
+    def _served(self) -> list[tuple[Site, list[str | None]]]:
+        """Each captured site with the modules that it serves, its own first: blocks that FSDP or a graph break
+        compiles one by one share a graph where their tags are equal."""
         if len(self._frames) < 2:
-            return self.sites
+            return [(site, [site.module]) for site in self.sites]
         captured = {site.module for site in self.sites}
         tags = {hook.name: hook.tag for _, _, hook in hooks.entries(self.root)}
         alike: dict[Any, list[str]] = {}
         for name, module in self.root.named_modules():
             alike.setdefault((pattern_of(name), type(module), tags.get(name)), []).append(name)
-        served: dict[str | None, list[str]] = {}
+        others: dict[str | None, list[str]] = {}
         for names in alike.values():
             if (first := next((name for name in names if name in captured), None)) is not None:
-                served[first] = [name for name in names if name not in captured]
-        others = [dataclasses.replace(site, module=n) for site in self.sites for n in served.get(site.module, ())]
-        return [*self.sites, *others]
+                others[first] = [name for name in names if name not in captured]
+        return [(site, [site.module, *others.get(site.module, ())]) for site in self.sites]
+
+
+def _share_of_flops(sites: list[Site]) -> float:
+    """The part of the captured forward's matrix work that is quantized."""
+    flops = sum(site.flops or 0 for site in sites)
+    return sum(site.flops or 0 for site in sites if site.quantized) / flops if flops else 1.0
 
 
 def check_coverage(policy: Policy, sites: list[Site]) -> None:
@@ -602,7 +757,7 @@ def check_coverage(policy: Policy, sites: list[Site]) -> None:
             seen = ", ".join(products[:8]) + (" ..." if len(products) > 8 else "")
             raise PolicyError(
                 f"rule {rule.name!r} matches no site of this model; give it 'required: false' if that is meant. "
-                f"Sites: {seen or 'none, the model has no matrix product'}. The model is as it was before apply()",
+                f"Sites: {seen or 'none, the model has no matrix product'}",
                 file=rule.file,
                 line=rule.line,
             )
@@ -610,8 +765,7 @@ def check_coverage(policy: Policy, sites: list[Site]) -> None:
     if not quantized and policy.quantizes:
         raise PolicyError(
             f"policy {policy.name!r} quantizes no site of this model "
-            f"({len(products)} products found); fp4graph.explain(model, policy, args) lists them with the reasons. "
-            "The model is as it was before apply()",
+            f"({len(products)} products found); fp4graph.explain(model, policy, args) lists them with the reasons",
             file=policy.file,
         )
     policy.expect.check(quantized, len(products))
@@ -686,11 +840,6 @@ def _parameter(module: nn.Module, name: str) -> Tensor:
     parameter = module._parameters[name]
     assert parameter is not None
     return parameter
-
-
-def _may_match(rule: Rule, view: SiteView) -> bool:
-    """Whether a site of the module in ``view`` could match, as far as is known before a capture."""
-    return view.op in (rule.match.op or ("linear", "matmul")) and rule.match.module_candidate(view.module, view.block)
 
 
 def _rank() -> int:

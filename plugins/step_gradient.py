@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics import surrogates
+from fp4graph.numerics.formats import FP32
 from fp4graph.operands import GROUPS, Operand, select
 from fp4graph.site import SiteView
 from fp4graph.technique import Context, OperandSpecs, Overhead, Technique
@@ -102,8 +103,10 @@ class StepGradient(Technique):
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
         """A clip mask where nothing is clipped."""
         acting = [spec for o in select(self.operands, GROUPS["forward"]) if (spec := specs.get(o)) is not None]
-        if self.kind == "clip" and acting and all(spec.scale.rounding in _NEVER_CLIPS for spec in acting):
+        if self.kind == "clip" and acting and all(s.scale.rounding in _NEVER_CLIPS for s in acting):
             return "scales that are rounded up clip nothing"
+        if self.kind == "clip" and acting and all(s.scale.format == FP32 for s in acting):
+            return "scales in fp32 are not rounded, and clip nothing"
         return None
 
     @property

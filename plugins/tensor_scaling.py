@@ -27,10 +27,13 @@ class TensorScaling(Technique):
     """X is normalized by γ = g/κ before its block scales are chosen, and the result is multiplied by γ.
 
     With g = max_p Z_p over the blocks p of a group (taken from the block statistics, not by a second pass over X):
-    h(X) = γ·f(X/γ) (Eq. 2, which has κ = 1). κ = Qmax·T·headroom makes the largest block's scale T·headroom, T being
-    ``target`` or else the scale format's maximum: for E2M1 and E4M3 κ = 6·448·headroom, so that
-    S_b = q(amax_b/6 · 2688/amax) and the value is code·S_b·amax/2688, as NVFP4 hardware computes it. Formats with
-    fp32's exponents (E8M0, E8M3, FP32, BF16) have range to spare: there κ = 1 unless ``target`` is given.
+    h(X) = γ·f(X/γ) (Eq. 2, which has κ = 1). κ = Qmax·T·headroom, T being ``target`` or else the scale format's
+    maximum: 6·448·headroom for E2M1 and E4M3. The largest block's decode scale is then T·headroom,
+    S_b = q(amax_b/6 · 2688/amax) and the value code·S_b·amax/2688, as NVFP4 hardware computes it. Encode scales are the
+    reciprocals: s_b = q(6/amax_b · amax/2688), from 1/(T·headroom) for the largest block up (sec. 3.1: from 2/448 with
+    headroom 0.5), so that E4M3 holds blocks down to 1/10^5 of the largest, and the largest itself among its coarse
+    subnormals. For scales of either convention in formats with fp32's exponents (E8M0, E8M3, FP32, BF16), which have
+    range to spare, κ = 1 unless ``target`` is given.
     A scalar γ is multiplied in after the GEMM. γ is fp32, at least 2^-126, and 1 for a group of zeros.
 
     With ``hold_steps`` h > 1 γ is refreshed at every h-th training forward and kept in between, a sample and not a
@@ -55,9 +58,9 @@ class TensorScaling(Technique):
         "tensor",
         description="What shares γ: the tensor, a line along the contraction axis (row), or so many elements of one.",
     )
-    headroom: float = Field(1.0, gt=0, le=1, description="Share of the scale format's range that the largest uses.")
+    headroom: float = Field(1.0, gt=0, le=1, description="Share of the scale format's range that decode scales use.")
     target: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="Scale of the largest block, in place of the format's maximum."
+        None, gt=0, allow_inf_nan=False, description="Largest block's decode scale, in place of the format's maximum."
     )
     hold_steps: int = Field(1, ge=1, description="Training forwards for which γ is kept; 1 computes it every time.")
     operands: tuple[str, ...] = Field(
@@ -96,6 +99,12 @@ class TensorScaling(Technique):
             number = spec.scale.format
             if self.target is not None and self.target > number.max:
                 raise ValueError(f"target {self.target:g} is above the largest scale of {operand}, {number.max:g}")
+            largest = 1 / (self.headroom * (number.max if self.target is None else self.target))
+            if self.target is not None and spec.scale.convention == "encode" and largest > number.max:
+                raise ValueError(
+                    f"target {self.target:g} makes the encode scale of the largest block of {operand} {largest:g}, and "
+                    f"{number.name} ends at {number.max:g}; give a larger target"
+                )
             if self.headroom != 1 and self.target is None and number.min_exponent <= _UNBOUNDED:
                 raise ValueError(
                     f"headroom is a share of a format's range, and {number.name} scales of {operand} have range to "

@@ -36,7 +36,7 @@ def extended(base: str, *, scale: dict[str, Any] | None = None, techniques: list
     return policy
 
 
-ENCODE = {"convention": "encode"}
+DECODE = {"convention": "decode", "rounding": "nearest_even"}
 BACKWARD_HADAMARD = {"hadamard": {"scope": "backward", "block": 16}}
 SPLINE = {"step_gradient": {"kind": "spline"}}
 
@@ -54,14 +54,14 @@ class Row:
 ROWS = (
     Row("`bf16`: nothing quantized", "bf16", {"adam": 25.520, "stablespam": 0.013}),
     Row("`nvfp4`", "nvfp4", {"adam": 30.125}),
-    Row("`nvfp4`, encode scales", extended("nvfp4", scale=ENCODE), {"adam": 30.125}),
+    Row("`nvfp4`, decode scales", extended("nvfp4", scale=DECODE), {"adam": 30.125}),
     Row("`mxfp4`", "mxfp4", {"adam": 34.0}),
-    Row("`mxfp4`, encode scales", extended("mxfp4", scale=ENCODE), {"adam": 34.0}),
+    Row("`mxfp4`, decode scales", extended("mxfp4", scale=DECODE), {"adam": 34.0}),
     Row("`mxfp4-round-up`", "mxfp4-round-up", {}),
     Row("`ue5m3`", "ue5m3", {"adam": 31.375}),
     Row(
-        "`nvfp4`, stochastic encode scales",
-        extended("nvfp4", scale=ENCODE, techniques=["stochastic_scale_rounding"]),
+        "`nvfp4`, stochastic scales",
+        extended("nvfp4", techniques=["stochastic_scale_rounding"]),
         {"stablespam": 25.5},
         optimizers=("stablespam",),
     ),

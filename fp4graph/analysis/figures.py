@@ -19,7 +19,7 @@ from rich.table import Table
 from fp4graph.analysis import reconstruction as r
 from fp4graph.analysis.decomposition import decompose
 from fp4graph.analysis.style import PALETTE, TERMS, figure, styled
-from fp4graph.numerics.spec import QuantSpec, ScaleSpec
+from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops.program import OperandProgram
 from fp4graph.registry import default_registry
 
@@ -117,7 +117,7 @@ def decomposition(output: Output = Path(), seed: int = 0) -> None:
     outliers = torch.where(torch.rand(512, 1024, generator=generator) < 0.01, 20.0, 1.0)
     chi = torch.randn(3, 512, 1024, generator=generator).square().sum(0)
     data = {"Gaussian": normal, "Gaussian, 1 % × 20": normal * outliers, "Student's t, 3": normal / (chi / 3).sqrt()}
-    spec = QuantSpec("e2m1", 32, ScaleSpec("e8m0", "nearest_even"))  # type: ignore[arg-type]
+    spec = QuantSpec("e2m1", 32)  # with the scales of the OCP specification
     found: Any = default_registry().techniques
     macro, fallback = found["macro_block_scaling"](), found["outlier_fallback"]()
     recipes = {

@@ -123,7 +123,7 @@ class _Training:
             self.model.to(settings.dtype)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         forwards = self.steps * settings.accumulate
-        fp4graph.apply(self.model, policy, backend=settings.backend, seed=settings.seed, total_steps=forwards)
+        fp4graph.apply(self.model, policy, backend=settings.backend, seed=settings.seed, total_forwards=forwards)
         self.optimizer = fp4graph.prepare_optimizer(self.model, _optimizer(self.model, settings))
         self.scaler = fp4graph.grad_scaler(self.model)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(

@@ -2,10 +2,11 @@
 
 A *stack* is a run of modules of one class that stand under numbered names of one pattern (``blocks.*``,
 ``model.layers.*``, Swin's ``layers.*.blocks.*`` flattened in order), at least two of them side by side, each with
-submodules of its own and at least two matrices inside. Where stacks nest, the inner one wins if its modules are
-themselves built of submodules that hold matrices below them (a Swin block inside a stage), and the outer one otherwise
-(a decoder layer around a mixture of experts). A model without any stack (a bare ``nn.Linear``, a single encoder layer)
-is one block: the root.
+submodules of its own and at least two matrices inside. A name is numbered if it is a number, or, in a container, if it
+ends in one after an underscore (torchvision's ``encoder.layers.encoder_layer_0``). Where stacks nest, the inner one
+wins if its modules are themselves built of submodules that hold matrices below them (a Swin block inside a stage), and
+the outer one otherwise (a decoder layer around a mixture of experts). A model without any stack (a bare ``nn.Linear``,
+a single encoder layer) is one block: the root.
 """
 
 from __future__ import annotations
@@ -43,14 +44,15 @@ def find_blocks(modules: Mapping[str, ModuleInfo]) -> dict[str, BlockPosition]:
     stacks: dict[tuple[type, str], list[str]] = {}
     for name, info in modules.items():
         parent, _, leaf = name.rpartition(".")
-        if leaf.isdigit() and tree.children.get(name) and tree.matrices[name] >= 2:
-            stacks.setdefault((info.cls, pattern_of(parent)), []).append(name)
+        if _numbered(leaf, modules.get(parent)) and tree.children.get(name) and tree.matrices[name] >= 2:
+            pattern = ".".join(filter(None, (pattern_of(parent), re.sub(r"\d+$", "*", leaf))))
+            stacks.setdefault((info.cls, pattern), []).append(name)
     stacks = {key: names for key, names in stacks.items() if _most_siblings(names) >= 2}
     chosen = {key: names for key, names in stacks.items() if not _yields(key, stacks, tree)}
     if not chosen:
         return {"": BlockPosition(stack="", index=0, total=1)}
     return {
-        name: BlockPosition(stack=f"{pattern}.*" if pattern else "*", index=index, total=len(names))
+        name: BlockPosition(stack=pattern, index=index, total=len(names))
         for (_, pattern), names in chosen.items()
         for index, name in enumerate(names)
     }
@@ -87,6 +89,15 @@ class _Tree:
 def pattern_of(name: str) -> str:
     """``name`` with its numbers as stars: ``layers.*.blocks.*``."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
+
+
+def _numbered(leaf: str, parent: ModuleInfo | None) -> bool:
+    """Whether ``leaf``, a name in ``parent``, is one of a row."""
+    if leaf.isdigit():
+        return True
+    # Outside containers such names are an author's: a block's two attentions are no stack.
+    contained = parent is not None and issubclass(parent.cls, nn.Sequential | nn.ModuleList | nn.ModuleDict)
+    return contained and re.fullmatch(r".+_\d+", leaf) is not None
 
 
 def _most_siblings(names: list[str]) -> int:

@@ -37,6 +37,9 @@ def fp4graph_backend(
         raise PolicyError(
             f"policy {loaded.name!r} has phases, which need a count of forwards; use fp4graph.apply", file=loaded.file
         )
-    Rewriter(loaded, Names(None), stateless=True).run(gm)
+    rewriter = Rewriter(loaded, Names(None), stateless=True)
+    rewriter.run(gm)
+    if rewriter.refused is not None:
+        raise rewriter.refused
     with cacheable(gm):
         return inner_backend(backend)(gm, example_inputs)

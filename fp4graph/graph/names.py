@@ -28,6 +28,7 @@ class Names:
         self._owners: dict[int, list[tuple[str, str]]] = {}
         self._infos: dict[str, ModuleInfo] = {}
         self._by_name: dict[str, nn.Module] = {}
+        self._root = root
         if root is not None:
             self._infos = describe_modules(root)
             for name, module in root.named_modules(remove_duplicate=False):
@@ -69,6 +70,16 @@ class Names:
             if not self._by_name:
                 return _path(source)
         return None
+
+    def newcomer(self, node: Node) -> str | None:
+        """The innermost module that ``node`` was called in, if that joined the model after these names were taken.
+
+        A module that is in no ``named_modules()`` (one kept in a list, out of the model's sight) is no newcomer.
+        """
+        stack = module_stack(node)
+        if self._root is None or not stack or stack[-1][0] in self._modules:
+            return None
+        return next((name for name, module in self._root.named_modules() if id(module) == stack[-1][0]), None)
 
     def owner(self, weight: Node, user: Node) -> tuple[str, str] | None:
         """(module, parameter name) of the parameter at placeholder ``weight``.

@@ -27,6 +27,10 @@ class Plan:
     program: MatmulProgram | None
 
 
+#: Of a site that stays in high precision.
+NOTHING = Plan(tuple((operand, None) for operand in Operand), None)
+
+
 def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
     """The plan for ``site`` under ``rule``, which must be a quantizing one.
 

@@ -54,6 +54,7 @@ _READERS: Mapping[Any, Callable[..., Product]] = {
     **dict.fromkeys(
         (
             torch.matmul,
+            torch.linalg.matmul,
             torch.mm,
             torch.bmm,
             operator.matmul,
@@ -102,6 +103,39 @@ _NOT_SITES: Mapping[Any, tuple[str, str]] = {
     nn.functional.multi_head_attention_forward: ("attention", "could not be expanded"),
 }
 _SDPA = (nn.functional.scaled_dot_product_attention, aten.scaled_dot_product_attention.default)
+
+
+#: Products that torch's FLOP counter does not count, by a part of their names.
+_UNCOUNTED = ("grouped_mm", "scaled_mm", "int_mm")
+#: Libraries of operations that multiply no matrices but those that a reader or the FLOP counter knows.
+_KNOWN_LIBRARIES = frozenset(
+    {"aten", "prims", "prim", "inductor", "c10d", "_c10d_functional", "c10d_functional", "fsdp"}
+)
+
+
+def operation(node: Node) -> Callable[..., Any]:
+    """The function that ``node`` calls; a method as a function of its object."""
+    target: Any = node.target
+    if not isinstance(target, str):
+        return target  # type: ignore[no-any-return]
+    return lambda owner, *args, **kwargs: getattr(owner, target)(*args, **kwargs)
+
+
+def is_uncounted_product(node: Node) -> bool:
+    """Whether ``node`` is known by its name to multiply matrices, in a way for which there is no reader."""
+    return any(part in name_of(node) for part in _UNCOUNTED)
+
+
+def is_foreign(node: Node) -> bool:
+    """Whether ``node`` calls an operation of a library of which nothing is known (``torch.library.custom_op``)."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket) and (
+        _qualified(target).partition("::")[0] not in _KNOWN_LIBRARIES
+    )
+
+
+def _qualified(target: torch._ops.OpOverload | torch._ops.OpOverloadPacket) -> str:
+    return target._schema.name if isinstance(target, torch._ops.OpOverload) else target._qualified_op_name
 
 
 def is_sdpa(node: Node) -> bool:
@@ -184,25 +218,22 @@ def view_source(node: Node) -> Node | None:
     """The node that ``node`` is a view or cast of, or None."""
     if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], Node):
         return None
-    target: Any = node.target
-    name = target if isinstance(target, str) else getattr(target, "__name__", "")
-    if isinstance(target, torch._ops.OpOverload):
-        name = target._schema.name.partition("::")[2]
-    return node.args[0] if name in _VIEW_NAMES else None
+    return node.args[0] if name_of(node) in _VIEW_NAMES else None
 
 
 def producer_of(node: Node) -> str | None:
     """The name of the operation that computed ``node``, past views, casts and dropout; "swiglu" for silu(x)·y."""
-    while (source := view_source(node)) is not None or _name(node) == "dropout":
+    while (source := view_source(node)) is not None or name_of(node) == "dropout":
         node = source if source is not None else node.args[0]  # type: ignore[assignment]
     if node.op == "placeholder":
         return None
-    if _name(node) == "mul" and any(isinstance(arg, Node) and _name(arg) == "silu" for arg in node.args):
+    if name_of(node) == "mul" and any(isinstance(arg, Node) and name_of(arg) == "silu" for arg in node.args):
         return "swiglu"
-    return "sdpa" if is_sdpa(node) else _name(node)
+    return "sdpa" if is_sdpa(node) else name_of(node)
 
 
-def _name(node: Node) -> str:
+def name_of(node: Node) -> str:
+    """The name of the operation, without its library and overload."""
     target: Any = node.target
     if isinstance(target, str):
         return target

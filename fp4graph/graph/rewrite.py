@@ -12,24 +12,34 @@ import zlib
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from fp4graph.errors import CaptureError, PolicyError
+from fp4graph.graph import flops
+from fp4graph.graph.blocks import pattern_of
 from fp4graph.graph.expand import expand_all
 from fp4graph.graph.functions import site_function
 from fp4graph.graph.marker import Marker, module_stack
 from fp4graph.graph.names import Names
 from fp4graph.graph.plan import Plan, plan_site
-from fp4graph.graph.products import Product, is_sdpa, producer_of, read_product, value_of, view_source
+from fp4graph.graph.products import (
+    Product,
+    is_foreign,
+    is_sdpa,
+    is_uncounted_product,
+    name_of,
+    producer_of,
+    read_product,
+    value_of,
+    view_source,
+)
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.operands import Operand
 from fp4graph.ops.matmul import MatmulProgram
-from fp4graph.policy import Policy, Rule
-from fp4graph.policy.match import Match
+from fp4graph.policy import Decision, Policy
 from fp4graph.sharding import is_sharded
 from fp4graph.site import SiteView
 
@@ -61,6 +71,7 @@ class Site:
         quantized: whether any operand is.
         occurrence: how many sites of the same module came before in the graph.
         rule_index: position of the rule in the policy, -1 for the default, None where nothing decided.
+        flops: of its forward, with the sizes of the capture; None where they cannot be told.
     """
 
     module: str | None
@@ -72,6 +83,24 @@ class Site:
     quantized: bool
     occurrence: int = 0
     rule_index: int | None = None
+    flops: int | None = None
+
+
+@dataclass(frozen=True)
+class WeightUse:
+    """A captured product whose second factor is a parameter, for whoever quantizes that parameter outside the graph.
+
+    Attributes:
+        module, parameter: the owner's fully qualified name and the parameter's name.
+        site: as the graph shows it. decision: of the policy.
+        transposed: whether the parameter is stored ``[K, N]`` rather than ``[N, K]``.
+    """
+
+    module: str
+    parameter: str
+    site: SiteView
+    decision: Decision
+    transposed: bool
 
 
 class Rewriter:
@@ -98,6 +127,8 @@ class Rewriter:
         self.policy = policy
         self.names = names
         self.sites: list[Site] = []
+        self.uses: list[WeightUse] = []
+        self.refused: CaptureError | None = None  # the first of the matrix work that would run unquantized unsaid
         self.marked: set[str | None] = set()  # modules whose call was seen
         self._occurrences: Counter[str] = Counter(first_occurrence or {})
         self._stateless = stateless
@@ -111,7 +142,7 @@ class Rewriter:
 
     def _run(self, gm: GraphModule, outer: Mapping[Node, Node]) -> None:
         markers = _Markers()
-        expand_all(gm, lambda node: self._wants_sdpa(node, gm))
+        expand_all(gm, self._wants_sdpa)
         for node in list(gm.graph.nodes):
             if (marker := Marker.read(node)) is not None:
                 key = outer.get(marker.key, marker.key).meta.get("grapharg")
@@ -127,6 +158,8 @@ class Rewriter:
                     self._site(found, markers, outer)
                 elif found is not None:
                     self._list(node, *found)
+                elif self._is_unknown_contraction(node, outer):
+                    self._keep_or_refuse(node, markers)
         gm.recompile()
 
     def _enter(self, gm: GraphModule, node: Node, outer: Mapping[Node, Node]) -> None:
@@ -158,18 +191,70 @@ class Rewriter:
                     self._list(inside, op, f"inside {name}, which is not rewritten")
             body.recompile()
 
-    def _list(self, node: Node, op: str, reason: str) -> None:
+    def _list(self, node: Node, op: str, reason: str, decision: Decision | None = None) -> None:
+        """Record matrix work that stays as it is."""
+        module = self.names.module(node)
         shapes = tuple(_shape(v) for arg in node.all_input_nodes if (v := value_of(arg)) is not None)
-        self.sites.append(Site(self.names.module(node), op, shapes[:2], None, reason, dict.fromkeys(Operand), False))
+        rule, index = (None, None) if decision is None else (decision.rule.name, decision.index)
+        count = flops.of_node(node)
+        kept = dict.fromkeys(Operand)
+        self.sites.append(Site(module, op, shapes[:2], rule, reason, kept, False, rule_index=index, flops=count))
 
-    def _wants_sdpa(self, node: Node, gm: GraphModule) -> bool:
-        view = SiteView(self.names.module(node), "sdpa", None, None, None, self.names.block(self.names.module(node)))
-        rule = self._rule(view, None)[1]
-        return rule.quantizes and rule is not self.policy.default and is_sdpa(node)
+    def _is_unknown_contraction(self, node: Node, outer: Mapping[Node, Node]) -> bool:
+        """Whether ``node``, for which there is no reader, multiplies with a parameter, or may."""
+        if node.op not in ("call_function", "call_method") or view_source(node) is not None:
+            return False
+        if is_uncounted_product(node):
+            return True
+        origins = ((arg, _origin(arg)[0]) for arg in node.all_input_nodes)
+        matrices = [
+            arg
+            for arg, origin in origins
+            if self.names.is_parameter(outer.get(origin, origin)) and (v := value_of(arg)) is not None and v.dim() >= 2
+        ]
+        return bool(matrices) and (is_foreign(node) or bool(flops.of_node(node)))
+
+    def _keep_or_refuse(self, node: Node, markers: _Markers) -> None:
+        """An unknown contraction runs in high precision where a rule keeps it by name, and is an error elsewhere."""
+        op, module = name_of(node), self.names.module(node)
+        marked = markers.of_call(node) if module is None else None
+        if marked is not None:
+            module = marked[0].module
+        decision = self.policy.decide(SiteView(module, op, None, None, None, self.names.block(module)), _places(marked))
+        if decision.index >= 0 or not self.policy.quantizes:
+            self._list(node, op, decision.rule.keep or "", decision)
+            return
+        self._list(node, op, "not supported: it multiplies matrices in a way that cannot be quantized yet")
+        glob = pattern_of(module or "") or "*"
+        self._refuse(
+            f"{op} multiplies matrices in a way that cannot be quantized yet, and would run in high precision without "
+            f"a word. To keep it, say so in a rule: {{name: {op}, match: {{module: {glob!r}}}, keep: {op} is not "
+            "quantized}",
+            module,
+        )
+
+    def _refuse(self, message: str, module: str | None) -> None:
+        if self.refused is None:
+            self.refused = CaptureError(message, site=module or "(root)")
+
+    def _wants_sdpa(self, node: Node) -> bool:
+        if not is_sdpa(node):
+            return False
+        module = self.names.module(node)
+        view = SiteView(module, "sdpa", None, None, None, self.names.block(module))
+        return self.policy.decide(view).rule.quantizes
 
     def _site(self, product: Product, markers: _Markers, outer: Mapping[Node, Node]) -> None:
         """Decide on one product, and rewrite it if it is to be quantized."""
         node = product.node
+        if self.policy.quantizes and (newcomer := self.names.newcomer(node)) is not None:
+            self._list(node, name_of(node), "its module was added after fp4graph.apply()")
+            self._refuse(
+                "this module was added to the model after fp4graph.apply(), which has not planned it; call "
+                "fp4graph.apply(model, policy) again, which keeps state where it fits, and prepare_optimizer again",
+                newcomer,
+            )
+            return
         weight, views = _origin(product.b)
         placeholder = outer.get(weight, weight)
         is_weight = product.form == "linear" or self.names.is_parameter(placeholder)
@@ -195,26 +280,21 @@ class Rewriter:
         occurrence = self._occurrences[str(module)]
         self._occurrences[str(module)] += 1
         shapes = (_shape(a), _shape(b))
-        index, rule = self._rule(view, marked[0].tag.rules if marked is not None and owner is None else None)
+        decision = self.policy.decide(view, None if owner is not None else _places(marked))
+        rule, index = decision.rule, decision.index
+        if is_weight and owner is not None:
+            transposed = (product.form == "matmul") != _transposes(views)
+            self.uses.append(WeightUse(*owner, view, decision, transposed))
         name = rule.name if index >= 0 or rule.quantizes else None
         plan = plan_site(view, rule, training=marked is None or marked[0].training) if rule.quantizes else None
+        count = flops.of_product(product)
         if plan is None or plan.program is None:
             reason = rule.keep or "every operand is kept in high precision"
             kept = dict.fromkeys(Operand)
-            self.sites.append(Site(module, view.op, shapes, name, reason, kept, False, occurrence, index))
+            self.sites.append(Site(module, view.op, shapes, name, reason, kept, False, occurrence, index, count))
             return
-        self.sites.append(Site(module, view.op, shapes, name, "", dict(plan.specs), True, occurrence, index))
+        self.sites.append(Site(module, view.op, shapes, name, "", dict(plan.specs), True, occurrence, index, count))
         self._replace(product, plan, view, marked, owner, views, occurrence)
-
-    def _rule(self, view: SiteView, candidates: tuple[int, ...] | None) -> tuple[int, Rule]:
-        """(index, rule) of the first rule that matches; names count unless a marker has already judged them."""
-        for index, rule in enumerate(self.policy.rules):
-            if candidates is None:
-                if rule.match.matches(view):
-                    return index, rule
-            elif index in candidates and _nameless(rule.match).matches(view):
-                return index, rule
-        return -1, self.policy.default
 
     def _replace(
         self,
@@ -308,10 +388,26 @@ class _Markers:
         return None
 
 
-@lru_cache(maxsize=1024)
-def _nameless(match: Match) -> Match:
-    """``match`` without the predicates that a marker's rules have been judged by already."""
-    return dataclasses.replace(match, module=None, block=None, first_blocks=None, last_blocks=None)
+def _places(marked: tuple[Marker, int | None] | None) -> tuple[int, ...] | None:
+    """The rules whose predicates on the place hold, as far as the marker knows it."""
+    return None if marked is None else marked[0].tag.rules
+
+
+#: Views that may exchange the axes of a matrix.
+_TRANSPOSITIONS = frozenset({"t", "transpose", "numpy_T", "mT", "T", "adjoint", "swapaxes", "swapdims", "permute"})
+
+
+def _transposes(views: tuple[Node, ...]) -> bool:
+    """Whether a chain of views shows a matrix transposed."""
+    odd = False
+    for view in views:
+        name = str(view.args[1]) if name_of(view) == "getattr" else name_of(view)
+        if name == "permute":
+            order = [axis for axis in view.args[1:] if isinstance(axis, int)] or list(view.args[1])  # type: ignore[arg-type]
+            odd ^= [axis % 2 for axis in order] == [1, 0] if len(order) == 2 else False
+        else:
+            odd ^= name in _TRANSPOSITIONS
+    return odd
 
 
 def _graphs(gm: GraphModule) -> list[GraphModule]:

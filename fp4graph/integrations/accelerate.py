@@ -33,7 +33,7 @@ def apply_with_accelerate(
     backend: str = "inductor",
     seed: int | None = None,
     dynamic: bool | None = None,
-    total_steps: int | None = None,
+    total_forwards: int | None = None,
     same_policy: bool = True,
 ) -> M:
     """Apply ``policy`` for a loop on Accelerate; the one line to add, before ``accelerator.prepare``.
@@ -47,7 +47,7 @@ def apply_with_accelerate(
 
     Args:
         accelerator: not yet given this model.
-        model, policy, backend, seed, dynamic, total_steps: as of :func:`fp4graph.apply`.
+        model, policy, backend, seed, dynamic, total_forwards: as of :func:`fp4graph.apply`.
         optimizer: of this model's parameters.
         same_policy: False lets ``load_state`` read a state that was saved under another policy.
 
@@ -62,7 +62,7 @@ def apply_with_accelerate(
         raise Error(
             "apply_with_accelerate() comes before accelerator.prepare(): it takes the plain model and optimizer"
         )
-    apply(model, policy, backend=backend, seed=seed, dynamic=dynamic, total_steps=total_steps)
+    apply(model, policy, backend=backend, seed=seed, dynamic=dynamic, total_forwards=total_forwards)
     prepare_optimizer(model, optimizer)
     scaler = grad_scaler(model)
     if scaler.is_enabled() and accelerator.scaler is None:

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from fp4graph.api import apply, set_total_steps
+from fp4graph.api import apply, set_total_forwards
 from fp4graph.errors import Error
 from fp4graph.policy import Policy, load_policy
 from fp4graph.runtime import runtime_of
@@ -97,7 +97,7 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
                 )
             self._apply(model)
         if self.policy.phases:
-            set_total_steps(model, state.max_steps * args.gradient_accumulation_steps)
+            set_total_forwards(model, state.max_steps * args.gradient_accumulation_steps)
         if self.same_policy and state.global_step > 0:
             check_policy("the checkpoint", self._saved(state), model)
         # Accelerate's wrapper has no hooks of its own.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fp4graph.errors import SpecError
 from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.noise import Noise, make_key
 from fp4graph.numerics.rounding import round_nearest, round_stochastic
@@ -26,7 +27,7 @@ def fake_quantize(
         key: of the random bits, where ``spec`` needs any: an int, or an int32 ``[2]`` tensor.
 
     Raises:
-        TypeError: ``x`` is not floating point.
+        TypeError: ``x`` is not floating point, or ``spec`` is no :class:`QuantSpec` (a :class:`fp4graph.SpecError`).
         ValueError: ``spec`` needs random bits and there is no key, or ``x`` has too few axes for the block.
     """
     blocking, codes, scale = quantize(x, spec, dim, key)
@@ -37,6 +38,8 @@ def quantize(
     x: torch.Tensor, spec: QuantSpec, dim: int = -1, key: int | torch.Tensor | None = None
 ) -> tuple[Blocking, torch.Tensor, torch.Tensor]:
     """The parts of :func:`fake_quantize`: the blocking, the element values and the scales, fp32, in its layout."""
+    if not isinstance(spec, QuantSpec):
+        raise SpecError(f"spec must be a QuantSpec, such as QuantSpec('e2m1', 32); got {type(spec).__name__}")
     if not x.is_floating_point():
         raise TypeError(f"only floating-point tensors can be quantized; got {x.dtype}")
     blocking = Blocking(tuple(x.shape), spec.block, dim)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from fp4graph.numerics.formats import ScaleFormat
-from fp4graph.numerics.spec import QuantSpec, ScaleSpec
+from fp4graph.numerics.spec import QuantSpec, ScaleRounding, ScaleSpec
 from fp4graph.operands import GROUPS, Operand
 from fp4graph.policy.match import Range
 from fp4graph.technique import Technique
@@ -122,14 +122,25 @@ def _difference(spec: QuantSpec, base: QuantSpec, bases: _BaseFormats) -> dict[s
 
 
 def _scale_difference(scale: ScaleSpec, base: ScaleSpec, bases: _BaseFormats) -> dict[str, Any]:
+    """The fields of ``scale`` to write beside those written for ``base``; none is written for ``ScaleSpec()``."""
     data = {
         item.name: value for item in fields(scale) if (value := getattr(scale, item.name)) != getattr(base, item.name)
     }
+    # A rounding that the base does not write is not inherited: the format's own takes its place.
+    own = _own_rounding(base)
+    data.pop("rounding", None)
+    if scale.rounding != (base.rounding if base.rounding != own else _own_rounding(scale)):
+        data["rounding"] = scale.rounding
     if "format" in data:
         data["format"] = bases.get(scale.format, scale.format.name)
         if scale.format in bases:
             data["max"] = scale.format.max
     return data
+
+
+def _own_rounding(scale: ScaleSpec) -> ScaleRounding:
+    """The rounding of ``scale`` if it were left out."""
+    return ScaleSpec(scale.format, convention=scale.convention).rounding
 
 
 def _technique(technique: Technique) -> str | dict[str, Any]:

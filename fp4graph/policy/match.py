@@ -40,8 +40,8 @@ class Match:
     """Predicates on a site, all of which must hold; one that is None holds for every site.
 
     Attributes:
-        op: kinds of operation. None is linear and matmul: fused attention is taken apart only for a rule that says
-            ``op: sdpa``, since that costs O(N²) memory.
+        op: kinds of operation. None is linear and matmul for a rule that quantizes: fused attention is taken apart only
+            for a rule that says ``op: sdpa``, since that costs O(N²) memory. None is every kind for a rule that keeps.
         module: globs for the whole fully qualified name, any of which will do. Case-sensitive; ``*`` matches any
             text, dots included, so ``*.attn.qkv`` is every block's and ``head`` only the top-level head.
         block: whether the site is inside a repeated stack of blocks.
@@ -71,25 +71,28 @@ class Match:
         ]
         return ", ".join(words) or "every site"
 
-    def matches(self, site: SiteView) -> bool:
-        """Whether every predicate holds for ``site``."""
+    def fits(self, site: SiteView) -> bool:
+        """Whether every predicate holds for ``site`` but those on the kind of operation and on the place."""
         return (
-            site.op in (self.op or ("linear", "matmul"))
-            and self.module_candidate(site.module, site.block)
-            and (self.in_features is None or site.in_features in self.in_features)
+            (self.in_features is None or site.in_features in self.in_features)
             and (self.out_features is None or site.out_features in self.out_features)
             and (self.min_numel is None or site.numel in Range(min=self.min_numel))
             and (self.producer is None or site.producer in self.producer)
         )
 
-    def module_candidate(self, module: str | None, block: BlockPosition | None) -> bool:
-        """Whether a site of ``module`` may match, by the predicates that need no captured graph."""
+    def holds_at(self, module: str | None, block: BlockPosition | None) -> bool:
+        """Whether the predicates on the place hold for a site of ``module``."""
         return (
             (self.module is None or self.names(module))
             and (self.block is None or self.block == (block is not None))
             and (self.first_blocks is None or (block is not None and block.index < self.first_blocks))
             and (self.last_blocks is None or (block is not None and block.index >= block.total - self.last_blocks))
         )
+
+    @property
+    def needs_blocks(self) -> bool:
+        """Whether it asks for a site inside a repeated stack of blocks."""
+        return bool(self.block) or self.first_blocks is not None or self.last_blocks is not None
 
     def names(self, module: str | None) -> bool:
         """Whether one of the ``module`` globs is the name of ``module``."""

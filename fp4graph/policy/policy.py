@@ -8,7 +8,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from fp4graph.errors import PolicyError
@@ -18,7 +18,7 @@ from fp4graph.operands import Operand
 from fp4graph.policy import dump
 from fp4graph.policy.document import Place
 from fp4graph.policy.match import Match, Range
-from fp4graph.site import SiteView
+from fp4graph.site import BlockPosition, SiteView
 from fp4graph.technique import Technique
 
 
@@ -39,6 +39,9 @@ class Specs(Mapping[Operand, QuantSpec | None]):
 
 
 KEPT = Specs((None,) * len(Operand))
+#: Producers that some technique tells from others, whatever the rules say.
+DISTINGUISHED_PRODUCERS = ("swiglu",)
+_NOT_BY_DEFAULT = "the default action quantizes linear and matmul alone; write a rule with op: sdpa for fused attention"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +70,27 @@ class Rule:
     def quantizes(self) -> bool:
         return self.keep is None
 
+    def speaks_of(self, op: str) -> bool:
+        """Whether it decides about operations of kind ``op``; without ``op``, one that keeps decides about all."""
+        if self.match.op is None:
+            return not self.quantizes or op in ("linear", "matmul")
+        return op in self.match.op
+
     def error(self, message: str) -> PolicyError:
         """An error of this rule, with its place and name."""
         return Place(self.file, self.line).error(f"rule {self.name!r}: {message}")
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a policy decides of one site.
+
+    Attributes:
+        rule: the one that decides. index: its position in the policy, -1 for the default.
+    """
+
+    rule: Rule
+    index: int
 
 
 @dataclass(frozen=True)
@@ -107,7 +128,7 @@ class Phase:
     policy: Policy
     place: Place = field(default=Place(), compare=False)
 
-    def start(self, total_steps: int | None) -> int:
+    def start(self, total_forwards: int | None) -> int:
         """Training forwards before it begins.
 
         Raises:
@@ -115,12 +136,12 @@ class Phase:
         """
         if isinstance(self.at, int):
             return self.at
-        if total_steps is None:
+        if total_forwards is None:
             raise self.place.error(
                 f"a phase begins at {self.at:g} of the training, whose length is not known; give it to "
-                "fp4graph.apply(..., total_steps=...) or fp4graph.set_total_steps(model, ...)"
+                "fp4graph.apply(..., total_forwards=...) or fp4graph.set_total_forwards(model, ...)"
             )
-        return round(self.at * total_steps)
+        return round(self.at * total_forwards)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,24 +171,49 @@ class Policy:
     #: Scale formats made with ``max``, by the name of the format they were made from: how to write them down.
     base_formats: tuple[tuple[ScaleFormat, str], ...] = field(default=(), compare=False, repr=False)
 
-    def rule_for(self, site: SiteView) -> Rule:
-        """The first rule that matches ``site``, or the default. Fused attention is never quantized by default."""
-        for rule in self.rules:
-            if rule.match.matches(site):
-                return rule
-        if site.op == "sdpa" and self.default.quantizes:
-            return Rule(
-                name="default", keep="fused attention is quantized only by a rule with op: sdpa", required=False
-            )
-        return self.default
+    def places(self, module: str | None, block: BlockPosition | None) -> tuple[int, ...]:
+        """The rules, by index, whose predicates on the place hold for sites of ``module``."""
+        return tuple(index for index, rule in enumerate(self.rules) if rule.match.holds_at(module, block))
 
-    def phase(self, count: int, total_steps: int | None) -> int:
+    def decide(self, site: SiteView, places: Collection[int] | None = None) -> Decision:
+        """The first rule that matches ``site``, or the default: the one lookup from a site to what happens to it.
+
+        Args:
+            site: with all that is known of it; a predicate on something unknown does not hold.
+            places: what :meth:`places` gave for its module, where ``site`` does not name that.
+        """
+        if places is None:
+            places = self.places(site.module, site.block)
+        for index in places:
+            rule = self.rules[index]
+            if rule.speaks_of(site.op) and rule.match.fits(site):
+                return Decision(rule, index)
+        if self.default.quantizes and not self.default.speaks_of(site.op):
+            return Decision(dataclasses.replace(self.default, keep=_NOT_BY_DEFAULT, specs=KEPT, techniques=()), -1)
+        return Decision(self.default, -1)
+
+    def decide_weight(self, site: SiteView) -> tuple[tuple[SiteView, Decision], ...]:
+        """What may be decided of a weight before its graph is captured, each with the site that it would be.
+
+        Only the graph tells what computes the input of its product. So this asks once for every producer that a rule
+        names or a technique may tell from others, and once for any other.
+        """
+        named = {producer for rule in self.rules for producer in rule.match.producer or ()}
+        sites = [dataclasses.replace(site, producer=p) for p in (None, *sorted({*named, *DISTINGUISHED_PRODUCERS}))]
+        return tuple((one, self.decide(one)) for one in sites)
+
+    def may_quantize(self, op: str, module: str | None, block: BlockPosition | None) -> bool:
+        """Whether some site of kind ``op`` in ``module`` could be quantized, its sizes and producer being unknown."""
+        rules = (*(self.rules[index] for index in self.places(module, block)), self.default)
+        return any(rule.quantizes and rule.speaks_of(op) for rule in rules)
+
+    def phase(self, count: int, total_forwards: int | None) -> int:
         """How many phases have begun after ``count`` training forwards.
 
         Raises:
             PolicyError: a phase begins before the one above it, or when cannot be told.
         """
-        starts = [phase.start(total_steps) for phase in self.phases]
+        starts = [phase.start(total_forwards) for phase in self.phases]
         for earlier, later, phase in zip(starts, starts[1:], self.phases[1:], strict=False):
             if later <= earlier:
                 raise phase.place.error(

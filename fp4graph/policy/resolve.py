@@ -15,7 +15,7 @@ from fp4graph.operands import ADDRESSES, GROUPS, Operand
 from fp4graph.policy.document import Node
 from fp4graph.policy.match import Match
 from fp4graph.policy.merge import merge
-from fp4graph.policy.policy import Expect, Phase, Policy, Rule, Specs
+from fp4graph.policy.policy import DISTINGUISHED_PRODUCERS, Expect, Phase, Policy, Rule, Specs
 from fp4graph.policy.schema import (
     DefaultSection,
     OperandException,
@@ -31,8 +31,6 @@ from fp4graph.site import SiteView
 from fp4graph.technique import OperandSpecs, Technique, checked_plan, overrides
 
 _Path = tuple[str | int, ...]
-#: What may have made the input of a site of which nothing is known, as far as techniques tell one from another.
-_PRODUCERS = (None, "swiglu")
 
 
 def resolve(document: Node, name: str, file: str | None, registry: Registry) -> Policy:
@@ -385,7 +383,7 @@ class _Resolver:
         sites = [
             SiteView(None, op, None, None, None, None, producer)
             for op in match.op or ("linear", "matmul")
-            for producer in match.producer or _PRODUCERS
+            for producer in match.producer or (None, *DISTINGUISHED_PRODUCERS)
         ]
         plans = [self._probe(site, techniques, specs, acting) for site in sites]
         by_name = {declared.technique.name: declared.technique for declared in techniques}

@@ -26,7 +26,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from fp4graph.numerics.spec import Block, ScaleRounding
+from fp4graph.numerics.spec import Block, Convention, Rounding, ScaleRounding, Source, Ties, Zero
 from fp4graph.operands import ADDRESSES
 from fp4graph.policy.match import Match, Op, Range
 from fp4graph.registry import suggest
@@ -177,8 +177,8 @@ class ScaleSection(_Section):
     format: Text | None = None
     max: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)] | None = None
     rounding: ScaleRounding | None = None
-    convention: Literal["decode", "encode"] | None = None
-    zero: Literal["nearest_subnormal", "to_one"] | None = None
+    convention: Convention | None = None
+    zero: Zero | None = None
 
 
 class QuantizeSection(_Section):
@@ -187,10 +187,10 @@ class QuantizeSection(_Section):
     element: Text | None = None
     block: Annotated[Block, _must_be("a whole number from 1, a pair of these, row or tensor")] | None = None
     scale: ScaleSection | None = None
-    rounding: Literal["nearest", "stochastic"] | None = None
-    ties: Literal["even", "up", "away"] | None = None
+    rounding: Rounding | None = None
+    ties: Ties | None = None
     random_bits: Annotated[StrictInt, Field(ge=1, le=24)] | None = None
-    source: Literal["original", "fprop"] | None = None
+    source: Source | None = None
     from_master: StrictBool | None = None
 
     @field_validator("block", mode="before")

@@ -37,7 +37,7 @@ from fp4graph.runtime import runtime_of, unwrapped
 from fp4graph.sharding import is_sharded, like, whole
 
 #: What tells our files from others, and this layout from later ones.
-FORMAT, VERSION = "fp4graph.checkpoint", 1
+FORMAT, VERSION = "fp4graph.checkpoint", 2
 #: Types that ``torch.load`` reads without running code.
 PLAIN = (type(None), bool, int, float, str, bytes, Tensor, torch.dtype, torch.device, torch.Size)
 #: Lines of a difference between two policies, or of missing keys, that an error shows.
@@ -343,7 +343,7 @@ def written_under(module: nn.Module) -> dict[str, Any] | None:
         "text": policy.to_yaml(),
         "fingerprint": policy.fingerprint,
         "seed": runtime.seed,
-        "total_steps": runtime.total_steps if policy.phases else None,
+        "total_forwards": runtime.total_forwards if policy.phases else None,
     }
 
 
@@ -372,11 +372,11 @@ def check_policy(source: str, saved: Mapping[str, Any] | None, module: nn.Module
             f"{source} was written under fp4graph.apply(..., seed={saved['seed']}), this model has seed "
             f"{runtime.seed}: the noise would be another. Apply with the former, or pass same_policy=False"
         )
-    steps = runtime.total_steps
-    if runtime.whole.phases and None not in (saved["total_steps"], steps) and saved["total_steps"] != steps:
+    total = runtime.total_forwards
+    if runtime.whole.phases and None not in (saved["total_forwards"], total) and saved["total_forwards"] != total:
         raise Mismatch(
-            f"{source} was written for a training of {saved['total_steps']} steps, this one has {steps}: phases would "
-            "begin elsewhere. Say the former, or pass same_policy=False"
+            f"{source} was written for a training of {saved['total_forwards']} forwards, this one has {total}: phases "
+            "would begin elsewhere. Say the former, or pass same_policy=False"
         )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from fp4graph.errors import Error
 from fp4graph.ops import contract
-from fp4graph.runtime import Runtime, Weight, runtime_of
+from fp4graph.runtime import PlannedWeight, Runtime, Weight, runtime_of
 from fp4graph.technique import Technique, overrides
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741  # the optimizer
@@ -173,10 +173,16 @@ class _Memory:
 
 
 def _concerns(technique: Technique, weight: Weight) -> bool:
-    """Whether ``technique`` acts on ``weight`` at a step: not where the operands that it names are not quantized."""
-    operands, specs = technique.acts_on(weight.view), dict(weight.plan.specs)
-    acts = not operands or any(specs[operand] is not None for operand in operands)
-    return acts and technique in weight.rule.techniques
+    """Whether ``technique`` acts on ``weight`` at a step, or may as long as no graph has shown its product.
+
+    It does not where the operands that it names are not quantized.
+    """
+    return any(technique in planned.rule.techniques and _acts(technique, planned) for planned in weight.choices)
+
+
+def _acts(technique: Technique, planned: PlannedWeight) -> bool:
+    operands, specs = technique.acts_on(planned.view), dict(planned.plan.specs)
+    return not operands or any(specs[operand] is not None for operand in operands)
 
 
 def _skips(optimizer: torch.optim.Optimizer) -> bool:
@@ -273,6 +279,7 @@ class _Hooks:
             if overrides(technique, per_weight):
                 for weight in self.weights:
                     if _concerns(technique, weight) and weight.parameter.grad is not None:
+                        weight.require_settled()
                         with contract.at(weight.name):
                             contract.run(technique, per_weight, self._update(technique, weight, groups))
             if overrides(technique, whole):

@@ -19,9 +19,9 @@ from fp4graph.runtime import runtime_of
 
 SHIPPED = {
     **{f"tetrajet-q{number}": ("tetrajet", f"Q{number}") for number in range(1, 7)},
-    "mxfp4-fprop": ("mxfp4", "fprop"),
-    "mxfp4-fprop-dgrad": ("mxfp4", "fprop+dgrad"),
-    "mxfp4-full": ("mxfp4", "all"),
+    "mxfp4-fprop": ("mxfp4-full", "fprop"),
+    "mxfp4-fprop-dgrad": ("mxfp4-full", "fprop+dgrad"),
+    "mxfp4-full": ("microscaling", "all"),
     "tetrajet": ("tetrajet", "all"),
 }
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 
 import pytest
+import timm
 import torch
+import torchvision
 from torch import nn
 
 import fp4graph
@@ -91,21 +93,190 @@ def test_a_glob_that_names_no_module_fails_at_apply_and_leaves_the_model(vit, im
     assert torch.equal(model(images), expected)
 
 
-def test_a_rule_without_a_site_fails_at_the_first_forward_and_leaves_the_model(vit, images):
+def test_a_rule_without_a_site_is_an_error_at_every_forward_until_remove(vit, images):
     model = vit()
     expected = model(images)
     rules = [rule("wide", op="linear", in_features=12345), rule(op="linear")]
-    with pytest.raises(fp4graph.PolicyError, match=r"'wide' matches no site"):
-        fp4graph.apply(model, {"version": 1, "name": "p", "rules": rules}, backend="eager")(images)
-    assert runtime_of(model) is None
-    assert torch.equal(model(images), expected)
+    fp4graph.apply(model, {"version": 1, "name": "p", "rules": rules}, backend="eager")
+    for _ in range(3):
+        with pytest.raises(fp4graph.PolicyError, match=r"'wide' matches no site"):
+            model(images)
+    assert torch.equal(fp4graph.remove(model)(images), expected)
+
+
+class Experts(nn.Module):
+    """Four matrices, each for a quarter of the tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight_stack = nn.Parameter(torch.randn(4, 32, 64))
+
+    def forward(self, x):
+        ends = torch.arange(1, 5, dtype=torch.int32) * (x.shape[0] // 4)
+        return torch._grouped_mm(x.bfloat16(), self.weight_stack.bfloat16(), ends).float()
+
+
+def mixture():
+    return nn.ModuleDict({"layers": nn.Sequential(nn.Linear(32, 32), Experts(), nn.Linear(64, 8))})["layers"]
+
+
+KEEPS_EXPERTS = {
+    "version": 1,
+    "name": "p",
+    "rules": [{"name": "experts", "match": {"module": "1"}, "keep": "not yet"}, rule(op="linear")],
+}
+
+
+def test_a_grouped_product_is_an_error_at_every_forward_until_a_rule_keeps_it():
+    model, x = fp4graph.apply(mixture(), "tetrajet", backend="eager"), torch.randn(16, 32)
+    for _ in range(2):
+        with pytest.raises(fp4graph.CaptureError, match=r"^1: _grouped_mm .*rule: .*module: '\*'.*keep"):
+            model(x)
+    assert fp4graph.apply(model, KEEPS_EXPERTS, backend="eager")(x).shape == (16, 8)
+    assert fp4graph.remove(model)(x).shape == (16, 8)
+
+
+def test_explain_lists_a_grouped_product():
+    x = torch.randn(16, 32)
+    found = fp4graph.explain(mixture(), "tetrajet", (x,))
+    assert "_grouped_mm multiplies" in found.problem
+    assert [(site.module, site.op, site.quantized) for site in found.sites] == [
+        ("0", "linear", True), ("1", "_grouped_mm", False), ("2", "linear", True)
+    ]  # fmt: skip
+    kept = fp4graph.explain(mixture(), KEEPS_EXPERTS, (x,))
+    assert kept.problem is None
+    assert (kept.sites[1].rule, kept.sites[1].reason) == ("experts", "not yet")
+
+
+def test_nothing_is_asked_of_a_baseline():
+    assert fp4graph.apply(mixture(), "bf16", backend="eager")(torch.randn(16, 32)).shape == (16, 8)
+
+
+@torch.library.custom_op("fp4graph_tests::fused_projection", mutates_args=())
+def fused_projection(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x @ w.t()
+
+
+@fused_projection.register_fake
+def _(x, w):
+    return x.new_empty(x.shape[0], w.shape[0])
+
+
+class Fused(nn.Linear):
+    def forward(self, x):
+        return fused_projection(x, self.weight)
+
+
+class Inner(nn.Linear):
+    def forward(self, x):
+        return torch.inner(x, self.weight)
+
+
+@pytest.mark.parametrize("layer", [Fused, Inner])
+def test_an_unknown_product_with_a_parameter_is_an_error(layer):
+    model = fp4graph.apply(nn.Sequential(layer(32, 64), nn.Linear(64, 8)), "tetrajet", backend="eager")
+    with pytest.raises(fp4graph.CaptureError, match=r"^0: (fused_projection|inner) "):
+        model(torch.randn(4, 32))
+
+
+def test_a_module_that_came_after_apply_is_an_error(vit, images):
+    model = fp4graph.apply(vit(), "tetrajet", backend="eager")
+    model(images)
+    model.blocks[1].mlp.fc1 = nn.Linear(64, 256)
+    with pytest.raises(fp4graph.CaptureError, match=r"^blocks\.1\.mlp\.fc1: .*after fp4graph\.apply.*again"):
+        model(images)
+    fp4graph.apply(model, "tetrajet", backend="eager")(images)
+
+
+def test_a_block_that_came_after_apply_is_an_error(vit, images):
+    model = fp4graph.apply(vit(), "tetrajet", backend="eager")
+    model.blocks.append(vit().blocks[0])
+    for _ in range(2):
+        with pytest.raises(fp4graph.CaptureError, match=r"^blocks\.2\.attn\.qkv: .*after fp4graph\.apply"):
+            model(images)
+
+
+def test_a_module_out_of_the_models_sight_is_none_that_came_later(images):
+    class Judge(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.hidden = [nn.Linear(8, 8)]
+            self.fc = nn.Linear(8, 64)
+
+        def forward(self, x):
+            return self.fc(self.hidden[0](x))
+
+    fp4graph.apply(Judge(), "tetrajet", backend="eager")(torch.randn(4, 8))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.LSTM(32, 64, batch_first=True)
+        self.head = nn.Linear(64, 10)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0][:, -1])
+
+
+def small_resnet():
+    return timm.create_model("resnet10t", num_classes=10)
+
+
+@pytest.mark.parametrize(
+    ("make", "shape", "head"), [(small_resnet, (2, 3, 32, 32), "fc"), (Recurrent, (2, 5, 32), "head")]
+)
+def test_a_policy_for_blocks_does_not_quantize_a_head_alone(make, shape, head):
+    model = fp4graph.apply(make(), "tetrajet", backend="eager")
+    for _ in range(2):
+        with pytest.raises(fp4graph.PolicyError, match=rf"stack of blocks.*only {head} would be.*match:"):
+            model(torch.randn(shape))
+    meant = {"version": 1, "name": "the head", "rules": [rule(module=head)]}
+    fp4graph.apply(model, meant, backend="eager")(torch.randn(shape))
+
+
+def test_a_policy_for_blocks_quantizes_a_perceptron():
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 10))
+    found = fp4graph.explain(model, "tetrajet", (torch.randn(4, 32),))
+    assert (found.quantized, found.problem) == (2, None)
+
+
+def test_layers_with_a_number_behind_an_underscore_are_a_stack():
+    model = torchvision.models.VisionTransformer(
+        image_size=16, patch_size=8, num_layers=2, num_heads=2, hidden_dim=32, mlp_dim=64, num_classes=10
+    )
+    found = fp4graph.explain(model, "tetrajet", (torch.randn(2, 3, 16, 16),))
+    assert {position.stack for position in found.blocks.values()} == {"encoder.layers.encoder_layer_*"}
+    assert found.quantized == 8
+    assert not next(site for site in found.sites if site.module == "heads.head").quantized
+
+
+def test_sites_count_their_flops(vit, images):
+    found = {site.module: site for site in fp4graph.explain(vit(), "tetrajet", (images,)).sites}
+    assert found["blocks.0.attn.qkv"].flops == 2 * (4 * 17) * 64 * 192
+    assert found["patch_embed.proj"].flops == 2 * (4 * 16) * (3 * 8 * 8) * 64
+    assert found["head"].flops == 2 * 4 * 64 * 10
+
+
+def test_an_application_that_fails_leaves_the_one_before(vit, images, monkeypatch):
+    model = fp4graph.apply(vit(), "tetrajet-qema", backend="eager")
+    expected, state = model(images), {k: v.clone() for k, v in model.state_dict().items()}
+    with monkeypatch.context() as patch:
+        patch.setattr("fp4graph.runtime.hooks.Entry", None)
+        with pytest.raises(TypeError):
+            fp4graph.apply(model, "microscaling", backend="eager")
+    assert runtime_of(model).policy.name == "tetrajet-qema"
+    assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())
+    with torch.no_grad():
+        assert torch.equal(model.eval()(images), fp4graph.apply(vit(), "tetrajet-qema", backend="eager").eval()(images))
+    assert expected.shape == (4, 10)
 
 
 def test_a_model_without_a_product_is_refused():
     model = nn.Sequential(nn.ReLU(), nn.LayerNorm(4))
     with pytest.raises(fp4graph.PolicyError, match=r"no site"):
         fp4graph.apply(model, "tetrajet", backend="eager")(torch.randn(2, 4))
-    assert torch.equal(model(torch.ones(2, 4)), torch.zeros(2, 4))
+    assert torch.equal(fp4graph.remove(model)(torch.ones(2, 4)), torch.zeros(2, 4))
 
 
 def test_nothing_quantized_is_refused(vit, images):

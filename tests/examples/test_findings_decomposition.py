@@ -40,7 +40,7 @@ def test_every_site_at_every_step(script: ModuleType, monkeypatch: pytest.Monkey
     shares = script.measure()
     assert {len(each) for each in shares.values()} == {2 * 8}
     assert len(shares) == len(script.RECIPES) * 6
-    spec = load_policy("mxfp4").rules[0].specs[Operand.FPROP_WEIGHT]
+    spec = load_policy("mxfp4-full").rules[0].specs[Operand.FPROP_WEIGHT]
     parts, signal = decompose(first[0], spec), first[0].double().square().sum()
     for name, share in shares["MXFP4", Operand.FPROP_WEIGHT][0].items():
         assert share == pytest.approx((getattr(parts, name).square().sum() / signal).item())

@@ -57,7 +57,7 @@ OTHERS = {
     ),
     "codes of their own": (
         QuantSpec("int4", 16, ScaleSpec("e8m3", "toward_positive")),
-        QuantSpec("e4m3", 16, ScaleSpec("ue5m3_61440", "floor")),
+        QuantSpec("e4m3", 16, ScaleSpec("ue5m3_61440", "nearest_even")),
     ),
 }
 

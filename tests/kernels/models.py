@@ -31,7 +31,7 @@ class Net(nn.Module):
 def train(policy: Any, dtype: torch.dtype = torch.float32, backend: str = "eager", **sizes: int) -> Tensor:
     """All parameters after three steps under ``policy``, in one vector; ``dtype`` is that of autocast."""
     torch._dynamo.reset()
-    model = fp4graph.apply(Net(**sizes), policy, backend=backend, total_steps=100)
+    model = fp4graph.apply(Net(**sizes), policy, backend=backend, total_forwards=100)
     optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     x = torch.randn(5, 7, model.stem.in_features, generator=torch.Generator().manual_seed(1))
     for _ in range(3):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp4graph.numerics.formats import ELEMENTS, SCALES, ElementFormat
 from fp4graph.numerics.noise import derive, make_key, make_step, mix
-from fp4graph.numerics.spec import QuantSpec, ScaleSpec
+from fp4graph.numerics.spec import POWERS_OF_TWO, QuantSpec, ScaleSpec
 
 KEY, STEP, SALTS = make_key("kernels"), make_step(0, 0, 3), (4, 9)
 SOURCE = KEY, STEP, SALTS
@@ -52,10 +52,15 @@ def covering() -> Iterator[Row]:
     draw = random.Random(0)
     for element, rounding in itertools.product(CHOICES["element"], CHOICES["rounding"]):
         drawn = [{name: draw.choice(values) for name, values in CHOICES.items()} for _ in range(300)]
-        rows = [{**row, "element": element, "rounding": rounding} for row in drawn]
+        rows = [{**row, "element": element, "rounding": rounding} for row in drawn if _possible(row)]
         best = max(rows, key=lambda row: len(pairs(row) - seen))
         seen |= pairs(best)
         yield best
+
+
+def _possible(row: Row) -> bool:
+    """Powers of two are scales of E8M0 alone."""
+    return row["rule"][1] not in POWERS_OF_TWO or not SCALES[row["scale"]].mantissa_bits
 
 
 def spec_of(row: Row) -> QuantSpec:

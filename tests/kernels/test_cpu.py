@@ -77,7 +77,7 @@ def test_the_rows_cover_what_there_is() -> None:
     for value in ("element", "scale", "rule", "rounding", "block", "zero", "dtype"):
         assert {row[value] for row in ROWS} == set(CHOICES[value])
     assert len({(row["element"], row["rounding"]) for row in ROWS}) == len(ROWS) == 6 * len(ELEMENTS)
-    assert len({(row["scale"], row["rule"]) for row in ROWS}) > 40
+    assert len({(row["scale"], row["rule"]) for row in ROWS}) > 30  # of 39
     assert all(cpu.supports(spec) for spec in specs)
     assert sum(cpu.packs(spec) for spec in specs) > 30
 
@@ -237,7 +237,7 @@ AGAIN = {
     "mxfp4 to mxfp4": (MXFP4, QuantSpec("e2m1", 32, MXFP4.scale, "stochastic"), torch.bfloat16),
     "int4 to int4": (first("int4", 64), UNEVEN, torch.float32),
     "int8 to e2m1": (first("int8", 16), STOCHASTIC, torch.float32),
-    "e5m2 to e3m2": (first("e5m2", 32), QuantSpec("e3m2", 64, ScaleSpec("ue5m3", "ceil")), torch.bfloat16),
+    "e5m2 to e3m2": (first("e5m2", 32), QuantSpec("e3m2", 64, ScaleSpec("ue5m3", "toward_positive")), torch.bfloat16),
 }
 
 

@@ -67,7 +67,7 @@ def test_integers_are_twos_complement_and_poison_is_the_scale_formats_nan() -> N
         spec = QuantSpec("e2m1", 4, ScaleSpec(name, "nearest_even"))  # type: ignore[arg-type]
         assert pack(torch.tensor([[torch.nan, 1, 1, 1]]), spec).scales.tolist() == [[code]]
     for name, dtype in (("e8m3", torch.bfloat16), ("bf16", torch.bfloat16), ("fp32", torch.float32)):
-        scales = pack(torch.tensor([[torch.nan, 1, 1, 1]]), QuantSpec("e2m1", 4, ScaleSpec(name, "floor"))).scales  # type: ignore[arg-type]
+        scales = pack(torch.tensor([[torch.nan, 1, 1, 1]]), QuantSpec("e2m1", 4, ScaleSpec(name))).scales  # type: ignore[arg-type]
         assert scales.dtype == dtype
         assert scales.isnan().all()
 

@@ -16,7 +16,7 @@ from fp4graph.numerics.formats import ELEMENTS, SCALES, element_format, scale_fo
 from fp4graph.numerics.noise import Noise, make_key
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.scaling import amax, block_scale
-from fp4graph.numerics.spec import QuantSpec, ScaleSpec
+from fp4graph.numerics.spec import POWERS_OF_TWO, QuantSpec, ScaleSpec
 
 from .helpers import any_floats, assert_same_bits, blocks_of_every_scale
 
@@ -27,6 +27,7 @@ SCALE_SPECS = [
         SCALES, (("decode", DECODE), ("encode", ("nearest_even", "stochastic"))), ("nearest_subnormal", "to_one")
     )
     for rounding in roundings
+    if rounding not in POWERS_OF_TWO or not scale_format(name).mantissa_bits
 ]
 
 

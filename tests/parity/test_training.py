@@ -66,7 +66,7 @@ def test_no_shipped_technique_is_left_out() -> None:
 def losses(make: Callable[[], nn.Module], policy: Any, backend: str, nudge: int | None = None) -> torch.Tensor:
     """fp64 ``[STEPS]``; ``nudge``: each pixel is moved by one ulp, up or down by a draw of this seed."""
     torch._dynamo.reset()
-    model = fp4graph.apply(make(), policy, backend=backend, total_steps=STEPS)
+    model = fp4graph.apply(make(), policy, backend=backend, total_forwards=STEPS)
     optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
     images = torch.randn(64, 3, 32, 32, generator=torch.Generator().manual_seed(1))
     if nudge is not None:

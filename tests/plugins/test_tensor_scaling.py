@@ -175,6 +175,12 @@ def test_refusals(options, message):
         policy(options)
 
 
+def test_the_encode_scale_of_the_largest_block_must_fit():
+    encode = {**NVFP4, "scale": {**NVFP4["scale"], "convention": "encode"}}
+    with pytest.raises(PolicyError, match=r"target 0.001 makes the encode scale .* 1000, and e4m3 ends at 448"):
+        policy({"target": 1e-3}, encode)
+
+
 def test_a_row_has_no_macro_blocks():
     with pytest.raises(PolicyError, match="blocks of a row have no fixed length"):
         policy({"granularity": 32}, {**NVFP4, "block": "row"})

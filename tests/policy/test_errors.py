@@ -102,6 +102,19 @@ WRONG = {
         RULE + "    quantize:\n      scale:\n        convention: encode\n        rounding: ceil #!\n",
         "nearest_even or stochastic",
     ),
+    "powers of two in fp32": (
+        RULE + "    quantize: {scale: {format: fp32, rounding: floor}} #!\n",
+        "'floor' makes a power of two",
+        "fp32 scales have 23 mantissa bits",
+        "use nearest_even",
+    ),
+    "a rule inherited by another format": (
+        RULE
+        + "    quantize:\n      scale: {rounding: ceil} #!\n"
+        + "    operands:\n      weights: {scale: {format: e4m3}}\n",
+        "'ceil' makes a power of two",
+        "format: e8m0 for powers of two",
+    ),
     "scale rounding": (
         RULE + "    quantize: {scale: {rounding: ceiling}} #!\n",
         "rules[0].quantize.scale.rounding",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from fp4graph.errors import PolicyError
-from fp4graph.policy import Match, Policy, Range, check_modules, load_policy
+from fp4graph.policy import Match, Policy, Range, Rule, check_modules, load_policy
 from fp4graph.registry import Registry
 from fp4graph.site import BlockPosition, SiteView
 
@@ -26,6 +26,10 @@ SITE = SiteView(
 def match(registry: Registry, **predicates: Any) -> Match:
     rule = {"match": predicates, "quantize": {}}
     return load_policy({"version": 1, "rules": [rule]}, registry).rules[0].match
+
+
+def matches(predicates: Match, site: SiteView) -> bool:
+    return Policy(name="one rule", rules=(Rule(name="it", match=predicates),)).decide(site).index == 0
 
 
 @pytest.mark.parametrize(
@@ -53,7 +57,7 @@ def match(registry: Registry, **predicates: Any) -> Match:
     ],
 )
 def test_holds(predicates: dict[str, Any], registry: Registry) -> None:
-    assert match(registry, **predicates).matches(SITE)
+    assert matches(match(registry, **predicates), SITE)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +84,7 @@ def test_holds(predicates: dict[str, Any], registry: Registry) -> None:
     ],
 )
 def test_does_not_hold(predicates: dict[str, Any], registry: Registry) -> None:
-    assert not match(registry, **predicates).matches(SITE)
+    assert not matches(match(registry, **predicates), SITE)
 
 
 @pytest.mark.parametrize(
@@ -97,38 +101,38 @@ def test_does_not_hold(predicates: dict[str, Any], registry: Registry) -> None:
 )
 def test_what_is_unknown_satisfies_no_predicate(field: str, predicates: dict[str, Any], registry: Registry) -> None:
     unknown = replace(SITE, **{field: None})  # type: ignore[arg-type]
-    assert match(registry, **predicates).matches(SITE)
-    assert not match(registry, **predicates).matches(unknown)
-    assert match(registry).matches(unknown)
+    assert matches(match(registry, **predicates), SITE)
+    assert not matches(match(registry, **predicates), unknown)
+    assert matches(match(registry), unknown)
 
 
 def test_outside_a_block(registry: Registry) -> None:
-    assert match(registry, block=False).matches(replace(SITE, block=None))
+    assert matches(match(registry, block=False), replace(SITE, block=None))
 
 
 def test_the_root_has_a_name(registry: Registry) -> None:
-    assert match(registry, module="*").matches(replace(SITE, module=""))
-    assert not match(registry, module="?*").matches(replace(SITE, module=""))
+    assert matches(match(registry, module="*"), replace(SITE, module=""))
+    assert not matches(match(registry, module="?*"), replace(SITE, module=""))
 
 
 def test_fused_attention_is_taken_apart_only_on_request(registry: Registry) -> None:
     fused = replace(SITE, op="sdpa")
-    assert not match(registry).matches(fused)
-    assert match(registry, op="sdpa").matches(fused)
-    rule = load_policy({"version": 1, "default": {}}, registry).rule_for(fused)
+    assert not matches(match(registry), fused)
+    assert matches(match(registry, op="sdpa"), fused)
+    rule = load_policy({"version": 1, "default": {}}, registry).decide(fused).rule
     assert rule.keep is not None
     assert "op: sdpa" in rule.keep
 
 
-def test_candidates_look_at_modules_only(registry: Registry) -> None:
+def test_places_look_at_modules_only(registry: Registry) -> None:
     predicates = match(
         registry, op="matmul", module="*.qkv", first_blocks=4, in_features=1, min_numel=10**9, producer="x"
     )
-    assert predicates.module_candidate(SITE.module, SITE.block)
-    assert not predicates.module_candidate("head", SITE.block)
-    assert not predicates.module_candidate(None, SITE.block)
-    assert not predicates.module_candidate(SITE.module, None)
-    assert not predicates.module_candidate(SITE.module, BlockPosition("blocks.*", 4, 12))
+    assert predicates.holds_at(SITE.module, SITE.block)
+    assert not predicates.holds_at("head", SITE.block)
+    assert not predicates.holds_at(None, SITE.block)
+    assert not predicates.holds_at(SITE.module, None)
+    assert not predicates.holds_at(SITE.module, BlockPosition("blocks.*", 4, 12))
 
 
 def test_range_in_words() -> None:
@@ -149,16 +153,47 @@ def test_first_match_wins(registry: Registry) -> None:
         {"name": "rest", "match": {"block": True}, "quantize": {}},
     )
     first = replace(SITE, module="blocks.0.attn.qkv", block=BlockPosition("blocks.*", 0, 12))
-    assert found.rule_for(first).name == "edge"
-    assert not found.rule_for(first).quantizes
-    assert found.rule_for(SITE).name == "qkv"
-    assert found.rule_for(replace(SITE, module="blocks.3.mlp.fc1")).name == "rest"
+    assert found.decide(first).rule.name == "edge"
+    assert not found.decide(first).rule.quantizes
+    assert found.decide(SITE).rule.name == "qkv"
+    assert found.decide(replace(SITE, module="blocks.3.mlp.fc1")).rule.name == "rest"
 
 
 def test_unmatched_sites_get_the_default(registry: Registry) -> None:
     rule = {"match": {"module": "head"}, "quantize": {}}
-    assert policy(registry, rule).rule_for(SITE).keep == "no rule matches"
-    assert policy(registry, rule, default={"block": 16}).rule_for(SITE).quantizes
+    assert policy(registry, rule).decide(SITE).rule.keep == "no rule matches"
+    assert policy(registry, rule, default={"block": 16}).decide(SITE).rule.quantizes
+
+
+def test_a_rule_that_keeps_speaks_of_every_kind_of_operation(registry: Registry) -> None:
+    keeping = {"name": "first", "match": {"first_blocks": 1}, "keep": "sensitive"}
+    found = policy(registry, keeping, {"name": "attention", "match": {"op": "sdpa"}, "quantize": {}})
+    early = replace(SITE, block=BlockPosition("blocks.*", 0, 12))
+    for op in ("linear", "matmul", "sdpa", "_grouped_mm"):
+        assert found.decide(replace(early, op=op)).rule.name == "first"
+    assert found.decide(replace(SITE, op="sdpa")).rule.name == "attention"
+    assert found.decide(replace(SITE, op="_grouped_mm")).index == -1
+
+
+def test_a_weight_is_asked_about_once_for_every_producer_that_rules_tell_apart(registry: Registry) -> None:
+    found = policy(
+        registry,
+        {"name": "down", "match": {"producer": "gelu"}, "quantize": {"block": 16}},
+        {"name": "rest", "match": {"op": "linear"}, "quantize": {}},
+    )
+    decided = {
+        site.producer: decision.rule.name for site, decision in found.decide_weight(replace(SITE, producer=None))
+    }
+    assert decided == {"gelu": "down", "swiglu": "rest", None: "rest"}
+
+
+def test_a_place_that_no_predicate_excludes_may_be_quantized(registry: Registry) -> None:
+    wide = {"name": "wide", "match": {"module": "*.fc", "in_features": 12345}, "quantize": {}}
+    found = policy(registry, wide)
+    assert found.may_quantize("linear", "blocks.0.fc", None)
+    assert not found.may_quantize("linear", "head", None)
+    assert not found.may_quantize("sdpa", "blocks.0.fc", None)
+    assert not found.decide(replace(SITE, module="blocks.0.fc")).rule.quantizes
 
 
 NAMES = ["", "patch_embed", "blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.1.attn.qkv", "head"]

@@ -8,12 +8,16 @@ import warnings
 from pathlib import Path
 
 import fp4graph_policies
+import ml_dtypes
+import numpy as np
 import pytest
+import torch
 
 from fp4graph.graph.plan import plan_site
 from fp4graph.numerics.formats import E2M1, E3M0, E4M3, E8M0, E8M3, FP32, INT4, UE5M3, UE5M3_61440
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.operands import Operand
+from fp4graph.ops.program import total
 from fp4graph.policy import Match, Rule, load_policy
 from fp4graph.site import SiteView
 
@@ -21,7 +25,9 @@ FILES = sorted(Path(fp4graph_policies.__file__).parent.glob("*.yaml"))
 Q1, Q2, Q3, Q4, Q5, Q6 = Operand
 CEIL = QuantSpec(block=32, scale=ScaleSpec(E8M0, "ceil"), ties="up")
 FLOOR = QuantSpec(block=32, scale=ScaleSpec(E8M0, "floor"))
-MX = QuantSpec(block=32, scale=ScaleSpec(E8M0, "nearest_even"))
+#: The design-space paper rounds s = Qmax/Z to nearest (sec. 2 and 3.1); hardware stores S = Z/Qmax.
+MX = QuantSpec(block=32, scale=ScaleSpec(E8M0, "nearest_even", "encode"))
+NV_ENCODE = QuantSpec(block=16, scale=ScaleSpec(E4M3, "nearest_even", "encode"))
 NV = QuantSpec(block=16, scale=ScaleSpec(E4M3, "nearest_even"))
 
 
@@ -101,12 +107,12 @@ def test_all_the_recipes_are_here() -> None:
     [
         ("microscaling", FLOOR),
         ("mxfp4", MX),
-        ("mxfp4-full", MX),
+        ("mxfp4-full", FLOOR),
         ("mxfp4-round-up", QuantSpec(block=32, scale=ScaleSpec(E8M0, "toward_positive"))),
-        ("nvfp4", NV),
-        ("ue5m3", QuantSpec(block=32, scale=ScaleSpec(UE5M3, "nearest_even"))),
-        ("e8m3", QuantSpec(block=16, scale=ScaleSpec(E8M3, "nearest_even"))),
-        ("int4-per-tensor", QuantSpec(element=INT4, block="tensor", scale=ScaleSpec(FP32))),
+        ("nvfp4", NV_ENCODE),
+        ("ue5m3", QuantSpec(block=32, scale=ScaleSpec(UE5M3, "nearest_even", "encode"))),
+        ("e8m3", QuantSpec(block=16, scale=ScaleSpec(E8M3, "nearest_even", "encode"))),
+        ("int4-per-tensor", QuantSpec(element=INT4, block="tensor", scale=ScaleSpec(FP32, "nearest_even"))),
     ],
 )
 def test_six_alike(name: str, spec: QuantSpec) -> None:
@@ -202,16 +208,63 @@ def test_dampen_and_freeze_as_nagel_et_al_configure_them() -> None:
 def test_the_best_of_the_design_space() -> None:
     assert planned("mxfp4-best") == planned("mxfp4")
     assert techniques("mxfp4-best")["hadamard"] == {"scope": "all", "block": 32, "kind": "random"}
-    intel = {Q1: NV, Q2: NV, Q3: stochastic(NV), Q4: NV, Q5: stochastic(NV), Q6: stochastic(NV)}
+    noisy = stochastic(NV_ENCODE)
+    intel = {Q1: NV_ENCODE, Q2: NV_ENCODE, Q3: noisy, Q4: NV_ENCODE, Q5: noisy, Q6: noisy}
     assert planned("nvfp4-best") == intel
     assert techniques("nvfp4-best")["tensor_scaling"] == {"headroom": 0.5}
-    to_one = QuantSpec(block=32, scale=ScaleSpec(UE5M3, "nearest_even", zero="to_one"))
+    to_one = QuantSpec(block=32, scale=ScaleSpec(UE5M3, "nearest_even", "encode", "to_one"))
     noisy = stochastic(to_one)
     assert planned("ue5m3-best") == {Q1: to_one, Q2: to_one, Q3: noisy, Q4: to_one, Q5: noisy, Q6: noisy}
-    assert techniques("ue5m3-best")["tensor_scaling"] == {}
+    assert techniques("ue5m3-best")["tensor_scaling"] == {"headroom": 0.5}
     for name in ("mxfp4-best", "nvfp4-best", "ue5m3-best"):
         assert techniques(name)["stable_spam"] == {}
         assert load_policy(name).complexity == 1.5
+
+
+def wide() -> torch.Tensor:
+    """Blocks of many sizes, no maximum a power of two."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(64, 128, generator=generator) * torch.randn(64, 1, generator=generator).mul(4).exp2()
+
+
+def e2m1(u: np.ndarray) -> np.ndarray:
+    return u.clip(-6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float64)
+
+
+def quantized(name: str, x: torch.Tensor) -> np.ndarray:
+    program = plan_site(SiteView("fc", "linear", 64, 64, 4096), block_rule(name)).program.operand(Q2)
+    return total(program(x)).double().numpy()
+
+
+def test_mxfp4_is_ocps_rule_but_for_powers_of_two() -> None:
+    """s = 6/amax to the nearest power of two: with 4·S < amax < 8·S, S = 1/s, as under 2^(floor(log2 amax) - 2)."""
+    x = wide()
+    blocks = x.double().numpy().reshape(-1, 32)
+    decode = 2.0 ** (np.floor(np.log2(np.abs(blocks).max(1, keepdims=True))) - 2)
+    expected = (e2m1(blocks / decode) * decode).reshape(x.shape)
+    for name in ("mxfp4", "mxfp4-full", "microscaling"):
+        np.testing.assert_array_equal(quantized(name, x), expected)
+    x = torch.zeros(1, 32)
+    x[0, 0] = 4.0  # 6/4 = 1.5 is a tie and becomes 2, OCP has s = 1
+    x[0, 1] = 0.76
+    assert quantized("mxfp4", x)[0, :2].tolist() == [3.0, 0.75]
+    assert quantized("mxfp4-full", x)[0, :2].tolist() == [4.0, 1.0]
+
+
+@pytest.mark.parametrize(("name", "block", "largest"), [("nvfp4-best", 16, 448), ("ue5m3-best", 32, 114688)])
+def test_tensor_scales_of_the_design_space(name: str, block: int, largest: float) -> None:
+    """Eq. 2 with sec. 3.1's normalized scale, s = g·6/m_p / (6·max·0.5): from 2/max up."""
+    x = wide()
+    lowest = 2.0**-9 if largest == 448 else 2.0**-17
+    blocks = x.double().numpy().reshape(-1, block)
+    m = np.abs(blocks).max(1, keepdims=True)
+    gamma = m.max() / (6 * largest * 0.5)
+    ideal = gamma * 6 / m
+    assert ideal.min() == pytest.approx(2 / largest)
+    step = 2.0 ** np.maximum(np.floor(np.log2(ideal)) - 3, np.log2(lowest))  # three mantissa bits, then subnormals
+    scale = np.minimum(np.round(ideal / step) * step, largest)
+    expected = (e2m1(blocks / gamma * scale) / scale * gamma).reshape(x.shape)
+    np.testing.assert_allclose(quantized(name, x), expected, rtol=2e-6)
 
 
 def test_fp4_all_the_way() -> None:
@@ -250,7 +303,7 @@ def test_nvfp4_te() -> None:
 
 def test_wang_dge() -> None:
     """X and W alone are quantized, by lines along K with exact scales; the backward reads what fprop multiplied."""
-    x = QuantSpec(block="row", scale=ScaleSpec(FP32))
+    x = QuantSpec(block="row", scale=ScaleSpec(FP32, "nearest_even"))
     assert planned("wang-dge") == {**dict.fromkeys(Operand), Q1: x, Q2: x}
     assert set(block_rule("wang-dge").reuses) == {Q4, Q6}
     used = techniques("wang-dge")
@@ -277,17 +330,19 @@ def test_quartet() -> None:
 
 def test_one_gemm_after_another() -> None:
     off = dict.fromkeys(Operand)
-    assert planned("mxfp4-fprop") == {**off, Q1: MX, Q2: MX}
-    assert planned("mxfp4-fprop-dgrad") == {**off, Q1: MX, Q2: MX, Q3: MX, Q4: MX}
+    assert planned("mxfp4-fprop") == {**off, Q1: FLOOR, Q2: FLOOR}
+    assert planned("mxfp4-fprop-dgrad") == {**off, Q1: FLOOR, Q2: FLOOR, Q3: FLOOR, Q4: FLOOR}
     assert not block_rule("mxfp4-fprop").reuses
     assert techniques("mxfp4-full-hadamard")["hadamard"]["kind"] == "deterministic"
     assert techniques("mxfp4-full-rht")["hadamard"]["kind"] == "random"
-    noisy = stochastic(MX)
-    assert planned("mxfp4-full-sr") == {Q1: MX, Q2: MX, Q3: noisy, Q4: MX, Q5: noisy, Q6: noisy}
+    noisy = stochastic(FLOOR)
+    assert planned("mxfp4-full-sr") == {Q1: FLOOR, Q2: FLOOR, Q3: noisy, Q4: FLOOR, Q5: noisy, Q6: noisy}
+    for name in ("mxfp4-full-hadamard", "mxfp4-full-rht"):
+        assert planned(name) == dict.fromkeys(Operand, FLOOR)
 
 
 def test_mxfp4_rl() -> None:
-    assert planned("mxfp4-rl") == planned("mxfp4")
+    assert planned("mxfp4-rl") == dict.fromkeys(Operand, FLOOR)
     used = techniques("mxfp4-rl")
     assert used["macro_block_scaling"] == {"block": 128}
     assert used["outlier_fallback"] == {"fraction": 0.1, "operands": ("forward",)}

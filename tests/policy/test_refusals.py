@@ -75,6 +75,7 @@ def test_refused(data: dict[str, Any], message: str) -> None:
         (policy({"scale_gradient": {"range": "low"}}, "smooth_max", scale=CEIL), "formats with subnormals"),
         (policy("scale_gradient", "smooth_max", scale={"format": "fp32"}), "not rounded"),
         (policy({"step_gradient": {"kind": "clip"}}, scale=CEIL), "clip nothing"),
+        (policy({"step_gradient": {"kind": "clip"}}, scale={"format": "fp32"}), "not rounded, and clip nothing"),
     ],
 )
 def test_warned_of(data: dict[str, Any], reason: str) -> None:

@@ -92,11 +92,27 @@ def test_groups_act_in_the_order_written(registry: Registry) -> None:
 def test_scale_is_merged_deep(registry: Registry) -> None:
     found = specs(
         registry,
-        {"backward": {"scale": {"zero": "to_one"}}, "wgrad.input": {"scale": {"rounding": "floor"}}},
+        {"backward": {"scale": {"zero": "to_one"}}, "wgrad.input": {"scale": {"rounding": "toward_positive"}}},
         scale={"format": "e4m3", "rounding": "nearest_even"},
     )
-    assert found[Q6] == QuantSpec(scale=ScaleSpec(E4M3, "floor", zero="to_one"))
+    assert found[Q6] == QuantSpec(scale=ScaleSpec(E4M3, "toward_positive", zero="to_one"))
     assert found[Q5] == QuantSpec(scale=ScaleSpec(E4M3, "nearest_even", zero="to_one"))
+
+
+@pytest.mark.parametrize(
+    ("base", "exception", "expected"),
+    [
+        ({"format": "fp32"}, {}, ScaleSpec("fp32", "nearest_even")),  # type: ignore[arg-type]
+        ({}, {"format": "e4m3"}, ScaleSpec(E4M3, "nearest_even")),  # nobody said floor
+        ({"format": "e4m3"}, {"format": "e8m0"}, ScaleSpec("e8m0", "floor")),  # type: ignore[arg-type]
+        ({"rounding": "stochastic"}, {"format": "e4m3"}, ScaleSpec(E4M3, "stochastic")),
+        ({}, {"convention": "encode"}, ScaleSpec("e8m0", "nearest_even", "encode")),  # type: ignore[arg-type]
+    ],
+)
+def test_a_scale_format_brings_its_rounding(
+    registry: Registry, base: dict[str, str], exception: dict[str, str], expected: ScaleSpec
+) -> None:
+    assert specs(registry, {"wgrad.input": {"scale": exception}}, scale=base)[Q6] == QuantSpec(scale=expected)
 
 
 def test_keep_makes_high_precision(registry: Registry) -> None:

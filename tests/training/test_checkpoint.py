@@ -171,9 +171,9 @@ def test_phases_go_on_where_they_were(tmp_path: Path) -> None:
     policy = {"version": 1, "name": "p", "extends": "tetrajet-qema", "phases": phases}
     file = tmp_path / "run.pt"
 
-    def make(total_steps: int = 8) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def make(total_forwards: int = 8) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        model = fp4graph.apply(nn.Sequential(nn.Linear(64, 64)), policy, backend="eager", total_steps=total_steps)
+        model = fp4graph.apply(nn.Sequential(nn.Linear(64, 64)), policy, backend="eager", total_forwards=total_forwards)
         return model, fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
 
     def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
@@ -193,7 +193,7 @@ def test_phases_go_on_where_they_were(tmp_path: Path) -> None:
     checkpoint.load(file, model, optimizer)
     assert train(model, optimizer, 3) == expected
     with pytest.raises(checkpoint.Mismatch, match="training of 8 steps, this one has 9: phases would begin elsewhere"):
-        checkpoint.load(file, *make(total_steps=9))
+        checkpoint.load(file, *make(total_forwards=9))
 
 
 @pytest.mark.parametrize("policy", ["tetrajet", None])

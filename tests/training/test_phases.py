@@ -51,7 +51,7 @@ def test_each_phase_is_its_policy_and_is_captured_once() -> None:
     exact_backward["rules"][0] = {**exact_backward["rules"][0], "operands": {"backward": "keep"}}
     nothing = {"version": 1, "name": "n", "default": "keep"}
     whole = policy({"at": 3, "operands": {"backward": "keep"}}, {"at": 0.75, "rules": [], "default": "keep"})
-    applied = fp4graph.apply(model(), whole, backend="eager", total_steps=8)
+    applied = fp4graph.apply(model(), whole, backend="eager", total_forwards=8)
     expected = [policy()] * 3 + [exact_backward] * 3 + [nothing] * 2
     captured = []
     for step, data in enumerate(expected):
@@ -92,24 +92,24 @@ def test_evaluation_is_that_of_the_phase_and_moves_nothing() -> None:
 def test_the_length_of_the_training_is_needed_for_a_share_of_it() -> None:
     data = policy({"at": 0.5, "operands": {"dgrad": "keep"}})
     applied = fp4graph.apply(model(), data, backend="eager")
-    with pytest.raises(PolicyError, match="set_total_steps"):
+    with pytest.raises(PolicyError, match="set_total_forwards"):
         applied(batch(0))
-    fp4graph.set_total_steps(applied, 2)
+    fp4graph.set_total_forwards(applied, 2)
     gradients(applied, 0)
     assert runtime_of(applied).phase == 0
     gradients(applied, 1)
     assert runtime_of(applied).phase == 1
     with pytest.raises(ValueError, match="from 1"):
-        fp4graph.set_total_steps(applied, 0)
+        fp4graph.set_total_forwards(applied, 0)
     with pytest.raises(fp4graph.Error, match="prepared"):
-        fp4graph.set_total_steps(model(), 3)
+        fp4graph.set_total_forwards(model(), 3)
 
 
 def test_phases_out_of_order_are_refused_as_soon_as_that_can_be_told() -> None:
     data = policy({"at": 5, "operands": {"dgrad": "keep"}}, {"at": 0.5, "operands": {"wgrad": "keep"}})
     with pytest.raises(PolicyError, match="reorder"):
-        fp4graph.apply(model(), data, backend="eager", total_steps=10)
-    fp4graph.apply(model(), data, backend="eager", total_steps=12)
+        fp4graph.apply(model(), data, backend="eager", total_forwards=10)
+    fp4graph.apply(model(), data, backend="eager", total_forwards=12)
 
 
 RAMPING = {"q_ramping": {"t_update": 9, "n_max": 3, "t0": 4, "k1": 1.0, "k2": 1}}

@@ -1,0 +1,59 @@
+"""How much matrix work a node of a captured graph does, by torch's own FLOP counter on tensors without data."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.flop_counter import FlopCounterMode
+
+from fp4graph.graph.products import Product, operation, value_of
+
+#: Fused recurrent layers, which the counter does not know.
+_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+
+
+def of_product(product: Product) -> int | None:
+    """2·M·N·K of ``A[..., M, K] @ B[..., K, N]``, summed over the batch; None where a size is unknown."""
+    a, y = value_of(product.a), value_of(product.node)
+    try:
+        return None if a is None or y is None else 2 * prod(_sizes(y)) * _sizes(a)[-1]
+    except TypeError:
+        return None
+
+
+def of_node(node: Node) -> int | None:
+    """Forward FLOPs of any other node: 0 for one that multiplies no matrices, None where it cannot be told.
+
+    Views, arithmetic and look-ups count nothing. A recurrent layer counts a product of each of its matrices with every
+    token.
+    """
+    try:
+        args, kwargs = pytree.tree_map_only(Node, _empty, (node.args, node.kwargs))
+        if node.target in _RECURRENT:
+            first, *others = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            return 2 * prod(first.shape[:-1]) * sum(other.numel() for other in others if other.dim() == 2)
+        counter = FlopCounterMode(display=False)
+        with _disable_current_modes(), torch.no_grad(), counter:
+            operation(node)(*args, **kwargs)
+    except Exception:  # noqa: BLE001  # what a stranger's operation cannot do without data is not counted
+        return None
+    return counter.get_total_flops()
+
+
+def _empty(node: Node) -> Any:
+    """What ``node`` stands for, tensors without data, symbolic numbers as they were at the capture."""
+    value = node.meta.get("example_value", node.meta.get("val"))
+    value = pytree.tree_map_only((torch.SymInt, torch.SymFloat, torch.SymBool), lambda number: number.node.hint, value)
+    with _disable_current_modes():
+        return pytree.tree_map_only(Tensor, lambda t: torch.empty(_sizes(t), dtype=t.dtype, device="meta"), value)
+
+
+def _sizes(x: Tensor) -> list[int]:
+    """The shape, symbolic sizes as they were at the capture. Raises TypeError for one that depends on data."""
+    return [int(size if isinstance(size, int) else size.node.hint) for size in x.shape]

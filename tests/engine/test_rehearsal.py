@@ -1,0 +1,50 @@
+"""``apply(..., example_inputs=...)`` finds at once what the first step would."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import fp4graph
+from fp4graph.runtime import runtime_of
+
+WIDE = {"version": 1, "name": "p", "rules": [{"name": "wide", "match": {"in_features": 12345}, "quantize": {}}]}
+
+
+@pytest.mark.parametrize("given", [lambda x: (x,), lambda x: x, lambda x: {"x": x}], ids=["tuple", "alone", "keywords"])
+def test_the_model_is_untouched_where_something_is_wrong(vit, images, given):
+    model = vit()
+    keys, state = list(model.state_dict()), torch.get_rng_state()
+    with pytest.raises(fp4graph.PolicyError, match="'wide' matches no site"):
+        fp4graph.apply(model, WIDE, backend="eager", example_inputs=given(images))
+    assert runtime_of(model) is None
+    assert list(model.state_dict()) == keys
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_it_trains_as_without_where_nothing_is(vit, images):
+    with_it = fp4graph.apply(vit(), "tetrajet", backend="eager", example_inputs=images)
+    without = fp4graph.apply(vit(), "tetrajet", backend="eager")
+    assert torch.equal(with_it(images), without(images))
+
+
+def test_every_phase_is_tried(vit, images):
+    policy = {
+        **WIDE,
+        "rules": [{"name": "all", "match": {}, "quantize": {}}],
+        "phases": [{"at": 100, "rules": WIDE["rules"]}],
+    }
+    with pytest.raises(fp4graph.PolicyError, match="'wide' matches no site"):
+        fp4graph.apply(vit(), policy, backend="eager", example_inputs=images)
+
+
+def test_the_backward_is_tried(monkeypatch):
+    from fp4graph_plugins.step_gradient import StepGradient
+
+    def element_slope(self, ratio, context):
+        raise RuntimeError("no way back")
+
+    monkeypatch.setattr(StepGradient, "element_slope", element_slope)
+    with pytest.raises(fp4graph.PluginError, match=r"step_gradient.*at 0: .*no way back"):
+        fp4graph.apply(nn.Sequential(nn.Linear(32, 32)), "wang-dge", backend="eager", example_inputs=torch.randn(4, 32))

@@ -1,0 +1,78 @@
+"""Hugging Face's save_pretrained and from_pretrained: what techniques keep comes back with the policy."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+import fp4graph
+
+TOKENS = torch.randint(0, 64, (2, 8), generator=torch.Generator().manual_seed(1))
+
+
+def llama() -> nn.Module:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads))
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> nn.Module:
+    """Three steps of training, saved in ``tmp_path``."""
+    model = fp4graph.apply(llama(), "tetrajet-qema", backend="eager")
+    optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+        optimizer.step()
+    model.save_pretrained(tmp_path)
+    return model
+
+
+def loaded(folder: Path) -> nn.Module:
+    return transformers.LlamaForCausalLM.from_pretrained(folder)
+
+
+def entries(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {key: value for key, value in model.state_dict().items() if "_fp4graph" in key}
+
+
+def test_the_same_policy_goes_on_where_it_was(trained: nn.Module, tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fp4graph.PolicyWarning)
+        again = fp4graph.apply(loaded(tmp_path), "tetrajet-qema", backend="eager")
+    assert entries(again).keys() == entries(trained).keys()
+    for key, value in entries(trained).items():
+        assert torch.equal(entries(again)[key], value), key
+    with torch.no_grad():
+        assert torch.equal(again.eval()(input_ids=TOKENS).logits, trained.eval()(input_ids=TOKENS).logits)
+
+
+def test_a_weight_that_changed_begins_anew(trained: nn.Module, tmp_path: Path) -> None:
+    model = loaded(tmp_path)
+    changed = model.model.layers[0].mlp.down_proj
+    with torch.no_grad():
+        changed.weight.add_(1)
+    with pytest.warns(fp4graph.PolicyWarning, match=r"weights of model\.layers\.0\.mlp\.down_proj are not those"):
+        fp4graph.apply(model, "tetrajet-qema", backend="eager")
+    assert torch.equal(changed._fp4graph.q_ema_weight, changed.weight.detach())
+    other = "model.layers.1.mlp.down_proj._fp4graph.q_ema_weight"
+    assert torch.equal(entries(model)[other], entries(trained)[other])
+
+
+def test_what_another_policy_does_not_keep_is_said(trained: nn.Module, tmp_path: Path) -> None:
+    with pytest.warns(fp4graph.PolicyWarning, match=r"14 entries are left out .*keeps nothing under these names"):
+        fp4graph.apply(loaded(tmp_path), "tetrajet", backend="eager")
+
+
+def test_a_plain_folder_holds_nothing(tmp_path: Path) -> None:
+    llama().save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fp4graph.PolicyWarning)
+        fp4graph.apply(loaded(tmp_path), "tetrajet-qema", backend="eager")

@@ -1,0 +1,96 @@
+"""What a spec means where it leaves something out, and what it refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import fp4graph
+from fp4graph import QuantSpec, ScaleSpec
+from fp4graph.numerics.formats import SCALES
+
+#: The values of E2M1, from zero up; a tie goes to the even position.
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float64)
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(64, 96, generator=torch.Generator().manual_seed(0))
+
+
+def by_rows(x: torch.Tensor, largest: float, values: np.ndarray) -> np.ndarray:
+    """Each line scaled by its amax/Qmax, unrounded, and rounded to the nearest of ``values``; no ties in this data."""
+    lines = x.double().numpy()
+    scale = (np.abs(lines).max(1, keepdims=True) / largest).astype(np.float32).astype(np.float64)
+    place = np.abs(np.abs(lines / scale)[..., None] - values).argmin(-1)
+    return np.sign(lines) * values[place] * scale
+
+
+@pytest.mark.parametrize(("element", "values"), [("e2m1", E2M1), ("int4", np.arange(8.0))])
+def test_a_scale_in_fp32_is_not_rounded(element: str, values: np.ndarray) -> None:
+    """amax/Qmax as it is: the maximum of a line comes back as itself, and nothing is clipped."""
+    x = rows()
+    spec = QuantSpec(element, "row", ScaleSpec("fp32"))  # type: ignore[arg-type]
+    found = fp4graph.fake_quantize(x, spec)
+    np.testing.assert_allclose(found.numpy(), by_rows(x, float(values[-1]), values), rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(found.abs().amax(1), x.abs().amax(1), rtol=3e-7, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("policy", "values", "axes"), [("wang-dge", E2M1, "row"), ("int4-per-tensor", np.arange(8.0), "tensor")]
+)
+def test_recipes_with_unrounded_scales(policy: str, values: np.ndarray, axes: str) -> None:
+    """Wang et al. take amax/6 of a token or channel, TetraJet's INT4 row amax/7 of the tensor."""
+    from fp4graph.operands import Operand
+
+    (rule,) = fp4graph.load_policy(policy).rules
+    spec = rule.specs[Operand.FPROP_WEIGHT]
+    assert spec is not None
+    x = rows()
+    expected = by_rows(x if axes == "row" else x.reshape(1, -1), float(values[-1]), values).reshape(x.shape)
+    np.testing.assert_allclose(fp4graph.fake_quantize(x, spec).numpy(), expected, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_the_rule_a_format_has_by_itself(name: str) -> None:
+    """OCP's floor for powers of two; a format with mantissa bits is rounded to nearest."""
+    assert ScaleSpec(name).rounding == ("floor" if name == "e8m0" else "nearest_even")  # type: ignore[arg-type]
+    assert ScaleSpec(name, convention="encode").rounding == "nearest_even"  # type: ignore[arg-type]
+    assert QuantSpec.from_text(QuantSpec(scale=ScaleSpec(name)).to_text()).scale == ScaleSpec(name)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", [name for name in SCALES if name != "e8m0"])
+@pytest.mark.parametrize("rule", ["floor", "ceil", "amax_ceil", "amax_even"])
+def test_mantissa_bits_are_not_thrown_away(name: str, rule: str) -> None:
+    with pytest.raises(fp4graph.SpecError, match=rf"{rule}.*{name}.*mantissa bits.*nearest_even"):
+        ScaleSpec(name, rule)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: QuantSpec(scale={"format": "e4m3"}), r"scale must be a ScaleSpec.*ScaleSpec\(format='e4m3'\)"),
+        (lambda: QuantSpec(scale="e4m3"), r"scale must be a ScaleSpec; got 'e4m3' \(str\)"),
+        (lambda: QuantSpec(element=4), r"element must be .*name.*ElementFormat; got 4 \(int\)"),
+        (lambda: QuantSpec(element="e2m2"), r"no element format 'e2m2'; did you mean"),
+        (lambda: QuantSpec(block="32"), r"block must be .*got '32' \(str\)"),
+        (lambda: QuantSpec(block=32.0), r"block must be .*got 32.0 \(float\)"),
+        (lambda: QuantSpec(block=(1, 2, 3)), r"block must be .*tuple of two"),
+        (lambda: QuantSpec(block=0), r"at least one element"),
+        (lambda: QuantSpec(rounding="stochstic"), r"rounding must be one of nearest, stochastic; got 'stochstic'"),
+        (lambda: QuantSpec(ties=True), r"ties must be one of even, up, away; got True"),
+        (lambda: QuantSpec(random_bits="8"), r"random_bits is a whole number.*got '8' \(str\)"),
+        (lambda: QuantSpec(source="Q1"), r"source must be one of original, fprop"),
+        (lambda: QuantSpec(from_master=1), r"from_master must be True or False"),
+        (lambda: ScaleSpec(8), r"scale format must be .*ScaleFormat; got 8 \(int\)"),
+        (lambda: ScaleSpec("e4m3", "nearest"), r"scale rounding must be one of floor.*got 'nearest'"),
+        (lambda: ScaleSpec(convention="both"), r"scale convention must be one of decode, encode"),
+        (lambda: ScaleSpec(zero=0), r"scale zero must be one of nearest_subnormal, to_one"),
+        (lambda: fp4graph.fake_quantize(torch.ones(2, 32), {"element": "e2m1"}), r"spec must be a QuantSpec.*got dict"),
+    ],
+)
+def test_fields_that_make_no_quantizer(make, message: str) -> None:
+    with pytest.raises(fp4graph.Error, match=message) as raised:
+        make()
+    assert isinstance(raised.value, TypeError)
+    assert isinstance(raised.value, ValueError)

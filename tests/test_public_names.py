@@ -1,0 +1,68 @@
+"""What ``import fp4graph`` gives, without any other import."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import types
+
+import pytest
+
+import fp4graph
+
+FUNCTIONS = {
+    "apply": "model policy backend seed dynamic total_forwards example_inputs",
+    "remove": "model",
+    "bypass": "model",
+    "load_policy": "ref",
+    "explain": "model policy args kwargs",
+    "prepare_optimizer": "model optimizer",
+    "grad_scaler": "model",
+    "set_total_forwards": "model total_forwards",
+    "detect_nonfinite": "model",
+    "fake_quantize": "x spec dim key",
+    "pack": "x spec dim key",
+    "unpack": "packed",
+    "strip": "state_dict",
+}
+CLASSES = [
+    *("CaptureError", "Context", "Error", "Explanation", "Gemm", "NonFiniteError", "Operand", "Overhead", "Packed"),
+    *("PluginError", "Policy", "PolicyError", "PolicyWarning", "QuantSpec", "ScaleSpec", "Site", "StateEntry"),
+    *("Technique", "UncompiledError"),
+]
+MODULES = ("analysis", "formats", "integrations", "optim", "training")
+
+
+def test_the_table_is_complete() -> None:
+    assert {*FUNCTIONS, *CLASSES, *MODULES, "hookimpl"} <= set(fp4graph.__all__)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_take_what_they_promise(name: str) -> None:
+    parameters = inspect.signature(getattr(fp4graph, name)).parameters
+    assert FUNCTIONS[name].split() == list(parameters)[: len(FUNCTIONS[name].split())]
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_classes(name: str) -> None:
+    assert isinstance(getattr(fp4graph, name), type)
+
+
+@pytest.mark.parametrize("name", fp4graph.__all__)
+def test_every_name_is_there_after_one_import(name: str) -> None:
+    assert hasattr(fp4graph, name)
+    assert name in dir(fp4graph)
+
+
+def test_modules_need_no_import_of_their_own() -> None:
+    code = f"import fp4graph; print(*[getattr(fp4graph, name).__name__ for name in {MODULES}])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == [f"fp4graph.{name}" for name in MODULES]
+    assert isinstance(fp4graph.optim, types.ModuleType)
+    assert isinstance(fp4graph.optim.StableSPAM, type)
+
+
+@pytest.mark.parametrize("error", ["CaptureError", "NonFiniteError", "PluginError", "PolicyError", "UncompiledError"])
+def test_one_except_catches_every_error(error: str) -> None:
+    assert issubclass(getattr(fp4graph, error), fp4graph.Error)
