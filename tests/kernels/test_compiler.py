@@ -118,6 +118,18 @@ exit 1"""
     assert [path for path in (fresh / "cache").rglob("*") if path.is_file()] == []
 
 
+def test_a_compiler_that_has_gone_since_the_cache_was_filled(
+    fresh: Path, trained: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is tried first is in the cache, and the quantizers are not."""
+    assert cpu.available()
+    cpu.available.cache_clear()
+    (fresh / "empty").mkdir()
+    monkeypatch.setenv("PATH", str(fresh / "empty"))
+    with pytest.warns(UserWarning, match=r"no such program: .*Install g\+\+"):
+        assert_same_bits(train(POLICY), trained)
+
+
 # ------------------------------------------------------------------ two at once
 
 SPEC = QuantSpec("int4", 32, ScaleSpec("ue5m3", "nearest_even"))
