@@ -11,6 +11,7 @@ from pydantic import Field, field_validator
 
 from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics.blocking import Granularity, Groups
+from fp4graph.numerics.exact import root
 from fp4graph.operands import Operand, select
 from fp4graph.site import SiteView
 from fp4graph.technique import Context, OperandSpecs, Overhead, Technique
@@ -89,7 +90,7 @@ class ConditionalScaling(Technique):
         g = tensor.reduce(z, "amax")
         smallest = -tensor.reduce(-torch.where(z > 0, z, torch.inf), "amax")  # of zeros alone Inf
         data_range = g / smallest
-        centred = torch.sqrt(g) * torch.sqrt(smallest) * (math.sqrt(number.max * number.min) / qmax)
+        centred = root(g) * root(smallest) * (math.sqrt(number.max * number.min) / qmax)
         # s̃ as t + a·(s_p - Qmax/g), which is the same line: b is the difference of two nearly equal numbers. And with
         # s_p in units of Qmax/g, since Qmax/m_p overflows for a small m_p.
         span = data_range.clamp(max=_LARGEST) - 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import ClassVar, Literal
 
@@ -10,14 +11,19 @@ from pydantic import Field, field_validator
 
 from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics import scaling
+from fp4graph.numerics.exact import total
 from fp4graph.numerics.formats import E2M1
-from fp4graph.numerics.rounding import round_nearest
+from fp4graph.numerics.rounding import EXPONENT_MASK, round_nearest
+from fp4graph.numerics.spec import Block
 from fp4graph.operands import Operand, select
 from fp4graph.site import SiteView
 from fp4graph.technique import Context, OperandSpecs, Overhead, Technique
 
 #: Scale rules under which no element is clipped.
 _ROUND_UP = ("ceil", "amax_ceil", "toward_positive")
+_SMALLEST_NORMAL = 2.0**-126  # of fp32
+#: Elements of a block whose length is not fixed, at most.
+_MOST = {"row": 1 << 24, "tensor": 1 << 33}
 
 
 class FourOverSix(Technique):
@@ -92,22 +98,23 @@ class FourOverSix(Technique):
         spec = context.spec
         assert spec is not None
         six, four = (scaling.block_scale(z * stretch, spec.scale, spec.element) for stretch in (1.0, 6 / 4))
-        # In float64: compiled code sums in another order, and in float32 might choose otherwise. There it could only
-        # where two sums differ in their last bit; sums that are equal, as ties of data with few bits are, are exact.
+        # Sums in shares of a power of two above Z, so that they are exact: compiled code adds in another order.
+        above = 2 * (z.view(torch.int32) & EXPONENT_MASK).view(torch.float32).clamp(min=_SMALLEST_NORMAL).double()
         errors = []
         for scale in (six, four):
             codes = round_nearest(scaling.ratio(values, scale, spec), spec.element, spec.ties)
             error = (scaling.dequantize(codes, scale, spec).double() - values.double()).abs()
-            errors.append(self._measured(error, context.axes))
+            errors.append(self._measured(error / above, spec.block, context.axes))
         chooses_four = errors[1] < errors[0]
         if spec.scale.convention == "decode":
             chooses_four = chooses_four & (z <= 4 * spec.scale.format.max)
         return torch.where(chooses_four, four, six)
 
-    def _measured(self, error: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
+    def _measured(self, error: torch.Tensor, block: Block, axes: tuple[int, ...]) -> torch.Tensor:
         if self.measure == "amax":
             return error.amax(axes, keepdim=True)
-        return (error * error if self.measure == "mse" else error).sum(axes, keepdim=True)
+        most = _MOST[block] if isinstance(block, str) else math.prod(block) if isinstance(block, tuple) else block
+        return total(error * error if self.measure == "mse" else error, axes, most)
 
 
 @hookimpl

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Iterator
 
 import pytest
 import timm
 import torch
 from torch import nn
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what is marked ``compiler``, or asks for the fixture ``inductor``, where there is no C++ compiler."""
+    if item.get_closest_marker("compiler") or "inductor" in getattr(item, "fixturenames", ()):
+        name = os.environ.get("CXX", "g++")
+        if shutil.which(name) is None:
+            pytest.skip(f"needs a C++ compiler, and there is no {name}: install g++, or name a compiler in CXX")
 
 
 @pytest.fixture(autouse=True)

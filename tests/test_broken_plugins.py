@@ -234,6 +234,7 @@ def test_an_exception_while_the_model_is_compiled_is_named(stage: str, model: nn
     assert "_fp4graph" not in " ".join(model.state_dict())  # as it was before apply()
 
 
+@pytest.mark.compiler
 def test_a_wrong_result_under_inductor_is_named(model: nn.Module) -> None:
     broken = policy("broken", technique("broken", round=lambda self, ratio, scale, context: ratio[..., :1]))
     with pytest.raises(fp4graph.PluginError, match=r"returned shape \(5, 2, 1\) where \(5, 2, 32\) is due$") as caught:

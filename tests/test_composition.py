@@ -180,6 +180,7 @@ def test_any_combination_trains(data: dict[str, Any]) -> None:
     assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.compiler
 @settings(quick, max_examples=5)
 @given(policies())
 def test_quantizers_are_bit_identical_compiled(data: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import functools
 import hashlib
 import os
 import platform
+import shutil
 import subprocess
 import tempfile
 import warnings
@@ -127,6 +128,9 @@ def packs(spec: QuantSpec) -> bool:
 def available() -> bool:
     """Whether there is a C++ compiler that takes the kernels; warns once where there is none."""
     try:
+        # Though this one library be in the cache: those of other quantizers may not be.
+        if shutil.which(_compiler()) is None:
+            raise FileNotFoundError(f"no such program: {_compiler()}")
         _build("")
     except (OSError, subprocess.SubprocessError) as error:
         said = str(getattr(error, "stderr", None) or error).splitlines()
@@ -272,7 +276,7 @@ def _build(entry: str) -> Path:
     """
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    compiler = os.environ.get("CXX", "g++")
+    compiler = _compiler()
     flags = [*_FLAGS, *(() if platform.system() == "Darwin" else ("-fopenmp", "-march=native"))]
     source = _source() + entry
     digest = hashlib.sha256("\0".join([_machine(), compiler, *flags, source]).encode()).hexdigest()[:24]
@@ -287,6 +291,10 @@ def _build(entry: str) -> Path:
             subprocess.run(command, check=True, capture_output=True, text=True)
             built.replace(library)  # atomic: other processes build the same
     return library
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX", "g++")
 
 
 @functools.cache

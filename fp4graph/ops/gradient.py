@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fp4graph.numerics.scaling import constant
 from fp4graph.ops import contract
 from fp4graph.technique import Context, Technique, overrides
 
@@ -60,7 +61,7 @@ def block_slope(q: Quantization, techniques: Sequence[tuple[Technique, Context]]
     gradient = _last(techniques, "statistic_gradient", x, q.statistic)
     if gradient is None:
         return slope
-    qmax = torch.full((), q.spec.element.max, dtype=torch.float32, device=q.z.device)
+    qmax = constant(q.spec.element.max, q.z)
     encode = q.spec.scale.convention == "encode"
     ideal = qmax / q.z if encode else q.z / qmax
     scale_slope = _last(techniques, "scale_slope", ideal)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from processes import PATIENCE
 from torch import nn
 from typer.testing import CliRunner
 
@@ -117,8 +118,9 @@ def test_in_a_browser(page):
         pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
     said, asked = [], []
     with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])
+        browser = driver.chromium.launch(executable_path=browser_path, args=["--no-sandbox"], timeout=1000 * PATIENCE)
         tab = browser.new_page(viewport={"width": 1200, "height": 900})
+        tab.set_default_timeout(1000 * PATIENCE)
         tab.on("console", lambda message: said.append(message.text))
         tab.on("pageerror", lambda error: said.append(str(error)))
         tab.on("request", lambda request: asked.append(request.url))

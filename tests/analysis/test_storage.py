@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import python, run
 
 import fp4graph
 from fp4graph.analysis import read
@@ -106,7 +107,7 @@ try:
 except fp4graph.Error as error:
     print(step, error)
 """
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    return run(python("-c", code))
 
 
 @pytest.mark.skipif(os.name != "posix", reason="limits of file sizes are POSIX's")

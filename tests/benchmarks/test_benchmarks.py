@@ -160,7 +160,7 @@ def test_a_process_times_its_first_step(tmp_path: Any, monkeypatch: pytest.Monke
     from benchmarks.first_step import run
 
     said = run("trial-vit", 4, "float32", "cpu", "eager", "tetrajet", str(tmp_path))
-    assert 0 < said["seconds"] < 60
+    assert said["seconds"] > 0
     assert math.isfinite(said["loss"])
     monkeypatch.setattr(sys, "executable", shutil.which("false"))
     with pytest.raises(RuntimeError, match="the process of tetrajet ended with 1"):

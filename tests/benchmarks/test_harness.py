@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,21 +47,26 @@ def test_a_ratio_that_does_not_settle_ends_at_the_limit_and_says_so():
     assert len(alternate(cycle([], "", 1.0), cycle([], "", 1.0, 2.0), Patience(0.0)).pairs) == 1
 
 
-def test_functions_are_called_before_they_are_timed_and_short_ones_many_times():
-    from benchmarks.timing import Patience, compare
+def test_functions_are_called_before_they_are_timed_and_short_ones_many_times(monkeypatch: pytest.MonkeyPatch):
+    """By a clock that only their calls move."""
+    from benchmarks import timing
 
-    calls = {"base": 0, "own": 0}
+    lasts, calls, now = {"base": 1e-5, "own": 2e-5}, {"base": 0, "own": 0}, 0.0
 
     def count(name: str) -> None:
+        nonlocal now
         calls[name] += 1
+        now += lasts[name]
 
-    patience = Patience(60, least=1, most=1)
-    comparison = compare(
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=lambda: now))
+    patience = timing.Patience(60, least=1, most=1)
+    comparison = timing.compare(
         lambda: count("base"), lambda: count("own"), torch.device("cpu"), patience, warm_up=2, sample=1e-3
     )
-    assert len(comparison.pairs) == 1
-    assert all(n > 50 for n in calls.values())
-    assert all(seconds < 1e-4 for seconds in comparison.pairs[0])
+    assert list(comparison.pairs) == [pytest.approx((1e-5, 2e-5))]
+    # Two calls to warm up, one to see how long it takes, and a millisecond of calls.
+    assert calls["base"] == pytest.approx(3 + 100, abs=1)
+    assert calls["own"] == pytest.approx(3 + 50, abs=1)
 
 
 class FakeContext:

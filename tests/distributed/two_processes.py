@@ -1,15 +1,13 @@
 """Runs the cases of a file on two processes over gloo, and says what became of each.
 
 A file of cases is a module of functions called ``case_...``, each run on both ranks; what one raises on either is its
-outcome. ``python -m torch.distributed.run ... two_processes.py FILE FOLDER [CASE ...]`` runs all or some.
+outcome. ``run_ranks(python("two_processes.py", FILE, FOLDER, *CASES), FOLDER)`` runs all or some.
 """
 
 from __future__ import annotations
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 import time
 import traceback
@@ -23,8 +21,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from processes import PARTNER, python, rendezvous, run_ranks, write_whole
+
 HERE = Path(__file__).parent
-TIMEOUT = 240
 
 
 def cases(module: ModuleType) -> dict[str, Callable[[], None]]:
@@ -33,31 +33,26 @@ def cases(module: ModuleType) -> dict[str, Callable[[], None]]:
 
 
 def launch(file: str, folder: Path) -> dict[str, str]:
-    """What each case of ``file`` raised, on which rank; "" for nothing."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(
-        [*command, str(HERE / "two_processes.py"), file, str(folder)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-    )
-    print(run.stdout)
-    outcomes: dict[str, str] = {}
-    for rank in range(2):
+    """What each case of ``file`` raised, on which rank; "" for nothing.
+
+    A case that a rank did not come to the end of has as its outcome how that rank ended, and what it said.
+    """
+    failures = run_ranks(python(HERE / "two_processes.py", file, folder), folder)
+    print((folder / "rank0.log").read_text(errors="replace"))
+    outcomes = dict.fromkeys(cases(importlib.import_module(file)), "")
+    for rank, failure in enumerate(failures):
         report = folder / f"rank{rank}.json"
-        if not report.exists():
-            raise AssertionError(f"rank {rank} did not come to an end:\n{run.stdout[-2000:]}\n{run.stderr[-6000:]}")
-        for name, raised in json.loads(report.read_text()).items():
-            outcomes[name] = outcomes.get(name, "") + (f"on rank {rank}:\n{raised}" if raised else "")
+        reported: dict[str, str] = json.loads(report.read_text()) if report.exists() else {}
+        for name in outcomes:
+            raised = reported.get(name, f"no outcome: {failure or 'the rank ended before this case'}")
+            outcomes[name] += f"on rank {rank}:\n{raised}\n" if raised else ""
     return outcomes
 
 
 def main(file: str, folder: Path, *only: str) -> None:
     """One rank: every case in turn. A case that fails on one rank would leave the other waiting: its end is agreed."""
     warnings.simplefilter("ignore")  # torch's own, on views and on random numbers of DTensors
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PARTNER), **rendezvous(folder))  # type: ignore[arg-type]
     module = importlib.import_module(file)
     module.FOLDER = folder  # type: ignore[attr-defined]
     outcomes = {}
@@ -74,7 +69,7 @@ def main(file: str, folder: Path, *only: str) -> None:
             outcomes[name] = traceback.format_exc(limit=-6)
         if dist.get_rank() == 0:
             print(f"{time.perf_counter() - begin:6.1f} s {name}", flush=True)
-        (folder / f"rank{dist.get_rank()}.json").write_text(json.dumps(outcomes))
+        write_whole(folder / f"rank{dist.get_rank()}.json", json.dumps(outcomes))
         dist.barrier()
     dist.destroy_process_group()
 

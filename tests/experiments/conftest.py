@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import PATIENCE
 
 
 def _programs() -> Path | None:
@@ -45,16 +46,17 @@ class Postgres:
             self._process = subprocess.Popen(
                 [self.programs / command[0], *command[1:]], user=self._user, cwd=self.folder, stdout=log, stderr=log
             )
-        for _ in range(300):
+        deadline = time.monotonic() + PATIENCE
+        while self._process.poll() is None and time.monotonic() < deadline:
             if self._run("pg_isready", "-h", str(self.folder)).returncode == 0:
                 return
             time.sleep(0.1)
-        raise AssertionError((self.folder / "log").read_text())
+        raise AssertionError(f"PostgreSQL did not start:\n{(self.folder / 'log').read_text()}")
 
     def stop(self) -> None:
         if self._process:
             self._process.send_signal(2)  # a fast shutdown: connections are closed
-            self._process.wait(30)
+            self._process.wait(PATIENCE)
             self._process = None
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import PATIENCE
 from typer.testing import CliRunner
 
 import fp4graph
@@ -287,7 +288,7 @@ def test_a_killed_run_is_readable_and_goes_on(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from fp4graph.cli import main; main()", "train", "digits", *options]
     command += ["--steps=400", "--validate-every=20", f"--output={tmp_path / 'run'}"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE
     while not any(line["step"] > 25 for line in read_metrics(tmp_path / "run")) and time.monotonic() < deadline:
         assert process.poll() is None, "it ended by itself"
         time.sleep(0.02)

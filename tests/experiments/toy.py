@@ -78,7 +78,7 @@ def sweep(url: str, log: str, trials: int, milliseconds: int) -> None:
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     run = Run("digits", steps=1, validate_every=milliseconds, data=log)
-    study = Study.create(url, "toy", Manifest.of(load_space("design-space"), run.to_json(), patience=1.5))
+    study = Study.create(url, "toy", Manifest.of(load_space("design-space"), run.to_json(), patience=6.0))
     job = Job(url, "toy", trials, "random", "none", "cpu", str(Path(log).parent), workers=2, objective=logged)
     with Workers(job, study) as workers:
         for _ in workers.watch():

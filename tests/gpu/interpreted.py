@@ -35,7 +35,8 @@ from .absent import Generated
 def prepare() -> None:
     """Called once, when the worker starts."""
     np.seterr(all="ignore")  # integers wrap around, NaN is compared, as on the GPU
-    for name, function in {"floor": np.floor, "ceil": np.ceil, "nearbyint": np.rint, "rint": np.rint}.items():
+    functions = {"floor": np.floor, "ceil": np.ceil, "nearbyint": np.rint, "rint": np.rint, "sqrt": np.sqrt}
+    for name, function in functions.items():
         setattr(triton_helpers.libdevice, name, _elementwise(function))
     InterpreterBuilder.cast_impl = _cast
     ReduceOps.apply_impl = _reduce

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 import fp4graph
@@ -19,6 +20,8 @@ from fp4graph.ops import plain
 from fp4graph.ops.matmul import MatmulProgram
 from fp4graph.reference import shipped_registry
 from fp4graph.site import BlockPosition, SiteView
+
+pytestmark = pytest.mark.compiler  # caches of Inductor
 
 TESTS = Path(__file__).parents[1]
 TECHNIQUE = '''

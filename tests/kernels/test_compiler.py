@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from numerics.helpers import assert_same_bits
+from processes import PATIENCE
 from torch import Tensor
 
 from fp4graph.kernels import cpu
@@ -21,6 +22,8 @@ from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.ops import plain
 
 from .models import train
+
+pytestmark = pytest.mark.compiler
 
 TESTS = str(Path(__file__).parents[1])
 POLICY = "tetrajet"
@@ -40,7 +43,7 @@ def start(code: str, folder: Path, **environment: str) -> subprocess.Popen[str]:
 
 
 def answer(process: subprocess.Popen[str]) -> Any:
-    out, err = process.communicate(timeout=300)
+    out, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, out + err
     return json.loads(out.splitlines()[-1])
 
@@ -115,6 +118,18 @@ exit 1"""
     assert [path for path in (fresh / "cache").rglob("*") if path.is_file()] == []
 
 
+def test_a_compiler_that_has_gone_since_the_cache_was_filled(
+    fresh: Path, trained: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is tried first is in the cache, and the quantizers are not."""
+    assert cpu.available()
+    cpu.available.cache_clear()
+    (fresh / "empty").mkdir()
+    monkeypatch.setenv("PATH", str(fresh / "empty"))
+    with pytest.warns(UserWarning, match=r"no such program: .*Install g\+\+"):
+        assert_same_bits(train(POLICY), trained)
+
+
 # ------------------------------------------------------------------ two at once
 
 SPEC = QuantSpec("int4", 32, ScaleSpec("ue5m3", "nearest_even"))
@@ -132,7 +147,7 @@ TOGETHER = """for word; do case "$word" in *.cpp) source="$word";; esac; done
 name="$MEETING/$(cksum < "$source" | tr ' ' -)"
 touch "$name.$$"
 tries=0
-while [ "$(ls "$name".* | wc -l)" -lt "$BUILDERS" ] && [ "$tries" -lt 600 ]; do sleep 0.1; tries=$((tries + 1)); done
+while [ "$(ls "$name".* | wc -l)" -lt "$BUILDERS" ] && [ "$tries" -lt 12000 ]; do sleep 0.1; tries=$((tries + 1)); done
 exec g++ "$@" """
 
 

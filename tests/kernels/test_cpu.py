@@ -36,6 +36,8 @@ from .quantizers import (
     ties,
 )
 
+pytestmark = pytest.mark.compiler
+
 ROWS = list(covering())
 MXFP4 = QuantSpec("e2m1", 32, ScaleSpec("e8m0", "ceil"), "nearest", "up")
 STOCHASTIC = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "stochastic"), "stochastic")
@@ -328,7 +330,7 @@ def test_threads_change_nothing(threads: Callable[[int], None]) -> None:
 # ------------------------------------------------------------------ operators
 
 _x = torch.randn(6, 70)
-_values, _codes, _scales = torch.ops.fp4graph.quantize_and_pack(_x, MXFP4.to_text(), None, None, [])
+_packed = pack(_x, MXFP4)
 _again = STOCHASTIC.to_text()
 NO_BLOCKS = (None, None, None, None)
 OPERATORS: dict[str, tuple[Any, tuple[Any, ...]]] = {
@@ -350,9 +352,9 @@ OPERATORS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     ),
     "requantize": (
         "requantize",
-        (_codes, _scales, MXFP4.to_text(), 70, torch.bfloat16, _again, KEY, STEP, list(SALTS)),
+        (_packed.codes, _packed.scales, MXFP4.to_text(), 70, torch.bfloat16, _again, KEY, STEP, list(SALTS)),
     ),
-    "unpack": ("unpack", (_codes, _scales, MXFP4.to_text(), 70, torch.float32)),
+    "unpack": ("unpack", (_packed.codes, _packed.scales, MXFP4.to_text(), 70, torch.float32)),
 }
 
 

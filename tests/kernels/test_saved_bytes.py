@@ -13,6 +13,8 @@ from torch import Tensor, nn
 import fp4graph
 from fp4graph.ops import plain
 
+pytestmark = pytest.mark.compiler  # tensor code keeps no bytes
+
 M, K, N = 96, 128, 64  # tokens, in, out
 PACKED, BF16 = 1 / 2 + 1 / 32, 2  # bytes per element, of MXFP4 (two codes to a byte, a scale to 32) and of bf16
 INPUT, WEIGHT = M * K, N * K

@@ -14,6 +14,8 @@ from fp4graph.reference import shipped_registry
 
 from .models import train
 
+pytestmark = pytest.mark.compiler
+
 POLICIES = sorted(shipped_registry().policies)
 DTYPES = (torch.float32, torch.bfloat16)
 

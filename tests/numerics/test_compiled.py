@@ -12,6 +12,8 @@ from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 
 from .helpers import any_floats, assert_same_bits, blocks_of_every_scale
 
+pytestmark = pytest.mark.compiler
+
 CASES = {
     "mxfp4": (QuantSpec(), -1),
     "tetrajet": (QuantSpec(scale=ScaleSpec("e8m0", "ceil"), rounding="stochastic"), 0),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from fp4graph.numerics.noise import derive, gaussian, hash_bits, make_key
@@ -55,6 +56,7 @@ def test_keys_indices_and_neighbours_are_independent() -> None:
         assert correlation.abs().max() < 5 / math.sqrt(N >> 3)
 
 
+@pytest.mark.compiler
 def test_compiled_code_draws_the_same() -> None:
     torch._dynamo.reset()
     key = make_key("compiled")

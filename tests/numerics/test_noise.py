@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
+from processes import python, run
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp4graph.numerics import noise
@@ -111,8 +109,7 @@ def test_keys_are_pinned_and_distinguish_their_parts() -> None:
     ]
     assert len({tuple(key.tolist()) for key in keys}) == len(keys)
     code = "from fp4graph.numerics.noise import make_key; print(make_key(3, 'x').tolist())"
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert printed.strip() == str(make_key(3, "x").tolist())
+    assert run(python("-c", code)).strip() == str(make_key(3, "x").tolist())
     with pytest.raises(TypeError, match="int and str"):
         make_key(1.5)  # type: ignore[arg-type]
 

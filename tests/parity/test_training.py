@@ -22,6 +22,8 @@ from torch import nn
 
 import fp4graph
 
+pytestmark = pytest.mark.compiler
+
 STEPS = 20
 WIDTH = {"embed_dim": 192, "num_heads": 3}
 POLICIES = sorted(file.stem for file in Path(fp4graph_policies.__file__).parent.glob("*.yaml"))

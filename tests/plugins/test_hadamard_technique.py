@@ -192,9 +192,11 @@ def test_a_block_that_does_not_divide_is_refused_at_load():
     program({"block": 32, "scope": ["wgrad"]}, block=24, operands={"wgrad": {"block": 32}})
 
 
-def test_bit_identical_compiled(data, inductor):
-    x, w, _ = data
-    built = program({})
+def test_bit_identical_compiled(inductor):
+    """Of data whose sums are exact: in which order a BLAS adds is its own affair."""
+    generator = torch.Generator().manual_seed(1)
+    x, w = (torch.randint(-128, 129, shape, generator=generator) / 16 for shape in ((50, 64), (96, 64)))
+    built = program({"block": 16})
 
     def both(x, w, key, step):
         rotation = built.fprop.rotate(x, w, Draw(key, step))

@@ -274,12 +274,15 @@ def test_hadamard_rotates_before():
 
 
 @pytest.mark.parametrize(
-    ("options", "dtype"),
-    [({}, torch.float32), ({}, torch.bfloat16), ({"rank": 5, "quantize_components": True}, torch.float32)],
+    ("options", "dtype", "far"),
+    [
+        ({}, torch.float32, 1e-5),
+        ({}, torch.bfloat16, 2e-3),  # a rounding to bf16 or to a code may go the other way
+        ({"rank": 5, "quantize_components": True}, torch.float32, 2e-2),
+    ],
 )
-def test_eager_and_inductor_agree(options, dtype, inductor):
-    """QR and matrix products are calls to one library in both. Left out: products of a batch with an axis of 1 (rank 1)
-    and matrices of one column, which Inductor sums itself."""
+def test_eager_and_inductor_agree(options, dtype, far, inductor):
+    """To what the last bits of LAPACK's QR and of a BLAS's products come to, relative to W."""
 
     def f(w):
         return tuple(term.values for term in site(options).operand(Operand.FPROP_WEIGHT)(w, DRAW))
@@ -289,7 +292,8 @@ def test_eager_and_inductor_agree(options, dtype, inductor):
     compiled = inductor(f, tensors[0].to(dtype))
     for w in tensors:
         for a, b in zip(f(w.to(dtype)), compiled(w.to(dtype)), strict=True):
-            torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+            assert torch.equal(a.isnan(), b.isnan())
+            assert (a.float() - b.float()).nan_to_num().norm() <= far * w.nan_to_num().norm()
 
 
 def test_eager_and_inductor_agree_on_batches(inductor):
@@ -297,7 +301,8 @@ def test_eager_and_inductor_agree_on_batches(inductor):
         return tuple(term.values for term in site({"rank": 4}).operand(Operand.FPROP_WEIGHT)(w, DRAW))
 
     batch = torch.stack([with_strong_directions(40, 70, seed=seed) for seed in range(3)])
-    assert all(torch.equal(a, b) for a, b in zip(f(batch), inductor(f, batch)(batch), strict=True))
+    for a, b in zip(f(batch), inductor(f, batch)(batch), strict=True):
+        assert (a - b).norm() <= 1e-5 * batch.norm()
 
 
 @pytest.mark.parametrize("quantized", [False, True])

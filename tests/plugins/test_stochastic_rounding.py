@@ -92,6 +92,7 @@ def test_implied_by_its_spec():
     assert plan([], quantize)[1].complexity == 0.25
 
 
+@pytest.mark.compiler
 def test_compiled_bits():
     x = torch.randn(16, 64)
     for technique in ({"range_guard": 0.75, "bits": 8}, {"range_guard": 1.0625}):

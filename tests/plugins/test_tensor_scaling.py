@@ -113,7 +113,7 @@ def test_every_operand_has_its_own():
     assert acting == {Operand.DGRAD_GRAD_OUTPUT, Operand.WGRAD_GRAD_OUTPUT}
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.compiler)])
 def test_held_scales_are_refreshed_every_few_forwards(backend):
     """γ of all six operands: kept for 3 forwards, saved, restored; an evaluation in between changes nothing."""
     torch.manual_seed(0)
@@ -149,6 +149,7 @@ def test_two_forwards_before_one_backward_with_held_scales():
     assert x.grad.isfinite().all()
 
 
+@pytest.mark.compiler
 def test_compiled_bits(x):
     for options in ({}, {"granularity": "row"}, {"granularity": 32}):
         f = program(options)

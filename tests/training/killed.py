@@ -1,18 +1,23 @@
 """A training that is killed again and again, for test_checkpoint.py: python killed.py FOLDER KILLS.
 
-This process imports everything once and forks a child for each life of the training. Half of the children die some
-time between two steps or in one, half while they save; each is killed by SIGKILL from here. The last one is let be.
+This process imports everything once and forks a child for each life of the training; each is killed by SIGKILL from
+here. Half of the children die some time between two steps or in one. The others stop in the middle of a save, say so,
+and wait for the kill, so that it meets the save however busy the machine is. The last child is let be.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import signal
 import sys
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
@@ -55,14 +60,61 @@ def train(path: Path, report: int) -> None:
         checkpoint.save(path, model, optimizer, scaler=scaler, scheduler=scheduler, progress={"losses": losses})
 
 
-def live(path: Path) -> tuple[int, int]:
-    """Fork a child that trains: (its pid, where it reports its steps)."""
+@dataclass
+class Stopping:
+    """The file of a save, which ``stop`` is called in: at its n-th write, or at its end if there are fewer."""
+
+    file: BinaryIO
+    writes: int
+    stop: Callable[[], None]
+
+    def write(self, data: Any) -> int:
+        self.writes -= 1
+        if self.writes == 0:
+            self.stop()
+        return self.file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
+
+
+def stop_in_a_save(report: int, saves: int, writes: int) -> None:
+    """Have this process stop at that write of that save, and say so by an "!" to ``report``."""
+    replacing = checkpoint.replacing
+
+    def stop() -> None:
+        os.write(report, b"!")
+        while True:
+            signal.pause()
+
+    @contextlib.contextmanager
+    def watched(path: Path) -> Iterator[Any]:
+        nonlocal saves
+        saves -= 1
+        with replacing(path) as file:
+            if saves:
+                yield file
+            else:
+                yield Stopping(file, writes, stop)
+                stop()
+
+    checkpoint.replacing = watched
+
+
+def live(path: Path, stops_at: tuple[int, int] | None = None) -> tuple[int, int]:
+    """Fork a child that trains: (its pid, where it reports its steps).
+
+    Args:
+        stops_at: the save, and the write of it, at which the child stops.
+    """
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         code = 1
         try:
             os.close(reader)
+            if stops_at:
+                stop_in_a_save(writer, *stops_at)
             train(path, writer)
             code = 0
         except BaseException:  # noqa: BLE001  # a child must not return to the caller
@@ -87,17 +139,14 @@ def finish(path: Path) -> None:
 def kill_one(path: Path, chance: random.Random, while_saving: bool) -> dict[str, object]:
     """A life that ends at a random moment."""
     temporary = path.with_name(path.name + ".tmp")
-    pid, reader = live(path)
-    moments = [time.perf_counter() for _ in range(chance.randint(3, 6)) if os.read(reader, 1)]
-    lasts = moments[-1] - moments[-2]  # the first step compiles
     if while_saving:
-        # What an earlier death left has gone with this life's first save.
-        deadline = time.perf_counter() + 10
-        while not temporary.exists() and time.perf_counter() < deadline:
+        pid, reader = live(path, (chance.randint(3, 6), chance.choice([1, 2, 3, 5, 8, 13, 1000])))
+        while os.read(reader, 1) == b".":
             pass
-        time.sleep(chance.uniform(0, lasts / 10))
     else:
-        time.sleep(chance.uniform(0, lasts))
+        pid, reader = live(path)
+        moments = [time.perf_counter() for _ in range(chance.randint(3, 6)) if os.read(reader, 1)]
+        time.sleep(chance.uniform(0, moments[-1] - moments[-2]))  # not of the first step, which compiles
     os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     os.close(reader)

@@ -1,4 +1,4 @@
-"""A training on several processes that goes on from a checkpoint, for test_checkpoint.py: torchrun ranks.py FOLDER.
+"""A training on several processes that goes on from a checkpoint: ``run_ranks(python("ranks.py", FOLDER), FOLDER)``.
 
 Each process checks for itself that its second half is the same either way, and leaves what it was.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp4graph
 from fp4graph.training import checkpoint
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from processes import PARTNER, rendezvous
 
 #: Held tensor scales are written from what each process multiplies: state that differs from rank to rank.
 POLICY = {
@@ -99,9 +103,10 @@ def main(folder: Path, sharded: bool) -> None:
 
 
 if __name__ == "__main__":
-    distributed.init_process_group("gloo")
+    folder = Path(sys.argv[1])
+    distributed.init_process_group("gloo", timeout=timedelta(seconds=PARTNER), **rendezvous(folder))
     try:
         for sharded in (False, True):
-            main(Path(sys.argv[1]), sharded)
+            main(folder, sharded)
     finally:
         distributed.destroy_process_group()

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import python, run
 
 WORKER = Path(__file__).with_name("interrupted.py")
 
 
-@pytest.fixture(scope="module", params=["eager", "inductor"])
+@pytest.fixture(scope="module", params=["eager", pytest.param("inductor", marks=pytest.mark.compiler)])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a whole run and an interrupted one left."""
     path = tmp_path_factory.mktemp(request.param)
     for part in ("whole", "rest"):
-        subprocess.run([sys.executable, WORKER, request.param, part, path], check=True, timeout=1200)
+        run(python(WORKER, request.param, part, path))
     return path
 
 

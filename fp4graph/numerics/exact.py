@@ -1,0 +1,40 @@
+"""Operations that give the same bits in every PyTorch build, compiler and processor.
+
+Correctly rounded everywhere, and so safe in a quantizer: +, -, *, / of tensors, comparisons, integer and bit
+operations, conversions, minima, maxima, rounding to integers. Everything else depends on who computes it: on the
+vector library of eager mode (MKL's square root of fp32 is an ulp off on some processors), on the order of a sum, on a
+GEMM's precision. This module has exact forms of what the quantizers need; docs/parity.md lists what has none.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def root(x: Tensor) -> Tensor:
+    """Return the correctly rounded square root of fp32 ``x >= 0``, in its shape; NaN below zero.
+
+    The root is taken in float64, where a library may be an ulp off, and rounded to fp32. The error is never seen:
+
+    Scaling by a power of four moves ``x`` to [1, 4), where it is a multiple of 2^-23 and y = √x lies in [1, 2). Let m
+    be the midpoint of two neighbouring fp32 numbers in [1, 2): an odd multiple of 2^-24, so that m² is an odd multiple
+    of 2^-48, and ``x`` is not m². Both are multiples of 2^-48, so |x - m²| >= 2^-48, and since y + m < 4,
+    |y - m| = |x - m²|/(y + m) > 2^-50. A float64 in [1, 2) has an ulp of 2^-52. A root with an error of up to four
+    ulps therefore lies on the same side of every midpoint as y, and rounds to the same fp32 number.
+    """
+    return torch.sqrt(x.to(torch.float64)).to(torch.float32)
+
+
+def total(shares: Tensor, axes: tuple[int, ...], most: int) -> Tensor:
+    """Return the sum over ``axes``, float64, axes kept with size 1: the same in whatever order it is taken.
+
+    The summands are rounded to multiples of 2^-k, with 2^k the largest for which ``most`` of them have a sum of up to
+    2^53 units. Integers of that size are float64 numbers, so no partial sum is rounded.
+
+    Args:
+        shares: float64, from 0 to 1; larger ones count as 1. NaN gives NaN.
+        most: the number of summands, or a bound of it.
+    """
+    unit = 2.0 ** (53 - max(1, (most - 1).bit_length()))
+    return torch.round(shares.clamp(max=1.0) * unit).sum(axes, keepdim=True) * (1 / unit)

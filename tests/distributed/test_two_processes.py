@@ -1,0 +1,37 @@
+"""The harness: outcomes of cases on two processes, also where a process ends before its time."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from processes import write_whole
+from two_processes import launch
+
+pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+
+
+def test_a_rank_that_ends_is_the_outcome_of_what_it_did_not_finish(tmp_path: Path) -> None:
+    outcomes = launch("harness_cases", tmp_path)
+    assert outcomes["agrees"] == ""
+    assert "on rank 1" in outcomes["raises_on_rank_1"]
+    assert "this is rank 1" in outcomes["raises_on_rank_1"]
+    assert "on rank 0" not in outcomes["raises_on_rank_1"]
+    for case in ("ends_rank_1", "is_not_reached"):
+        assert "rank 1 ended with exit code 3" in outcomes[case]
+        assert "out of memory, say" in outcomes[case]
+
+
+def test_a_report_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = tmp_path / "rank0.json"
+    write_whole(report, "former")
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(report, "latter")
+    assert report.read_text() == "former"

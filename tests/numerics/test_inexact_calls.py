@@ -1,0 +1,126 @@
+"""No operation whose last bit depends on the machine acts in a quantizer without a reason in docs/parity.md."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import fp4graph_plugins
+import pytest
+
+import fp4graph
+
+ROOT = Path(__file__).parents[2]
+#: Where quantizers are made. Python only: the C++ kernels are compiled without contraction and compared bit for bit.
+PLACES = {
+    "fp4graph/numerics": Path(fp4graph.__file__).with_name("numerics"),
+    "fp4graph/ops": Path(fp4graph.__file__).with_name("ops"),
+    "fp4graph/kernels": Path(fp4graph.__file__).with_name("kernels"),
+    "plugins": Path(fp4graph_plugins.__file__).parent,
+}
+#: Functions and methods, of torch, Triton, math or a tensor, that are not correctly rounded everywhere or depend on an
+#: order. math.sqrt and torch.round are: the former is IEEE's, the latter is to integers.
+_NAMES = """
+    acos acosh addbmm addcdiv addcmul addmm addmv addr asin asinh atan atan2 atanh baddbmm bilinear bmm celu cdist
+    cholesky conv1d conv2d conv3d corrcoef cos cosh cov cross cumprod cumsum det digamma dist dot eig eigh einsum
+    elu erf erfc erfinv exp exp2 expm1 fft fma gelu geqrf hypot interpolate inv lerp lgamma linalg linear log log10
+    log1p log2 log_softmax logaddexp logaddexp2 logcumsumexp logdet logit logsumexp lstsq matmul matrix_exp
+    matrix_power mean mm multi_dot mv nanmean nanquantile nansum norm orgqr pinverse polar pow qr quantile
+    reciprocal renorm rsqrt scaled_dot_product_attention sigmoid silu sin sinc sinh softmax softplus sqrt std
+    std_mean sum svd tan tanh tensordot trapezoid tril_solve var var_mean xlogy
+"""
+INEXACT = frozenset(_NAMES.split())
+#: Of Python's numbers, correctly rounded.
+EXACT = frozenset({"math.sqrt"})
+#: A row: operations | file, file ×n | reason
+ROW = re.compile(r"^\| (?P<calls>`[^|]+`) \| (?P<files>`[^|]+\.py`[^|]*) \| (?P<reason>[^|]+) \|$", re.MULTILINE)
+
+
+def inexact(source: str) -> Iterator[tuple[str, int]]:
+    """(operation, line) of every call of one in ``INEXACT``, product by ``@`` and power that is no literal."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute | ast.Name):
+            whole = ast.unparse(node.func)
+            name = whole.rsplit(".", 1)[-1]
+            inside = whole.split(".")[-2] if "." in whole else ""
+            if whole == "sum" or whole in EXACT:  # Python's own, of integers
+                continue
+            if name.rstrip("_") in INEXACT or inside in ("linalg", "fft", "special"):
+                yield name.rstrip("_"), node.lineno
+            elif any(isinstance(argument, ast.Constant) and argument.value == "sum" for argument in node.args):
+                yield "sum", node.lineno  # Groups.reduce
+        elif isinstance(node, ast.BinOp | ast.AugAssign):
+            if isinstance(node.op, ast.MatMult):
+                yield "@", node.lineno
+            elif isinstance(node.op, ast.Pow) and not _is_number(node):
+                yield "**", node.lineno
+
+
+def _is_number(node: ast.AST) -> bool:
+    """Whether ``node`` is arithmetic of literals alone."""
+    return all(
+        isinstance(part, ast.Constant | ast.BinOp | ast.UnaryOp | ast.operator | ast.unaryop) for part in ast.walk(node)
+    )
+
+
+def found() -> dict[str, dict[str, list[int]]]:
+    """Lines by file and operation."""
+    calls: dict[str, dict[str, list[int]]] = {}
+    for place, folder in PLACES.items():
+        for file in sorted(folder.glob("*.py")):
+            for operation, line in inexact(file.read_text(encoding="utf-8")):
+                calls.setdefault(f"{place}/{file.name}", {}).setdefault(operation, []).append(line)
+    return calls
+
+
+def listed() -> dict[str, Counter[str]]:
+    """How many calls docs/parity.md gives a reason for, by file and operation."""
+    text = (ROOT / "docs" / "parity.md").read_text(encoding="utf-8")
+    calls: dict[str, Counter[str]] = {}
+    for row in ROW.finditer(text):
+        for file, count in re.findall(r"`([^`]+)`(?: ×(\d+))?", row["files"]):
+            for operation in re.findall(r"`([^`]+)`", row["calls"]):
+                calls.setdefault(file, Counter())[operation] += int(count or 1)
+    return calls
+
+
+def test_every_inexact_operation_has_a_reason() -> None:
+    due, given = found(), listed()
+    assert given, "docs/parity.md has lost its table"
+    wrong = []
+    for file in sorted(due.keys() | given.keys()):
+        for operation in sorted(due.get(file, {}).keys() | given.get(file, {}).keys()):
+            lines, count = due.get(file, {}).get(operation, []), given.get(file, {}).get(operation, 0)
+            if len(lines) != count:
+                where = f" (lines {', '.join(map(str, sorted(lines)))})" if lines else ""
+                wrong.append(f"{file}: `{operation}` {len(lines)} times{where}, listed {count} times")
+    assert not wrong, (
+        "operations whose last bit depends on the machine: use an exact form (fp4graph/numerics/exact.py), or list "
+        "them with the reason in docs/parity.md, 'What is not exact':\n" + "\n".join(wrong)
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "operations"),
+    [
+        ("torch.sqrt(x)", ["sqrt"]),
+        ("x.sqrt_()", ["sqrt"]),
+        ("root(x) + math.sqrt(2)", []),
+        ("torch.linalg.qr(x).Q", ["qr"]),
+        ("torch.linalg.vector_norm(x)", ["vector_norm"]),
+        ("a @ b", ["@"]),
+        ("x @= y", ["@"]),
+        ("x ** 0.5 + 2.0**-126", ["**"]),
+        ("2.0**k", ["**"]),
+        ("x.sum(-1) + sum(counts)", ["sum"]),
+        ("groups.reduce(x, 'sum')", ["sum"]),
+        ("tl.exp2(x)", ["exp2"]),
+        ("torch.nn.functional.softmax(x, -1)", ["softmax"]),
+        ("x.amax(-1).round().floor()", []),
+    ],
+)
+def test_the_scan_finds(source: str, operations: list[str]) -> None:
+    assert [operation for operation, _ in inexact(source)] == operations
