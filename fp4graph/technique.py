@@ -71,6 +71,8 @@ class Context:
         state: the technique's entries for this operand, by name; ``weight_like`` ones fp32 in the blocked layout.
         spec: of the operand; None for pair transforms, which serve two operands.
         gemm: whose operands a pair transform is given; None for other stages.
+        normalized: what shares the statistic g by which a technique divides this operand (its ``divides_by``), as in
+            U = X/g; None where none does.
     """
 
     blocking: Blocking
@@ -80,6 +82,7 @@ class Context:
     state: Mapping[str, Tensor] = field(default_factory=dict)
     spec: QuantSpec | None = None
     gemm: Gemm | None = None
+    normalized: Granularity | None = None
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -163,6 +166,16 @@ class Technique(BaseModel):
     def draws(self) -> bool:
         """Whether a tensor stage of this technique uses ``noise``, ``constant`` or ``count`` of its context."""
         return False
+
+    @property
+    def draws_in_evaluation(self) -> bool:
+        """Whether noise that ``after`` adds stays on in evaluation, where it is off otherwise."""
+        return False
+
+    @property
+    def divides_by(self) -> Granularity | None:
+        """What shares the statistic g if this technique's normalizer brings an operand to U = X/g, up to a constant."""
+        return None
 
     # ------------------------------------------------------------------ pair transform
 

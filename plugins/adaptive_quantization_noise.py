@@ -31,8 +31,13 @@ class AdaptiveQuantizationNoise(Technique):
     Their σ goes from 5e-2 or 1e-2 to 5e-4 in about 10 stages, and their runs begin with a stage without noise, which
     this schedule does not have. Eq. 8 counts stages from 1.
 
+    A model in evaluation mode has no noise, unless ``rollout`` asks for it: reinforcement learning generates its
+    responses in that mode, and the noise is meant to explore there. All rollouts between two training forwards share
+    one draw, that of the training forward which follows, so that a policy stays one policy while it generates. A
+    validation cannot be told from a rollout and has the noise too.
+
     Stage: after dequantization, of fprop.weight. dgrad sees the noise where its weight is requantized from fprop's
-    (``source: fprop``); in evaluation there is none.
+    (``source: fprop``).
 
     Cost: K variates per weight and one addition per element. The complexity weight is ours: 0.5, Table 2's fusable
     O(n).
@@ -53,6 +58,8 @@ class AdaptiveQuantizationNoise(Technique):
         "additive", description="Whether z is added to Q(W) or multiplies it as 1 + z."
     )
 
+    rollout: bool = Field(False, description="Whether there is noise in evaluation mode too, as rollouts need it.")
+
     @model_validator(mode="after")
     def _decays(self) -> AdaptiveQuantizationNoise:
         if self.sigma_end > self.sigma_start:
@@ -69,6 +76,11 @@ class AdaptiveQuantizationNoise(Technique):
     @property
     def draws(self) -> bool:
         return True
+
+    @property
+    def draws_in_evaluation(self) -> bool:
+        """``rollout``."""
+        return self.rollout
 
     @property
     def sigmas(self) -> tuple[float, ...]:

@@ -8,6 +8,7 @@ import torch
 from pydantic import Field, model_validator
 
 from fp4graph.hookspecs import hookimpl
+from fp4graph.numerics.blocking import Groups
 from fp4graph.numerics.surrogates import absmax_gradient, log_sum_exp, softmax_gradient
 from fp4graph.operands import GROUPS, Operand
 from fp4graph.site import SiteView
@@ -21,9 +22,14 @@ class SmoothMax(Technique):
     ``absmax`` Z = max abs(x), dZ/dx = sign(x) at its first maximum, 0 elsewhere (Eq. 4);
     ``softmax`` Z = log(Σ exp(β·abs(x)))/β in the forward of all six operands, dZ/dx = softmax(β·abs(x))·sign(x)
     (Eq. 5); ``hybrid`` the former's Z with the latter's gradient; ``ste`` drops the term, the straight-through
-    default of every policy. Sums go over the elements of a block, its padding left out. β is absolute, in the units
-    of x, unless ``relative`` divides it by the block's amax: at amax 0.01 an absolute β of 40 makes Z nine times as
-    large as the maximum.
+    default of every policy. Sums go over the elements of a block, its padding left out.
+
+    β is in units of what is quantized. Beside ``tensor_scaling`` that is U = X/g (sec. 3, Eq. 2), g being the largest
+    abs(x) of the tensor, or of the group that shares its scale: g·Z(X/g) = log(Σ exp(β·abs(x)/g))·g/β stands for the
+    maximum in X, with dZ/dx = softmax(β·abs(x)/g)·sign(x), g taken as a constant (its own gradient is
+    tensor_scaling_gradient's). Without a tensor scale, or with ``of: original``, it is X itself, and at amax 0.01 a β
+    of 40 makes Z nine times as large as the maximum: small tensors become zero. ``relative`` divides β by each block's
+    own amax instead.
 
     Source: "Elucidating the design space of FP4 training", sec. 5.1, Eq. 1, 4 and 5, Table 1; β = 40 in A.12. Its
     search space calls softmax and hybrid softsoftmax and hardsoftmax, as far as one can tell. Where the decode scale
@@ -34,7 +40,9 @@ class SmoothMax(Technique):
     Cost: O(4n) work and O(3n) (absmax) to O(4n) memory, unfusable; exp and log differ between compiled and eager
     code in their last bit, so softmax's forward is not bit-identical between them.
 
-    Use it to study the scale's gradient: none of the paper's 118 result rows gained from it.
+    Use it to study the scale's gradient. All of the paper's 118 result rows have STE here: it reports that no max
+    relaxation had an effect on image classification (A.2), of benefit as differentiable absmax gradients were on
+    smaller classification tasks (sec. 7).
     """
 
     name: ClassVar[str] = "smooth_max"
@@ -43,11 +51,16 @@ class SmoothMax(Technique):
     kind: Literal["absmax", "softmax", "hybrid", "ste"] = Field("absmax", description="What Z and dZ/dX are.")
     beta: float = Field(40.0, gt=0, allow_inf_nan=False, description="β, the inverse temperature of the softmax.")
     relative: bool = Field(False, description="Whether β is in units of 1/amax of the block.")
+    of: Literal["normalized", "original"] = Field(
+        "normalized", description="What β measures beside tensor_scaling: U = X/g, or X itself."
+    )
 
     @model_validator(mode="after")
     def _of_its_kind(self) -> SmoothMax:
-        if self.kind not in ("softmax", "hybrid") and (self.beta != 40 or self.relative):
-            raise ValueError(f"kind: {self.kind} has no β; leave beta and relative out")
+        if self.kind not in ("softmax", "hybrid") and (self.beta != 40 or self.relative or self.of != "normalized"):
+            raise ValueError(f"kind: {self.kind} has no β; leave beta, relative and of out")
+        if self.relative and self.of != "normalized":
+            raise ValueError("relative measures β in units of each block, of whatever size; leave relative or of out")
         return self
 
     @property
@@ -66,7 +79,7 @@ class SmoothMax(Technique):
         if self.kind != "softmax":
             return z
         valid = context.blocking.valid(values.device)
-        return log_sum_exp(values, z, self._beta(z), valid, lambda x: x.sum(context.axes, keepdim=True))
+        return log_sum_exp(values, z, self._beta(z, context), valid, lambda x: x.sum(context.axes, keepdim=True))
 
     def statistic_gradient(self, values: torch.Tensor, z: torch.Tensor, context: Context) -> torch.Tensor | None:
         """Eq. 4 or Eq. 5."""
@@ -77,11 +90,18 @@ class SmoothMax(Technique):
             index = context.blocking.index(values.device).expand(values.shape)
             return absmax_gradient(values, m, index, lambda x: x.amin(context.axes, keepdim=True))
         valid = context.blocking.valid(values.device)
-        return softmax_gradient(values, m, self._beta(m), valid, lambda x: x.sum(context.axes, keepdim=True))
+        return softmax_gradient(values, m, self._beta(m, context), valid, lambda x: x.sum(context.axes, keepdim=True))
 
-    def _beta(self, m: torch.Tensor) -> torch.Tensor:
+    def _beta(self, m: torch.Tensor, context: Context) -> torch.Tensor:
+        """β in units of 1/X, shape of ``m``, the maximum of each block."""
         beta = torch.full_like(m, self.beta)
-        return torch.where(m > 0, beta / torch.where(m > 0, m, 1.0), beta) if self.relative else beta
+        if self.relative:
+            unit = m
+        elif self.of == "normalized" and context.normalized is not None:
+            unit = Groups(context.blocking, context.normalized).reduce(m, "amax").expand_as(m)
+        else:
+            return beta
+        return torch.where(unit > 0, beta / torch.where(unit > 0, unit, 1.0), beta)
 
 
 @hookimpl

@@ -145,6 +145,11 @@ class TensorScaling(Technique):
             if operand in chosen
         )
 
+    @property
+    def divides_by(self) -> Granularity | None:
+        """``granularity``: γ is g/κ."""
+        return self.granularity
+
     def kappa(self, spec: QuantSpec) -> float:
         """κ for operands of ``spec``."""
         number = spec.scale.format

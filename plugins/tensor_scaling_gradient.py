@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal
 
 import torch
@@ -10,10 +10,21 @@ from pydantic import Field, model_validator
 
 from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics.blocking import Groups
+from fp4graph.numerics.rounding import round_nearest
+from fp4graph.numerics.scaling import block_scale, dequantize, ratio
+from fp4graph.numerics.spec import QuantSpec
 from fp4graph.numerics.surrogates import absmax_gradient, log_sum_exp, softmax_gradient
-from fp4graph.operands import GROUPS, Operand
+from fp4graph.operands import GROUPS, Operand, select
 from fp4graph.site import SiteView
-from fp4graph.technique import Context, OperandSpecs, Overhead, Technique
+from fp4graph.technique import (
+    GRADIENT_STAGES,
+    QUANTIZER_STAGES,
+    Context,
+    OperandSpecs,
+    Overhead,
+    Technique,
+    overrides,
+)
 
 
 class TensorScalingGradient(Technique):
@@ -32,7 +43,13 @@ class TensorScalingGradient(Technique):
 
     Cost: O(3n) work and memory, unfusable: it needs X, f(U) and the reduction over the tensor in the backward.
 
-    Use it to study the tensor scale's gradient; ignoring it was never worse in the paper's tables.
+    ``absmax`` has its one gradient at the maximum of the group, where U = κ. If the block scale of κ is a value of the
+    scale format and the slope there is straight-through, f(U) = U and nothing changes: so for NVFP4 with decode scales
+    (S = 448·headroom, code 6), and the policy's author is warned. With encode scales the largest block's scale
+    1/(448·headroom) is rounded, and the technique acts.
+
+    Use it to study the tensor scale's gradient. The paper finds that absmax tends to help image classification in some
+    cases (A.2), and nothing else: no gradient adjustment was significantly better than straight-through (sec. 7.1).
     """
 
     name: ClassVar[str] = "tensor_scaling_gradient"
@@ -58,6 +75,21 @@ class TensorScalingGradient(Technique):
         """A held γ does not depend on X."""
         if self.kind != "ignore" and getattr(techniques["tensor_scaling"], "hold_steps", 1) > 1:
             raise ValueError("a held tensor scale has no gradient; use tensor_scaling with hold_steps: 1, or ignore")
+
+    def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
+        """``absmax`` where the maximum of a group comes back as itself, straight through."""
+        if self.kind != "absmax" or any(_changes_the_maximum(technique) for technique in techniques.values()):
+            return None
+        scaling = techniques["tensor_scaling"]
+        kappa: Callable[[QuantSpec], float] = getattr(scaling, "kappa")  # noqa: B009  # of the plugin of that name
+        chosen = select(getattr(scaling, "operands"))  # noqa: B009
+        acting = [spec for o in GROUPS["forward"] if o in chosen and (spec := specs.get(o)) is not None]
+        if acting and all(_returns_its_maximum(spec, kappa(spec)) for spec in acting):
+            return (
+                "absmax has a gradient at the largest element of a group alone, which the quantizer gives back as it "
+                "is, so that the term f(U) - U·f'(U) is 0"
+            )
+        return None
 
     def acts_on(self, site: SiteView) -> frozenset[Operand]:
         """The operands of fprop; all six where the forward changes."""
@@ -91,6 +123,30 @@ class TensorScalingGradient(Technique):
     def _beta(self, m: torch.Tensor) -> torch.Tensor:
         beta = torch.full_like(m, self.beta)
         return torch.where(m > 0, beta / torch.where(m > 0, m, 1.0), beta) if self.relative else beta
+
+
+def _changes_the_maximum(technique: Technique) -> bool:
+    """Whether a technique changes what the quantizer, or its slope, is at the largest element of a group."""
+    match technique.name:
+        case "tensor_scaling" | "tensor_scaling_gradient" | "hadamard" | "smooth_swiglu":
+            return False
+        case "step_gradient":
+            return getattr(technique, "kind", None) not in ("ste", "clip")
+        case "smooth_max":
+            return getattr(technique, "kind", None) == "softmax"
+        case "stochastic_rounding":
+            return getattr(technique, "range_guard", None) is not None
+    return any(overrides(technique, stage) for stage in (*QUANTIZER_STAGES, *GRADIENT_STAGES))
+
+
+def _returns_its_maximum(spec: QuantSpec, u: float) -> bool:
+    """Whether ``spec`` gives back ``u``, the largest element of its block, but for roundoff."""
+    if spec.scale.rounding == "stochastic":
+        return False
+    z = torch.tensor([u], dtype=torch.float32)
+    scale = block_scale(z, spec.scale, spec.element)
+    back = dequantize(round_nearest(ratio(z, scale, spec), spec.element, spec.ties), scale, spec)
+    return bool((back - z).abs() <= 2.0**-20 * z)
 
 
 def _maximum(values: torch.Tensor, groups: Groups) -> torch.Tensor:

@@ -117,7 +117,7 @@ def decomposition(output: Output = Path(), seed: int = 0) -> None:
     outliers = torch.where(torch.rand(512, 1024, generator=generator) < 0.01, 20.0, 1.0)
     chi = torch.randn(3, 512, 1024, generator=generator).square().sum(0)
     data = {"Gaussian": normal, "Gaussian, 1 % × 20": normal * outliers, "Student's t, 3": normal / (chi / 3).sqrt()}
-    spec = QuantSpec("e2m1", 32)  # with the scales of the OCP specification
+    spec = QuantSpec()  # E2M1 in blocks of 32 with the scales of the OCP specification
     found: Any = default_registry().techniques
     macro, fallback = found["macro_block_scaling"](), found["outlier_fallback"]()
     recipes = {

@@ -108,6 +108,7 @@ class Space:
     """A search space, as :func:`load_space` reads it.
 
     Attributes:
+        inert: whether policies that are only warned about, for a technique without effect, are configurations.
         text: all of it as YAML, the base written out, so that it can be read where no other file is.
         digest: of that.
     """
@@ -120,6 +121,7 @@ class Space:
     also: tuple[Part, ...]
     base: Node
     registry: Registry
+    inert: bool
     text: str
     digest: str
 
@@ -215,9 +217,9 @@ class Space:
         return Configuration("baseline", name, name, {}, document.plain(), policy, None, part.fragment.run)
 
     def _resolved(self, document: Node) -> Policy:
-        """The policy; one that says what it does not mean is as impossible as one that cannot be."""
+        """The policy. Configurations that only warn are rejected, like invalid ones, unless the space takes them."""
         with warnings.catch_warnings():
-            warnings.simplefilter("error", PolicyWarning)
+            warnings.simplefilter("ignore" if self.inert else "error", PolicyWarning)
             try:
                 return resolve(document, "unnamed", None, self.registry)
             except PolicyWarning as warning:
@@ -338,6 +340,7 @@ def parse_space(text: str, file: str, registry: Registry | None = None) -> Space
         also=also,
         base=base,
         registry=registry,
+        inert=section.inert,
         text=yaml.safe_dump(content, sort_keys=False, allow_unicode=True),
         digest=_digest(content),
     )

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictInt,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
 from fp4graph.policy.schema import OperandException, QuantizeSection, TechniqueEntry, Text
@@ -106,6 +115,8 @@ class SpaceSection(_Section):
     description: Annotated[str, Field(strict=True)] = ""
     base: Annotated[str | dict[str, Any], BeforeValidator(_policy)]
     family: Text | None = None
+    #: Whether techniques without effect are configurations like others, as in a published space; else they are refused.
+    inert: StrictBool = False
     baselines: Annotated[dict[str, Fragment], Field(min_length=1)] = {"bf16": Fragment()}
     parameters: Annotated[dict[str, ParameterSection], Field(min_length=1)]
     also: tuple[Fragment, ...] = ()

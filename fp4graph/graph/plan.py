@@ -34,7 +34,8 @@ NOTHING = Plan(tuple((operand, None) for operand in Operand), None)
 def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
     """The plan for ``site`` under ``rule``, which must be a quantizing one.
 
-    In evaluation (``training=False``) fprop rounds to nearest and noise added after dequantization is off.
+    In evaluation (``training=False``) fprop rounds to nearest, and noise added after dequantization is off unless its
+    technique ``draws_in_evaluation``.
 
     Raises:
         CaptureError: a technique's options do not fit the site.
@@ -45,7 +46,7 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
     techniques = rule.techniques
     if not training:
         specs = {operand: _settled(spec) if operand.gemm is Gemm.FPROP else spec for operand, spec in specs.items()}
-        techniques = tuple(t for t in techniques if not (t.draws and overrides(t, "after")))
+        techniques = tuple(t for t in techniques if t.draws_in_evaluation or not (t.draws and overrides(t, "after")))
     ordered = tuple((operand, specs.get(operand)) for operand in Operand)
     if all(spec is None for _, spec in ordered):
         return Plan(ordered, None)

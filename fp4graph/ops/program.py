@@ -447,7 +447,9 @@ class OperandProgram:
         entries = (state or {}).get(technique.name, {})
         like = {slot.entry.name for slot in self.state if slot.technique == technique.name and slot.entry.weight_like}
         own = {name: blocking.split(entry) if name in like else entry for name, entry in entries.items()}
-        return _context(technique, _TECHNIQUE + self.techniques.index(technique), blocking, x, draw, own, self.spec)
+        normalized = next((t.divides_by for t in self.techniques if t.divides_by is not None), None)
+        salt = _TECHNIQUE + self.techniques.index(technique)
+        return replace(_context(technique, salt, blocking, x, draw, own, self.spec), normalized=normalized)
 
 
 def _at(stage: str, acting: Acting) -> Iterator[tuple[Technique, Context]]:

@@ -113,6 +113,36 @@ def test_other_operands_and_evaluation_are_left_alone():
     assert plan.program.fprop.right.techniques == ()
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_rollouts_have_noise_where_a_policy_asks_for_it(backend):
+    """In evaluation mode: one draw between two training forwards, that of the next; none by default."""
+    x = torch.eye(96)[:8]
+    outputs = {}
+    for rollout in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(96, 64, bias=False)
+        options = {**SCHEDULE, "rollout": rollout}
+        keep = {"fprop.input": "keep", "backward": "keep"}
+        model = fp4graph.apply(model, policy(options, operands=keep), backend=backend, seed=1)
+        weight = model.weight.detach().clone()
+        seen = []
+        for _ in range(2):
+            model.eval()
+            with torch.no_grad():
+                seen += [model(x), model(x)]
+            seen.append(model.train()(x).detach())
+        outputs[rollout] = [y - fp4graph.fake_quantize(weight, NEAREST).T[:8] for y in seen]
+    first, again, trained, second, _, trained_again = outputs[True]
+    assert torch.equal(first, again)
+    for rolled, next_trained in ((first, trained), (second, trained_again)):
+        torch.testing.assert_close(rolled, next_trained, rtol=0, atol=1e-6)
+    assert 0.01 < first.std() < 0.1
+    assert (first - second).abs().max() > 0.01
+    first, _, trained, *_ = outputs[False]
+    assert first.abs().max() < 1e-6
+    torch.testing.assert_close(trained, outputs[True][2], rtol=0, atol=0)
+
+
 def test_bf16_is_rounded_once_and_poison_and_empty_tensors_pass():
     w = weight(64, 96).bfloat16()
     assert torch.equal(noisy(w), noisy(w.float()).bfloat16())

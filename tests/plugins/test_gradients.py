@@ -18,7 +18,7 @@ from fp4graph.errors import PolicyError, PolicyWarning
 from fp4graph.graph.plan import plan_site
 from fp4graph.numerics import noise
 from fp4graph.operands import Operand
-from fp4graph.ops.program import Draw
+from fp4graph.ops.program import Draw, total
 from fp4graph.site import SiteView
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6.0])
@@ -228,19 +228,65 @@ def test_equation_3(x, kind, max_kind, step, headroom, convention):
     close(found, slope + dg / kappa * (f - u * slope))
 
 
-def test_an_absolute_beta_is_in_units_of_x_beside_a_tensor_scale(x):
-    """dZ/dX = softmax(β·abs(x))·sign(x) of x itself, and not of x/γ, which is 2688 times larger."""
-    x = x[1:2]
-    found = factor(["tensor_scaling", {"smooth_max": {"kind": "hybrid", "beta": 4.0}}], x).reshape(-1)
+@pytest.mark.parametrize("of", ["normalized", "original"])
+@pytest.mark.parametrize("size", [1e-3, 1.0])
+def test_beta_beside_a_tensor_scale_is_in_units_of_the_normalized_tensor(x, of, size):
+    """dZ/dU = softmax(β·abs(u))·sign(u) of U = X/g, or with ``of: original`` of X itself; never of X/γ = 2688·U."""
+    x = x[1:2] * size
+    found = factor(["tensor_scaling", {"smooth_max": {"kind": "hybrid", "beta": 4.0, "of": of}}], x).reshape(-1)
     flat = x.double().reshape(-1).numpy()
+    unit = np.abs(flat).max() if of == "normalized" else 1.0
     u = flat / (np.abs(flat).max() / 2688)
     expected = []
     for values, block in zip(u.reshape(-1, 8), flat.reshape(-1, 8), strict=True):
         ratio = values / nearest(np.abs(values).max() / 6, E4M3)
-        weights = np.exp(4 * (np.abs(block) - np.abs(block).max()))
+        weights = np.exp(4 * (np.abs(block) - np.abs(block).max()) / unit)
         gradient = weights / weights.sum() * np.sign(block)
         expected.append(1 + gradient / 6 * (nearest(ratio, GRID) - ratio))
     close(found, torch.from_numpy(np.concatenate(expected)))
+
+
+def test_the_soft_maximum_of_a_small_tensor():
+    """h = g·f(X/g) with Z(U) = log Σ exp(β·abs(u))/β, in float64; then with Z of X, which makes a tensor of zeros."""
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(1)) * 1e-3
+    blocks = x.double().numpy().reshape(-1, 16)
+    u = blocks / np.abs(blocks).max()
+    z = np.log(np.exp(40 * np.abs(u)).sum(1, keepdims=True)) / 40
+    # κ = 2688: the block scale is Z(U)/6 times 2688/max Z, rounded to E4M3, and γ = g·max Z/2688.
+    kappa = 2688 / z.max()
+    scale = nearest(z.reshape(-1) / 6 * kappa, E4M3).reshape(-1, 1)
+    codes = nearest(np.clip(u * kappa / scale, -6, 6).reshape(-1), GRID).reshape(u.shape)
+    expected = codes * scale / kappa * np.abs(blocks).max()
+
+    def quantized(**options):
+        f = program(["tensor_scaling", {"smooth_max": {"kind": "softmax", **options}}], block=16)
+        return total(f(x)).double().numpy().reshape(-1, 16)
+
+    found = quantized()
+    assert (np.abs(found - expected) > 1e-6 * np.abs(blocks).max()).mean() < 1e-3  # exp in fp32 may move a tie
+    error = np.square(found - blocks).sum() / np.square(blocks).sum()
+    assert error < 0.02
+    assert (quantized(of="original") == 0).mean() > 0.99
+
+
+def test_the_soft_maximums_gradient_is_its_difference_quotient():
+    """dZ/dX by differences of the forward's own statistic in units of U, g held (its element lies elsewhere)."""
+    x = torch.randn(2, 16, generator=torch.Generator().manual_seed(3)) * 1e-3
+    x[0, 3] = 5e-3  # g
+    f = program(["tensor_scaling", {"smooth_max": {"kind": "softmax", "beta": 4.0}}])
+    technique = next(t for t in f.techniques if t.name == "smooth_max")
+    context = f.context(technique, x, None, None)
+
+    def statistic(t):
+        values = context.blocking.split(t)
+        return technique.statistic(values, values.abs().amax(context.axes, keepdim=True), context)
+
+    gradient = context.blocking.join(technique.statistic_gradient(context.blocking.split(x), statistic(x), context))
+    for column in range(16):
+        step = torch.zeros_like(x)
+        step[1, column] = 1e-5
+        quotient = ((statistic(x + step) - statistic(x - step)).double().sum() / 2e-5).item()
+        assert quotient == pytest.approx(gradient[1, column].item(), abs=5e-3)
 
 
 def test_absmax_ties_go_to_the_first_and_zero_blocks_are_straight_through():
@@ -359,9 +405,39 @@ def test_scale_gradient_alone_is_warned_about():
         policy([{"scale_gradient": {"kind": "dge"}}])
 
 
+TENSOR_GRADIENT = [{"tensor_scaling": {"headroom": 0.5}}, {"tensor_scaling_gradient": {"kind": "absmax"}}]
+
+
+@pytest.mark.parametrize(
+    ("techniques", "scale", "convention", "acts"),
+    [
+        (TENSOR_GRADIENT, "e4m3", "decode", False),  # S = 224, code 6: NVFP4's largest element is itself
+        (TENSOR_GRADIENT, "e4m3", "encode", True),  # s = 2/448 becomes 2^-8
+        (["tensor_scaling", TENSOR_GRADIENT[1]], "e4m3", "decode", False),
+        (["tensor_scaling", TENSOR_GRADIENT[1]], "e8m0", "decode", True),  # 1/6 becomes 1/8, and 8 is clipped
+        ([*TENSOR_GRADIENT, {"step_gradient": {"kind": "dge"}}], "e4m3", "decode", True),
+        ([*TENSOR_GRADIENT, {"smooth_max": {"kind": "hybrid"}}], "e4m3", "decode", False),
+        ([*TENSOR_GRADIENT, "stochastic_scale_rounding"], "e4m3", "decode", False),
+    ],
+)
+def test_the_tensor_scales_gradient_is_warned_about_where_it_is_none(x, techniques, scale, convention, acts):
+    """Without it and with it: the same factor at every element, or not."""
+    without = [t for t in techniques if t is not TENSOR_GRADIENT[1]]
+    x = x[1:]
+    plain = factor(without, x, scale=scale, convention=convention)
+    plain = torch.ones_like(x) if plain is None else plain
+    stochastic = "stochastic_scale_rounding" in techniques  # 224 is a value of E4M3, but no rounding is promised
+    warned = pytest.warns(PolicyWarning, match=r"absmax.*the term f\(U\) - U·f'\(U\) is 0; remove it")
+    with contextlib.nullcontext() if acts or stochastic else warned:
+        found = factor(techniques, x, scale=scale, convention=convention)
+    assert torch.allclose(found, plain, rtol=0, atol=1e-5) == (not acts)
+
+
 @pytest.mark.parametrize(
     ("techniques", "message"),
     [
+        ([{"smooth_max": {"kind": "absmax", "of": "original"}}], "leave beta, relative and of out"),
+        ([{"smooth_max": {"kind": "hybrid", "relative": True, "of": "original"}}], "leave relative or of out"),
         ([{"step_gradient": {"operands": ["wgrad.input"]}}], "cannot act on 'wgrad.input'; choose from"),
         ([{"step_gradient": {"operands": ["fprop.wieght"]}}], "unknown operand 'fprop.wieght'"),
         ([{"step_gradient": {"kind": "dge", "k": 1}}], "must be above 1"),
