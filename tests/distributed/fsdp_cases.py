@@ -53,7 +53,7 @@ def sharded(model: nn.Module, policy: object, *, first: str = "apply", **options
 
 def quantized(model: nn.Module) -> int:
     """Sites, those of modules that run another's graph included."""
-    return sum(site.quantized for site in runtime_of(model)._served())
+    return sum(site.quantized * len(names) for site, names in runtime_of(model)._served())
 
 
 def ddp_losses(kind: str, policy: str, steps: int = 6) -> list[float]:
@@ -181,7 +181,7 @@ def case_rules_by_place_are_kept_apart() -> None:
     ]
     model = sharded(vit(depth=3), {"version": 1, "name": "p", "rules": rules})
     image_loss(model, rank()).backward()
-    names = {site.module for site in runtime_of(model)._served() if site.quantized}
+    names = {name for site, served in runtime_of(model)._served() if site.quantized for name in served}
     assert {name.split(".")[1] for name in names} == {"1", "2"}
     assert len(names) == 8
     alone = fp4graph.apply(vit(depth=3), {"version": 1, "name": "p", "rules": rules}, **EAGER)
