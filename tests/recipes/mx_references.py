@@ -5,9 +5,10 @@ Every reference has the signature ``(x, w, dy, draw) -> (y, dx, dw)`` with x [T,
 Blocks run along the contraction axis of the GEMM: K in fprop, N in dgrad, T in wgrad. `REFERENCES` maps the names of
 the policies to the references.
 
-Sources: TECHNIQUES.md sections 1-3 and 5; EL = "Elucidating the design space of FP4 training"; EL-A = its appendix;
-TJ = "Oscillation-reduced MXFP4 training for vision transformers"; NAT = "Pretraining LLMs with MXFP4 on native FP4
-hardware"; OCP = OCP Microscaling Formats v1.0. Where they are silent a comment says "Decision:".
+Sources: DEF = the project's own definitions (docs/techniques.md, docs/reference); EL = "Elucidating the design space
+of FP4 training"; EL-A = its appendix; TJ = "Oscillation-reduced MXFP4 training for vision transformers"; NAT =
+"Pretraining LLMs with MXFP4 on native FP4 hardware"; OCP = OCP Microscaling Formats v1.0. Where they are silent a
+comment says "Decision:".
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Quantizer:
         )
 
 
-# The six operands (TECHNIQUES.md section 1): name, array, contraction axis in the layout of that array.
+# The six operands (DEF): name, array, contraction axis in the layout of that array.
 OPERANDS: dict[str, tuple[str, int]] = {
     "fprop.input": ("x", 1),
     "fprop.weight": ("w", 1),
@@ -101,7 +102,7 @@ def tensor_scale(x: np.ndarray, element: str, fmt: str, headroom: float) -> floa
     """Returns gamma = amax(X)/(Qmax * scale_max * headroom), in float32; 1 for a tensor of zeros.
 
     X [any shape]. The decode scale of the largest block of U = X/gamma is then amax/(gamma*Qmax) = scale_max*headroom
-    and its encode scale the inverse (TECHNIQUES.md section 3; EL Eq. 2 with sec. 3.1).
+    and its encode scale the inverse (DEF; EL Eq. 2 with sec. 3.1).
     Decision: amax/kappa is computed in float64 and rounded to float32 once. The gamma of a zero tensor is 1 and gamma
     is at least 2^-126 (silent in the papers; from docs/reference/techniques/tensor_scaling.md).
     """
@@ -208,7 +209,7 @@ def q_ema_weight(w: np.ndarray, ema: np.ndarray) -> np.ndarray:
 
     S is the ceil scale of W's own block along K and q1 <= w/S <= q2 are the values of E2M1 around w/S; e is the EMA
     [N, K]. Decision: where w/S is itself a value both candidates are that value. Alg. 1 says "two nearest values",
-    which for a w/S on the grid would be that value and one of its neighbours; TECHNIQUES.md's "candidates bracket
+    which for a w/S on the grid would be that value and one of its neighbours; DEF's "candidates bracket
     w/S" and TJ 3.2's q1 <= Xi/S <= q2 leave it open which. At e = w all readings agree.
     """
     w = np.asarray(w, dtype=np.float64)
@@ -239,7 +240,7 @@ def tetrajet_qema(
 # nearest rounding to Rouhani et al., whose library and OCP round to even. Decision: even.
 OCP = Quantizer(fmt="e8m0", rule="floor", block=32)
 
-# TJ Table 2's "INT4 per-tensor": one unrounded float32 scale amax/7 (TECHNIQUES.md section 5).
+# TJ Table 2's "INT4 per-tensor": one unrounded float32 scale amax/7 (DEF).
 INT4 = Quantizer(fmt="fp32", rule="nearest_even", block="tensor", element="int4")
 
 
@@ -273,7 +274,7 @@ def nvfp4_best(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw, *, conv
     units of the smallest Z. Substituting into Eq. 2, s~_p = 6 gamma/Z_p is the encode scale of U = X/gamma with
         gamma = g/kappa,  kappa = 6 * 448 * 0.5 = 1344,
     so h(X) = gamma/q(s~) * Q(q(s~) * X/gamma): Eq. 2 with gamma for g. The same gamma puts the *decode* scale of the
-    largest block at Z_p/(6 gamma) = 224 = 0.5 * 448, the definition of headroom in TECHNIQUES.md.
+    largest block at Z_p/(6 gamma) = 224 = 0.5 * 448, the definition of headroom in DEF.
 
     Consequence for encode scales. s~ runs from 1/224 upwards. 1/224 = 2.29 * 2^-9 is an E4M3 subnormal and rounds to
     2 * 2^-9, which scales the tensor's maximum to 6 * 224/256 = 5.25. No ideal scale is below 1/224, so none
@@ -302,7 +303,7 @@ REFERENCES: dict[str, Reference] = {
     "microscaling": everywhere(OCP),
     "int4-per-tensor": everywhere(INT4),
     "tetrajet": tetrajet,
-    # TJ Table 6. Sec. 7.3 calls the weight quantizer Q(1); TECHNIQUES.md reads Q(2).
+    # TJ Table 6. Sec. 7.3 calls the weight quantizer Q(1); DEF reads Q(2).
     "tetrajet-no-wq": partial(tetrajet, enabled=(1, 3, 4, 5, 6)),
     "tetrajet-no-wq-aq": partial(tetrajet, enabled=(3, 4, 5, 6)),
     # TJ Table 7.
@@ -321,7 +322,7 @@ REFERENCES: dict[str, Reference] = {
     "nvfp4": everywhere(EL_NVFP4),
     "ue5m3": everywhere(EL_UE5M3),
     "e8m3": everywhere(EL_E8M3),
-    # Mishra et al. as EL 3.1 cites them; a decode rule (TECHNIQUES.md section 1).
+    # Mishra et al. as EL 3.1 cites them; a decode rule (DEF).
     "mxfp4-round-up": everywhere(replace(EL_MXFP4, rule="toward_positive", convention="decode")),
     "mxfp4-best": partial(rotated, quantizer=EL_MXFP4, block=32, random=True),
     "nvfp4-best": nvfp4_best,

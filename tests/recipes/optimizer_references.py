@@ -1,10 +1,10 @@
 """Reference trainings of one weight matrix, in NumPy and float64, for the techniques that act around the optimizer.
 
-The file is written from the papers, from shared/TECHNIQUES.md and from the prose of docs/reference/techniques. It
-shares no code with the package. Two sources are named throughout:
+The file is written from the papers, from the project's definitions (DEF) and from the prose of
+docs/reference/techniques. It shares no code with the package. Two sources are named throughout:
 
 - TJ: Chen et al. 2025, "Oscillation-Reduced MXFP4 Training for Vision Transformers";
-- page: docs/reference/techniques/<technique>.md, where the paper and TECHNIQUES.md are silent.
+- page: docs/reference/techniques/<technique>.md, where the paper and DEF are silent.
 
 Every training takes a first weight w0 [N, K] and a callable `gradient(w, state) -> dw [N, K]`. `w` is the latent
 (master) weight. `state` is one dict for the whole training: `state["step"]` is the number of the step, from 1, and
@@ -114,7 +114,7 @@ def bracket(u: Array) -> tuple[Array, Array]:
     """Returns the E2M1 values q1 <= u <= q2 around each element of u, in arrays of u's shape.
 
     Source: TJ 3.2. Where u is a value of the grid, q1 = q2 = u is a decision of this file: TJ says "two nearest values"
-    and TECHNIQUES.md "bracket", which leave it open. (The authors' code takes u and the next value away from zero.)
+    and DEF "bracket", which leave it open. (The authors' code takes u and the next value away from zero.)
     """
     lower = np.searchsorted(E2M1_VALUES, u, side="right") - 1
     upper = np.searchsorted(E2M1_VALUES, u, side="left")
@@ -140,7 +140,7 @@ def qema_weight(w: Array, average: Array) -> Array:
 def qema_update(average: Array, w: Array, beta: float = 0.998) -> Array:
     """Returns the average after one optimizer step: e ← β·e + (1 − β)·w, all of them [N, K].
 
-    `w` is the weight after the step. Source: TJ Eq. 10; before the first step e = w0 (TECHNIQUES.md, section 6).
+    `w` is the weight after the step. Source: TJ Eq. 10; before the first step e = w0 (DEF).
     """
     return beta * average + (1 - beta) * w
 
@@ -321,7 +321,7 @@ def train_freeze(
 def oscillation_ratio(dist_q: Array, dist_w: Array) -> Array:
     """Returns R = distQ/distW for each element, with 0/0 = 0 and x/0 = ∞; all [N, K].
 
-    Source: TJ A.1, TECHNIQUES.md section 6.
+    Source: TJ A.1, DEF.
     """
     ratio = np.where(dist_q > 0, np.inf, 0.0)
     return np.divide(dist_q, dist_w, out=ratio, where=dist_w > 0)
@@ -427,7 +427,7 @@ def stable_spam_cosine(step: int, total_steps: int | None, eta_min: float = 0.5,
     """Returns c_t, the cosine from 1 to eta_min over total_steps T, at step t from 1; 1 where T is None.
 
     c_t = η + (1 − η)·(1 + cos(π·min(t, P)/P))/2. P is T + 1 in the authors' code, whose CosineAnnealingLR has T_max =
-    total_T + 1; TECHNIQUES.md does not count that among its defects. `upstream_period=False` takes P = T. Beyond P, c
+    total_T + 1; DEF does not count that among its defects. `upstream_period=False` takes P = T. Beyond P, c
     stays at eta_min: that the authors' schedule climbs again is one of the defects.
     """
     if total_steps is None:
@@ -452,7 +452,7 @@ def stable_spam_condition(
     g_i/max abs(g)·m̂_max.
     AdaGN, on what AdaClip returns: m_norm ← γ1·c·m_norm + (1 − γ1·c)·‖g‖, m̂_norm = m_norm/(1 − (γ1·c)^n);
     v_norm ← γ2·v_norm + (1 − γ2)·‖g‖², v̂_norm = v_norm/(1 − γ2^n); g ← g/‖g‖·m̂_norm/(√v̂_norm + eps).
-    n counts the gradients averaged and is never reset. Source: TECHNIQUES.md section 4, steps 2 and 3. As in the
+    n counts the gradients averaged and is never reset. Source: DEF, steps 2 and 3. As in the
     authors' code, a gradient of zeros enters the averages and is returned as it is.
     """
     if not np.all(np.isfinite(g)):
@@ -509,7 +509,7 @@ def stable_spam(
     m ← β1·c·m + (1 − β1·c)·g;  v ← β2·v + (1 − β2)·g²;
     w ← w − lr/(1 − (β1·c)^k)·m/(√v/√(1 − β2^k) + eps).
     `grads` is a list of gradients, or a gradient callable with `steps`; `quantize` makes the callable's forward weight,
-    w itself without it. Source: TECHNIQUES.md section 4, defects corrected: the reset clears moments that the same step
+    w itself without it. Source: DEF, defects corrected: the reset clears moments that the same step
     then updates, and the averages of AdaClip and AdaGN keep their own count. eps is one number in the authors' code.
     """
     gradient, steps = _gradient_function(grads, steps)

@@ -7,7 +7,7 @@ wgrad.input along T. Arithmetic is exact up to float64; results are not rounded 
 other readings of the same recipes, under the policy's name, "@" and the reading. Inputs are finite.
 
 Sources, by the short names used below. Code was read; of the papers of Chmiel, Wang, Tseng and Quartet only abstracts
-were at hand, so what "the paper" says beyond that is what TECHNIQUES and the docs pages report of it.
+were at hand, so what "the paper" says beyond that is what DEF and the docs pages report of it.
     Chmiel       Chmiel et al. 2025, "FP4 All the Way", arXiv 2505.19115; its code as copied in public repositories
     NVIDIA, TE   NVIDIA 2025, "Pretraining Large Language Models with NVFP4", arXiv 2509.25149; NVIDIA/TransformerEngine
                  at d0067d0d: docs/features/low_precision_training/nvfp4/nvfp4.rst and
@@ -20,7 +20,7 @@ were at hand, so what "the paper" says beyond that is what TECHNIQUES and the do
     Quartet      Castro et al. 2025, "Quartet", arXiv 2505.14669; IST-DASLab/Quartet at 00ccd38e:
                  src/models/quantization/{backward.py,quantizers/mxfp4.py,quantizers/mxfp4_triton.py,__init__.py}
     DEC          "Decomposing MXFP4 quantization error for LLM RL" (abstract and review)
-    TECHNIQUES   shared/TECHNIQUES.md
+    DEF          the project's own definitions (docs/techniques.md, docs/reference, headers of the policies)
 
 Decisions, per policy, where sources are silent or disagree:
     all          Gradients pass straight through every quantizer unless a line below says otherwise. Random signs are
@@ -29,42 +29,42 @@ Decisions, per policy, where sources are silent or disagree:
                  is padded with zeros. A rotated operand asks for uniforms of the padded, rotated array's shape. The
                  tensor scale of a tensor of zeros is 1 (Graphcore).
     fp4-all-the-way
-                 Decode scales (TECHNIQUES 1: decode by default). Chmiel's code, as public copies have it, rounds the
+                 Decode scales (DEF: decode by default). Chmiel's code, as public copies have it, rounds the
                  ENCODE scale 6/amax to E4M3 and replaces 0 and Inf by 1: VARIANTS["fp4-all-the-way@encode"]. A block
                  scale that underflows becomes 1 in units of the tensor scale (the order of Chmiel's and Graphcore's
                  code).
     fp4-all-the-way-qaf@phase
-                 The backward reads what fprop multiplied with (docs page of the policy; TECHNIQUES says "backward
+                 The backward reads what fprop multiplied with (docs page of the policy; DEF says "backward
                  BF16").
     nvfp4-te     The tensor amax of a wgrad operand is that of the rotated tensor (TE: global_amax_col is computed from
                  the transformed transpose). Block scales that underflow become the smallest subnormal: TE stores the
-                 scale 0, so the block decodes to zeros, which TECHNIQUES has no name for; it needs a block 4.6e5 times
+                 scale 0, so the block decodes to zeros, which DEF has no name for; it needs a block 4.6e5 times
                  smaller than the tensor. W has one set of 16x16 blocks for fprop and dgrad.
     ue5m3-d50    The magnitude goes up where fraction > uniform; Graphcore's rule is fraction + (2r + 1)/512 >= 1, which
                  is the same law and differs from it only where the fraction equals a midpoint exactly. dY has one held
                  tensor amax for both backward GEMMs; without a rotation it is the amax of dY in both. The target of
                  2048 for some layers in Graphcore's yaml is for one model and left out.
     wang-dge     Quantiles are order statistics of all T*K elements, the places floor((1-a)n) and floor(a n) of the
-                 ascending order (MS-AMP's tensor-wise branch; TECHNIQUES names a quantile and no interpolation).
+                 ascending order (MS-AMP's tensor-wise branch; DEF names a quantile and no interpolation).
                  MS-AMP's shipped layer takes quantiles per token, and its weight scale along dim 0 of an [out, in]
                  weight, which is one scale per input channel; the docs page of the policy says per output channel.
                  The residual multiplies the quantized weight (MS-AMP adds it to the quantized activation before the
-                 GEMM). Ties go to even (TECHNIQUES 2, default); MS-AMP's kernel sends them up. abs(u) is limited to 6,
+                 GEMM). Ties go to even (DEF, default); MS-AMP's kernel sends them up. abs(u) is limited to 6,
                  its value in exact arithmetic.
-    mxfp4-rht-sr None: code and TECHNIQUES agree. Both operands are divided by 3/4 each, which is the 16/9.
+    mxfp4-rht-sr None: code and DEF agree. Both operands are divided by 3/4 each, which is the 16/9.
     quartet      Forward scales are OCP's, rounded down (docs page of the policy; no paper text at hand). The paper's,
                  as the page says, minimize the squared error of Gaussian data (QuEST), and the code's are
                  2^floor(log2(2.92247856/6 * std)): VARIANTS["quartet@quest"]. That floor misses the purpose: over all
                  sigma the code's squared error is 2.24% of the signal's, OCP's floor 1.34%, 1.34% with the exponent to
                  nearest, 1.24% unrounded. W and X of the backward are rotated back before they are requantized
-                 (TECHNIQUES 3); the code leaves them in the rotated basis of K: VARIANTS["quartet@rotated"], and
+                 (DEF); the code leaves them in the rotated basis of K: VARIANTS["quartet@rotated"], and
                  "quartet@quest-rotated" is the code but for its signs. An element is masked where it lies outside +-6
-                 (TECHNIQUES 3); the code also masks abs(u) = 6. Ties to even (the code sends them toward zero). Signs
-                 come before H (TECHNIQUES calls the code's order a defect).
+                 (DEF); the code also masks abs(u) = 6. Ties to even (the code sends them toward zero). Signs
+                 come before H (DEF calls the code's order a defect).
     mxfp4-rl     All definitions are the project's (docs/reference/techniques): the paper prints none. Scales are OCP's
-                 decode floor; the docs page says decode nearest_even, which TECHNIQUES 5 calls "in no
-                 paper": VARIANTS["mxfp4-rl@nearest"]. Fallback wraps the whole quantizer, macro-block factor included,
-                 and the second pass has factors of its own; noise is added once, to the sum (docs/techniques.md: around
+                 decode floor; VARIANTS["mxfp4-rl@nearest"] rounds them to nearest.
+                 Fallback wraps the whole quantizer, macro-block factor included, and the second pass has factors of
+                 its own; noise is added once, to the sum (docs/techniques.md: around
                  before normalizer, after last). Blocks are counted and compared in row-major order, and ceil(n/10) of
                  them are chosen even where they lose nothing. The noise is sigma_start's: stage 0.
 """
@@ -135,7 +135,7 @@ def _fp4_all_the_way_quantize(
 ) -> np.ndarray:
     """Returns NVFP4 with gamma = amax/(6 * 448 * 0.5), blocks of 16, E4M3 scales to nearest even, zero to one.
 
-    Source: EL 3.1 (the 0.5 and the zero rule, both credited to Chmiel); TECHNIQUES 3 (gamma = amax/1344).
+    Source: EL 3.1 (the 0.5 and the zero rule, both credited to Chmiel); DEF (gamma = amax/1344).
     """
     gamma = _tensor_scale(a, 448 * 0.5)
     options = {"block": 16, "fmt": "e4m3", "rule": "nearest_even", "zero": "to_one", "convention": convention}
@@ -147,7 +147,7 @@ def fp4_all_the_way(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw, *,
 
     y = Q(X) Q(W)^T, dx = SR(dY) Q(W), dw = SR(dY)^T SR(X), each operand quantized from the original along the
     contraction axis of its GEMM. Source: Chmiel's abstract (stochastic in the backward and update passes, nearest in
-    the forward); TECHNIQUES 3 (`backward` = dY in dgrad and wgrad, X in wgrad; W in dgrad to nearest).
+    the forward); DEF (`backward` = dY in dgrad and wgrad, X in wgrad; W in dgrad to nearest).
     """
 
     def q(name: str, a: np.ndarray, axis: int, stochastic: bool = False) -> np.ndarray:
@@ -164,7 +164,7 @@ def fp4_all_the_way_qaf_phase(
 ) -> Result:
     """Returns (y, dx, dw) of Chmiel's last phase (QAF): the same forward, an exact backward.
 
-    y = Q(X) Q(W)^T, dx = dY Q(W), dw = dY^T Q(X). Source: TECHNIQUES 5 (forward FP4, backward BF16); that the backward
+    y = Q(X) Q(W)^T, dx = dY Q(W), dw = dY^T Q(X). Source: DEF (forward FP4, backward BF16); that the backward
     reads what fprop multiplied with is said by docs/reference/policies/fp4-all-the-way-qaf.md only.
     """
     xq = _fp4_all_the_way_quantize(x, 1, None, convention)
@@ -179,7 +179,7 @@ def nvfp4_te(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result
     of 1x16, W in one set of 16x16 blocks for fprop and dgrad; dY stochastic; both operands of wgrad rotated along T in
     blocks of 16 (signs, then H). A rotated operand has the tensor amax of the rotated tensor. Source: TE (nvfp4.rst;
     NVFP4QuantizerRef._quantize: global_amax_col = max abs of the rotated transpose; nvfp4_ref_rht_2d_factory: weights
-    are not rotated); TECHNIQUES 3 and 5.
+    are not rotated); DEF.
     """
 
     def q(a: np.ndarray, axis: int, block: Block, uniform: np.ndarray | None = None) -> np.ndarray:
@@ -201,7 +201,7 @@ def ue5m3_d50(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Resul
     As `nvfp4_te` with UE5M3 scales that end at 61440 and a tensor scale that puts the largest at 448, zero to one, no
     rotation, and dY stochastic with 8 bits in dgrad and wgrad. Source: Graphcore (numerics.md, recipe yaml,
     _UE5M3LinearFunction: one weight reference and 16x16 blocks in fprop and dgrad, X of wgrad from the saved original
-    along T); TECHNIQUES 5.
+    along T); DEF.
     """
 
     def q(a: np.ndarray, axis: int, block: Block, uniform: np.ndarray | None = None) -> np.ndarray:
@@ -223,7 +223,7 @@ def dge_slope(u: np.ndarray, k: float = 5.0, cap: float = 3.0) -> np.ndarray:
     """Returns Wang's differentiable gradient estimator at u = w/scale (any shape), for E2M1.
 
     min((1/k) * |2(u - lo)/delta - 1|^(1/k - 1), cap), lo and lo + delta being the element values around u. Source:
-    TECHNIQUES 3 (`step_gradient`, `dge`), MS-AMP quantize.cu (power_derivative, power_clamp_max). At an element value
+    DEF (`step_gradient`, `dge`), MS-AMP quantize.cu (power_derivative, power_clamp_max). At an element value
     both intervals give 1/k.
     """
     table = ELEMENTS["e2m1"]
@@ -252,7 +252,7 @@ def wang_dge(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw, *, residu
     X_c = clamp(X, x_low, x_high), dX = X - X_c, y = (Q(X_c) + dX) Q(W)^T with one scale amax/6 in FP32 per token of X
     and per output channel of W; dx = dY Q(W); dw = (dY^T (Q(X_c) + dX)) * DGE(w/scale). The residual multiplies the
     quantized weight, as in MS-AMP (residual_compensation adds it to the quantized activation). `residual` False is
-    what MS-AMP's layers ship. Source: TECHNIQUES 3 and 5, MS-AMP.
+    what MS-AMP's layers ship. Source: DEF, MS-AMP.
     """
     options = {"block": "row", "fmt": "fp32", "rule": "nearest_even"}
     low, high = outlier_thresholds(x)
@@ -273,7 +273,7 @@ def guarded_stochastic(a: np.ndarray, axis: int, uniform: np.ndarray, guard: flo
 
     Ratios a/S lie below 8, so guard * a/S lies below 6 and nothing is clipped: the expectation is a. A product of two
     such operands carries the paper's factor (4/3)^2 = 16/9. Source: Tseng (microxcaling.patch, `dither_scale`);
-    Quartet (mxfp4_triton.py: the same with quest=False); TECHNIQUES 3 (`range_guard`).
+    Quartet (mxfp4_triton.py: the same with quest=False); DEF (`range_guard`).
     """
     scale = block_scales(block_amax(a, axis, 32), fmt="e8m0", rule="floor")
     return scale / guard * round_stochastic(guard * a / scale, "e2m1", uniform)
@@ -331,7 +331,7 @@ def quartet(
         dx = ((G(dY S H) G(H S W')) [in the basis of X H] * M_x) H^-1
         dw = ((G(H S dY)^T G(H S X')) [in the basis of W H] * M_w) H^-1
     With `basis` "original", W' = W_h H^-1 and X' = X_h H^-1, and the products are rotated by H before the mask
-    (TECHNIQUES 3: multiply by f' in the rotated basis, rotate back; rotate Q2 back before requantizing it). With
+    (DEF: multiply by f' in the rotated basis, rotate back; rotate Q2 back before requantizing it). With
     "rotated", W' = W_h and X' = X_h and the products are in that basis already (backward.py). H is
     symmetric and orthonormal, so a second rotation undoes the first. `scales`: see `_quartet_forward`.
     """
@@ -404,7 +404,7 @@ def mxfp4_rl(
     h(a) = Q(a) + m Q(a - Q(a)) with m = `fallback_blocks` and Q = `_macro_quantize`; y = h(X) (h(W) + 1 z^T)^T with
     z = sigma * draw.normal("fprop.weight", K), one value per input channel; dx = Q(dY) Q(W), dw = Q(dY)^T Q(X), from
     the originals. Source: docs/reference/techniques (macro_block_scaling, outlier_fallback,
-    adaptive_quantization_noise: additive, stage 0) and docs/techniques.md, "Order"; TECHNIQUES 5.
+    adaptive_quantization_noise: additive, stage 0) and docs/techniques.md, "Order"; DEF.
     """
 
     def with_fallback(a: np.ndarray) -> np.ndarray:

@@ -138,7 +138,7 @@ def test_ceil_is_toward_positive_of_the_decode_scale() -> None:
 
 
 def test_encode_to_nearest_e8m0_is_the_floor_but_at_powers_of_two() -> None:
-    """TECHNIQUES.md section 5. At Z = 2^k the ideal 6/Z is midway and goes up, to twice the inverse of the floor."""
+    """DEF. At Z = 2^k the ideal 6/Z is midway and goes up, to twice the inverse of the floor."""
     z = np.exp2(np.random.default_rng(1).uniform(-20, 20, 2000)).astype(np.float32)
     z = z[np.frexp(z)[0] != 0.5]
     encode = block_scales(z, fmt="e8m0", rule="nearest_even", convention="encode")
