@@ -49,7 +49,8 @@ from fp4graph.optim import StableSPAM
 from fp4graph.training import checkpoint
 
 #: (width, feed-forward width, layers, heads, vocabulary). All but the first are those of GaLore (Zhao et al. 2024),
-#: which StableSPAM and the FP4 papers took over: 8,995,968, 58,073,600, 367,969,280 and 1,339,082,752 parameters.
+#: which StableSPAM took over: 8,995,968, 58,073,600, 367,969,280 and 1,339,082,752 parameters. The design-space paper
+#: takes its 350M and 1B from Tseng et al. 2025 instead, "Training LLMs with MXFP4".
 PRESETS = {
     "tiny": (64, 176, 2, 2, text_data.BYTES),  # 133,440 parameters, for a trial
     "9M": (128, 352, 4, 4, 32_000),

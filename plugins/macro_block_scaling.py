@@ -30,7 +30,8 @@ class MacroBlockScaling(Technique):
     Inf. With up to 3 bits γ·S·code is exact in bf16, as S·code is.
 
     Source: "Decomposing MXFP4 quantization error for LLM reinforcement learning" names the method (a finer factor per
-    macro block on top of E8M0 scales, to reduce scale bias); the paper's formula is not public, so this one is ours.
+    macro block on top of E8M0 scales, to reduce scale bias); no public text
+    has its formula, so this one is ours.
 
     Stage: scale (normalizer).
 

@@ -22,7 +22,9 @@ class SmoothMax(Technique):
     ``absmax`` Z = max abs(x), dZ/dx = sign(x) at its first maximum, 0 elsewhere (Eq. 4);
     ``softmax`` Z = log(Σ exp(β·abs(x)))/β in the forward of all six operands, dZ/dx = softmax(β·abs(x))·sign(x)
     (Eq. 5); ``hybrid`` the former's Z with the latter's gradient; ``ste`` drops the term, the straight-through
-    default of every policy. Sums go over the elements of a block, its padding left out.
+    default of every policy (the paper speaks of setting it "to be equal to 1", sec. 5.1, in order to omit its
+    computation: added to Q' = 1 that would double every gradient). Sums go over the elements of a block, its
+    padding left out.
 
     β is in units of what is quantized. Beside ``tensor_scaling`` that is U = X/g (sec. 3, Eq. 2), g being the largest
     abs(x) of the tensor, or of the group that shares its scale: g·Z(X/g) = log(Σ exp(β·abs(x)/g))·g/β stands for the
@@ -40,9 +42,9 @@ class SmoothMax(Technique):
     Cost: O(4n) work and O(3n) (absmax) to O(4n) memory, unfusable; exp and log differ between compiled and eager
     code in their last bit, so softmax's forward is not bit-identical between them.
 
-    Use it to study the scale's gradient. All of the paper's 118 result rows have STE here: it reports that no max
-    relaxation had an effect on image classification (A.2), of benefit as differentiable absmax gradients were on
-    smaller classification tasks (sec. 7).
+    Use it to study the scale's gradient. None of the paper's 118 result rows uses it, all have STE here; its text says
+    that no max relaxation had an effect on image classification (A.2), and that differentiable absmax gradients were of
+    benefit on smaller classification tasks (conclusion).
     """
 
     name: ClassVar[str] = "smooth_max"

@@ -44,7 +44,8 @@ class StepGradient(Technique):
 
     Cost: O(n log k) to O(n·w log k) work, and X in high precision kept for the backward: O(n) memory, unfusable.
 
-    Use it on weights to reproduce Wang et al.; the design-space paper found no surrogate better than straight-through.
+    Use it on weights to reproduce Wang et al. The design-space paper found quantization gradients of benefit on smaller
+    classification tasks, and no improvement or harm for larger diffusion and language models (its conclusion).
     """
 
     name: ClassVar[str] = "step_gradient"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from fp4graph.errors import Error
 from fp4graph.numerics import noise
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.ops import plain
@@ -30,8 +32,15 @@ class Decomposition:
     largest. Where rounding is stochastic both quantizations use the same random bits. Elements of blocks with NaN or
     Inf are NaN in every term.
 
-    Source: the three terms are those of "Decomposing MXFP4 quantization error for LLM reinforcement learning", whose
-    formulas are not public; this definition is ours.
+    Source: the three terms are those of "Decomposing MXFP4 quantization error for LLM reinforcement learning"; this
+    definition of them is ours (``ideal``). The paper's own, which its rebuttal prints (``printed``), takes the scale
+    bias of every element from the two scales alone:
+
+    - scale bias: (S − S*)·x/S, S being the power of two;
+    - dead zone, where Q_S(x) = 0, and grid noise, elsewhere: what is left of the error.
+
+    Under it an element in the dead zone has a scale bias too, and where S fits an element by chance, its grid noise
+    makes up for the bias. Its terms add up to float64's rounding.
     """
 
     total: Tensor
@@ -48,6 +57,7 @@ def decompose(
     *,
     draw: Draw | None = None,
     state: OperandState | None = None,
+    definition: Literal["ideal", "printed"] = "ideal",
 ) -> Decomposition:
     """The three parts of a quantizer's error on ``x``.
 
@@ -58,15 +68,49 @@ def decompose(
         dim: the contraction axis, which blocks run along.
         key: of the random bits, where the quantizer draws any and ``draw`` is not given.
         draw, state: what the program is called with inside a model.
+        definition: of the three terms, see :class:`Decomposition`.
+
+    Raises:
+        Error: ``printed`` of a program that quantizes more than once, or adds what is no quantization: it has no one
+            scale.
     """
+    if definition not in ("ideal", "printed"):
+        raise Error(f"definition must be ideal or printed; got {definition!r}")
     program = quantizer if isinstance(quantizer, OperandProgram) else OperandProgram(quantizer)
     if draw is None and program.draws:
         draw = Draw(noise.make_key(key, device=x.device), noise.make_step(0, 0, 0, device=x.device))
     x = x.detach().to(torch.float32).movedim(dim, -1)
+    if definition == "printed":
+        return Decomposition(*(part.movedim(-1, dim) for part in _printed(program, x, draw, state)))
     with plain.tensor_code():  # a kernel would be compiled for each of the two
         outcomes = [total(each(x, draw, state)) for each in (program, with_ideal_scales(program))]
     parts = (part.movedim(-1, dim) for part in split_error(*_aligned(*(each.double() for each in (x, *outcomes)))))
     return Decomposition(*parts)
+
+
+def _printed(
+    program: OperandProgram, x: Tensor, draw: Draw | None, state: OperandState | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(total, scale bias, dead zone, grid noise) by the paper's formula, float64."""
+    several = [t.name for stage in ("split", "around", "after") for t in program.at(stage)]
+    if several:
+        raise Error(
+            f"the printed decomposition is of one quantization with one scale, and {several[0]} makes more of it; use "
+            "definition='ideal'"
+        )
+    with plain.tensor_code():
+        parts = program.quantize(x, draw, state)
+    spec = parts.spec
+    stored = parts.scale.double() if spec.scale.convention == "decode" else 1 / parts.scale.double()
+    true = parts.z.double() / spec.element.max  # before rounding, in the same units: γ is in both
+    share = parts.blocking.join((1 - true / stored).expand(parts.ratio.shape))
+    quantized = parts.dequantized().double() * (1 if parts.gamma is None else parts.gamma.double())
+    error = parts.blocking.join(quantized) - x.double()
+    scale_bias = share * x.double()
+    alive = parts.blocking.join(parts.codes) != 0
+    rest = error - scale_bias
+    zero = torch.zeros_like(rest)
+    return error, scale_bias, torch.where(alive, zero, rest), torch.where(alive, rest, zero)
 
 
 def _aligned(x: Tensor, quantized: Tensor, ideal: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,6 @@
 """The offline figures as commands: what they measure as a table, and as a picture.
 
-python -m fp4graph.analysis.figures reconstruction [-o DIRECTORY]
+python -m fp4graph.analysis.figures reconstruction [-o DIRECTORY] [--metric normwise]
 python -m fp4graph.analysis.figures formats [-o DIRECTORY]
 python -m fp4graph.analysis.figures decomposition [-o DIRECTORY]
 """
@@ -8,6 +8,7 @@ python -m fp4graph.analysis.figures decomposition [-o DIRECTORY]
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -34,8 +35,26 @@ Points = Sequence[r.Point]
 _DASHES = {"ue5m3": (0, (3, 6)), "e8m3": (4.5, (3, 6))}
 
 
+class Metric(StrEnum):
+    """A relative error of :class:`fp4graph.analysis.reconstruction.Point`."""
+
+    elementwise = "elementwise"
+    normwise = "normwise"
+
+    @property
+    def formula(self) -> str:
+        """As titles print it."""
+        return "mean of |Q(x) − x| / |x|" if self is Metric.elementwise else "‖Q(x) − x‖ / ‖x‖"
+
+
 @app.command()
-def reconstruction(output: Output = Path(), seed: int = 0) -> None:
+def reconstruction(
+    output: Output = Path(),
+    seed: int = 0,
+    metric: Annotated[
+        Metric, typer.Option(help="elementwise, the paper's |X − X̂| / |X|, or normwise, a ratio of norms.")
+    ] = Metric.elementwise,
+) -> None:
     """Figures 11 to 15 of the design-space paper's appendix, on Gaussian data, and their numbers."""
     x = r.gaussian(seed=seed)
     panels: list[tuple[str, str, Points, Callable[[r.Point], Any]]] = [
@@ -47,7 +66,7 @@ def reconstruction(output: Output = Path(), seed: int = 0) -> None:
     ]
     console = Console(highlight=False, width=120)
     for title, axis, points, at in panels:
-        console.print(_table(f"Figure {title}: ‖Q(x) − x‖/‖x‖", axis, points, at))
+        console.print(_table(f"Figure {title}: {metric.formula}", axis, points, at, metric))
     with styled():
         picture = figure(9.6)
         every = picture.subplots(3, 2)
@@ -55,10 +74,10 @@ def reconstruction(output: Output = Path(), seed: int = 0) -> None:
             for color, name in zip(PALETTE, r.FORMATS, strict=False):
                 own = [point for point in points if point.scale == name]
                 axes.plot(
-                    [at(p) for p in own], [p.normwise for p in own], color=color, linewidth=2, label=name,
+                    [at(p) for p in own], [getattr(p, metric) for p in own], color=color, linewidth=2, label=name,
                     linestyle=_DASHES.get(name, "-"),
                 )  # fmt: skip
-            axes.set(xscale="log", xlabel=axis, ylabel="relative error")
+            axes.set(xscale="log", xlabel=axis, ylabel=metric.formula)
             axes.set_title(title)
             if axis == "block size":
                 axes.set_xscale("log", base=2)
@@ -165,12 +184,12 @@ def bar(axes: Axes, place: int, shares: Mapping[str, float], total: float) -> No
     axes.plot([total, total], [place - 0.4, place + 0.4], color="#222", linewidth=2.2, label=marked)
 
 
-def _table(title: str, axis: str, points: Points, at: Callable[[r.Point], Any]) -> Table:
+def _table(title: str, axis: str, points: Points, at: Callable[[r.Point], Any], metric: Metric) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column(axis, justify="right")
     for name in r.FORMATS:
         table.add_column(name, justify="right")
-    values = {(at(point), point.scale): point.normwise for point in points}
+    values = {(at(point), point.scale): getattr(point, metric) for point in points}
     for place in dict.fromkeys(at(point) for point in points):
         table.add_row(f"{place:g}", *(f"{values[place, name]:.4g}" for name in r.FORMATS))
     return table

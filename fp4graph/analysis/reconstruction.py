@@ -38,8 +38,8 @@ class Point:
     Attributes:
         scale: name of the scale format. block, tensor_scale: of the quantizer, and what the data was multiplied by.
         beta: of the softmax in place of the block's maximum; None for the maximum itself (STE).
-        elementwise: mean over elements that are not zero of abs(Q(x) − x)/abs(x).
-        normwise: ‖Q(x) − x‖/‖x‖.
+        elementwise: mean over elements that are not zero of abs(Q(x) − x)/abs(x), the paper's relative error (A.12).
+        normwise: ‖Q(x) − x‖/‖x‖, to which small elements contribute little.
     """
 
     scale: str

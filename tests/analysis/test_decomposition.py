@@ -12,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import fp4graph
 from fp4graph.analysis import decompose
 from fp4graph.formats import ELEMENTS, SCALES
 from fp4graph.numerics.quantize import fake_quantize
@@ -32,7 +33,8 @@ NUMBERS = st.one_of(
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
 def test_the_terms_sum_to_the_error_exactly(element, scale, data):
-    rounding = data.draw(st.sampled_from(["floor", "ceil", "nearest_even", "toward_positive", "stochastic"]))
+    powers_of_two = [] if SCALES[scale].mantissa_bits else ["floor", "ceil"]
+    rounding = data.draw(st.sampled_from([*powers_of_two, "nearest_even", "toward_positive", "stochastic"]))
     rounds_in = data.draw(st.sampled_from(["nearest", "stochastic"]))
     convention = "encode" if rounding == "nearest_even" and data.draw(st.booleans()) else "decode"
     spec = QuantSpec(
@@ -62,7 +64,8 @@ def test_the_terms_sum_to_the_error_exactly_where_scales_saturate(element, scale
     generator = torch.Generator().manual_seed(0)
     exponents = 60 * (2 * torch.rand(64, 64, generator=generator) - 1)
     x = torch.randn(64, 64, generator=generator) * exponents.exp2()
-    for scale_rounding, rounding in itertools.product(("floor", "nearest_even"), ("nearest", "stochastic")):
+    rules = ("toward_positive" if SCALES[scale].mantissa_bits else "floor", "nearest_even")
+    for scale_rounding, rounding in itertools.product(rules, ("nearest", "stochastic")):
         spec = QuantSpec(element, 16, ScaleSpec(scale, scale_rounding), rounding=rounding)
         parts = decompose(x, spec, key=3)
         assert torch.equal(parts.scale_bias + parts.grid_noise + parts.dead_zone, parts.total)
@@ -151,3 +154,43 @@ def test_poisoned_blocks_are_nan():
     parts = decompose(x, QuantSpec("e2m1", 32))
     assert parts.total[0, :32].isnan().all()
     assert parts.total[0, 32:].isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("convention", "rounding"), [("decode", "floor"), ("decode", "ceil"), ("encode", "nearest_even")]
+)
+def test_the_papers_own_formula(convention, rounding):
+    """MXFP4(x) = x + (s_rounded − s_true)·x/s_rounded + dead zone + grid noise, from the scales by hand."""
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(0))
+    spec = QuantSpec("e2m1", 32, ScaleSpec("e8m0", rounding, convention))
+    blocks = x.double().numpy().reshape(-1, 32)
+    amax = np.abs(blocks).max(1, keepdims=True)
+    true = amax / 6
+    # To nearest, 6/amax rounds to 1/s for 4·s < amax <= 8·s: as floor.
+    rounded = 2.0 ** (np.ceil(np.log2(true)) if rounding == "ceil" else np.floor(np.log2(amax)) - 2)
+    q = fake_quantize(x, spec).double().numpy().reshape(-1, 32)
+    bias = (rounded - true) * blocks / rounded
+    rest = q - blocks - bias
+    parts = decompose(x, spec, definition="printed")
+    for found, expected in (
+        (parts.total, q - blocks),
+        (parts.scale_bias, bias),
+        (parts.dead_zone, np.where(q == 0, rest, 0)),
+        (parts.grid_noise, np.where(q == 0, 0, rest)),
+    ):
+        np.testing.assert_allclose(found.numpy().reshape(-1, 32), expected, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(parts.scale_bias + parts.dead_zone + parts.grid_noise, parts.total)
+    ours = decompose(x, spec)
+    assert torch.equal(ours.total, parts.total)
+    assert (ours.scale_bias[parts.dead_zone != 0] == 0).all()
+
+
+def test_the_papers_formula_has_one_scale():
+    x = torch.randn(4, 64)
+    macro, fallback = (default_registry().techniques[n]() for n in ("macro_block_scaling", "outlier_fallback"))
+    parts = decompose(x, OperandProgram(QuantSpec("e2m1", 32), (macro,)), definition="printed")
+    torch.testing.assert_close(parts.scale_bias + parts.dead_zone + parts.grid_noise, parts.total)
+    with pytest.raises(fp4graph.Error, match="outlier_fallback makes more of it"):
+        decompose(x, OperandProgram(QuantSpec("e2m1", 32), (fallback,)), definition="printed")
+    with pytest.raises(fp4graph.Error, match="ideal or printed"):
+        decompose(x, QuantSpec("e2m1", 32), definition="theirs")

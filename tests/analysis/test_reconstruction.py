@@ -77,6 +77,24 @@ def test_stand_ins_for_rounding():
     assert torch.allclose(differences[inner[1:-1]], slope[1:-1][inner[1:-1]], rtol=0.01)
 
 
+def test_the_figures_metric(tmp_path, monkeypatch):
+    """By default the paper's |X − X̂|/|X| by element, of which a table row is the mean."""
+    x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(r, "gaussian", lambda lines=4, length=256, seed=0: x)
+    spec = QuantSpec("e2m1", 16, ScaleSpec("e8m0", "nearest_even", "encode"))
+    elementwise, normwise = reconstruction_error(x, spec)
+    for options, value, formula in (
+        ([], elementwise, "mean of |Q(x) − x| / |x|"),
+        (["--metric", "normwise"], normwise, "‖Q(x) − x‖ / ‖x‖"),
+    ):
+        result = CliRunner().invoke(figures.app, ["reconstruction", "-o", str(tmp_path), *options])
+        assert result.exit_code == 0, result.output
+        table = result.output.split("Figure 12")[0]
+        assert formula in table
+        row = next(line for line in table.splitlines() if line.split("│")[1:2] and line.split("│")[1].strip() == "16")
+        assert row.split("│")[2].strip() == f"{value:.4g}"
+
+
 @pytest.mark.parametrize("name", ["reconstruction", "formats", "decomposition"])
 def test_the_figures(name, tmp_path, monkeypatch):
     monkeypatch.setattr(r, "gaussian", lambda lines=4, length=256, seed=0: torch.randn(4, 256))

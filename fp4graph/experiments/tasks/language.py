@@ -17,7 +17,8 @@ from fp4graph.experiments.data.extras import needs
 from fp4graph.experiments.tasks.task import Batch, Problem, Recipe, Settings, Task
 
 #: Width, feed-forward width, layers, heads, vocabulary. All but the first are those of GaLore (Zhao et al. 2024), which
-#: StableSPAM and the FP4 papers took over: 8,995,968, 58,073,600, 367,969,280 and 1,339,082,752 parameters.
+#: StableSPAM took over: 8,995,968, 58,073,600, 367,969,280 and 1,339,082,752 parameters. The design-space paper takes
+#: its 350M and 1B from Tseng et al. 2025 instead, "Training LLMs with MXFP4", and prints the sizes of none.
 SIZES = {
     "tiny": (64, 176, 2, 2, text.BYTES),
     "9m": (128, 352, 4, 4, 32_000),
