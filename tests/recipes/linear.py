@@ -73,6 +73,16 @@ class Data:
         return Data(matrix(TOKENS, IN), matrix(OUT, IN), matrix(TOKENS, OUT))
 
     @staticmethod
+    def large(seed: int) -> Data:
+        """Gaussian numbers times 2^22, whose encode scales are below what formats with five exponent bits reach."""
+        generator = np.random.default_rng(seed)
+
+        def matrix(rows: int, columns: int) -> np.ndarray:
+            return np.ldexp(generator.standard_normal((rows, columns)), 22).astype(np.float32).astype(np.float64)
+
+        return Data(matrix(TOKENS, IN), matrix(OUT, IN), matrix(TOKENS, OUT))
+
+    @staticmethod
     def grid(seed: int, largest: float) -> Data:
         """Multiples of a quarter up to ``largest``, which every block of 16 holds: all ties there are."""
         generator = np.random.default_rng(seed)

@@ -103,7 +103,7 @@ def main(names: list[str]) -> None:
     total, survivors = 0, []
     for name in names or POLICIES:
         document = yaml.safe_load((Path(fp4graph_policies.__path__[0]) / f"{name}.yaml").read_text())
-        cases = [(data, expected(name, data)) for data in data_for(name)]
+        cases = [(data, expected(name, data)) for data in data_for(name).values()]
         for path, what, value in mutants(document):
             total += 1
             torch._dynamo.reset()

@@ -31,9 +31,10 @@ def bits(policy: str, forward: int = 0) -> SiteBits:
     return SiteBits(SITE, forward, signs_per_block=_SIGNS.get(policy, 32), constant_signs=constant, noise_technique=2)
 
 
-def data_for(policy: str) -> list[Data]:
-    """Data with all magnitudes, and data with all ties."""
-    return [Data.wide(0), Data.grid(1, 7.0 if policy.startswith("int4") else 6.0)]
+def data_for(policy: str) -> dict[str, Data]:
+    """Data that tell a recipe from others: all magnitudes, all ties, and scales that underflow where those miss it."""
+    ties = Data.grid(1, 7.0 if policy.startswith("int4") else 6.0)
+    return {"magnitudes": Data.wide(0), "ties": ties} | ({"large": Data.large(2)} if policy == "ue5m3" else {})
 
 
 def expected(policy: str, data: Data) -> list[tuple[np.ndarray, ...]]:
