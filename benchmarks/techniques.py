@@ -23,6 +23,7 @@ from benchmarks.models import MODELS, TOTAL_STEPS, Model
 from benchmarks.results import RESULTS, Results, attempt, figures_of
 from benchmarks.timing import Patience, alternate, synchronize
 from fp4graph.optim import StableSPAM
+from fp4graph.runtime import runtime_of
 
 #: Steps of a detection, here.
 DETECTION = 30
@@ -92,13 +93,11 @@ def ramping(model: nn.Module) -> Stepping:
 
 
 def _ramped(stepping: Stepping) -> list[tuple[str, Any]]:
-    state = stepping.optimizer.state
-    found = [
-        (name, state[p])
-        for name, p in stepping.model.named_parameters()
-        if any(str(key).startswith("fp4graph.q_ramping") for key in state[p])
-    ]
-    if not found:
+    """The quantized weights with what the optimizer keeps of each."""
+    runtime = runtime_of(stepping.model)
+    assert runtime is not None
+    found = [(weight.name, stepping.optimizer.state[weight.parameter]) for weight in runtime.weights]
+    if not any(str(key).startswith("fp4graph.q_ramping") for _, state in found for key in state):
         raise RuntimeError("Q-Ramping keeps nothing of any parameter: the benchmark no longer measures it")
     return found
 

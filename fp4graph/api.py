@@ -42,8 +42,8 @@ def apply(
         dynamic: as torch.compile's.
         total_forwards: calls of the model with gradients in the whole training, for policies with phases at a share of
             it: with gradient accumulation several for each step of the optimizer.
-        example_inputs: arguments of one call (a tuple, a mapping of keywords, or the only argument). With them all
-            that the first forward and backward would find wrong, in any phase of the policy, is found now; on fake
+        example_inputs: arguments of one call: a tuple or a list, a mapping of keywords, or the only argument. With them
+            all that the first forward and backward would find wrong, in any phase of the policy, is found now; on fake
             tensors, of which shapes and dtypes count.
 
     Returns:
@@ -67,6 +67,7 @@ def apply(
             )
     if total_forwards is not None:
         _check_total(total_forwards)
+    if total_forwards is not None or example_inputs is not None:
         loaded.phase(0, total_forwards)  # phases in the wrong order are refused here
     if example_inputs is not None:
         rehearse(root, loaded, example_inputs)

@@ -15,10 +15,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeCopyMode,
+    FakeTensorMode,
+)
 from torch.utils import _pytree as pytree
 
-from fp4graph.errors import Error
+from fp4graph.errors import CaptureError, Error
 from fp4graph.graph.rewrite import Site
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.operands import Operand
@@ -122,9 +127,12 @@ def rehearse(model: nn.Module, policy: Policy, example_inputs: Any) -> None:
     Raises:
         Error: the first that a training would.
     """
-    kwargs = dict(example_inputs) if isinstance(example_inputs, Mapping) else {}
-    positional = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    args = () if isinstance(example_inputs, Mapping) else positional
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    if isinstance(example_inputs, Mapping):
+        kwargs = dict(example_inputs)
+    else:
+        args = tuple(example_inputs) if isinstance(example_inputs, tuple | list) else (example_inputs,)
     for one in (dataclasses.replace(policy, phases=()), *(phase.policy for phase in policy.phases)):
         _, problem = _captured(model, one, args, kwargs, backward=True)
         if problem is not None:
@@ -153,6 +161,11 @@ def _captured(
             result = twin(*fake_args, **fake_kwargs)
             if backward:
                 _backward(result)
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise CaptureError(
+            f"the forward depends on the values of tensors ({error.func}), which the fake tensors of explain() and "
+            "example_inputs do not have; leave example_inputs out, and what is wrong shows at the first call"
+        ) from error
     finally:
         random.setstate(python_state)
         _forget(runtime.entry.__code__)

@@ -111,6 +111,11 @@ class Unit:
         return self._compiled(self.module, self.entry, *args, **kwargs)
 
 
+def is_sharded_unit(root: nn.Module) -> bool:
+    """Whether ``fully_shard`` was called on ``root`` or something below, whose graphs serve several modules."""
+    return any(isinstance(module.__dict__.get("forward"), Unit) for module in root.modules())
+
+
 def run_unit(module: nn.Module, entry: Entry | None, *args: Any, **kwargs: Any) -> Any:
     """The forward of a :class:`Unit`; modules are an argument, so that those alike share one graph."""
     if entry is not None:

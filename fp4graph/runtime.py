@@ -245,6 +245,7 @@ class Runtime:
         self._checked = explains
         self._failure: Error | None = None  # of the first forward; every later one raises it again
         self._uses: dict[tuple[str, str], WeightUse] = {}
+        self._read: set[tuple[str, str]] = set()  # parameters that graphs take
         self._previous: Any = None
         self._compiled: Callable[..., Any] | None = None
         self._pending_error: Error | None = None
@@ -429,6 +430,7 @@ class Runtime:
                     raise rewriter.refused
                 self.problems.append(rewriter.refused)
             self._learn(rewriter.uses)
+            self._read |= rewriter.read
             backend = inner_backend(self.backend)
             if self._bucket_bytes is not None:
                 backend = _split_for_ddp(backend, self._bucket_bytes)
@@ -680,12 +682,13 @@ class Runtime:
         check_coverage(self.policy, sites)
         self._check_share()
         captured = {site.module for site in self.sites}
-        for weight in self.weights:
-            if isinstance(weight.module, nn.Linear) and weight.fqn in self._marked - captured:
+        for module in sorted(name for name in self._marked - captured if name is not None):
+            if self._ran_uncaptured(module):
                 raise CaptureError(
-                    "the module was called, but its product was not captured and ran in high precision (a graph break "
-                    "between its hooks and its forward?)",
-                    site=weight.fqn or "(root)",
+                    "the module was called, but the product with its weight was not captured and ran in high precision "
+                    "(a graph break between its hooks and its forward, or a loop or a disabled function around the "
+                    "product?); remove the break, or keep the module by a rule",
+                    site=module or "(root)",
                 )
         served_by = {name: names[0] for _, names in served for name in names[1:] if name is not None}
         self._learn(
@@ -697,37 +700,54 @@ class Runtime:
             ]
         )
 
+    def _ran_uncaptured(self, name: str) -> bool:
+        """Whether module ``name``, which was called and has no site, has matrices that no graph has read although a
+        linear layer in its place would be quantized."""
+        module = self.root.get_submodule(name)
+        if isinstance(module, nn.Linear):
+            return any(weight.fqn == name for weight in self.weights)
+        if len(self._frames) < 2 or hooks.is_sharded_unit(self.root):
+            return False  # without a graph break a parameter that no graph reads was not used
+        matrices = {key for key, p in module._parameters.items() if p is not None and min((1, *p.shape)[-2:]) > 1}
+        reads = any((name, key) in self._read for key in matrices)
+        return bool(matrices) and not reads and self.policy.may_quantize("linear", name, self.names.block(name))
+
     def _check_share(self) -> None:
         """Raise PolicyError for a policy written for blocks, a model without any, and most of its work unquantized."""
         if not any(rule.quantizes and rule.match.needs_blocks for rule in self.policy.rules):
             return
         if set(self.names.blocks) != {""}:
             return
-        quantized = {owner for owner, use in self._uses.items() if use.decision.rule.quantizes}
-        share = min(_share_of_flops(self.sites), self._share_of_weights(quantized))
-        if share < 0.5:
+        if (share := self._share()) < 0.5:
             names = sorted({site.module or "(root)" for site in self.sites if site.quantized})
             raise PolicyError(
                 f"policy {self.policy.name!r} is written for a repeated stack of blocks (block: true), and this model "
                 f"has none that fp4graph recognises: only {', '.join(names[:8])} would be quantized, {share:.0%} of "
-                "the matrix work. Write a policy that extends it, with rules that name what to quantize, such as "
-                "match: {op: linear} for every linear layer or match: {module: 'head'} for one; convolutions and "
-                "recurrent layers cannot be quantized",
+                "the matrix work of its layers. Write a policy that extends it, with rules that name what to quantize, "
+                "such as match: {op: linear} for every linear layer or match: {module: 'head'} for one; convolutions "
+                "and recurrent layers cannot be quantized",
                 file=self.policy.file,
             )
 
-    def _share_of_weights(self, quantized: set[tuple[str, str]]) -> float:
-        """The part of the elements of all weight matrices and filters that is quantized; tables are none of them."""
-        sizes: dict[int, tuple[int, bool]] = {}
-        for fqn, module in self.root.named_modules():
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag):
-                continue
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.dim() >= 2 and "weight" in name:
-                    former = sizes.get(id(parameter), (0, False))[1]
-                    sizes[id(parameter)] = parameter.numel(), former or (fqn, name) in quantized
-        whole_size = sum(size for size, _ in sizes.values())
-        return sum(size for size, ours in sizes.values() if ours) / whole_size if whole_size else 1.0
+    def _share(self) -> float:
+        """The part of the matrix work of layers that is quantized: of the captured FLOPs, without attention and what a
+        rule keeps by name. Recurrent layers, which no graph shows, count with the elements of their matrices."""
+        layers = [site for site in self.sites if site.op not in ("matmul", "sdpa", "attention")]
+        layers = [site for site in layers if site.quantized or site.rule_index in (None, -1)]
+        work = sum(site.flops or 0 for site in layers)
+        share = sum(site.flops or 0 for site in layers if site.quantized) / work if work else 1.0
+        recurrent = sum(
+            parameter.numel()
+            for module in self.root.modules()
+            if isinstance(module, nn.RNNBase | nn.RNNCellBase)
+            for parameter in module.parameters(recurse=False)
+            if parameter.dim() == 2
+        )
+        if not recurrent:
+            return share
+        ours = [use for use in self._uses.values() if use.decision.rule.quantizes]
+        quantized = sum(use.site.numel or 0 for use in ours)
+        return min(share, quantized / (quantized + recurrent))
 
     def _served(self) -> list[tuple[Site, list[str | None]]]:
         """Each captured site with the modules that it serves, its own first: blocks that FSDP or a graph break
@@ -744,12 +764,6 @@ class Runtime:
             if (first := next((name for name in names if name in captured), None)) is not None:
                 others[first] = [name for name in names if name not in captured]
         return [(site, [site.module, *others.get(site.module, ())]) for site in self.sites]
-
-
-def _share_of_flops(sites: list[Site]) -> float:
-    """The part of the captured forward's matrix work that is quantized."""
-    flops = sum(site.flops or 0 for site in sites)
-    return sum(site.flops or 0 for site in sites if site.quantized) / flops if flops else 1.0
 
 
 def check_coverage(policy: Policy, sites: list[Site]) -> None:

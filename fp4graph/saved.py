@@ -6,9 +6,12 @@ model, for which our entries are unexpected keys. They are taken up when a polic
 
 from __future__ import annotations
 
+import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,29 +24,32 @@ from fp4graph.sharding import is_sharded
 def restore(root: nn.Module) -> None:
     """Load what the folder of ``root`` (its ``name_or_path``) holds of our state into ``root``, which was applied.
 
-    An entry is taken only where the weights of its module are those of the folder: the state of a weight that has
-    changed since describes another weight.
+    Nothing is taken unless all weights are those of the folder: the state of other weights describes another training,
+    and a model made from a configuration names its folder too.
 
     Warns:
-        PolicyWarning: some of it is left out; it says why.
+        PolicyWarning: some of the state is left out; it says why.
     """
-    if not (saved := dict(_entries(root))):
+    folder = _folder(root)
+    files = [] if folder is None else _files(folder)
+    ours: dict[str, Tensor] = {}
+    plain: list[tuple[Path, str]] = []
+    for file in files:
+        with _opened(file) as tensors:
+            ours |= {key: tensors[key] for key in tensors if state.is_ours(key)}
+            plain += [(file, key) for key in tensors if not state.is_ours(key)]
+    if not ours:
         return
-    here = root.state_dict(keep_vars=True)
-    ours = {key: value for key, value in saved.items() if state.is_ours(key)}
-    fitting = {k: v for k, v in ours.items() if k in here and _same_shape(k, v, here[k])}
-    modules = {_owner(key) for key in fitting}
-    changed = {name for name in modules if not _unchanged(name, saved, here)}
-    taken = {key: value for key, value in fitting.items() if _owner(key) not in changed}
+    here = root.state_dict()
+    taken = {k: v for k, v in ours.items() if k in here and (k.endswith("_extra_state") or v.shape == here[k].shape)}
+    why = "the policy that is applied now keeps nothing under these names"
+    if (changed := _changed(plain, here)) is not None:
+        taken, why = {}, f"{changed} is not what the folder holds, so state begins anew"
     if taken:
         root.load_state_dict(taken, strict=False)
     if left := sorted(ours.keys() - taken.keys()):
-        names = ", ".join(sorted(name or "(root)" for name in changed)[:4])
-        why = "the policy that is applied now keeps nothing under these names"
-        if changed:
-            why = f"the weights of {names} are not those of the folder, so their state begins anew"
         warnings.warn(
-            f"{_folder(root)} holds state of an applied policy, of which {len(left)} entries are left out "
+            f"{folder} holds state of an applied policy, of which {len(left)} entries are left out "
             f"({', '.join(left[:3])}{', ...' if len(left) > 3 else ''}): {why}",
             PolicyWarning,
             stacklevel=3,
@@ -56,42 +62,55 @@ def _folder(root: nn.Module) -> Path | None:
     return Path(path) if isinstance(path, str) and path and Path(path).is_dir() else None
 
 
-def _entries(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The tensors in the folder of ``root``, if any of them are ours."""
-    folder = _folder(root)
-    if folder is None:
-        return
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+def _files(folder: Path) -> list[Path]:
+    """The files of weights that ``from_pretrained`` reads: one, or those that an index names."""
+    for name in ("model.safetensors", "pytorch_model.bin"):
+        if (folder / name).exists():
+            return [folder / name]
+        if (index := folder / f"{name}.index.json").exists():
+            return [folder / part for part in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    return []
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[Mapping[str, Tensor]]:
+    """The tensors of a file, each read when it is asked for."""
+    if file.suffix == ".bin":
+        yield torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         return
     from safetensors import safe_open
 
-    for file in files:
-        with safe_open(file, "pt") as content:
-            keys = list(content.keys())
-            owners = {_owner(key) for key in keys if state.is_ours(key)}
-            for key in keys:
-                if state.is_ours(key) or key.rpartition(".")[0] in owners:
-                    yield key, content.get_tensor(key)
+    with safe_open(file, "pt") as content:
+        yield _Lazy(content)
 
 
-def _owner(key: str) -> str:
-    """The module whose state an entry is."""
-    return ".".join(key.split(".")[: key.split(".").index(state.NAME)])
+class _Lazy(Mapping[str, Tensor]):
+    """A safetensors file as a mapping."""
+
+    def __init__(self, content: Any) -> None:
+        self._content, self._keys = content, list(content.keys())
+
+    def __getitem__(self, key: str) -> Tensor:
+        tensor: Tensor = self._content.get_tensor(key)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._keys)
+
+    def __len__(self) -> int:
+        return len(self._keys)
 
 
-def _same_shape(key: str, saved: Tensor, here: Tensor) -> bool:
-    return key.endswith("_extra_state") or saved.shape == here.shape
+def _changed(plain: list[tuple[Path, str]], here: Mapping[str, Tensor]) -> str | None:
+    """The first entry that differs from the model's in the model's dtype, or None.
 
-
-def _unchanged(module: str, saved: dict[str, Tensor], here: dict[str, Tensor]) -> bool:
-    """Whether the parameters and buffers that ``module`` owns are those that were saved, in the dtype of now."""
-    for key, value in saved.items():
-        if state.is_ours(key) or key.rpartition(".")[0] != module:
-            continue
+    One that the model does not have, or that is sharded or without data, cannot be compared and counts as different.
+    """
+    for file, key in plain:
         current = here.get(key)
         if current is None or is_sharded(current) or current.is_meta:
-            return current is None or is_sharded(current)
-        if not torch.equal(current.detach().cpu(), value.to(current.dtype)):
-            return False
-    return True
+            return key
+        with _opened(file) as tensors:
+            if not torch.equal(current.detach().cpu(), tensors[key].to(current.dtype)):
+                return key
+    return None

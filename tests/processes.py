@@ -63,9 +63,7 @@ def run_ranks(command: Sequence[str | Path], folder: Path, ranks: int = 2) -> li
         place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
         with log.open("wb") as said:
             words = [str(word) for word in command]
-            running.append(
-                subprocess.Popen(words, env={**os.environ, **place}, stdout=said, stderr=subprocess.STDOUT)
-            )
+            running.append(subprocess.Popen(words, env={**os.environ, **place}, stdout=said, stderr=subprocess.STDOUT))
     deadline, stopped = time.monotonic() + PATIENCE, set()
     while any(process.poll() is None for process in running):
         if any(process.poll() for process in running):

@@ -231,7 +231,9 @@ def test_an_exception_while_the_model_is_compiled_is_named(stage: str, model: nn
         train(model, broken, backend="aot_eager")
     check(caught.value, stage)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
-    assert "_fp4graph" not in " ".join(model.state_dict())  # as it was before apply()
+    with pytest.raises(fp4graph.PluginError, match="a stranger's bug"):  # and not in high precision
+        model(torch.randn(5, 48))
+    assert "_fp4graph" not in " ".join(fp4graph.remove(model).state_dict())
 
 
 @pytest.mark.compiler

@@ -111,6 +111,13 @@ class Names:
             return found
         return (calling, parameter) if calling is not None else None
 
+    def owners(self, node: Node) -> list[tuple[str, str]]:
+        """(module, parameter name) of all modules that hold the parameter at placeholder ``node``, as far as its
+        identity or its source tells."""
+        example = getattr(node.meta.get("grapharg"), "example", None)
+        found = _parse(node)
+        return [*self._owners.get(id(example), ()), *([found] if found is not None and found[1] else ())]
+
     def _owns(self, module: str, parameter: str) -> bool:
         return module in self._by_name and parameter in self._by_name[module]._parameters
 

@@ -95,8 +95,19 @@ _NOT_SITES: Mapping[Any, tuple[str, str]] = {
     torch.outer: ("outer", "no contraction axis"),
     torch.mv: ("mv", "a matrix-vector product"),
     torch.dot: ("dot", "a vector product"),
-    torch.lstm: ("lstm", "a fused recurrent layer"),
-    torch.gru: ("gru", "a fused recurrent layer"),
+    **dict.fromkeys(
+        (
+            torch.lstm,
+            torch.gru,
+            torch.rnn_tanh,
+            torch.rnn_relu,
+            torch.lstm_cell,
+            torch.gru_cell,
+            torch.rnn_tanh_cell,
+            torch.rnn_relu_cell,
+        ),
+        ("recurrent", "recurrent layers are kept in high precision"),
+    ),
     torch.einsum: ("einsum", "not a product of two matrices"),
     torch.functional.einsum: ("einsum", "not a product of two matrices"),
     aten.einsum.default: ("einsum", "not a product of two matrices"),
@@ -105,8 +116,8 @@ _NOT_SITES: Mapping[Any, tuple[str, str]] = {
 _SDPA = (nn.functional.scaled_dot_product_attention, aten.scaled_dot_product_attention.default)
 
 
-#: Products that torch's FLOP counter does not count, by a part of their names.
-_UNCOUNTED = ("grouped_mm", "scaled_mm", "int_mm")
+#: Products that torch's FLOP counter does not count, by a part of their names, and by their names.
+_UNCOUNTED, _UNCOUNTED_NAMES = ("grouped_mm", "scaled_mm"), ("_int_mm",)
 #: Libraries of operations that multiply no matrices but those that a reader or the FLOP counter knows.
 _KNOWN_LIBRARIES = frozenset(
     {"aten", "prims", "prim", "inductor", "c10d", "_c10d_functional", "c10d_functional", "fsdp"}
@@ -123,7 +134,8 @@ def operation(node: Node) -> Callable[..., Any]:
 
 def is_uncounted_product(node: Node) -> bool:
     """Whether ``node`` is known by its name to multiply matrices, in a way for which there is no reader."""
-    return any(part in name_of(node) for part in _UNCOUNTED)
+    name = name_of(node)
+    return name in _UNCOUNTED_NAMES or any(part in name for part in _UNCOUNTED)
 
 
 def is_foreign(node: Node) -> bool:

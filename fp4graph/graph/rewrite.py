@@ -128,6 +128,7 @@ class Rewriter:
         self.names = names
         self.sites: list[Site] = []
         self.uses: list[WeightUse] = []
+        self.read: set[tuple[str, str]] = set()  # parameters that the graphs take: module, name
         self.refused: CaptureError | None = None  # the first of the matrix work that would run unquantized unsaid
         self.marked: set[str | None] = set()  # modules whose call was seen
         self._occurrences: Counter[str] = Counter(first_occurrence or {})
@@ -138,6 +139,8 @@ class Rewriter:
     def run(self, gm: GraphModule) -> None:
         """Rewrite ``gm`` and the bodies inside it, in place; what was found is in ``sites``."""
         self.names.learn([node for module in _graphs(gm) for node in module.graph.nodes])
+        for node in gm.graph.find_nodes(op="placeholder"):
+            self.read.update(self.names.owners(node))
         self._run(gm, {})
 
     def _run(self, gm: GraphModule, outer: Mapping[Node, Node]) -> None:
@@ -151,19 +154,24 @@ class Rewriter:
                 self.marked.add(marker.module)
                 gm.graph.erase_node(node)
             elif node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
-                self._enter(gm, node, outer)
+                self._enter(gm, node, outer, markers)
             else:
                 found = read_product(node)
                 if isinstance(found, Product):
                     self._site(found, markers, outer)
-                elif found is not None:
+                elif found is not None and not self._is_unwritten(node, found, outer):
                     self._list(node, *found)
-                elif self._is_unknown_contraction(node, outer):
-                    self._keep_or_refuse(node, markers)
+                elif found is not None or self._is_unknown_contraction(node, outer):
+                    self._keep_or_refuse(node, name_of(node), markers)
         gm.recompile()
 
-    def _enter(self, gm: GraphModule, node: Node, outer: Mapping[Node, Node]) -> None:
-        """A higher-order op: rewrite its body where that is sound, else list the products inside."""
+    def _enter(self, gm: GraphModule, node: Node, outer: Mapping[Node, Node], markers: _Markers) -> None:
+        """A higher-order op: rewrite its body where that is sound, else list the products inside.
+
+        One that is given a matrix parameter and holds products, such as an ``autograd.Function``, is itself a product
+        that cannot be quantized.
+        """
+        multiplies = False
         for argument in node.args:
             if not isinstance(argument, Node) or argument.op != "get_attr":
                 continue
@@ -189,7 +197,10 @@ class Rewriter:
                 elif (found := read_product(inside)) is not None:
                     op = "matmul" if isinstance(found, Product) else found[0]
                     self._list(inside, op, f"inside {name}, which is not rewritten")
+                    multiplies |= isinstance(found, Product)
             body.recompile()
+        if multiplies and self._matrix_parameters(node, outer):
+            self._keep_or_refuse(node, getattr(node.target, "_name", str(node.target)), markers)
 
     def _list(self, node: Node, op: str, reason: str, decision: Decision | None = None) -> None:
         """Record matrix work that stays as it is."""
@@ -206,32 +217,49 @@ class Rewriter:
             return False
         if is_uncounted_product(node):
             return True
-        origins = ((arg, _origin(arg)[0]) for arg in node.all_input_nodes)
-        matrices = [
-            arg
-            for arg, origin in origins
-            if self.names.is_parameter(outer.get(origin, origin)) and (v := value_of(arg)) is not None and v.dim() >= 2
-        ]
-        return bool(matrices) and (is_foreign(node) or bool(flops.of_node(node)))
+        return bool(self._matrix_parameters(node, outer)) and (is_foreign(node) or bool(flops.of_node(node)))
 
-    def _keep_or_refuse(self, node: Node, markers: _Markers) -> None:
-        """An unknown contraction runs in high precision where a rule keeps it by name, and is an error elsewhere."""
-        op, module = name_of(node), self.names.module(node)
+    def _is_unwritten(self, node: Node, found: tuple[str, str], outer: Mapping[Node, Node]) -> bool:
+        """Whether ``node`` could have been written as a linear layer: matrix work with a parameter, but no convolution,
+        recurrent layer or attention, which every policy keeps."""
+        known = found[0] in ("conv", "recurrent", "sdpa", "attention")
+        return not known and bool(self._matrix_parameters(node, outer))
+
+    def _matrix_parameters(self, node: Node, outer: Mapping[Node, Node]) -> list[Node]:
+        """The inputs of ``node`` that are parameters of two or more axes, or views of such."""
+        return [arg for arg in node.all_input_nodes if self._is_matrix_parameter(arg, outer)]
+
+    def _is_matrix_parameter(self, node: Node, outer: Mapping[Node, Node]) -> bool:
+        origin = _origin(node)[0]
+        value = value_of(node)
+        return value is not None and value.dim() >= 2 and self.names.is_parameter(outer.get(origin, origin))
+
+    def _keep_or_refuse(self, node: Node, op: str, markers: _Markers) -> None:
+        """A product with a parameter that cannot be quantized, where a linear layer would be: an error, unless a rule
+        keeps it by name. Elsewhere it is kept as a linear layer is."""
+        module = self.names.module(node)
         marked = markers.of_call(node) if module is None else None
         if marked is not None:
             module = marked[0].module
         decision = self.policy.decide(SiteView(module, op, None, None, None, self.names.block(module)), _places(marked))
-        if decision.index >= 0 or not self.policy.quantizes:
+        if decision.index >= 0 or not self.policy.may_quantize("linear", module, self.names.block(module)):
             self._list(node, op, decision.rule.keep or "", decision)
             return
         self._list(node, op, "not supported: it multiplies matrices in a way that cannot be quantized yet")
-        glob = pattern_of(module or "") or "*"
+        glob = pattern_of(module or "")
         self._refuse(
-            f"{op} multiplies matrices in a way that cannot be quantized yet, and would run in high precision without "
-            f"a word. To keep it, say so in a rule: {{name: {op}, match: {{module: {glob!r}}}, keep: {op} is not "
-            "quantized}",
+            f"{op} multiplies with a parameter in a way that cannot be quantized yet, and would run in high precision "
+            "without a word. To keep it, put a rule before the policy's others (in a policy that extends another, "
+            f"repeat those): {{name: {op}, match: {{module: {glob!r}}}, keep: not quantized yet}}",
             module,
         )
+
+    def _decides_by_default(self, node: Node) -> bool:
+        """Whether no rule speaks of a product of activations at ``node``."""
+        module = self.names.module(node)
+        view = SiteView(module, "matmul", None, None, None, self.names.block(module))
+        decision = self.policy.decide(view)
+        return decision.index < 0 and not decision.rule.quantizes
 
     def _refuse(self, message: str, module: str | None) -> None:
         if self.refused is None:
@@ -247,6 +275,14 @@ class Rewriter:
     def _site(self, product: Product, markers: _Markers, outer: Mapping[Node, Node]) -> None:
         """Decide on one product, and rewrite it if it is to be quantized."""
         node = product.node
+        if (
+            product.form == "matmul"
+            and self._is_matrix_parameter(product.a, outer)
+            and not self._is_matrix_parameter(product.b, outer)
+            and self._decides_by_default(node)
+        ):
+            self._keep_or_refuse(node, name_of(node), markers)
+            return
         if self.policy.quantizes and (newcomer := self.names.newcomer(node)) is not None:
             self._list(node, name_of(node), "its module was added after fp4graph.apply()")
             self._refuse(

@@ -80,6 +80,12 @@ class Match:
             and (self.producer is None or site.producer in self.producer)
         )
 
+    @property
+    def fits_all(self) -> bool:
+        """Whether :meth:`fits` holds for every site."""
+        sizes = (self.in_features, self.out_features, self.min_numel)
+        return self.producer is None and all(size is None for size in sizes)
+
     def holds_at(self, module: str | None, block: BlockPosition | None) -> bool:
         """Whether the predicates on the place hold for a site of ``module``."""
         return (

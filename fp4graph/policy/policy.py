@@ -204,8 +204,10 @@ class Policy:
 
     def may_quantize(self, op: str, module: str | None, block: BlockPosition | None) -> bool:
         """Whether some site of kind ``op`` in ``module`` could be quantized, its sizes and producer being unknown."""
-        rules = (*(self.rules[index] for index in self.places(module, block)), self.default)
-        return any(rule.quantizes and rule.speaks_of(op) for rule in rules)
+        for rule in (*(self.rules[index] for index in self.places(module, block)), self.default):
+            if rule.speaks_of(op) and (rule.quantizes or rule.match.fits_all):
+                return rule.quantizes
+        return False
 
     def phase(self, count: int, total_forwards: int | None) -> int:
         """How many phases have begun after ``count`` training forwards.

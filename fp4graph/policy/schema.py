@@ -79,6 +79,11 @@ class _Section(BaseModel):
 
 Text = Annotated[str, Field(strict=True, min_length=1)]
 Count = Annotated[StrictInt, Field(ge=1)]
+#: The root is called "".
+Glob = Annotated[str, Field(strict=True)]
+Globs = Annotated[
+    Glob | Annotated[tuple[Glob, ...], Field(min_length=1)], _must_be("text, or a list of at least one text")
+]
 Texts = Annotated[
     Text | Annotated[tuple[Text, ...], Field(min_length=1)], _must_be("text, or a list of at least one text")
 ]
@@ -140,7 +145,7 @@ class Counts(_Section):
 
 class MatchSection(_Section):
     op: Annotated[Op | tuple[Op, ...], _must_be("linear, matmul, sdpa or a list of these")] | None = None
-    module: Texts | None = None
+    module: Globs | None = None
     block: StrictBool | None = None
     first_blocks: Count | None = None
     last_blocks: Count | None = None

@@ -130,7 +130,7 @@ KEEPS_EXPERTS = {
 def test_a_grouped_product_is_an_error_at_every_forward_until_a_rule_keeps_it():
     model, x = fp4graph.apply(mixture(), "tetrajet", backend="eager"), torch.randn(16, 32)
     for _ in range(2):
-        with pytest.raises(fp4graph.CaptureError, match=r"^1: _grouped_mm .*rule: .*module: '\*'.*keep"):
+        with pytest.raises(fp4graph.CaptureError, match=r"^1: _grouped_mm .*a rule before .*module: '\*'.*keep"):
             model(x)
     assert fp4graph.apply(model, KEEPS_EXPERTS, backend="eager")(x).shape == (16, 8)
     assert fp4graph.remove(model)(x).shape == (16, 8)
@@ -172,11 +172,69 @@ class Inner(nn.Linear):
         return torch.inner(x, self.weight)
 
 
-@pytest.mark.parametrize("layer", [Fused, Inner])
+class Contracted(nn.Linear):
+    def forward(self, x):
+        return torch.tensordot(x, self.weight.t(), 1)
+
+
+class Turned(nn.Linear):
+    def forward(self, x):
+        return torch.matmul(self.weight, x.t()).t()
+
+
+class ByHand(nn.Linear):
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            return x @ w.t()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, grad
+
+    def forward(self, x):
+        return self.Product.apply(x, self.weight)
+
+
+@pytest.mark.parametrize("layer", [Fused, Inner, Contracted, Turned, ByHand])
 def test_an_unknown_product_with_a_parameter_is_an_error(layer):
     model = fp4graph.apply(nn.Sequential(layer(32, 64), nn.Linear(64, 8)), "tetrajet", backend="eager")
-    with pytest.raises(fp4graph.CaptureError, match=r"^0: (fused_projection|inner) "):
+    with pytest.raises(
+        fp4graph.CaptureError, match=r"^0: (fused_projection|inner|tensordot|matmul|autograd_function_apply) multiplies"
+    ):
         model(torch.randn(4, 32))
+
+
+def test_it_is_none_where_no_linear_layer_would_be_quantized(vit, images):
+    model = vit()
+    model.head = Inner(64, 10, bias=False)
+    found = fp4graph.explain(model, "tetrajet", (images,))
+    assert found.problem is None
+    assert [site.op for site in found.sites if site.module == "head"] == ["inner"]
+
+
+class Looping(nn.Module):
+    """Multiplies with its parameter in a function that no graph shows."""
+
+    def __init__(self):
+        super().__init__()
+        self.stack = nn.Parameter(torch.randn(2, 32, 32))
+
+    @torch.compiler.disable
+    def multiply(self, x):
+        return x @ self.stack[0]
+
+    def forward(self, x):
+        return self.multiply(x)
+
+
+def test_a_product_that_no_graph_shows_is_an_error():
+    model = fp4graph.apply(nn.Sequential(nn.Linear(32, 32), Looping()), "microscaling", backend="eager")
+    for _ in range(2):
+        with pytest.raises(fp4graph.CaptureError, match=r"^1: the module was called.*not captured"):
+            model(torch.randn(4, 32))
+    kept = {**KEEPS_EXPERTS, "rules": [KEEPS_EXPERTS["rules"][0] | {"required": False}, rule(op="linear")]}
+    assert fp4graph.apply(model, kept, backend="eager")(torch.randn(4, 32)).shape == (4, 32)
 
 
 def test_a_module_that_came_after_apply_is_an_error(vit, images):
@@ -233,6 +291,16 @@ def test_a_policy_for_blocks_does_not_quantize_a_head_alone(make, shape, head):
             model(torch.randn(shape))
     meant = {"version": 1, "name": "the head", "rules": [rule(module=head)]}
     fp4graph.apply(model, meant, backend="eager")(torch.randn(shape))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), nn.Sequential(nn.utils.weight_norm(nn.Linear(32, 32)))],
+    ids=["attention over many tokens", "weight_norm"],
+)
+def test_only_the_work_of_layers_counts(model):
+    policy = {"version": 1, "name": "p", "rules": [rule(op="linear", block=True)]}
+    assert fp4graph.explain(model, policy, (torch.randn(2, 512, 32),)).problem is None
 
 
 def test_a_policy_for_blocks_quantizes_a_perceptron():

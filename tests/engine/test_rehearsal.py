@@ -39,6 +39,24 @@ def test_every_phase_is_tried(vit, images):
         fp4graph.apply(vit(), policy, backend="eager", example_inputs=images)
 
 
+def test_phases_out_of_order_or_of_unknown_length_are_found(vit, images):
+    for phases in ([{"at": 0.5, "default": "keep"}], [{"at": 2, "default": "keep"}, {"at": 1, "default": "keep"}]):
+        policy = {"version": 1, "extends": "tetrajet", "phases": phases}
+        with pytest.raises(fp4graph.PolicyError, match=r"total_forwards|reorder"):
+            fp4graph.apply(vit(), policy, backend="eager", example_inputs=images)
+
+
+def test_a_forward_that_depends_on_values_cannot_be_tried():
+    class Model(nn.Linear):
+        def forward(self, x):
+            return super().forward(x if x.sum() > 0 else -x)
+
+    model = nn.Sequential(Model(32, 32))
+    with pytest.raises(fp4graph.CaptureError, match=r"depends on the values.*leave example_inputs out"):
+        fp4graph.apply(model, "microscaling", backend="eager", example_inputs=torch.randn(4, 32))
+    fp4graph.apply(model, "microscaling", backend="eager")(torch.randn(4, 32))
+
+
 def test_the_backward_is_tried(monkeypatch):
     from fp4graph_plugins.step_gradient import StepGradient
 

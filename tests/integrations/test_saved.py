@@ -54,16 +54,37 @@ def test_the_same_policy_goes_on_where_it_was(trained: nn.Module, tmp_path: Path
         assert torch.equal(again.eval()(input_ids=TOKENS).logits, trained.eval()(input_ids=TOKENS).logits)
 
 
-def test_a_weight_that_changed_begins_anew(trained: nn.Module, tmp_path: Path) -> None:
-    model = loaded(tmp_path)
-    changed = model.model.layers[0].mlp.down_proj
+def another(folder: Path) -> nn.Module:
+    """A new model from the folder's configuration, which remembers the folder's name."""
+    torch.manual_seed(5)
+    return transformers.LlamaForCausalLM(transformers.AutoConfig.from_pretrained(folder))
+
+
+def changed(folder: Path) -> nn.Module:
+    model = loaded(folder)
     with torch.no_grad():
-        changed.weight.add_(1)
-    with pytest.warns(fp4graph.PolicyWarning, match=r"weights of model\.layers\.0\.mlp\.down_proj are not those"):
-        fp4graph.apply(model, "tetrajet-qema", backend="eager")
-    assert torch.equal(changed._fp4graph.q_ema_weight, changed.weight.detach())
-    other = "model.layers.1.mlp.down_proj._fp4graph.q_ema_weight"
-    assert torch.equal(entries(model)[other], entries(trained)[other])
+        model.model.layers[0].mlp.down_proj.weight.add_(1)
+    return model
+
+
+@pytest.mark.parametrize("make", [another, changed])
+def test_other_weights_begin_anew(trained: nn.Module, tmp_path: Path, make) -> None:
+    with pytest.warns(fp4graph.PolicyWarning, match=r"16 entries are left out .* is not what the folder holds"):
+        model = fp4graph.apply(make(tmp_path), "tetrajet-qema", backend="eager")
+    assert model._fp4graph.count == 0
+    layer = model.model.layers[0].mlp.down_proj
+    assert torch.equal(layer._fp4graph.q_ema_weight, layer.weight.detach())
+
+
+@pytest.mark.parametrize("options", [{"max_shard_size": "20kB"}, {}], ids=["sharded", "one file"])
+def test_files_of_every_kind(trained: nn.Module, tmp_path: Path, options) -> None:
+    folder = tmp_path / "other"
+    trained.save_pretrained(folder, **options)
+    if not options:  # as older versions wrote it
+        torch.save(trained.state_dict(), folder / "pytorch_model.bin")
+        (folder / "model.safetensors").unlink()
+    again = fp4graph.apply(loaded(folder), "tetrajet-qema", backend="eager")
+    assert all(torch.equal(entries(again)[key], value) for key, value in entries(trained).items())
 
 
 def test_what_another_policy_does_not_keep_is_said(trained: nn.Module, tmp_path: Path) -> None:

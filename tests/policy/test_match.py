@@ -194,6 +194,9 @@ def test_a_place_that_no_predicate_excludes_may_be_quantized(registry: Registry)
     assert not found.may_quantize("linear", "head", None)
     assert not found.may_quantize("sdpa", "blocks.0.fc", None)
     assert not found.decide(replace(SITE, module="blocks.0.fc")).rule.quantizes
+    for keeping, may in (({"module": "blocks.*"}, False), ({"module": "blocks.*", "min_numel": 9}, True)):
+        first = policy(registry, {"name": "kept", "match": keeping, "keep": "sensitive"}, wide)
+        assert first.may_quantize("linear", "blocks.0.fc", None) is may
 
 
 NAMES = ["", "patch_embed", "blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.1.attn.qkv", "head"]

@@ -112,7 +112,7 @@ def run(policy: Any, data: Data) -> tuple[np.ndarray, ...]:
     return tuple(t.detach().double().numpy() for t in (y, x.grad, weight.grad, head))
 
 
-def tolerances(data: Data, added: float = 0.0) -> tuple[np.ndarray, ...]:
+def tolerances(data: Data, added: float = 0.0, rotated: int = 1) -> tuple[np.ndarray, ...]:
     """How far an fp32 product may be from the exact one of the same operands, for every element of y, dx and dw.
 
     A sum of n products in fp32, in any order, errs by at most n·2^-24·Σ|aᵢbᵢ| and a term for each operand's own
@@ -121,16 +121,22 @@ def tolerances(data: Data, added: float = 0.0) -> tuple[np.ndarray, ...]:
 
     Args:
         added: what a recipe adds to every weight of fprop, at most.
+        rotated: elements of a block that results are rotated back in, and over which their errors spread.
     """
 
     def bound(a: np.ndarray, b: np.ndarray, n: int) -> np.ndarray:
-        return 4 * (n + 4) * 2.0**-24 * np.outer(np.linalg.norm(a, axis=1), np.linalg.norm(b, axis=1))
+        lengths = np.linalg.norm(b, axis=1).reshape(-1, rotated).max(1).repeat(rotated)
+        return 4 * (n + 4) * 2.0**-24 * np.outer(np.linalg.norm(a, axis=1), lengths)
 
     return bound(data.x, np.abs(data.w) + added, IN), bound(data.dy, data.w.T, OUT), bound(data.dy.T, data.x.T, TOKENS)
 
 
 def mismatches(
-    got: tuple[np.ndarray, ...], expected: Sequence[tuple[np.ndarray, ...]], data: Data, added: float = 0.0
+    got: tuple[np.ndarray, ...],
+    expected: Sequence[tuple[np.ndarray, ...]],
+    data: Data,
+    added: float = 0.0,
+    rotated: int = 1,
 ) -> list[str]:
     """What differs beyond the order of sums: ``["dw: 12 of 32768, ..."]``, empty if nothing does.
 
@@ -140,7 +146,7 @@ def mismatches(
             between the least and the greatest of which every element may lie.
     """
     found = []
-    y, dx, dw = tolerances(data, added)
+    y, dx, dw = tolerances(data, added, rotated)
     for index, (name, bound) in enumerate({"y": y, "dx": dx, "dw": dw, "head": y}.items()):
         references = np.stack([each[index] for each in expected] if name != "head" else [data.x @ data.w.T])
         beyond = np.maximum(references.min(0) - got[index], got[index] - references.max(0))

@@ -55,7 +55,8 @@ def expected(policy: str, data: Data) -> list[tuple[np.ndarray, ...]]:
 
 def differences(policy: str, given: Any, data: Data, references: list[tuple[np.ndarray, ...]]) -> list[str]:
     """How training under ``given`` differs from ``references``, those of the shipped ``policy``."""
-    return mismatches(run(given, data), references, data, added=_NOISE.get(policy, 0.0))
+    block = _SIGNS.get(policy, 32) if policy in ROTATING else 1
+    return mismatches(run(given, data), references, data, added=_NOISE.get(policy, 0.0), rotated=block)
 
 
 @contextmanager

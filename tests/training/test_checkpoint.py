@@ -192,7 +192,9 @@ def test_phases_go_on_where_they_were(tmp_path: Path) -> None:
     model, optimizer = make()
     checkpoint.load(file, model, optimizer)
     assert train(model, optimizer, 3) == expected
-    with pytest.raises(checkpoint.Mismatch, match="training of 8 steps, this one has 9: phases would begin elsewhere"):
+    with pytest.raises(
+        checkpoint.Mismatch, match="training of 8 forwards, this one has 9: phases would begin elsewhere"
+    ):
         checkpoint.load(file, *make(total_forwards=9))
 
 
