@@ -241,8 +241,9 @@ class Rewriter:
         marked = markers.of_call(node) if module is None else None
         if marked is not None:
             module = marked[0].module
-        decision = self.policy.decide(SiteView(module, op, None, None, None, self.names.block(module)), _places(marked))
-        if decision.index >= 0 or not self.policy.may_quantize("linear", module, self.names.block(module)):
+        block, places = self.names.block(module), _places(marked)
+        decision = self.policy.decide(SiteView(module, op, None, None, None, block), places)
+        if decision.index >= 0 or not self.policy.may_quantize("linear", module, block, places):
             self._list(node, op, decision.rule.keep or "", decision)
             return
         self._list(node, op, "not supported: it multiplies matrices in a way that cannot be quantized yet")

@@ -202,9 +202,21 @@ class Policy:
         sites = [dataclasses.replace(site, producer=p) for p in (None, *sorted({*named, *DISTINGUISHED_PRODUCERS}))]
         return tuple((one, self.decide(one)) for one in sites)
 
-    def may_quantize(self, op: str, module: str | None, block: BlockPosition | None) -> bool:
-        """Whether some site of kind ``op`` in ``module`` could be quantized, its sizes and producer being unknown."""
-        for rule in (*(self.rules[index] for index in self.places(module, block)), self.default):
+    def may_quantize(
+        self,
+        op: str,
+        module: str | None,
+        block: BlockPosition | None,
+        places: Collection[int] | None = None,
+    ) -> bool:
+        """Whether some site of kind ``op`` in ``module`` could be quantized, its sizes and producer being unknown.
+
+        Args:
+            places: as of :meth:`decide`.
+        """
+        if places is None:
+            places = self.places(module, block)
+        for rule in (*(self.rules[index] for index in places), self.default):
             if rule.speaks_of(op) and (rule.quantizes or rule.match.fits_all):
                 return rule.quantizes
         return False

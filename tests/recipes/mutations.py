@@ -19,7 +19,7 @@ import yaml
 
 import fp4graph
 
-from .shipped import POLICIES, data_for, differences, expected
+from .shipped import POLICIES, data_for, differences, expected, forms
 
 _OTHER: dict[str, dict[Any, Any]] = {
     "element": {"e2m1": "e3m0", "e3m0": "e2m1", "int4": "e2m1"},
@@ -103,13 +103,16 @@ def main(names: list[str]) -> None:
     total, survivors = 0, []
     for name in names or POLICIES:
         document = yaml.safe_load((Path(fp4graph_policies.__path__[0]) / f"{name}.yaml").read_text())
-        cases = [(data, expected(name, data)) for data in data_for(name).values()]
+        known = forms(fp4graph.load_policy(name))
+        cases = [(form, data, expected(form, data)) for form in known for data in data_for(name).values()]
         for path, what, value in mutants(document):
             total += 1
             torch._dynamo.reset()
             try:
-                policy = fp4graph.load_policy(changed(document, path, value))
-                noticed = any(differences(name, policy, data, references) for data, references in cases)
+                given = forms(fp4graph.load_policy(changed(document, path, value)))
+                noticed = given.keys() != known.keys() or any(
+                    differences(name, given[form], data, references) for form, data, references in cases
+                )
             except fp4graph.Error:
                 noticed = True
             if not noticed:

@@ -10,6 +10,8 @@ from typing import Any
 import fp4graph_policies
 import numpy as np
 
+from fp4graph import Policy
+
 from . import mx_references, other_references
 from .bits import SiteBits
 from .linear import SITE, Data, mismatches, run
@@ -35,6 +37,12 @@ def data_for(policy: str) -> dict[str, Data]:
     """Data that tell a recipe from others: all magnitudes, all ties, and scales that underflow where those miss it."""
     ties = Data.grid(1, 7.0 if policy.startswith("int4") else 6.0)
     return {"magnitudes": Data.wide(0), "ties": ties} | ({"large": Data.large(2)} if policy == "ue5m3" else {})
+
+
+def forms(policy: Policy) -> dict[str, Policy]:
+    """By the name of its reference, what a shipped policy is at first and what it becomes."""
+    phases = {f"{policy.name}@phase": phase.policy for phase in policy.phases}
+    return {policy.name: policy, **phases}
 
 
 def expected(policy: str, data: Data) -> list[tuple[np.ndarray, ...]]:
