@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import getpass
 import os
 import shutil
+import tempfile
 from collections.abc import Callable, Iterator
 
 import pytest
 import timm
 import torch
 from torch import nn
+
+# Inductor's cache does not tell ATEN_CPU_CAPABILITY apart: it would compile code that was generated for other vectors.
+if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
+    own = f"torchinductor_{getpass.getuser()}_{capability}"
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), own))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
