@@ -16,7 +16,7 @@ from torch import nn
 # Inductor's cache does not tell ATEN_CPU_CAPABILITY apart: it would compile code that was generated for other vectors.
 if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     own = f"torchinductor_{getpass.getuser()}_{capability}"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), own))
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), own)  # torch has set it when imported
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
