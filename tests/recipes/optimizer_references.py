@@ -207,7 +207,7 @@ def train_dampen(
     start: float = 0.0,
     quantize: Quantizer = tetrajet_weight,
 ) -> list[Array]:
-    """Trains w0 [N, K] with the loss term λ·‖w − Q(w)‖² and returnss the weight after each step.
+    """Trains w0 [N, K] with the loss term λ·‖w − Q(w)‖² and returns the weight after each step.
 
     The gradient gains 2·λ_t·(w − Q(w)), with Q(w) taken as a constant, before the optimizer sees it. λ_t is `strength`,
     or, with `total_steps`, `strength` times `half_cosine`. Source: Nagel et al. 2022, sec. 4.2, as in TJ sec. 2; the
@@ -502,7 +502,7 @@ def stable_spam(
     upstream_period: bool = True,
     quantize: Quantizer | None = None,
 ) -> list[Array]:
-    """Trains w0 [N, K] with the corrected optimizer StableSPAM and returnss the weight after each step.
+    """Trains w0 [N, K] with the corrected optimizer StableSPAM and returns the weight after each step.
 
     Per step t: w ← w·(1 − lr·wd); the gradient through AdaClip and AdaGN (`stable_spam_condition`); where
     `reset_interval` divides t, Adam's moments and its step count k ← 0; k ← k + 1; then Adam with β1·c_t:
