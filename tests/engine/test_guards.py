@@ -326,6 +326,22 @@ def test_sites_count_their_flops(vit, images):
     assert found["head"].flops == 2 * 4 * 64 * 10
 
 
+def test_an_error_stays_one_where_a_later_forward_would_have_passed():
+    class Branching(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x, both):
+            return self.second(self.first(x)) if both else self.first(x)
+
+    rules = [rule("second", module="second"), rule(op="linear")]
+    model = fp4graph.apply(Branching(), {"version": 1, "name": "p", "rules": rules}, backend="eager")
+    for both in (False, True):
+        with pytest.raises(fp4graph.PolicyError, match="'second' matches no site"):
+            model(torch.randn(4, 32), both)
+
+
 def test_an_application_that_fails_leaves_the_one_before(vit, images, monkeypatch):
     model = fp4graph.apply(vit(), "tetrajet-qema", backend="eager")
     expected, state = model(images), {k: v.clone() for k, v in model.state_dict().items()}
