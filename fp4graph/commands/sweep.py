@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import signal
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -72,7 +71,7 @@ def sweep(
     from fp4graph.experiments.run import Run
     from fp4graph.experiments.space import load_space
     from fp4graph.experiments.tasks import task_named
-    from fp4graph.experiments.workers import Job, Workers
+    from fp4graph.experiments.workers import Interrupts, Job, Workers
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     score_rule = known_rule(rule)
@@ -100,16 +99,14 @@ def sweep(
         made.excuse_failed()
 
     console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     size = searched.size()
     title = f"{task} over {searched.name}, {size:,}{'+' if size == 1_000_000 else ''} configurations"
-    interrupted = False
-    try:
-        with Progress(console, trials, score_rule, title) as progress, Workers(job, made) as running:
-            for now, events in running.watch():
-                progress.show(now, events)
-    except KeyboardInterrupt:
-        interrupted = True
+    interrupts = Interrupts()
+    with interrupts, Progress(console, trials, score_rule, title) as progress, Workers(job, made) as running:
+        for now, events in running.watch():
+            progress.show(now, events)
+            if interrupts.asked:
+                break
 
     found: Results = results(made)
     write(folder / "results.csv", to_csv([found]))
@@ -124,7 +121,7 @@ def sweep(
     refused = found.count("refused")
     if refused:
         console.print(f"{refused} configurations were refused as impossible; results.csv has the reasons")
-    if interrupted:
+    if interrupts.asked:
         console.print(f"interrupted with {done} of {trials} results; the same command goes on", soft_wrap=True)
         raise typer.Exit(130)
     if done < trials:

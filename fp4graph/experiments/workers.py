@@ -161,6 +161,37 @@ class Workers:
                 self._study.lose(trial.number)
 
 
+class Interrupts:
+    """Ctrl-C and SIGTERM while it is entered: the first one is only noted, for whoever asks next.
+
+    A KeyboardInterrupt may fall between any two instructions. Inside SQLAlchemy or Optuna's cache it leaves a session
+    or a list of trials behind that is wrong, and the running trials must still be taken back through them; inside a
+    finalizer it is lost. The second signal raises KeyboardInterrupt, for who cannot wait until the database answers.
+
+    Attributes:
+        asked: whether there was one.
+    """
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Interrupts:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as a shell's background jobs have SIGINT
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, *_: object) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
 @contextlib.contextmanager
 def _deaf_to_interrupts() -> Iterator[None]:
     """Ctrl-C reaches all processes of a terminal, and is for the one that started the others: these, started here,

@@ -34,7 +34,7 @@ from fp4graph.experiments.run import Outcome, Run
 from fp4graph.experiments.space import Space, load_space, parse_space
 from fp4graph.experiments.study import Manifest, Study, TakenOver, Watch, make_pruner
 from fp4graph.experiments.sweep import propose, work
-from fp4graph.experiments.workers import Job, Workers
+from fp4graph.experiments.workers import Interrupts, Job, Workers
 
 RUN = Run("digits", steps=1, device="cpu")
 SMALL = """\
@@ -369,6 +369,19 @@ def test_ctrl_c_is_not_for_workers_from_their_first_moment_on(tmp_path: Path, ur
     assert events == []
     assert [trial.state for trial in study.trials()] == ["complete"] * 3
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+
+
+def test_an_interrupt_is_noted_and_the_second_is_one() -> None:
+    """One that fell into a read of the database left it locked, 4 times in 200, and running trials with it."""
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with Interrupts() as interrupts:
+            assert not interrupts.asked
+            signal.raise_signal(number)
+            assert interrupts.asked
+            with pytest.raises(KeyboardInterrupt):
+                signal.raise_signal(signal.SIGINT)
+        assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
 class _NotThere:
