@@ -103,10 +103,8 @@ def sweep(
     title = f"{task} over {searched.name}, {size:,}{'+' if size == 1_000_000 else ''} configurations"
     interrupts = Interrupts()
     with interrupts, Progress(console, trials, score_rule, title) as progress, Workers(job, made) as running:
-        for now, events in running.watch():
+        for now, events in running.watch(lambda: interrupts.asked):
             progress.show(now, events)
-            if interrupts.asked:
-                break
 
     found: Results = results(made)
     write(folder / "results.csv", to_csv([found]))
@@ -121,7 +119,7 @@ def sweep(
     refused = found.count("refused")
     if refused:
         console.print(f"{refused} configurations were refused as impossible; results.csv has the reasons")
-    if interrupts.asked:
+    if interrupts.asked and done < trials:
         console.print(f"interrupted with {done} of {trials} results; the same command goes on", soft_wrap=True)
         raise typer.Exit(130)
     if done < trials:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import signal
 import sys
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -102,16 +103,21 @@ class Workers:
         self._running: dict[int, _Worker] = {}
 
     def __enter__(self) -> Workers:
-        for index in range(self._job.workers):
-            self._start(index)
+        try:
+            for index in range(self._job.workers):
+                self._start(index)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        names = {worker_name(worker.process.pid, worker.token) for worker in self._running.values()}
-        for worker in self._running.values():
-            worker.process.terminate()  # in the middle of whatever it does: what it had begun is taken back here
+        with _blocked(signal.SIGINT, signal.SIGTERM):  # an impatient signal must not leave one of them at work
+            for worker in self._running.values():
+                worker.process.terminate()  # in the middle of whatever it does: what it had begun is taken back here
         for worker in self._running.values():
             worker.process.join()
+        names = {worker_name(worker.process.pid, worker.token) for worker in self._running.values()}
         with contextlib.suppress(Error), self._study.hurried():  # where it is away, their silence tells
             for trial in self._study.trials() if names else ():
                 if trial.worker in names and trial.state == "running":
@@ -127,19 +133,27 @@ class Workers:
         theirs.close()
         self._running[index] = _Worker(process, ours, job.token, _progress(self._study.trials()))
 
-    def watch(self) -> Iterator[tuple[list[Trial], list[str]]]:
+    def watch(self, stop: Callable[[], bool] = lambda: False) -> Iterator[tuple[list[Trial], list[str]]]:
         """The trials, and what happened to workers meanwhile, about once a second until all workers are through.
 
         A worker that was killed is replaced, as long as trials go on: its own is at once free for others.
+
+        Args:
+            stop: asked before workers are looked at. A signal to the whole process group ends them as well, and such
+                an end is no loss.
 
         Raises:
             Error: what a worker could not go on after, or that they end without doing anything.
         """
         while self._running:
+            if stop():
+                return
             events: list[str] = []
             for index, worker in list(self._running.items()):
                 if worker.process.is_alive():
                     continue
+                if stop():
+                    return
                 del self._running[index]
                 if worker.pipe.poll():
                     with contextlib.suppress(EOFError):
@@ -162,18 +176,24 @@ class Workers:
 
 
 class Interrupts:
-    """Ctrl-C and SIGTERM while it is entered: the first one is only noted, for whoever asks next.
+    """Ctrl-C and SIGTERM while it is entered: the first one is noted, for whoever asks next, and said to the user.
 
     A KeyboardInterrupt may fall between any two instructions. Inside SQLAlchemy or Optuna's cache it leaves a session
     or a list of trials behind that is wrong, and the running trials must still be taken back through them; inside a
-    finalizer it is lost. The second signal raises KeyboardInterrupt, for who cannot wait until the database answers.
+    finalizer it is lost. A further signal, a second or more later, raises KeyboardInterrupt, for users who do not wait
+    for a database that is away.
+
+    Args:
+        say: is given the message; by default it goes to standard error.
 
     Attributes:
         asked: whether there was one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], object] | None = None) -> None:
         self.asked = False
+        self._say = say or _to_stderr
+        self._since = math.inf
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -187,9 +207,18 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _note(self, *_: object) -> None:
-        if self.asked:
+        now = time.monotonic()
+        if not self.asked:
+            self.asked, self._since = True, now
+            self._say("stopping, and taking the running trials back; once more to stop at once")
+        elif now - self._since >= 1:  # one that is pressed twice is meant once
             raise KeyboardInterrupt
-        self.asked = True
+
+
+def _to_stderr(message: str) -> None:
+    """Without Python's buffers, which a signal's handler may have interrupted."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"\n{message}\n".encode())
 
 
 @contextlib.contextmanager
@@ -197,7 +226,14 @@ def _deaf_to_interrupts() -> Iterator[None]:
     """Ctrl-C reaches all processes of a terminal, and is for the one that started the others: these, started here,
     block it from their first moment on; a handler of their own would come after seconds of imports."""
     resource_tracker.ensure_running()  # it would lift the block when it is started by the first process
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    with _blocked(signal.SIGINT):
+        yield
+
+
+@contextlib.contextmanager
+def _blocked(*numbers: signal.Signals) -> Iterator[None]:
+    """These signals wait until the context ends."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
@@ -371,17 +372,37 @@ def test_ctrl_c_is_not_for_workers_from_their_first_moment_on(tmp_path: Path, ur
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def test_an_interrupt_is_noted_and_the_second_is_one() -> None:
+def test_an_interrupt_is_noted_and_a_later_one_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that fell into a read of the database left it locked, 4 times in 200, and running trials with it."""
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     for number in (signal.SIGINT, signal.SIGTERM):
-        with Interrupts() as interrupts:
+        said: list[str] = []
+        now = time.monotonic()
+        with monkeypatch.context() as patch, Interrupts(said.append) as interrupts:
             assert not interrupts.asked
             signal.raise_signal(number)
+            signal.raise_signal(number)  # pressed twice
             assert interrupts.asked
+            assert len(said) == 1
+            patch.setattr(time, "monotonic", functools.partial(float, now + 60))
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
         assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_workers_that_end_with_the_sweep_are_no_loss(tmp_path: Path, url: str, table10: Space) -> None:
+    """A supervisor signals the whole process group: workers are gone before the sweep has looked."""
+    study = make(url, table10)
+    job = Job(url, "s", 3, "random", "none", "cpu", str(tmp_path), workers=1, objective=toy.slow)
+    with Interrupts(lambda message: None) as interrupts, Workers(job, study) as workers:
+        for trials, events in workers.watch(lambda: interrupts.asked):
+            assert not events
+            if any(trial.state == "running" for trial in trials):
+                (worker,) = workers._running.values()
+                signal.raise_signal(signal.SIGTERM)
+                os.kill(worker.process.pid, signal.SIGTERM)
+                worker.process.join()
+    assert [trial.state for trial in study.trials()] == ["withdrawn"]
 
 
 class _NotThere:

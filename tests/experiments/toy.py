@@ -53,6 +53,12 @@ def broken_baseline(run: Run, report: Callable[[int, float], None]) -> Outcome:
     raise Error("no data; put it there")
 
 
+def slow(run: Run, report: Callable[[int, float], None]) -> Outcome:
+    """Longer than any test."""
+    time.sleep(600)
+    return objective(run, report)
+
+
 def logged(run: Run, report: Callable[[int, float], None]) -> Outcome:
     """Leaves a line per training in the file that ``data`` names.
 
