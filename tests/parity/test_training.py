@@ -4,10 +4,8 @@ Quantized training amplifies an ulp (1e-7 becomes 1e-2 in ten steps), so no fixe
 what a one-ulp change of the input does to the losses of 20 steps in eager; compiled code, which sums in another order,
 may move them by three times that. An ulp is amplified once it moves an element over a rounding threshold, which is a
 matter of chance: so the model has the width of ViT-Tiny and the batch 64 images, enough elements for that to happen
-within the first steps, and the measure is the most that any of eight such changes does. A change now and then does many
-times as much as most (under ``ue5m3`` one of 24 does four times as much as any other), so up to 32 are made where eight
-are not enough. Compiling takes about a minute for each, so only one runs by default: ``make parity`` runs them all and
-prints the figures.
+within the first steps, and the measure is the most that any of eight such changes does. Compiling takes about a minute
+for each, so only one runs by default: ``make parity`` runs them all and prints the figures.
 """
 
 from __future__ import annotations
@@ -87,13 +85,9 @@ def losses(make: Callable[[], nn.Module], policy: Any, backend: str, nudge: int 
 def check(name: str, make: Callable[[], nn.Module], policy: Any) -> None:
     eager = losses(make, policy, "eager")
     assert eager[-1] < eager[0], "it does not train"
+    nudged = max((losses(make, policy, "eager", seed) - eager).abs().max().item() for seed in range(8))
     compiled = (losses(make, policy, "inductor") - eager).abs().max().item()
-    nudged, draws = 0.0, 0
-    while draws < 8 or (draws < 32 and compiled > 3 * nudged):
-        nudged = max(nudged, (losses(make, policy, "eager", draws) - eager).abs().max().item())
-        draws += 1
-    figures = f"compiled {compiled:.2e}  one ulp {nudged:.2e} of {draws}  ratio {compiled / nudged:.2f}"
-    print(f"\n{name:28} {figures}", flush=True)
+    print(f"\n{name:28} compiled {compiled:.2e}  one ulp {nudged:.2e}  ratio {compiled / nudged:.2f}", flush=True)
     assert compiled <= 3 * nudged
 
 
