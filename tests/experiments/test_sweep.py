@@ -373,6 +373,7 @@ def test_ctrl_c_is_not_for_workers_from_their_first_moment_on(tmp_path: Path, ur
 
 def test_an_interrupt_is_noted_and_a_later_one_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that fell into a read of the database left it locked, 4 times in 200, and running trials with it."""
+    inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell runs us in the background
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     for number in (signal.SIGINT, signal.SIGTERM):
         said: list[str] = []
@@ -387,6 +388,11 @@ def test_an_interrupt_is_noted_and_a_later_one_raises(monkeypatch: pytest.Monkey
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
         assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with Interrupts(said.append) as interrupts:
+        signal.raise_signal(signal.SIGINT)
+        assert not interrupts.asked  # what the shell ignores stays ignored
+    signal.signal(signal.SIGINT, inherited)
 
 
 def test_workers_that_end_with_the_sweep_are_no_loss(tmp_path: Path, url: str, table10: Space) -> None:
