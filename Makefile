@@ -23,7 +23,7 @@ format: $(STAMP)
 	$(BIN)/ruff format .
 
 docs: $(STAMP)
-	$(BIN)/python -m fp4graph.reference docs/reference
+	$(BIN)/python -m fp4graph.commands.reference docs/reference
 
 # Every policy and technique under Inductor beside eager: about an hour.
 parity: $(STAMP)

@@ -18,7 +18,7 @@ import fp4graph.training  # noqa: F401  # what apply and prepare_optimizer would
 from benchmarks.models import MODELS, Training
 from benchmarks.options import DTYPES
 from benchmarks.timing import synchronize
-from fp4graph.registry import default_registry
+from fp4graph.technique.registry import default_registry
 
 
 def main(model: str, policy: str, batch: str, dtype: str, device: str, backend: str) -> None:

@@ -15,7 +15,7 @@ import torch
 
 from benchmarks.timing import seconds_of
 from fp4graph.graph.rewrite import Site
-from fp4graph.operands import Operand
+from fp4graph.technique.operands import Operand
 
 _TENSOR = {
     Operand.FPROP_INPUT: "x",

@@ -9,7 +9,7 @@ from typing import Annotated
 import torch
 import typer
 
-from fp4graph.registry import default_registry
+from fp4graph.technique.registry import default_registry
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -22,14 +22,14 @@ from benchmarks import options, tables
 from benchmarks.results import RESULTS, Results, attempt, figures_of
 from benchmarks.timing import Patience, compare
 from fp4graph import load_policy
-from fp4graph.explanation import describe
 from fp4graph.graph.plan import plan_site
+from fp4graph.model.explain import describe
 from fp4graph.numerics.noise import make_key, make_step
-from fp4graph.operands import Operand
 from fp4graph.ops import contract
 from fp4graph.ops.program import Draw, OperandProgram, operand_draw, total
-from fp4graph.site import BlockPosition, SiteView
 from fp4graph.technique import QUANTIZER_STAGES, overrides
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.site import BlockPosition, SiteView
 
 #: In the middle of a stack, where every policy that quantizes blocks quantizes.
 POSITION = BlockPosition("blocks", 5, 12)

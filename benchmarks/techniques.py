@@ -22,8 +22,8 @@ from benchmarks import options, tables
 from benchmarks.models import MODELS, TOTAL_STEPS, Model
 from benchmarks.results import RESULTS, Results, attempt, figures_of
 from benchmarks.timing import Patience, alternate, synchronize
+from fp4graph.model.runtime import runtime_of
 from fp4graph.optim import StableSPAM
-from fp4graph.runtime import runtime_of
 
 #: Steps of a detection, here.
 DETECTION = 30

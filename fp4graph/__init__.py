@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fp4graph import analysis, formats, integrations, optim, training
-    from fp4graph.api import apply, bypass, detect_nonfinite, remove, set_total_forwards
     from fp4graph.errors import (
         CaptureError,
         Error,
@@ -23,16 +22,17 @@ if TYPE_CHECKING:
         SpecError,
         UncompiledError,
     )
-    from fp4graph.explanation import Explanation, explain
     from fp4graph.graph.rewrite import Site
-    from fp4graph.hookspecs import hookimpl
+    from fp4graph.model.api import apply, bypass, detect_nonfinite, remove, set_total_forwards
+    from fp4graph.model.explain import Explanation, explain
+    from fp4graph.model.state import strip
     from fp4graph.numerics.packing import Packed, pack, unpack
     from fp4graph.numerics.quantize import fake_quantize
     from fp4graph.numerics.spec import QuantSpec, ScaleSpec
-    from fp4graph.operands import Gemm, Operand
     from fp4graph.policy import Policy, load_policy
-    from fp4graph.state import strip
     from fp4graph.technique import Context, Overhead, StateEntry, Technique
+    from fp4graph.technique.hookspecs import hookimpl
+    from fp4graph.technique.operands import Gemm, Operand
     from fp4graph.training import grad_scaler, prepare_optimizer
 
 __version__ = "0.1.0"
@@ -40,7 +40,7 @@ __version__ = "0.1.0"
 _MODULES = ("analysis", "formats", "integrations", "optim", "training")
 # Resolved at first use: importing fp4graph loads no plugin, no compiler and no device.
 _HOME = {
-    **dict.fromkeys(("apply", "bypass", "detect_nonfinite", "remove", "set_total_forwards"), "fp4graph.api"),
+    **dict.fromkeys(("apply", "bypass", "detect_nonfinite", "remove", "set_total_forwards"), "fp4graph.model.api"),
     **dict.fromkeys(
         (
             "CaptureError",
@@ -54,15 +54,15 @@ _HOME = {
         ),
         "fp4graph.errors",
     ),
-    **dict.fromkeys(("Explanation", "explain"), "fp4graph.explanation"),
+    **dict.fromkeys(("Explanation", "explain"), "fp4graph.model.explain"),
     "Site": "fp4graph.graph.rewrite",
-    "hookimpl": "fp4graph.hookspecs",
+    "hookimpl": "fp4graph.technique.hookspecs",
     **dict.fromkeys(("Packed", "pack", "unpack"), "fp4graph.numerics.packing"),
     "fake_quantize": "fp4graph.numerics.quantize",
     **dict.fromkeys(("QuantSpec", "ScaleSpec"), "fp4graph.numerics.spec"),
     **dict.fromkeys(("Policy", "load_policy"), "fp4graph.policy"),
-    "strip": "fp4graph.state",
-    **dict.fromkeys(("Gemm", "Operand"), "fp4graph.operands"),
+    "strip": "fp4graph.model.state",
+    **dict.fromkeys(("Gemm", "Operand"), "fp4graph.technique.operands"),
     **dict.fromkeys(("Context", "Overhead", "StateEntry", "Technique"), "fp4graph.technique"),
     **dict.fromkeys(("grad_scaler", "prepare_optimizer"), "fp4graph.training"),
 }

@@ -7,11 +7,11 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field, model_validator
 
-from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics.noise import gaussian
-from fp4graph.operands import Operand
-from fp4graph.site import SiteView
 from fp4graph.technique import Context, Overhead, Technique
+from fp4graph.technique.hookspecs import hookimpl
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.site import SiteView
 
 
 class AdaptiveQuantizationNoise(Technique):

@@ -9,12 +9,12 @@ from typing import ClassVar
 import torch
 from pydantic import Field, field_validator
 
-from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics.blocking import Granularity, Groups
 from fp4graph.numerics.exact import root
-from fp4graph.operands import Operand, select
-from fp4graph.site import SiteView
 from fp4graph.technique import Context, OperandSpecs, Overhead, Technique
+from fp4graph.technique.hookspecs import hookimpl
+from fp4graph.technique.operands import Operand, select
+from fp4graph.technique.site import SiteView
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -38,7 +38,7 @@ class ConditionalScaling(Technique):
     Source: "Elucidating the design space of FP4 training", A.13, among what was tried and did not work: training on
     CIFAR-10 came nowhere near convergence.
 
-    Stage: scale (normalizer).
+    Stage: scale (group scale).
 
     Cost: the largest and the smallest of n/l block statistics, before anything is quantized, and a multiplication of
     the result. The complexity weight is ours: 0.5, that of tensor scaling, which Table 2 and Table 9 give for the same
@@ -80,7 +80,7 @@ class ConditionalScaling(Technique):
         """Those of ``operands``."""
         return select(self.operands)
 
-    def normalizer(
+    def group_scale(
         self, z: torch.Tensor, group: Callable[[Granularity], torch.Tensor], context: Context
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """γ, one for the tensor, and the statistic whose encode scale is C·s_p or s̃_p."""

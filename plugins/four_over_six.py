@@ -9,15 +9,15 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field, field_validator
 
-from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics import scaling
 from fp4graph.numerics.exact import total
 from fp4graph.numerics.formats import E2M1
 from fp4graph.numerics.rounding import EXPONENT_MASK, round_nearest
 from fp4graph.numerics.spec import Block
-from fp4graph.operands import Operand, select
-from fp4graph.site import SiteView
 from fp4graph.technique import Context, OperandSpecs, Overhead, Technique
+from fp4graph.technique.hookspecs import hookimpl
+from fp4graph.technique.operands import Operand, select
+from fp4graph.technique.site import SiteView
 
 #: Scale rules under which no element is clipped.
 _ROUND_UP = ("ceil", "amax_ceil", "toward_positive")

@@ -8,13 +8,13 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field, field_validator, model_validator
 
-from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics.blocking import block_length
 from fp4graph.numerics.hadamard import rotate, unrotate
 from fp4graph.numerics.noise import hash_bits
-from fp4graph.operands import Gemm
-from fp4graph.site import SiteView
 from fp4graph.technique import Context, OperandSpecs, Overhead, Technique
+from fp4graph.technique.hookspecs import hookimpl
+from fp4graph.technique.operands import Gemm
+from fp4graph.technique.site import SiteView
 
 
 class Hadamard(Technique):

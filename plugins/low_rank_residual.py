@@ -11,13 +11,13 @@ import torch
 from pydantic import Field, field_validator
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics.noise import gaussian
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.operands import Operand, select
-from fp4graph.site import SiteView
 from fp4graph.technique import Context, OperandSpecs, Overhead, Technique
+from fp4graph.technique.hookspecs import hookimpl
+from fp4graph.technique.operands import Operand, select
+from fp4graph.technique.site import SiteView
 
 _EXPONENT = 0x7F800000  # the exponent bits of an fp32
 

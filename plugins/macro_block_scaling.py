@@ -8,12 +8,12 @@ from typing import ClassVar
 import torch
 from pydantic import Field, field_validator
 
-from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics.blocking import Granularity
 from fp4graph.numerics.scaling import constant
-from fp4graph.operands import Operand, select
-from fp4graph.site import SiteView
 from fp4graph.technique import Context, OperandSpecs, Overhead, Technique
+from fp4graph.technique.hookspecs import hookimpl
+from fp4graph.technique.operands import Operand, select
+from fp4graph.technique.site import SiteView
 
 _ONE = 127 << 23  # the bits of 1.0 in fp32
 
@@ -33,7 +33,7 @@ class MacroBlockScaling(Technique):
     macro block on top of E8M0 scales, to reduce scale bias); no public text
     has its formula, so this one is ours.
 
-    Stage: scale (normalizer).
+    Stage: scale (group scale).
 
     Cost: a maximum over block/l statistics, and m more bits per macro block. The complexity weight is ours: 0.25,
     Table 2's fusable O(n/l), since γ can be multiplied into the scales.
@@ -92,7 +92,7 @@ class MacroBlockScaling(Technique):
         """Those of ``operands``."""
         return select(self.operands)
 
-    def normalizer(
+    def group_scale(
         self, z: torch.Tensor, group: Callable[[Granularity], torch.Tensor], context: Context
     ) -> torch.Tensor:
         """γ per macro block, fp32, shape of ``z``."""

@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 from pydantic import Field, field_validator
 
-from fp4graph.hookspecs import hookimpl
-from fp4graph.operands import Operand, select
-from fp4graph.site import SiteView
 from fp4graph.technique import Context, Overhead, Technique
+from fp4graph.technique.hookspecs import hookimpl
+from fp4graph.technique.operands import Operand, select
+from fp4graph.technique.site import SiteView
 
 _LARGEST_DENOMINATOR = 10**9  # of 1 - α as a ratio: times the number of elements it must fit 64 bits
 

@@ -9,11 +9,11 @@ from typing import ClassVar
 import torch
 from pydantic import Field, field_validator, model_validator
 
-from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics.blocking import Groups
-from fp4graph.operands import Operand, select
-from fp4graph.site import SiteView
 from fp4graph.technique import Context, Overhead, Technique
+from fp4graph.technique.hookspecs import hookimpl
+from fp4graph.technique.operands import Operand, select
+from fp4graph.technique.site import SiteView
 
 _DEFAULT_FRACTION = 0.1
 

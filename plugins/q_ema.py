@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from pydantic import Field
 
-from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics.rounding import bracket, round_nearest
 from fp4graph.numerics.scaling import ratio as scaled
-from fp4graph.operands import Operand
-from fp4graph.site import SiteView
 from fp4graph.technique import Context, OperandSpecs, Overhead, StateEntry, Technique
+from fp4graph.technique.hookspecs import hookimpl
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.site import SiteView
 
 if TYPE_CHECKING:
     from fp4graph.training.optimizer import WeightUpdate

@@ -9,11 +9,11 @@ import torch
 from pydantic import Field, model_validator
 
 from fp4graph.errors import Error
-from fp4graph.hookspecs import hookimpl
-from fp4graph.operands import Operand
-from fp4graph.optim import HELD
-from fp4graph.site import SiteView
 from fp4graph.technique import OperandSpecs, Overhead, Technique
+from fp4graph.technique.hookspecs import hookimpl
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.site import SiteView
+from fp4graph.training.stable_spam import HELD
 
 if TYPE_CHECKING:
     from fp4graph.training import OptimizerStep, WeightUpdate

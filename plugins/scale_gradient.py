@@ -8,12 +8,12 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field, model_validator
 
-from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics import surrogates
 from fp4graph.numerics.formats import FP32
-from fp4graph.operands import GROUPS, Operand
-from fp4graph.site import SiteView
 from fp4graph.technique import Context, OperandSpecs, Overhead, Technique
+from fp4graph.technique.hookspecs import hookimpl
+from fp4graph.technique.operands import GROUPS, Operand
+from fp4graph.technique.site import SiteView
 
 
 class ScaleGradient(Technique):
@@ -81,7 +81,7 @@ class ScaleGradient(Technique):
         """The operands of fprop."""
         return frozenset() if self.kind == "ste" else frozenset(GROUPS["forward"])
 
-    def scale_slope(self, ideal: torch.Tensor, context: Context) -> torch.Tensor | None:
+    def scale_surrogate(self, ideal: torch.Tensor, context: Context) -> torch.Tensor | None:
         """q'(s), shape of ``ideal``."""
         assert context.spec is not None
         number = context.spec.scale.format

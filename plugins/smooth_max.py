@@ -7,12 +7,12 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field, model_validator
 
-from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics.blocking import Groups
 from fp4graph.numerics.surrogates import absmax_gradient, log_sum_exp, softmax_gradient
-from fp4graph.operands import GROUPS, Operand
-from fp4graph.site import SiteView
 from fp4graph.technique import Context, Overhead, Technique
+from fp4graph.technique.hookspecs import hookimpl
+from fp4graph.technique.operands import GROUPS, Operand
+from fp4graph.technique.site import SiteView
 
 
 class SmoothMax(Technique):
@@ -76,7 +76,7 @@ class SmoothMax(Technique):
             return frozenset()
         return frozenset(Operand) if self.kind == "softmax" else frozenset(GROUPS["forward"])
 
-    def statistic(self, values: torch.Tensor, z: torch.Tensor, context: Context) -> torch.Tensor:
+    def block_statistic(self, values: torch.Tensor, z: torch.Tensor, context: Context) -> torch.Tensor:
         """LogSumExp in place of the maximum, for ``softmax``."""
         if self.kind != "softmax":
             return z

@@ -8,10 +8,10 @@ import torch
 from pydantic import Field
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fp4graph.hookspecs import hookimpl
-from fp4graph.operands import Gemm
-from fp4graph.site import SiteView
 from fp4graph.technique import Context, Overhead, Technique
+from fp4graph.technique.hookspecs import hookimpl
+from fp4graph.technique.operands import Gemm
+from fp4graph.technique.site import SiteView
 
 _LARGEST_POWER = 2.0**127  # of fp32
 

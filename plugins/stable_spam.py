@@ -9,8 +9,9 @@ import torch
 from pydantic import Field
 
 from fp4graph.errors import Error
-from fp4graph.hookspecs import hookimpl
-from fp4graph.optim import (
+from fp4graph.technique import Overhead, Technique
+from fp4graph.technique.hookspecs import hookimpl
+from fp4graph.training.stable_spam import (
     BATCH,
     CPU_BATCH,
     START,
@@ -21,7 +22,6 @@ from fp4graph.optim import (
     new_statistics,
     reset_moments,
 )
-from fp4graph.technique import Overhead, Technique
 
 if TYPE_CHECKING:
     from fp4graph.training.optimizer import OptimizerStep

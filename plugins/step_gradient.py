@@ -9,12 +9,12 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field, field_validator, model_validator
 
-from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics import surrogates
 from fp4graph.numerics.formats import FP32
-from fp4graph.operands import GROUPS, Operand, select
-from fp4graph.site import SiteView
 from fp4graph.technique import Context, OperandSpecs, Overhead, Technique
+from fp4graph.technique.hookspecs import hookimpl
+from fp4graph.technique.operands import GROUPS, Operand, select
+from fp4graph.technique.site import SiteView
 
 _LOWER = {"spline": 0.2, "dge": 0.0, "sigmoid": 0.0, "clip": 0.0}
 _UPPER = {"dge": 3.0}
@@ -119,7 +119,7 @@ class StepGradient(Technique):
         """Those of ``operands``."""
         return frozenset() if self.kind == "ste" else select(self.operands, GROUPS["forward"])
 
-    def element_slope(self, ratio: torch.Tensor, context: Context) -> torch.Tensor | None:
+    def element_surrogate(self, ratio: torch.Tensor, context: Context) -> torch.Tensor | None:
         """Q'(u), shape of ``ratio``."""
         if self.kind == "ste":
             return None

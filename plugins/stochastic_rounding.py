@@ -9,12 +9,12 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field, field_validator
 
-from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics.blocking import Granularity
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.operands import Gemm, Operand, select
-from fp4graph.site import SiteView
 from fp4graph.technique import Context, OperandSpecs, Overhead, Technique
+from fp4graph.technique.hookspecs import hookimpl
+from fp4graph.technique.operands import Gemm, Operand, select
+from fp4graph.technique.site import SiteView
 
 _SCOPES = {
     # dY in dgrad and wgrad, X in wgrad: Chmiel et al. 2025, "IntelFP4" in the design-space paper's tables.
@@ -42,7 +42,7 @@ class StochasticRounding(Technique):
     Few bits: Fitzgibbon & Felix 2025, "On Stochastic Rounding with Few Random Bits". Range guards: Tseng et al. 2025,
     "Training LLMs with MXFP4" (3/4), and Castro et al. 2025, Quartet's NVFP4 variant (17/16).
 
-    Stages: plan; with a guard also scale (normalizer or statistic).
+    Stages: plan; with a guard also scale (group scale or block statistic).
 
     Cost: one hash and one comparison per element, fused into the rounding.
 
@@ -108,11 +108,11 @@ class StochasticRounding(Technique):
         """The chosen operands, if they are guarded."""
         return frozenset() if self.range_guard is None else self._chosen
 
-    def statistic(self, values: torch.Tensor, z: torch.Tensor, context: Context) -> torch.Tensor:
+    def block_statistic(self, values: torch.Tensor, z: torch.Tensor, context: Context) -> torch.Tensor:
         """f·Z, for f > 1."""
         return z if self.range_guard is None or self.range_guard < 1 else z * self.range_guard
 
-    def normalizer(
+    def group_scale(
         self, z: torch.Tensor, group: Callable[[Granularity], torch.Tensor], context: Context
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """γ = 1/f with Z as it is, for f < 1."""

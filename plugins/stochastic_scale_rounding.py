@@ -8,12 +8,12 @@ from typing import ClassVar
 
 from pydantic import Field, field_validator
 
-from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics.formats import FP32
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.operands import select
-from fp4graph.site import SiteView
 from fp4graph.technique import OperandSpecs, Overhead, Technique
+from fp4graph.technique.hookspecs import hookimpl
+from fp4graph.technique.operands import select
+from fp4graph.technique.site import SiteView
 
 
 class StochasticScaleRounding(Technique):

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from pydantic import Field, field_validator
 
-from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics.blocking import Granularity, block_length
 from fp4graph.numerics.scaling import constant
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.operands import Operand, select
-from fp4graph.site import SiteView
 from fp4graph.technique import Context, OperandSpecs, Overhead, StateEntry, Technique
+from fp4graph.technique.hookspecs import hookimpl
+from fp4graph.technique.operands import Operand, select
+from fp4graph.technique.site import SiteView
 
 if TYPE_CHECKING:
     from fp4graph.ops.program import Quantization
@@ -45,7 +45,7 @@ class TensorScaling(Technique):
     Chmiel et al. 2025, "FP4 All the Way"); NVIDIA 2025, "Pretraining LLMs with NVFP4"; held scales: Graphcore's UE5M3
     training code.
 
-    Stages: scale (normalizer), observe (the held γ).
+    Stages: scale (group scale), observe (the held γ).
 
     Cost: a maximum over n/l block statistics, and a multiplication of the accumulator.
 
@@ -157,7 +157,7 @@ class TensorScaling(Technique):
             return 1.0
         return spec.element.max * (number.max if self.target is None else self.target) * self.headroom
 
-    def normalizer(
+    def group_scale(
         self, z: torch.Tensor, group: Callable[[Granularity], torch.Tensor], context: Context
     ) -> torch.Tensor:
         """γ per group, fp32, broadcastable to ``z``."""
@@ -173,7 +173,7 @@ class TensorScaling(Technique):
         """The γ in use, to be held."""
         if self.hold_steps == 1:
             return {}
-        (mine,) = (part for part in quantization.normalizations if part.technique == self)
+        (mine,) = (part for part in quantization.group_scales if part.technique == self)
         return {"gamma": mine.gamma.reshape(())}
 
 

@@ -8,14 +8,11 @@ from typing import ClassVar, Literal
 import torch
 from pydantic import Field, model_validator
 
-from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics.blocking import Groups
 from fp4graph.numerics.rounding import round_nearest
 from fp4graph.numerics.scaling import block_scale, dequantize, ratio
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.numerics.surrogates import absmax_gradient, log_sum_exp, softmax_gradient
-from fp4graph.operands import GROUPS, Operand, select
-from fp4graph.site import SiteView
 from fp4graph.technique import (
     GRADIENT_STAGES,
     QUANTIZER_STAGES,
@@ -25,6 +22,9 @@ from fp4graph.technique import (
     Technique,
     overrides,
 )
+from fp4graph.technique.hookspecs import hookimpl
+from fp4graph.technique.operands import GROUPS, Operand, select
+from fp4graph.technique.site import SiteView
 
 
 class TensorScalingGradient(Technique):

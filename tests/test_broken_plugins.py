@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import fp4graph
 from fp4graph.errors import PolicyWarning
-from fp4graph.operands import Gemm, Operand
 from fp4graph.ops import contract
-from fp4graph.registry import Registry
 from fp4graph.technique import Overhead, StateEntry, Technique
+from fp4graph.technique.operands import Gemm, Operand
+from fp4graph.technique.registry import Registry
 
 FREE = Overhead("O(1)", "O(1)", fusable=True)
 FPROP = frozenset({Operand.FPROP_INPUT, Operand.FPROP_WEIGHT})
@@ -85,9 +85,9 @@ def raises(*args: Any) -> Any:
 def gradients(**members: Any) -> dict[str, Any]:
     """A technique that differentiates everything rightly, but for these methods."""
     return {
-        "normalizer": lambda self, z, group, c: group("tensor"),
+        "group_scale": lambda self, z, group, c: group("tensor"),
         "statistic_gradient": lambda self, values, z, c: values.sign(),
-        "scale_slope": lambda self, ideal, c: torch.ones_like(ideal),
+        "scale_surrogate": lambda self, ideal, c: torch.ones_like(ideal),
         "group_gradient": lambda self, values, g, groups, c: values.sign(),
     } | members
 
@@ -108,28 +108,37 @@ def starting(init: Callable[[Tensor], Any]) -> dict[str, Any]:
 
 #: stage -> (members, what the message says)
 WRONG = {
-    "statistic": ({"statistic": lambda self, v, z, c: v}, "returned shape (5, 2, 32) where (5, 2, 1) is due"),
-    "statistic, None": ({"statistic": lambda self, v, z, c: None}, "returned NoneType where a tensor is due"),
-    "statistic, float64": ({"statistic": lambda self, v, z, c: z.double()}, "torch.float32 on cpu is due"),
-    "statistic, whole numbers": ({"statistic": lambda self, v, z, c: z.int()}, "where floating point is due"),
+    "block_statistic": (
+        {"block_statistic": lambda self, v, z, c: v},
+        "returned shape (5, 2, 32) where (5, 2, 1) is due",
+    ),
+    "block_statistic, None": (
+        {"block_statistic": lambda self, v, z, c: None},
+        "returned NoneType where a tensor is due",
+    ),
+    "block_statistic, float64": ({"block_statistic": lambda self, v, z, c: z.double()}, "torch.float32 on cpu is due"),
+    "block_statistic, whole numbers": (
+        {"block_statistic": lambda self, v, z, c: z.int()},
+        "where floating point is due",
+    ),
     "group_statistic": (
         gradients(group_statistic=lambda self, v, g, groups, c: v),
         "returned shape (5, 2, 32) where (1, 1, 1) is due",
     ),
-    "normalizer": (
-        {"normalizer": lambda self, z, group, c: z.new_ones(7)},
+    "group_scale": (
+        {"group_scale": lambda self, z, group, c: z.new_ones(7)},
         "returned shape (7,), which does not broadcast to (5, 2, 1)",
     ),
-    "normalizer, per element": (
-        {"normalizer": lambda self, z, group, c: z.new_ones(5, 2, 32)},
+    "group_scale, per element": (
+        {"group_scale": lambda self, z, group, c: z.new_ones(5, 2, 32)},
         "does not broadcast to (5, 2, 1)",
     ),
-    "normalizer, its statistic": (
-        {"normalizer": lambda self, z, group, c: (z.new_ones(()), z[0])},
+    "group_scale, its statistic": (
+        {"group_scale": lambda self, z, group, c: (z.new_ones(()), z[0])},
         "returned shape (2, 1) where (5, 2, 1) is due",
     ),
-    "normalizer, three things": (
-        {"normalizer": lambda self, z, group, c: (z, z, z)},
+    "group_scale, three things": (
+        {"group_scale": lambda self, z, group, c: (z, z, z)},
         "must return γ, (γ, statistic of x/γ) or None",
     ),
     "scale": ({"scale": lambda self, v, z, c: first_axis_twice(z)}, "shape (10, 2, 1) where (5, 2, 1) is due"),
@@ -144,7 +153,7 @@ WRONG = {
     ),
     "after": ({"after": lambda self, x, c: x.mT}, "returned shape (48, 5) where (5, 48) is due"),
     "after, float64": ({"after": lambda self, x, c: x.double()}, "returned torch.float64"),
-    "observe": (observing(lambda self, q, c: {"mean": q.codes}), "where () is due"),
+    "observe": (observing(lambda self, q, c: {"mean": q.elements}), "where () is due"),
     "observe, another name": (observing(lambda self, q, c: {"men": q.z.sum()}), "['men'] where values of ['mean']"),
     "observe, no mapping": (observing(lambda self, q, c: q.z.sum()), "returned Tensor where values of ['mean']"),
     "pair_context": (pairing(pair_context=lambda self, a, b, c: 3), "must return a tuple of tensors"),
@@ -154,29 +163,29 @@ WRONG = {
         "contraction axes of 8 and 48",
     ),
     "inverse": (
-        pairing(inverse=lambda self, x, side, shared: first_axis_twice(x), element_slope=lambda self, u, c: u),
+        pairing(inverse=lambda self, x, side, shared: first_axis_twice(x), element_surrogate=lambda self, u, c: u),
         "shape (10, 64) where (5, ...) is due",
     ),
     "inverse, too short": (
-        pairing(inverse=lambda self, x, side, shared: x[:, :8], element_slope=lambda self, u, c: u),
+        pairing(inverse=lambda self, x, side, shared: x[:, :8], element_surrogate=lambda self, u, c: u),
         "a last axis of 8 where 64 is due",
     ),
-    "element_slope": ({"element_slope": lambda self, u, c: u.sum()}, "returned shape () where"),
+    "element_surrogate": ({"element_surrogate": lambda self, u, c: u.sum()}, "returned shape () where"),
     "statistic_gradient": (gradients(statistic_gradient=lambda self, v, z, c: z), "returned shape"),
-    "scale_slope": (gradients(scale_slope=lambda self, s, c: s[0]), "returned shape"),
+    "scale_surrogate": (gradients(scale_surrogate=lambda self, s, c: s[0]), "returned shape"),
     "group_gradient": (gradients(group_gradient=lambda self, v, g, groups, c: g), "returned shape (1, 1, 1) where"),
     "state 'mean'": (starting(lambda w: w[0]), "starts with shape (48,) where a tensor of shape (64, 48) is due"),
     "state 'mean', nothing": (starting(lambda w: None), "starts with NoneType"),
 }
 #: Stages in which an exception is raised, with what it takes to get there.
 RAISING: dict[str, dict[str, Any]] = {
-    **{stage: {} for stage in ("statistic", "scale", "round", "split", "around", "after", "normalizer")},
+    **{stage: {} for stage in ("block_statistic", "scale", "round", "split", "around", "after", "group_scale")},
     "group_statistic": gradients(),
     "observe": observing(raises),
     **{stage: pairing() for stage in ("pair_context", "transform")},
-    "inverse": pairing(element_slope=lambda self, u, c: u),
-    "element_slope": {},
-    **{stage: gradients() for stage in ("statistic_gradient", "scale_slope", "group_gradient")},
+    "inverse": pairing(element_surrogate=lambda self, u, c: u),
+    "element_surrogate": {},
+    **{stage: gradients() for stage in ("statistic_gradient", "scale_surrogate", "group_gradient")},
     "before_step": {},
     "after_step": {},
 }
@@ -185,7 +194,7 @@ TRACED = [stage for stage in RAISING if not stage.endswith("_step")]
 
 
 def healthy() -> type[Technique]:
-    return technique("healthy", statistic=lambda self, values, z, context: z * 0.5)
+    return technique("healthy", block_statistic=lambda self, values, z, context: z * 0.5)
 
 
 @pytest.fixture
@@ -364,7 +373,7 @@ def test_a_normalizer_may_be_anything_that_broadcasts() -> None:
     made = technique("made")()
     for shape in ((), (1,), (1, 1, 1), (2, 1), (5, 1, 1), (5, 2, 1)):
         value = torch.ones(shape)
-        assert contract.broadcastable(made, "normalizer", value, like) is value
+        assert contract.broadcastable(made, "group_scale", value, like) is value
 
 
 def test_a_technique_outside_any_registry_is_named_itself() -> None:

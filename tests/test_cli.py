@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from fp4graph import cli, load_policy, reference, registry
-from fp4graph.hookspecs import hookimpl
-from fp4graph.registry import Registry
+from fp4graph import cli, load_policy
+from fp4graph.commands import reference
+from fp4graph.technique import registry
+from fp4graph.technique.hookspecs import hookimpl
+from fp4graph.technique.registry import Registry
 
 
 class Result:

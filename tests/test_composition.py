@@ -20,11 +20,11 @@ from fp4graph.errors import PolicyError, PolicyWarning
 from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
 from fp4graph.numerics import noise
-from fp4graph.operands import Operand
 from fp4graph.ops.program import Draw, total
 from fp4graph.policy import Policy, load_policy
-from fp4graph.registry import default_registry
-from fp4graph.site import SiteView
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.registry import default_registry
+from fp4graph.technique.site import SiteView
 
 #: Options of every shipped technique, each at several values.
 OPTIONS: dict[str, dict[str, list[Any]]] = {

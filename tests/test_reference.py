@@ -12,10 +12,11 @@ import pytest
 import yaml
 from pydantic import Field
 
-from fp4graph import hookimpl, load_policy, reference, registry
-from fp4graph.operands import Gemm
-from fp4graph.registry import Registry
-from fp4graph.technique import Overhead, Technique
+from fp4graph import hookimpl, load_policy
+from fp4graph.commands import reference
+from fp4graph.technique import Overhead, Technique, registry
+from fp4graph.technique.operands import Gemm
+from fp4graph.technique.registry import Registry
 
 DOCS = Path(__file__).parents[1] / "docs/reference"
 SHIPPED = reference.shipped_registry()

@@ -11,12 +11,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from fp4graph import hookspecs, registry
 from fp4graph.errors import PluginError
-from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics.formats import E2M1, ELEMENTS, ElementFormat, ScaleFormat
-from fp4graph.registry import GROUP, Registry, suggest
-from fp4graph.technique import Overhead, Technique
+from fp4graph.technique import Overhead, Technique, hookspecs, registry
+from fp4graph.technique.hookspecs import hookimpl
+from fp4graph.technique.registry import GROUP, Registry, suggest
 
 ROOT = Path(__file__).parents[1]
 FREE = Overhead("O(1)", "O(1)", fusable=True)
@@ -164,7 +163,7 @@ def test_entry_points_are_loaded_and_broken_ones_isolated(tmp_path: Path, monkey
     (tmp_path / "good_fp4_plugin.py").write_text(
         "from typing import ClassVar\n"
         "from fp4graph.technique import Overhead, Technique\n"
-        "from fp4graph.hookspecs import hookimpl\n"
+        "from fp4graph.technique.hookspecs import hookimpl\n"
         "class Mine(Technique):\n"
         "    name: ClassVar[str] = 'mine'\n"
         "    overhead: ClassVar[Overhead] = Overhead('O(1)', 'O(1)', True)\n"
@@ -205,7 +204,7 @@ def test_first_party_techniques_come_through_the_same_door() -> None:
 
 def test_importing_loads_no_plugin_and_no_torch_device() -> None:
     code = (
-        "import sys, fp4graph, fp4graph.registry\n"
+        "import sys, fp4graph, fp4graph.technique.registry\n"
         "assert not [m for m in sys.modules if m.startswith('fp4graph_plugins')]\n"
         "torch = sys.modules.get('torch')\n"
         "assert torch is None or not torch.cuda.is_initialized()\n"

@@ -27,12 +27,12 @@ from fp4graph.analysis import decompose
 from fp4graph.analysis.figures import bar
 from fp4graph.analysis.style import LABELS, TERMS, figure, styled
 from fp4graph.experiments.train import Run, train
+from fp4graph.model.runtime import runtime_of
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
-from fp4graph.operands import Operand
 from fp4graph.ops.matmul import Seen
 from fp4graph.ops.program import OperandProgram
-from fp4graph.registry import default_registry
-from fp4graph.runtime import runtime_of
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.registry import default_registry
 
 STEPS = 440
 LOOKED_AT = range(360, STEPS + 1, 20)

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp4graph import state
 from fp4graph.analysis import storage
 from fp4graph.analysis.observers import Collector, Outputs, matches
 from fp4graph.analysis.oscillation import Window
 from fp4graph.analysis.records import METRICS
 from fp4graph.errors import Error
-from fp4graph.explanation import describe
-from fp4graph.registry import suggest
-from fp4graph.runtime import Runtime, runtime_of, unwrapped
-from fp4graph.sharding import fsdp_units
+from fp4graph.model import state
+from fp4graph.model.explain import describe
+from fp4graph.model.runtime import Runtime, runtime_of, unwrapped
+from fp4graph.numerics.sharding import fsdp_units
+from fp4graph.technique.registry import suggest
 
 #: Steps at the end of a window over which outputs are compared: each takes a forward of the probe.
 PROBED = 5

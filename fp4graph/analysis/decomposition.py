@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fp4graph.errors import Error
+from fp4graph.kernels import operators
 from fp4graph.numerics import noise
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
-from fp4graph.ops import plain
 from fp4graph.ops.program import Draw, OperandProgram, OperandState, total
 
 
@@ -82,7 +82,7 @@ def decompose(
     x = x.detach().to(torch.float32).movedim(dim, -1)
     if definition == "printed":
         return Decomposition(*(part.movedim(-1, dim) for part in _printed(program, x, draw, state)))
-    with plain.tensor_code():  # a kernel would be compiled for each of the two
+    with operators.tensor_code():  # a kernel would be compiled for each of the two
         outcomes = [total(each(x, draw, state)) for each in (program, with_ideal_scales(program))]
     parts = (part.movedim(-1, dim) for part in split_error(*_aligned(*(each.double() for each in (x, *outcomes)))))
     return Decomposition(*parts)
@@ -98,7 +98,7 @@ def _printed(
             f"the printed decomposition is of one quantization with one scale, and {several[0]} makes more of it; use "
             "definition='ideal'"
         )
-    with plain.tensor_code():
+    with operators.tensor_code():
         parts = program.quantize(x, draw, state)
     spec = parts.spec
     stored = parts.scale.double() if spec.scale.convention == "decode" else 1 / parts.scale.double()
@@ -107,7 +107,7 @@ def _printed(
     quantized = parts.dequantized().double() * (1 if parts.gamma is None else parts.gamma.double())
     error = parts.blocking.join(quantized) - x.double()
     scale_bias = share * x.double()
-    alive = parts.blocking.join(parts.codes) != 0
+    alive = parts.blocking.join(parts.elements) != 0
     rest = error - scale_bias
     zero = torch.zeros_like(rest)
     return error, scale_bias, torch.where(alive, zero, rest), torch.where(alive, rest, zero)

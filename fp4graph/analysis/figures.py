@@ -22,7 +22,7 @@ from fp4graph.analysis.decomposition import decompose
 from fp4graph.analysis.style import PALETTE, TERMS, figure, styled
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops.program import OperandProgram
-from fp4graph.registry import default_registry
+from fp4graph.technique.registry import default_registry
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from fp4graph.analysis.decomposition import with_ideal_scales
+from fp4graph.kernels import operators
 from fp4graph.numerics import noise, scaling
 from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.formats import ElementFormat
 from fp4graph.numerics.noise import Noise
 from fp4graph.numerics.rounding import spacing
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.ops import plain
 from fp4graph.ops.matmul import Seen
 from fp4graph.ops.program import Draw, OperandProgram, OperandState, Unrounded, total
 from fp4graph.technique import QUANTIZER_STAGES, Technique, overrides
@@ -333,7 +333,7 @@ def quantize_together(raw: Sequence[Raw]) -> Lines:
     x, q = rows.stack([each.x for each in raw]), rows.stack([each.q for each in raw])
     state = stacked(rows, [each.state for each in raw])
     draw = _row_draw(raw, rows)
-    with plain.tensor_code():  # no kernel is to be compiled for it
+    with operators.tensor_code():  # no kernel is to be compiled for it
         parts = program.unrounded(x, draw, state)
         under_ideal = with_ideal_scales(program).quantize(x, draw, state)
     ideal = under_ideal.dequantized()
@@ -350,7 +350,7 @@ def _quantized_whole(seen: Seen, selection: Selection, q: Tensor) -> Lines:
     spec = program.spec
     assert spec is not None
     parts = program.parts(seen.x, seen.draw, seen.state)
-    with plain.tensor_code():
+    with operators.tensor_code():
         ideal = total(with_ideal_scales(program)(seen.x, seen.draw, seen.state))
 
     def lines(values: Tensor) -> Tensor:

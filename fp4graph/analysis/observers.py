@@ -14,8 +14,8 @@ from torch import Tensor
 from fp4graph.analysis import metrics as m
 from fp4graph.analysis.lines import Lines, Moments, Quantizers, Raw, Selection, quantize_together, taken
 from fp4graph.analysis.records import gemm_record, operand_record
-from fp4graph.operands import Gemm, Operand
 from fp4graph.ops.matmul import Observer, Seen
+from fp4graph.technique.operands import Gemm, Operand
 
 #: Elements that may wait for being looked at; a step of many forwards is then looked at piece by piece.
 _WAITING = 1 << 24

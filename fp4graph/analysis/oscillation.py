@@ -11,9 +11,9 @@ from torch import Tensor
 
 from fp4graph.analysis import metrics as m
 from fp4graph.analysis.lines import Quantizers, Rows, Selection, by_block, row_width, stacked
+from fp4graph.model.runtime import Weight
+from fp4graph.numerics.sharding import whole
 from fp4graph.ops.program import OperandState, total
-from fp4graph.runtime import Weight
-from fp4graph.sharding import whole
 
 #: Elements of each weight that are followed step by step, and of those how many end up in the record.
 FOLLOWED, SHOWN = 256, 2

@@ -13,16 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp4graph.kernels import operators
 from fp4graph.numerics import scaling, surrogates
 from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.formats import E2M1, SCALES
 from fp4graph.numerics.noise import Noise
 from fp4graph.numerics.rounding import bracket, round_nearest
 from fp4graph.numerics.spec import Block, QuantSpec, ScaleSpec
-from fp4graph.ops import plain
 from fp4graph.ops.program import OperandProgram, total
-from fp4graph.registry import default_registry
 from fp4graph.technique import Context
+from fp4graph.technique.registry import default_registry
 
 #: The scale formats of the paper, and no rounding of scales.
 FORMATS = ("e8m0", "e4m3", "ue5m3", "e8m3", "fp32")
@@ -60,7 +60,7 @@ def reconstruction_error(x: Tensor, spec: QuantSpec, beta: float | None = None) 
     smooth_max: Any = default_registry().techniques["smooth_max"]
     soft = () if beta is None else (smooth_max(kind="softmax", beta=beta),)
     x = x.to(torch.float32)
-    with plain.tensor_code():  # a kernel would be compiled for every point of a curve
+    with operators.tensor_code():  # a kernel would be compiled for every point of a curve
         error = (total(OperandProgram(spec, soft)(x)).double() - x.double()).abs()
     size = x.double().abs()
     nonzero = size > 0
@@ -126,7 +126,7 @@ def _clipped(u: Tensor, kind: str) -> Tensor:
     blocking = Blocking((len(u),), "tensor")
     context = Context(blocking, Noise(None, blocking, u.device), Noise(None, blocking, u.device), spec=QuantSpec(E2M1))
     technique: Any = default_registry().techniques["step_gradient"]
-    slope: Tensor = technique(kind=kind).element_slope(u, context)
+    slope: Tensor = technique(kind=kind).element_surrogate(u, context)
     return slope
 
 

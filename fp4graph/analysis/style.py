@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from fp4graph.errors import Error
-from fp4graph.operands import Operand
+from fp4graph.technique.operands import Operand
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

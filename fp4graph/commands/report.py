@@ -18,7 +18,7 @@ def report(
 
     fp4graph report runs/digits-tetrajet-0
     """
-    from fp4graph.analysis.report import write_report
+    from fp4graph.experiments.report import write_report
 
     path = write_report(run, output)
     print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, open it in a browser")

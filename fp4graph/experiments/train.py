@@ -26,10 +26,10 @@ from fp4graph.experiments.placement import placed
 from fp4graph.experiments.record import Record
 from fp4graph.experiments.run import Outcome, Run, Validation
 from fp4graph.experiments.tasks import Batch, Problem, Settings, task_named
+from fp4graph.model.runtime import runtime_of
 from fp4graph.optim import StableSPAM
 from fp4graph.policy import Policy, load_policy
-from fp4graph.registry import default_registry
-from fp4graph.runtime import runtime_of
+from fp4graph.technique.registry import default_registry
 from fp4graph.training import checkpoint
 
 __all__ = ["Outcome", "Run", "Validation", "train"]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from fp4graph.site import BlockPosition
+from fp4graph.technique.site import BlockPosition
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def fp4graph_backend(
         PolicyError: no policy is given, an option is unknown, or the policy draws noise or keeps state, which needs
             the model and so :func:`fp4graph.apply`.
     """
-    from fp4graph.runtime import inner_backend
+    from fp4graph.model.runtime import inner_backend
 
     settings = dict(options or {})
     policy, backend = settings.pop("policy", None), settings.pop("backend", "inductor")

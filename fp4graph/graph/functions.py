@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from fp4graph.kernels import operators
 from fp4graph.numerics import noise
-from fp4graph.ops import plain
 from fp4graph.ops.matmul import MatmulProgram, quantized_matmul
 
 _PREFIX = "fp4graph_site_"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 #: What of this package computes; the rest may change without a graph becoming another.
-_COMPUTING = ("numerics", "ops", "kernels", "graph", "technique.py", "operands.py")
+_COMPUTING = ("numerics", "ops", "kernels", "graph", "technique")
 
 
 def site_function(program: MatmulProgram, form: str, alpha: float, beta: float) -> Callable[..., Tensor]:
@@ -37,7 +37,7 @@ def site_function(program: MatmulProgram, form: str, alpha: float, beta: float) 
     Called as ``f(a, b, addend, key, step, salt, *state, site=...)``: for ``linear`` ``a [..., K]``, ``b [N, K]``; for
     ``matmul`` ``a [..., M, K]``, ``b [..., K, N]`` with ``torch.matmul``'s broadcasting.
     """
-    return _site_function(program, form, alpha, beta, plain.enabled())
+    return _site_function(program, form, alpha, beta, operators.enabled())
 
 
 @functools.lru_cache(maxsize=1024)

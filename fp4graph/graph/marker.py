@@ -1,9 +1,9 @@
 """The marker that carries a module's key and weight state into a captured graph.
 
-A forward pre-hook of every module with planned sites (:mod:`fp4graph.hooks`) calls ``fp4graph::enter`` while Dynamo
-traces. Dynamo lifts the tensors it is given to graph inputs, into checkpointed bodies and shared graphs too, where
-object identities do not reach. The pass reads and removes the node; a graph that another backend compiles still has
-it, and fails instead of running in silent high precision.
+A forward pre-hook of every module with planned sites (:mod:`fp4graph.model.hooks`) calls ``fp4graph::enter`` while
+Dynamo traces. Dynamo lifts the tensors it is given to graph inputs, into checkpointed bodies and shared graphs too,
+where object identities do not reach. The pass reads and removes the node; a graph that another backend compiles still
+has it, and fails instead of running in silent high precision.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from fp4graph.graph.blocks import ModuleInfo, block_of, describe_modules, find_blocks
 from fp4graph.graph.marker import module_stack
-from fp4graph.site import BlockPosition
+from fp4graph.technique.site import BlockPosition
 
 _SOURCE_STEP = re.compile(r"\._modules\['([^']+)'\]|\._(parameters|buffers)\['([^']+)'\]")
 

@@ -36,12 +36,12 @@ from fp4graph.graph.products import (
     value_of,
     view_source,
 )
+from fp4graph.numerics.sharding import is_sharded
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.operands import Operand
 from fp4graph.ops.matmul import MatmulProgram
 from fp4graph.policy import Decision, Policy
-from fp4graph.sharding import is_sharded
-from fp4graph.site import SiteView
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.site import SiteView
 
 #: Higher-order ops whose bodies run once, as written, on the operands at the end of their arguments.
 _TRANSPARENT = frozenset(

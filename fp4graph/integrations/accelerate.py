@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from fp4graph.api import apply
 from fp4graph.errors import Error
+from fp4graph.model.api import apply
 from fp4graph.policy import Policy
 from fp4graph.training import grad_scaler, prepare_optimizer
 from fp4graph.training.checkpoint import check_policy, replacing, written_under

@@ -12,10 +12,10 @@ from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from fp4graph.api import apply, set_total_forwards
 from fp4graph.errors import Error
+from fp4graph.model.api import apply, set_total_forwards
+from fp4graph.model.runtime import runtime_of
 from fp4graph.policy import Policy, load_policy
-from fp4graph.runtime import runtime_of
 from fp4graph.training import grad_scaler, prepare_optimizer
 from fp4graph.training.checkpoint import check_policy, written_under
 

@@ -2,7 +2,7 @@
 
 A library is built from the C++ source and the quantizer's numbers in a fraction of a second, for all shapes, and kept
 in Inductor's cache directory. Quantizers are named by their text (:meth:`QuantSpec.to_text`), as the operators that
-call this are (:mod:`fp4graph.ops.plain`).
+call this are (:mod:`fp4graph.kernels.operators`).
 """
 
 from __future__ import annotations

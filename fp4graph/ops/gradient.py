@@ -41,7 +41,7 @@ def jacobian_diagonal(q: Quantization, techniques: Sequence[tuple[Technique, Con
     # Normalizers from the innermost out: each sees f as what lies inside it.
     inner = q.dequantized()
     u = q.values
-    for part in reversed(q.normalizations):
+    for part in reversed(q.group_scales):
         if part.g is not None and part.groups is not None:
             gradient = _last(techniques, "group_gradient", part.values(), part.g, part.groups)
             if gradient is not None:
@@ -54,23 +54,23 @@ def jacobian_diagonal(q: Quantization, techniques: Sequence[tuple[Technique, Con
 
 def block_slope(q: Quantization, techniques: Sequence[tuple[Technique, Context]]) -> Tensor:
     """f'(U): Eq. 1, or its decode form."""
-    slope = _last(techniques, "element_slope", q.ratio)
+    slope = _last(techniques, "element_surrogate", q.ratio)
     slope = torch.ones_like(q.ratio) if slope is None else slope
     # dZ/dX is the same in units of X as in those of U = X/γ; techniques see the units that their options are in.
-    x = q.normalizations[0].values() if q.normalizations else q.values
+    x = q.group_scales[0].values() if q.group_scales else q.values
     gradient = _last(techniques, "statistic_gradient", x, q.statistic)
     if gradient is None:
         return slope
     qmax = constant(q.spec.element.max, q.z)
     encode = q.spec.scale.convention == "encode"
     ideal = qmax / q.z if encode else q.z / qmax
-    scale_slope = _last(techniques, "scale_slope", ideal)
-    scale_slope = torch.ones_like(q.z) if scale_slope is None else scale_slope
+    scale_surrogate = _last(techniques, "scale_surrogate", ideal)
+    scale_surrogate = torch.ones_like(q.z) if scale_surrogate is None else scale_surrogate
     if encode:
         ds = -qmax / (q.z * q.z) * gradient
-        term = ds * (scale_slope / q.scale) * (q.values * slope - q.codes / q.scale)
+        term = ds * (scale_surrogate / q.scale) * (q.values * slope - q.elements / q.scale)
     else:
-        term = gradient / qmax * scale_slope * (q.codes - q.ratio * slope)
+        term = gradient / qmax * scale_surrogate * (q.elements - q.ratio * slope)
     return slope + torch.where(q.z > 0, term, torch.zeros_like(term))
 
 

@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fp4graph.kernels import operators
+from fp4graph.kernels.operators import Packed
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.operands import Operand
-from fp4graph.ops import contract, plain
-from fp4graph.ops.plain import Packed
+from fp4graph.ops import contract
 from fp4graph.ops.program import (
     Draw,
     GemmProgram,
@@ -41,6 +41,7 @@ from fp4graph.ops.program import (
     operand_draw,
     total,
 )
+from fp4graph.technique.operands import Operand
 
 Side = Literal["left", "right"]
 
@@ -284,9 +285,9 @@ class _Call:
         original basis, dequantized, or the bytes that say the same."""
         x, dtype = (rotation.left if side == "left" else rotation.right), self._options.dtype
         spec, draw = program.spec, operand_draw(self._draw, operand)
-        packs = keep and not rotation.transforms and program.by_kernel(x.device, draw) and x.dtype in plain.DTYPES
-        if packs and spec is not None and plain.packs(spec, dtype, x.device):
-            values, packed = plain.quantize_and_pack(x, spec, program.source(draw), dtype)
+        packs = keep and not rotation.transforms and program.by_kernel(x.device, draw) and x.dtype in operators.DTYPES
+        if packs and spec is not None and operators.packs(spec, dtype, x.device):
+            values, packed = operators.quantize_and_pack(x, spec, program.source(draw), dtype)
             return (Term(values.to(dtype)),), packed
         terms = self._terms(program, rotation, side, operand)
         return terms, rotation.undo(total(terms), side).to(dtype) if keep else None

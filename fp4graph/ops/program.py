@@ -16,16 +16,17 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fp4graph.kernels import operators
 from fp4graph.numerics import noise, scaling
 from fp4graph.numerics.blocking import Blocking, Granularity, Groups
 from fp4graph.numerics.noise import Noise
 from fp4graph.numerics.quantize import round_elements
 from fp4graph.numerics.rounding import EXPONENT_MASK
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.operands import Gemm, Operand
-from fp4graph.ops import contract, plain, product
+from fp4graph.ops import contract, product
 from fp4graph.ops.gradient import jacobian_diagonal
 from fp4graph.technique import GRADIENT_STAGES, QUANTIZER_STAGES, Context, StateEntry, Technique, overrides
+from fp4graph.technique.operands import Gemm, Operand
 
 #: Salts that keep the noise of transforms and techniques apart from the spec's own, which draws from the operand's key
 #: as fake_quantize does. Stable: changing one changes every seeded run.
@@ -72,7 +73,7 @@ class Draw:
         return self.step[4]
 
     @property
-    def source(self) -> plain.Source:
+    def source(self) -> operators.Source:
         """What :attr:`varying` is derived from, for kernels that derive it themselves."""
         return self.key, self.step, self.salts
 
@@ -87,8 +88,8 @@ class Draw:
 
 
 @dataclass(frozen=True)
-class Normalization:
-    """One technique's normalizer: γ, and the group statistic g it is proportional to (None where it asked for none)."""
+class GroupScale:
+    """One technique's group scale γ, and the group statistic g it is proportional to (None: it asked for none)."""
 
     technique: Technique
     gamma: Tensor
@@ -113,27 +114,27 @@ class Unrounded:
     scale: Tensor
     ratio: Tensor
     statistic: Tensor
-    normalizations: tuple[Normalization, ...]
+    group_scales: tuple[GroupScale, ...]
 
     @property
     def gamma(self) -> Tensor | None:
         """γ, or None where nothing normalizes."""
-        return _gamma(self.normalizations)
+        return _gamma(self.group_scales)
 
 
 @dataclass(frozen=True)
 class Quantization(Unrounded):
-    """All parts of it, for techniques that need to see inside: ``codes`` are of the shape of ``ratio``.
+    """All parts of it, for techniques that need to see inside: ``elements`` are of the shape of ``ratio``.
 
-    The dequantized operand is ``γ · codes · S`` (``codes / s`` for an encode scale), γ being the product of the
-    normalizations'.
+    The dequantized operand is ``γ · elements · S`` (``elements / s`` for an encode scale), γ being the product of the
+    group_scales'.
     """
 
-    codes: Tensor
+    elements: Tensor
 
     def dequantized(self) -> Tensor:
         """γ⁻¹ times the dequantized operand: blocked layout, fp32."""
-        return scaling.dequantize(self.codes, self.scale, self.spec)
+        return scaling.dequantize(self.elements, self.scale, self.spec)
 
 
 @dataclass(frozen=True)
@@ -146,13 +147,13 @@ class _Scaled:
     z: Tensor
     statistic: Tensor
     scale: Tensor | None
-    normalizations: tuple[Normalization, ...]
+    group_scales: tuple[GroupScale, ...]
     acting: Acting
 
     @property
     def gamma(self) -> Tensor | None:
         """γ, or None where nothing normalizes."""
-        return _gamma(self.normalizations)
+        return _gamma(self.group_scales)
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,7 @@ class OperandProgram:
         """Whether a kernel computes it on ``device``."""
         if self.spec is None or not self.is_plain or (self.spec.needs_key and draw is None):
             return False
-        return plain.runs(self.spec, device)
+        return operators.runs(self.spec, device)
 
     @property
     def has_gradient_factor(self) -> bool:
@@ -243,13 +244,14 @@ class OperandProgram:
         if self.spec is None:
             return (Term(x),)
         if self.by_kernel(x.device, draw):
-            return (Term(plain.quantize(x, self.spec, self.source(draw))),)
+            return (Term(operators.quantize(x, self.spec, self.source(draw))),)
         part, residuals = self._split(x, draw, state)
         return (self._composed(part, draw, state), *residuals)
 
-    def source(self, draw: Draw | None) -> plain.Source:
+    def source(self, draw: Draw | None) -> operators.Source:
         """Where its spec draws from, for a kernel."""
-        return draw.source if draw is not None and self.spec is not None and self.spec.needs_key else plain.NO_SOURCE
+        needed = draw is not None and self.spec is not None and self.spec.needs_key
+        return draw.source if needed and draw is not None else operators.NO_SOURCE
 
     def _split(self, x: Tensor, draw: Draw | None, state: OperandState | None) -> tuple[Tensor, list[Term]]:
         residuals = []
@@ -310,35 +312,35 @@ class OperandProgram:
         assert spec is not None, "a high-precision operand has no quantizer"
         blocking = Blocking(tuple(x.shape), spec.block)
         values: Callable[[], Tensor] = _Once(lambda: blocking.split(x.to(torch.float32)))
-        if isinstance(spec.block, int) and plain.runs(spec, x.device):
-            z = plain.maxima(x, spec.block).reshape(blocking.scale_shape)
+        if isinstance(spec.block, int) and operators.runs(spec, x.device):
+            z = operators.maxima(x, spec.block).reshape(blocking.scale_shape)
         else:
             z = scaling.amax(values(), blocking.axes)
         acting = self.acting(x, draw, state)
-        for technique, context in _at("statistic", acting):
-            chosen = contract.run(technique, "statistic", values(), z, context)
-            z = contract.same(technique, "statistic", chosen, z)
+        for technique, context in _at("block_statistic", acting):
+            chosen = contract.run(technique, "block_statistic", values(), z, context)
+            z = contract.same(technique, "block_statistic", chosen, z)
         statistic = z
-        normalizations: list[Normalization] = []
-        for technique, context in _at("normalizer", acting):
+        group_scales: list[GroupScale] = []
+        for technique, context in _at("group_scale", acting):
             asked: list[tuple[Tensor, Groups]] = []
             group = partial(_group_statistic, values, z, blocking, acting, asked)
-            answer = contract.run(technique, "normalizer", z, group, context)
+            answer = contract.run(technique, "group_scale", z, group, context)
             if answer is None:
                 continue
             if isinstance(answer, tuple) and len(answer) != 2:
-                raise contract.broken(technique, "normalizer", "must return γ, (γ, statistic of x/γ) or None")
+                raise contract.broken(technique, "group_scale", "must return γ, (γ, statistic of x/γ) or None")
             gamma, own = answer if isinstance(answer, tuple) else (answer, None)
-            gamma = contract.broadcastable(technique, "normalizer", gamma, z)
-            z = z / gamma if own is None else contract.same(technique, "normalizer", own, z)
+            gamma = contract.broadcastable(technique, "group_scale", gamma, z)
+            z = z / gamma if own is None else contract.same(technique, "group_scale", own, z)
             g, groups = asked[-1] if asked else (None, None)
-            normalizations.append(Normalization(technique, gamma, g, groups, values))
+            group_scales.append(GroupScale(technique, gamma, g, groups, values))
             values = _Once(partial(_quotient, values, gamma))
         scale: Tensor | None = None
         for technique, context in _at("scale", acting):
             answer = contract.run_like(technique, "scale", z, values(), z, context)
             scale = scale if answer is None else answer
-        return _Scaled(blocking, values, z, statistic, scale, tuple(normalizations), acting)
+        return _Scaled(blocking, values, z, statistic, scale, tuple(group_scales), acting)
 
     def _unrounded(self, scaled: _Scaled, draw: Draw | None) -> Unrounded:
         """The scales that techniques left to the spec, and what is rounded under them; as tensor code."""
@@ -348,7 +350,7 @@ class OperandProgram:
             bits = self._noise(draw, blocking, values.device)
             scale = scaling.block_scale(scaled.z, spec.scale, spec.element, bits)
         ratio = scaling.ratio(values, scale, spec)
-        parts = spec, blocking, blocking.axes, values, scaled.z, scale, ratio, scaled.statistic, scaled.normalizations
+        parts = spec, blocking, blocking.axes, values, scaled.z, scale, ratio, scaled.statistic, scaled.group_scales
         return Unrounded(*parts)
 
     def _rounded(self, scaled: _Scaled, draw: Draw | None, residual: bool) -> Quantization:
@@ -362,12 +364,12 @@ class OperandProgram:
         for technique, context in _at("round", scaled.acting):
             if residual and context.state:
                 continue
-            normalized = self._normalized(technique, context, scaled.normalizations)
+            normalized = self._normalized(technique, context, scaled.group_scales)
             own = contract.run_like(technique, "round", parts.ratio, parts.ratio, parts.scale, normalized)
             codes = codes if own is None else own
         if codes is None:
             codes = round_elements(parts.ratio, parts.spec, self._noise(draw, parts.blocking, parts.ratio.device))
-        return Quantization(**vars(parts), codes=codes)
+        return Quantization(**vars(parts), elements=codes)
 
     def _noise(self, draw: Draw | None, blocking: Blocking, device: torch.device) -> Noise:
         needs = self.spec is not None and self.spec.needs_key
@@ -375,30 +377,30 @@ class OperandProgram:
 
     def _rounds_by_kernel(self, device: torch.device, residual: bool) -> bool:
         rounding = [t for t in self.at("round") if not (residual and any(s.technique == t.name for s in self.state))]
-        return self.spec is not None and not rounding and plain.rounds(self.spec, device)
+        return self.spec is not None and not rounding and operators.rounds(self.spec, device)
 
     def _by_kernel(self, x: Tensor, scaled: _Scaled, factor: Tensor | None, draw: Draw | None) -> Tensor:
         """The rest of the quantizer, by a kernel: dequantized, times ``factor``, dtype of ``x``."""
         spec, blocking = self.spec, scaled.blocking
         assert spec is not None
-        divisor = scaled.normalizations[0].gamma if len(scaled.normalizations) == 1 else None
-        if len(scaled.normalizations) > 1:
+        divisor = scaled.group_scales[0].gamma if len(scaled.group_scales) == 1 else None
+        if len(scaled.group_scales) > 1:
             dtype, x = x.dtype, blocking.join(scaled.values())
-            return self._by_kernel(x, replace(scaled, normalizations=()), factor, draw).to(dtype)
+            return self._by_kernel(x, replace(scaled, group_scales=()), factor, draw).to(dtype)
         scale = scaled.scale
         if scale is None and not isinstance(spec.block, int):
             bits = self._noise(draw, blocking, x.device)
             scale = scaling.block_scale(scaled.z, spec.scale, spec.element, bits)
         statistic = scaled.z if scale is None else None
         parts = (None if part is None else _by_run(part, blocking) for part in (divisor, statistic, scale, factor))
-        return plain.quantize(x, plain.by_runs(spec), self.source(draw), plain.Blocks(*parts))
+        return operators.quantize(x, operators.by_runs(spec), self.source(draw), operators.Blocks(*parts))
 
     def parts(self, x: Tensor, draw: Draw | None, state: OperandState | None) -> Quantization:
         """What the bare quantizer makes of ``x``, without what techniques split off."""
         part, _ = self._split(x, draw, state)
         return self.quantize(part, draw, state)
 
-    def _normalized(self, technique: Technique, context: Context, by: Sequence[Normalization]) -> Context:
+    def _normalized(self, technique: Technique, context: Context, by: Sequence[GroupScale]) -> Context:
         """``context`` with weight-like state divided by γ, as the values are that it is held against."""
         entries = dict(context.state)
         for slot in self.state:
@@ -456,9 +458,9 @@ def _at(stage: str, acting: Acting) -> Iterator[tuple[Technique, Context]]:
     return ((technique, context) for technique, context in acting if overrides(technique, stage))
 
 
-def _gamma(normalizations: Sequence[Normalization]) -> Tensor | None:
+def _gamma(group_scales: Sequence[GroupScale]) -> Tensor | None:
     gamma: Tensor | None = None
-    for part in normalizations:
+    for part in group_scales:
         gamma = _product(gamma, part.gamma)
     return gamma
 
@@ -482,7 +484,7 @@ def _quotient(values: Callable[[], Tensor], gamma: Tensor) -> Tensor:
 
 def _by_run(part: Tensor, blocking: Blocking) -> Tensor:
     """``part``, broadcastable to a statistic, with one element for each run of a line that lies in one block (see
-    :func:`fp4graph.ops.plain.by_runs`), or with a single element if it has no more."""
+    :func:`fp4graph.kernels.operators.by_runs`), or with a single element if it has no more."""
     if _is_scalar(part):
         return part.reshape(1)
     part = part.expand(blocking.scale_shape)

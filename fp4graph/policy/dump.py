@@ -10,9 +10,9 @@ import yaml
 
 from fp4graph.numerics.formats import ScaleFormat
 from fp4graph.numerics.spec import QuantSpec, ScaleRounding, ScaleSpec
-from fp4graph.operands import GROUPS, Operand
 from fp4graph.policy.match import Range
 from fp4graph.technique import Technique
+from fp4graph.technique.operands import GROUPS, Operand
 
 if TYPE_CHECKING:
     from fp4graph.policy.policy import Policy, Rule

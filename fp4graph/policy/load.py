@@ -14,7 +14,7 @@ from fp4graph.policy.policy import Policy
 from fp4graph.policy.resolve import resolve
 from fp4graph.policy.schema import PolicySection
 from fp4graph.policy.validation import validate
-from fp4graph.registry import Registry, default_registry
+from fp4graph.technique.registry import Registry, default_registry
 
 PolicyRef = str | PathLike[str] | Mapping[str, Any] | Policy
 

@@ -6,7 +6,7 @@ import fnmatch
 from dataclasses import dataclass, fields
 from typing import Literal
 
-from fp4graph.site import BlockPosition, SiteView
+from fp4graph.technique.site import BlockPosition, SiteView
 
 Op = Literal["linear", "matmul", "sdpa"]
 

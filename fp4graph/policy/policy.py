@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from fp4graph.errors import PolicyError
 from fp4graph.numerics.formats import ScaleFormat
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.operands import Operand
 from fp4graph.policy import dump
 from fp4graph.policy.document import Place
 from fp4graph.policy.match import Match, Range
-from fp4graph.site import BlockPosition, SiteView
 from fp4graph.technique import Technique
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.site import BlockPosition, SiteView
 
 
 @dataclass(frozen=True)

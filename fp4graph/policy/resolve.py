@@ -11,7 +11,6 @@ from typing import Any
 from fp4graph.errors import Error, PluginError, PolicyError, PolicyWarning
 from fp4graph.numerics.formats import ScaleFormat
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
-from fp4graph.operands import ADDRESSES, GROUPS, Operand
 from fp4graph.policy.document import Node
 from fp4graph.policy.match import Match
 from fp4graph.policy.merge import merge
@@ -26,9 +25,10 @@ from fp4graph.policy.schema import (
     TechniqueEntry,
 )
 from fp4graph.policy.validation import dotted, validate
-from fp4graph.registry import Registry, suggest
-from fp4graph.site import SiteView
 from fp4graph.technique import OperandSpecs, Technique, checked_plan, overrides
+from fp4graph.technique.operands import ADDRESSES, GROUPS, Operand
+from fp4graph.technique.registry import Registry, suggest
+from fp4graph.technique.site import SiteView
 
 _Path = tuple[str | int, ...]
 

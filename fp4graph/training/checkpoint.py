@@ -30,11 +30,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fp4graph import state
 from fp4graph.errors import Error
+from fp4graph.model import state
+from fp4graph.model.runtime import runtime_of, unwrapped
+from fp4graph.numerics.sharding import is_sharded, like, whole
 from fp4graph.policy.difference import difference, name_in
-from fp4graph.runtime import runtime_of, unwrapped
-from fp4graph.sharding import is_sharded, like, whole
 
 #: What tells our files from others, and this layout from later ones.
 FORMAT, VERSION = "fp4graph.checkpoint", 2

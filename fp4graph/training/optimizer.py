@@ -2,7 +2,7 @@
 
 A parameter is acted on once per step, however many sites, modules or models use it. What a technique remembers of a
 parameter lies in ``optimizer.state[parameter]``, under keys that begin with ``fp4graph.``: it is saved, loaded and
-sharded with the optimizer's own state. What the graph reads as well lies in the model (:mod:`fp4graph.state`).
+sharded with the optimizer's own state. What the graph reads as well lies in the model (:mod:`fp4graph.model.state`).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 
 from fp4graph.errors import Error
-from fp4graph.operands import Operand
+from fp4graph.model.runtime import PlannedWeight, Runtime, Weight, runtime_of
 from fp4graph.ops import contract
-from fp4graph.runtime import PlannedWeight, Runtime, Weight, runtime_of
 from fp4graph.technique import Technique, overrides
+from fp4graph.technique.operands import Operand
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741  # the optimizer
 

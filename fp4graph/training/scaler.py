@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fp4graph.errors import Error
-from fp4graph.runtime import runtime_of
+from fp4graph.model.runtime import runtime_of
 
 
 def grad_scaler(model: nn.Module) -> torch.amp.GradScaler:

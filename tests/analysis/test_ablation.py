@@ -13,9 +13,9 @@ from torch import nn
 import fp4graph
 from fp4graph.analysis import VARIANTS, Ablation, ablation, only
 from fp4graph.analysis.ablation import reaches
-from fp4graph.operands import Operand
-from fp4graph.registry import default_registry
-from fp4graph.runtime import runtime_of
+from fp4graph.model.runtime import runtime_of
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.registry import default_registry
 
 SHIPPED = {
     **{f"tetrajet-q{number}": ("tetrajet", f"Q{number}") for number in range(1, 7)},

@@ -12,7 +12,7 @@ from torch import nn
 
 import fp4graph
 from fp4graph.analysis import METRICS, Statistics, observers, read
-from fp4graph.runtime import runtime_of
+from fp4graph.model.runtime import runtime_of
 
 
 def policy(backward="stochastic", techniques=(), **operands):

@@ -18,7 +18,7 @@ from fp4graph.formats import ELEMENTS, SCALES
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.ops.program import OperandProgram
-from fp4graph.registry import default_registry
+from fp4graph.technique.registry import default_registry
 
 PAIRS = [(element, scale) for element in ELEMENTS for scale in SCALES]
 #: Floats of fp32 from its smallest normal number to near its largest, and zeros.

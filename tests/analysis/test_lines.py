@@ -16,10 +16,10 @@ from fp4graph.numerics import noise, scaling
 from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.quantize import round_elements
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
-from fp4graph.operands import Operand
 from fp4graph.ops.matmul import Seen
 from fp4graph.ops.program import Draw, OperandProgram, StateSlot, total
-from fp4graph.registry import default_registry
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.registry import default_registry
 
 QEma = default_registry().techniques["q_ema"]
 
@@ -146,7 +146,7 @@ class Doubling(QEma):
 
     name = "doubling"
 
-    def statistic(self, values, z, context):
+    def block_statistic(self, values, z, context):
         return z.amax().expand_as(z)
 
 

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 import fp4graph
 from fp4graph.analysis import Statistics, plots, read
-from fp4graph.analysis.report import PARTS, write_report
 from fp4graph.cli import app
+from fp4graph.experiments.report import PARTS, write_report
 
 
 class Block(nn.Module):

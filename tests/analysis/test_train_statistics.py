@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 
 import fp4graph
 from fp4graph.analysis import read
-from fp4graph.analysis.report import PARTS
 from fp4graph.cli import app
+from fp4graph.experiments.report import PARTS
 from fp4graph.experiments.train import Run, train
 
 DIGITS = ["train", "digits", "--policy", "tetrajet", "--optimizer", "adamw", "--validate-every", "9", "--json"]

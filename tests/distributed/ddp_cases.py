@@ -24,7 +24,7 @@ from two_process_models import (
 )
 
 import fp4graph
-from fp4graph import runtime
+from fp4graph.model import runtime
 
 FOLDER = Path()  # set by two_processes.py
 EAGER = {"backend": "eager"}

@@ -30,7 +30,7 @@ from two_process_models import (
 )
 
 import fp4graph
-from fp4graph.runtime import runtime_of
+from fp4graph.model.runtime import runtime_of
 
 FOLDER = Path()  # set by two_processes.py
 EAGER = {"backend": "eager"}

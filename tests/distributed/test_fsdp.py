@@ -11,7 +11,7 @@ from two_process_models import image_loss, vit
 from two_processes import cases, launch
 
 import fp4graph
-from fp4graph.runtime import runtime_of
+from fp4graph.model.runtime import runtime_of
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 

@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fp4graph
+from fp4graph.model.runtime import runtime_of
 from fp4graph.numerics import noise
-from fp4graph.runtime import runtime_of
 
 
 def gradients(model, x):

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 import fp4graph
-from fp4graph.operands import Operand
-from fp4graph.ops import matmul, plain
-from fp4graph.runtime import runtime_of
+from fp4graph.kernels import operators
+from fp4graph.model.runtime import runtime_of
+from fp4graph.ops import matmul
+from fp4graph.technique.operands import Operand
 
 
 class Mlp(nn.Module):
@@ -62,7 +63,7 @@ def recorded():
     patch = pytest.MonkeyPatch()
     patch.setattr(matmul.OperandProgram, "__call__", record)
     torch._dynamo.reset()
-    with plain.tensor_code():
+    with operators.tensor_code():
         train("eager", torch.randn(40, 64, generator=torch.Generator().manual_seed(0)), "tetrajet", steps=1)
     patch.undo()
     return calls
@@ -78,7 +79,7 @@ def test_quantizers_are_bit_identical_on_a_real_steps_operands(recorded):
     for program, x, draw in by_operand.values():
         torch._dynamo.reset()
         by_kernel = program(x, draw)[0].values
-        with plain.tensor_code():
+        with operators.tensor_code():
             eager = program(x, draw)[0].values
             compiled = torch.compile(lambda t, program=program, draw=draw: program(t, draw)[0].values)(x)
         assert torch.equal(eager, compiled), program.spec
@@ -88,8 +89,8 @@ def test_quantizers_are_bit_identical_on_a_real_steps_operands(recorded):
 @pytest.mark.compiler
 def test_an_edited_technique_never_runs_the_old_code():
     """Equal options, other code: nothing compiled for the first class may serve the second."""
-    from fp4graph.registry import Registry
     from fp4graph.technique import Overhead, Technique
+    from fp4graph.technique.registry import Registry
 
     def version(factor):
         class Scaled(Technique):

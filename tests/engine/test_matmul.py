@@ -12,9 +12,9 @@ import fp4graph
 from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
 from fp4graph.numerics import noise
-from fp4graph.operands import Operand
 from fp4graph.ops.program import operand_key
-from fp4graph.site import SiteView
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.site import SiteView
 
 CEIL = fp4graph.ScaleSpec("e8m0", "ceil")
 FLOOR = fp4graph.ScaleSpec("e8m0", "floor")

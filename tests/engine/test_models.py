@@ -10,7 +10,7 @@ from torch import nn
 
 import fp4graph
 from fp4graph.graph.expand import attention, encoder_layer
-from fp4graph.runtime import runtime_of
+from fp4graph.model.runtime import runtime_of
 
 QUANTIZE = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}}
 

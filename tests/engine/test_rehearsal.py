@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fp4graph
-from fp4graph.runtime import runtime_of
+from fp4graph.model.runtime import runtime_of
 
 WIDE = {"version": 1, "name": "p", "rules": [{"name": "wide", "match": {"in_features": 12345}, "quantize": {}}]}
 
@@ -60,9 +60,9 @@ def test_a_forward_that_depends_on_values_cannot_be_tried():
 def test_the_backward_is_tried(monkeypatch):
     from fp4graph_plugins.step_gradient import StepGradient
 
-    def element_slope(self, ratio, context):
+    def element_surrogate(self, ratio, context):
         raise RuntimeError("no way back")
 
-    monkeypatch.setattr(StepGradient, "element_slope", element_slope)
+    monkeypatch.setattr(StepGradient, "element_surrogate", element_surrogate)
     with pytest.raises(fp4graph.PluginError, match=r"step_gradient.*at 0: .*no way back"):
         fp4graph.apply(nn.Sequential(nn.Linear(32, 32)), "wang-dge", backend="eager", example_inputs=torch.randn(4, 32))

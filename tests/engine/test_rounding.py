@@ -16,10 +16,10 @@ import fp4graph
 from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
 from fp4graph.numerics import noise
-from fp4graph.operands import Operand
 from fp4graph.ops import product
 from fp4graph.ops.matmul import observed
-from fp4graph.site import BlockPosition, SiteView
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.site import BlockPosition, SiteView
 
 KEY, STEP = noise.make_key("site", "fc"), noise.make_step(0, 0, 0)
 NVFP4 = {"element": "e2m1", "block": 16, "scale": {"format": "e4m3", "rounding": "nearest_even"}}

@@ -9,8 +9,8 @@ from types import ModuleType
 import pytest
 
 from fp4graph.analysis import decompose
-from fp4graph.operands import Operand
 from fp4graph.policy import load_policy
+from fp4graph.technique.operands import Operand
 
 ROOT = Path(__file__).parents[2]
 

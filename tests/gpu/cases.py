@@ -19,10 +19,10 @@ from fp4graph.graph.plan import plan_site
 from fp4graph.numerics.noise import make_key, make_step
 from fp4graph.numerics.rounding import EXPONENT_MASK
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.operands import Operand
 from fp4graph.ops.matmul import MatmulProgram
 from fp4graph.ops.program import Draw, GemmProgram, OperandProgram, operand_draw
-from fp4graph.site import BlockPosition, SiteView
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.site import BlockPosition, SiteView
 
 POLICIES = sorted(file.stem for file in Path(fp4graph_policies.__file__).parent.glob("*.yaml"))
 MXFP4 = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}}

@@ -21,8 +21,8 @@ from fp4graph.numerics.noise import derive, derive_all, mix
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.scaling import constant
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
-from fp4graph.registry import default_registry
 from fp4graph.technique import GRADIENT_STAGES, QUANTIZER_STAGES, overrides
+from fp4graph.technique.registry import default_registry
 
 from . import absent
 from .cases import KEY, STEP, GradientFactor, Quantizer, operands, quantizers, rotations

@@ -26,8 +26,8 @@ from fp4graph.kernels.triton_quantize import DTYPES, TILE, Noise, constants, pac
 from fp4graph.numerics.packing import pack, unpack
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
-from fp4graph.operands import Operand
 from fp4graph.ops.program import Draw, operand_draw
+from fp4graph.technique.operands import Operand
 
 from . import absent
 from .cases import KEY, STEP, operands, programs

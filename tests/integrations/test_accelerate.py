@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fp4graph
-from fp4graph.runtime import runtime_of
+from fp4graph.model.runtime import runtime_of
 
 NEEDED = "install fp4graph[hf]: transformers and accelerate"
 accelerate = pytest.importorskip("accelerate", reason=NEEDED)

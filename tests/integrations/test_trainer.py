@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import fp4graph
-from fp4graph.runtime import runtime_of
+from fp4graph.model.runtime import runtime_of
 
 NEEDED = "install fp4graph[hf]: transformers and accelerate"
 transformers = pytest.importorskip("transformers", reason=NEEDED)

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 import fp4graph
+from fp4graph.commands.reference import shipped_registry
 from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
-from fp4graph.ops import plain
+from fp4graph.kernels import operators
 from fp4graph.ops.matmul import MatmulProgram
-from fp4graph.reference import shipped_registry
-from fp4graph.site import BlockPosition, SiteView
+from fp4graph.technique.site import BlockPosition, SiteView
 
 pytestmark = pytest.mark.compiler  # caches of Inductor
 
@@ -139,7 +139,7 @@ def test_names_tell_programs_apart() -> None:
     assert len(set(by_program.values())) == len(by_program) > 30
     program = next(iter(by_program))
     names = {name_of(program), name_of(program, "matmul"), name_of(program, alpha=2), name_of(program, beta=2)}
-    with plain.tensor_code():
+    with operators.tensor_code():
         names.add(name_of(program))
     assert len(names) == 5
 

@@ -16,10 +16,9 @@ from numerics.helpers import assert_same_bits
 from processes import PATIENCE
 from torch import Tensor
 
-from fp4graph.kernels import cpu
+from fp4graph.kernels import cpu, operators
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
-from fp4graph.ops import plain
 
 from .models import train
 
@@ -70,7 +69,7 @@ print(json.dumps({{"weights": weights, "warnings": about}}))
 @pytest.fixture(scope="module")
 def trained() -> Tensor:
     """What training by kernels gives."""
-    assert plain.enabled()
+    assert operators.enabled()
     assert cpu.available()
     return train(POLICY)
 
@@ -136,11 +135,11 @@ SPEC = QuantSpec("int4", 32, ScaleSpec("ue5m3", "nearest_even"))
 QUANTIZING = f"""
 import json, torch
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.ops import plain
+from fp4graph.kernels import operators
 x = torch.arange(-300.0, 340.0).view(10, 64)
 spec = QuantSpec.from_text({SPEC.to_text()!r})
-assert plain.runs(spec, x.device)
-print(json.dumps(plain.quantize(x, spec, plain.NO_SOURCE).tolist()))
+assert operators.runs(spec, x.device)
+print(json.dumps(operators.quantize(x, spec, operators.NO_SOURCE).tolist()))
 """
 #: Waits until as many as ``$BUILDERS`` compile the same source, then compiles.
 TOGETHER = """for word; do case "$word" in *.cpp) source="$word";; esac; done

@@ -10,15 +10,14 @@ import torch
 from numerics.helpers import any_floats, assert_same_bits
 from torch import Tensor
 
-from fp4graph.kernels import cpu
-from fp4graph.numerics import reference, scaling
+from fp4graph.kernels import cpu, operators
+from fp4graph.numerics import oracle, scaling
 from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.formats import ELEMENTS, ElementFormat, ScaleFormat
 from fp4graph.numerics.noise import Noise, derive, make_step, mix
 from fp4graph.numerics.packing import pack
 from fp4graph.numerics.quantize import fake_quantize, round_elements
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
-from fp4graph.ops import plain
 
 from .quantizers import (
     CHOICES,
@@ -48,10 +47,10 @@ UNEVEN = QuantSpec("int4", 10, ScaleSpec("fp32", "nearest_even"), "stochastic")
 def kernels() -> None:
     """Without them everything here would hold the tensor code against itself."""
     assert cpu.available()
-    assert plain.enabled()
+    assert operators.enabled()
 
 
-def oracle(x: Tensor, spec: QuantSpec) -> Tensor:
+def by_oracle(x: Tensor, spec: QuantSpec) -> Tensor:
     """``x [..., C]`` quantized block by block, value by value."""
     blocking = Blocking(tuple(x.shape), spec.block)
     noise = Noise(DERIVED, blocking, x.device)
@@ -60,7 +59,7 @@ def oracle(x: Tensor, spec: QuantSpec) -> Tensor:
     block_bits = noise.block_bits().flatten()
     blocks = values.flatten(0, -2)
     rows = zip(blocks.tolist(), bits.tolist(), block_bits.tolist(), strict=True)
-    result = torch.tensor([reference.quantize_block(row, spec, b, s) for row, b, s in rows])
+    result = torch.tensor([oracle.quantize_block(row, spec, b, s) for row, b, s in rows])
     return blocking.join(result.view(blocking.layout)).to(x.dtype)
 
 
@@ -87,21 +86,21 @@ def test_values_and_bytes(row: Row) -> None:
     """Odd sizes, small ones beside the oracle, and more than a tile has beside the tensor code."""
     spec, dtype, block = spec_of(row), row["dtype"], row["block"]
     for x in (ties(spec.element, block).to(dtype), hostile((8, 2 * block + 3), block, dtype, seed=1)):
-        expected = oracle(x, spec)
-        assert_same_bits(plain.quantize(x, spec, SOURCE), expected)
-        assert_same_bits(plain.quantize(across(x), spec, SOURCE), expected)
+        expected = by_oracle(x, spec)
+        assert_same_bits(operators.quantize(x, spec, SOURCE), expected)
+        assert_same_bits(operators.quantize(across(x), spec, SOURCE), expected)
     x = hostile((131, 2 * block + block // 2), block, dtype)
     expected = fake_quantize(x, spec, -1, DERIVED)
-    assert_same_bits(plain.quantize(x, spec, SOURCE), expected)
-    assert_same_bits(plain.quantize(across(x), spec, SOURCE), expected)
+    assert_same_bits(operators.quantize(x, spec, SOURCE), expected)
+    assert_same_bits(operators.quantize(across(x), spec, SOURCE), expected)
     if cpu.packs(spec):
-        values, packed = plain.quantize_and_pack(x, spec, SOURCE, dtype)
+        values, packed = operators.quantize_and_pack(x, spec, SOURCE, dtype)
         assert_same_bits(values, expected)
         assert_same_bytes(packed, x, spec)
         assert_same_bits(packed.unpack(), expected)
 
 
-def assert_same_bytes(packed: plain.Packed, x: Tensor, spec: QuantSpec) -> None:
+def assert_same_bytes(packed: operators.Packed, x: Tensor, spec: QuantSpec) -> None:
     expected = pack(x, spec, -1, DERIVED)
     assert torch.equal(packed.codes, expected.codes)
     if expected.scales.is_floating_point():
@@ -115,14 +114,14 @@ def assert_same_bytes(packed: plain.Packed, x: Tensor, spec: QuantSpec) -> None:
 def test_layouts(layout: str, spec: QuantSpec) -> None:
     x = LAYOUTS[layout](lambda shape: hostile(shape, int(spec.block)))  # type: ignore[arg-type]
     before, expected = x.clone(), fake_quantize(x, spec, -1, DERIVED)
-    y = plain.quantize(x, spec, SOURCE)
+    y = operators.quantize(x, spec, SOURCE)
     assert_same_bits(y, expected)
     assert y.stride() == torch.empty_like(x).stride()
     blocking = Blocking(tuple(x.shape), spec.block)
     largest = scaling.amax(blocking.split(x), blocking.axes).reshape(blocking.grid)
-    assert_same_bits(plain.maxima(x, int(spec.block)), largest)  # type: ignore[arg-type]
+    assert_same_bits(operators.maxima(x, int(spec.block)), largest)  # type: ignore[arg-type]
     if cpu.packs(spec):
-        values, packed = plain.quantize_and_pack(x, spec, SOURCE, x.dtype)
+        values, packed = operators.quantize_and_pack(x, spec, SOURCE, x.dtype)
         assert_same_bits(values, expected)
         assert values.is_contiguous()
         assert_same_bytes(packed, x, spec)
@@ -134,17 +133,17 @@ def test_layouts(layout: str, spec: QuantSpec) -> None:
 def test_other_dtypes(dtype: torch.dtype) -> None:
     x = hostile((70, 75), 16).to(dtype)
     for source in (x, across(x), x[:, 3:].view(5, 14, 72)):
-        assert_same_bits(plain.quantize(source, STOCHASTIC, SOURCE), fake_quantize(source, STOCHASTIC, -1, DERIVED))
+        assert_same_bits(operators.quantize(source, STOCHASTIC, SOURCE), fake_quantize(source, STOCHASTIC, -1, DERIVED))
     blocking = Blocking(tuple(x.shape), 16)
     expected = scaling.amax(blocking.split(x), blocking.axes).reshape(blocking.grid)
-    assert_same_bits(plain.maxima(x, 16), expected)
+    assert_same_bits(operators.maxima(x, 16), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_floats(dtype: torch.dtype) -> None:
     x = any_floats((200, 96)).to(dtype)
     for source in (x, across(x)):
-        assert_same_bits(plain.quantize(source, MXFP4, SOURCE), fake_quantize(source, MXFP4))
+        assert_same_bits(operators.quantize(source, MXFP4, SOURCE), fake_quantize(source, MXFP4))
 
 
 @pytest.mark.parametrize("block", [1, 3, 65, 1024])
@@ -153,7 +152,7 @@ def test_blocks_of_any_length(block: int) -> None:
     assert cpu.supports(spec)
     assert not cpu.packs(spec)
     for x in (hostile((5, 1100), block), hostile((1100, 70), block).mT):
-        assert_same_bits(plain.quantize(x, spec, SOURCE), fake_quantize(x, spec, -1, DERIVED))
+        assert_same_bits(operators.quantize(x, spec, SOURCE), fake_quantize(x, spec, -1, DERIVED))
 
 
 def test_what_kernels_do_not_know() -> None:
@@ -161,10 +160,10 @@ def test_what_kernels_do_not_know() -> None:
         assert not cpu.supports(QuantSpec("e2m1", block))  # type: ignore[arg-type]
     wide = ElementFormat("e5m4", 5, 4, bias=15, max=2.0**15)
     assert not cpu.supports(QuantSpec(wide, 32))
-    assert not plain.runs(MXFP4, torch.device("meta"))
-    with plain.tensor_code():
-        assert not plain.runs(MXFP4, torch.device("cpu"))
-    assert plain.runs(MXFP4, torch.device("cpu"))
+    assert not operators.runs(MXFP4, torch.device("meta"))
+    with operators.tensor_code():
+        assert not operators.runs(MXFP4, torch.device("cpu"))
+    assert operators.runs(MXFP4, torch.device("cpu"))
 
 
 # ------------------------------------------------------------------ what strangers add
@@ -187,10 +186,10 @@ def test_formats_of_strangers(stranger: str) -> None:
     spec = QuantSpec(element, 16, ScaleSpec(scale, "nearest_even"), rounding)  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(5)
     x = torch.cat([hostile((60, 40), 16), torch.randn(20, 40, generator=generator)])
-    expected = oracle(x, spec)
-    assert_same_bits(plain.quantize(x, spec, SOURCE), expected)
-    assert_same_bits(plain.quantize(across(x), spec, SOURCE), expected)
-    values, packed = plain.quantize_and_pack(x, spec, SOURCE, x.dtype)
+    expected = by_oracle(x, spec)
+    assert_same_bits(operators.quantize(x, spec, SOURCE), expected)
+    assert_same_bits(operators.quantize(across(x), spec, SOURCE), expected)
+    values, packed = operators.quantize_and_pack(x, spec, SOURCE, x.dtype)
     assert_same_bits(values, expected)
     assert_same_bytes(packed, x, spec)
     assert_same_bits(packed.unpack(), expected)
@@ -210,9 +209,9 @@ def test_sources_of_noise() -> None:
         ((KEY, step, (3, 1 << 20, 5)), derive(derive(derive(mixed, 3), 1 << 20), 5)),
     ):
         expected = fake_quantize(x, STOCHASTIC, -1, key)
-        assert_same_bits(plain.quantize(x, STOCHASTIC, source), expected)
-        assert_same_bits(plain.quantize(across(x), STOCHASTIC, source), expected)
-        assert_same_bits(plain.quantize_and_pack(x, STOCHASTIC, source, x.dtype)[0], expected)
+        assert_same_bits(operators.quantize(x, STOCHASTIC, source), expected)
+        assert_same_bits(operators.quantize(across(x), STOCHASTIC, source), expected)
+        assert_same_bits(operators.quantize_and_pack(x, STOCHASTIC, source, x.dtype)[0], expected)
 
 
 # ------------------------------------------------------------------ bytes
@@ -222,7 +221,7 @@ def test_bytes_stand_for_the_values_in_another_dtype() -> None:
     """An fp32 operand whose GEMM is in bf16: what comes back is what the GEMM read."""
     x = hostile((9, 70), 16)
     spec = QuantSpec("e4m3", 16, ScaleSpec("fp32", "nearest_even"))  # values that bf16 does not hold
-    values, packed = plain.quantize_and_pack(x, spec, plain.NO_SOURCE, torch.bfloat16)
+    values, packed = operators.quantize_and_pack(x, spec, operators.NO_SOURCE, torch.bfloat16)
     assert values.dtype is torch.float32
     assert not torch.equal(values.nan_to_num(0), values.bfloat16().float().nan_to_num(0))
     assert_same_bits(packed.unpack(), values.bfloat16())
@@ -246,14 +245,14 @@ AGAIN = {
 def test_quantizing_the_transpose_from_bytes(case: str, shape: tuple[int, ...]) -> None:
     packs, spec, dtype = AGAIN[case]
     x = hostile(shape, int(packs.block), dtype)  # type: ignore[arg-type]
-    values, packed = plain.quantize_and_pack(x, packs, SOURCE, dtype)
+    values, packed = operators.quantize_and_pack(x, packs, SOURCE, dtype)
     assert_same_bits(packed.requantized(spec, SOURCE), fake_quantize(values.mT, spec, -1, DERIVED))
 
 
 @pytest.mark.parametrize("shape", [(0, 40), (40, 0), (2, 0, 40), (0, 3, 40)], ids=str)
 def test_nothing_from_no_bytes(shape: tuple[int, ...]) -> None:
     x = torch.empty(shape)
-    values, packed = plain.quantize_and_pack(x, MXFP4, SOURCE, torch.bfloat16)
+    values, packed = operators.quantize_and_pack(x, MXFP4, SOURCE, torch.bfloat16)
     assert values.shape == x.shape
     assert packed.unpack().shape == x.shape
     assert packed.unpack().dtype is torch.bfloat16
@@ -293,8 +292,8 @@ def test_given_blocks(names: tuple[str, ...], one: bool) -> None:
                     [torch.nan, torch.inf, 0.0, 1e-40]
                 )
         expected = expected_with(x, spec, given)
-        assert_same_bits(plain.quantize(x, spec, SOURCE, plain.Blocks(**given)), expected)
-        assert_same_bits(plain.quantize(across(x), spec, SOURCE, plain.Blocks(**given)), expected)
+        assert_same_bits(operators.quantize(x, spec, SOURCE, operators.Blocks(**given)), expected)
+        assert_same_bits(operators.quantize(across(x), spec, SOURCE, operators.Blocks(**given)), expected)
 
 
 # ------------------------------------------------------------------ threads
@@ -314,9 +313,9 @@ def test_threads_change_nothing(threads: Callable[[int], None]) -> None:
     def everything() -> list[Tensor]:
         results = []
         for x in (wide, tall, across(wide), across(tall)):
-            values, packed = plain.quantize_and_pack(x, STOCHASTIC, SOURCE, x.dtype)
+            values, packed = operators.quantize_and_pack(x, STOCHASTIC, SOURCE, x.dtype)
             results += [values, packed.codes, packed.scales, packed.unpack(), packed.requantized(STOCHASTIC, SOURCE)]
-            results += [plain.quantize(x, STOCHASTIC, SOURCE), plain.maxima(x, 16)]
+            results += [operators.quantize(x, STOCHASTIC, SOURCE), operators.maxima(x, 16)]
         return [r.float() for r in results]
 
     threads(1)

@@ -11,7 +11,7 @@ from numerics.helpers import assert_same_bits
 from torch import Tensor, nn
 
 import fp4graph
-from fp4graph.ops import plain
+from fp4graph.kernels import operators
 
 pytestmark = pytest.mark.compiler  # tensor code keeps no bytes
 
@@ -121,7 +121,7 @@ def test_where_bytes_do_not_serve(case: str) -> None:
 
 
 def test_tensor_code_keeps_the_dequantized_operands() -> None:
-    with plain.tensor_code():
+    with operators.tensor_code():
         assert size(of_linear(policy_of())) == BF16 * (INPUT + WEIGHT) + KEYS
 
 
@@ -136,7 +136,7 @@ def test_bytes_are_lossless() -> None:
     for original in (x, linear.weight):
         rows = original.shape[0]
         codes, scales = (next(t for t in tensors if t.shape == shape) for shape in ((rows, K // 2), (rows, K // 32)))
-        packed = plain.Packed(codes, scales, spec, K, torch.bfloat16)
+        packed = operators.Packed(codes, scales, spec, K, torch.bfloat16)
         assert_same_bits(packed.unpack(), fp4graph.fake_quantize(original.detach().bfloat16(), spec))
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from numerics.helpers import assert_same_bits
 
-from fp4graph.kernels import cpu
-from fp4graph.ops import plain
-from fp4graph.reference import shipped_registry
+from fp4graph.commands.reference import shipped_registry
+from fp4graph.kernels import cpu, operators
 
 from .models import train
 
@@ -43,7 +42,7 @@ def test_every_policy_trains_to_the_same_bits(policy: str, calls: list[str]) -> 
         by_kernels = train(policy, dtype)
         assert bool(calls) is (policy != "bf16")
         calls.clear()
-        with plain.tensor_code():
+        with operators.tensor_code():
             by_tensor_code = train(policy, dtype)
         assert not calls
         assert by_kernels.isfinite().all()

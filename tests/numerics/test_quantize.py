@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp4graph.numerics import reference
+from fp4graph.numerics import oracle
 from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.formats import ELEMENTS, SCALES, element_format, scale_format
 from fp4graph.numerics.noise import Noise, make_key
@@ -31,12 +31,12 @@ SCALE_SPECS = [
 ]
 
 
-def oracle(blocks: torch.Tensor, spec: QuantSpec, noise: Noise) -> torch.Tensor:
+def by_oracle(blocks: torch.Tensor, spec: QuantSpec, noise: Noise) -> torch.Tensor:
     """The oracle on every row of ``blocks [n, size]``, with the bits that ``noise`` gives to each."""
     bits = noise.bits().reshape(blocks.shape).tolist() if spec.rounding == "stochastic" else [None] * len(blocks)
     scale_bits = noise.block_bits().flatten().tolist() if spec.needs_key else [None] * len(blocks)
     rows = zip(blocks.tolist(), bits, scale_bits, strict=True)
-    return torch.tensor([reference.quantize_block(row, spec, b, s) for row, b, s in rows])
+    return torch.tensor([oracle.quantize_block(row, spec, b, s) for row, b, s in rows])
 
 
 @pytest.mark.parametrize("spec", SCALE_SPECS, ids=lambda s: f"{s.format.name}-{s.rounding}-{s.convention}-{s.zero}")
@@ -49,7 +49,7 @@ def test_scales_agree_with_the_oracle(spec: ScaleSpec) -> None:
     for name in ("e2m1", "e3m0", "int4", "int8", "e4m3"):
         element = element_format(name)
         expected = [
-            reference.scale_of_block(row, spec, element, b) for row, b in zip(blocks.tolist(), bits, strict=True)
+            oracle.scale_of_block(row, spec, element, b) for row, b in zip(blocks.tolist(), bits, strict=True)
         ]
         assert_same_bits(block_scale(z, spec, element, noise), torch.tensor(expected)[:, None])
 
@@ -78,7 +78,7 @@ QUANTIZERS = [
 def test_quantizer_agrees_with_the_oracle(spec: QuantSpec) -> None:
     x = torch.cat([blocks_of_every_scale(8)[::9], any_floats((10, 8)), torch.randn(10, 8)])
     noise = Noise(make_key(7), Blocking(x.shape, 8), x.device)
-    assert_same_bits(fake_quantize(x, spec, key=7), oracle(x, spec, noise))
+    assert_same_bits(fake_quantize(x, spec, key=7), by_oracle(x, spec, noise))
 
 
 @pytest.mark.parametrize("dim", [0, 1, -1])
@@ -95,7 +95,7 @@ def test_blocks_of_every_shape_agree_with_the_oracle(block: object, dim: int) ->
     expected = torch.empty_like(values)
     for number in block_of.unique():
         inside = block_of == number
-        expected[inside] = torch.tensor(reference.quantize_block(values[inside].tolist(), spec, bits[inside].tolist()))
+        expected[inside] = torch.tensor(oracle.quantize_block(values[inside].tolist(), spec, bits[inside].tolist()))
     assert_same_bits(actual, blocking.join(expected))
 
 

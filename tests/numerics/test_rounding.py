@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fp4graph.numerics import reference
+from fp4graph.numerics import oracle
 from fp4graph.numerics.formats import ELEMENTS, element_format
 from fp4graph.numerics.noise import hash_bits, make_key
 from fp4graph.numerics.rounding import bracket, round_nearest, round_stochastic, uniform
@@ -27,7 +27,7 @@ def points(name: str) -> torch.Tensor:
 @pytest.mark.parametrize("name", ELEMENTS)
 def test_nearest_agrees_with_the_oracle(name: str, ties: str) -> None:
     u, element = points(name), ELEMENTS[name]
-    expected = torch.tensor([reference.round_nearest(v, element, ties) for v in u.tolist()])
+    expected = torch.tensor([oracle.round_nearest(v, element, ties) for v in u.tolist()])
     assert_same_bits(round_nearest(u, element, ties), expected)  # type: ignore[arg-type]
 
 
@@ -37,7 +37,7 @@ def test_stochastic_agrees_with_the_oracle(name: str, random_bits: int) -> None:
     u, element = points(name), ELEMENTS[name]
     bits = hash_bits(make_key(1), torch.arange(len(u), dtype=torch.int32))
     expected = [
-        reference.round_stochastic(v, element, b, random_bits) for v, b in zip(u.tolist(), bits.tolist(), strict=True)
+        oracle.round_stochastic(v, element, b, random_bits) for v, b in zip(u.tolist(), bits.tolist(), strict=True)
     ]
     assert_same_bits(round_stochastic(u, element, bits, random_bits), torch.tensor(expected))
 
@@ -78,7 +78,7 @@ def test_nearest_agrees_with_gfloat(name: str, ties: str, mode: gfloat.RoundMode
 def test_bracket_holds_the_neighbours(name: str) -> None:
     u, element = points(name), ELEMENTS[name]
     lower, upper = bracket(u, element)
-    expected = [reference.neighbours(v, element) for v in u.tolist()]
+    expected = [oracle.neighbours(v, element) for v in u.tolist()]
     assert torch.equal(lower, torch.tensor([pair[0] for pair in expected]))
     assert torch.equal(upper, torch.tensor([pair[1] for pair in expected]))
 

@@ -41,7 +41,7 @@ def test_a_scale_in_fp32_is_not_rounded(element: str, values: np.ndarray) -> Non
 )
 def test_recipes_with_unrounded_scales(policy: str, values: np.ndarray, axes: str) -> None:
     """Wang et al. take amax/6 of a token or channel, TetraJet's INT4 row amax/7 of the tensor."""
-    from fp4graph.operands import Operand
+    from fp4graph.technique.operands import Operand
 
     (rule,) = fp4graph.load_policy(policy).rules
     spec = rule.specs[Operand.FPROP_WEIGHT]

@@ -61,7 +61,7 @@ TECHNIQUES: dict[str, tuple[dict[str, Any], list[Any]]] = {
 
 
 def test_no_shipped_technique_is_left_out() -> None:
-    from fp4graph.registry import default_registry
+    from fp4graph.technique.registry import default_registry
 
     shipped = {t.name for t in default_registry().techniques.values() if t.__module__.startswith("fp4graph_plugins.")}
     in_the_optimizer = {"q_ramping", "dampen", "freeze", "loss_scaling", "stable_spam"}

@@ -14,9 +14,9 @@ from fp4graph.errors import PolicyError, PolicyWarning
 from fp4graph.graph.plan import plan_site
 from fp4graph.graph.rewrite import site_function
 from fp4graph.numerics import noise
-from fp4graph.operands import Operand
 from fp4graph.ops.program import Draw
-from fp4graph.site import SiteView
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.site import SiteView
 
 NEAREST = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
 SCHEDULE = {"sigma_start": 0.05, "sigma_end": 0.0005, "stages": 5, "steps_per_stage": 10}

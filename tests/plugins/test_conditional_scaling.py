@@ -11,8 +11,8 @@ import fp4graph
 from fp4graph.errors import PolicyError
 from fp4graph.graph.plan import plan_site
 from fp4graph.graph.rewrite import site_function
-from fp4graph.operands import Operand
-from fp4graph.site import SiteView
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.site import SiteView
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 #: Positive values and the codes' parities: position in the list is the code, subnormals m/8·2^(1-bias) first.

@@ -13,11 +13,11 @@ import fp4graph
 from fp4graph.errors import PolicyError, PolicyWarning
 from fp4graph.graph.plan import plan_site
 from fp4graph.graph.rewrite import site_function
-from fp4graph.numerics import noise, reference
+from fp4graph.numerics import noise, oracle
 from fp4graph.numerics.formats import E2M1
-from fp4graph.operands import Operand
 from fp4graph.ops.program import Draw
-from fp4graph.site import SiteView
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.site import SiteView
 
 DRAW = Draw(noise.make_key("site", "fc"), noise.make_step(0, 0, 0))
 MEASURES = {
@@ -61,9 +61,9 @@ def block_choice(values, spec, measure="mse"):
     largest = max(map(abs, values))
     candidates = []
     for stretch in (1.0, 1.5):
-        scale = reference.scale_of_block([largest * stretch], spec, E2M1)
+        scale = oracle.scale_of_block([largest * stretch], spec, E2M1)
         decode = spec.convention == "decode"
-        codes = [reference.round_nearest(_fp32(v / scale if decode else v * scale), E2M1, "even") for v in values]
+        codes = [oracle.round_nearest(_fp32(v / scale if decode else v * scale), E2M1, "even") for v in values]
         deq = [_fp32(q * scale if decode else q / scale) for q in codes]
         error = MEASURES[measure]([Fraction(d) - Fraction(v) for d, v in zip(deq, values, strict=True)])
         candidates.append((error, deq, scale))
@@ -114,7 +114,7 @@ def test_a_worked_example():
     x[:, :4] = torch.tensor([[10.0, 20, 30, 40], [5.0, 20, 40, 60]])
     q = quantization(x, format="fp32")
     assert torch.equal(q.scale.flatten(), torch.tensor([10.0, 10.0]))
-    assert torch.equal(q.codes[:, 0, :4], torch.tensor([[1.0, 2, 3, 4], [0.5, 2, 4, 6]]))
+    assert torch.equal(q.elements[:, 0, :4], torch.tensor([[1.0, 2, 3, 4], [0.5, 2, 4, 6]]))
 
 
 def test_ties_take_six():
@@ -130,13 +130,13 @@ def test_a_scale_for_four_that_saturates_falls_back():
     x = torch.zeros(2, 16)
     x[:, :4] = torch.tensor([10.0, 20, 30, 40]) * torch.tensor([[44.0], [67.2]])  # maxima 1760 and 2688
     assert torch.equal(quantization(x).scale.flatten(), torch.tensor([448.0, 448.0]))
-    codes = quantization(x).codes[:, 0, 3]
+    codes = quantization(x).elements[:, 0, 3]
     assert torch.equal(codes, torch.tensor([4.0, 6.0]))
     # The tensor scale of the paper leaves room: its largest block has scale 256, or 384.
     q = quantization(x, more=[{"tensor_scaling": {"target": 256}}])
     assert q.scale.flatten()[1] == 384
     assert q.scale.max() <= 448
-    assert torch.equal(q.codes[:, 0, 3], torch.tensor([4.0, 4.0]))
+    assert torch.equal(q.elements[:, 0, 3], torch.tensor([4.0, 4.0]))
     # The default of 448 does not.
     assert quantization(x, more=["tensor_scaling"]).scale.flatten()[1] == 448
 
@@ -164,7 +164,7 @@ def test_stochastic_rounding_keeps_the_choice_of_nearest():
     x = gaussian(64, 64)
     nearest, stochastic = quantization(x), quantization(x, elements="stochastic")
     assert torch.equal(nearest.scale, stochastic.scale)
-    assert not torch.equal(nearest.codes, stochastic.codes)
+    assert not torch.equal(nearest.elements, stochastic.elements)
 
 
 def test_poison_overflow_and_empty():

@@ -17,9 +17,9 @@ import fp4graph
 from fp4graph.errors import PolicyError, PolicyWarning
 from fp4graph.graph.plan import plan_site
 from fp4graph.numerics import noise
-from fp4graph.operands import Operand
 from fp4graph.ops.program import Draw, total
-from fp4graph.site import SiteView
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.site import SiteView
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6.0])
 GRID = np.concatenate([-E2M1[:0:-1], E2M1])
@@ -279,7 +279,7 @@ def test_the_soft_maximums_gradient_is_its_difference_quotient():
 
     def statistic(t):
         values = context.blocking.split(t)
-        return technique.statistic(values, values.abs().amax(context.axes, keepdim=True), context)
+        return technique.block_statistic(values, values.abs().amax(context.axes, keepdim=True), context)
 
     gradient = context.blocking.join(technique.statistic_gradient(context.blocking.split(x), statistic(x), context))
     for column in range(16):

@@ -10,9 +10,9 @@ from fp4graph.errors import PolicyError
 from fp4graph.graph.plan import plan_site
 from fp4graph.graph.rewrite import site_function
 from fp4graph.numerics import noise
-from fp4graph.operands import Gemm, Operand
 from fp4graph.ops.program import Draw, total
-from fp4graph.site import SiteView
+from fp4graph.technique.operands import Gemm, Operand
+from fp4graph.technique.site import SiteView
 
 KEY = noise.make_key("site", "fc")
 SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"))

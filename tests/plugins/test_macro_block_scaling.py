@@ -14,8 +14,8 @@ from fp4graph.graph.plan import plan_site
 from fp4graph.graph.rewrite import site_function
 from fp4graph.numerics.formats import E2M1
 from fp4graph.numerics.scaling import block_scale
-from fp4graph.operands import Operand
-from fp4graph.site import SiteView
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.site import SiteView
 
 OPTIONS = {"block": 64}
 

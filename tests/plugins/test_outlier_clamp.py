@@ -14,9 +14,9 @@ from fp4graph.errors import PolicyError
 from fp4graph.graph.plan import plan_site
 from fp4graph.graph.rewrite import site_function
 from fp4graph.numerics import noise
-from fp4graph.operands import Operand
 from fp4graph.ops.program import Draw, total
-from fp4graph.site import SiteView
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.site import SiteView
 
 SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
 DRAW = Draw(noise.make_key("site", "fc"), noise.make_step(0, 0, 0))

@@ -9,9 +9,9 @@ import fp4graph
 from fp4graph.errors import PolicyError, PolicyWarning
 from fp4graph.graph.plan import plan_site
 from fp4graph.numerics import noise
-from fp4graph.operands import Operand
 from fp4graph.ops.program import Draw, total
-from fp4graph.site import SiteView
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.site import SiteView
 
 E2M1 = [-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
@@ -85,11 +85,11 @@ def test_the_weight_itself_as_average_rounds_to_nearest_up():
 
 
 @pytest.mark.parametrize(
-    "normalizer",
+    "group_scale",
     [{"tensor_scaling": {"target": 5.0}}, {"macro_block_scaling": {"block": 64}}],
     ids=lambda n: next(iter(n)),
 )
-def test_the_average_is_normalized_as_the_weight_is(normalizer):
+def test_the_average_is_normalized_as_the_weight_is(group_scale):
     """Scales and candidates come from w/γ, so e/γ is what is held against them."""
     w = torch.randn(16, 64, generator=torch.Generator().manual_seed(1)) / 100
 
@@ -98,11 +98,11 @@ def test_the_average_is_normalized_as_the_weight_is(normalizer):
         state = {"q_ema": {"weight": w}}
         return total(program.operand(Operand.FPROP_WEIGHT)(w, None, state))
 
-    with_average = weight(policy(more=[normalizer]))
+    with_average = weight(policy(more=[group_scale]))
     rule = {
         "match": {"op": "linear"},
         "quantize": {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}, "ties": "up"},
-        "techniques": [normalizer],
+        "techniques": [group_scale],
     }
     without = weight(fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]}))
     assert torch.equal(with_average, without)  # the weight itself as average rounds to nearest, ties up

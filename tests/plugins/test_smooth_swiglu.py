@@ -14,8 +14,8 @@ from fp4graph.errors import PolicyError, PolicyWarning
 from fp4graph.graph.plan import plan_site
 from fp4graph.graph.rewrite import site_function
 from fp4graph.numerics import noise
-from fp4graph.operands import Gemm
-from fp4graph.site import SiteView
+from fp4graph.technique.operands import Gemm
+from fp4graph.technique.site import SiteView
 
 SPEC = fp4graph.QuantSpec(block=16, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
 QUANTIZE = {"element": "e2m1", "block": 16, "scale": {"format": "e8m0", "rounding": "ceil"}}

@@ -11,9 +11,9 @@ import fp4graph
 from fp4graph.errors import PolicyError
 from fp4graph.graph.plan import plan_site
 from fp4graph.numerics import noise
-from fp4graph.operands import Operand
 from fp4graph.ops.program import Draw, total
-from fp4graph.site import SiteView
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.site import SiteView
 
 Q1, Q2, Q3, Q4, Q5, Q6 = Operand
 FLOOR = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "floor"}}

@@ -11,9 +11,9 @@ from torch import nn
 import fp4graph
 from fp4graph.errors import CaptureError, PolicyError
 from fp4graph.graph.plan import plan_site
-from fp4graph.operands import Operand
 from fp4graph.ops.program import total
-from fp4graph.site import SiteView
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.site import SiteView
 
 NVFP4 = {"element": "e2m1", "block": 16, "scale": {"format": "e4m3", "rounding": "nearest_even"}}
 

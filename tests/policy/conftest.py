@@ -7,11 +7,11 @@ from typing import ClassVar, Literal
 import pytest
 from pydantic import Field
 
-from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics.formats import ElementFormat, ScaleFormat
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.registry import Registry
 from fp4graph.technique import Overhead, Technique
+from fp4graph.technique.hookspecs import hookimpl
+from fp4graph.technique.registry import Registry
 
 
 class Dither(Technique):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fp4graph.policy import load_policy
-from fp4graph.registry import Registry, default_registry
+from fp4graph.technique.registry import Registry, default_registry
 
 STOCHASTIC = {"rounding": "stochastic"}
 

@@ -9,7 +9,7 @@ import pytest
 
 from fp4graph.errors import Error, PluginError, PolicyError
 from fp4graph.policy import load_policy
-from fp4graph.registry import Registry
+from fp4graph.technique.registry import Registry
 
 # `#!` marks the line that the error must name; the strings after the text must be in its message.
 RULE = "version: 1\nrules:\n  - match: {op: linear}\n"
@@ -348,7 +348,7 @@ def test_a_technique_of_a_broken_plugin_names_its_failure() -> None:
 
 
 class _Broken:
-    from fp4graph.hookspecs import hookimpl
+    from fp4graph.technique.hookspecs import hookimpl
 
     @hookimpl
     def fp4graph_techniques(self) -> list[object]:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from fp4graph.errors import PolicyError
-from fp4graph.hookspecs import hookimpl
 from fp4graph.policy import load_policy
-from fp4graph.registry import Registry
+from fp4graph.technique.hookspecs import hookimpl
+from fp4graph.technique.registry import Registry
 
 PARENT = """
 version: 1

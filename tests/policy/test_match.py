@@ -9,8 +9,8 @@ import pytest
 
 from fp4graph.errors import PolicyError
 from fp4graph.policy import Match, Policy, Range, Rule, check_modules, load_policy
-from fp4graph.registry import Registry
-from fp4graph.site import BlockPosition, SiteView
+from fp4graph.technique.registry import Registry
+from fp4graph.technique.site import BlockPosition, SiteView
 
 SITE = SiteView(
     module="blocks.3.attn.qkv",

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from fp4graph.errors import PolicyError
-from fp4graph.operands import Operand
 from fp4graph.policy import Policy, load_policy
+from fp4graph.technique.operands import Operand
 
 QUANTIZE = {"element": "e2m1", "block": 16, "scale": {"format": "e4m3", "rounding": "nearest_even"}}
 Q1, Q2, Q3, Q4, Q5, Q6 = Operand

@@ -8,10 +8,10 @@ import pytest
 
 import fp4graph
 from fp4graph.errors import PolicyError, PolicyWarning
-from fp4graph.operands import Operand
 from fp4graph.policy import load_policy
-from fp4graph.registry import Registry
 from fp4graph.technique import Overhead, Technique
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.registry import Registry
 
 E4M3 = {"format": "e4m3", "rounding": "nearest_even"}
 CEIL = {"format": "e8m0", "rounding": "ceil"}

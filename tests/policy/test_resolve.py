@@ -8,9 +8,9 @@ import pytest
 
 from fp4graph.numerics.formats import E3M0, E4M3, E8M0, UE5M3, UE5M3_61440
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
-from fp4graph.operands import GROUPS, Operand
 from fp4graph.policy import Policy, Specs, load_policy
-from fp4graph.registry import Registry
+from fp4graph.technique.operands import GROUPS, Operand
+from fp4graph.technique.registry import Registry
 
 Q1, Q2, Q3, Q4, Q5, Q6 = Operand
 

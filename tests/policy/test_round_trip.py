@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, reject, settings
 from hypothesis import strategies as st
 
 from fp4graph.errors import PolicyError
-from fp4graph.hookspecs import hookimpl
 from fp4graph.numerics.formats import ElementFormat
-from fp4graph.operands import ADDRESSES
 from fp4graph.policy import Policy, load_policy
-from fp4graph.registry import Registry
+from fp4graph.technique.hookspecs import hookimpl
+from fp4graph.technique.operands import ADDRESSES
+from fp4graph.technique.registry import Registry
 
 
 def check_round_trip(policy: Policy, registry: Registry | None = None) -> None:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import fp4graph
+from fp4graph.model.runtime import runtime_of
 from fp4graph.optim import StableSPAM
-from fp4graph.runtime import runtime_of
 
 QUANTIZE = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}, "ties": "up"}
 SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"), ties="up")

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import fp4graph
-from fp4graph.runtime import runtime_of
+from fp4graph.model.runtime import runtime_of
 
 WARM_UP, WINDOW = 300, 200  # steps; 200 is the paper's span for validation
 

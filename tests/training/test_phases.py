@@ -11,7 +11,7 @@ from torch import nn
 
 import fp4graph
 from fp4graph.errors import PolicyError
-from fp4graph.runtime import runtime_of
+from fp4graph.model.runtime import runtime_of
 
 QUANTIZE = {"element": "e2m1", "block": 16, "scale": {"format": "e8m0", "rounding": "ceil"}}
 

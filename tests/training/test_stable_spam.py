@@ -14,8 +14,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from fp4graph import optim
-from fp4graph.optim import StableSPAM, condition, condition_foreach, cosine, new_statistics, reset_moments
+from fp4graph.training import stable_spam as optim
+from fp4graph.training.stable_spam import (
+    StableSPAM,
+    condition,
+    condition_foreach,
+    cosine,
+    new_statistics,
+    reset_moments,
+)
 
 SHAPES = [(5, 3), (7,), (), (2, 3, 2), (40, 30)]
 OPTIONS: dict[str, Any] = {

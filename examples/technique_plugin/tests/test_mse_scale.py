@@ -8,8 +8,8 @@ import torch
 
 import fp4graph
 from fp4graph.graph.plan import plan_site
-from fp4graph.registry import default_registry
-from fp4graph.site import SiteView
+from fp4graph.technique.registry import default_registry
+from fp4graph.technique.site import SiteView
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 

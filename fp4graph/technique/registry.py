@@ -12,10 +12,10 @@ from types import MappingProxyType
 
 import pluggy
 
-from fp4graph import hookspecs
 from fp4graph.errors import PluginError
 from fp4graph.numerics import formats
-from fp4graph.technique import Technique
+from fp4graph.technique import hookspecs
+from fp4graph.technique.technique import Technique
 
 GROUP = "fp4graph"
 

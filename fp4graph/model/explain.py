@@ -25,11 +25,11 @@ from torch.utils import _pytree as pytree
 
 from fp4graph.errors import CaptureError, Error
 from fp4graph.graph.rewrite import Site
+from fp4graph.model.runtime import Runtime, detach, unwrapped
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.operands import Operand
 from fp4graph.policy import Policy, load_policy
-from fp4graph.runtime import Runtime, detach, unwrapped
-from fp4graph.site import BlockPosition
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.site import BlockPosition
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 from torch import nn
 
-from fp4graph import saved, state
 from fp4graph.errors import Error
-from fp4graph.explanation import rehearse
+from fp4graph.model import saved, state
+from fp4graph.model.explain import rehearse
+from fp4graph.model.runtime import BACKENDS, Runtime, bypassed, detach, entries, runtime_of, unwrapped
 from fp4graph.policy import Policy, check_modules, load_policy
-from fp4graph.runtime import BACKENDS, Runtime, bypassed, detach, entries, runtime_of, unwrapped
 
 M = TypeVar("M", bound=nn.Module)
 

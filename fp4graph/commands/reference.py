@@ -1,4 +1,4 @@
-"""Reference pages, generated from the code: ``python -m fp4graph.reference docs/reference [--check]``.
+"""Reference pages, generated from the code: ``python -m fp4graph.commands.reference docs/reference [--check]``.
 
 A technique's page comes from its class: docstring, options, stages, overhead. A policy's comes from its file and from
 what it resolves to. ``fp4graph techniques NAME`` and ``fp4graph policies NAME`` print the same text. Nothing in it
@@ -29,12 +29,12 @@ from pydantic_core import to_jsonable_python
 from fp4graph.errors import Error
 from fp4graph.numerics.formats import FP32
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.operands import Gemm, Operand
 from fp4graph.policy import Phase, Policy, Rule, load_policy
 from fp4graph.policy.validation import keys
-from fp4graph.registry import GROUP, Registry
-from fp4graph.site import SiteView
 from fp4graph.technique import STAGES, OperandSpecs, Technique, overrides
+from fp4graph.technique.operands import Gemm, Operand
+from fp4graph.technique.registry import GROUP, Registry
+from fp4graph.technique.site import SiteView
 
 #: Docstring parts after the summary: how a paragraph that opens one begins, and the heading it gets.
 PARTS = {
@@ -566,7 +566,7 @@ def differences(directory: Path, expected: Mapping[str, str]) -> list[str]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the pages, or with ``--check`` say which are not as the code has them; the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m fp4graph.reference", description="Writes the reference pages.")
+    parser = argparse.ArgumentParser(prog="python -m fp4graph.commands.reference", description="Write reference pages.")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page is out of date")
     options = parser.parse_args(arguments)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch._guards import CompileContext
 from torch.nn.parallel import DistributedDataParallel
 
-from fp4graph import hooks, state
 from fp4graph.errors import CaptureError, Error, PolicyError
 from fp4graph.graph.blocks import pattern_of
 from fp4graph.graph.functions import cacheable
@@ -27,14 +26,15 @@ from fp4graph.graph.plan import NOTHING, Plan, plan_weight
 from fp4graph.graph.rewrite import Rewriter, Site, WeightUse
 from fp4graph.graph.watch import Watch
 from fp4graph.kernels.inductor import EXACT
+from fp4graph.model import hooks, state
 from fp4graph.numerics import noise
-from fp4graph.operands import Operand
+from fp4graph.numerics.sharding import fsdp_units, is_sharded, like, whole
 from fp4graph.ops import contract
 from fp4graph.ops.program import Draw, OperandProgram, StateSlot, operand_draw, total
 from fp4graph.policy import Policy, Rule
-from fp4graph.sharding import fsdp_units, is_sharded, like, whole
-from fp4graph.site import SiteView
 from fp4graph.technique import OPTIMIZER_STAGES, Technique, overrides
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.site import SiteView
 
 entries = hooks.entries
 #: Modules that call, count or iterate over their children: a child of ours would change what they do.

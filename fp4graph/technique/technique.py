@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict
 
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.operands import Gemm, Operand
-from fp4graph.site import SiteView
+from fp4graph.technique.operands import Gemm, Operand
+from fp4graph.technique.site import SiteView
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -174,7 +174,7 @@ class Technique(BaseModel):
 
     @property
     def divides_by(self) -> Granularity | None:
-        """What shares the statistic g if this technique's normalizer brings an operand to U = X/g, up to a constant."""
+        """The granularity of g, if this technique's group scale brings an operand to U = X/g up to a constant."""
         return None
 
     # ------------------------------------------------------------------ pair transform
@@ -205,15 +205,15 @@ class Technique(BaseModel):
         """
         return quantize(x)
 
-    def statistic(self, values: Tensor, z: Tensor, context: Context) -> Tensor:
+    def block_statistic(self, values: Tensor, z: Tensor, context: Context) -> Tensor:
         """The block statistic Z, shape of ``z``, which is the one chosen so far: the amax, unless changed before."""
         return z
 
     def group_statistic(self, values: Tensor, g: Tensor, groups: Groups, context: Context) -> Tensor:
-        """The statistic g of groups of blocks that normalizers use, shape of ``g``, the maximum of Z chosen so far."""
+        """The statistic g of groups of blocks that group scales use, shape of ``g``, the maximum of Z chosen so far."""
         return g
 
-    def normalizer(
+    def group_scale(
         self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context
     ) -> Tensor | tuple[Tensor, Tensor] | None:
         """γ, broadcastable to ``z``: the operand is quantized as γ·f(x/γ). None is 1.
@@ -235,7 +235,7 @@ class Technique(BaseModel):
         """Element rounding: values of the element format for ``ratio = x/S``; None leaves it to the spec.
 
         ``scale`` broadcasts against ``ratio`` and against the ``weight_like`` entries of ``context.state``, which are
-        divided by the normalizers' γ as the values were.
+        divided by the group scales' γ as the values were.
         """
         return None
 
@@ -250,20 +250,20 @@ class Technique(BaseModel):
     # ------------------------------------------------------------------ gradient of the fprop quantizers
     # The engine composes what these return as EL Eq. 1 and 3 do; see fp4graph.ops.gradient.
 
-    def element_slope(self, ratio: Tensor, context: Context) -> Tensor | None:
+    def element_surrogate(self, ratio: Tensor, context: Context) -> Tensor | None:
         """Q'(u) at ``ratio = u``; None is the straight-through 1."""
         return None
 
-    def scale_slope(self, ideal: Tensor, context: Context) -> Tensor | None:
+    def scale_surrogate(self, ideal: Tensor, context: Context) -> Tensor | None:
         """q'(s) at the scale before rounding, in the spec's convention; None is the straight-through 1."""
         return None
 
     def statistic_gradient(self, values: Tensor, z: Tensor, context: Context) -> Tensor | None:
-        """dZ/dX, shape of ``values``; None treats the scale as a constant. Both are as before normalizers."""
+        """dZ/dX, shape of ``values``; None treats the scale as a constant. Both are as before group scales."""
         return None
 
     def group_gradient(self, values: Tensor, g: Tensor, groups: Groups, context: Context) -> Tensor | None:
-        """dg/dX, shape of ``values``, of the group statistic; None treats the normalizer as a constant."""
+        """dg/dX, shape of ``values``, of the group statistic; None treats the group scale as a constant."""
         return None
 
     # ------------------------------------------------------------------ optimizer
@@ -290,10 +290,10 @@ class Technique(BaseModel):
 
 
 #: Stages whose presence changes what an operand's quantizer gives.
-QUANTIZER_STAGES = ("split", "around", "statistic", "group_statistic", "normalizer", "scale", "round", "after")
+QUANTIZER_STAGES = ("split", "around", "block_statistic", "group_statistic", "group_scale", "scale", "round", "after")
 
 #: Stages whose presence replaces the straight-through estimator.
-GRADIENT_STAGES = ("element_slope", "scale_slope", "statistic_gradient", "group_gradient")
+GRADIENT_STAGES = ("element_surrogate", "scale_surrogate", "statistic_gradient", "group_gradient")
 
 #: Stages around the optimizer's step.
 OPTIMIZER_STAGES = frozenset({"before_step", "after_step", "before_optimizer", "after_optimizer"})

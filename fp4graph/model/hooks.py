@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from fp4graph.errors import UncompiledError
 from fp4graph.graph.marker import ENTER, Tag
-from fp4graph.sharding import whole
+from fp4graph.numerics.sharding import whole
 
 if TYPE_CHECKING:
-    from fp4graph.runtime import Runtime
+    from fp4graph.model.runtime import Runtime
 
 
 class Entry:

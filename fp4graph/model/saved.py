@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp4graph import state
 from fp4graph.errors import PolicyWarning
-from fp4graph.sharding import is_sharded
+from fp4graph.model import state
+from fp4graph.numerics.sharding import is_sharded
 
 
 def restore(root: nn.Module) -> None:

@@ -1,0 +1,1 @@
+"""An applied model: prepared, captured, called, and explained."""
