@@ -24,7 +24,8 @@ from fp4graph.graph.marker import Tag
 from fp4graph.graph.names import Names
 from fp4graph.graph.observe import Observation, Observer
 from fp4graph.graph.plan import NOTHING, Plan, plan_weight
-from fp4graph.graph.rewrite import Rewriter, Site, WeightUse
+from fp4graph.graph.rewrite import rewrite
+from fp4graph.graph.site import Site, WeightUse
 from fp4graph.graph.watch import Watch
 from fp4graph.model import hooks, state
 from fp4graph.numerics import noise
@@ -421,14 +422,13 @@ class Runtime:
         first = frames.get(frame, (_occurrences(frames), []))[0]
         try:
             keys = {id(own.key): own.fqn for own in self._site_states}
-            rewriter = Rewriter(self.policy, self.names, first_occurrence=first, keys=keys)
-            rewriter.run(gm)
-            if rewriter.refused is not None:
+            rewritten = rewrite(gm, self.policy, self.names, first_occurrence=first, keys=keys)
+            if rewritten.refused is not None:
                 if not self.explains:
-                    raise rewriter.refused
-                self.problems.append(rewriter.refused)
-            self._learn(rewriter.uses)
-            self._read |= rewriter.read
+                    raise rewritten.refused
+                self.problems.append(rewritten.refused)
+            self._learn(rewritten.uses)
+            self._read |= rewritten.read
             backend = inner_backend(self.backend)
             if self._bucket_bytes is not None:
                 backend = split_for_ddp(backend, self._bucket_bytes)
@@ -439,11 +439,11 @@ class Runtime:
         except Error as error:
             self._pending_error = error
             raise
-        frames[frame] = (first, rewriter.sites)
+        frames[frame] = (first, rewritten.sites)
         if watch is not None:
             return compiled
-        self.sites.extend(rewriter.sites)
-        self._marked |= rewriter.marked
+        self.sites.extend(rewritten.sites)
+        self._marked |= rewritten.marked
         return compiled
 
     @property

@@ -2,9 +2,11 @@
 
 from fp4graph.policy.load import PolicyRef, load_policy
 from fp4graph.policy.match import Match, Range
-from fp4graph.policy.policy import Decision, Expect, Phase, Policy, Rule, Specs, check_modules
+from fp4graph.policy.policy import Expect, Phase, Policy, check_modules
+from fp4graph.policy.rule import KEPT, Decision, Rule, Specs, plan_specs
 
 __all__ = [
+    "KEPT",
     "Decision",
     "Expect",
     "Match",
@@ -16,4 +18,5 @@ __all__ = [
     "Specs",
     "check_modules",
     "load_policy",
+    "plan_specs",
 ]
