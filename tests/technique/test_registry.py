@@ -17,7 +17,7 @@ from fp4graph.technique import Overhead, Technique, hookspecs, registry
 from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.registry import GROUP, Registry, suggest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FREE = Overhead("O(1)", "O(1)", fusable=True)
 
 
