@@ -10,10 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from pydantic import Field, model_validator
 
-from fp4graph.technique import OperandSpecs, Overhead, Technique
-from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.operands import Gemm, Operand
-from fp4graph.technique.site import SiteView
+from fp4graph.technique import Gemm, Operand, OperandSpecs, Overhead, SiteView, Technique, hookimpl
 
 if TYPE_CHECKING:
     from fp4graph.training.optimizer import WeightUpdate

@@ -9,10 +9,7 @@ import torch
 from pydantic import Field, model_validator
 
 from fp4graph.errors import Error
-from fp4graph.technique import OperandSpecs, Overhead, Technique
-from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.operands import Operand
-from fp4graph.technique.site import SiteView
+from fp4graph.technique import Operand, OperandSpecs, Overhead, SiteView, Technique, hookimpl
 from fp4graph.training.stable_spam import HELD
 
 if TYPE_CHECKING:
