@@ -209,7 +209,7 @@ def test_swin_is_augmented_as_swin_is(folder: Path) -> None:
     chosen = settings("swin-tiny", data=str(folder), batch_size=2)
     split = sources.image_folder(folder)
     model = "swin_tiny_patch4_window7_224"
-    problem = classification.FromFolder(split, model, narrow, chosen, **classification.AUGMENTED)
+    problem = classification.Transformed(split, model, narrow, chosen, **classification.AUGMENTED)
     assert torch.isfinite(problem.measure(problem.model, next(problem.batches(0)))["loss"]).all()
     assert all(name in str(problem.train.transform) for name in ("RandomResizedCrop", "RandAugment", "RandomErasing"))
     assert "Random" not in str(problem.held_out.transform)
