@@ -77,7 +77,7 @@ def compare(
         return
     console = Console(highlight=False)
     wide = console if console.is_terminal else Console(highlight=False, width=140)
-    wide.print(comparing.table(results))
+    wide.print(comparing.title(results), comparing.table(results), sep="\n")
     wide.print(
         "train, val.: loss of the last validation and of the training before it; sites: matrix products quantized, "
         "of all\nms/step: median after the first steps, without reading the data; 1st step: with compilation",

@@ -123,7 +123,7 @@ def table(results: Sequence[Result]) -> Table:
     metrics = list(results[0].outcome["metrics"])
     baseline = next((own for own in rows.values() if not own[0].outcome["quantized"]), next(iter(rows.values())))
     usual = _mean(result.outcome["step_seconds"] for result in baseline)
-    drawn = Table(title=title(results), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    drawn = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in ("policy", "Ω", "train", "val.", *metrics, "ms/step", "ratio", "1st step", "sites"):
         drawn.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
     for policy, own in rows.items():

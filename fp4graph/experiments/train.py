@@ -130,7 +130,7 @@ class _Training:
         self.optimizer = fp4graph.prepare_optimizer(self.model, _optimizer(self.model, settings))
         self.scaler = fp4graph.grad_scaler(self.model)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: _factor(step, self.steps, settings)
+            self.optimizer, lambda step: learning_rate_factor(step, self.steps, settings)
         )
         self.step = 0
         self.seconds = 0.0
@@ -367,8 +367,8 @@ def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
         raise Error(f"optimizer {settings.optimizer} does not take {options}: {error}") from error
 
 
-def _factor(step: int, steps: int, settings: Settings) -> float:
-    """Factor of the learning rate at a step: linear to 1, then constant or half a cosine down to a hundredth."""
+def learning_rate_factor(step: int, steps: int, settings: Settings) -> float:
+    """Return the factor of the learning rate at a step: linear to 1, then constant or a cosine to a hundredth."""
     warmup = round(settings.warmup * steps)
     if settings.schedule == "timm":
         first = 1e-6 / settings.lr
