@@ -129,7 +129,7 @@ def test_a_run_that_diverged_is_a_row_of_the_table() -> None:
                "metrics": {}, "step_seconds": None, "first_step_seconds": 0.1, "history": history}  # fmt: skip
     result = Result("wild", 0, {"settings": settings, "steps": 4}, outcome)
     drawn = table([result])
-    assert [list(column.cells)[0] for column in drawn.columns] == [
+    assert [next(iter(column.cells)) for column in drawn.columns] == [
         "wild", "0", "diverged", "diverged", "-", "-", "0.1 s", "0/1",
     ]  # fmt: skip
 

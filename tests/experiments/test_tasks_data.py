@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 
 from fp4graph.errors import Error
 from fp4graph.experiments.data import images as sources
+from fp4graph.experiments.data import text as text_data
 from fp4graph.experiments.data.extras import needs
 from fp4graph.experiments.data.loading import in_memory, normalized
 from fp4graph.experiments.data.order import WholePasses
@@ -391,6 +392,52 @@ def test_a_llama_on_text_of_ones_own(tmp_path: Path) -> None:
         train(Run("text", data=str(short), device="cpu"))
     with pytest.raises(Error, match="nowhere: there is no such file or folder"):
         train(Run("text", data=str(tmp_path / "nowhere"), device="cpu"))
+
+
+@pytest.mark.parametrize("vocabulary", [256, 400])
+def test_text_becomes_tokens_and_back(tmp_path: Path, vocabulary: int) -> None:
+    from tokenizers import Tokenizer
+
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "wiki.train.raw").write_text("naïve café Σ γ, " * 50 + "\n" + "more of it\n" * 50)
+    (folder / "wiki.valid.raw").write_text("café")
+    (folder / "wiki.test.raw").write_text("never")
+    (folder / "picture.png").write_bytes(b"\x89PNG\0")
+    texts = text_data.text_files(folder)
+    assert [len(texts.train), len(texts.validation)] == [1, 1]
+    assert texts.validation == ["café"]
+    file = tmp_path / "tokenizer.json"
+    if vocabulary != text_data.BYTES:
+        text_data.train_tokenizer(texts.train, vocabulary, file)
+    tokens = text_data.tokenize(texts, vocabulary, file)
+    assert tokens.train[-1] == tokens.validation[-1] == text_data.SEPARATOR
+    assert tokens.train.max() < vocabulary
+    if vocabulary == text_data.BYTES:
+        assert bytes(tokens.train[:-1].tolist()).decode() == texts.train[0]
+    else:
+        tokenizer = Tokenizer.from_file(str(file))
+        assert tokenizer.decode(tokens.train[:-1].tolist()) == texts.train[0]
+        assert len(tokens.train) < len(texts.train[0])
+        assert tokens.checksum == text_data.tokenize(texts, vocabulary, file).checksum
+
+
+def test_batches_are_a_function_of_seed_and_step() -> None:
+    tokens = np.arange(1000, dtype=np.uint32)
+    rows = text_data.batch(tokens, 4, 16, seed=1, step=2)
+    assert rows.shape == (4, 16)
+    assert (rows.diff(dim=1) == 1).all()
+    assert torch.equal(rows, text_data.batch(tokens, 4, 16, seed=1, step=2))
+    assert not torch.equal(rows, text_data.batch(tokens, 4, 16, seed=1, step=3))
+    assert not torch.equal(rows, text_data.batch(tokens, 4, 16, seed=2, step=2))
+    assert text_data.batch(tokens[:16], 1, 16, 0, 0).tolist() == [list(range(16))]
+
+
+def test_the_standard_library_is_text_enough() -> None:
+    texts = text_data.standard_library()
+    assert sum(map(len, texts.train)) > 4_000_000
+    assert len(texts.train) > 15 * len(texts.validation) > 100
+    assert not set(texts.train[:5]) & set(texts.validation)
 
 
 def test_wikitext_comes_from_the_hub_or_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
