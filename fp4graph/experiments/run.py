@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from fp4graph.errors import Error
-from fp4graph.model.runtime import BACKENDS
+from fp4graph.graph.backend import BACKENDS
 from fp4graph.technique.registry import suggest
 
 OPTIMIZERS = ("adam", "adamw", "sgd", "stablespam")

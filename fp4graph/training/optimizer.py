@@ -7,7 +7,6 @@ sharded with the optimizer's own state. What the graph reads as well lies in the
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -17,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from fp4graph.errors import Error
-from fp4graph.model.runtime import PlannedWeight, Runtime, Weight, runtime_of
+from fp4graph.model.prepare import PhasePlan
+from fp4graph.model.runtime import Runtime, runtime_of
+from fp4graph.model.weight import PlannedWeight, Weight
 from fp4graph.ops import contract
 from fp4graph.technique import Technique, overrides
 from fp4graph.technique.operands import Operand
@@ -50,17 +51,18 @@ def prepare_optimizer(model: nn.Module, optimizer: O) -> O:
         raise Error("prepare_optimizer() takes a model that fp4graph.apply has prepared")
     former: _Hooks | None = optimizer.__dict__.get("_fp4graph")
     others = [] if former is None else [r for r in former.runtimes if _is_live(r) and r.root is not runtime.root]
-    for phase in range(runtime.phase, len(runtime.whole.phases) + 1):
-        following = runtime if phase == runtime.phase else runtime.in_phase(phase)
+    for phase in range(runtime.phase, len(runtime.policy.phases) + 1):
+        following = runtime.plan if phase == runtime.phase else runtime.plan_of(phase)
+        plans = [*(other.plan for other in others), following]
         _check_fit(following, optimizer)
-        _check_whole([*others, following])
-        _check_uses([*others, following])
-        _in_order([_acting(each) for each in (*others, following)])
+        _check_options(plans)
+        _check_uses(plans)
+        _in_order([_acting(plan) for plan in plans])
 
     replaced: set[str] = set()
     if former is not None:
         former.remove()
-        replaced = {t.name for r in former.runtimes if r.root is runtime.root for t in _acting(r)}
+        replaced = {t.name for r in former.runtimes if r.root is runtime.root for t in _acting(r.plan)}
         del optimizer.__dict__["_fp4graph"]
     memory = _Memory(optimizer) if former is None else former.memory
     hooks = _Hooks([*others, runtime], optimizer, memory)
@@ -71,8 +73,8 @@ def prepare_optimizer(model: nn.Module, optimizer: O) -> O:
         hooks.attach()
         optimizer.__dict__["_fp4graph"] = hooks
     held = _groups(optimizer)
-    runtime.prepared |= {id(weight.parameter) for weight in runtime.weights if id(weight.parameter) in held}
-    runtime.optimizers = [*(ref for ref in runtime.optimizers if ref() is not optimizer), weakref.ref(optimizer)]
+    parameters = {id(weight.parameter) for weight in runtime.weights if id(weight.parameter) in held}
+    runtime.optimizers.add(optimizer, parameters, prepare_optimizer)
     return optimizer
 
 
@@ -90,19 +92,19 @@ def _acts_at(technique: Technique, stages: Iterable[str]) -> bool:
     return any(overrides(technique, stage) for stage in stages)
 
 
-def _acting(runtime: Runtime) -> list[Technique]:
+def _acting(plan: PhasePlan) -> list[Technique]:
     """The techniques of a model that act around the step, in the policy's order."""
-    return [technique for technique in runtime.techniques() if _acts_at(technique, (*_BEFORE, *_AFTER))]
+    return [technique for technique in plan.techniques() if _acts_at(technique, (*_BEFORE, *_AFTER))]
 
 
 # ---------------------------------------------------------------------- what is refused
 
 
-def _check_fit(runtime: Runtime, optimizer: torch.optim.Optimizer) -> None:
+def _check_fit(plan: PhasePlan, optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that a technique of one model could not act through."""
-    techniques, held = _acting(runtime), _groups(optimizer)
+    techniques, held = _acting(plan), _groups(optimizer)
     for technique in techniques:
-        due = [w for w in runtime.weights if _concerns(technique, w) and w.parameter.requires_grad]
+        due = [w for w in plan.weights if _concerns(technique, w) and w.parameter.requires_grad]
         if due and not any(id(weight.parameter) in held for weight in due):
             raise Error(
                 f"technique {technique.name} acts on {due[0].name}, which this optimizer does not hold; pass it "
@@ -116,11 +118,11 @@ def _check_fit(runtime: Runtime, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _check_whole(runtimes: Sequence[Runtime]) -> None:
+def _check_options(plans: Sequence[PhasePlan]) -> None:
     """Refuse a technique that acts on the whole optimizer with several sets of options: each would act on all of it."""
     found: dict[str, Technique] = {}
-    for runtime in runtimes:
-        for technique in _acting(runtime):
+    for plan in plans:
+        for technique in _acting(plan):
             former = found.setdefault(technique.name, technique)
             if former != technique and _acts_at(technique, (_BEFORE[1], _AFTER[1])):
                 raise Error(
@@ -129,13 +131,13 @@ def _check_whole(runtimes: Sequence[Runtime]) -> None:
                 )
 
 
-def _check_uses(runtimes: Sequence[Runtime]) -> None:
+def _check_uses(plans: Sequence[PhasePlan]) -> None:
     """Refuse a parameter whose uses have different techniques or weight quantizers: it is acted on once.
 
     A use in high precision has no say; neither has one that may turn out to be so when its product is captured.
     """
     firsts: dict[int, Weight] = {}
-    for weight in (weight for runtime in runtimes for weight in runtime.weights):
+    for weight in (weight for plan in plans for weight in plan.weights):
         if any(dict(planned.plan.specs)[Operand.FPROP_WEIGHT] is None for planned in weight.choices):
             continue
         first = firsts.setdefault(id(weight.parameter), weight)
@@ -309,7 +311,7 @@ class _Hooks:
 
     def __init__(self, runtimes: Sequence[Runtime], optimizer: torch.optim.Optimizer, memory: _Memory) -> None:
         self.runtimes, self.optimizer, self.memory = tuple(runtimes), optimizer, memory
-        self.techniques = _in_order([_acting(runtime) for runtime in runtimes])
+        self.techniques = _in_order([_acting(runtime.plan) for runtime in runtimes])
         self._scratch: dict[Any, dict[Any, Any]] = {}
         self._agree = False
 
@@ -365,14 +367,14 @@ class _Hooks:
         """The techniques of models that still have the policy under which they were prepared."""
         if all(_is_live(runtime) for runtime in self.runtimes):
             return self.techniques
-        return _in_order([_acting(runtime) for runtime in self.runtimes if _is_live(runtime)])
+        return _in_order([_acting(runtime.plan) for runtime in self.runtimes if _is_live(runtime)])
 
     @torch.no_grad()
     def _run(self, stages: tuple[str, str]) -> None:
         per_weight, whole = stages
         live = [runtime for runtime in self.runtimes if _is_live(runtime)]
         if not self._agree:  # since capture, which rule decides a weight may be known better
-            _check_uses(live)
+            _check_uses([runtime.plan for runtime in live])
             self._agree = all(len(weight.choices) == 1 for runtime in live for weight in runtime.weights)
         groups = _groups(self.optimizer)
         uses: dict[int, list[tuple[Weight, Runtime]]] = {}
