@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from fp4graph.errors import Error
 from fp4graph.graph.backend import BACKENDS
-from fp4graph.technique.registry import suggest
+from fp4graph.text import suggest
 
 OPTIMIZERS = ("adam", "adamw", "sgd", "stablespam")
 DTYPES = ("fp32", "bf16")

@@ -11,7 +11,7 @@ from torch import nn
 from torch._guards import CompileContext
 
 from fp4graph.errors import Error
-from fp4graph.graph.backend import Backend, with_own_code
+from fp4graph.graph.backend import Backend, split_for_ddp, with_own_code
 from fp4graph.graph.functions import cacheable
 from fp4graph.graph.rewrite import Rewriter, Site, WeightUse
 from fp4graph.model import distributed, state
@@ -72,7 +72,7 @@ class Capture:
             self.read |= rewriter.read
             inner = self._inner
             if self._bucket_bytes is not None:
-                inner = distributed.split_for_ddp(inner, self._bucket_bytes)
+                inner = split_for_ddp(inner, self._bucket_bytes)
             with cacheable(gm):
                 compiled = inner(gm, example_inputs)  # traces stages, which may fail
         except Error as error:

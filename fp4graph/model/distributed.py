@@ -36,14 +36,6 @@ def active_ddp() -> DistributedDataParallel | None:
     return active
 
 
-def split_for_ddp(backend: Backend, bucket_bytes: int) -> Backend:
-    """Put torch's own cut along DDP's buckets before ``backend``; the cut lets gradients be reduced during backward."""
-    from torch._dynamo.backends.distributed import DDPOptimizer
-
-    first = min(bucket_bytes, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)  # type: ignore[attr-defined]
-    return DDPOptimizer(bucket_bytes, backend, first).compile_fn
-
-
 @torch.no_grad()
 def synchronize(wrapper: DistributedDataParallel, root_state: state.RootState, weights: Iterable[Weight]) -> None:
     """Give every rank of a DDP the state of rank 0, as DDP's constructor does for weights.

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4graph.errors import UncompiledError
-from fp4graph.graph.marker import ENTER, Tag
+from fp4graph.graph.marker import MARK, Tag
 from fp4graph.model import state
 from fp4graph.numerics.sharding import whole
 
@@ -51,7 +51,7 @@ class MarkHook:
                 raise UncompiledError("this copy of an applied model was not applied; call fp4graph.apply on it")
             weights = [_follow(module, path) for path in self._weights]
             entries = [whole(_follow(module, path)) for path in self._entries]
-            ENTER(self.tag, module._fp4graph.key, self.step.tensor, weights, entries, module.training)  # type: ignore[union-attr]
+            MARK(self.tag, module._fp4graph.key, self.step.tensor, weights, entries, module.training)  # type: ignore[union-attr]
         elif not self.bypassed:
             why = (
                 "it is a copy or a reloaded checkpoint of an applied model"
