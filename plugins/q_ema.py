@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field
 
 from fp4graph.numerics.rounding import bracket, round_nearest
 from fp4graph.numerics.scaling import ratio as scaled
-from fp4graph.technique import Context, Operand, OperandSpecs, Overhead, SiteView, StateEntry, Technique, hookimpl
-
-if TYPE_CHECKING:
-    from fp4graph.training.optimizer import WeightUpdate
+from fp4graph.technique import (
+    Context,
+    Operand,
+    OperandSpecs,
+    Overhead,
+    SiteView,
+    StateEntry,
+    Technique,
+    WeightUpdate,
+    hookimpl,
+)
 
 
 def _as_fp32(weight: torch.Tensor) -> torch.Tensor:

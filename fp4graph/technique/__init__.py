@@ -20,6 +20,7 @@ from fp4graph.technique.technique import (
     checked_plan,
     overrides,
 )
+from fp4graph.technique.updates import OptimizerStep, WeightUpdate
 
 #: The modules of fp4graph that a plugin may import. Everything else may change without notice.
 IMPORTABLE = (
@@ -56,10 +57,12 @@ __all__ = [
     "OperandList",
     "OperandSpecs",
     "Operands",
+    "OptimizerStep",
     "Overhead",
     "SiteView",
     "StateEntry",
     "Technique",
+    "WeightUpdate",
     "checked_plan",
     "hookimpl",
     "overrides",
