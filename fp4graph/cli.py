@@ -20,7 +20,8 @@ from fp4graph.commands.sweep import sweep
 from fp4graph.commands.train import train
 from fp4graph.errors import Error
 from fp4graph.policy import Policy, Rule, load_policy
-from fp4graph.technique.registry import Registry, default_registry, suggest
+from fp4graph.technique.registry import Registry, default_registry
+from fp4graph.text import suggest
 
 app = typer.Typer(
     name="fp4graph", help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False

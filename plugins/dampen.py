@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field, model_validator
@@ -13,9 +13,7 @@ from fp4graph.technique import OperandSpecs, Overhead, Technique
 from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
-
-if TYPE_CHECKING:
-    from fp4graph.training.optimizer import WeightUpdate
+from fp4graph.technique.updates import WeightUpdate
 
 
 class Dampen(Technique):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field
@@ -14,9 +14,7 @@ from fp4graph.technique import Context, OperandSpecs, Overhead, StateEntry, Tech
 from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
-
-if TYPE_CHECKING:
-    from fp4graph.training.optimizer import WeightUpdate
+from fp4graph.technique.updates import WeightUpdate
 
 
 def _as_fp32(weight: torch.Tensor) -> torch.Tensor:

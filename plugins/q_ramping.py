@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field, model_validator
@@ -13,10 +13,8 @@ from fp4graph.technique import OperandSpecs, Overhead, Technique
 from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
+from fp4graph.technique.updates import OptimizerStep, WeightUpdate
 from fp4graph.training.stable_spam import HELD
-
-if TYPE_CHECKING:
-    from fp4graph.training import OptimizerStep, WeightUpdate
 
 #: What a detection keeps of each element: the way of w and of Q(w) so far, and where both were last.
 _DETECTION = ("moved", "moved_q", "last", "last_q")

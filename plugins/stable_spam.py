@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field
@@ -11,6 +11,7 @@ from pydantic import Field
 from fp4graph.errors import Error
 from fp4graph.technique import Overhead, Technique
 from fp4graph.technique.hookspecs import hookimpl
+from fp4graph.technique.updates import OptimizerStep
 from fp4graph.training.stable_spam import (
     BATCH,
     CPU_BATCH,
@@ -22,9 +23,6 @@ from fp4graph.training.stable_spam import (
     new_statistics,
     reset_moments,
 )
-
-if TYPE_CHECKING:
-    from fp4graph.training.optimizer import OptimizerStep
 
 SECOND_MOMENTS = {"exp_avg_sq", "exp_avg_var", "exp_inf"}
 #: What is no moment and stays: timm's Lookahead keeps slow weights there.

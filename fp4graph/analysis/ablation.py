@@ -26,8 +26,8 @@ from fp4graph.policy import Policy, Rule, Specs, load_policy
 from fp4graph.policy.policy import KEPT, Expect
 from fp4graph.technique import Technique, overrides
 from fp4graph.technique.operands import ADDRESSES, Gemm, Operand
-from fp4graph.technique.registry import suggest
 from fp4graph.technique.site import SiteView
+from fp4graph.text import suggest
 from fp4graph.training.checkpoint import replacing
 
 #: Progress (steps, tokens) and validation loss, in the order of the training.

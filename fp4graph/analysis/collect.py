@@ -20,7 +20,7 @@ from fp4graph.model import state
 from fp4graph.model.explain import describe
 from fp4graph.model.runtime import Runtime, runtime_of, unwrapped
 from fp4graph.numerics.sharding import fsdp_units
-from fp4graph.technique.registry import suggest
+from fp4graph.text import suggest
 
 #: Steps at the end of a window over which outputs are compared: each takes a forward of the probe.
 PROBED = 5

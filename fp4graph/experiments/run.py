@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any, Self
 
 from fp4graph.errors import Error
-from fp4graph.model.runtime import BACKENDS
-from fp4graph.technique.registry import suggest
+from fp4graph.graph.backend import BACKENDS
+from fp4graph.text import suggest
 
 OPTIMIZERS = ("adam", "adamw", "sgd", "stablespam")
 DTYPES = ("fp32", "bf16")

@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 from torch import nn
 
 from fp4graph.errors import Error
+from fp4graph.graph.backend import BACKENDS
 from fp4graph.model import saved, state
 from fp4graph.model.explain import rehearse
-from fp4graph.model.runtime import BACKENDS, Runtime, bypassed, detach, entries, runtime_of, unwrapped
+from fp4graph.model.runtime import Runtime, bypassed, detach, entries, runtime_of, unwrapped
 from fp4graph.policy import Policy, check_modules, load_policy
 
 M = TypeVar("M", bound=nn.Module)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4graph.errors import UncompiledError
-from fp4graph.graph.marker import ENTER, Tag
+from fp4graph.graph.marker import MARK, Tag
 from fp4graph.numerics.sharding import whole
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Entry:
                 raise UncompiledError("this copy of an applied model was not applied; call fp4graph.apply on it")
             weights = [_follow(module, path) for path in self._weights]
             state = [whole(_follow(module, path)) for path in self._state]
-            ENTER(self.tag, module._fp4graph.key, self.runtime.step, weights, state, module.training)  # type: ignore[union-attr]
+            MARK(self.tag, module._fp4graph.key, self.runtime.step, weights, state, module.training)  # type: ignore[union-attr]
         elif not self.bypassed:
             why = (
                 "it is a copy or a reloaded checkpoint of an applied model"

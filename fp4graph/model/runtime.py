@@ -17,6 +17,7 @@ from torch._guards import CompileContext
 from torch.nn.parallel import DistributedDataParallel
 
 from fp4graph.errors import CaptureError, Error, PolicyError
+from fp4graph.graph.backend import inner_backend, split_for_ddp
 from fp4graph.graph.blocks import pattern_of
 from fp4graph.graph.functions import cacheable
 from fp4graph.graph.marker import Tag
@@ -25,7 +26,6 @@ from fp4graph.graph.observe import Observation, Observer
 from fp4graph.graph.plan import NOTHING, Plan, plan_weight
 from fp4graph.graph.rewrite import Rewriter, Site, WeightUse
 from fp4graph.graph.watch import Watch
-from fp4graph.kernels.inductor import EXACT
 from fp4graph.model import hooks, state
 from fp4graph.numerics import noise
 from fp4graph.numerics.sharding import fsdp_units, is_sharded, like, whole
@@ -39,8 +39,6 @@ from fp4graph.technique.site import SiteView
 entries = hooks.entries
 #: Modules that call, count or iterate over their children: a child of ours would change what they do.
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-BACKENDS = ("inductor", "aot_eager", "eager")
-Backend = Callable[[torch.fx.GraphModule, list[Any]], Callable[..., Any]]
 #: Per frame of Dynamo: how many sites of each module earlier frames held, and its own.
 _Frames = dict[Any, tuple[dict[str, int], list[Site]]]
 
@@ -433,7 +431,7 @@ class Runtime:
             self._read |= rewriter.read
             backend = inner_backend(self.backend)
             if self._bucket_bytes is not None:
-                backend = _split_for_ddp(backend, self._bucket_bytes)
+                backend = split_for_ddp(backend, self._bucket_bytes)
             if watch is not None:
                 backend = watch.backend
             with cacheable(gm):
@@ -575,7 +573,7 @@ class Runtime:
     @contextmanager
     def _captured_whole(self) -> Iterator[None]:
         """Under DDP Dynamo cuts a graph along DDP's buckets before a backend sees it, which parts markers from what
-        they mark. In this context it does not; :func:`_split_for_ddp` cuts what the pass has made of the graph."""
+        they mark. In this context it does not; :func:`split_for_ddp` cuts what the pass has made of the graph."""
         wrapper = _active_ddp()
         if wrapper is None or torch._dynamo.config.optimize_ddp not in (True, "ddp_optimizer"):
             yield
@@ -824,34 +822,10 @@ def _with_own_code(function: Any, of: type) -> Callable[..., Any]:
     return types.FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
 
 
-def inner_backend(name: str) -> Backend:
-    """The torch.compile backend that runs the rewritten graph."""
-    if name not in BACKENDS:
-        raise ValueError(f"backend is one of {', '.join(BACKENDS)}; got {name!r}")
-    return _inductor if name == "inductor" else torch._dynamo.lookup_backend(name)
-
-
-def _inductor(gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-    """Inductor, told for a GPU to compute what eager mode computes; its C++ does so as it is."""
-    from torch._inductor.compile_fx import compile_fx
-
-    on_gpu = any(isinstance(x, Tensor) and x.device.type == "cuda" for x in example_inputs)
-    compiled: Any = compile_fx(gm, example_inputs, config_patches=dict(EXACT) if on_gpu else None)
-    return compiled  # type: ignore[no-any-return]
-
-
 def _active_ddp() -> DistributedDataParallel | None:
     """The DDP in whose forward this runs."""
     active: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
     return active
-
-
-def _split_for_ddp(backend: Backend, bucket_bytes: int) -> Backend:
-    """``backend`` behind torch's own cut along DDP's buckets, which lets gradients be reduced during the backward."""
-    from torch._dynamo.backends.distributed import DDPOptimizer
-
-    first = min(bucket_bytes, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)  # type: ignore[attr-defined]
-    return DDPOptimizer(bucket_bytes, backend, first).compile_fn
 
 
 def _parameter(module: nn.Module, name: str) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fp4graph.errors import PolicyWarning
 from fp4graph.numerics import noise
 from fp4graph.numerics.sharding import like, whole
-from fp4graph.policy.difference import difference, name_in
+from fp4graph.text import difference, name_in
 
 #: Name of the submodule that holds our buffers, on the root and on every module with planned sites.
 NAME = "_fp4graph"

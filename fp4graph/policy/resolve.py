@@ -27,8 +27,9 @@ from fp4graph.policy.schema import (
 from fp4graph.policy.validation import dotted, validate
 from fp4graph.technique import OperandSpecs, Technique, checked_plan, overrides
 from fp4graph.technique.operands import ADDRESSES, GROUPS, Operand
-from fp4graph.technique.registry import Registry, suggest
+from fp4graph.technique.registry import Registry
 from fp4graph.technique.site import SiteView
+from fp4graph.text import suggest
 
 _Path = tuple[str | int, ...]
 

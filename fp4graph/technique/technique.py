@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fp4graph.numerics.blocking import Blocking, Granularity, Groups
     from fp4graph.numerics.noise import Noise
     from fp4graph.ops.program import Quantization
-    from fp4graph.training.optimizer import OptimizerStep, WeightUpdate
+    from fp4graph.technique.updates import OptimizerStep, WeightUpdate
 
 #: Specs of one site's six operands; None is high precision.
 OperandSpecs = Mapping[Operand, "QuantSpec | None"]

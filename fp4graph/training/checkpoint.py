@@ -34,7 +34,7 @@ from fp4graph.errors import Error
 from fp4graph.model import state
 from fp4graph.model.runtime import runtime_of, unwrapped
 from fp4graph.numerics.sharding import is_sharded, like, whole
-from fp4graph.policy.difference import difference, name_in
+from fp4graph.text import difference, name_in
 
 #: What tells our files from others, and this layout from later ones.
 FORMAT, VERSION = "fp4graph.checkpoint", 2

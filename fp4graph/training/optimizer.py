@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any, TypeVar
 
@@ -21,65 +21,12 @@ from fp4graph.model.runtime import PlannedWeight, Runtime, Weight, runtime_of
 from fp4graph.ops import contract
 from fp4graph.technique import Technique, overrides
 from fp4graph.technique.operands import Operand
+from fp4graph.technique.updates import OptimizerStep, WeightUpdate
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741  # the optimizer
 
 _PREFIX = "fp4graph."
 _BEFORE, _AFTER = ("before_step", "before_optimizer"), ("after_step", "after_optimizer")
-
-
-@dataclass(frozen=True)
-class OptimizerStep:
-    """One step of the user's optimizer, as a technique that acts on all of it sees it.
-
-    Attributes:
-        optimizer: the user's.
-        scratch: the technique's, kept from before the step until after it.
-    """
-
-    optimizer: torch.optim.Optimizer
-    scratch: dict[Any, Any]
-    _memory: _Memory
-    _technique: str
-
-    def parameters(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-        """Every parameter with a gradient, once, and its group."""
-        seen: set[int] = set()
-        for group in self.optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield parameter, group
-
-    def memory(self, parameter: Tensor) -> dict[str, Tensor]:
-        """What the technique remembers of ``parameter``, by name: to be read, written and deleted from."""
-        return self._memory.of(parameter, self._technique)
-
-
-@dataclass(frozen=True)
-class WeightUpdate:
-    """One quantized weight at an optimizer step. A parameter that several sites use is one weight.
-
-    Attributes:
-        name: fully qualified name of the parameter, the first if it has several. parameter: itself, as stored; it has a
-            gradient.
-        state: the technique's entries for it in the model, by entry name, as stored; written in place. Where several
-            modules hold the parameter, these are the first one's, and the others' are set to the same values.
-        memory: what the technique remembers of it in the optimizer's state, by name: a dict of tensors.
-        optimizer, group: the user's optimizer, and the parameter group the weight is in.
-        quantize: the operand program of ``fprop.weight`` outside the graph: dequantized values of a tensor of the
-            weight's shape.
-        scratch: kept from before the step until after it.
-    """
-
-    name: str
-    parameter: Tensor
-    state: Mapping[str, Tensor]
-    memory: dict[str, Tensor]
-    optimizer: torch.optim.Optimizer
-    group: dict[str, Any]
-    quantize: Callable[[Tensor], Tensor]
-    scratch: dict[Any, Any]
 
 
 def prepare_optimizer(model: nn.Module, optimizer: O) -> O:
@@ -446,7 +393,9 @@ class _Hooks:
                         for other, _ in others:
                             _follow(technique, weight, other)
             if overrides(technique, whole):
-                step = OptimizerStep(self.optimizer, self._kept(technique, None), self.memory, technique.name)
+                step = OptimizerStep(
+                    self.optimizer, self._kept(technique, None), partial(self.memory.of, technique=technique.name)
+                )
                 contract.run(technique, whole, step)
             if stages is _BEFORE:
                 self.memory.mirror(stepping=True)  # for techniques that act on the optimizer's state

@@ -9,7 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
-from two_process_models import (
+
+import fp4graph
+from fp4graph.model import runtime
+from tests.distributed.two_process_models import (
     MODELS,
     assert_close,
     falls,
@@ -22,9 +25,6 @@ from two_process_models import (
     train,
     vit,
 )
-
-import fp4graph
-from fp4graph.model import runtime
 
 FOLDER = Path()  # set by two_processes.py
 EAGER = {"backend": "eager"}

@@ -15,7 +15,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
-from two_process_models import (
+
+import fp4graph
+from fp4graph.model.runtime import runtime_of
+from tests.distributed.two_process_models import (
     MODELS,
     assert_close,
     falls,
@@ -28,9 +31,6 @@ from two_process_models import (
     vit,
     whole,
 )
-
-import fp4graph
-from fp4graph.model.runtime import runtime_of
 
 FOLDER = Path()  # set by two_processes.py
 EAGER = {"backend": "eager"}

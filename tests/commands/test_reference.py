@@ -18,7 +18,7 @@ from fp4graph.technique import Overhead, Technique, registry
 from fp4graph.technique.operands import Gemm
 from fp4graph.technique.registry import Registry
 
-DOCS = Path(__file__).parents[1] / "docs/reference"
+DOCS = Path(__file__).parents[2] / "docs/reference"
 SHIPPED = reference.shipped_registry()
 
 
