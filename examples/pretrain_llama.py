@@ -3,7 +3,7 @@
 
     python examples/pretrain_llama.py                                        # bytes of Python's own standard library
     python examples/pretrain_llama.py --data book.txt --policy nvfp4-best --amp bf16 --accumulate 4
-    torchrun --standalone --nproc-per-node 2 examples/pretrain_llama.py      # DistributedDataParallel; FSDP2 with --fsdp
+    torchrun --standalone --nproc-per-node 2 examples/pretrain_llama.py      # DistributedDataParallel; or --fsdp
 
 A run that was killed goes on from its last checkpoint with --resume, as if nothing had happened.
 """

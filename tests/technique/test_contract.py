@@ -24,7 +24,7 @@ def imported(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            own = node.module in IMPORTABLE  # else its names are modules, as in ``from fp4graph.numerics import scaling``
+            own = node.module in IMPORTABLE  # else its names are modules: ``from fp4graph.numerics import scaling``
             names |= {node.module if own and node.module else f"{node.module}.{alias.name}" for alias in node.names}
     return {name for name in names if name.split(".")[0] == "fp4graph"} - PENDING
 
