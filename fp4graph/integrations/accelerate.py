@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from fp4graph.errors import Error
+from fp4graph.files import replacing
 from fp4graph.model.api import apply
 from fp4graph.policy import Policy
 from fp4graph.training import grad_scaler, prepare_optimizer
-from fp4graph.training.checkpoint import check_policy, replacing, written_under
+from fp4graph.training.origin import check_policy, written_under
 
 if TYPE_CHECKING:
     from accelerate import Accelerator  # type: ignore[import-untyped]

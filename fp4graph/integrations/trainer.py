@@ -17,7 +17,7 @@ from fp4graph.model.api import apply, set_total_forwards
 from fp4graph.model.runtime import runtime_of
 from fp4graph.policy import Policy, load_policy
 from fp4graph.training import grad_scaler, prepare_optimizer
-from fp4graph.training.checkpoint import check_policy, written_under
+from fp4graph.training.origin import check_policy, written_under
 
 
 class FP4GraphCallback(TrainerCallback, ExportableState):
