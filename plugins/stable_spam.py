@@ -8,9 +8,8 @@ import torch
 from pydantic import Field
 
 from fp4graph.errors import Error
-from fp4graph.technique import Overhead, Technique
-from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.updates import OptimizerStep
+from fp4graph.optim import StableSPAM
+from fp4graph.technique import OptimizerStep, Overhead, Technique, hookimpl
 from fp4graph.training.conditioning import (
     START,
     batches,
@@ -20,7 +19,6 @@ from fp4graph.training.conditioning import (
     new_statistics,
     reset_moments,
 )
-from fp4graph.training.stable_spam import StableSPAM
 
 SECOND_MOMENTS = {"exp_avg_sq", "exp_avg_var", "exp_inf"}
 #: What is no moment and stays: timm's Lookahead keeps slow weights there.
