@@ -18,7 +18,7 @@ from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.registry import GROUP, Registry
 from fp4graph.text import suggest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FREE = Overhead("O(1)", "O(1)", fusable=True)
 
 
