@@ -13,6 +13,7 @@ from rich.markdown import Markdown
 from rich.table import Table
 
 from fp4graph.commands import reference
+from fp4graph.commands.compare import compare
 from fp4graph.commands.pareto import pareto
 from fp4graph.commands.report import report
 from fp4graph.commands.score import score
@@ -28,6 +29,7 @@ app = typer.Typer(
 )
 
 app.command()(train)
+app.command()(compare)
 app.command()(sweep)
 app.command()(score)
 app.command()(pareto)
