@@ -1,9 +1,9 @@
 """Pre-train a Hugging Face LLaMA under an fp4graph policy: an ordinary loop. The lines that fp4graph needs end in
 "# fp4graph".
 
-    python examples/pretrain_llama.py                                        # bytes of Python's own standard library
+    python examples/pretrain_llama.py                                     # bytes of Python's own standard library
     python examples/pretrain_llama.py --data book.txt --policy nvfp4-best --amp bf16 --accumulate 4
-    torchrun --standalone --nproc-per-node 2 examples/pretrain_llama.py      # DistributedDataParallel; FSDP2 with --fsdp
+    torchrun --standalone --nproc-per-node 2 examples/pretrain_llama.py   # DDP; FSDP2 with --fsdp
 
 A run that was killed goes on from its last checkpoint with --resume, as if nothing had happened.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import fp4graph  # fp4graph
 from fp4graph.optim import StableSPAM  # fp4graph
@@ -47,11 +47,10 @@ def train(args, rank, world, device):
     text, validation = tokens_of(args.data)
     size = args.batch_size // args.accumulate // world
     torch.manual_seed(args.seed)
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4,
-        max_position_embeddings=args.context, use_cache=False, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).to(device)
+    small = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = AutoConfig.from_pretrained(args.config) if args.config else LlamaConfig(vocab_size=256, **small)
+    config.use_cache = False
+    model = AutoModelForCausalLM.from_config(config).to(device)
     if args.grad_checkpointing:
         model.gradient_checkpointing_enable()
     forwards = args.steps * args.accumulate
@@ -94,8 +93,9 @@ def train(args, rank, world, device):
                 loss = loss_of(part) / len(parts)
                 scaler.scale(loss).backward()
             total[0] += loss.detach()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if args.optimizer == "adamw":  # StableSPAM clips by itself
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
         scheduler.step()
@@ -119,6 +119,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", default="tetrajet", help="a shipped policy's name, or a policy file")
     parser.add_argument("--data", type=Path, help="a text file [the standard library's source]")
+    parser.add_argument("--config", help="folder or hub name of a config.json of another size [1M parameters]")
     parser.add_argument("--backend", default="inductor", choices=["inductor", "aot_eager", "eager"])
     parser.add_argument("--optimizer", default="adamw", choices=["adamw", "stablespam"])
     parser.add_argument("--amp", default="none", choices=["none", "bf16", "fp16"])

@@ -30,7 +30,7 @@ DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def datasets(folder, model):
-    """Return training data, validation data and options of the model: a folder's images, or 1797 scans of 8x8 pixels."""
+    """Return training data, validation data and options of the model: a folder's images, or scans of 8x8 pixels."""
     if folder is not None:  # folder/train/CLASS/*.jpg and folder/val/CLASS/*.jpg
         size = timm.get_pretrained_cfg(model).input_size[-1]
         moving = create_transform(size, is_training=True, auto_augment="rand-m9-mstd0.5-inc1", re_prob=0.25)
