@@ -9,9 +9,7 @@ import torch
 from pydantic import Field
 
 from fp4graph.errors import Error
-from fp4graph.technique import Overhead, Technique
-from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.updates import OptimizerStep
+from fp4graph.technique import OptimizerStep, Overhead, Technique, hookimpl
 from fp4graph.training.stable_spam import (
     BATCH,
     CPU_BATCH,
