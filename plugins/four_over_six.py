@@ -16,8 +16,6 @@ from fp4graph.numerics.rounding import EXPONENT_MASK, round_nearest
 from fp4graph.numerics.spec import Block
 from fp4graph.technique import Context, Operands, OperandSpecs, Overhead, Technique, hookimpl
 
-#: Scale rules under which no element is clipped.
-_ROUND_UP = ("ceil", "amax_ceil", "toward_positive")
 _SMALLEST_NORMAL = 2.0**-126  # of fp32
 #: Elements of a block whose length is not fixed, at most.
 _MOST = {"row": 1 << 24, "tensor": 1 << 33}
@@ -71,7 +69,7 @@ class FourOverSix(Technique):
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
         """Beside powers of two that never clip."""
         acting = self.specs_listed(specs).values()
-        if acting and all(not s.scale.format.has_zero and s.scale.rounding in _ROUND_UP for s in acting):
+        if acting and all(not s.scale.format.has_zero and s.scale.rounds_up for s in acting):
             return "with power-of-two scales rounded up, the scale for 4 never errs less than that for 6"
         return None
 

@@ -19,7 +19,7 @@ from fp4graph.technique import (
     WeightUpdate,
     hookimpl,
 )
-from fp4graph.training.stable_spam import HELD
+from fp4graph.training.conditioning import HELD
 
 #: What a detection keeps of each element: the way of w and of Q(w) so far, and where both were last.
 _DETECTION = ("moved", "moved_q", "last", "last_q")

@@ -15,8 +15,6 @@ from fp4graph.technique import Context, ForwardOperands, Operand, OperandSpecs, 
 
 _LOWER = {"spline": 0.2, "dge": 0.0, "sigmoid": 0.0, "clip": 0.0}
 _UPPER = {"dge": 3.0}
-#: Scale rules under which no element is clipped.
-_NEVER_CLIPS = ("ceil", "amax_ceil", "toward_positive")
 
 
 class StepGradient(Technique):
@@ -94,7 +92,7 @@ class StepGradient(Technique):
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
         """A clip mask where nothing is clipped."""
         acting = self.specs_listed(specs).values()
-        if self.kind == "clip" and acting and all(s.scale.rounding in _NEVER_CLIPS for s in acting):
+        if self.kind == "clip" and acting and all(s.scale.rounds_up for s in acting):
             return "scales that are rounded up clip nothing"
         if self.kind == "clip" and acting and all(s.scale.format == FP32 for s in acting):
             return "scales in fp32 are not rounded, and clip nothing"

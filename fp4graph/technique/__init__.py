@@ -37,7 +37,8 @@ IMPORTABLE = (
     "fp4graph.numerics.scaling",  # block scales, and dividing by them
     "fp4graph.numerics.spec",  # one operand's quantizer as data
     "fp4graph.numerics.surrogates",  # derivatives of maxima and roundings
-    "fp4graph.training.stable_spam",  # conditioning of gradients, resets of Adam's moments
+    "fp4graph.training.conditioning",  # conditioning of gradients, resets of Adam's moments
+    "fp4graph.optim",  # optimizers, to recognise them
 )
 
 __all__ = [
