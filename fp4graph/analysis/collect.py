@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from fp4graph.analysis import storage
+from fp4graph.analysis.fields import METRICS
 from fp4graph.analysis.observers import Collector, Outputs, matches
 from fp4graph.analysis.oscillation import Window
 from fp4graph.analysis.tensorboard import log_to, writer
-from fp4graph.analysis.fields import METRICS
 from fp4graph.errors import Error
 from fp4graph.model import state
 from fp4graph.model.explain import describe
