@@ -7,6 +7,7 @@ import sys
 import typer
 
 from fp4graph.commands.check import check
+from fp4graph.commands.compare import compare
 from fp4graph.commands.explain import explain
 from fp4graph.commands.pareto import pareto
 from fp4graph.commands.policies import policies
@@ -20,7 +21,7 @@ from fp4graph.errors import Error
 app = typer.Typer(
     name="fp4graph", help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
-for _command in (train, sweep, score, pareto, report, policies, techniques, check, explain):
+for _command in (train, compare, sweep, score, pareto, report, policies, techniques, check, explain):
     app.command()(_command)
 
 

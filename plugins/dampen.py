@@ -9,11 +9,7 @@ from typing import ClassVar
 import torch
 from pydantic import Field, model_validator
 
-from fp4graph.technique import OperandSpecs, Overhead, Technique
-from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.operands import Operand
-from fp4graph.technique.site import SiteView
-from fp4graph.technique.updates import WeightUpdate
+from fp4graph.technique import Operand, OperandSpecs, Overhead, SiteView, Technique, WeightUpdate, hookimpl
 
 
 class Dampen(Technique):

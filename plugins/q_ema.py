@@ -10,11 +10,17 @@ from pydantic import Field
 
 from fp4graph.numerics.rounding import bracket, round_nearest
 from fp4graph.numerics.scaling import ratio as scaled
-from fp4graph.technique import Context, OperandSpecs, Overhead, StateEntry, Technique
-from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.operands import Operand
-from fp4graph.technique.site import SiteView
-from fp4graph.technique.updates import WeightUpdate
+from fp4graph.technique import (
+    Context,
+    Operand,
+    OperandSpecs,
+    Overhead,
+    SiteView,
+    StateEntry,
+    Technique,
+    WeightUpdate,
+    hookimpl,
+)
 
 
 def _as_fp32(weight: torch.Tensor) -> torch.Tensor:

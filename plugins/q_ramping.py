@@ -9,12 +9,17 @@ import torch
 from pydantic import Field, model_validator
 
 from fp4graph.errors import Error
-from fp4graph.technique import OperandSpecs, Overhead, Technique
-from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.operands import Operand
-from fp4graph.technique.site import SiteView
-from fp4graph.technique.updates import OptimizerStep, WeightUpdate
-from fp4graph.training.stable_spam import HELD
+from fp4graph.technique import (
+    Operand,
+    OperandSpecs,
+    OptimizerStep,
+    Overhead,
+    SiteView,
+    Technique,
+    WeightUpdate,
+    hookimpl,
+)
+from fp4graph.training.conditioning import HELD
 
 #: What a detection keeps of each element: the way of w and of Q(w) so far, and where both were last.
 _DETECTION = ("moved", "moved_q", "last", "last_q")

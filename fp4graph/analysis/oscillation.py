@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fp4graph.analysis import metrics as m
 from fp4graph.analysis.sampling import Selection, by_block
-from fp4graph.model.runtime import Weight
+from fp4graph.model.weight import Weight
 from fp4graph.numerics.sharding import whole
 from fp4graph.ops.program import total
 

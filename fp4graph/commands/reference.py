@@ -179,7 +179,7 @@ def _weights(technique: type[Technique]) -> str:
     """The weight of the default options, and which options change it."""
     default = weight_of(technique, {})
     others: dict[str, list[str]] = {}
-    for key, (_, field) in zip(keys(technique), technique.model_fields.items(), strict=True):
+    for key, field in zip(keys(technique), technique.model_fields.values(), strict=True):
         for value in _choices(field.annotation):
             weight = weight_of(technique, {key: value})
             if weight is not None and weight != default:

@@ -110,6 +110,11 @@ class SiteState(State):
         return state
 
 
+def site_states(root: nn.Module) -> list[SiteState]:
+    """Return the state of every module below ``root`` that has planned sites."""
+    return [module for module in root.modules() if isinstance(module, SiteState)]
+
+
 class RootState(State):
     """State of the whole model: the count of root forwards with gradients enabled, and the policy's text."""
 

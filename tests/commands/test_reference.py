@@ -15,7 +15,7 @@ from pydantic import Field
 from fp4graph import hookimpl, load_policy
 from fp4graph.commands import catalogue, reference
 from fp4graph.technique import Overhead, Technique, registry
-from fp4graph.technique.operands import Gemm
+from fp4graph.technique.operands import Gemm, OperandList, Operands
 from fp4graph.technique.registry import Registry
 
 DOCS = Path(__file__).parents[2] / "docs/reference"
@@ -182,7 +182,10 @@ def test_types_in_words(annotation: Any, words: str) -> None:
 
 
 def test_a_list_of_operands_is_called_one() -> None:
-    assert catalogue.option_words(Literal["backward"] | tuple[str, ...], (), "operands") == "backward, or list of operands"
+    assert catalogue.option_words(Operands) == "list of operands"
+    assert catalogue.option_words(Annotated[Literal["backward"] | tuple[str, ...], OperandList()]) == (
+        "backward, or list of operands"
+    )
 
 
 # ------------------------------------------------------------------ policies
