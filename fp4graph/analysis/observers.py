@@ -18,7 +18,11 @@ from fp4graph.technique.operands import Gemm, Operand
 
 
 class Collector:
-    """The observer of a step: adds up statistics of sampled operands over all the step's forwards and backwards."""
+    """The observer of a step: sums over sampled operands, from all the step's forwards and backwards.
+
+    Sums are added up when the step is done. A checkpointed region must compute the same in its first run and in its
+    recomputation.
+    """
 
     def __init__(self, patterns: Sequence[str], metrics: frozenset[str], sample: int | None, device: str) -> None:
         self._patterns, self.metrics, self._sample, self._device = patterns, metrics, sample, device
@@ -28,7 +32,7 @@ class Collector:
 
     def clear(self) -> None:
         """Begin a new step."""
-        self._sums: dict[tuple[str, str], dict[str, Tensor]] = {}
+        self._sums: dict[tuple[str, str], list[dict[str, Tensor]]] = defaultdict(list)
         self._limits: dict[str, float] = {}
         self.seen = False
 
@@ -56,17 +60,17 @@ class Collector:
         if operand is Operand.FPROP_WEIGHT:
             sums |= m.latent_sums(sampled.ratio, sampled.element, self.metrics)
             self._limits[site] = sampled.element.max
-        self._add(site, str(operand), sums)
+        self._sums[site, str(operand)].append(sums)
 
     def add_gradient(self, site: str, gemm: Gemm, moments: Sequence[Moments], exact: Sequence[Tensor]) -> None:
         """Add the statistics of one backward GEMM's result, from the moments of its factors and their exact values."""
-        self._add(site, str(gemm), m.gradient_sums(*moments, *exact))
+        self._sums[site, str(gemm)].append(m.gradient_sums(*moments, *exact))
 
     def finish(self) -> list[dict[str, Any]]:
         """Return the measurements of the step, one for each site and tensor."""
         measured = []
         for (site, tensor), sums in self._sums.items():
-            numbers = _numbers(sums)
+            numbers = _added([_numbers(each) for each in sums])
             fields = (
                 gemm_fields(numbers)
                 if tensor in set(Gemm)
@@ -74,10 +78,6 @@ class Collector:
             )
             measured.append({"site": site, "tensor": tensor, **fields})
         return measured
-
-    def _add(self, site: str, tensor: str, sums: dict[str, Tensor]) -> None:
-        former = self._sums.get((site, tensor))
-        self._sums[site, tensor] = {name: former[name] + sums[name] for name in sums} if former else sums
 
 
 class _SiteCall:
@@ -152,6 +152,15 @@ def _numbers(sums: Mapping[str, Tensor]) -> dict[str, Any]:
     values = iter(torch.cat([each.reshape(-1) for each in sums.values()]).tolist() if sums else ())
     return {
         name: [next(values) for _ in range(each.numel())] if each.dim() else next(values) for name, each in sums.items()
+    }
+
+
+def _added(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Add up the numbers, and the classes of histograms, of several forwards."""
+    columns = {name: [each[name] for each in several if name in each] for name in several[0]}
+    return {
+        name: [sum(places) for places in zip(*column, strict=True)] if isinstance(column[0], list) else sum(column)
+        for name, column in columns.items()
     }
 
 
