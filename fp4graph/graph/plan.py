@@ -24,7 +24,7 @@ from fp4graph.graph.site import Site, WeightUse
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops.matmul import MatmulProgram
 from fp4graph.ops.program import GemmProgram, OperandProgram, StateSlot
-from fp4graph.policy import Decision, Policy, Rule
+from fp4graph.policy import Decision, Policy, Rule, plan_specs
 from fp4graph.technique import OperandSpecs, StateEntry, Technique, checked_plan, overrides
 from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.site import SiteView
@@ -58,9 +58,11 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
     Raises:
         CaptureError: a technique's options do not fit the site.
     """
-    specs: OperandSpecs = dict(rule.specs)
-    for technique in rule.techniques:
-        specs = _call(technique, site, rule, partial(checked_plan, technique, site, specs))
+
+    def plan(technique: Technique, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
+        return _call(technique, site, rule, partial(checked_plan, technique, site, specs))
+
+    specs = plan_specs(rule.techniques, site, dict(rule.specs), plan)
     techniques = rule.techniques
     if not training:
         specs = {operand: _settled(spec) if operand.gemm is Gemm.FPROP else spec for operand, spec in specs.items()}

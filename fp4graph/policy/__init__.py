@@ -1,11 +1,12 @@
 """Policies: which sites of a model are quantized and how, as data."""
 
-from fp4graph.policy.load import PolicyRef, load_policy
+from fp4graph.policy.load import ALIASES, PolicyRef, load_policy, shipped_policies
 from fp4graph.policy.match import Match, Range
 from fp4graph.policy.policy import Expect, Phase, Policy, check_modules
 from fp4graph.policy.rule import KEPT, Decision, Rule, Specs, plan_specs
 
 __all__ = [
+    "ALIASES",
     "KEPT",
     "Decision",
     "Expect",
@@ -19,4 +20,5 @@ __all__ = [
     "check_modules",
     "load_policy",
     "plan_specs",
+    "shipped_policies",
 ]

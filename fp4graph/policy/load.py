@@ -21,6 +21,12 @@ PolicyRef = str | PathLike[str] | Mapping[str, Any] | Policy
 ALIASES = {"baseline": "bf16"}
 
 
+def shipped_policies(registry: Registry) -> dict[str, Path]:
+    """Return the file of every policy that can be called by name, :data:`ALIASES` included, sorted by name."""
+    aliases = {alias: registry.policies[name] for alias, name in ALIASES.items() if name in registry.policies}
+    return dict(sorted({**aliases, **registry.policies}.items()))
+
+
 def load_policy(ref: PolicyRef, registry: Registry | None = None) -> Policy:
     """Return the policy that ``ref`` means.
 
@@ -49,14 +55,14 @@ def _find(ref: str | PathLike[str], directory: Path, registry: Registry, place: 
     """Return the file of a path relative to ``directory``, or of a shipped name, that is written at ``place``."""
     path = Path(ref)
     is_name = isinstance(ref, str) and path.name == ref and path.suffix not in (".yaml", ".yml")
-    names = {**{alias: registry.policies[name] for alias, name in ALIASES.items()}, **registry.policies}
+    names = shipped_policies(registry)
     if is_name and ref in names:
         return names[str(ref)]
     if (directory / path).is_file():
         return directory / path
     near = nearest(path.stem, names)
     shipped = f"did you mean the shipped policy {near[0]!r}? " if near else ""
-    known = f"Shipped policies: {', '.join(sorted(registry.policies)) or 'none'}"
+    known = f"Shipped policies: {', '.join(names) or 'none'}"
     what = "is a directory" if (directory / path).is_dir() else "is not a file"
     described = f"no policy {str(ref)!r} is shipped, and it {what}" if is_name else f"policy {str(ref)!r} {what}"
     raise place.error(f"{described}; {shipped}{known}")
