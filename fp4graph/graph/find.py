@@ -34,17 +34,10 @@ from fp4graph.graph.products import (
 from fp4graph.technique.site import SiteView
 
 #: Higher-order ops whose bodies run once, as written, on the operands at the end of their arguments.
-_TRANSPARENT = frozenset(
-    [
-        "tag_activation_checkpoint",
-        "wrap",
-        "wrap_activation_checkpoint",
-        "wrap_with_set_grad_enabled",
-        "wrap_with_autocast",
-        "invoke_subgraph",
-        "hints_wrapper",
-    ]
-)
+_TRANSPARENT = frozenset({
+    "tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint", "wrap_with_set_grad_enabled",
+    "wrap_with_autocast", "invoke_subgraph", "hints_wrapper",
+})  # fmt: skip
 
 
 @dataclass(frozen=True)

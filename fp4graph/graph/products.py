@@ -92,22 +92,18 @@ _READERS: Mapping[Any, Callable[..., Product]] = {
     **dict.fromkeys((torch.addmm, torch.baddbmm, aten.addmm.default, aten.baddbmm.default, "addmm", "baddbmm"), _addmm),
 }
 
+_CONVOLUTIONS = ["conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"]
+_RECURRENT = ["lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"]
 _NOT_SITES: Mapping[Any, NoProduct] = {
-    **dict.fromkeys(
-        (torch.conv1d, torch.conv2d, torch.conv3d, nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d),
-        NoProduct("conv", "convolutions are kept in high precision"),
-    ),
-    **dict.fromkeys(
-        (
-            torch.conv_transpose1d,
-            torch.conv_transpose2d,
-            torch.conv_transpose3d,
-            nn.functional.conv_transpose1d,
-            nn.functional.conv_transpose2d,
-            nn.functional.conv_transpose3d,
-        ),
-        NoProduct("conv", "convolutions are kept in high precision"),
-    ),
+    **{
+        getattr(library, name): NoProduct("conv", "convolutions are kept in high precision")
+        for library in (torch, nn.functional)
+        for name in _CONVOLUTIONS
+    },
+    **{
+        getattr(torch, name): NoProduct("recurrent", "recurrent layers are kept in high precision")
+        for name in _RECURRENT
+    },
     nn.functional.bilinear: NoProduct("bilinear", "three factors"),
     torch.addbmm: NoProduct("addbmm", "sums over the batch; write it as a matmul to quantize it"),
     torch.tensordot: NoProduct("tensordot", "write it as a matmul or einsum to quantize it"),
@@ -117,21 +113,9 @@ _NOT_SITES: Mapping[Any, NoProduct] = {
     torch.mv: NoProduct("mv", "a matrix-vector product"),
     torch.dot: NoProduct("dot", "a vector product"),
     **dict.fromkeys(
-        (
-            torch.lstm,
-            torch.gru,
-            torch.rnn_tanh,
-            torch.rnn_relu,
-            torch.lstm_cell,
-            torch.gru_cell,
-            torch.rnn_tanh_cell,
-            torch.rnn_relu_cell,
-        ),
-        NoProduct("recurrent", "recurrent layers are kept in high precision"),
+        (torch.einsum, torch.functional.einsum, aten.einsum.default),
+        NoProduct("einsum", "not a product of two matrices"),
     ),
-    torch.einsum: NoProduct("einsum", "not a product of two matrices"),
-    torch.functional.einsum: NoProduct("einsum", "not a product of two matrices"),
-    aten.einsum.default: NoProduct("einsum", "not a product of two matrices"),
     nn.functional.multi_head_attention_forward: NoProduct("attention", "could not be expanded"),
 }
 _SDPA = (nn.functional.scaled_dot_product_attention, aten.scaled_dot_product_attention.default)
@@ -204,47 +188,12 @@ def value_of(node: Any) -> torch.Tensor | None:
 
 
 #: Operations that show the same numbers in another shape, layout or dtype: a weight is followed through them.
-_VIEW_NAMES = frozenset(
-    [
-        "t",
-        "transpose",
-        "permute",
-        "view",
-        "reshape",
-        "contiguous",
-        "to",
-        "float",
-        "half",
-        "bfloat16",
-        "type_as",
-        "chunk",
-        "split",
-        "unbind",
-        "narrow",
-        "select",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "detach",
-        "clone",
-        "flatten",
-        "unflatten",
-        "swapaxes",
-        "adjoint",
-        "getitem",
-        "__getitem__",
-        "getattr",
-        "slice",
-        "alias",
-        "_to_copy",
-        "_unsafe_view",
-        "numpy_T",
-        "mT",
-        "T",
-        "tensor_split",
-        "movedim",
-    ]
-)
+_VIEW_NAMES = frozenset({
+    "t", "transpose", "permute", "view", "reshape", "contiguous", "to", "float", "half", "bfloat16", "type_as",
+    "chunk", "split", "unbind", "narrow", "select", "unsqueeze", "squeeze", "expand", "detach", "clone", "flatten",
+    "unflatten", "swapaxes", "adjoint", "getitem", "__getitem__", "getattr", "slice", "alias", "_to_copy",
+    "_unsafe_view", "numpy_T", "mT", "T", "tensor_split", "movedim",
+})  # fmt: skip
 
 
 def view_source(node: Node) -> Node | None:
