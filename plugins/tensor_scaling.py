@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, field_validator
@@ -11,13 +11,10 @@ from pydantic import Field, field_validator
 from fp4graph.numerics.blocking import Granularity, block_length
 from fp4graph.numerics.scaling import constant
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.technique import Context, OperandSpecs, Overhead, StateEntry, Technique
+from fp4graph.technique import Context, OperandSpecs, Overhead, Quantization, StateEntry, Technique
 from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.operands import Operand, select
 from fp4graph.technique.site import SiteView
-
-if TYPE_CHECKING:
-    from fp4graph.ops.program import Quantization
 
 _UNBOUNDED = -126  # exponents of formats with the range of fp32 reach down to it
 _SMALLEST_NORMAL = 2.0**-126  # of fp32: what γ may not fall below, for x/γ to stay finite
@@ -173,8 +170,8 @@ class TensorScaling(Technique):
         """The γ in use, to be held."""
         if self.hold_steps == 1:
             return {}
-        (mine,) = (part for part in quantization.group_scales if part.technique == self)
-        return {"gamma": mine.gamma.reshape(())}
+        (mine,) = (part for part in quantization.group_scales if part.technique == self.name)
+        return {"gamma": mine.scale.reshape(())}
 
 
 def _one(weight: torch.Tensor) -> torch.Tensor:

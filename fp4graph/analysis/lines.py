@@ -22,13 +22,16 @@ from fp4graph.analysis.decomposition import with_ideal_scales
 from fp4graph.kernels import operators
 from fp4graph.numerics import noise, scaling
 from fp4graph.numerics.blocking import Blocking
+from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.formats import ElementFormat
 from fp4graph.numerics.noise import Noise
 from fp4graph.numerics.rounding import spacing
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.ops.matmul import Seen
-from fp4graph.ops.program import Draw, OperandProgram, OperandState, Unrounded, total
-from fp4graph.technique import QUANTIZER_STAGES, Technique, overrides
+from fp4graph.ops.observe import ObservedOperand
+from fp4graph.ops.operand import OperandProgram
+from fp4graph.ops.product import total
+from fp4graph.ops.state import OperandState
+from fp4graph.technique import QUANTIZER_STAGES, Technique, Unrounded, overrides
 
 _T = TypeVar("_T")
 #: Of a batch of matrices, at most so many are looked at.
@@ -241,7 +244,7 @@ class Quantizers:
         return self._by_identity[id(program)][1]
 
 
-def taken(seen: Seen, selection: Selection, quantizers: Quantizers) -> Raw | Lines:
+def taken(seen: ObservedOperand, selection: Selection, quantizers: Quantizers) -> Raw | Lines:
     """The selected lines of a quantized operand: raw where its quantizer allows it, else quantized at once."""
     program = quantizers.one(seen.program)
     assert program.spec is not None
@@ -315,7 +318,8 @@ def _row_draw(raw: Sequence[Raw], rows: Rows) -> _RowDraw | None:
     if not draws:
         return None
     device = raw[0].x.device
-    keys, steps = torch.stack([draw.key for draw in draws], 1), torch.stack([draw.step for draw in draws], 1)
+    keys = torch.stack([draw.key for draw in draws], 1)
+    steps = torch.stack([draw.step for draw in draws if draw.step is not None], 1)
     salts = torch.tensor([draw.salts for draw in draws], dtype=torch.int32, device=device).unbind(1)
     # Draw.varying, derived side by side, and of that the elements'.
     own = noise.derive_all(keys, steps[0], steps[1], *salts, 0)[:, owners(rows.counts, device)]
@@ -337,19 +341,19 @@ def quantize_together(raw: Sequence[Raw]) -> Lines:
         parts = program.unrounded(x, draw, state)
         under_ideal = with_ideal_scales(program).quantize(x, draw, state)
     ideal = under_ideal.dequantized()
-    if under_ideal.gamma is not None:
-        ideal = ideal * under_ideal.gamma
+    if under_ideal.group_scale is not None:
+        ideal = ideal * under_ideal.group_scale
     joined = parts.blocking.join
     of_q = _moments(program, parts, q, joined)
     return Lines(x, q, joined(ideal), joined(parts.ratio), *of_q, rows, spec.element, _scales(parts), rows.counts)
 
 
-def _quantized_whole(seen: Seen, selection: Selection, q: Tensor) -> Lines:
+def _quantized_whole(seen: ObservedOperand, selection: Selection, q: Tensor) -> Lines:
     """The same for any program: the whole operand is quantized again, for its blocks may depend on each other."""
     program = seen.program
     spec = program.spec
     assert spec is not None
-    parts = program.parts(seen.x, seen.draw, seen.state)
+    parts = program.quantize(seen.x, seen.draw, seen.state)
     with operators.tensor_code():
         ideal = total(with_ideal_scales(program)(seen.x, seen.draw, seen.state))
 
@@ -382,8 +386,8 @@ def _moments(
     if spec.rounding != "stochastic":
         return q, None
     mean, variance = moments(parts.ratio, parts.scale, spec)
-    if parts.gamma is not None:
-        mean, variance = mean * parts.gamma, variance * parts.gamma.square()
+    if parts.group_scale is not None:
+        mean, variance = mean * parts.group_scale, variance * parts.group_scale.square()
     return joined(mean), joined(variance)
 
 

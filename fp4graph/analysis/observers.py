@@ -14,7 +14,7 @@ from torch import Tensor
 from fp4graph.analysis import metrics as m
 from fp4graph.analysis.lines import Lines, Moments, Quantizers, Raw, Selection, quantize_together, taken
 from fp4graph.analysis.records import gemm_record, operand_record
-from fp4graph.ops.matmul import Observer, Seen
+from fp4graph.ops.observe import ObservedOperand, OperandObserver
 from fp4graph.technique.operands import Gemm, Operand
 
 #: Elements that may wait for being looked at; a step of many forwards is then looked at piece by piece.
@@ -43,7 +43,7 @@ class Collector:
         self._sums: dict[tuple[str, str], dict[str, Any]] = {}
         self.seen = False
 
-    def operands(self, site: str) -> Observer | None:
+    def operands(self, site: str) -> OperandObserver | None:
         self.sites.add(site)
         self.seen = True
         if not matches(self._patterns, site):
@@ -57,7 +57,7 @@ class Collector:
     def output(self, site: str, y: Tensor) -> None:
         """Not looked at: from step to step its input changes."""
 
-    def keep(self, site: str, seen: Seen, selection: Selection) -> tuple[Tensor, Callable[[], Moments]]:
+    def keep(self, site: str, seen: ObservedOperand, selection: Selection) -> tuple[Tensor, Callable[[], Moments]]:
         """Take lines of an operand down; returns them as they were before they were quantized, and what gives the
         moments of what became of them, once :meth:`finish` is at work."""
         if seen.program.spec is None:
@@ -167,7 +167,7 @@ class _SiteCall:
         self._collector, self._site = collector, site
         self._exact: dict[Operand, Tensor] = {}
 
-    def __call__(self, left: Seen, right: Seen) -> None:
+    def __call__(self, left: ObservedOperand, right: ObservedOperand) -> None:
         gemm = left.operand.gemm
         if gemm is Gemm.FPROP and self._collector.wants_gradients:
             self._exact = {Operand.DGRAD_WEIGHT: right.given.mT, Operand.WGRAD_INPUT: left.given.mT}
@@ -182,7 +182,7 @@ class _SiteCall:
         exact = self._given(left, selections[0], of_left[0]), self._given(right, selections[1], of_right[0])
         self._collector.pair(_Pair(self._site, gemm, of_left[1], of_right[1], *exact))
 
-    def _given(self, seen: Seen, selection: Selection, x: Tensor) -> Tensor:
+    def _given(self, seen: ObservedOperand, selection: Selection, x: Tensor) -> Tensor:
         """The lines of a factor in high precision; ``x`` are those of what was quantized."""
         given = self._exact.get(seen.operand, seen.given)
         return x if given is seen.x else selection.of(given)
@@ -201,7 +201,7 @@ class Outputs:
         self._last: dict[str, Tensor] = {}
         self._rates: dict[str, list[Tensor]] = defaultdict(list)
 
-    def operands(self, site: str) -> Observer | None:
+    def operands(self, site: str) -> OperandObserver | None:
         return None
 
     def output(self, site: str, y: Tensor) -> None:

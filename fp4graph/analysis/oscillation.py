@@ -13,7 +13,8 @@ from fp4graph.analysis import metrics as m
 from fp4graph.analysis.lines import Quantizers, Rows, Selection, by_block, row_width, stacked
 from fp4graph.model.runtime import Weight
 from fp4graph.numerics.sharding import whole
-from fp4graph.ops.program import OperandState, total
+from fp4graph.ops.product import total
+from fp4graph.ops.state import OperandState
 
 #: Elements of each weight that are followed step by step, and of those how many end up in the record.
 FOLLOWED, SHOWN = 256, 2

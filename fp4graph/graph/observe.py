@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._guards import CompileContext
 from torch.fx import GraphModule, Node
 
-from fp4graph.ops import matmul
+from fp4graph.ops import observe as operands
 
 
 class Observer(Protocol):
@@ -20,7 +20,7 @@ class Observer(Protocol):
     graph have "#1", "#2", ... behind it. A site that runs several times in a step is shown each time.
     """
 
-    def operands(self, site: str) -> matmul.Observer | None:
+    def operands(self, site: str) -> operands.OperandObserver | None:
         """What is shown the operands of each GEMM of ``site``, of this forward and of its backward; None for nothing.
 
         Called before every forward of the site. The tensors shown are the training's own: to be read, not written.
@@ -66,7 +66,7 @@ class Observation:
         function: Any = node.target
 
         def fp4graph_observed(*args: Any, **kwargs: Any) -> Tensor:
-            with matmul.observed(self.observer.operands(name)):
+            with operands.observed(self.observer.operands(name)):
                 y: Tensor = function(*args, **kwargs)
             self.observer.output(name, y)
             return y

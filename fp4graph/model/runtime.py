@@ -28,9 +28,13 @@ from fp4graph.graph.watch import Watch
 from fp4graph.kernels.inductor import EXACT
 from fp4graph.model import hooks, state
 from fp4graph.numerics import noise
+from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.sharding import fsdp_units, is_sharded, like, whole
 from fp4graph.ops import contract
-from fp4graph.ops.program import Draw, OperandProgram, StateSlot, operand_draw, total
+from fp4graph.ops.draw import operand_draw
+from fp4graph.ops.operand import OperandProgram
+from fp4graph.ops.product import total
+from fp4graph.ops.state import StateSlot
 from fp4graph.policy import Policy, Rule
 from fp4graph.technique import OPTIMIZER_STAGES, Technique, overrides
 from fp4graph.technique.operands import Operand

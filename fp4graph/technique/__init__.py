@@ -1,5 +1,6 @@
 """What a technique is written with: the class, what its stages are handed, the six operands, and the plugin hook."""
 
+from fp4graph.technique.context import Context, GroupScale, Quantization, Unrounded
 from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.site import BlockPosition, SiteView
@@ -8,7 +9,6 @@ from fp4graph.technique.technique import (
     OPTIMIZER_STAGES,
     QUANTIZER_STAGES,
     STAGES,
-    Context,
     OperandSpecs,
     Overhead,
     StateEntry,
@@ -25,12 +25,15 @@ __all__ = [
     "BlockPosition",
     "Context",
     "Gemm",
+    "GroupScale",
     "Operand",
     "OperandSpecs",
     "Overhead",
+    "Quantization",
     "SiteView",
     "StateEntry",
     "Technique",
+    "Unrounded",
     "checked_plan",
     "hookimpl",
     "overrides",

@@ -14,10 +14,13 @@ from fp4graph.analysis.decomposition import with_ideal_scales
 from fp4graph.analysis.lines import Lines, Quantizers, Raw, Rows, Selection, _quantized_whole, quantize_together
 from fp4graph.numerics import noise, scaling
 from fp4graph.numerics.blocking import Blocking
+from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.quantize import round_elements
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
-from fp4graph.ops.matmul import Seen
-from fp4graph.ops.program import Draw, OperandProgram, StateSlot, total
+from fp4graph.ops.observe import ObservedOperand
+from fp4graph.ops.operand import OperandProgram
+from fp4graph.ops.product import total
+from fp4graph.ops.state import StateSlot
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.registry import default_registry
 
@@ -32,12 +35,12 @@ SPECS = {
 }
 
 
-def seen(program: OperandProgram, x: torch.Tensor, count: int = 3) -> Seen:
+def seen(program: OperandProgram, x: torch.Tensor, count: int = 3) -> ObservedOperand:
     draw = Draw(noise.make_key("site"), noise.make_step(0, 0, count))
-    return Seen(Operand.WGRAD_INPUT, program, x, x, program(x, draw, {}), draw, {})
+    return ObservedOperand(Operand.WGRAD_INPUT, program, x, x, program(x, draw, {}), draw, {})
 
 
-def taken(one: Seen, selection: Selection) -> Raw | Lines:
+def taken(one: ObservedOperand, selection: Selection) -> Raw | Lines:
     return lines_module.taken(one, selection, Quantizers())
 
 
@@ -103,7 +106,7 @@ def test_of_techniques_those_that_act_block_by_block_are_quantized_with_lines_of
         generator = torch.Generator().manual_seed(count)
         x = torch.randn(shape, generator=generator)
         state = {"q_ema": {"weight": x + 0.3 * torch.randn(shape, generator=generator)}}
-        ones.append(Seen(Operand.FPROP_WEIGHT, program, x, x, program(x, None, state), None, state))
+        ones.append(ObservedOperand(Operand.FPROP_WEIGHT, program, x, x, program(x, None, state), None, state))
         raw.append(lines_module.taken(ones[-1], Selection(shape, 1000), quantizers))
         assert isinstance(raw[-1], Raw)
     together = quantize_together(raw)
