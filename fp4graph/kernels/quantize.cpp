@@ -537,7 +537,7 @@ void across(const Source& source, const Target<F, T>& to, const Blocks& given, K
     }
 }
 
-// Draw.varying of ops/program.py: the site's key with this forward's, then the salts.
+// Draw.varying of numerics/draw.py: the site's key with this forward's, then the salts.
 inline Key derived(const i32* key, const i32* step, const i32* salts, i64 count) {
     if (key == nullptr) return {};
     Key k{static_cast<u32>(key[0]), static_cast<u32>(key[1])};
