@@ -13,6 +13,7 @@ from rich.markdown import Markdown
 from rich.table import Table
 
 from fp4graph.commands import reference
+from fp4graph.commands.compare import compare
 from fp4graph.commands.pareto import pareto
 from fp4graph.commands.report import report
 from fp4graph.commands.score import score
@@ -20,13 +21,15 @@ from fp4graph.commands.sweep import sweep
 from fp4graph.commands.train import train
 from fp4graph.errors import Error
 from fp4graph.policy import Policy, Rule, load_policy
-from fp4graph.technique.registry import Registry, default_registry, suggest
+from fp4graph.technique.registry import Registry, default_registry
+from fp4graph.text import suggest
 
 app = typer.Typer(
     name="fp4graph", help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
 
 app.command()(train)
+app.command()(compare)
 app.command()(sweep)
 app.command()(score)
 app.command()(pareto)

@@ -16,10 +16,11 @@ from fp4graph.analysis.oscillation import Window
 from fp4graph.analysis.records import METRICS
 from fp4graph.errors import Error
 from fp4graph.model import state
+from fp4graph.model.distributed import unwrapped
 from fp4graph.model.explain import describe
-from fp4graph.model.runtime import Runtime, runtime_of, unwrapped
-from fp4graph.numerics.sharding import fsdp_units
-from fp4graph.technique.registry import suggest
+from fp4graph.model.runtime import Runtime, runtime_of
+from fp4graph.numerics.sharding import fsdp_modules
+from fp4graph.text import suggest
 
 #: Steps at the end of a window over which outputs are compared: each takes a forward of the probe.
 PROBED = 5
@@ -141,7 +142,7 @@ class Statistics:
     def _arm(self) -> None:
         """Let the forwards until the next step be observed, if that step is to be recorded."""
         self._armed = self._records and (self._step + 1) % self._every == 0
-        if self._armed and fsdp_units(self._model):
+        if self._armed and fsdp_modules(self._model):
             raise Error("sites of a model under fully_shard cannot be observed; use DistributedDataParallel")
         self._observe(self._collector if self._armed else None)
 
@@ -229,8 +230,8 @@ class Statistics:
 
     def _header(self, runtime: Runtime) -> dict[str, Any]:
         return {
-            "policy": runtime.whole.name,
-            "fingerprint": runtime.whole.fingerprint,
+            "policy": runtime.policy.name,
+            "fingerprint": runtime.policy.fingerprint,
             "step": self._step,
             "every": self._every,
             "window": self._window_steps,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fp4graph.analysis import metrics as m
 from fp4graph.analysis.lines import Quantizers, Rows, Selection, by_block, row_width, stacked
-from fp4graph.model.runtime import Weight
+from fp4graph.model.weight import Weight
 from fp4graph.numerics.sharding import whole
 from fp4graph.ops.product import total
 from fp4graph.ops.state import OperandState

@@ -32,7 +32,7 @@ from fp4graph.numerics.spec import QuantSpec
 from fp4graph.policy import Phase, Policy, Rule, load_policy
 from fp4graph.policy.validation import keys
 from fp4graph.technique import STAGES, OperandSpecs, Technique, overrides
-from fp4graph.technique.operands import Gemm, Operand
+from fp4graph.technique.operands import Gemm, Operand, OperandList
 from fp4graph.technique.registry import GROUP, Registry
 from fp4graph.technique.site import SiteView
 
@@ -53,10 +53,10 @@ _SHIPPED_PLUGINS, _SHIPPED_POLICIES = "fp4graph_plugins", "fp4graph_policies"
 
 def technique_data(technique: type[Technique], registry: Registry) -> dict[str, Any]:
     """What is known of a technique, as JSON has it; ``complexity`` None where it takes options to know."""
-    fields = zip(keys(technique), technique.model_fields.items(), strict=True)
+    fields = zip(keys(technique), technique.model_fields.values(), strict=True)
     return technique_row(technique, registry) | {
         "doc": _doc(technique),
-        "options": {key: _option(name, field) for key, (name, field) in fields},
+        "options": {key: _option(field) for key, field in fields},
         "stages": [stage for stage in STAGES if overrides(technique, stage)],
         "conflicts": sorted(technique.conflicts),
         "requires": sorted(technique.requires),
@@ -143,9 +143,9 @@ def spec_words(spec: QuantSpec | None) -> dict[str, str] | None:
     }
 
 
-def _option(name: str, field: FieldInfo) -> dict[str, Any]:
+def _option(field: FieldInfo) -> dict[str, Any]:
     default = {} if field.is_required() else {"default": to_jsonable_python(_default(field))}
-    words = _words(field.annotation, field.metadata, name)
+    words = _words(field.annotation, field.metadata)
     return {
         "type": words,
         "required": field.is_required(),
@@ -209,20 +209,23 @@ def spelled(technique: Technique) -> str:
 # ------------------------------------------------------------------ options in words
 
 
-def _words(annotation: Any, metadata: Sequence[Any] = (), name: str = "", *, plural: bool = False) -> str:
+def _words(annotation: Any, metadata: Sequence[Any] = (), *, plural: bool = False) -> str:
     """What a policy may write for an option of this type."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         nested = (item.metadata if isinstance(item, FieldInfo) else [item] for item in arguments[1:])
-        return _words(arguments[0], [item for items in nested for item in items], name, plural=plural)
+        return _words(arguments[0], [item for items in nested for item in items], plural=plural)
     if origin in (typing.Union, types.UnionType):
-        words = [_words(part, metadata, name, plural=plural) for part in arguments if part is not types.NoneType]
+        words = [_words(part, metadata, plural=plural) for part in arguments if part is not types.NoneType]
         return ", or ".join([*words, *(["null"] if types.NoneType in arguments else [])])
     if origin is Literal:
         return " | ".join(str(to_jsonable_python(value)) for value in arguments)
     if origin is tuple:
         items = set(arguments) - {...}
-        item = _words(items.pop(), (), name, plural=True) if len(items) == 1 else "values"
+        if any(isinstance(mark, OperandList) for mark in metadata):
+            item = "operands"
+        else:
+            item = _words(items.pop(), (), plural=True) if len(items) == 1 else "values"
         if ... in arguments:
             return f"{'lists' if plural else 'list'} of {item}"
         count = {2: "pair"}.get(len(arguments), f"list of {len(arguments)}")
@@ -235,7 +238,7 @@ def _words(annotation: Any, metadata: Sequence[Any] = (), name: str = "", *, plu
         noun = ("whole number" if annotation is int else "number") + ("s" if plural else "")
         return noun + _bounds(metadata)
     if annotation is str:
-        return ("operands" if plural else "operand") if name.startswith("operand") else "names" if plural else "text"
+        return "names" if plural else "text"
     return getattr(annotation, "__name__", None) or str(annotation).replace("typing.", "")
 
 
@@ -386,7 +389,7 @@ def _weights(technique: type[Technique]) -> str:
     """The weight of the default options, and which options change it."""
     default = _weight(technique, {})
     others: dict[str, list[str]] = {}
-    for key, (_, field) in zip(keys(technique), technique.model_fields.items(), strict=True):
+    for key, field in zip(keys(technique), technique.model_fields.values(), strict=True):
         for value in _choices(field.annotation):
             weight = _weight(technique, {key: value})
             if weight is not None and weight != default:

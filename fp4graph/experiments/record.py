@@ -34,6 +34,10 @@ RUN, METRICS, OUTCOME, CHECKPOINT, EVENTS = "run.json", "metrics.jsonl", "outcom
 FORMAT, VERSION = "fp4graph.run", 1
 
 
+class Ended(Error):
+    """The run to resume has ended: nothing of it is left to do."""
+
+
 class Record:
     """Writes the record of one run into ``folder``."""
 
@@ -65,7 +69,7 @@ class Record:
             if changed:
                 raise Error(f"{self.folder} holds another run: {'; '.join(changed)}")
             if (self.folder / OUTCOME).exists():
-                raise Error(f"{self.folder} holds this run, and it has ended: {OUTCOME} says with what")
+                raise Ended(f"{self.folder} holds this run, and it has ended: {OUTCOME} says with what")
         started = datetime.now(UTC).isoformat(timespec="seconds")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

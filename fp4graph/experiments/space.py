@@ -29,7 +29,8 @@ from fp4graph.policy.document import Node, Place, parse
 from fp4graph.policy.merge import merge
 from fp4graph.policy.resolve import resolve
 from fp4graph.policy.validation import validate
-from fp4graph.technique.registry import Registry, default_registry, suggest
+from fp4graph.technique.registry import Registry, default_registry
+from fp4graph.text import suggest
 
 #: The choice taken of each parameter that has one.
 Assignment = Mapping[str, str]

@@ -17,7 +17,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
 from fp4graph.policy.schema import OperandException, QuantizeSection, TechniqueEntry, Text
-from fp4graph.technique.registry import suggest
+from fp4graph.text import suggest
 
 VERSION = 1
 

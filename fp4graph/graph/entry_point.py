@@ -8,6 +8,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from fp4graph.errors import PolicyError
+from fp4graph.graph.backend import inner_backend
 from fp4graph.graph.functions import cacheable
 from fp4graph.graph.names import Names
 from fp4graph.graph.rewrite import Rewriter
@@ -23,8 +24,6 @@ def fp4graph_backend(
         PolicyError: no policy is given, an option is unknown, or the policy draws noise or keeps state, which needs
             the model and so :func:`fp4graph.apply`.
     """
-    from fp4graph.model.runtime import inner_backend
-
     settings = dict(options or {})
     policy, backend = settings.pop("policy", None), settings.pop("backend", "inductor")
     if policy is None or settings:

@@ -1,6 +1,6 @@
 """The marker that carries a module's key and weight state into a captured graph.
 
-A forward pre-hook of every module with planned sites (:mod:`fp4graph.model.hooks`) calls ``fp4graph::enter`` while
+A forward pre-hook of every module with planned sites (:mod:`fp4graph.model.hooks`) calls ``fp4graph::mark`` while
 Dynamo traces. Dynamo lifts the tensors it is given to graph inputs, into checkpointed bodies and shared graphs too,
 where object identities do not reach. The pass reads and removes the node; a graph that another backend compiles still
 has it, and fails instead of running in silent high precision.
@@ -24,18 +24,18 @@ _FOREIGN = (
 )
 
 _library: Any = torch.library.Library("fp4graph", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("enter(str tag, Tensor key, Tensor step, Tensor[] weights, Tensor[] state, bool training) -> ()")
+_library.define("mark(str tag, Tensor key, Tensor step, Tensor[] weights, Tensor[] state, bool training) -> ()")
 
 
 def _refuse(*args: object) -> None:
     raise UncompiledError(_FOREIGN)
 
 
-_library.impl("enter", _refuse, "CompositeExplicitAutograd")
-torch.library.register_fake("fp4graph::enter", lambda *args: None, lib=_library)
-ENTER = torch.ops.fp4graph.enter
+_library.impl("mark", _refuse, "CompositeExplicitAutograd")
+torch.library.register_fake("fp4graph::mark", lambda *args: None, lib=_library)
+MARK = torch.ops.fp4graph.mark
 # The fake implementation also runs while Dynamo itself traces; only a later trace (AOTAutograd's) has this mode.
-ENTER.default.py_impl(ProxyTorchDispatchMode)(_refuse)
+MARK.default.py_impl(ProxyTorchDispatchMode)(_refuse)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Marker:
     @staticmethod
     def read(node: torch.fx.Node) -> Marker | None:
         """The marker at ``node``, or None for any other node."""
-        if node.op != "call_function" or node.target not in (ENTER, ENTER.default):
+        if node.op != "call_function" or node.target not in (MARK, MARK.default):
             return None
         tag, key, step, weights, state, training = node.args
         stack = module_stack(node)

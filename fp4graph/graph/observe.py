@@ -1,4 +1,4 @@
-"""Runs a rewritten graph as it is, without a compiler, and shows an observer what its sites do."""
+"""Runs a rewritten graph as it is, without a compiler, and shows a recording what its sites do."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from torch import Tensor
 from torch._guards import CompileContext
 from torch.fx import GraphModule, Node
 
-from fp4graph.ops import observe as operands
+from fp4graph.ops.observe import OperandObserver, observed
 
 
-class Observer(Protocol):
-    """What wants to see quantized sites at work.
+class Recording(Protocol):
+    """What is shown quantized sites at work.
 
     A site is called by the name of its module ("" is "(root)"); the second and further sites of one module in the
     graph have "#1", "#2", ... behind it. A site that runs several times in a step is shown each time.
     """
 
-    def operands(self, site: str) -> operands.OperandObserver | None:
+    def operands(self, site: str) -> OperandObserver | None:
         """What is shown the operands of each GEMM of ``site``, of this forward and of its backward; None for nothing.
 
         Called before every forward of the site. The tensors shown are the training's own: to be read, not written.
@@ -34,14 +34,11 @@ class Observation:
     """One model's graphs, captured anew for being observed.
 
     Attributes:
-        compiled: the model's entry point behind this backend. frames: the runtime's record of what was captured.
-        observer: who is shown what happens; may be replaced at any time.
+        recording: what is shown the sites; may be replaced at any time.
     """
 
-    def __init__(self, observer: Observer) -> None:
-        self.compiled: Any = None
-        self.frames: dict[Any, Any] = {}
-        self.observer = observer
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
         self._named: dict[Any, tuple[Counter[str], Counter[str]]] = {}  # per frame: names before it, and in it
 
     def backend(self, gm: GraphModule, example_inputs: list[Any]) -> GraphModule:
@@ -66,9 +63,9 @@ class Observation:
         function: Any = node.target
 
         def fp4graph_observed(*args: Any, **kwargs: Any) -> Tensor:
-            with operands.observed(self.observer.operands(name)):
+            with observed(self.recording.operands(name)):
                 y: Tensor = function(*args, **kwargs)
-            self.observer.output(name, y)
+            self.recording.output(name, y)
             return y
 
         # FX writes a call by the function's name: each must have its own.

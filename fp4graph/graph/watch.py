@@ -16,15 +16,9 @@ from fp4graph.graph.names import Names
 
 
 class Watch:
-    """One context of watching, over all graphs that are captured in it.
-
-    Attributes:
-        compiled: the model's entry point behind this backend. frames: the runtime's record of what was captured.
-    """
+    """One context of watching, over all graphs that are captured in it."""
 
     def __init__(self, names: Names) -> None:
-        self.compiled: Any = None
-        self.frames: dict[Any, Any] = {}
         self._names = names
         self._handles: list[RemovableHandle] = []
 

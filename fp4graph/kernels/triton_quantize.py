@@ -171,7 +171,7 @@ def pack_both(
     row_salts: tuple[int, ...] = (),
     column_salts: tuple[int, ...] = (),
 ) -> tuple[Packed, Packed]:
-    """Return ``pack(x, rows)`` and ``pack(x.mT, columns)``, of the results of :func:`quantize_both`; arguments as there."""
+    """Return ``pack(x, rows)`` and ``pack(x.mT, columns)``: the bytes of the results of :func:`quantize_both`."""
     arguments = _arguments(x, rows, columns, draw, row_salts, column_salts)
     row_codes, row_scales, column_codes, column_scales = torch.ops.fp4graph.pack_both(x, *arguments)
     shape = tuple(x.shape)

@@ -9,9 +9,12 @@ from typing import Any, TypeVar
 from torch import nn
 
 from fp4graph.errors import Error
+from fp4graph.graph.backend import BACKENDS
 from fp4graph.model import saved, state
+from fp4graph.model.distributed import unwrapped
 from fp4graph.model.explain import rehearse
-from fp4graph.model.runtime import BACKENDS, Runtime, bypassed, detach, entries, runtime_of, unwrapped
+from fp4graph.model.hooks import bypassed, mark_hooks
+from fp4graph.model.runtime import Runtime, detach, runtime_of
 from fp4graph.policy import Policy, check_modules, load_policy
 
 M = TypeVar("M", bound=nn.Module)
@@ -71,7 +74,7 @@ def apply(
         loaded.phase(0, total_forwards)  # phases in the wrong order are refused here
     if example_inputs is not None:
         rehearse(root, loaded, example_inputs)
-    first = runtime_of(root) is None and not entries(root)
+    first = runtime_of(root) is None and not mark_hooks(root)
     Runtime(root, loaded, backend, seed, dynamic, total_forwards).attach()
     if first:
         saved.restore(root)
@@ -89,7 +92,7 @@ def set_total_forwards(model: nn.Module, total_forwards: int) -> None:
     if runtime is None:
         raise Error("set_total_forwards() takes a model that fp4graph.apply has prepared")
     _check_total(total_forwards)
-    runtime.whole.phase(0, total_forwards)
+    runtime.policy.phase(0, total_forwards)
     runtime.total_forwards = total_forwards
 
 
@@ -122,7 +125,7 @@ def _check_total(total_forwards: int) -> None:
 
 def remove(model: M) -> M:
     """Undo :func:`apply`: the model runs as before, its weights as they are now. Returns ``model``."""
-    if runtime_of(model) is None and not entries(model):
+    if runtime_of(model) is None and not mark_hooks(model):
         raise Error("this model is not applied")
     detach(unwrapped(model))
     return model
@@ -130,6 +133,6 @@ def remove(model: M) -> M:
 
 def bypass(model: nn.Module) -> AbstractContextManager[None]:
     """A context in which ``model``, its methods and its submodules run uncompiled and in high precision."""
-    if runtime_of(model) is None and not entries(model):
+    if runtime_of(model) is None and not mark_hooks(model):
         raise Error("this model is not applied, so there is nothing to bypass")
     return bypassed(model)

@@ -25,7 +25,9 @@ from torch.utils import _pytree as pytree
 
 from fp4graph.errors import CaptureError, Error
 from fp4graph.graph.rewrite import Site
-from fp4graph.model.runtime import Runtime, detach, unwrapped
+from fp4graph.model import coverage
+from fp4graph.model.distributed import unwrapped
+from fp4graph.model.runtime import Runtime, detach
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.policy import Policy, load_policy
 from fp4graph.technique.operands import Operand
@@ -114,7 +116,11 @@ def explain(
     loaded = dataclasses.replace(load_policy(policy), phases=())
     runtime, problem = _captured(model, loaded, args, kwargs or {})
     return Explanation(
-        loaded, tuple(runtime.sites), runtime.names.blocks, None if problem is None else str(problem), runtime.graphs
+        loaded,
+        tuple(runtime.sites),
+        runtime.plan.names.blocks,
+        None if problem is None else str(problem),
+        runtime.capture.graphs,
     )
 
 
@@ -154,7 +160,7 @@ def _captured(
         lambda t: t if isinstance(t, torch._subclasses.FakeTensor) else fake_mode.from_tensor(t),
         (args, dict(kwargs)),
     )
-    runtime = Runtime(twin, policy, "eager", 0, None, explains=True)
+    runtime = Runtime(twin, policy, "eager", explains=True)
     try:
         with torch.random.fork_rng(), fake_mode:
             runtime.attach()
@@ -168,10 +174,10 @@ def _captured(
         ) from error
     finally:
         random.setstate(python_state)
-        _forget(runtime.entry.__code__)
-    problem = next(iter(runtime.problems), None)
+        _forget(runtime.capture.entry.__code__)
+    problem = next(iter(runtime.capture.problems), None)
     try:
-        runtime.check_coverage()
+        coverage.check(runtime.plan, runtime.capture)
     except Error as error:
         problem = problem or error
     return runtime, problem

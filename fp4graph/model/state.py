@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fp4graph.errors import PolicyWarning
 from fp4graph.numerics import noise
 from fp4graph.numerics.sharding import like, whole
-from fp4graph.policy.difference import difference, name_in
+from fp4graph.text import difference, name_in
 
 #: Name of the submodule that holds our buffers, on the root and on every module with planned sites.
 NAME = "_fp4graph"
@@ -108,6 +108,11 @@ class SiteState(State):
         state = self.__dict__.copy()
         state["_weights"] = {}
         return state
+
+
+def site_states(root: nn.Module) -> list[SiteState]:
+    """Return the state of every module below ``root`` that has planned sites."""
+    return [module for module in root.modules() if isinstance(module, SiteState)]
 
 
 class RootState(State):

@@ -11,12 +11,12 @@ A.4 and A.5 (UE5M3, E8M3).
 
 from __future__ import annotations
 
-import difflib
 import functools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVar
+
+from fp4graph.text import suggest
 
 _Format = TypeVar("_Format")
 
@@ -197,10 +197,5 @@ def scale_format(name: str) -> ScaleFormat:
 
 def _look_up(name: str, table: dict[str, _Format], kind: str) -> _Format:
     if name not in table:
-        raise ValueError(f"no {kind} format {name!r}; {_hint(name, table)}")
+        raise ValueError(f"no {kind} format {name!r}; {suggest(name.lower(), table)}")
     return table[name]
-
-
-def _hint(name: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name.lower(), known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known)}"

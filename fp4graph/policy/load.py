@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -15,6 +14,7 @@ from fp4graph.policy.resolve import resolve
 from fp4graph.policy.schema import PolicySection
 from fp4graph.policy.validation import validate
 from fp4graph.technique.registry import Registry, default_registry
+from fp4graph.text import nearest
 
 PolicyRef = str | PathLike[str] | Mapping[str, Any] | Policy
 
@@ -51,7 +51,7 @@ def _find(ref: str | PathLike[str], directory: Path, registry: Registry, place: 
         return registry.policies[str(ref)]
     if (directory / path).is_file():
         return directory / path
-    near = difflib.get_close_matches(path.stem, registry.policies, n=1)
+    near = nearest(path.stem, registry.policies)
     shipped = f"did you mean the shipped policy {near[0]!r}? " if near else ""
     known = f"Shipped policies: {', '.join(sorted(registry.policies)) or 'none'}"
     what = "is a directory" if (directory / path).is_dir() else "is not a file"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import hashlib
 import json
@@ -20,6 +19,7 @@ from fp4graph.policy.match import Match, Range
 from fp4graph.technique import Technique
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import BlockPosition, SiteView
+from fp4graph.text import nearest
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ def check_modules(policy: Policy, names: Iterable[str]) -> None:
     for rule in policy.rules:
         globs = rule.match.module
         if rule.required and globs is not None and not any(rule.match.names(name) for name in known):
-            near = [match for glob in globs for match in difflib.get_close_matches(glob, known, n=3, cutoff=0.5)]
+            near = [match for glob in globs for match in nearest(glob, known, count=3, cutoff=0.5)]
             hint = (
                 f"the nearest are {', '.join(near)}" if near else f"the model has {', '.join(known[:5]) or 'none'}, ..."
             )

@@ -27,8 +27,9 @@ from fp4graph.policy.schema import (
 from fp4graph.policy.validation import dotted, validate
 from fp4graph.technique import OperandSpecs, Technique, checked_plan, overrides
 from fp4graph.technique.operands import ADDRESSES, GROUPS, Operand
-from fp4graph.technique.registry import Registry, suggest
+from fp4graph.technique.registry import Registry
 from fp4graph.technique.site import SiteView
+from fp4graph.text import suggest
 
 _Path = tuple[str | int, ...]
 
@@ -395,8 +396,7 @@ class _Resolver:
                 self._inert.setdefault(declared.path, []).append(reason)
         quantized = {operand for operand, spec in plans[0].items() if spec is not None}
         for declared in techniques:
-            named = getattr(declared.technique, "operands", None)
-            if "operands" in declared.technique.model_fields_set and isinstance(named, tuple):
+            for named in declared.technique.addresses_given.values():
                 kept = {name for name in named if not {*ADDRESSES[name]} & quantized}
                 self._kept[declared.path] = kept & self._kept.get(declared.path, kept)
 

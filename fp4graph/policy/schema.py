@@ -29,7 +29,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 from fp4graph.numerics.spec import Block, Convention, Rounding, ScaleRounding, Source, Ties, Zero
 from fp4graph.policy.match import Match, Op, Range
 from fp4graph.technique.operands import ADDRESSES
-from fp4graph.technique.registry import suggest
+from fp4graph.text import suggest
 
 VERSION = 1
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from fp4graph.policy.document import Node
-from fp4graph.technique.registry import suggest
+from fp4graph.text import suggest
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
@@ -158,10 +157,3 @@ def _shipped_policies() -> list[Path]:
 def default_registry() -> Registry:
     """The registry of everything installed, built at first use."""
     return Registry()
-
-
-def suggest(name: str, known: Iterable[str]) -> str:
-    """A sentence naming the nearest of ``known``, or all of them when none is near."""
-    known = sorted(known)
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"

@@ -16,14 +16,14 @@ from pydantic import BaseModel, ConfigDict
 
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.technique.context import Context, Quantization
-from fp4graph.technique.operands import Gemm, Operand
+from fp4graph.technique.operands import Gemm, Operand, OperandList
 from fp4graph.technique.site import SiteView
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fp4graph.numerics.blocking import Granularity, Groups
-    from fp4graph.training.optimizer import OptimizerStep, WeightUpdate
+    from fp4graph.technique.updates import OptimizerStep, WeightUpdate
 
 #: Specs of one site's six operands; None is high precision.
 OperandSpecs = Mapping[Operand, "QuantSpec | None"]
@@ -85,6 +85,30 @@ class Technique(BaseModel):
     #: The plugin that offers it, for errors; the registry fills it in.
     plugin: ClassVar[str | None] = None
 
+    # ------------------------------------------------------------------ options that list operands
+
+    @classmethod
+    def operand_lists(cls) -> dict[str, OperandList]:
+        """Return the options that list operands, by name: those of type :data:`~fp4graph.technique.Operands`."""
+        marks = ((name, mark) for name, field in cls.model_fields.items() for mark in field.metadata)
+        return {name: mark for name, mark in marks if isinstance(mark, OperandList)}
+
+    @property
+    def operands_listed(self) -> frozenset[Operand]:
+        """The operands that the options list, by default or as a policy says; empty without such an option."""
+        lists = self.operand_lists().items()
+        return frozenset().union(*(mark.select(getattr(self, name)) for name, mark in lists))
+
+    @property
+    def addresses_given(self) -> dict[str, tuple[str, ...]]:
+        """The lists of operands that the policy's author wrote, by option; defaults and scopes are left out."""
+        given = {name: getattr(self, name) for name in self.operand_lists() if name in self.model_fields_set}
+        return {name: value for name, value in given.items() if isinstance(value, tuple)}
+
+    def specs_listed(self, specs: OperandSpecs) -> dict[Operand, QuantSpec]:
+        """Return the specs of the listed operands that are quantized, in the order of their names."""
+        return {o: spec for o in sorted(self.operands_listed) if (spec := specs.get(o)) is not None}
+
     # ------------------------------------------------------------------ accounting
 
     @property
@@ -119,8 +143,12 @@ class Technique(BaseModel):
         return specs
 
     def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """The operands at whose tensor stages (split ... group_gradient, observe) this technique takes part."""
-        return frozenset()
+        """Return the operands at whose tensor stages (split ... group_gradient, observe) this technique takes part.
+
+        By default these are the operands that its options of type :data:`~fp4graph.technique.Operands` list, if it has
+        tensor stages at all.
+        """
+        return self.operands_listed if any(overrides(self, stage) for stage in TENSOR_STAGES) else frozenset()
 
     def pairs(self, site: SiteView) -> frozenset[Gemm]:
         """The GEMMs whose two operands this technique transforms together."""
@@ -263,12 +291,15 @@ QUANTIZER_STAGES = ("split", "around", "block_statistic", "group_statistic", "gr
 #: Stages whose presence replaces the straight-through estimator.
 GRADIENT_STAGES = ("element_surrogate", "scale_surrogate", "statistic_gradient", "group_gradient")
 
+#: Stages of one operand, which take part in the operand programs of :meth:`Technique.acts_on`.
+TENSOR_STAGES = (*QUANTIZER_STAGES, "observe", *GRADIENT_STAGES)
+
 #: Stages around the optimizer's step.
 OPTIMIZER_STAGES = frozenset({"before_step", "after_step", "before_optimizer", "after_optimizer"})
 
 #: The methods that are stages, in the order in which they act.
 STAGES = (
-    "plan", "state", "pair_context", "transform", "inverse", *QUANTIZER_STAGES, "observe", *GRADIENT_STAGES,
+    "plan", "state", "pair_context", "transform", "inverse", *TENSOR_STAGES,
     "before_step", "before_optimizer", "after_step", "after_optimizer", "loss_scaler",
 )  # fmt: skip
 

@@ -32,9 +32,10 @@ from torch import Tensor, nn
 
 from fp4graph.errors import Error
 from fp4graph.model import state
-from fp4graph.model.runtime import runtime_of, unwrapped
+from fp4graph.model.distributed import unwrapped
+from fp4graph.model.runtime import runtime_of
 from fp4graph.numerics.sharding import is_sharded, like, whole
-from fp4graph.policy.difference import difference, name_in
+from fp4graph.text import difference, name_in
 
 #: What tells our files from others, and this layout from later ones.
 FORMAT, VERSION = "fp4graph.checkpoint", 2
@@ -338,7 +339,7 @@ def written_under(module: nn.Module) -> dict[str, Any] | None:
     runtime = runtime_of(module)
     if runtime is None:
         return None
-    policy = runtime.whole
+    policy = runtime.policy
     return {
         "text": policy.to_yaml(),
         "fingerprint": policy.fingerprint,
@@ -358,13 +359,13 @@ def check_policy(source: str, saved: Mapping[str, Any] | None, module: nn.Module
         return
     remedy = "apply the policy it was written under, or pass same_policy=False to go on under this one"
     if saved is None or runtime is None:
-        here = "this model is not applied" if runtime is None else f"this model has {runtime.whole.name!r}"
+        here = "this model is not applied" if runtime is None else f"this model has {runtime.policy.name!r}"
         there = "no policy" if saved is None else f"policy {name_in(saved['text'])!r}"
         raise Mismatch(f"{source} was written under {there}, but {here}: {remedy}")
-    if saved["fingerprint"] != runtime.whole.fingerprint:
-        shown = difference(saved["text"], runtime.whole.to_yaml()) or "  (a number format, by its values)"
+    if saved["fingerprint"] != runtime.policy.fingerprint:
+        shown = difference(saved["text"], runtime.policy.to_yaml()) or "  (a number format, by its values)"
         raise Mismatch(
-            f"{source} was written under policy {name_in(saved['text'])!r}, this model has {runtime.whole.name!r}.\n"
+            f"{source} was written under policy {name_in(saved['text'])!r}, this model has {runtime.policy.name!r}.\n"
             f"From that policy (-) to this one (+):\n{shown}\n{remedy}"
         )
     if saved["seed"] != runtime.seed:
@@ -373,7 +374,7 @@ def check_policy(source: str, saved: Mapping[str, Any] | None, module: nn.Module
             f"{runtime.seed}: the noise would be another. Apply with the former, or pass same_policy=False"
         )
     total = runtime.total_forwards
-    if runtime.whole.phases and None not in (saved["total_forwards"], total) and saved["total_forwards"] != total:
+    if runtime.policy.phases and None not in (saved["total_forwards"], total) and saved["total_forwards"] != total:
         raise Mismatch(
             f"{source} was written for a training of {saved['total_forwards']} forwards, this one has {total}: phases "
             "would begin elsewhere. Say the former, or pass same_policy=False"

@@ -443,7 +443,7 @@ def test_inside_ddp(tmp_path):
 
 def test_sharded_models_are_refused(tmp_path, monkeypatch):
     model, optimizer = make(policy())
-    monkeypatch.setattr("fp4graph.analysis.collect.fsdp_units", lambda model: [model])
+    monkeypatch.setattr("fp4graph.analysis.collect.fsdp_modules", lambda model: [model])
     with pytest.raises(fp4graph.Error, match="under fully_shard cannot be observed"):
         Statistics(model, optimizer, every=1, directory=tmp_path)
 

@@ -10,11 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import python, run
 
 import fp4graph
 from fp4graph.analysis import read
 from fp4graph.analysis.storage import FILE, Log
+from tests.helpers.processes import python, run
 
 
 def row(step, value=1.0, site="a"):

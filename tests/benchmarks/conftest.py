@@ -9,14 +9,11 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture(autouse=True)
-def _import_path(monkeypatch: pytest.MonkeyPatch) -> None:
+def _what_benchmarks_import() -> None:
     pytest.importorskip("psutil", reason="benchmarks need the extra 'bench'")
     pytest.importorskip("cpuinfo", reason="benchmarks need the extra 'bench'")
-    monkeypatch.syspath_prepend(str(ROOT))
 
 
 @pytest.fixture

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import fsdp_cases
 import pytest
 import torch
-from two_process_models import image_loss, vit
-from two_processes import cases, launch
 
 import fp4graph
 from fp4graph.model.runtime import runtime_of
+from tests.distributed import fsdp_cases
+from tests.distributed.two_process_models import image_loss, vit
+from tests.distributed.two_processes import cases, launch
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 

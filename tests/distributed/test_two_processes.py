@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import write_whole
-from two_processes import launch
+
+from tests.distributed.two_processes import launch
+from tests.helpers.processes import write_whole
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
 

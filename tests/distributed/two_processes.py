@@ -21,10 +21,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from processes import PARTNER, python, rendezvous, run_ranks, write_whole
+from tests.helpers.processes import PARTNER, python, rendezvous, run_ranks, write_whole
 
 HERE = Path(__file__).parent
+
+
+def _module(file: str) -> ModuleType:
+    return importlib.import_module(f"tests.distributed.{file}")
 
 
 def cases(module: ModuleType) -> dict[str, Callable[[], None]]:
@@ -39,7 +42,7 @@ def launch(file: str, folder: Path) -> dict[str, str]:
     """
     failures = run_ranks(python(HERE / "two_processes.py", file, folder), folder)
     print((folder / "rank0.log").read_text(errors="replace"))
-    outcomes = dict.fromkeys(cases(importlib.import_module(file)), "")
+    outcomes = dict.fromkeys(cases(_module(file)), "")
     for rank, failure in enumerate(failures):
         report = folder / f"rank{rank}.json"
         reported: dict[str, str] = json.loads(report.read_text()) if report.exists() else {}
@@ -53,7 +56,7 @@ def main(file: str, folder: Path, *only: str) -> None:
     """One rank: every case in turn. A case that fails on one rank would leave the other waiting: its end is agreed."""
     warnings.simplefilter("ignore")  # torch's own, on views and on random numbers of DTensors
     dist.init_process_group("gloo", timeout=timedelta(seconds=PARTNER), **rendezvous(folder))  # type: ignore[arg-type]
-    module = importlib.import_module(file)
+    module = _module(file)
     module.FOLDER = folder  # type: ignore[attr-defined]
     outcomes = {}
     for name, case in cases(module).items():

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from processes import PATIENCE
+
+from tests.helpers.processes import PATIENCE
 
 
 def _programs() -> Path | None:

@@ -21,9 +21,6 @@ from typing import Any
 
 import optuna
 import pytest
-import toy
-from processes import PATIENCE
-from processes import run as run_process
 
 import fp4graph
 from fp4graph.commands.sweep import sweep
@@ -35,6 +32,9 @@ from fp4graph.experiments.space import Space, load_space, parse_space
 from fp4graph.experiments.study import Manifest, Study, TakenOver, Watch, make_pruner
 from fp4graph.experiments.sweep import propose, work
 from fp4graph.experiments.workers import Interrupts, Job, Workers
+from tests.experiments import toy
+from tests.helpers.processes import IMPORTS, PATIENCE
+from tests.helpers.processes import run as run_process
 
 RUN = Run("digits", steps=1, device="cpu")
 SMALL = """\
@@ -461,7 +461,7 @@ def test_after_a_kill_of_everything_nothing_is_lost_and_nothing_run_twice(
     url: str, table10: Space, tmp_path: Path
 ) -> None:
     log, hold = tmp_path / "trained", tmp_path / "hold"
-    here = {"cwd": Path(toy.__file__).parent, "env": {**os.environ, "OMP_NUM_THREADS": "1"}}
+    here = {"cwd": Path(toy.__file__).parent, "env": {**os.environ, **IMPORTS, "OMP_NUM_THREADS": "1"}}
     command = [sys.executable, toy.__file__, url, str(log), "30", "120"]
     killed = subprocess.Popen(command, start_new_session=True, **here)  # type: ignore[call-overload]
 

@@ -20,7 +20,6 @@ from typing import Any
 
 import pytest
 import torch
-from processes import PATIENCE
 from typer.testing import CliRunner
 
 import fp4graph
@@ -29,6 +28,7 @@ from fp4graph.experiments.record import Record, read_metrics, read_outcome, read
 from fp4graph.experiments.run import finite
 from fp4graph.experiments.tasks import TASKS
 from fp4graph.experiments.train import Outcome, Run, train
+from tests.helpers.processes import PATIENCE
 
 #: A ViT on a few digits.
 SHORT: dict[str, Any] = {

@@ -92,6 +92,6 @@ def sweep(url: str, log: str, trials: int, milliseconds: int) -> None:
 
 
 if __name__ == "__main__":
-    import toy  # by the name that the worker processes know it by
+    from tests.experiments import toy  # by the name that the worker processes know it by
 
     toy.sweep(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))

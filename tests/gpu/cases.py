@@ -11,7 +11,6 @@ from typing import Any
 
 import fp4graph_policies
 import torch
-from numerics.helpers import any_floats, around, blocks_of_every_scale
 from torch import Tensor
 
 import fp4graph
@@ -25,6 +24,7 @@ from fp4graph.ops.gemm import GemmProgram, MatmulProgram
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import BlockPosition, SiteView
+from tests.helpers.floats import any_floats, around, blocks_of_every_scale
 
 POLICIES = sorted(file.stem for file in Path(fp4graph_policies.__file__).parent.glob("*.yaml"))
 MXFP4 = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}}

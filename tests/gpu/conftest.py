@@ -35,7 +35,7 @@ def compiler() -> Iterator[ProcessPoolExecutor]:
 @pytest.fixture(scope="session")
 def interpreter() -> Iterator[ProcessPoolExecutor]:
     """A process in which Triton functions are interpreted."""
-    from . import interpreted  # not above: it imports Triton, without which the tests are skipped
+    from tests.gpu import interpreted  # not above: it imports Triton, without which the tests are skipped
 
     with worker(TRITON_INTERPRET="1") as pool:
         pool.submit(interpreted.prepare).result()

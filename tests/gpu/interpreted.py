@@ -29,7 +29,7 @@ from triton.runtime.interpreter import (
     TensorHandle,
 )
 
-from .absent import Generated
+from tests.gpu.absent import Generated
 
 
 def prepare() -> None:

@@ -13,7 +13,6 @@ pytest.importorskip("triton", reason="there is no Triton for this system, or it 
 if not torch.cuda._is_compiled():
     pytest.skip("this torch is built without CUDA", allow_module_level=True)
 
-from numerics.helpers import assert_same_bits
 from torch import Tensor
 
 from fp4graph.kernels.inductor import EXACT
@@ -23,10 +22,10 @@ from fp4graph.numerics.scaling import constant
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.technique import GRADIENT_STAGES, QUANTIZER_STAGES, overrides
 from fp4graph.technique.registry import default_registry
-
-from . import absent
-from .cases import KEY, STEP, GradientFactor, Quantizer, operands, quantizers, rotations
-from .interpreted import run_generated
+from tests.gpu import absent
+from tests.gpu.cases import KEY, STEP, GradientFactor, Quantizer, operands, quantizers, rotations
+from tests.gpu.interpreted import run_generated
+from tests.helpers.floats import assert_same_bits
 
 UNEVEN, EVEN = (75, 90), (64, 96)
 #: Tested by default: MXFP4 along rows, ties up, and down columns, ties even. `make gpu` tests all.

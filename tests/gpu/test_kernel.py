@@ -14,7 +14,6 @@ pytest.importorskip("triton", reason="there is no Triton for this system, or it 
 if not torch.cuda._is_compiled():
     pytest.skip("this torch is built without CUDA", allow_module_level=True)
 
-from numerics.helpers import assert_same_bits
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
@@ -29,10 +28,10 @@ from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.ops.draw import operand_draw
 from fp4graph.technique.operands import Operand
-
-from . import absent
-from .cases import KEY, STEP, operands, programs
-from .test_generated import EVEN, GPUS, UNEVEN, assert_machine_code
+from tests.gpu import absent
+from tests.gpu.cases import KEY, STEP, operands, programs
+from tests.gpu.test_generated import EVEN, GPUS, UNEVEN, assert_machine_code
+from tests.helpers.floats import assert_same_bits
 
 #: Numbers that the shipped policies do not have in plain specs, two by two: along rows, along columns.
 OTHERS = {

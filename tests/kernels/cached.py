@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 import fp4graph
 from fp4graph.policy import Policy
 from fp4graph.technique.registry import Registry
-from kernels.models import train
+from tests.kernels.models import train
 
 
 def policy(case: str) -> Policy:

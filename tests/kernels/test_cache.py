@@ -20,10 +20,11 @@ from fp4graph.graph.plan import plan_site
 from fp4graph.kernels import operators
 from fp4graph.ops.gemm import MatmulProgram
 from fp4graph.technique.site import BlockPosition, SiteView
+from tests.helpers.processes import IMPORTS
 
 pytestmark = pytest.mark.compiler  # caches of Inductor
 
-TESTS = Path(__file__).parents[1]
+CACHED = Path(__file__).with_name("cached.py")
 TECHNIQUE = '''
 from typing import ClassVar
 
@@ -60,12 +61,11 @@ class Process:
     def __init__(self, folder: Path) -> None:
         self.technique = folder / "louder.py"
         self.write(1.5)
-        paths = [str(folder), str(TESTS), os.environ.get("PYTHONPATH", "")]
         self.environment = {
             **os.environ,
             "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"),
             "TORCHINDUCTOR_COMPILE_THREADS": "1",  # workers take longer to start than there is to compile
-            "PYTHONPATH": os.pathsep.join(paths),
+            "PYTHONPATH": os.pathsep.join([str(folder), IMPORTS["PYTHONPATH"]]),
             "PYTHONDONTWRITEBYTECODE": "1",
         }
 
@@ -75,7 +75,7 @@ class Process:
     def train(self, *cases: str) -> dict[str, Any]:
         """What came of each case."""
         done = subprocess.run(
-            [sys.executable, str(TESTS / "kernels/cached.py"), *cases],
+            [sys.executable, str(CACHED), *cases],
             env=self.environment,
             capture_output=True,
             text=True,
@@ -146,10 +146,10 @@ def test_names_tell_programs_apart() -> None:
 
 def test_names_are_the_same_in_every_process() -> None:
     code = (
-        "import json\nfrom kernels.test_cache import name_of, programs\n"
+        "import json\nfrom tests.kernels.test_cache import name_of, programs\n"
         "print(json.dumps({case: name_of(program) for case, program in programs().items()}))"
     )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
+    environment = {**os.environ, **IMPORTS}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == {case: name_of(program) for case, program in programs().items()}

@@ -12,26 +12,23 @@ from typing import Any
 
 import pytest
 import torch
-from numerics.helpers import assert_same_bits
-from processes import PATIENCE
 from torch import Tensor
 
 from fp4graph.kernels import cpu, operators
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
-
-from .models import train
+from tests.helpers.floats import assert_same_bits
+from tests.helpers.processes import IMPORTS, PATIENCE
+from tests.kernels.models import train
 
 pytestmark = pytest.mark.compiler
 
-TESTS = str(Path(__file__).parents[1])
 POLICY = "tetrajet"
 
 
 def start(code: str, folder: Path, **environment: str) -> subprocess.Popen[str]:
     """A Python process with a cache directory of its own, which prints JSON."""
-    paths = os.pathsep.join([TESTS, os.environ.get("PYTHONPATH", "")])
-    fresh = {"TORCHINDUCTOR_CACHE_DIR": str(folder), "PYTHONPATH": paths, **environment}
+    fresh = {"TORCHINDUCTOR_CACHE_DIR": str(folder), **IMPORTS, **environment}
     return subprocess.Popen(
         [sys.executable, "-c", code],
         env={**os.environ, **fresh},
@@ -57,7 +54,7 @@ def compiler(path: Path, body: str) -> str:
 
 TRAINING = f"""
 import json, warnings
-from kernels.models import train
+from tests.kernels.models import train
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     weights = [train({POLICY!r}).tolist() for _ in range(2)]

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from numerics.helpers import any_floats, assert_same_bits
 from torch import Tensor
 
 from fp4graph.kernels import cpu, operators
@@ -19,8 +18,8 @@ from fp4graph.numerics.noise import Noise, derive, make_step, mix
 from fp4graph.numerics.packing import pack
 from fp4graph.numerics.quantize import fake_quantize, round_elements
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
-
-from .quantizers import (
+from tests.helpers.floats import any_floats, assert_same_bits
+from tests.kernels.quantizers import (
     CHOICES,
     DERIVED,
     KEY,

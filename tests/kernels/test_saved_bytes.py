@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from numerics.helpers import assert_same_bits
 from torch import Tensor, nn
 
 import fp4graph
 from fp4graph.kernels import operators
+from tests.helpers.floats import assert_same_bits
 
 pytestmark = pytest.mark.compiler  # tensor code keeps no bytes
 

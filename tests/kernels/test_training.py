@@ -6,12 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from numerics.helpers import assert_same_bits
 
 from fp4graph.commands.reference import shipped_registry
 from fp4graph.kernels import cpu, operators
-
-from .models import train
+from tests.helpers.floats import assert_same_bits
+from tests.kernels.models import train
 
 pytestmark = pytest.mark.compiler
 

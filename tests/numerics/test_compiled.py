@@ -9,8 +9,7 @@ from torch._inductor.utils import run_and_get_code
 from fp4graph.numerics.noise import make_key
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
-
-from .helpers import any_floats, assert_same_bits, blocks_of_every_scale
+from tests.helpers.floats import any_floats, assert_same_bits, blocks_of_every_scale
 
 pytestmark = pytest.mark.compiler
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from processes import python, run
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from fp4graph.numerics import noise
 from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.noise import Noise, derive, derive_all, hash_bits, make_key, mix
+from tests.helpers.processes import python, run
 
 N = 1 << 14
 INDEX = torch.arange(N, dtype=torch.int32)

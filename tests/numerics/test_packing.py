@@ -13,8 +13,7 @@ from fp4graph.numerics.formats import ELEMENTS, SCALES
 from fp4graph.numerics.packing import pack, unpack
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
-
-from .helpers import any_floats, assert_same_bits
+from tests.helpers.floats import any_floats, assert_same_bits
 
 
 @pytest.mark.parametrize("scale", SCALES)

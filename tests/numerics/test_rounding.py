@@ -15,8 +15,7 @@ from fp4graph.numerics import oracle
 from fp4graph.numerics.formats import ELEMENTS, element_format
 from fp4graph.numerics.noise import hash_bits, make_key
 from fp4graph.numerics.rounding import bracket, round_nearest, round_stochastic, uniform
-
-from .helpers import any_floats, assert_same_bits, critical_points
+from tests.helpers.floats import any_floats, assert_same_bits, critical_points
 
 
 def points(name: str) -> torch.Tensor:

@@ -16,8 +16,7 @@ from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
 from fp4graph.numerics.packing import pack, unpack
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
-
-from .helpers import any_floats, assert_same_bits, blocks_of_every_scale
+from tests.helpers.floats import any_floats, assert_same_bits, blocks_of_every_scale
 
 MODES = {
     "floor": ScaleCalculationMode.FLOOR,

@@ -1,7 +1,7 @@
 """Changes each key of each shipped policy once, and counts the changes that no reference notices.
 
 ``python -m pytest tests/recipes`` holds the policies to the references; this says how tightly. Run it by hand, in
-minutes: ``cd tests && python -m recipes.mutations``. A change that the loader refuses counts as noticed.
+minutes: ``python -m tests.recipes.mutations``. A change that the loader refuses counts as noticed.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import torch
 import yaml
 
 import fp4graph
-
-from .shipped import POLICIES, data_for, differences, expected, forms
+from tests.recipes.shipped import POLICIES, data_for, differences, expected, forms
 
 _OTHER: dict[str, dict[Any, Any]] = {
     "element": {"e2m1": "e3m0", "e3m0": "e2m1", "int4": "e2m1"},

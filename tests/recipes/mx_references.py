@@ -20,7 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
-from .arithmetic import (
+from tests.recipes.arithmetic import (
     ELEMENTS,
     Block,
     block_amax,

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from .arithmetic import quantize as block_quantize
+from tests.recipes.arithmetic import quantize as block_quantize
 
 Array = npt.NDArray[np.float64]
 State = dict[str, Any]

@@ -11,10 +11,9 @@ import fp4graph_policies
 import numpy as np
 
 from fp4graph import Policy
-
-from . import mx_references, other_references
-from .bits import SiteBits
-from .linear import SITE, Data, mismatches, run
+from tests.recipes import mx_references, other_references
+from tests.recipes.bits import SiteBits
+from tests.recipes.linear import SITE, Data, mismatches, run
 
 POLICIES = sorted(path.stem for path in Path(fp4graph_policies.__path__[0]).glob("*.yaml"))
 REFERENCES = {**mx_references.REFERENCES, **other_references.REFERENCES}

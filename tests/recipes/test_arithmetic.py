@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from .arithmetic import (
+from tests.recipes.arithmetic import (
     ELEMENTS,
     SCALES,
     block_amax,

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from . import optimizer_references as references
-from .optimizer_references import Array, State
+from tests.recipes import optimizer_references as references
+from tests.recipes.optimizer_references import Array, State
 
 
 def matrix(*values: float) -> Array:

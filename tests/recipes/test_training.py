@@ -11,11 +11,10 @@ import pytest
 import torch
 
 import fp4graph
-
-from . import optimizer_references as references
-from .linear import IN, OUT, TOKENS, Blocks
-from .mx_references import tetrajet_qema
-from .shipped import REFERENCES, bits
+from tests.recipes import optimizer_references as references
+from tests.recipes.linear import IN, OUT, TOKENS, Blocks
+from tests.recipes.mx_references import tetrajet_qema
+from tests.recipes.shipped import REFERENCES, bits
 
 STEPS = 8
 #: Options under which a technique acts within a few steps; the shipped ones of some begin after many.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 import fp4graph
-
-from .shipped import POLICIES, REFERENCES, data_for, differences, expected, forms
+from tests.recipes.shipped import POLICIES, REFERENCES, data_for, differences, expected, forms
 
 
 def test_every_policy_has_a_reference() -> None:

@@ -18,9 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import fp4graph
 from fp4graph.training import checkpoint
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from processes import PARTNER, rendezvous
+from tests.helpers.processes import PARTNER, rendezvous
 
 #: Held tensor scales are written from what each process multiplies: state that differs from rank to rank.
 POLICY = {

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from processes import python, run, run_ranks
 from torch import nn
 
 import fp4graph
 from fp4graph.training import checkpoint
+from tests.helpers.processes import python, run, run_ranks
 
 KILLED = Path(__file__).with_name("killed.py")
 KILLS = 20

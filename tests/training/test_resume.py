@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from processes import python, run
+
+from tests.helpers.processes import python, run
 
 WORKER = Path(__file__).with_name("interrupted.py")
 

@@ -226,15 +226,5 @@ def batch(tokens: TokenArray, size: int, context: int, seed: int, step: int) -> 
     return _windows(tokens, places, context)
 
 
-def validation_batches(
-    tokens: TokenArray, size: int, context: int, limit: int, rank: int, ranks: int
-) -> Iterator[torch.Tensor]:
-    """This process's part of at most ``limit`` batches of sequences that do not overlap; the same number for each."""
-    per_rank = min(limit, len(tokens) // context // size) // ranks
-    for number in range(per_rank):
-        first = (number * ranks + rank) * size
-        yield _windows(tokens, (first + np.arange(size)) * context, context)
-
-
 def _windows(tokens: TokenArray, places: npt.NDArray[np.int64], context: int) -> torch.Tensor:
     return torch.from_numpy(tokens[places[:, None] + np.arange(context)].astype(np.int64))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fp4graph.errors import Error
 from fp4graph.experiments.tasks import classification, diffusion, language, regression
 from fp4graph.experiments.tasks.task import Batch, Problem, Recipe, Settings, Task
-from fp4graph.technique.registry import suggest
+from fp4graph.text import suggest
 
 #: Every task by name, in the order of ``fp4graph train --list``.
 TASKS = {task.name: task for task in (*regression.TASKS, *classification.TASKS, *diffusion.TASKS, *language.TASKS)}

@@ -16,7 +16,7 @@ import torch
 import fp4graph
 from fp4graph.technique.registry import Registry
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "examples/technique_plugin"
 
 

@@ -15,10 +15,10 @@ from pydantic import Field
 from fp4graph import hookimpl, load_policy
 from fp4graph.commands import reference
 from fp4graph.technique import Overhead, Technique, registry
-from fp4graph.technique.operands import Gemm
+from fp4graph.technique.operands import Gemm, OperandList, Operands
 from fp4graph.technique.registry import Registry
 
-DOCS = Path(__file__).parents[1] / "docs/reference"
+DOCS = Path(__file__).parents[2] / "docs/reference"
 SHIPPED = reference.shipped_registry()
 
 
@@ -182,7 +182,10 @@ def test_types_in_words(annotation: Any, words: str) -> None:
 
 
 def test_a_list_of_operands_is_called_one() -> None:
-    assert reference._words(Literal["backward"] | tuple[str, ...], (), "operands") == "backward, or list of operands"
+    assert reference._words(Operands) == "list of operands"
+    assert reference._words(Annotated[Literal["backward"] | tuple[str, ...], OperandList()]) == (
+        "backward, or list of operands"
+    )
 
 
 # ------------------------------------------------------------------ policies

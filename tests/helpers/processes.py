@@ -15,6 +15,9 @@ from pathlib import Path
 PATIENCE = 1800.0
 #: Seconds that one rank waits for the other: in a collective, and to end once the other has failed.
 PARTNER = 300.0
+#: What a process is started with so that it can import ``tests``, wherever it runs.
+ROOT = Path(__file__).parents[2]
+IMPORTS = {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
 _SHOWN = 6000  # characters of what a process said
 
 
@@ -37,7 +40,12 @@ def run(command: Sequence[str | Path], *, env: Mapping[str, str] | None = None, 
     words = [str(word) for word in command]
     try:
         done = subprocess.run(
-            words, env={**os.environ, **(env or {})}, cwd=cwd, capture_output=True, text=True, timeout=PATIENCE
+            words,
+            env={**os.environ, **IMPORTS, **(env or {})},
+            cwd=cwd,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE,
         )
     except subprocess.TimeoutExpired as error:
         said = _tail((error.stderr or b"").decode(errors="replace"))
@@ -60,7 +68,13 @@ def run_ranks(command: Sequence[str | Path], folder: Path, ranks: int = 2) -> li
     """
     running, logs = [], [folder / f"rank{rank}.log" for rank in range(ranks)]
     for rank, log in enumerate(logs):
-        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"}
+        place = {
+            **IMPORTS,
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(ranks),
+            "OMP_NUM_THREADS": "1",
+        }
         with log.open("wb") as said:
             words = [str(word) for word in command]
             running.append(subprocess.Popen(words, env={**os.environ, **place}, stdout=said, stderr=subprocess.STDOUT))

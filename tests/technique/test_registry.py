@@ -15,9 +15,10 @@ from fp4graph.errors import PluginError
 from fp4graph.numerics.formats import E2M1, ELEMENTS, ElementFormat, ScaleFormat
 from fp4graph.technique import Overhead, Technique, hookspecs, registry
 from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.registry import GROUP, Registry, suggest
+from fp4graph.technique.registry import GROUP, Registry
+from fp4graph.text import suggest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FREE = Overhead("O(1)", "O(1)", fusable=True)
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from processes import PATIENCE
 from torch import nn
 from typer.testing import CliRunner
 
@@ -18,6 +17,7 @@ import fp4graph
 from fp4graph.analysis import Statistics, plots, read
 from fp4graph.cli import app
 from fp4graph.experiments.report import PARTS, write_report
+from tests.helpers.processes import PATIENCE
 
 
 class Block(nn.Module):

@@ -1,0 +1,47 @@
+"""The torch.compile backends that run a rewritten graph."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from fp4graph.kernels.inductor import EXACT
+
+BACKENDS = ("inductor", "aot_eager", "eager")
+Backend = Callable[[GraphModule, list[Any]], Callable[..., Any]]
+
+
+def inner_backend(name: str) -> Backend:
+    """Return the torch.compile backend that runs the rewritten graph."""
+    if name not in BACKENDS:
+        raise ValueError(f"backend is one of {', '.join(BACKENDS)}; got {name!r}")
+    return _inductor if name == "inductor" else torch._dynamo.lookup_backend(name)
+
+
+def _inductor(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+    """Inductor, told for a GPU to compute what eager mode computes; its C++ does so by itself."""
+    from torch._inductor.compile_fx import compile_fx
+
+    on_gpu = any(isinstance(x, Tensor) and x.device.type == "cuda" for x in example_inputs)
+    compiled: Any = compile_fx(gm, example_inputs, config_patches=dict(EXACT) if on_gpu else None)
+    return compiled  # type: ignore[no-any-return]
+
+
+def split_for_ddp(backend: Backend, bucket_bytes: int) -> Backend:
+    """Return ``backend`` behind torch's own cut along DDP's buckets, so that gradients are reduced in the backward."""
+    from torch._dynamo.backends.distributed import DDPOptimizer
+
+    first = min(bucket_bytes, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)  # type: ignore[attr-defined]
+    return DDPOptimizer(bucket_bytes, backend, first).compile_fn
+
+
+def with_own_code(function: Any, of: type) -> Callable[..., Any]:
+    """Return ``function`` with a code object of its own, named after class ``of``: Dynamo's cache and recompile limit
+    are per code object."""
+    code = function.__code__.replace(co_name=f"fp4graph_{of.__name__}")
+    return types.FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)
