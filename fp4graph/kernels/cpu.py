@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp4graph.kernels.constants import constants
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.packing import scale_storage
-from fp4graph.numerics.scaling import exponent_shift
 from fp4graph.numerics.spec import QuantSpec
 
 #: Dtypes that the kernels read and write; others go through fp32.
@@ -216,38 +216,13 @@ def _linked(template: str, dtype: torch.dtype, formats: tuple[tuple[str, str], .
 
 
 def _struct(name: str, spec: QuantSpec) -> str:
-    """The numbers of ``spec`` as quantize.cpp reads them."""
-    element, scale = spec.element, spec.scale
-    number = scale.format
-    shift = exponent_shift(scale, element)
-    constants: dict[str, int | bool | float] = {
-        "BLOCK": spec.block if isinstance(spec.block, int) else 0,
-        "MANTISSA": element.mantissa_bits,
-        "MIN_EXPONENT": element.min_exponent,
-        "EMAX": element.emax,
-        "QMAX": element.max,
-        "CODE_BITS": element.code_bits,
-        "NAN_CODE": element.nan_code or 0,
-        "INTEGER": element.integer,
-        "SR": spec.rounding == "stochastic",
-        "TIES_EVEN": spec.ties == "even",
-        "TIES_UP": spec.ties == "up",
-        "RANDOM_BITS": spec.random_bits,
-        "ENCODE": scale.convention == "encode",
-        "TO_ONE": scale.zero == "to_one",
-        "SHIFT": -1 if shift is None else shift,
-        "S_TOWARD_POSITIVE": scale.rounding == "toward_positive",
-        "S_STOCHASTIC": scale.rounding == "stochastic",
-        "S_MANTISSA": number.mantissa_bits,
-        "S_MIN_EXPONENT": number.min_exponent,
-        "S_HAS_ZERO": number.has_zero,
-        "S_MAX": number.max,
-        "S_MIN": number.min,
-        "S_TOP": number.top_exponent,
-        "S_NAN": number.nan_code or 0,
-    }
-    lines = "".join(f"    static constexpr {_typed(key, value)};\n" for key, value in constants.items())
-    return f"struct {name} {{\n{lines}    using Stored = {_STORED[scale_storage(number)]};\n}};\n"
+    """Return the numbers of ``spec`` as quantize.cpp reads them."""
+    numbers = constants(spec)
+    values = {key.upper(): value for key, value in asdict(numbers).items() if not isinstance(value, str)}
+    values |= {f"TIES_{ties.upper()}": numbers.ties == ties for ties in ("even", "up")}
+    values |= {"S_DRAWS": numbers.s_draws, "S_TOWARD_POSITIVE": numbers.s_rounding == "toward_positive"}
+    lines = "".join(f"    static constexpr {_typed(key, value)};\n" for key, value in values.items())
+    return f"struct {name} {{\n{lines}    using Stored = {_STORED[scale_storage(spec.scale.format)]};\n}};\n"
 
 
 def _typed(name: str, value: bool | int | float) -> str:

@@ -103,9 +103,9 @@ def _available() -> bool:
     return cpu.available()
 
 
-def packs(spec: QuantSpec, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether what ``spec`` makes of an operand of ``dtype`` can be kept as bytes."""
-    return runs(spec, device) and cpu.packs(spec) and dtype in DTYPES
+def packs(spec: QuantSpec, source: torch.dtype, target: torch.dtype, device: torch.device) -> bool:
+    """True if an operand of dtype ``source``, quantized by ``spec`` and cast to ``target``, can be kept as bytes."""
+    return runs(spec, device) and cpu.packs(spec) and {source, target} <= DTYPES
 
 
 @dataclass(frozen=True, eq=False)

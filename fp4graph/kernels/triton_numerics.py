@@ -1,6 +1,6 @@
 """The plain quantizer in Triton: the numerics on a tile in registers, and the kernel that moves tiles.
 
-``F``, everywhere, is a :class:`fp4graph.kernels.triton_quantize.Constants`. Statistics and spacings are handled as the
+``F``, everywhere, is a :class:`fp4graph.kernels.constants.Constants`. Statistics and spacings are handled as the
 bits of their fp32, int32: they are never negative, so that integers order them as floats do.
 """
 

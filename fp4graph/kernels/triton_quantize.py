@@ -26,19 +26,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from fp4graph.errors import Error
+from fp4graph.kernels.constants import constants
 from fp4graph.kernels.triton_numerics import quantize_kernel
 from fp4graph.numerics.draw import Draw
-from fp4graph.numerics.packing import Packed, empty_bytes, scale_storage
-from fp4graph.numerics.scaling import exponent_shift
+from fp4graph.numerics.packing import Packed, empty_bytes
 from fp4graph.numerics.spec import QuantSpec
 
 TILE = 64
@@ -46,86 +44,6 @@ WARPS = 4
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Of the launch: no multiply-adds, which round once where the numerics round twice; no flushing of subnormals to zero.
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False, "enable_reflect_ftz": False}
-
-
-@dataclass(frozen=True)
-class Constants:
-    """A spec's numbers, known while the kernel is compiled; scales' begin with ``s_``.
-
-    Attributes:
-        block: elements of a block. qmax: of the element format. ties, random_bits: as in the spec; 0 bits: to nearest.
-        shift, emax: of the rules that take the scale's exponent from the statistic's; -1 for the others.
-        s_top: exponent of the format's highest binade. Sizes that may be subnormal are given as bits of an fp32.
-    """
-
-    block: int
-    qmax: float
-    mantissa: int
-    min_exponent: int
-    integer: bool
-    code_bits: int
-    nan_code: int
-    ties: str
-    random_bits: int
-    shift: int
-    emax: int
-    encode: bool
-    to_one: bool
-    s_rounding: str
-    s_mantissa: int
-    s_min_exponent: int
-    s_top: int
-    s_max_bits: int
-    s_min_bits: int
-    s_has_zero: bool
-    s_nan_code: int
-    s_storage: Literal["code", "float"]
-
-    @property
-    def draws(self) -> bool:
-        """Whether elements are rounded stochastically."""
-        return self.random_bits > 0
-
-    @property
-    def s_draws(self) -> bool:
-        """Whether scales are."""
-        return self.s_rounding == "stochastic"
-
-
-@cache
-def constants(spec: QuantSpec) -> Constants:
-    """The numbers of a spec that :func:`supports` accepts."""
-    element, number = spec.element, spec.scale.format
-    assert isinstance(spec.block, int)
-    shift = exponent_shift(spec.scale, element)
-    return Constants(
-        block=spec.block,
-        qmax=element.max,
-        mantissa=element.mantissa_bits,
-        min_exponent=element.min_exponent,
-        integer=element.integer,
-        code_bits=element.code_bits,
-        nan_code=element.nan_code or 0,
-        ties=spec.ties,
-        random_bits=spec.random_bits if spec.rounding == "stochastic" else 0,
-        shift=-1 if shift is None else shift,
-        emax=element.emax,
-        encode=spec.scale.convention == "encode",
-        to_one=spec.scale.zero == "to_one",
-        s_rounding=spec.scale.rounding,
-        s_mantissa=number.mantissa_bits,
-        s_min_exponent=number.min_exponent,
-        s_top=number.top_exponent,
-        s_max_bits=_bits_of(number.max),
-        s_min_bits=_bits_of(number.min),
-        s_has_zero=number.has_zero,
-        s_nan_code=number.nan_code or 0,
-        s_storage="code" if scale_storage(number) is torch.uint8 else "float",
-    )
-
-
-def _bits_of(value: float) -> int:
-    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
 
 
 def supports(spec: QuantSpec) -> bool:
@@ -171,7 +89,7 @@ def pack_both(
     row_salts: tuple[int, ...] = (),
     column_salts: tuple[int, ...] = (),
 ) -> tuple[Packed, Packed]:
-    """Return ``pack(x, rows)`` and ``pack(x.mT, columns)`` in one pass; arguments as of :func:`quantize_both`."""
+    """Return ``pack(x, rows)`` and ``pack(x.mT, columns)``: the bytes of the results of :func:`quantize_both`."""
     arguments = _arguments(x, rows, columns, draw, row_salts, column_salts)
     row_codes, row_scales, column_codes, column_scales = torch.ops.fp4graph.pack_both(x, *arguments)
     shape = tuple(x.shape)

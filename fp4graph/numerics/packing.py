@@ -67,7 +67,7 @@ def unpack(packed: Packed) -> torch.Tensor:
 def empty_bytes(
     like: torch.Tensor, shape: Sequence[int | torch.SymInt], spec: QuantSpec
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return empty codes and scales for a tensor of ``shape``, laid out as by :func:`pack`, on the device of ``like``.
+    """Return empty codes and scales of a tensor of ``shape``, as :func:`pack` lays them out, on the device of ``like``.
 
     Args:
         shape: ``[..., C]``, blocks along C.

@@ -86,10 +86,9 @@ class BoundMatmul:
         """Return an operand of fprop quantized, and if ``keep`` what the backward rereads of it: the dequantized
         operand in the original basis, or the bytes that stand for it."""
         program, x = operand.program, operand.x
-        by_kernel = program.by_kernel(x.device, operand.draw) and x.dtype in operators.DTYPES
-        spec = program.spec if keep and not rotation.steps and by_kernel else None
-        if spec is not None and operators.packs(spec, self._dtype, x.device):
-            values, packed = operators.quantize_and_pack(x, spec, operand.draw, self._dtype)
+        plain = keep and not rotation.steps and program.by_kernel(x.device, operand.draw)
+        if plain and program.spec is not None and operators.packs(program.spec, x.dtype, self._dtype, x.device):
+            values, packed = operators.quantize_and_pack(x, program.spec, operand.draw, self._dtype)
             return (Term(values.to(self._dtype)),), packed
         terms = operand.terms(self._dtype)
         return terms, rotation.undo(total(terms), side).to(self._dtype) if keep else None

@@ -19,9 +19,10 @@ from torch._subclasses import FakeTensorMode
 
 from fp4graph.errors import Error
 from fp4graph.kernels import triton_quantize
+from fp4graph.kernels.constants import constants
 from fp4graph.kernels.inductor import EXACT
 from fp4graph.kernels.triton_numerics import quantize_kernel
-from fp4graph.kernels.triton_quantize import DTYPES, TILE, constants, pack_both, quantize_both, supports
+from fp4graph.kernels.triton_quantize import DTYPES, TILE, pack_both, quantize_both, supports
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.packing import pack, unpack
 from fp4graph.numerics.quantize import fake_quantize
