@@ -22,8 +22,9 @@ from fp4graph.graph.find import FoundProduct, FoundWork
 from fp4graph.graph.products import name_of, transposes, value_of
 from fp4graph.graph.site import Site, WeightUse
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.ops.matmul import MatmulProgram
-from fp4graph.ops.program import GemmProgram, OperandProgram, StateSlot
+from fp4graph.ops.gemm import GemmProgram, MatmulProgram
+from fp4graph.ops.operand import OperandProgram
+from fp4graph.ops.state import StateSlot
 from fp4graph.policy import Decision, Policy, Rule, plan_specs
 from fp4graph.technique import OperandSpecs, StateEntry, Technique, checked_plan, overrides
 from fp4graph.technique.operands import Gemm, Operand

@@ -12,7 +12,7 @@ from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import PlannedSite
 from fp4graph.graph.products import Product, read_product
 from fp4graph.numerics.sharding import is_sharded
-from fp4graph.ops.program import StateSlot
+from fp4graph.ops.state import StateSlot
 
 
 def replace(site: PlannedSite) -> None:

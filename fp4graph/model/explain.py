@@ -203,6 +203,3 @@ def _blocks(blocks: Mapping[str, BlockPosition]) -> str:
         return "blocks: no repeated stack of modules was found, so the whole model is one block"
     stacks = {position.stack: position.total for position in blocks.values()}
     return "blocks: " + ", ".join(f"{stack} ({total})" for stack, total in stacks.items())
-
-
-__all__ = ["Error", "Explanation", "explain"]
