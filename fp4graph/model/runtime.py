@@ -145,7 +145,7 @@ class Runtime:
         result = self._run(training, args, kwargs)
         if not self._checked and not self._inspection.watching:
             try:
-                coverage.check(self.plan, self.capture)
+                self.check_coverage()
             except Error as error:
                 self._failure = error
                 raise
@@ -191,6 +191,10 @@ class Runtime:
         if training and wrapper is not None and wrapper is not former:
             distributed.synchronize(wrapper, root_state, self.weights)
             self._synchronized = weakref.ref(wrapper)
+
+    def check_coverage(self) -> None:
+        """Raise PolicyError or CaptureError where the captured graphs do not contain what the policy is about."""
+        self.capture.learn(coverage.check(self.plan, self.capture))
 
     # ------------------------------------------------------------------ phases
 
