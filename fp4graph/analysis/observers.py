@@ -13,12 +13,16 @@ from torch import Tensor
 from fp4graph.analysis import metrics as m
 from fp4graph.analysis.fields import gemm_fields, operand_fields
 from fp4graph.analysis.sampling import Moments, Sample, Selection, sample
-from fp4graph.ops.matmul import Observer, Seen
+from fp4graph.ops.observe import ObservedOperand, OperandObserver
 from fp4graph.technique.operands import Gemm, Operand
 
 
 class Collector:
-    """The observer of a step: adds up statistics of sampled operands over all the step's forwards and backwards."""
+    """The observer of a step: sums over sampled operands, from all the step's forwards and backwards.
+
+    Sums are added up when the step is done. A checkpointed region must compute the same in its first run and in its
+    recomputation.
+    """
 
     def __init__(self, patterns: Sequence[str], metrics: frozenset[str], sample: int | None, device: str) -> None:
         self._patterns, self.metrics, self._sample, self._device = patterns, metrics, sample, device
@@ -28,11 +32,11 @@ class Collector:
 
     def clear(self) -> None:
         """Begin a new step."""
-        self._sums: dict[tuple[str, str], dict[str, Tensor]] = {}
+        self._sums: dict[tuple[str, str], list[dict[str, Tensor]]] = defaultdict(list)
         self._limits: dict[str, float] = {}
         self.seen = False
 
-    def operands(self, site: str) -> Observer | None:
+    def operands(self, site: str) -> OperandObserver | None:
         self.sites.add(site)
         self.seen = True
         if not matches(self._patterns, site):
@@ -56,17 +60,19 @@ class Collector:
         if operand is Operand.FPROP_WEIGHT:
             sums |= m.latent_sums(sampled.ratio, sampled.element, self.metrics)
             self._limits[site] = sampled.element.max
-        self._add(site, str(operand), sums)
+        self._sums[site, str(operand)].append(sums)
 
-    def add_gradient(self, site: str, gemm: Gemm, moments: Sequence[Moments], exact: Sequence[Tensor]) -> None:
-        """Add the statistics of one backward GEMM's result, from the moments of its factors and their exact values."""
-        self._add(site, str(gemm), m.gradient_sums(*moments, *exact))
+    def add_gradient(
+        self, site: str, gemm: Gemm, left: tuple[Moments, Tensor], right: tuple[Moments, Tensor]
+    ) -> None:
+        """Add the statistics of one backward GEMM's result, from the moments of each factor and its exact values."""
+        self._sums[site, str(gemm)].append(m.gradient_sums(left[0], right[0], left[1], right[1]))
 
     def finish(self) -> list[dict[str, Any]]:
         """Return the measurements of the step, one for each site and tensor."""
         measured = []
         for (site, tensor), sums in self._sums.items():
-            numbers = _numbers(sums)
+            numbers = _added([_numbers(each) for each in sums])
             fields = (
                 gemm_fields(numbers)
                 if tensor in set(Gemm)
@@ -74,10 +80,6 @@ class Collector:
             )
             measured.append({"site": site, "tensor": tensor, **fields})
         return measured
-
-    def _add(self, site: str, tensor: str, sums: dict[str, Tensor]) -> None:
-        former = self._sums.get((site, tensor))
-        self._sums[site, tensor] = {name: former[name] + sums[name] for name in sums} if former else sums
 
 
 class _SiteCall:
@@ -88,7 +90,7 @@ class _SiteCall:
         self._exact: dict[Operand, Tensor] = {}
 
     @torch.no_grad()
-    def __call__(self, left: Seen, right: Seen) -> None:
+    def __call__(self, left: ObservedOperand, right: ObservedOperand) -> None:
         collector, gemm = self._collector, left.operand.gemm
         wants_gradient = "gradient" in collector.metrics
         if gemm is Gemm.FPROP and wants_gradient:
@@ -96,9 +98,9 @@ class _SiteCall:
         # An operand may be empty, such as the input of an expert without tokens; the other one is measured.
         measured = [self._measured(seen) for seen in (left, right) if seen.x.numel()]
         if gemm is not Gemm.FPROP and wants_gradient and len(measured) == 2:
-            collector.add_gradient(self._site, gemm, *zip(*measured, strict=True))
+            collector.add_gradient(self._site, gemm, *measured)
 
-    def _measured(self, seen: Seen) -> tuple[Moments, Tensor]:
+    def _measured(self, seen: ObservedOperand) -> tuple[Moments, Tensor]:
         """Return the moments of the sampled lines, and the same lines of the factor in high precision."""
         selection = self._collector.selection(seen.x)
         if seen.program.spec is None:
@@ -125,7 +127,7 @@ class Outputs:
         self._last: dict[str, Tensor] = {}
         self._rates: dict[str, list[Tensor]] = defaultdict(list)
 
-    def operands(self, site: str) -> Observer | None:
+    def operands(self, site: str) -> OperandObserver | None:
         return None
 
     def output(self, site: str, y: Tensor) -> None:
@@ -152,6 +154,15 @@ def _numbers(sums: Mapping[str, Tensor]) -> dict[str, Any]:
     values = iter(torch.cat([each.reshape(-1) for each in sums.values()]).tolist() if sums else ())
     return {
         name: [next(values) for _ in range(each.numel())] if each.dim() else next(values) for name, each in sums.items()
+    }
+
+
+def _added(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Add up the numbers, and the classes of histograms, of several forwards."""
+    columns = {name: [each[name] for each in several if name in each] for name in several[0]}
+    return {
+        name: [sum(places) for places in zip(*column, strict=True)] if isinstance(column[0], list) else sum(column)
+        for name, column in columns.items()
     }
 
 
