@@ -240,6 +240,17 @@ def runtime_of(model: nn.Module) -> Runtime | None:
     return call if isinstance(call, Runtime) else None
 
 
+def require_runtime(model: nn.Module, caller: str) -> Runtime:
+    """Return the runtime of an applied model.
+
+    Raises:
+        Error: the model is not applied; names ``caller``.
+    """
+    if (runtime := runtime_of(model)) is None:
+        raise Error(f"{caller}() takes a model that fp4graph.apply has prepared")
+    return runtime
+
+
 def detach(root: nn.Module) -> None:
     """Take hooks, state and the compiled call off ``root``."""
     unprepare(root)
