@@ -142,25 +142,17 @@ class Blocking:
         Indices wrap around beyond 2^32 elements; those of padded positions mean nothing.
         """
         index = torch.zeros((), dtype=torch.int32, device=device)
-        rank, axis = len(self.layout), 0
-        for size, padded, length in zip(self.shape, self.padded_shape, self._lengths, strict=True):
-            shape = [1] * rank
-            shape[axis : axis + (2 if length else 1)] = [padded // length, length] if length else [padded]
-            along = torch.arange(padded, dtype=torch.int32, device=device).reshape(shape)
+        for axis, (size, padded) in enumerate(zip(self.shape, self.padded_shape, strict=True)):
             # Horner's rule keeps every factor within int32, where a stride need not be.
-            index = index * size + along
-            axis += 2 if length else 1
+            index = index * size + self._spread(torch.arange(padded, dtype=torch.int32, device=device), axis)
         return index
 
     def block_index(self, device: torch.device | str) -> torch.Tensor:
         """Return the row-major number of every block, int32, in the shape of a statistic."""
         index = torch.zeros((), dtype=torch.int32, device=device)
-        rank, axis = len(self.layout), 0
-        for count, length in zip(self.grid, self._lengths, strict=True):
-            shape = [1] * rank
-            shape[axis] = count
-            index = index * count + torch.arange(count, dtype=torch.int32, device=device).reshape(shape)
-            axis += 2 if length else 1
+        for axis, count in enumerate(self.grid):
+            along = torch.arange(count, dtype=torch.int32, device=device)
+            index = index * count + self._spread(along, axis, blocks=True)
         return index
 
     def valid(self, device: torch.device | str) -> torch.Tensor | None:
@@ -169,16 +161,23 @@ class Blocking:
         Returns None where nothing is padded.
         """
         mask: torch.Tensor | None = None
-        rank, position = len(self.layout), 0
         for axis, (size, padded, length) in enumerate(zip(self.shape, self.padded_shape, self._lengths, strict=True)):
             if length is not None and self._uneven(axis):
-                shape = [1] * rank
-                shape[position : position + (2 if length else 1)] = [padded // length, length] if length else [padded]
-                index = torch.arange(padded, device=device).reshape(shape)
-                here = (index < size).to(torch.float32)
+                here = (self._spread(torch.arange(padded, device=device), axis) < size).to(torch.float32)
                 mask = here if mask is None else mask * here
-            position += 2 if length else 1
         return mask
+
+    def _spread(self, along: torch.Tensor, axis: int, *, blocks: bool = False) -> torch.Tensor:
+        """Return numbers of the elements (with ``blocks``, of the blocks) along an axis of the padded tensor in a shape
+        that broadcasts in the blocked layout."""
+        shape: list[int] = [1] * len(self.layout)
+        position = sum(2 if length else 1 for length in self._lengths[:axis])
+        length = self._lengths[axis]
+        if blocks or not length:
+            shape[position] = along.shape[0]
+        else:
+            shape[position : position + 2] = along.shape[0] // length, length
+        return along.reshape(shape)
 
 
 @dataclass(frozen=True, eq=False)

@@ -37,7 +37,7 @@ def fake_quantize(
 def quantize(
     x: torch.Tensor, spec: QuantSpec, dim: int = -1, key: int | torch.Tensor | None = None
 ) -> tuple[Blocking, torch.Tensor, torch.Tensor]:
-    """Return the parts of :func:`fake_quantize`: the blocking, the element values and the scales, fp32, in its layout."""
+    """Return the parts of :func:`fake_quantize`: the blocking, element values and scales, fp32, in its layout."""
     if not isinstance(spec, QuantSpec):
         raise SpecError(f"spec must be a QuantSpec, such as QuantSpec('e2m1', 32); got {type(spec).__name__}")
     if not x.is_floating_point():
