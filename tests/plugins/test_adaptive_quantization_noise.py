@@ -205,8 +205,6 @@ def test_a_model_is_noisy_in_training_and_not_in_evaluation():
     torch.testing.assert_close(calm[0], q[0] @ q[1].mT + model.bias.detach())
 
 
-
-
 def test_the_policy_writes_its_options_down():
     loaded = policy()
     assert loaded.complexity == 0.5
