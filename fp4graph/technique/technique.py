@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict
 
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.technique.operands import Gemm, Operand, OperandList
+from fp4graph.technique.operands import Gemm, Operand
+from fp4graph.technique.options import OperandList
 from fp4graph.technique.site import SiteView
 
 if TYPE_CHECKING:

@@ -105,7 +105,7 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
         ({**RAMPS, "n_max": 0}, "n_max"),
     ],
     "smooth_max": [
-        ({"kind": "absmax", "of": "original"}, "leave beta, relative and of out"),
+        ({"kind": "absmax", "of": "original"}, "of belongs to kind: softmax or hybrid, and kind is absmax"),
         ({"kind": "hybrid", "relative": True, "of": "original"}, "leave relative or of out"),
         ({"beta": 0}, "must be above 0"),
         ({"kind": "softsoftmax"}, "did you mean 'softmax'"),
