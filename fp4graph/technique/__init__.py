@@ -3,6 +3,7 @@
 A plugin imports from this package and from the other modules of :data:`IMPORTABLE`. The shipped plugins do the same.
 """
 
+from fp4graph.technique.context import Context, GroupScale, Quantization, Unrounded
 from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.operands import ADDRESSES, GROUPS, Gemm, Operand
 from fp4graph.technique.options import ForwardOperands, OperandList, Operands, Positive, Share, check_kind
@@ -13,7 +14,6 @@ from fp4graph.technique.technique import (
     QUANTIZER_STAGES,
     STAGES,
     TENSOR_STAGES,
-    Context,
     OperandSpecs,
     Overhead,
     StateEntry,
@@ -55,6 +55,7 @@ __all__ = [
     "Context",
     "ForwardOperands",
     "Gemm",
+    "GroupScale",
     "Operand",
     "OperandList",
     "OperandSpecs",
@@ -62,10 +63,12 @@ __all__ = [
     "OptimizerStep",
     "Overhead",
     "Positive",
+    "Quantization",
     "Share",
     "SiteView",
     "StateEntry",
     "Technique",
+    "Unrounded",
     "WeightUpdate",
     "check_kind",
     "checked_plan",
