@@ -1,9 +1,8 @@
-"""Pre-train a Hugging Face LLaMA under an fp4graph policy: an ordinary loop. The lines that fp4graph needs end in
-"# fp4graph".
+"""Pre-train a Hugging Face LLaMA under an fp4graph policy: an ordinary loop. fp4graph's lines end in "# fp4graph".
 
-    python examples/pretrain_llama.py                                        # bytes of Python's own standard library
+    python examples/pretrain_llama.py                                     # bytes of Python's own standard library
     python examples/pretrain_llama.py --data book.txt --policy nvfp4-best --amp bf16 --accumulate 4
-    torchrun --standalone --nproc-per-node 2 examples/pretrain_llama.py      # DistributedDataParallel; FSDP2 with --fsdp
+    torchrun --standalone --nproc-per-node 2 examples/pretrain_llama.py   # DDP; FSDP2 with --fsdp
 
 A run that was killed goes on from its last checkpoint with --resume, as if nothing had happened.
 """
@@ -19,12 +18,14 @@ import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import fp4graph  # fp4graph
 from fp4graph.optim import StableSPAM  # fp4graph
 from fp4graph.training import checkpoint  # fp4graph
 
+PLACE = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}  # set by torchrun
+DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 VALIDATION_BATCHES = 16
 
 
@@ -43,46 +44,45 @@ def batch(tokens, size, context, *key):
     return tokens[places + torch.arange(context)].long()
 
 
-def train(args, rank, world, device):
+def train(args):
+    rank, world, local = (int(os.environ.get(name, default)) for name, default in PLACE.items())
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    if world > 1:
+        distributed.init_process_group()
     text, validation = tokens_of(args.data)
     size = args.batch_size // args.accumulate // world
     torch.manual_seed(args.seed)
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4,
-        max_position_embeddings=args.context, use_cache=False, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).to(device)
+    small = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = AutoConfig.from_pretrained(args.config) if args.config else LlamaConfig(vocab_size=256, **small)
+    config.use_cache = False
+    model = AutoModelForCausalLM.from_config(config).to(device)
     if args.grad_checkpointing:
         model.gradient_checkpointing_enable()
-    forwards = args.steps * args.accumulate
-    model = fp4graph.apply(
-        model, args.policy, backend=args.backend, seed=args.seed, total_forwards=forwards
-    )  # fp4graph
+    options = {"seed": args.seed, "total_forwards": args.steps * args.accumulate}
+    model = fp4graph.apply(model, args.policy, backend=args.backend, **options)  # fp4graph
     wrapped, waiting = model, nullcontext
     if world > 1 and args.fsdp:
         for layer in model.model.layers:
             fully_shard(layer)
         fully_shard(model)
     elif world > 1:
-        wrapped = DistributedDataParallel(model)
-        waiting = wrapped.no_sync
+        waiting = (wrapped := DistributedDataParallel(model)).no_sync
     if args.optimizer == "stablespam":
         optimizer = StableSPAM(model.parameters(), lr=args.lr, total_steps=args.steps)  # fp4graph
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     optimizer = fp4graph.prepare_optimizer(model, optimizer)  # fp4graph
     scaler = torch.amp.GradScaler(device.type) if args.amp == "fp16" else fp4graph.grad_scaler(model)  # fp4graph
-    warmup, steps = max(args.steps // 10, 1), args.steps
+    steps = args.steps
     scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warmup, 0.1 + 0.9 * (1 + math.cos(math.pi * step / steps)) / 2)
+        optimizer, lambda step: min(10 * (step + 1) / steps, 0.1 + 0.9 * (1 + math.cos(math.pi * step / steps)) / 2)
     )
     first = 0
     if args.resume and args.checkpoint.exists():
         first = checkpoint.load(args.checkpoint, wrapped, optimizer, scaler=scaler, scheduler=scheduler)["steps"]
 
     def loss_of(tokens):
-        dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(args.amp)
-        with torch.autocast(device.type, dtype, enabled=dtype is not None):
+        with torch.autocast(device.type, DTYPES[args.amp], enabled=args.amp != "none"):
             return wrapped(input_ids=tokens, labels=tokens).loss
 
     for step in range(first + 1, steps + 1):
@@ -94,8 +94,9 @@ def train(args, rank, world, device):
                 loss = loss_of(part) / len(parts)
                 scaler.scale(loss).backward()
             total[0] += loss.detach()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if args.optimizer == "adamw":  # StableSPAM clips by itself
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         scaler.step(optimizer)
         scaler.update()
         scheduler.step()
@@ -113,15 +114,18 @@ def train(args, rank, world, device):
                 print(f"step {step}/{steps}: loss {total[0] / world:.3f}, val. {total[1] / world:.3f}", flush=True)
             states = {"scaler": scaler, "scheduler": scheduler, "progress": {"steps": step}}
             checkpoint.save(args.checkpoint, wrapped, optimizer, **states)  # fp4graph
+    if world > 1:
+        distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", default="tetrajet", help="a shipped policy's name, or a policy file")
     parser.add_argument("--data", type=Path, help="a text file [the standard library's source]")
+    parser.add_argument("--config", help="folder or hub name of a config.json of another size [1M parameters]")
     parser.add_argument("--backend", default="inductor", choices=["inductor", "aot_eager", "eager"])
     parser.add_argument("--optimizer", default="adamw", choices=["adamw", "stablespam"])
-    parser.add_argument("--amp", default="none", choices=["none", "bf16", "fp16"])
+    parser.add_argument("--amp", default="none", choices=DTYPES)
     numbers = {"steps": 500, "batch-size": 16, "accumulate": 1, "context": 128, "validate-every": 50, "seed": 0}
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -129,10 +133,4 @@ if __name__ == "__main__":
     parser.add_argument("--checkpoint", type=Path, default=Path("runs/pretrain_llama.pt"))
     for name in ("fsdp", "grad-checkpointing", "resume"):
         parser.add_argument(f"--{name}", action="store_true")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else "cpu"
-    if "RANK" in os.environ:  # torchrun started this
-        distributed.init_process_group()
-    world = distributed.get_world_size() if distributed.is_initialized() else 1
-    train(parser.parse_args(), int(os.environ.get("RANK", 0)), world, torch.device(device))
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
+    train(parser.parse_args())

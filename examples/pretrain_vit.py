@@ -1,4 +1,4 @@
-"""Pre-train a timm model under an fp4graph policy: an ordinary loop. The lines that fp4graph needs end in "# fp4graph".
+"""Pre-train a timm model under an fp4graph policy: an ordinary loop. fp4graph's lines end in "# fp4graph".
 
     python examples/pretrain_vit.py                                            # scikit-learn's handwritten digits
     python examples/pretrain_vit.py --data /data/imagenet --model deit_tiny_patch16_224 --amp bf16 --workers 8
@@ -26,11 +26,12 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDatas
 import fp4graph  # fp4graph
 from fp4graph.training import checkpoint  # fp4graph
 
+PLACE = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}  # set by torchrun
 DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def datasets(folder, model):
-    """Return training data, validation data and options of the model: a folder's images, or 1797 scans of 8x8 pixels."""
+    """Return training data, validation data and options of the model: a folder's images, or scans of 8x8 pixels."""
     if folder is not None:  # folder/train/CLASS/*.jpg and folder/val/CLASS/*.jpg
         size = timm.get_pretrained_cfg(model).input_size[-1]
         moving = create_transform(size, is_training=True, auto_augment="rand-m9-mstd0.5-inc1", re_prob=0.25)
@@ -47,7 +48,11 @@ def datasets(folder, model):
     return *parts, {"in_chans": 1, "num_classes": 10, **small}
 
 
-def train(args, rank, world, device):
+def train(args):
+    rank, world, local = (int(os.environ.get(name, default)) for name, default in PLACE.items())
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    if world > 1:
+        distributed.init_process_group()
     train_set, validation_set, options = datasets(args.data, args.model)
     sampler = DistributedSampler(train_set, world, rank, seed=args.seed, drop_last=True)
     loading = {"batch_size": args.batch_size // world, "num_workers": args.workers}
@@ -63,12 +68,9 @@ def train(args, rank, world, device):
     wrapped = DistributedDataParallel(model) if world > 1 else model
     optimizer = create_optimizer_v2(model, opt="adamw", lr=args.lr, weight_decay=0.05)
     optimizer = fp4graph.prepare_optimizer(model, optimizer)  # fp4graph
-    fp16 = args.amp == "fp16"
-    scaler = torch.amp.GradScaler(device.type) if fp16 else fp4graph.grad_scaler(model)  # fp4graph
-    warmup, lowest = max(steps // 20, 1), 0.01
+    scaler = torch.amp.GradScaler(device.type) if args.amp == "fp16" else fp4graph.grad_scaler(model)  # fp4graph
     scheduler = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min((step + 1) / warmup, lowest + (1 - lowest) * (1 + math.cos(math.pi * step / steps)) / 2),
+        optimizer, lambda step: min(20 * (step + 1) / steps, 0.01 + 0.99 * (1 + math.cos(math.pi * step / steps)) / 2)
     )
     first = 0
     if args.resume and args.checkpoint.exists():
@@ -103,6 +105,8 @@ def train(args, rank, world, device):
             args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
         states = {"scaler": scaler, "scheduler": scheduler, "progress": {"epochs": epoch + 1}}
         checkpoint.save(args.checkpoint, wrapped, optimizer, **states)  # fp4graph
+    if world > 1:
+        distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
@@ -118,10 +122,4 @@ if __name__ == "__main__":
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--checkpoint", type=Path, default=Path("runs/pretrain_vit.pt"))
     parser.add_argument("--resume", action="store_true", help="go on from --checkpoint, if it is there")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else "cpu"
-    if "RANK" in os.environ:  # torchrun started this
-        distributed.init_process_group()
-    world = distributed.get_world_size() if distributed.is_initialized() else 1
-    train(parser.parse_args(), int(os.environ.get("RANK", 0)), world, torch.device(device))
-    if distributed.is_initialized():
-        distributed.destroy_process_group()
+    train(parser.parse_args())

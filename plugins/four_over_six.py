@@ -22,7 +22,7 @@ _MOST = {"row": 1 << 24, "tensor": 1 << 33}
 
 
 class FourOverSix(Technique):
-    """Each block's maximum is scaled to the code 6 or to the code 4, whichever makes the smaller error.
+    """Each block's maximum is scaled to the value 6 or to the value 4, whichever makes the smaller error.
 
     E2M1 has no value between 4 and 6, so a block scaled to 6 rounds 5/6 of its maximum by a sixth of it; scaled to 4
     it rounds nothing by more than an eighth, but small elements more coarsely. With S_6 = q(Z/6) and
@@ -62,7 +62,7 @@ class FourOverSix(Technique):
         """E2M1 elements, and scales that can be compared before they are drawn."""
         for operand, spec in self.specs_listed(specs).items():
             if spec.element != E2M1:
-                raise ValueError(f"it chooses between the codes 4 and 6 of e2m1, and {operand} is {spec.element.name}")
+                raise ValueError(f"it chooses between the values 4 and 6 of e2m1, and {operand} is {spec.element.name}")
             if spec.scale.rounding == "stochastic":
                 raise ValueError(f"it compares two rounded scales, and those of {operand} are rounded stochastically")
 
@@ -82,8 +82,8 @@ class FourOverSix(Technique):
         above = 2 * (z.view(torch.int32) & EXPONENT_MASK).view(torch.float32).clamp(min=_SMALLEST_NORMAL).double()
         errors = []
         for scale in (six, four):
-            codes = round_nearest(scaling.ratio(values, scale, spec), spec.element, spec.ties)
-            error = (scaling.dequantize(codes, scale, spec).double() - values.double()).abs()
+            elements = round_nearest(scaling.ratio(values, scale, spec), spec.element, spec.ties)
+            error = (scaling.dequantize(elements, scale, spec).double() - values.double()).abs()
             errors.append(self._measured(error / above, spec.block, context.axes))
         chooses_four = errors[1] < errors[0]
         if spec.scale.convention == "decode":

@@ -41,7 +41,8 @@ def losses(metrics: Sequence[Measurement]) -> Figure | None:
     """Training and validation loss over steps."""
     # A line of a validation repeats the training loss, as a mean since the validation before.
     between = [row for row in metrics if row.get("validation_loss") is None and row.get("train_loss") is not None]
-    curves = {"training": points_of(between or metrics, "train_loss"), "validation": points_of(metrics, "validation_loss")}
+    training = points_of(between or metrics, "train_loss")
+    curves = {"training": training, "validation": points_of(metrics, "validation_loss")}
     if not any(curves.values()):
         return None
     picture = figure()

@@ -21,6 +21,7 @@ import yaml
 from rich.table import Table
 
 from fp4graph.errors import Error
+from fp4graph.files import replacing
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.policy import Policy, Rule, Specs, load_policy
 from fp4graph.policy.policy import KEPT, Expect
@@ -28,7 +29,6 @@ from fp4graph.technique import Technique, overrides
 from fp4graph.technique.operands import ADDRESSES, Gemm, Operand
 from fp4graph.technique.site import SiteView
 from fp4graph.text import suggest
-from fp4graph.training.checkpoint import replacing
 
 #: Progress (steps, tokens) and validation loss, in the order of the training.
 Curve = Sequence[tuple[float, float]]

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from fp4graph.analysis import jsonlines
 from fp4graph.errors import Error
 from fp4graph.experiments.run import Outcome, finite
-from fp4graph.training.checkpoint import replacing
+from fp4graph.files import replacing
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter

@@ -17,11 +17,14 @@ from fp4graph.model.weight import Weight
 from fp4graph.numerics.sharding import fsdp_modules, is_sharded
 
 
+def is_distributed() -> bool:
+    """Return whether this process is in a process group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
 def rank() -> int:
     """Return this process's rank, also before the process group is made."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    return int(os.environ.get("RANK", 0))
+    return torch.distributed.get_rank() if is_distributed() else int(os.environ.get("RANK", 0))
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -64,7 +67,7 @@ def compile_sharded(root: nn.Module, weights: Iterable[Weight], backend: Backend
     Raises:
         Error: the model is under FSDP1. CaptureError: a weight is sharded by something that does not gather it.
     """
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+    if not is_distributed():
         return
     # FSDP1 puts views in the place of parameters, or marks the flattened ones.
     parameters = [p for module in root.modules() for p in module._parameters.values() if p is not None]

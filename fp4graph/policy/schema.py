@@ -46,7 +46,7 @@ def _must_be(what: str) -> WrapValidator:
     return WrapValidator(validate)
 
 
-def _only_known(data: Any, known: Collection[str], kind: str) -> Any:
+def only_known(data: Any, known: Collection[str], kind: str) -> Any:
     """``data`` if each of its keys is ``known`` and has a value: looked at before anything else."""
     errors = [
         InitErrorDetails(type=_EMPTY if key in known else _unknown(kind, key, known), loc=(key,), input=value)
@@ -66,7 +66,7 @@ def _unknown(kind: str, key: str, known: Collection[str]) -> PydanticCustomError
     return PydanticCustomError("unknown", "unknown {kind} {key}; {hint}", context)
 
 
-class _Section(BaseModel):
+class Section(BaseModel):
     """A mapping with known keys, each of them given a value or left out."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -74,7 +74,7 @@ class _Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _known_keys(cls, data: Any) -> Any:
-        return _only_known(data, cls.model_fields, "key")
+        return only_known(data, cls.model_fields, "key")
 
 
 Text = Annotated[str, Field(strict=True, min_length=1)]
@@ -93,7 +93,7 @@ def _listed(value: str | tuple[str, ...] | None) -> tuple[str, ...] | None:
     return (value,) if isinstance(value, str) else value
 
 
-class Bounds(_Section):
+class Bounds(Section):
     """``{min, max, multiple_of}``, where a whole number stands for one allowed value."""
 
     min: Annotated[StrictInt, Field(ge=0)] | None = None
@@ -117,7 +117,7 @@ class Bounds(_Section):
         return Range(self.min, self.max, self.multiple_of)
 
 
-class Counts(_Section):
+class Counts(Section):
     """``{min, max, exactly}``, where a whole number stands for ``exactly``."""
 
     min: Annotated[StrictInt, Field(ge=0)] | None = None
@@ -143,7 +143,7 @@ class Counts(_Section):
         return Range(self.min, self.max) if self.exactly is None else Range(self.exactly, self.exactly)
 
 
-class MatchSection(_Section):
+class MatchSection(Section):
     op: Annotated[Op | tuple[Op, ...], _must_be("linear, matmul, sdpa or a list of these")] | None = None
     module: Globs | None = None
     block: StrictBool | None = None
@@ -176,7 +176,7 @@ class MatchSection(_Section):
         )
 
 
-class ScaleSection(_Section):
+class ScaleSection(Section):
     """What is given of a :class:`~fp4graph.numerics.spec.ScaleSpec`."""
 
     format: Text | None = None
@@ -186,7 +186,7 @@ class ScaleSection(_Section):
     zero: Zero | None = None
 
 
-class QuantizeSection(_Section):
+class QuantizeSection(Section):
     """What is given of a :class:`~fp4graph.numerics.spec.QuantSpec`."""
 
     element: Text | None = None
@@ -221,13 +221,13 @@ _Exact = Annotated[
 OperandException = Annotated[_Exact | Annotated[QuantizeSection, Tag("quantized")], Discriminator(_kept_or_quantized)]
 
 
-class _HasOperands(_Section):
+class _HasOperands(Section):
     """Mixed into whatever has operands: an unknown address is found before its block is looked at."""
 
     @field_validator("operands", mode="before", check_fields=False)
     @classmethod
     def _addresses(cls, data: Any) -> Any:
-        return _only_known(data, ADDRESSES, "operand")
+        return only_known(data, ADDRESSES, "operand")
 
 
 class DefaultSection(QuantizeSection, _HasOperands):
@@ -275,7 +275,7 @@ class RuleSection(_HasOperands):
         return self
 
 
-class ExpectSection(_Section):
+class ExpectSection(Section):
     quantized: Counts | None = None
     kept: Counts | None = None
 
@@ -307,7 +307,7 @@ class PhaseSection(_HasOperands):
         return self
 
 
-class PolicySection(_Section):
+class PolicySection(Section):
     """A whole policy."""
 
     version: StrictInt

@@ -66,9 +66,10 @@ def test_learns_and_goes_on_to_the_last_bit(
         save(*arguments, **states)
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(checkpoint, "save", killed_afterwards)
-        example(name, *options, f"--checkpoint={killed}")
+        with pytest.raises(KeyboardInterrupt):
+            example(name, *options, f"--checkpoint={killed}")
     assert validation_losses(example(name, *options, f"--checkpoint={killed}", "--resume")) == [last]
     assert identical(*(torch.load(file, weights_only=True) for file in (whole, killed)))
 

@@ -20,7 +20,7 @@ import torch
 
 from fp4graph.errors import Error
 from fp4graph.experiments.data.extras import data_folder, needs
-from fp4graph.training.checkpoint import replacing
+from fp4graph.files import replacing
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
