@@ -64,22 +64,6 @@ def derive(key: torch.Tensor, salt: int) -> torch.Tensor:
     return _absorb(key, salt)
 
 
-def derive_all(keys: torch.Tensor, word: torch.Tensor | int, *further: torch.Tensor | int) -> torch.Tensor:
-    """Of keys side by side, int32 ``[2, G]``, what each becomes when derived by one word after the other; a word may
-    differ from key to key, ``[G]``.
-
-    ``mix`` is this for the one word and the other of its second key.
-    """
-    words = (word, *further)
-    if _readable(keys):
-        columns = [[word] * keys.shape[1] if isinstance(word, int) else word.tolist() for word in words]
-        chains = zip(keys.t().tolist(), zip(*columns, strict=True), strict=True)
-        return torch.tensor([_absorbed(key, *chain) for key, chain in chains], dtype=torch.int32).reshape(-1, 2).t()
-    for word in words:
-        keys = hash_bits(keys, _counters(word, keys.device).reshape(2, -1))
-    return keys
-
-
 def _absorb(key: torch.Tensor, word: torch.Tensor | int) -> torch.Tensor:
     """A new key: the hash of the word's two counters under ``key``."""
     if _readable(key):
@@ -120,14 +104,14 @@ def _counters_of(word: int) -> tuple[int, int]:
 def _counters(word: torch.Tensor | int, device: torch.device) -> torch.Tensor:
     """The consecutive counters 2·word and 2·word + 1, spread apart: c·_GOLDEN + word modulo 2^32, int32.
 
-    ``[2]``, or ``[2, G]`` for words ``[G]``. Those of a number are worked out here: from it and torch.arange Inductor
+    The counters of a number are worked out here: from it and torch.arange Inductor
     would make an index expression, with numbers in it for which Triton has no room in 32 bits.
     """
     if isinstance(word, int):
         first, second = map(_wrapped, _counters_of(word))
         lanes = torch.arange(2, dtype=torch.int32, device=device)
         return torch.where(lanes == 0, first, second).to(torch.int32)
-    lanes = torch.arange(2, dtype=torch.int32, device=device).reshape(2, *[1] * word.dim())
+    lanes = torch.arange(2, dtype=torch.int32, device=device)
     return (lanes + 2 * word) * _GOLDEN + word
 
 
