@@ -120,9 +120,7 @@ class Statistics:
         current = runtime_of(self._model)
         if current is not None:
             current.observe(None)
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+        self._log = None
         if self._writer is not None and self._owns_writer:
             self._writer.close()
         self._writer = None
