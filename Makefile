@@ -7,7 +7,8 @@ STAMP := $(VENV)/.installed
 .PHONY: demo test check lint format docs parity gpu bench bench-all stranger wheel clean
 
 demo: $(STAMP)
-	$(BIN)/python examples/pretrain_vit.py --data digits --backend eager \
+	rm -rf runs/demo
+	$(BIN)/fp4graph compare digits-augmented --backend eager \
 		--policies bf16,microscaling,tetrajet,tetrajet-qema --output runs/demo
 
 # Most tests are small: a process for each core, each with one thread, is quicker than one process with many. The slow

@@ -16,7 +16,7 @@ import typer
 from benchmarks import first_step, linear, memory, quantizers, step, tables, targets, techniques
 from benchmarks.models import UNQUANTIZED
 from benchmarks.results import RESULTS, ROOT, load
-from fp4graph.training.checkpoint import replacing
+from fp4graph.files import replacing
 
 DOCUMENT = ROOT / "docs" / "performance.md"
 BEGIN = "<!-- From here to the next mark written by `python -m benchmarks.report`. -->"

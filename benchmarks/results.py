@@ -30,8 +30,8 @@ import typer
 
 from benchmarks.tables import Column, show
 from benchmarks.timing import Comparison
+from fp4graph.files import replacing
 from fp4graph.kernels import cpu
-from fp4graph.training.checkpoint import replacing
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

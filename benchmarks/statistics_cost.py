@@ -1,4 +1,4 @@
-"""What statistics cost the demo's training: the ViT of examples/pretrain_vit.py, batches of 64, on ``make demo``'s
+"""What statistics cost the demo's training: the ViT of the task digits-augmented, batches of 64, on ``make demo``'s
 eager backend unless another is given (under one that compiles, recorded steps run without the compiler).
 
     python -m benchmarks.statistics_cost [--policies microscaling,tetrajet] [--backend inductor]

@@ -8,10 +8,7 @@ import torch
 from pydantic import Field, model_validator
 
 from fp4graph.numerics.noise import gaussian
-from fp4graph.technique import Context, Overhead, Technique
-from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.operands import Operand
-from fp4graph.technique.site import SiteView
+from fp4graph.technique import Context, Operand, Overhead, SiteView, Technique, hookimpl
 
 
 class AdaptiveQuantizationNoise(Technique):

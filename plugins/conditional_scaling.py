@@ -7,14 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from fp4graph.numerics.blocking import Granularity, Groups
 from fp4graph.numerics.exact import root
-from fp4graph.technique import Context, OperandSpecs, Overhead, Technique
-from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.operands import Operand, select
-from fp4graph.technique.site import SiteView
+from fp4graph.technique import Context, Operands, OperandSpecs, Overhead, Technique, hookimpl
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -52,15 +49,9 @@ class ConditionalScaling(Technique):
     #: Others that scale a tensor or part of it; and the gradient of the block scale, which case 2 replaces.
     conflicts: ClassVar[frozenset[str]] = frozenset({"tensor_scaling", "macro_block_scaling", "smooth_max"})
 
-    operands: tuple[str, ...] = Field(
+    operands: Operands = Field(
         ("forward", "backward"), description="Which operands are scaled so: operands or groups of them."
     )
-
-    @field_validator("operands")
-    @classmethod
-    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        select(value)
-        return value
 
     @property
     def complexity(self) -> float:
@@ -69,16 +60,11 @@ class ConditionalScaling(Technique):
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Its formulas are of encode scales."""
-        for operand in sorted(select(self.operands)):
-            spec = specs.get(operand)
-            if spec is not None and spec.scale.convention != "encode":
+        for operand, spec in self.specs_listed(specs).items():
+            if spec.scale.convention != "encode":
                 raise ValueError(
                     f"its scales multiply before rounding: write scale: {{convention: encode}} for {operand}"
                 )
-
-    def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """Those of ``operands``."""
-        return select(self.operands)
 
     def group_scale(
         self, z: torch.Tensor, group: Callable[[Granularity], torch.Tensor], context: Context

@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field, model_validator
 
-from fp4graph.technique import OperandSpecs, Overhead, Technique
-from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.operands import Operand
-from fp4graph.technique.site import SiteView
-
-if TYPE_CHECKING:
-    from fp4graph.training.optimizer import WeightUpdate
+from fp4graph.technique import Operand, OperandSpecs, Overhead, SiteView, Technique, WeightUpdate, hookimpl
 
 
 class Dampen(Technique):

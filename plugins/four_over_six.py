@@ -7,27 +7,22 @@ from collections.abc import Mapping
 from typing import ClassVar, Literal
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from fp4graph.numerics import scaling
 from fp4graph.numerics.exact import total
 from fp4graph.numerics.formats import E2M1
 from fp4graph.numerics.rounding import EXPONENT_MASK, round_nearest
 from fp4graph.numerics.spec import Block
-from fp4graph.technique import Context, OperandSpecs, Overhead, Technique
-from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.operands import Operand, select
-from fp4graph.technique.site import SiteView
+from fp4graph.technique import Context, Operands, OperandSpecs, Overhead, Technique, hookimpl
 
-#: Scale rules under which no element is clipped.
-_ROUND_UP = ("ceil", "amax_ceil", "toward_positive")
 _SMALLEST_NORMAL = 2.0**-126  # of fp32
 #: Elements of a block whose length is not fixed, at most.
 _MOST = {"row": 1 << 24, "tensor": 1 << 33}
 
 
 class FourOverSix(Technique):
-    """Each block's maximum is scaled to the code 6 or to the code 4, whichever makes the smaller error.
+    """Each block's maximum is scaled to the value 6 or to the value 4, whichever makes the smaller error.
 
     E2M1 has no value between 4 and 6, so a block scaled to 6 rounds 5/6 of its maximum by a sixth of it; scaled to 4
     it rounds nothing by more than an eighth, but small elements more coarsely. With S_6 = q(Z/6) and
@@ -56,15 +51,7 @@ class FourOverSix(Technique):
     conflicts: ClassVar[frozenset[str]] = frozenset({"smooth_max"})
 
     measure: Literal["mse", "mae", "amax"] = Field("mse", description="Error by which a block chooses its scale.")
-    operands: tuple[str, ...] = Field(
-        ("forward", "backward"), description="Whose blocks choose: operands or groups of them."
-    )
-
-    @field_validator("operands")
-    @classmethod
-    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        select(value)
-        return value
+    operands: Operands = Field(("forward", "backward"), description="Whose blocks choose: operands or groups of them.")
 
     @property
     def complexity(self) -> float:
@@ -73,25 +60,18 @@ class FourOverSix(Technique):
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """E2M1 elements, and scales that can be compared before they are drawn."""
-        for operand in sorted(select(self.operands)):
-            spec = specs.get(operand)
-            if spec is None:
-                continue
+        for operand, spec in self.specs_listed(specs).items():
             if spec.element != E2M1:
-                raise ValueError(f"it chooses between the codes 4 and 6 of e2m1, and {operand} is {spec.element.name}")
+                raise ValueError(f"it chooses between the values 4 and 6 of e2m1, and {operand} is {spec.element.name}")
             if spec.scale.rounding == "stochastic":
                 raise ValueError(f"it compares two rounded scales, and those of {operand} are rounded stochastically")
 
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
         """Beside powers of two that never clip."""
-        acting = [spec for operand in select(self.operands) if (spec := specs.get(operand)) is not None]
-        if acting and all(not s.scale.format.has_zero and s.scale.rounding in _ROUND_UP for s in acting):
+        acting = self.specs_listed(specs).values()
+        if acting and all(not s.scale.format.has_zero and s.scale.rounds_up for s in acting):
             return "with power-of-two scales rounded up, the scale for 4 never errs less than that for 6"
         return None
-
-    def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """Those of ``operands``."""
-        return select(self.operands)
 
     def scale(self, values: torch.Tensor, z: torch.Tensor, context: Context) -> torch.Tensor:
         """S_4 or S_6 per block."""
@@ -102,8 +82,8 @@ class FourOverSix(Technique):
         above = 2 * (z.view(torch.int32) & EXPONENT_MASK).view(torch.float32).clamp(min=_SMALLEST_NORMAL).double()
         errors = []
         for scale in (six, four):
-            codes = round_nearest(scaling.ratio(values, scale, spec), spec.element, spec.ties)
-            error = (scaling.dequantize(codes, scale, spec).double() - values.double()).abs()
+            elements = round_nearest(scaling.ratio(values, scale, spec), spec.element, spec.ties)
+            error = (scaling.dequantize(elements, scale, spec).double() - values.double()).abs()
             errors.append(self._measured(error / above, spec.block, context.axes))
         chooses_four = errors[1] < errors[0]
         if spec.scale.convention == "decode":

@@ -5,18 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field, model_validator
 
-from fp4graph.technique import OperandSpecs, Overhead, Technique
-from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.operands import Gemm, Operand
-from fp4graph.technique.site import SiteView
-
-if TYPE_CHECKING:
-    from fp4graph.training.optimizer import WeightUpdate
+from fp4graph.technique import Gemm, Operand, OperandSpecs, Overhead, SiteView, Technique, WeightUpdate, hookimpl
 
 #: What part of the larger of two quantized values their distance must exceed for a change: between the 1/7 of INT4, the
 #: finest grid of four bits, and the 1/9 that is the most by which an E4M3 scale moves when it is rounded anew.

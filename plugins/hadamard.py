@@ -11,10 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from fp4graph.numerics.blocking import block_length
 from fp4graph.numerics.hadamard import rotate, unrotate
 from fp4graph.numerics.noise import hash_bits
-from fp4graph.technique import Context, OperandSpecs, Overhead, Technique
-from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.operands import Gemm
-from fp4graph.technique.site import SiteView
+from fp4graph.technique import Context, Gemm, OperandSpecs, Overhead, SiteView, Technique, hookimpl
 
 
 class Hadamard(Technique):

@@ -8,8 +8,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from fp4graph.technique import Overhead, Technique
-from fp4graph.technique.hookspecs import hookimpl
+from fp4graph.technique import Overhead, Technique, hookimpl
 
 
 class LossScaling(Technique):

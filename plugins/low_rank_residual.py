@@ -8,16 +8,13 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4graph.numerics.noise import gaussian
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.technique import Context, OperandSpecs, Overhead, Technique
-from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.operands import Operand, select
-from fp4graph.technique.site import SiteView
+from fp4graph.technique import Context, Operand, Operands, OperandSpecs, Overhead, Technique, hookimpl
 
 _EXPONENT = 0x7F800000  # the exponent bits of an fp32
 
@@ -69,15 +66,9 @@ class LowRankResidual(Technique):
     quantize_components: bool = Field(
         False, description="Whether the two factors of L are quantized too, instead of kept in high precision."
     )
-    operands: tuple[str, ...] = Field(
+    operands: Operands = Field(
         ("fprop.weight",), description="Which operands are decomposed: operands or groups of them."
     )
-
-    @field_validator("operands")
-    @classmethod
-    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        select(value)
-        return value
 
     @property
     def complexity(self) -> float:
@@ -91,15 +82,11 @@ class LowRankResidual(Technique):
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuses q_ema on a weight that is decomposed: its average is that of W, and what is rounded is W − L."""
-        if "q_ema" in techniques and Operand.FPROP_WEIGHT in select(self.operands):
+        if "q_ema" in techniques and Operand.FPROP_WEIGHT in self.operands_listed:
             raise ValueError(
                 "q_ema rounds fprop.weight by the weight's moving average, and low_rank_residual leaves only a "
                 "remainder of the weight to round; drop one, or name other operands"
             )
-
-    def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """Those of ``operands``."""
-        return select(self.operands)
 
     def split(self, x: torch.Tensor, context: Context) -> tuple[torch.Tensor, torch.Tensor | None]:
         """W − L and L."""

@@ -6,14 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from fp4graph.numerics.blocking import Granularity
 from fp4graph.numerics.scaling import constant
-from fp4graph.technique import Context, OperandSpecs, Overhead, Technique
-from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.operands import Operand, select
-from fp4graph.technique.site import SiteView
+from fp4graph.technique import Context, Operands, OperandSpecs, Overhead, Technique, hookimpl
 
 _ONE = 127 << 23  # the bits of 1.0 in fp32
 
@@ -47,15 +44,9 @@ class MacroBlockScaling(Technique):
 
     block: int = Field(128, ge=1, description="Elements along the contraction axis that share γ.")
     mantissa_bits: int = Field(3, ge=1, le=10, description="Stored bits of γ below its leading one.")
-    operands: tuple[str, ...] = Field(
+    operands: Operands = Field(
         ("forward", "backward"), description="Which operands are normalized: operands or groups of them."
     )
-
-    @field_validator("operands")
-    @classmethod
-    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        select(value)
-        return value
 
     @property
     def complexity(self) -> float:
@@ -64,10 +55,7 @@ class MacroBlockScaling(Technique):
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """A macro block is made of whole blocks, and has one factor."""
-        for operand in sorted(select(self.operands)):
-            spec = specs.get(operand)
-            if spec is None:
-                continue
+        for operand, spec in self.specs_listed(specs).items():
             length = spec.block[1] if isinstance(spec.block, tuple) else spec.block
             if isinstance(length, str):
                 raise ValueError(
@@ -87,10 +75,6 @@ class MacroBlockScaling(Technique):
                 "tensor_scaling with a granularity in elements already gives macro blocks a factor, and an unrounded "
                 "one; drop one of them, or use granularity: tensor there"
             )
-
-    def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """Those of ``operands``."""
-        return select(self.operands)
 
     def group_scale(
         self, z: torch.Tensor, group: Callable[[Granularity], torch.Tensor], context: Context

@@ -7,12 +7,9 @@ from fractions import Fraction
 from typing import ClassVar
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from fp4graph.technique import Context, Overhead, Technique
-from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.operands import Operand, select
-from fp4graph.technique.site import SiteView
+from fp4graph.technique import Context, Operands, Overhead, Technique, hookimpl
 
 _LARGEST_DENOMINATOR = 10**9  # of 1 - α as a ratio: times the number of elements it must fit 64 bits
 
@@ -56,24 +53,12 @@ class OutlierClamp(Technique):
     residual: bool = Field(
         True, description="Whether what clamping cuts off is multiplied apart, in high precision, or dropped."
     )
-    operands: tuple[str, ...] = Field(
-        ("fprop.input",), description="Which operands are clamped: operands or groups of them."
-    )
-
-    @field_validator("operands")
-    @classmethod
-    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        select(value)
-        return value
+    operands: Operands = Field(("fprop.input",), description="Which operands are clamped: operands or groups of them.")
 
     @property
     def complexity(self) -> float:
         """2.0 with the residual, 0.5 without, ours."""
         return 2.0 if self.residual else 0.5
-
-    def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """Those of ``operands``."""
-        return select(self.operands)
 
     def split(self, x: torch.Tensor, context: Context) -> tuple[torch.Tensor, torch.Tensor | None]:
         """X clamped, and ΔX. In the dtype of ``x``: comparing is exact in any, and ΔX is rounded to it once."""

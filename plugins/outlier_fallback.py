@@ -7,13 +7,10 @@ from fractions import Fraction
 from typing import ClassVar
 
 import torch
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from fp4graph.numerics.blocking import Groups
-from fp4graph.technique import Context, Overhead, Technique
-from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.operands import Operand, select
-from fp4graph.technique.site import SiteView
+from fp4graph.technique import Context, Operands, Overhead, Technique, hookimpl
 
 _DEFAULT_FRACTION = 0.1
 
@@ -47,7 +44,7 @@ class OutlierFallback(Technique):
     name: ClassVar[str] = "outlier_fallback"
     overhead: ClassVar[Overhead] = Overhead("O(2n)", "O(n/l)", fusable=False)
 
-    operands: tuple[str, ...] = Field(("forward",), description="Which operands fall back: operands or groups of them.")
+    operands: Operands = Field(("forward",), description="Which operands fall back: operands or groups of them.")
     fraction: float | None = Field(
         None,
         gt=0,
@@ -62,12 +59,6 @@ class OutlierFallback(Technique):
         description="Share of the operand's largest magnitude; blocks that lose more to zero get a second pass.",
     )
 
-    @field_validator("operands")
-    @classmethod
-    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        select(value)
-        return value
-
     @model_validator(mode="after")
     def _one_rule(self) -> OutlierFallback:
         if self.fraction is not None and self.threshold is not None:
@@ -78,10 +69,6 @@ class OutlierFallback(Technique):
     def complexity(self) -> float:
         """1.5, ours: memory for n/l scores and second scales."""
         return 1.5
-
-    def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """Those of ``operands``."""
-        return select(self.operands)
 
     def around(
         self, quantize: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, context: Context

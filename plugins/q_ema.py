@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field
 
 from fp4graph.numerics.rounding import bracket, round_nearest
 from fp4graph.numerics.scaling import ratio as scaled
-from fp4graph.technique import Context, OperandSpecs, Overhead, StateEntry, Technique
-from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.operands import Operand
-from fp4graph.technique.site import SiteView
-
-if TYPE_CHECKING:
-    from fp4graph.training.optimizer import WeightUpdate
+from fp4graph.technique import (
+    Context,
+    Operand,
+    OperandSpecs,
+    Overhead,
+    SiteView,
+    StateEntry,
+    Technique,
+    WeightUpdate,
+    hookimpl,
+)
 
 
 def _as_fp32(weight: torch.Tensor) -> torch.Tensor:

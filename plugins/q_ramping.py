@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from pydantic import Field, model_validator
 
 from fp4graph.errors import Error
-from fp4graph.technique import OperandSpecs, Overhead, Technique
-from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.operands import Operand
-from fp4graph.technique.site import SiteView
-from fp4graph.training.stable_spam import HELD
-
-if TYPE_CHECKING:
-    from fp4graph.training import OptimizerStep, WeightUpdate
+from fp4graph.technique import (
+    Operand,
+    OperandSpecs,
+    OptimizerStep,
+    Overhead,
+    SiteView,
+    Technique,
+    WeightUpdate,
+    hookimpl,
+)
+from fp4graph.training.conditioning import HELD
 
 #: What a detection keeps of each element: the way of w and of Q(w) so far, and where both were last.
 _DETECTION = ("moved", "moved_q", "last", "last_q")

@@ -10,10 +10,7 @@ from pydantic import Field, model_validator
 
 from fp4graph.numerics import surrogates
 from fp4graph.numerics.formats import FP32
-from fp4graph.technique import Context, OperandSpecs, Overhead, Technique
-from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.operands import GROUPS, Operand
-from fp4graph.technique.site import SiteView
+from fp4graph.technique import GROUPS, Context, Operand, OperandSpecs, Overhead, SiteView, Technique, hookimpl
 
 
 class ScaleGradient(Technique):

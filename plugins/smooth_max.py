@@ -9,10 +9,7 @@ from pydantic import Field, model_validator
 
 from fp4graph.numerics.blocking import Groups
 from fp4graph.numerics.surrogates import absmax_gradient, log_sum_exp, softmax_gradient
-from fp4graph.technique import Context, Overhead, Technique
-from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.operands import GROUPS, Operand
-from fp4graph.technique.site import SiteView
+from fp4graph.technique import GROUPS, Context, Operand, Overhead, SiteView, Technique, hookimpl
 
 
 class SmoothMax(Technique):

@@ -8,10 +8,7 @@ import torch
 from pydantic import Field
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fp4graph.technique import Context, Overhead, Technique
-from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.operands import Gemm
-from fp4graph.technique.site import SiteView
+from fp4graph.technique import Context, Gemm, Overhead, SiteView, Technique, hookimpl
 
 _LARGEST_POWER = 2.0**127  # of fp32
 

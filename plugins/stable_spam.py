@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import ClassVar
 
 import torch
 from pydantic import Field
 
 from fp4graph.errors import Error
-from fp4graph.technique import Overhead, Technique
-from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.training.stable_spam import (
-    BATCH,
-    CPU_BATCH,
+from fp4graph.optim import StableSPAM
+from fp4graph.technique import OptimizerStep, Overhead, Technique, hookimpl
+from fp4graph.training.conditioning import (
     START,
-    StableSPAM,
+    batches,
     condition,
     condition_foreach,
     cosine,
     new_statistics,
     reset_moments,
 )
-
-if TYPE_CHECKING:
-    from fp4graph.training.optimizer import OptimizerStep
 
 SECOND_MOMENTS = {"exp_avg_sq", "exp_avg_var", "exp_inf"}
 #: What is no moment and stays: timm's Lookahead keeps slow weights there.
@@ -56,9 +50,9 @@ class StableSpam(Technique):
     gradient afterwards.
 
     Source: Huang et al. 2025, "Stable-SPAM: How to Train in 4-Bit More Stably than 16-Bit Adam", and the authors' code
-    with what we take for its mistakes corrected; ``fp4graph.optim.StableSPAM(faithful=True)`` is their arithmetic, as
-    an optimizer and not as a technique. Its constructor has the same defaults; their training script's differ: γ1 0.85,
-    γ2 0.999, total_steps 20000, reset_interval 500.
+    with what we take for its mistakes corrected, as in ``fp4graph.optim.StableSPAM``, whose page lists them. Their
+    constructor has the same defaults; their training script's differ: γ1 0.85, γ2 0.999, total_steps 20000,
+    reset_interval 500.
 
     Stage: optimizer, before and after the step of all parameters together.
 
@@ -115,12 +109,18 @@ class StableSpam(Technique):
                     reset_moments(optimizer.state.get(parameter, {}))
 
         options = {"gamma1": self.gamma1 * c, "gamma2": self.gamma2, "theta": self.theta, "eps": self.eps}
-        for batch in _batches(step):
-            grads, kept = [grad for grad, _ in batch], [memory for _, memory in batch]
-            if type(grads[0]) is torch.Tensor:
-                torch._foreach_copy_(grads, condition_foreach(grads, kept, **options))
-            else:
-                grads[0].copy_(condition(grads[0], kept[0], **options))
+        memories: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        for parameter, _ in step.parameters():
+            if (grad := parameter.grad) is not None and grad.numel():
+                memories[grad] = step.memory(parameter)
+                if not memories[grad]:
+                    memories[grad].update(new_statistics(grad))
+        plain = [grad for grad in memories if type(grad) is torch.Tensor]
+        for batch in batches(plain):
+            torch._foreach_copy_(batch, condition_foreach(batch, [memories[grad] for grad in batch], **options))
+        for grad, memory in memories.items():
+            if type(grad) is not torch.Tensor:  # a DTensor
+                grad.copy_(condition(grad, memory, **options))
 
     def after_optimizer(self, step: OptimizerStep) -> None:
         """Gives the user's momenta back, and looks whether the moments are known."""
@@ -140,32 +140,6 @@ def _unfit(optimizer: torch.optim.Optimizer, what: str) -> Error:
         f"moments exp_avg and exp_avg_sq, which it resets; {type(optimizer).__name__} {what}. Use torch.optim.AdamW, "
         "or take stable_spam out of the policy"
     )
-
-
-def _batches(step: OptimizerStep) -> Iterator[list[tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
-    """Gradients and what is remembered of them: plain tensors by device and dtype, others, as DTensors, one by one.
-
-    A batch is no larger than the temporaries may become."""
-    batches: dict[Any, list[tuple[torch.Tensor, dict[str, torch.Tensor]]]] = {}
-    sizes: dict[Any, int] = {}
-    for parameter, _ in step.parameters():
-        grad = parameter.grad
-        assert grad is not None
-        if grad.numel() == 0:
-            continue
-        memory = step.memory(parameter)
-        if not memory:
-            memory.update(new_statistics(grad))
-        if type(grad) is not torch.Tensor:
-            yield [(grad, memory)]
-            continue
-        key = grad.device, grad.dtype
-        if sizes.get(key, 0) + grad.numel() > (CPU_BATCH if grad.device.type == "cpu" else BATCH):
-            yield from [batches.pop(key)] if key in batches else []
-            sizes[key] = 0
-        batches.setdefault(key, []).append((grad, memory))
-        sizes[key] = sizes.get(key, 0) + grad.numel()
-    yield from batches.values()
 
 
 @hookimpl

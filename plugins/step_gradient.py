@@ -11,15 +11,10 @@ from pydantic import Field, field_validator, model_validator
 
 from fp4graph.numerics import surrogates
 from fp4graph.numerics.formats import FP32
-from fp4graph.technique import Context, OperandSpecs, Overhead, Technique
-from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.operands import GROUPS, Operand, select
-from fp4graph.technique.site import SiteView
+from fp4graph.technique import Context, ForwardOperands, Operand, OperandSpecs, Overhead, SiteView, Technique, hookimpl
 
 _LOWER = {"spline": 0.2, "dge": 0.0, "sigmoid": 0.0, "clip": 0.0}
 _UPPER = {"dge": 3.0}
-#: Scale rules under which no element is clipped.
-_NEVER_CLIPS = ("ceil", "amax_ceil", "toward_positive")
 
 
 class StepGradient(Technique):
@@ -52,7 +47,7 @@ class StepGradient(Technique):
     overhead: ClassVar[Overhead] = Overhead("O(n log k)", "O(n)", fusable=False)
 
     kind: Literal["spline", "dge", "sigmoid", "clip", "ste"] = Field("spline", description="Which stand-in for Q.")
-    operands: tuple[str, ...] = Field(("forward",), description="Whose gradient: fprop.input, fprop.weight, or both.")
+    operands: ForwardOperands = Field(("forward",), description="Whose gradient: fprop.input, fprop.weight, or both.")
     k: float = Field(5.0, gt=1, allow_inf_nan=False, description="dge: its exponent is 1/k - 1.")
     temperature: float = Field(1.0, gt=0, allow_inf_nan=False, description="sigmoid: T; towards 0 it becomes the step.")
     knots: tuple[tuple[float, float], ...] = Field(
@@ -60,12 +55,6 @@ class StepGradient(Technique):
     )
     lower: float | None = Field(None, ge=0, description="Least slope; by default 0.2 for spline, else 0.")
     upper: float | None = Field(None, gt=0, description="Greatest slope; by default 3 for dge, else unlimited.")
-
-    @field_validator("operands")
-    @classmethod
-    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        select(value, GROUPS["forward"])
-        return value
 
     @field_validator("knots")
     @classmethod
@@ -94,17 +83,16 @@ class StepGradient(Technique):
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Knots reach the element format's maximum."""
-        for operand in sorted(select(self.operands, GROUPS["forward"])):
-            spec = specs.get(operand)
-            if self.knots and spec is not None and self.knots[-1][0] < spec.element.max:
+        for operand, spec in self.specs_listed(specs).items():
+            if self.knots and self.knots[-1][0] < spec.element.max:
                 raise ValueError(
                     f"knots end at {self.knots[-1][0]:g}, and {operand} has values up to {spec.element.max:g}"
                 )
 
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
         """A clip mask where nothing is clipped."""
-        acting = [spec for o in select(self.operands, GROUPS["forward"]) if (spec := specs.get(o)) is not None]
-        if self.kind == "clip" and acting and all(s.scale.rounding in _NEVER_CLIPS for s in acting):
+        acting = self.specs_listed(specs).values()
+        if self.kind == "clip" and acting and all(s.scale.rounds_up for s in acting):
             return "scales that are rounded up clip nothing"
         if self.kind == "clip" and acting and all(s.scale.format == FP32 for s in acting):
             return "scales in fp32 are not rounded, and clip nothing"
@@ -116,8 +104,8 @@ class StepGradient(Technique):
         return 0.0 if self.kind == "ste" else 2.0
 
     def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """Those of ``operands``."""
-        return frozenset() if self.kind == "ste" else select(self.operands, GROUPS["forward"])
+        """Those of ``operands``; none for ``ste``."""
+        return frozenset() if self.kind == "ste" else super().acts_on(site)
 
     def element_surrogate(self, ratio: torch.Tensor, context: Context) -> torch.Tensor | None:
         """Q'(u), shape of ``ratio``."""

@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Literal
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, field_validator
 
 from fp4graph.numerics.blocking import Granularity
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.technique import Context, OperandSpecs, Overhead, Technique
-from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.operands import Gemm, Operand, select
-from fp4graph.technique.site import SiteView
+from fp4graph.technique import (
+    Context,
+    Gemm,
+    Operand,
+    OperandList,
+    OperandSpecs,
+    Overhead,
+    SiteView,
+    Technique,
+    hookimpl,
+)
 
-_SCOPES = {
-    # dY in dgrad and wgrad, X in wgrad: Chmiel et al. 2025, "IntelFP4" in the design-space paper's tables.
-    "backward": (Operand.DGRAD_GRAD_OUTPUT, Operand.WGRAD_GRAD_OUTPUT, Operand.WGRAD_INPUT),
-    "all_activation": (
-        Operand.FPROP_INPUT,
-        Operand.DGRAD_GRAD_OUTPUT,
-        Operand.WGRAD_GRAD_OUTPUT,
-        Operand.WGRAD_INPUT,
-    ),
-}
+#: dY in dgrad and wgrad, X in wgrad: Chmiel et al. 2025, "IntelFP4" in the design-space paper's tables.
+_BACKWARD = (Operand.DGRAD_GRAD_OUTPUT, Operand.WGRAD_GRAD_OUTPUT, Operand.WGRAD_INPUT)
+_SCOPES = OperandList(scopes=(("backward", _BACKWARD), ("all_activation", (Operand.FPROP_INPUT, *_BACKWARD))))
 
 
 class StochasticRounding(Technique):
@@ -52,20 +52,13 @@ class StochasticRounding(Technique):
     name: ClassVar[str] = "stochastic_rounding"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
 
-    operands: Literal["backward", "all_activation"] | tuple[str, ...] = Field(
+    operands: Annotated[Literal["backward", "all_activation"] | tuple[str, ...], _SCOPES] = Field(
         "backward", description="Who rounds stochastically: a scope of the paper's, or operands and groups of them."
     )
     bits: int = Field(24, ge=1, le=24, description="Random bits per element.")
     range_guard: float | None = Field(
         None, gt=0, le=2, description="Factor that keeps elements from being clipped, such as 0.75 or 1.0625."
     )
-
-    @field_validator("operands")
-    @classmethod
-    def _known(cls, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        if not isinstance(value, str):
-            select(value)
-        return value
 
     @field_validator("range_guard")
     @classmethod
@@ -78,7 +71,7 @@ class StochasticRounding(Technique):
         """A guard changes what the gradient of the block scale would be."""
         smooth = techniques.get("smooth_max")
         differentiated = smooth is not None and getattr(smooth, "kind", "ste") != "ste"
-        if self.range_guard is not None and differentiated and any(o.gemm is Gemm.FPROP for o in self._chosen):
+        if self.range_guard is not None and differentiated and any(o.gemm is Gemm.FPROP for o in self.operands_listed):
             raise ValueError("range_guard on an operand of fprop and smooth_max do not go together; drop one of them")
 
     @property
@@ -91,22 +84,16 @@ class StochasticRounding(Technique):
         """Any operand whose spec says ``rounding: stochastic``."""
         return cls(bits=spec.random_bits) if spec.rounding == "stochastic" else None
 
-    @property
-    def _chosen(self) -> frozenset[Operand]:
-        return frozenset(_SCOPES[self.operands]) if isinstance(self.operands, str) else select(self.operands)
-
     def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
         """The chosen operands, as far as they are quantized, round stochastically."""
-        return {
-            operand: dataclasses.replace(spec, rounding="stochastic", random_bits=self.bits)
-            if spec is not None and operand in self._chosen
-            else spec
-            for operand, spec in specs.items()
+        return {**specs} | {
+            operand: replace(spec, rounding="stochastic", random_bits=self.bits)
+            for operand, spec in self.specs_listed(specs).items()
         }
 
     def acts_on(self, site: SiteView) -> frozenset[Operand]:
         """The chosen operands, if they are guarded."""
-        return frozenset() if self.range_guard is None else self._chosen
+        return frozenset() if self.range_guard is None else self.operands_listed
 
     def block_statistic(self, values: torch.Tensor, z: torch.Tensor, context: Context) -> torch.Tensor:
         """f·Z, for f > 1."""

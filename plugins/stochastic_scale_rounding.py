@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from fp4graph.numerics.formats import FP32
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.technique import OperandSpecs, Overhead, Technique
-from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.operands import select
-from fp4graph.technique.site import SiteView
+from fp4graph.technique import Operands, OperandSpecs, Overhead, SiteView, Technique, hookimpl
 
 
 class StochasticScaleRounding(Technique):
@@ -35,15 +32,9 @@ class StochasticScaleRounding(Technique):
     name: ClassVar[str] = "stochastic_scale_rounding"
     overhead: ClassVar[Overhead] = Overhead("O(n/l)", "O(1)", fusable=True)
 
-    operands: tuple[str, ...] = Field(
+    operands: Operands = Field(
         ("forward", "backward"), description="Whose scales round stochastically: operands or groups of them."
     )
-
-    @field_validator("operands")
-    @classmethod
-    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        select(value)
-        return value
 
     @property
     def complexity(self) -> float:
@@ -57,17 +48,14 @@ class StochasticScaleRounding(Technique):
 
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
         """Where scales are not rounded at all."""
-        acting = [spec for operand in select(self.operands) if (spec := specs.get(operand)) is not None]
+        acting = self.specs_listed(specs).values()
         return "a scale in fp32 is not rounded" if acting and all(s.scale.format == FP32 for s in acting) else None
 
     def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
         """The chosen operands, as far as they are quantized, round their scales stochastically."""
-        chosen = select(self.operands)
-        return {
-            operand: dataclasses.replace(spec, scale=dataclasses.replace(spec.scale, rounding="stochastic"))
-            if spec is not None and operand in chosen
-            else spec
-            for operand, spec in specs.items()
+        return {**specs} | {
+            operand: replace(spec, scale=replace(spec.scale, rounding="stochastic"))
+            for operand, spec in self.specs_listed(specs).items()
         }
 
 

@@ -11,10 +11,17 @@ from pydantic import Field, field_validator
 from fp4graph.numerics.blocking import Granularity, block_length
 from fp4graph.numerics.scaling import constant
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.technique import Context, OperandSpecs, Overhead, StateEntry, Technique
-from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.operands import Operand, select
-from fp4graph.technique.site import SiteView
+from fp4graph.technique import (
+    Context,
+    Operand,
+    Operands,
+    OperandSpecs,
+    Overhead,
+    SiteView,
+    StateEntry,
+    Technique,
+    hookimpl,
+)
 
 if TYPE_CHECKING:
     from fp4graph.ops.program import Quantization
@@ -64,7 +71,7 @@ class TensorScaling(Technique):
         None, gt=0, allow_inf_nan=False, description="Largest block's decode scale, in place of the format's maximum."
     )
     hold_steps: int = Field(1, ge=1, description="Training forwards for which γ is kept; 1 computes it every time.")
-    operands: tuple[str, ...] = Field(
+    operands: Operands = Field(
         ("forward", "backward"), description="Which operands are normalized: operands or groups of them."
     )
 
@@ -73,12 +80,6 @@ class TensorScaling(Technique):
     def _positive(cls, value: Granularity) -> Granularity:
         if isinstance(value, int) and value < 1:
             raise ValueError(f"a group holds at least one element; got {value}")
-        return value
-
-    @field_validator("operands")
-    @classmethod
-    def _known(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        select(value)
         return value
 
     @property
@@ -93,10 +94,7 @@ class TensorScaling(Technique):
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """A macro block is made of whole blocks; only a tensor's γ can be held."""
-        for operand in sorted(select(self.operands)):
-            spec = specs.get(operand)
-            if spec is None:
-                continue
+        for operand, spec in self.specs_listed(specs).items():
             number = spec.scale.format
             if self.target is not None and self.target > number.max:
                 raise ValueError(f"target {self.target:g} is above the largest scale of {operand}, {number.max:g}")
@@ -114,10 +112,7 @@ class TensorScaling(Technique):
         if self.hold_steps > 1 and self.granularity != "tensor":
             raise ValueError("hold_steps keeps one γ per operand; use granularity: tensor with it")
         if isinstance(self.granularity, int):
-            chosen = select(self.operands)
-            for operand, spec in specs.items():
-                if spec is None or operand not in chosen:
-                    continue
+            for operand, spec in self.specs_listed(specs).items():
                 length = block_length(spec.block)
                 if self.granularity % length:
                     raise ValueError(
@@ -130,19 +125,13 @@ class TensorScaling(Technique):
             raise ValueError("hold_steps keeps γ beside a weight, and this product has none; use hold_steps: 1")
         return specs
 
-    def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """Those of ``operands``."""
-        return select(self.operands)
-
     def state(self, site: SiteView) -> tuple[StateEntry, ...]:
         """The held γ of each operand, fp32, 0-d."""
         if self.hold_steps == 1:
             return ()
-        chosen = select(self.operands)
         return tuple(
             StateEntry("gamma", operand, _one, writer="graph", weight_like=False)
-            for operand in Operand
-            if operand in chosen
+            for operand in sorted(self.operands_listed, key=list(Operand).index)
         )
 
     @property

@@ -15,16 +15,17 @@ from fp4graph.numerics.spec import QuantSpec
 from fp4graph.numerics.surrogates import absmax_gradient, log_sum_exp, softmax_gradient
 from fp4graph.technique import (
     GRADIENT_STAGES,
+    GROUPS,
     QUANTIZER_STAGES,
     Context,
+    Operand,
     OperandSpecs,
     Overhead,
+    SiteView,
     Technique,
+    hookimpl,
     overrides,
 )
-from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.operands import GROUPS, Operand, select
-from fp4graph.technique.site import SiteView
 
 
 class TensorScalingGradient(Technique):
@@ -82,8 +83,7 @@ class TensorScalingGradient(Technique):
             return None
         scaling = techniques["tensor_scaling"]
         kappa: Callable[[QuantSpec], float] = getattr(scaling, "kappa")  # noqa: B009  # of the plugin of that name
-        chosen = select(getattr(scaling, "operands"))  # noqa: B009
-        acting = [spec for o in GROUPS["forward"] if o in chosen and (spec := specs.get(o)) is not None]
+        acting = [spec for o, spec in scaling.specs_listed(specs).items() if o in GROUPS["forward"]]
         if acting and all(_returns_its_maximum(spec, kappa(spec)) for spec in acting):
             return (
                 "absmax has a gradient at the largest element of a group alone, which the quantizer gives back as it "

@@ -1,14 +1,13 @@
-"""Scale bias, dead zone and grid noise of a training's own tensors, with and without what is to reduce them.
+"""Scale bias, dead zone and grid noise of a training's own tensors, with and without techniques against them.
 
     python examples/findings/decomposition.py         # a minute or two on one CPU core
 
-A ViT of two blocks on handwritten digits is trained under pure MXFP4 (mxfp4-full). At five steps near its end the six
-operands of every quantized site are taken, in high precision, and quantized by each recipe, so that all recipes meet
-the same tensors: MXFP4, NVFP4 (as it is, and with a tensor scale, which gradients need), macro-block scaling, outlier
-fallback. MXFP4 has the scales of the OCP specification, NVFP4 decode scales to nearest, as hardware has them.
-Macro-block scaling is for power-of-two scales, and so is asked of MXFP4 only. Squared errors are shares of the
-operand's squared norm, means over sites and steps; what the three parts do not add up to is twice the product of scale
-bias and grid noise, where one undoes the other.
+The script trains a ViT of two blocks on handwritten digits under pure MXFP4 (mxfp4-full). At five steps near the end
+it quantizes the six operands of every quantized site by each recipe, so that all recipes see the same tensors: MXFP4,
+NVFP4 (plain, and with a tensor scale, which gradients need), macro-block scaling, outlier fallback. MXFP4 has the
+scales of the OCP specification, NVFP4 decode scales rounded to nearest, as hardware has them. Macro-block scaling is
+for power-of-two scales, so only MXFP4 is combined with it. Squared errors are shares of the operand's squared norm,
+means over sites and steps. The three parts add up to the error less twice the product of scale bias and grid noise.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ Shares = Mapping[tuple[str, Operand], list[dict[str, float]]]
 
 
 class Taking:
-    """Looks on at the sites of a forward and its backward, and measures what they are given."""
+    """Observes the sites of a forward and its backward, and measures their operands."""
 
     def __init__(self) -> None:
         self.programs = {
@@ -85,7 +84,7 @@ def _techniques(names: tuple[str, ...]) -> tuple[Any, ...]:
 
 
 def measure(seed: int = 0) -> Shares:
-    """Train, and take the operands of the steps that are looked at."""
+    """Train, and return the errors of the operands at the steps of ``LOOKED_AT``."""
     taking = Taking()
 
     @contextmanager
@@ -110,12 +109,12 @@ def measure(seed: int = 0) -> Shares:
 
 
 def mean(shares: Shares, recipe: str, operand: Operand, column: str) -> float:
-    """In percent."""
+    """Return the mean of a column over sites and steps, in percent."""
     return 100 * statistics.fmean(own[column] for own in shares[recipe, operand])
 
 
 def picture(shares: Shares, file: Path) -> None:
-    """Bars of the three parts, a panel for each operand."""
+    """Draw bars of the three parts, a panel for each operand."""
     with styled():
         drawn = figure(6.4, 10.0)
         panels = drawn.subplots(2, 3, sharey=True)
@@ -124,7 +123,7 @@ def picture(shares: Shares, file: Path) -> None:
             parts = {recipe: {term: mean(shares, recipe, operand, term) for term in TERMS} for recipe in RECIPES}
             for place, recipe in enumerate(RECIPES):
                 bar(axes, place, parts[recipe], totals[recipe])
-            # Gradients below the range of E4M3 are lost without a tensor scale; that bar is cut and says its length.
+            # Without a tensor scale, gradients below the range of E4M3 are lost. That bar is cut and labelled.
             limit = 1.08 * max(max(sum(parts[r].values()), totals[r]) for r in RECIPES if r != "NVFP4")
             axes.set_xlim(0, limit)
             if totals["NVFP4"] > limit:

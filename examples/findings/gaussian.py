@@ -2,8 +2,8 @@
 
     python examples/findings/gaussian.py              # 3 seeds, a quarter of an hour on one CPU core
 
-Results are added to a file of one JSON object per line as they come; started again, the script goes on with what is
-missing, and prints the table of all.
+The script appends each result to a file of JSON lines. Started again, it trains the missing runs only, and prints the
+table of all.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fp4graph.experiments.train import Run, train
 
 
 def extended(base: str, *, scale: dict[str, Any] | None = None, techniques: list[Any] | None = None) -> dict[str, Any]:
-    """A shipped pure policy with other scales, or with techniques."""
+    """Return a shipped pure policy with other scales, or with techniques."""
     policy: dict[str, Any] = {"version": 1, "name": base, "extends": base, "techniques": techniques or []}
     if scale is not None:
         (rule,) = yaml.safe_load(fp4graph.load_policy(base).to_yaml())["rules"]
@@ -112,8 +112,8 @@ NONE = "none"
 
 
 def untrained(row: Row, seed: int) -> float:
-    """The validation loss of the true weights, in fp32, under the forward of a row's policy: what is lost to it
-    whatever the training does."""
+    """Return the validation loss of the true weights, in fp32, under the forward of a row's policy: the loss that no
+    training avoids."""
     problem = Gaussian(TASKS["gaussian"].settings(Run("gaussian", dtype="fp32", seed=seed, device="cpu")))
     problem.model.weight.data.copy_(problem.w.T)
     problem.model.bias.data.zero_()
@@ -124,7 +124,7 @@ def untrained(row: Row, seed: int) -> float:
 
 
 def results(file: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """What has been trained so far, by (label, optimizer, dtype, seed)."""
+    """Return the finished runs, by (label, optimizer, dtype, seed)."""
     if not file.exists():
         return {}
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -132,7 +132,7 @@ def results(file: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
 
 
 def table(found: dict[tuple[Any, ...], dict[str, Any]], seeds: int) -> str:
-    """Validation losses as Markdown: mean ± standard deviation over the seeds."""
+    """Return the validation losses as Markdown: mean ± standard deviation over the seeds."""
     lines = [
         "| policy | optimizer | Ω | paper | bf16 parameters | fp32 parameters | the true weights |",
         "| --- | --- | --- | --- | --- | --- | --- |",

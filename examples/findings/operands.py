@@ -2,8 +2,8 @@
 
     python examples/findings/operands.py              # 3 seeds of tetrajet and mxfp4, half an hour on one CPU core
 
-Every training begins with the same weights and sees the same batches as the others of its seed. Trainings that are
-done are kept, and the script goes on with what is missing.
+All trainings of a seed begin with the same weights and see the same batches. The script keeps finished trainings;
+started again, it runs the missing ones only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fp4graph.policy import Policy
 
 
 def curve(policy: Policy, seed: int) -> list[tuple[float, float]]:
-    """Validation losses of one training."""
+    """Return the validation losses of one training, by step."""
     run = Run(
         "digits",
         policy=yaml.safe_load(policy.to_yaml()),

@@ -4,8 +4,8 @@
 
 A ViT of two blocks on handwritten digits, 20 epochs, learning rate down to a hundredth along a cosine. Measured over
 the last 100 steps: the share of weights with R_w > 16, flips per weight and step, and the rates of change of W, of
-Q(W), and of the sites' outputs Y for the same 64 inputs of Gaussian noise (over the last 5 steps). Results are added to
-a file of JSON lines as they come; started again, the script goes on with what is missing.
+Q(W), and of the sites' outputs Y for the same 64 inputs of Gaussian noise (over the last 5 steps). The script appends
+each result to a file of JSON lines; started again, it trains the missing runs only.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ COLUMNS = ("oscillating", "flips", "rate_of_change", "quantized_rate_of_change")
 
 
 def measure(policy: Any, seed: int) -> dict[str, float]:
-    """Means over the sites, of the window at the end and of the last recorded steps."""
+    """Return means over the sites, in the window at the end and in the last recorded steps."""
     with tempfile.TemporaryDirectory() as directory:
 
         def watch(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Statistics:
@@ -88,7 +88,7 @@ def main(
             file.write(json.dumps(done[name, seed]) + "\n")
     heads = ("R_w > 16", "flips", "r(W)", "r(Q(W))", "r(Y)", "confidence", "val. loss", "accuracy")
     keys = (*COLUMNS, "output_rate_of_change", "confidence", "validation_loss", "accuracy")
-    print("| policy | " + " | ".join(heads) + " |\n" + "| --- |" * 1 + " --- |" * len(heads))
+    print("| policy | " + " | ".join(heads) + " |\n| --- |" + " --- |" * len(heads))
     for name in POLICIES:
         rows = [done[name, seed] for seed in range(seeds)]
         cells = [_cell([row[key] for row in rows if key in row], key) for key in keys]

@@ -3,8 +3,8 @@
 from fp4graph.analysis.ablation import VARIANTS, Ablation, ablation, only
 from fp4graph.analysis.collect import Statistics
 from fp4graph.analysis.decomposition import Decomposition, decompose
+from fp4graph.analysis.fields import METRICS
 from fp4graph.analysis.reconstruction import reconstruction_error
-from fp4graph.analysis.records import METRICS
 from fp4graph.analysis.storage import Recorded, read
 
 __all__ = [

@@ -21,6 +21,7 @@ import yaml
 from rich.table import Table
 
 from fp4graph.errors import Error
+from fp4graph.files import replacing
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.policy import Policy, Rule, Specs, load_policy
 from fp4graph.policy.policy import KEPT, Expect
@@ -28,7 +29,6 @@ from fp4graph.technique import Technique, overrides
 from fp4graph.technique.operands import ADDRESSES, Gemm, Operand
 from fp4graph.technique.site import SiteView
 from fp4graph.text import suggest
-from fp4graph.training.checkpoint import replacing
 
 #: Progress (steps, tokens) and validation loss, in the order of the training.
 Curve = Sequence[tuple[float, float]]
@@ -77,12 +77,11 @@ def _left_with_work(techniques: Iterable[Technique], specs: Sequence[Specs]) -> 
     gemms = {operand.gemm for operand in quantized}
     left = []
     for technique in techniques:
-        named = getattr(technique, "operands", None)
-        if "operands" in technique.model_fields_set and isinstance(named, tuple):
-            still = tuple(name for name in named if set(ADDRESSES[name]) & quantized)
-            if not still:
-                continue
-            technique = technique.model_copy(update={"operands": still})
+        given = technique.addresses_given
+        still = {o: tuple(name for name in names if set(ADDRESSES[name]) & quantized) for o, names in given.items()}
+        if not all(still.values()):
+            continue
+        technique = technique.model_copy(update=still)
         acts_on, pairs, plans = technique.acts_on(site), technique.pairs(site), overrides(technique, "plan")
         changes = plans and any(dict(technique.plan(site, each)) != dict(each) for each in specs)
         idle = (acts_on or pairs or plans) and not (acts_on & quantized or pairs & gemms or changes)

@@ -11,14 +11,16 @@ import torch
 from torch import nn
 
 from fp4graph.analysis import storage
+from fp4graph.analysis.fields import METRICS
 from fp4graph.analysis.observers import Collector, Outputs, matches
 from fp4graph.analysis.oscillation import Window
-from fp4graph.analysis.records import METRICS
+from fp4graph.analysis.tensorboard import log_to, writer
 from fp4graph.errors import Error
 from fp4graph.model import state
+from fp4graph.model.distributed import unwrapped
 from fp4graph.model.explain import describe
-from fp4graph.model.runtime import Runtime, runtime_of, unwrapped
-from fp4graph.numerics.sharding import fsdp_units
+from fp4graph.model.runtime import Runtime, runtime_of
+from fp4graph.numerics.sharding import fsdp_modules
 from fp4graph.text import suggest
 
 #: Steps at the end of a window over which outputs are compared: each takes a forward of the probe.
@@ -95,12 +97,12 @@ class Statistics:
         self._window_steps, self._sample, self._patterns = window, sample, patterns
         self._armed = False
         self._runtime = runtime
-        self._records = _first_process()
+        self._is_first = _first_process()
         self._log: storage.Log | None = None
         self._directory = directory
-        self._writer = _writer(tensorboard) if self._records else None
+        self._writer = _writer(tensorboard) if self._is_first else None
         self._owns_writer = self._writer is not tensorboard
-        if self._records:
+        if self._is_first:
             self._log = storage.Log(directory, self._header(runtime))
         self._handles: list[Any] = []
         self._arm()
@@ -140,8 +142,8 @@ class Statistics:
 
     def _arm(self) -> None:
         """Let the forwards until the next step be observed, if that step is to be recorded."""
-        self._armed = self._records and (self._step + 1) % self._every == 0
-        if self._armed and fsdp_units(self._model):
+        self._armed = self._is_first and (self._step + 1) % self._every == 0
+        if self._armed and fsdp_modules(self._model):
             raise Error("sites of a model under fully_shard cannot be observed; use DistributedDataParallel")
         self._observe(self._collector if self._armed else None)
 
@@ -161,34 +163,32 @@ class Statistics:
             self._window = None
             self._outputs.clear()
             self._hook()
-        if self._records and self._window is None and self._window_starts(self._step):
+        if self._is_first and self._window is None and self._window_starts(self._step):
             self._open_window()
 
     def _after_step(self, *args: Any) -> None:
         self._step += 1
-        if not self._records:
+        if not self._is_first:
             return
-        records: list[dict[str, Any]] = []
+        measured: list[dict[str, Any]] = []
         if self._armed:
             if self._collector.seen:
                 _check_matched(self._patterns, self._collector)
-                records += self._collector.finish()
+                measured += self._collector.finish()
             self._collector.clear()
         if self._window is not None:
             self._follow(self._window)
             if self._window.full:
-                records += [*self._window.records(), *self._outputs.records()]
+                measured += [*self._window.measurements(), *self._outputs.measurements()]
                 self._outputs.clear()
                 self._window = None
         if self._window is None and self._window_starts(self._step):
             self._open_window()
-        records = [{"step": self._step, **record} for record in records]
-        if records and self._log is not None:
-            self._log.append(records)
+        measured = [{"step": self._step, **fields} for fields in measured]
+        if measured and self._log is not None:
+            self._log.append(measured)
             if self._writer is not None:
-                from fp4graph.analysis.tensorboard import log_to
-
-                log_to(self._writer, records)
+                log_to(self._writer, measured)
         self._arm()
 
     # ------------------------------------------------------------------ weights, outputs
@@ -229,8 +229,8 @@ class Statistics:
 
     def _header(self, runtime: Runtime) -> dict[str, Any]:
         return {
-            "policy": runtime.whole.name,
-            "fingerprint": runtime.whole.fingerprint,
+            "policy": runtime.policy.name,
+            "fingerprint": runtime.policy.fingerprint,
             "step": self._step,
             "every": self._every,
             "window": self._window_steps,
@@ -295,8 +295,4 @@ def _first_process() -> bool:
 
 
 def _writer(tensorboard: Any) -> Any:
-    if tensorboard is None or hasattr(tensorboard, "add_scalar"):
-        return tensorboard
-    from fp4graph.analysis.tensorboard import writer
-
-    return writer(tensorboard)
+    return tensorboard if tensorboard is None or hasattr(tensorboard, "add_scalar") else writer(tensorboard)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 
 import torch
 from torch import Tensor
 
 from fp4graph.analysis.decomposition import split_error
-from fp4graph.analysis.lines import Lines, Moments, Rows, owners
+from fp4graph.analysis.sampling import Moments, Sample
 from fp4graph.numerics.formats import ElementFormat
 
 #: Exponents of block scales that histograms can tell apart: those of fp32, subnormals included.
@@ -26,82 +25,46 @@ RATIO_EDGES = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 OSCILLATING = 16.0
 #: What part of the larger of two quantized values their distance must exceed for a flip (see :func:`flipped`).
 _FLIP = 1 / 8
-_TINY = 2.0**-126
 
 
-def operand_sums(lines: Lines) -> dict[str, Tensor]:
-    """Sums over the elements of each operand, float64 ``[G]``, from which :func:`operand_record` makes statistics.
+def operand_sums(sample: Sample) -> dict[str, Tensor]:
+    """Return sums over a sample's elements, float64 0-d, from which :func:`operand_record` makes statistics.
 
-    Elements that are not finite, before or after quantization, are counted and left out. Computed in fp32, in units of
-    the operand's largest magnitude.
+    Elements that are not finite, before or after quantization, are counted and left out.
     """
-    x, q, ideal, owner = lines.x, lines.q, lines.ideal, owners(lines.rows.counts, lines.x.device)
-    held = torch.tensor([math.prod(shape) for shape in lines.rows.shapes], dtype=torch.float64, device=x.device)
-    usable: Tensor | None = None
-    if not bool((x.sum() + q.sum() + ideal.sum()).isfinite()):
-        usable = (x + q + ideal).isfinite() & lines.rows.held(x.device)
-        x, q, ideal = (torch.where(usable, each, 0.0) for each in (x, q, ideal))
-    largest = torch.zeros(len(held), device=x.device).scatter_reduce_(0, owner, x.abs().amax(1), "amax")
-    unit = largest.clamp(min=_TINY)
-    of_rows = unit[owner].unsqueeze(1)
-    error, bias, dead, grid = (each.div_(of_rows) for each in split_error(x, q, ideal))  # squares stay within fp32
-    x = x / of_rows
-    signal = _dot(x, x)
-    beyond = lines.ratio.abs().sub_(lines.element.max).clamp_(min=0)
-    if usable is not None:
-        beyond = torch.where(usable, beyond, 0.0)
-    terms = {
-        "signal": signal,
-        "error": _dot(error, error),
-        "product": signal + _dot(x, error),
-        "scale_bias": _dot(bias, bias),
-        "dead_zone": _dot(dead, dead),
-        "grid_noise": _dot(grid, grid),
-        "interaction": 2 * _dot(bias, grid),
-        "saturated": _nonzero(beyond),
-        "underflowed": _nonzero(dead),
+    usable = (sample.x.double() + sample.q.double() + sample.ideal.double()).isfinite()
+    x, q, ideal = (torch.where(usable, each, 0.0).double() for each in (sample.x, sample.q, sample.ideal))
+    error, bias, dead, grid = split_error(x, q, ideal)
+    elements = usable.sum()
+    return {
+        "elements": elements.double(),
+        "nonfinite": (usable.numel() - elements).double(),
+        "signal": x.square().sum(),
+        "error": error.square().sum(),
+        "product": (x * q).sum(),
+        "scale_bias": bias.square().sum(),
+        "dead_zone": dead.square().sum(),
+        "grid_noise": grid.square().sum(),
+        "interaction": 2 * (bias * grid).sum(),
+        "saturated": (usable & (sample.ratio.abs() > sample.element.max)).sum().double(),
+        "underflowed": (dead != 0).sum().double(),
     }
-    if usable is not None:
-        terms["elements"] = usable.sum(1)
-    columns = torch.stack([each.double() for each in terms.values()], 1)
-    summed = columns.new_zeros(len(held), len(terms)).index_add_(0, owner, columns)
-    sums = dict(zip(terms, summed.unbind(1), strict=True))
-    scale = unit.double().square()
-    for name in ("signal", "error", "product", "scale_bias", "dead_zone", "grid_noise", "interaction"):
-        sums[name] = sums[name] * scale
-    elements = sums.setdefault("elements", held)
-    return sums | {"nonfinite": held - elements}
 
 
-def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Of rows, ``[R]``."""
-    product: Tensor = torch.linalg.vecdot(a, b)
-    return product
+def scale_sums(scales: Tensor) -> dict[str, Tensor]:
+    """Count the scales of an operand by exponent.
 
-
-def _nonzero(a: Tensor) -> Tensor:
-    """How many of each row, ``[R]``; a sum of bools takes many times longer."""
-    return a.sign().abs_().sum(1)
-
-
-def scale_sums(lines: Lines) -> dict[str, Tensor]:
-    """Of each operand's scales: how many have each exponent floor(log2 S), float64 ``[G, EXPONENTS]`` from
-    LOWEST_EXPONENT up, without those that are not finite or not positive; all there are, and those of blocks of zeros,
-    float64 ``[G]``."""
-    scales, owner = lines.scales, owners(lines.blocks, lines.scales.device)
-    exponent = torch.frexp(scales).exponent.long() - 1
-    place = (exponent - LOWEST_EXPONENT).clamp(0, EXPONENTS - 1)
-    place = torch.where(scales.isfinite() & (scales > 0), place, EXPONENTS)
-    blocks = torch.tensor(lines.blocks, dtype=torch.float64, device=scales.device)
-    zeros = torch.zeros_like(blocks).index_add_(0, owner, (scales == 0).double())
-    counts = _counted(place, owner, len(blocks), EXPONENTS + 1)[:, :EXPONENTS]
-    return {"scales": counts, "blocks": blocks, "zero_blocks": zeros}
-
-
-def _counted(place: Tensor, owner: Tensor, operands: int, classes: int) -> Tensor:
-    """How many there are of each class, for each operand: float64 ``[G, classes]``. ``place``, int64, is used up."""
-    counts = torch.bincount(place.add_(owner * classes).flatten(), minlength=operands * classes)
-    return counts.double().reshape(-1, classes)
+    Returns:
+        ``scales``: how many have each exponent floor(log2 S), float64 ``[EXPONENTS]`` from LOWEST_EXPONENT up, without
+        scales that are not finite or not positive; ``blocks``: all scales; ``zero_blocks``: those of blocks of zeros.
+    """
+    place = (torch.frexp(scales).exponent.long() - 1 - LOWEST_EXPONENT).clamp(0, EXPONENTS - 1)
+    place = place[scales.isfinite() & (scales > 0)]
+    return {
+        "scales": torch.bincount(place, minlength=EXPONENTS).double(),
+        "blocks": torch.tensor(float(scales.numel()), dtype=torch.float64, device=scales.device),
+        "zero_blocks": (scales == 0).sum().double(),
+    }
 
 
 def confidence(ratio: Tensor, element: ElementFormat) -> Tensor:
@@ -133,44 +96,42 @@ def _intervals(element: ElementFormat) -> tuple[Tensor, Tensor]:
     return thresholds.float(), widths.float()
 
 
-def latent_sums(latent: Tensor, rows: Rows, element: ElementFormat, metrics: frozenset[str]) -> dict[str, Tensor]:
-    """Of weights divided by their scales, ``[R, width]``: sums and histograms of their confidence and of themselves."""
-    owner, limit, sums = owners(rows.counts, latent.device), element.max, {}
-    if rows.padded:
-        latent = torch.where(rows.held(latent.device), latent, torch.nan)
+def latent_sums(latent: Tensor, element: ElementFormat, metrics: frozenset[str]) -> dict[str, Tensor]:
+    """Return sums and histograms of the confidence of weights divided by their scales, and of these themselves."""
+    sums = {}
     if "confidence" in metrics:
         of_each = confidence(latent, element)
-        total = latent.new_zeros(len(rows.shapes), dtype=torch.float64)
-        sums["confidence"] = total.index_add_(0, owner, of_each.nansum(1, dtype=torch.float64))
-        sums["confidence_histogram"] = histogram(of_each, owner, len(total), CONFIDENCE_BINS, 0, 1)
+        sums["confidence"] = of_each.nansum(dtype=torch.float64)
+        sums["confidence_histogram"] = histogram(of_each, CONFIDENCE_BINS, 0, 1)
     if "latent" in metrics:
-        sums["latent_histogram"] = histogram(latent, owner, len(rows.shapes), LATENT_BINS, -limit, limit)
-        sums["latent_limit"] = torch.full((len(rows.shapes),), limit, dtype=torch.float64, device=latent.device)
+        sums["latent_histogram"] = histogram(latent, LATENT_BINS, -element.max, element.max)
     return sums
 
 
-def histogram(rows: Tensor, owner: Tensor, operands: int, bins: int, low: float, high: float) -> Tensor:
-    """Counts of ``rows [R, width]`` in ``bins`` equal classes of [low, high], for each operand: float64 ``[G, bins]``;
-    what lies outside falls into the outermost ones, NaN into none."""
-    place = (rows - low).mul_(bins / (high - low)).clamp_(0, bins - 1).nan_to_num_(nan=bins)
-    return _counted(place.long(), owner.unsqueeze(1), operands, bins + 1)[:, :bins]
+def histogram(values: Tensor, bins: int, low: float, high: float) -> Tensor:
+    """Count values in ``bins`` equal classes of [low, high], float64 ``[bins]``.
+
+    Values outside are counted in the outermost classes, NaN in none.
+    """
+    place = ((values[~values.isnan()] - low) * (bins / (high - low))).clamp(0, bins - 1)
+    return torch.bincount(place.long(), minlength=bins).double()
 
 
 def gradient_sums(left: Moments, right: Moments, left_exact: Tensor, right_exact: Tensor) -> dict[str, Tensor]:
-    """Sums over the entries of a backward GEMM's result ĝ = Q(L)·Q(R)ᵀ against g = L·Rᵀ, float64 ``[G]``.
+    """Return sums over the entries of a backward GEMM's result ĝ = Q(L)·Q(R)ᵀ against g = L·Rᵀ, float64 0-d.
 
     Rounding noise of different elements being independent, E[ĝ] = E[Q(L)]·E[Q(R)]ᵀ, and with v and m the variance and
     mean of an element, Var ĝ_ij = Σ_k v_ik·(m_jk² + v_jk) + m_ik²·v_jk.
 
     Args:
-        left, right: of what was multiplied, lines ``[G, P, n, K]`` and ``[G, P, m, K]``; the means are known.
+        left, right: the moments of the two factors, lines ``[P, n, K]`` and ``[P, m, K]``.
         left_exact, right_exact: the same lines of the factors in high precision, before any quantization.
 
     Returns:
-        Sums of ``exact`` g², ``offset`` (E[ĝ] − g)², ``variance``, ``product`` g·E[ĝ].
+        Sums of ``exact`` g², ``offset`` (E[ĝ] − g)², ``variance``, ``product`` g·E[ĝ]; empty where a mean is unknown.
     """
-    assert left.mean is not None
-    assert right.mean is not None
+    if left.mean is None or right.mean is None:
+        return {}
     a, b = left.mean.double(), right.mean.double()
     expected, exact = a @ b.mT, left_exact.double() @ right_exact.double().mT
     # Sums over i and j first: no product of matrices is needed for the variance.
@@ -178,9 +139,12 @@ def gradient_sums(left: Moments, right: Moments, left_exact: Tensor, right_exact
     var_a, var_b = (
         torch.zeros_like(of_a) if each.variance is None else each.variance.double().sum(-2) for each in (left, right)
     )
-    variance = var_a * (of_b + var_b) + of_a * var_b
-    sums = {"exact": exact.square(), "offset": (expected - exact).square(), "product": exact * expected}
-    return {name: term.sum((1, 2, 3)) for name, term in sums.items()} | {"variance": variance.sum((1, 2))}
+    return {
+        "exact": exact.square().sum(),
+        "offset": (expected - exact).square().sum(),
+        "variance": (var_a * (of_b + var_b) + of_a * var_b).sum(),
+        "product": (exact * expected).sum(),
+    }
 
 
 # ------------------------------------------------------------------ from step to step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +9,10 @@ import torch
 from torch import Tensor
 
 from fp4graph.analysis import metrics as m
-from fp4graph.analysis.lines import Quantizers, Rows, Selection, by_block, row_width, stacked
-from fp4graph.model.runtime import Weight
+from fp4graph.analysis.sampling import Selection, by_block
+from fp4graph.model.weight import Weight
 from fp4graph.numerics.sharding import whole
-from fp4graph.ops.program import OperandState, total
+from fp4graph.ops.program import total
 
 #: Elements of each weight that are followed step by step, and of those how many end up in the record.
 FOLLOWED, SHOWN = 256, 2
@@ -30,8 +29,7 @@ class Window:
     def __init__(self, weights: Sequence[Weight], steps: int, sample: int | None, metrics: frozenset[str]) -> None:
         self._steps, self._metrics = steps, metrics
         self._taken = -1  # differences so far
-        quantizers = Quantizers()
-        self._weights = [_Moving(weight, sample, quantizers) for weight in weights if weight.parameter.numel()]
+        self._weights = [_Moving(weight, sample) for weight in weights if weight.parameter.numel()]
 
     @property
     def full(self) -> bool:
@@ -45,98 +43,70 @@ class Window:
     @torch.no_grad()
     def advance(self, step: Tensor) -> None:
         """Look at the weights as they are now; ``step`` is the noise of the latest forward."""
-        together: dict[Any, list[_Moving]] = defaultdict(list)
         for moving in self._weights:
-            moving.take()
-            together[moving.alike].append(moving)
-        for group in together.values():
-            program = group[0].program
-            if program is None:
-                for moving in group:
-                    moving.quantized(moving.whole_quantized(step))
-                continue
-            rows = Rows(tuple(tuple(moving.now.shape) for moving in group), group[0].width)
-            state = stacked(rows, [moving.state() for moving in group])
-            q = total(program(rows.stack([moving.now for moving in group]), None, state))
-            for place, moving in enumerate(group):
-                moving.quantized(rows.of(q, place))
+            moving.advance(step)
         self._taken += 1
 
-    def records(self) -> list[dict[str, Any]]:
-        """One for each weight."""
-        return [moving.record(self._steps, self._metrics) for moving in self._weights]
+    def measurements(self) -> list[dict[str, Any]]:
+        """Return one measurement for each weight."""
+        return [moving.measurement(self._steps, self._metrics) for moving in self._weights]
 
 
 class _Moving:
     """Lines of one weight in motion."""
 
-    def __init__(self, weight: Weight, sample: int | None, quantizers: Quantizers) -> None:
+    def __init__(self, weight: Weight, sample: int | None) -> None:
         self._weight = weight
-        out_features, in_features = self._canonical(weight.parameter).shape
-        self._selection = Selection((out_features, in_features), sample)
+        shape = tuple(weight.parameter.shape)
+        self._selection = Selection(shape[::-1] if weight.stored_transposed else shape, sample)
         assert weight.plan.program is not None
         fprop = weight.plan.program.fprop
-        self.element = None if fprop.right.spec is None else fprop.right.spec.element
+        self._element = None if fprop.right.spec is None else fprop.right.spec.element
         simple = by_block(fprop.right) and not fprop.right.draws and not fprop.transforms
-        #: The quantizer, where blocks can be quantized by themselves and with those of other weights.
-        self.program = quantizers.one(fprop.right) if simple else None
+        #: The quantizer, where the sampled lines can be quantized without the others.
+        self._program = fprop.right if simple else None
         self._last: tuple[Tensor, Tensor] | None = None
         self._moved = self._moved_q = self._flips = torch.zeros(())
         self._rates: list[Tensor] = []
         self._path: list[Tensor] = []
 
-    @property
-    def alike(self) -> Any:
-        """What is equal for weights that are quantized together."""
-        return id(self) if self.program is None else (id(self.program), self.width, self.now.device)
-
-    @property
-    def width(self) -> int:
-        """Elements of a row, where there is a program."""
-        assert self.program is not None
-        return row_width(self.program, self.now)
-
-    def state(self) -> OperandState:
-        """The same lines of the state of the quantizer's techniques."""
-        return self._weight.fprop_state(self._selection.of)
-
-    def take(self) -> None:
-        self.now = self._selection.of(self._canonical(self._weight.parameter)).to(torch.float32, copy=True)
-
-    def whole_quantized(self, step: Tensor) -> Tensor:
-        """The same lines of the whole weight, quantized as the graph does it and brought back to the weight's basis."""
-        if self.element is None:
-            return self.now
-        quantized = self._weight.quantize(self._weight.parameter, step)
-        return self._selection.of(self._canonical(quantized)).to(torch.float32, copy=True)
-
-    def quantized(self, q: Tensor) -> None:
+    def advance(self, step: Tensor) -> None:
+        now = self._sampled(self._weight.parameter)
+        q = self._quantized(now, step)
         if self._last is not None:
             former, former_q = self._last
-            self._moved, self._moved_q = self._moved + (self.now - former).abs(), self._moved_q + (q - former_q).abs()
-            if self.element is not None:
-                self._flips = self._flips + m.flipped(q, former_q, self.element)
-            rates = m.relative_change(self.now, former), m.relative_change(q, former_q)
-            self._rates.append(torch.stack(rates))
-        self._last = self.now, q
-        self._path.append(torch.stack([self.now.flatten()[:FOLLOWED], q.flatten()[:FOLLOWED]]))
+            self._moved, self._moved_q = self._moved + (now - former).abs(), self._moved_q + (q - former_q).abs()
+            if self._element is not None:
+                self._flips = self._flips + m.flipped(q, former_q, self._element)
+            self._rates.append(torch.stack([m.relative_change(now, former), m.relative_change(q, former_q)]))
+        self._last = now, q
+        self._path.append(torch.stack([now.flatten()[:FOLLOWED], q.flatten()[:FOLLOWED]]))
 
-    def record(self, steps: int, metrics: frozenset[str]) -> dict[str, Any]:
+    def _quantized(self, now: Tensor, step: Tensor) -> Tensor:
+        """Return the sampled lines quantized as the graph does it, in the weight's basis."""
+        if self._element is None:
+            return now
+        if self._program is not None:
+            return total(self._program(now, None, self._weight.fprop_state(self._selection.of)))
+        return self._sampled(self._weight.quantize(self._weight.parameter, step))
+
+    def _sampled(self, w: Tensor) -> Tensor:
+        w = whole(w.detach())
+        return self._selection.of(w.mT if self._weight.stored_transposed else w)
+
+    def measurement(self, steps: int, metrics: frozenset[str]) -> dict[str, Any]:
         site, name = self._weight.fqn or "(root)", self._weight.parameter_name
-        record: dict[str, Any] = {"site": site, "tensor": name, "window": steps}
+        found: dict[str, Any] = {"site": site, "tensor": name, "window": steps}
         if "oscillation" in metrics:
-            record |= self._oscillation()
+            found |= self._oscillation()
         if "flips" in metrics:
-            record |= {
-                "flips": (self._flips / steps).mean().item(),
-                "flipping": (self._flips > 0).float().mean().item(),
-            }
+            found["flips"] = (self._flips / steps).mean().item()
+            found["flipping"] = (self._flips > 0).float().mean().item()
         if "rate_of_change" in metrics:
             rates = torch.stack(self._rates)
-            of_w, of_q = rates.nanmean(0).tolist()
-            skipped = int(rates.isnan().any(1).sum())
-            record |= {"rate_of_change": of_w, "quantized_rate_of_change": of_q, "skipped_steps": skipped}
-        return record
+            found["rate_of_change"], found["quantized_rate_of_change"] = rates.nanmean(0).tolist()
+            found["skipped_steps"] = int(rates.isnan().any(1).sum())
+        return found
 
     def _oscillation(self) -> dict[str, Any]:
         ratio = m.oscillation_ratio(self._moved_q, self._moved)
@@ -159,7 +129,3 @@ class _Moving:
             for i in chosen
             if of_followed[i] > 0
         ]
-
-    def _canonical(self, w: Tensor) -> Tensor:
-        w = whole(w.detach())
-        return w.mT if self._weight.stored_transposed else w

@@ -8,32 +8,36 @@ depends on the machine or the order of installation.
 from __future__ import annotations
 
 import argparse
-import enum
-import functools
-import inspect
 import re
 import sys
-import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal
 
-import annotated_types
 import yaml
-from pydantic import ValidationError
-from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
-from fp4graph.errors import Error
-from fp4graph.numerics.formats import FP32
+from fp4graph.commands.catalogue import (
+    COLUMNS,
+    default_of,
+    docstring,
+    loadable_policies,
+    one_line,
+    phase_heading,
+    rule_heading,
+    rule_rows,
+    shipped_registry,
+    spelled,
+    technique_data,
+    weight_of,
+)
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.policy import Phase, Policy, Rule, load_policy
+from fp4graph.policy import Policy
 from fp4graph.policy.validation import keys
-from fp4graph.technique import STAGES, OperandSpecs, Technique, overrides
+from fp4graph.technique import Technique, overrides
 from fp4graph.technique.operands import Gemm, Operand
-from fp4graph.technique.registry import GROUP, Registry
+from fp4graph.technique.registry import Registry
 from fp4graph.technique.site import SiteView
 
 #: Docstring parts after the summary: how a paragraph that opens one begins, and the heading it gets.
@@ -45,212 +49,6 @@ PARTS = {
     "The complexity weight is ours:": "Complexity weight",
     "Use it": "When to use it",
 }
-_SHIPPED_PLUGINS, _SHIPPED_POLICIES = "fp4graph_plugins", "fp4graph_policies"
-
-
-# ------------------------------------------------------------------ as plain data
-
-
-def technique_data(technique: type[Technique], registry: Registry) -> dict[str, Any]:
-    """What is known of a technique, as JSON has it; ``complexity`` None where it takes options to know."""
-    fields = zip(keys(technique), technique.model_fields.items(), strict=True)
-    return technique_row(technique, registry) | {
-        "doc": _doc(technique),
-        "options": {key: _option(name, field) for key, (name, field) in fields},
-        "stages": [stage for stage in STAGES if overrides(technique, stage)],
-        "conflicts": sorted(technique.conflicts),
-        "requires": sorted(technique.requires),
-    }
-
-
-def technique_row(technique: type[Technique], registry: Registry) -> dict[str, Any]:
-    """The short form of :func:`technique_data`: a row of the list."""
-    return {
-        "name": technique.name,
-        "complexity": _weight(technique, {}),
-        "compute": technique.overhead.compute,
-        "memory": technique.overhead.memory,
-        "fusable": technique.overhead.fusable,
-        "plugin": registry.origin(technique.name),
-    }
-
-
-def policy_data(policy: Policy) -> dict[str, Any]:
-    """A policy and what it resolves to, as JSON has it."""
-    return policy_row(policy) | {
-        "weights": policy.weights,
-        "fingerprint": policy.fingerprint,
-        **_rules_data(policy),
-        "phases": [{"at": phase.at, **_rules_data(phase.policy)} for phase in policy.phases],
-        "yaml": policy.to_yaml(),
-    }
-
-
-def _rules_data(policy: Policy) -> dict[str, Any]:
-    return {"rules": [_rule_data(rule) for rule in policy.rules], "default": _rule_data(policy.default)}
-
-
-def policy_row(policy: Policy) -> dict[str, Any]:
-    """The short form of :func:`policy_data`: a row of the list."""
-    return {
-        "name": policy.name,
-        "description": policy.description,
-        "file": policy.file,
-        "complexity": policy.complexity,
-        "techniques": [technique.name for technique in policy.used],
-    }
-
-
-def _rule_data(rule: Rule) -> dict[str, Any]:
-    return {
-        "name": rule.name,
-        "file": rule.file,
-        "line": rule.line,
-        "required": rule.required,
-        "match": str(rule.match),
-        "keep": rule.keep,
-        "operands": {operand.value: spec_words(spec) for operand, spec in planned(rule).items()},
-        "reuses": sorted(operand.value for operand in rule.reuses),
-        "techniques": [technique.name for technique in rule.techniques],
-    }
-
-
-def planned(rule: Rule) -> OperandSpecs:
-    """The specs of a rule after what its techniques make of them."""
-    specs: OperandSpecs = rule.specs
-    if rule.quantizes:
-        site = SiteView(None, (rule.match.op or ("linear",))[0], None, None, None, None, None)
-        for technique in rule.techniques:
-            specs = technique.plan(site, specs)
-    return specs
-
-
-def spec_words(spec: QuantSpec | None) -> dict[str, str] | None:
-    """One operand's spec, column by column."""
-    if spec is None:
-        return None
-    block = "×".join(map(str, spec.block)) if isinstance(spec.block, tuple) else str(spec.block)
-    scale = [spec.scale.format.name] + ([spec.scale.rounding] if spec.scale.format != FP32 else ["unrounded"])
-    scale += [spec.scale.convention] if spec.scale.convention != "decode" else []
-    scale += [spec.scale.zero] if spec.scale.zero != "nearest_subnormal" else []
-    bits = f", {spec.random_bits} bits" if spec.random_bits != 24 else ""
-    return {
-        "element": spec.element.name,
-        "block": block,
-        "scale": " ".join(scale),
-        "rounding": f"nearest, ties {spec.ties}" if spec.rounding == "nearest" else f"stochastic{bits}",
-        "source": spec.source + (", from master" if spec.from_master else ""),
-    }
-
-
-def _option(name: str, field: FieldInfo) -> dict[str, Any]:
-    default = {} if field.is_required() else {"default": to_jsonable_python(_default(field))}
-    words = _words(field.annotation, field.metadata, name)
-    return {
-        "type": words,
-        "required": field.is_required(),
-        **default,
-        "description": _one_line(field.description or ""),
-    }
-
-
-def _default(field: FieldInfo) -> Any:
-    return field.get_default(call_default_factory=True)
-
-
-def _weight(technique: type[Technique], options: Mapping[str, Any]) -> float | None:
-    try:
-        return technique.model_validate(options).complexity
-    except ValidationError:  # an option without default, or options that do not go together
-        pass
-    try:
-        return technique.model_construct(**options).complexity
-    except AttributeError:  # it depends on that option
-        return None
-
-
-# ------------------------------------------------------------------ rules, for tables
-
-
-#: Columns of a rule's operand table.
-COLUMNS = ("", "operand", "element", "block", "scale", "rounding", "source")
-
-
-def phase_heading(phase: Phase) -> str:
-    """When a phase is in force."""
-    if isinstance(phase.at, int):
-        return f"after {phase.at} training forwards"
-    return f"after {100 * phase.at:g} % of the training"
-
-
-def rule_heading(rule: Rule) -> str:
-    """What a rule is called and what it matches."""
-    optional = "" if rule.required or rule.name == "default" else ", may match nothing"
-    return f"{rule.name}: {rule.match if rule.name != 'default' else 'every other site'}{optional}"
-
-
-def rule_rows(rule: Rule) -> list[tuple[str, ...]]:
-    """The operands of a rule, a row each; shorter than :data:`COLUMNS` for those in high precision."""
-    rows: list[tuple[str, ...]] = []
-    specs = planned(rule)
-    for number, operand in enumerate(Operand, start=1):
-        words = spec_words(specs[operand])
-        exact = "high precision, of the dequantized fprop operand" if operand in rule.reuses else "high precision"
-        rows.append((f"Q{number}", operand.value, *(words.values() if words else (exact,))))
-    return rows
-
-
-def spelled(technique: Technique) -> str:
-    """A technique with its options, as a call."""
-    options = technique.model_dump(mode="json", by_alias=True)
-    return f"{technique.name}({', '.join(f'{key}={value!r}' for key, value in options.items())})"
-
-
-# ------------------------------------------------------------------ options in words
-
-
-def _words(annotation: Any, metadata: Sequence[Any] = (), name: str = "", *, plural: bool = False) -> str:
-    """What a policy may write for an option of this type."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if origin is typing.Annotated:
-        nested = (item.metadata if isinstance(item, FieldInfo) else [item] for item in arguments[1:])
-        return _words(arguments[0], [item for items in nested for item in items], name, plural=plural)
-    if origin in (typing.Union, types.UnionType):
-        words = [_words(part, metadata, name, plural=plural) for part in arguments if part is not types.NoneType]
-        return ", or ".join([*words, *(["null"] if types.NoneType in arguments else [])])
-    if origin is Literal:
-        return " | ".join(str(to_jsonable_python(value)) for value in arguments)
-    if origin is tuple:
-        items = set(arguments) - {...}
-        item = _words(items.pop(), (), name, plural=True) if len(items) == 1 else "values"
-        if ... in arguments:
-            return f"{'lists' if plural else 'list'} of {item}"
-        count = {2: "pair"}.get(len(arguments), f"list of {len(arguments)}")
-        return f"{count}{'s' if plural and len(arguments) == 2 else ''} of {item}".replace(" of of ", " of ")
-    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
-        return " | ".join(str(to_jsonable_python(member)) for member in annotation)
-    if annotation is bool:
-        return "true or false"
-    if annotation in (int, float):
-        noun = ("whole number" if annotation is int else "number") + ("s" if plural else "")
-        return noun + _bounds(metadata)
-    if annotation is str:
-        return ("operands" if plural else "operand") if name.startswith("operand") else "names" if plural else "text"
-    return getattr(annotation, "__name__", None) or str(annotation).replace("typing.", "")
-
-
-def _bounds(metadata: Iterable[Any]) -> str:
-    """The range of a number, in words."""
-    words = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
-    bounds = {
-        name: getattr(item, name)
-        for name in words
-        for item in metadata
-        if isinstance(item, getattr(annotated_types, name.capitalize()))
-    }
-    if set(bounds) == {"ge", "le"}:
-        return f" from {bounds['ge']:g} to {bounds['le']:g}"
-    return " and".join(f" {words[name]} {bound:g}" for name, bound in bounds.items())
 
 
 # ------------------------------------------------------------------ pages
@@ -289,7 +87,7 @@ def technique_page(technique: type[Technique], registry: Registry) -> str:
     else:
         lines += ["None."]
     lines += ["", "In a policy:", "", "```yaml", _example(technique).rstrip(), "```", ""]
-    users = [name for name, policy in _policies(registry).items() if technique.name in policy.weights]
+    users = [name for name, policy in loadable_policies(registry).items() if technique.name in policy.weights]
     links = ", ".join(f"[{name}](../policies/{name}.md)" for name in users)
     lines += ["## Policies that use it", "", f"{links}." if links else "None of those shipped.", ""]
     return _page(lines)
@@ -350,7 +148,7 @@ def index_page(registry: Registry) -> str:
                 ", ".join(sorted(policy.weights)),
                 _markdown(policy.description),
             )
-            for name, policy in _policies(registry).items()
+            for name, policy in loadable_policies(registry).items()
         ),
     )
     return _page(lines)
@@ -358,7 +156,7 @@ def index_page(registry: Registry) -> str:
 
 def docstring_parts(technique: type[Technique]) -> dict[str, str]:
     """A technique's docstring by heading, Markdown: ``Summary``, ``Definition``, then those of :data:`PARTS`."""
-    summary, *rest = re.split(r"\n\s*\n", _doc(technique))
+    summary, *rest = re.split(r"\n\s*\n", docstring(technique))
     parts = {"Summary": [summary]} if summary else {}
     heading = "Definition"
     for paragraph in rest:
@@ -371,24 +169,19 @@ def docstring_parts(technique: type[Technique]) -> dict[str, str]:
                     paragraph = paragraph[0].upper() + paragraph[1:]
         parts.setdefault(heading, []).append(paragraph)
     return {
-        heading: _one_line(text) if heading == "Summary" else text
+        heading: one_line(text) if heading == "Summary" else text
         for heading, paragraphs in parts.items()
         if (text := _markdown("\n\n".join(paragraphs)))
     }
 
 
-def _doc(technique: type[Technique]) -> str:
-    # Not inspect.getdoc, which would take the docstring of Technique itself for want of one.
-    return inspect.cleandoc(technique.__dict__.get("__doc__") or "")
-
-
 def _weights(technique: type[Technique]) -> str:
     """The weight of the default options, and which options change it."""
-    default = _weight(technique, {})
+    default = weight_of(technique, {})
     others: dict[str, list[str]] = {}
-    for key, (_, field) in zip(keys(technique), technique.model_fields.items(), strict=True):
+    for key, field in zip(keys(technique), technique.model_fields.values(), strict=True):
         for value in _choices(field.annotation):
-            weight = _weight(technique, {key: value})
+            weight = weight_of(technique, {key: value})
             if weight is not None and weight != default:
                 others.setdefault(f"{weight:g}", []).append(f"`{key}: {_flow(to_jsonable_python(value))}`")
     return "; ".join(
@@ -398,11 +191,11 @@ def _weights(technique: type[Technique]) -> str:
 
 def _weight_doc(technique: type[Technique]) -> str:
     doc = technique.complexity.__doc__ if overrides(technique, "complexity") else None
-    return _markdown(_one_line(doc or "")) or "nothing said"
+    return _markdown(one_line(doc or "")) or "nothing said"
 
 
 def _default_weight(technique: type[Technique]) -> str:
-    weight = _weight(technique, {})
+    weight = weight_of(technique, {})
     return "by options" if weight is None else f"{weight:g}"
 
 
@@ -445,8 +238,8 @@ def _example(technique: type[Technique]) -> str:
     for key, field in zip(keys(technique), technique.model_fields.values(), strict=True):
         if field.is_required():
             options[key] = to_jsonable_python(field.examples[0]) if field.examples else "..."
-        elif _default(field) is not None:
-            options[key] = to_jsonable_python(_default(field))
+        elif default_of(field) is not None:
+            options[key] = to_jsonable_python(default_of(field))
     entries = [*sorted(technique.requires), {technique.name: options} if options else technique.name]
     return "techniques:\n" + "".join(f"  - {_flow(entry, brackets=False)}\n" for entry in entries)
 
@@ -475,10 +268,6 @@ def _flow(value: Any, *, brackets: bool = True) -> str:
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6).strip()
     text = text.removesuffix("\n...").strip()
     return text if brackets or not text.startswith("{") else text[1:-1]
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def _markdown(text: str) -> str:
@@ -525,30 +314,12 @@ def _page(lines: Iterable[str]) -> str:
 # ------------------------------------------------------------------ the command
 
 
-@functools.lru_cache(maxsize=4)
-def _policies(registry: Registry) -> dict[str, Policy]:
-    """Every policy of ``registry`` that can be loaded, by name."""
-    found: dict[str, Policy] = {}
-    for name, path in sorted(registry.policies.items()):
-        try:
-            found[name] = load_policy(path, registry)
-        except Error:  # whoever lists policies names it
-            continue
-    return found
-
-
-def shipped_registry() -> Registry:
-    """Fp4graph's own techniques and policies, whatever else is installed."""
-    points = sorted(point for point in entry_points(group=GROUP) if point.module.startswith(f"{_SHIPPED_PLUGINS}."))
-    return Registry([(point.name, point) for point in points], entry_point_group=None)
-
-
 def pages(registry: Registry) -> dict[str, str]:
     """Every page by its path below the reference's folder."""
     return {
         "README.md": index_page(registry),
         **{f"techniques/{name}.md": technique_page(cls, registry) for name, cls in sorted(registry.techniques.items())},
-        **{f"policies/{name}.md": policy_page(policy) for name, policy in _policies(registry).items()},
+        **{f"policies/{name}.md": policy_page(policy) for name, policy in loadable_policies(registry).items()},
     }
 
 
@@ -572,7 +343,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     registry = shipped_registry()
     failures = [str(failure) for failure in registry.failures.values()]
-    failures += [f"policy {name!r} cannot be loaded" for name in registry.policies if name not in _policies(registry)]
+    missing = registry.policies.keys() - loadable_policies(registry).keys()
+    failures += [f"policy {name!r} cannot be loaded" for name in sorted(missing)]
     for failure in failures:
         print(f"left out: {failure}", file=sys.stderr)
     expected = pages(registry)
@@ -582,8 +354,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             path = options.directory / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
-        for name in (line.removeprefix("superfluous: ") for line in wrong if line.startswith("superfluous: ")):
-            (options.directory / name).unlink()
+        for path in options.directory.rglob("*.md"):
+            if path.relative_to(options.directory).as_posix() not in expected:
+                path.unlink()
         wrong = []
     elif wrong:
         print("\n".join([*wrong, "run: make docs"]))

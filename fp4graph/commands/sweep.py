@@ -33,7 +33,7 @@ def sweep(
     accumulate: Annotated[int | None, typer.Option(min=1, help="Forward passes per step.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="adam, adamw, sgd or stablespam.")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="Of matrices.")] = None,
-    schedule: Annotated[str | None, typer.Option(help="constant or cosine.")] = None,
+    schedule: Annotated[str | None, typer.Option(help="constant, cosine or timm.")] = None,
     warmup: Annotated[float | None, typer.Option(help="Share of the steps.")] = None,
     clip: Annotated[float | None, typer.Option(help="Norm of the gradient; 0 for none.")] = None,
     dtype: Annotated[str | None, typer.Option(help="Of parameters: fp32 or bf16.")] = None,

@@ -36,7 +36,7 @@ def train(
     seed: Annotated[int, typer.Option(min=0, help="Of weights, data order and noise.")] = 0,
     lr: Annotated[float | None, typer.Option(help="Learning rate. [the task's]")] = None,
     weight_decay: Annotated[float | None, typer.Option(help="Of matrices. [the task's]")] = None,
-    schedule: Annotated[str | None, typer.Option(help="constant or cosine. [the task's]")] = None,
+    schedule: Annotated[str | None, typer.Option(help="constant, cosine or timm. [the task's]")] = None,
     warmup: Annotated[float | None, typer.Option(help="Share of the steps. [the task's]")] = None,
     clip: Annotated[float | None, typer.Option(help="Norm of the gradient; 0 for none. [the task's]")] = None,
     batch_size: Annotated[int | None, typer.Option(help="Samples per forward pass. [the task's]")] = None,
@@ -105,7 +105,7 @@ def train(
     if resume and output is None:
         raise Error("--resume goes on with the run in a folder: give it with --output")
     folder = output or _unused(run)
-    with _progress(run, quiet=as_json) as (tick, report):
+    with progress_of(run, quiet=as_json) as (tick, report):
         outcome = training.train(run, report=report, tick=tick, directory=folder, resume=resume, statistics=statistics)
     if as_json:
         print(json.dumps({"run": run.to_json(), "outcome": outcome.to_json(), "record": str(folder)}, indent=2))
@@ -139,11 +139,14 @@ def _unused(run: Run) -> Path:
 
 
 @contextmanager
-def _progress(
+def progress_of(
     run: Run, *, quiet: bool
 ) -> Iterator[tuple[Callable[[int, int, float], None], Callable[[int, float], None]]]:
-    """What a training calls with (step, steps, loss) and with (step, validation loss): a bar on stderr, or off a
-    terminal a line per validation."""
+    """Show a training on stderr: a bar on a terminal, elsewhere a line per validation.
+
+    Yields:
+        The functions that the training calls with (step, steps, loss) and with (step, validation loss).
+    """
     console = Console(stderr=True, highlight=False, quiet=quiet)
     bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     validation = ""

@@ -25,13 +25,17 @@ from typing import TYPE_CHECKING, Any
 
 from fp4graph.errors import Error
 from fp4graph.experiments.run import Outcome, finite
-from fp4graph.training.checkpoint import replacing
+from fp4graph.files import replacing
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 RUN, METRICS, OUTCOME, CHECKPOINT, EVENTS = "run.json", "metrics.jsonl", "outcome.json", "checkpoint.pt", "tensorboard"
 FORMAT, VERSION = "fp4graph.run", 1
+
+
+class Ended(Error):
+    """The run to resume has ended: nothing of it is left to do."""
 
 
 class Record:
@@ -65,7 +69,7 @@ class Record:
             if changed:
                 raise Error(f"{self.folder} holds another run: {'; '.join(changed)}")
             if (self.folder / OUTCOME).exists():
-                raise Error(f"{self.folder} holds this run, and it has ended: {OUTCOME} says with what")
+                raise Ended(f"{self.folder} holds this run, and it has ended: {OUTCOME} says with what")
         started = datetime.now(UTC).isoformat(timespec="seconds")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from fp4graph.analysis.storage import Record, Recorded
 from fp4graph.analysis.style import LABELS, svg
 from fp4graph.errors import Error
 from fp4graph.experiments import record as runs
-from fp4graph.training.checkpoint import replacing
+from fp4graph.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

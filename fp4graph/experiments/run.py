@@ -14,7 +14,7 @@ from fp4graph.text import suggest
 
 OPTIMIZERS = ("adam", "adamw", "sgd", "stablespam")
 DTYPES = ("fp32", "bf16")
-SCHEDULES = ("constant", "cosine")
+SCHEDULES = ("constant", "cosine", "timm")
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class Run:
         seed: of weights, order of the data, what the model draws, and the policy's noise; of synthetic data too.
         lr: learning rate, its highest where a schedule changes it.
         weight_decay: of weights; vectors (biases, norms' gains) do not decay.
-        schedule: constant, or cosine to a hundredth of lr; after warm-up.
+        schedule: constant, or cosine to a hundredth of lr; after warm-up. ``timm`` is the cosine of timm's scheduler,
+            whose warm-up begins at 1e-6 and takes the place of the cosine's beginning.
         warmup: share of the steps over which lr grows to its value, linearly.
         clip: largest norm of the gradient; 0 for none.
         batch_size: samples per forward pass.
@@ -140,6 +141,8 @@ class Outcome:
         metrics: of the last validation.
         steps: of the optimizer, done.
         seconds: wall time of training and validations, compilation included, making data and model not.
+        first_step_seconds: of the first step that this process did: with compilation, without reading the data.
+        step_seconds: median of the steps whose loss was looked at, the first five left out; None before.
         diverged: a loss became NaN or infinite, and the training was ended there.
         complexity: Ω, of the policy and the optimizer.
         quantized, sites: matrix products of the model that are quantized, and all of them.
@@ -158,6 +161,8 @@ class Outcome:
     sites: int
     parameters: int
     history: tuple[Validation, ...] = ()
+    first_step_seconds: float | None = None
+    step_seconds: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """As plain data; a loss that is not finite becomes None, for which JSON has a word."""

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -36,6 +37,8 @@ __all__ = ["Outcome", "Run", "Validation", "train"]
 
 #: Steps between looks at the loss where each look waits for an accelerator.
 LOOK_EVERY = 10
+#: First steps that are left out of the time per step: they compile, and fill caches.
+WARM_UP_STEPS = 5
 #: Lines of a record between two validations are no more than this many in all.
 LINES = 1000
 #: Validation samples whose way through the model is compared from step to step.
@@ -127,10 +130,11 @@ class _Training:
         self.optimizer = fp4graph.prepare_optimizer(self.model, _optimizer(self.model, settings))
         self.scaler = fp4graph.grad_scaler(self.model)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
-            self.optimizer, lambda step: _factor(step, self.steps, settings)
+            self.optimizer, lambda step: learning_rate_factor(step, self.steps, settings)
         )
         self.step = 0
         self.seconds = 0.0
+        self.step_seconds: list[float] = []
         self.history: list[Validation] = []
         self.sites = self.quantized = 0
 
@@ -217,7 +221,8 @@ class _Training:
         diverged = False
         self.model.train()
         while self.step < self.steps and not diverged:
-            loss = self._step(list(islice(batches, settings.accumulate)))
+            timed = not self.step_seconds or (self.step + 1) % look_every == 0
+            loss = (self._timed_step if timed else self._step)(list(islice(batches, settings.accumulate)))
             self.step += 1
             since_validation.append(loss)
             since_line.append(loss)
@@ -259,6 +264,15 @@ class _Training:
         assert runtime is not None
         self.sites, self.quantized = len(runtime.sites), sum(site.quantized for site in runtime.sites)
 
+    def _timed_step(self, batches: list[Batch]) -> Tensor:
+        """A step between two waits for the device, so that the clock means something."""
+        _wait(self.settings.device)
+        begin = time.perf_counter()
+        loss = self._step(batches)
+        _wait(self.settings.device)
+        self.step_seconds.append(time.perf_counter() - begin)
+        return loss
+
     def _step(self, batches: list[Batch]) -> Tensor:
         """One step of the optimizer; the mean loss of its batches, 0-d."""
         total = torch.zeros((), device=self.settings.device)
@@ -295,6 +309,7 @@ class _Training:
 
     def _outcome(self, diverged: bool) -> Outcome:
         last = Validation(self.step, math.nan, math.nan) if diverged else self.history[-1]
+        timed = self.step_seconds[WARM_UP_STEPS:]
         return Outcome(
             validation_loss=last.validation_loss,
             train_loss=last.train_loss,
@@ -307,7 +322,14 @@ class _Training:
             sites=self.sites,
             parameters=self.parameters,
             history=tuple(self.history),
+            first_step_seconds=self.step_seconds[0] if self.step_seconds else None,
+            step_seconds=median(timed) if timed else None,
         )
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _mean(losses: list[Tensor]) -> float:
@@ -345,11 +367,19 @@ def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
         raise Error(f"optimizer {settings.optimizer} does not take {options}: {error}") from error
 
 
-def _factor(step: int, steps: int, settings: Settings) -> float:
-    """Factor of the learning rate at a step: linear to 1, then constant or half a cosine down to a hundredth."""
+def learning_rate_factor(step: int, steps: int, settings: Settings) -> float:
+    """Return the factor of the learning rate at a step: linear to 1, then constant or a cosine to a hundredth."""
     warmup = round(settings.warmup * steps)
+    if settings.schedule == "timm":
+        first = 1e-6 / settings.lr
+        return first + (1 - first) * step / warmup if step < warmup else _cosine(step, steps)
     if step < warmup:
         return (step + 1) / warmup
     if settings.schedule == "constant":
         return 1.0
-    return 0.01 + 0.99 * (1 + math.cos(math.pi * (step - warmup) / max(steps - warmup, 1))) / 2
+    return _cosine(step - warmup, max(steps - warmup, 1))
+
+
+def _cosine(step: int, steps: int) -> float:
+    """Half a cosine from 1 down to a hundredth."""
+    return 0.01 + 0.99 * (1 + math.cos(math.pi * step / steps)) / 2

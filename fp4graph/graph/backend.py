@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -37,3 +38,10 @@ def split_for_ddp(backend: Backend, bucket_bytes: int) -> Backend:
 
     first = min(bucket_bytes, torch.distributed._DEFAULT_FIRST_BUCKET_BYTES)  # type: ignore[attr-defined]
     return DDPOptimizer(bucket_bytes, backend, first).compile_fn
+
+
+def with_own_code(function: Any, of: type) -> Callable[..., Any]:
+    """Return ``function`` with a code object of its own, named after class ``of``: Dynamo's cache and recompile limit
+    are per code object."""
+    code = function.__code__.replace(co_name=f"fp4graph_{of.__name__}")
+    return types.FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)

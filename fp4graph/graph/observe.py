@@ -1,4 +1,4 @@
-"""Runs a rewritten graph as it is, without a compiler, and shows an observer what its sites do."""
+"""Runs a rewritten graph without a compiler, and shows a recording what the sites do."""
 
 from __future__ import annotations
 
@@ -13,39 +13,36 @@ from torch.fx import GraphModule, Node
 from fp4graph.ops import matmul
 
 
-class Observer(Protocol):
-    """What wants to see quantized sites at work.
+class Recording(Protocol):
+    """An object that is shown quantized sites at work.
 
-    A site is called by the name of its module ("" is "(root)"); the second and further sites of one module in the
-    graph have "#1", "#2", ... behind it. A site that runs several times in a step is shown each time.
+    A site has the name of its module ("(root)" for the root); the second and further sites of a module in the graph
+    have "#1", "#2", ... after it. A site that runs several times in a step is shown each time.
     """
 
     def operands(self, site: str) -> matmul.Observer | None:
-        """What is shown the operands of each GEMM of ``site``, of this forward and of its backward; None for nothing.
+        """Return the observer of the GEMMs of ``site`` in this forward and its backward; None for no observer.
 
         Called before every forward of the site. The tensors shown are the training's own: to be read, not written.
         """
 
     def output(self, site: str, y: Tensor) -> None:
-        """Called after every forward of ``site`` with what it returned."""
+        """Take the output ``y`` of ``site``; called after every forward of the site."""
 
 
 class Observation:
-    """One model's graphs, captured anew for being observed.
+    """A model's graphs, captured anew to be observed.
 
     Attributes:
-        compiled: the model's entry point behind this backend. frames: the runtime's record of what was captured.
-        observer: who is shown what happens; may be replaced at any time.
+        recording: is shown the sites; may be replaced at any time.
     """
 
-    def __init__(self, observer: Observer) -> None:
-        self.compiled: Any = None
-        self.frames: dict[Any, Any] = {}
-        self.observer = observer
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
         self._named: dict[Any, tuple[Counter[str], Counter[str]]] = {}  # per frame: names before it, and in it
 
     def backend(self, gm: GraphModule, example_inputs: list[Any]) -> GraphModule:
-        """The torch.compile backend."""
+        """Put the recording around every site of a captured graph: the torch.compile backend."""
         frame = getattr(CompileContext.current_compile_id(), "frame_id", None)
         before = sum((names for _, names in self._named.values()), Counter[str]())
         before = self._named.get(frame, (before,))[0]  # a graph captured again for other shapes has the same names
@@ -66,9 +63,9 @@ class Observation:
         function: Any = node.target
 
         def fp4graph_observed(*args: Any, **kwargs: Any) -> Tensor:
-            with matmul.observed(self.observer.operands(name)):
+            with matmul.observed(self.recording.operands(name)):
                 y: Tensor = function(*args, **kwargs)
-            self.observer.output(name, y)
+            self.recording.output(name, y)
             return y
 
         # FX writes a call by the function's name: each must have its own.

@@ -16,24 +16,18 @@ from fp4graph.graph.names import Names
 
 
 class Watch:
-    """One context of watching, over all graphs that are captured in it.
-
-    Attributes:
-        compiled: the model's entry point behind this backend. frames: the runtime's record of what was captured.
-    """
+    """A search for NaN and Inf over all graphs that are captured while it lasts."""
 
     def __init__(self, names: Names) -> None:
-        self.compiled: Any = None
-        self.frames: dict[Any, Any] = {}
         self._names = names
         self._handles: list[RemovableHandle] = []
 
     def backend(self, gm: GraphModule, example_inputs: list[Any]) -> Watcher:
-        """The torch.compile backend."""
+        """Return what runs a captured graph: the torch.compile backend."""
         return Watcher(gm, self._names, self._handles)
 
     def close(self) -> None:
-        """Take the hooks off, which parameters would otherwise keep."""
+        """Remove the hooks, which parameters would otherwise keep."""
         for handle in self._handles:
             handle.remove()
 
@@ -41,11 +35,12 @@ class Watch:
 class Watcher(Interpreter):
     """Raises NonFiniteError where a result of the graph, or a gradient in it, is NaN or Inf.
 
-    An Inf alone is no error: masks are made of them. What the graph returns must be finite, and so must every gradient;
-    then the first node is named that made the like of finite values.
+    Infinities inside the graph are no error, because attention masks use them. The graph's outputs and every gradient
+    must be finite; the error names the first node that made NaN or Inf of finite values.
 
     Args:
-        gm: rewritten. names: of the model's modules. handles: takes the hooks on gradients, to be removed.
+        gm: the rewritten graph. names: of the model's modules.
+        handles: the list that the hooks on gradients are added to, to be removed later.
     """
 
     def __init__(self, gm: GraphModule, names: Names, handles: list[RemovableHandle]) -> None:
@@ -56,12 +51,12 @@ class Watcher(Interpreter):
         self._tainted: set[Node] = set()
 
     def __call__(self, *args: Any) -> Any:
-        """One forward."""
+        """Run one forward."""
         self._suspects, self._tainted = [], set()
         return self.run(*args)
 
     def run_node(self, n: Node) -> Any:
-        """Looks at the node's result, and hooks its gradient."""
+        """Run one node, check its result, and hook the gradient of the result."""
         result = super().run_node(n)
         if n.op == "output":
             self._check_result(n)
@@ -85,7 +80,7 @@ class Watcher(Interpreter):
         raise NonFiniteError("it made NaN or Inf of finite values", site=f"{self._described(origin)}, forward")
 
     def _tainted_ancestors(self, node: Node) -> set[Node]:
-        """Nodes from which NaN or Inf came to ``node``: not those where a softmax, say, made it finite again."""
+        """Return the nodes from which NaN or Inf reached ``node``, without those that a softmax, say, removed."""
         found: set[Node] = set()
         waiting = [node]
         while waiting:

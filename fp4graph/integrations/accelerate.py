@@ -11,16 +11,17 @@ import torch
 from torch import nn
 
 from fp4graph.errors import Error
+from fp4graph.files import replacing
 from fp4graph.model.api import apply
 from fp4graph.policy import Policy
 from fp4graph.training import grad_scaler, prepare_optimizer
-from fp4graph.training.checkpoint import check_policy, replacing, written_under
+from fp4graph.training.origin import check_policy, written_under
 
 if TYPE_CHECKING:
     from accelerate import Accelerator  # type: ignore[import-untyped]
 
 M = TypeVar("M", bound=nn.Module)
-#: File of an ``Accelerator.save_state`` folder that says what policy it was written under.
+#: File in an ``Accelerator.save_state`` folder with the policy that the state was written under.
 POLICY_FILE = "fp4graph.json"
 
 
@@ -41,22 +42,22 @@ def apply_with_accelerate(
     >>> apply_with_accelerate(accelerator, model, optimizer, "tetrajet")
     >>> model, optimizer, data = accelerator.prepare(model, optimizer, data)
 
-    Model and optimizer are prepared in place, and the accelerator is told to scale the loss where the policy asks for
-    it. ``accelerator.save_state`` and ``load_state`` work as ever: the techniques' state is in the model's file, the
+    Model and optimizer are prepared in place, and the accelerator scales the loss where the policy asks for it.
+    ``accelerator.save_state`` and ``load_state`` work as always: the techniques' state is in the model's file, and the
     policy in ``fp4graph.json`` beside it.
 
     Args:
-        accelerator: not yet given this model.
-        model, policy, backend, seed, dynamic, total_forwards: as of :func:`fp4graph.apply`.
-        optimizer: of this model's parameters.
+        accelerator: has not prepared this model yet.
+        model, policy, backend, seed, dynamic, total_forwards: as for :func:`fp4graph.apply`.
+        optimizer: holds this model's parameters.
         same_policy: False lets ``load_state`` read a state that was saved under another policy.
 
     Returns:
         ``model``.
 
     Raises:
-        Error: the accelerator has prepared the model already; else as :func:`fp4graph.apply` and
-            :func:`fp4graph.prepare_optimizer`. A ``Mismatch`` is raised by a later ``load_state``.
+        Error: the accelerator has already prepared the model; also the errors of :func:`fp4graph.apply` and
+            :func:`fp4graph.prepare_optimizer`. A later ``load_state`` raises ``Mismatch``.
     """
     if getattr(model, "_is_accelerate_prepared", False) or getattr(optimizer, "optimizer", None) is not None:
         raise Error(

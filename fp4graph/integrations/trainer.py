@@ -17,7 +17,7 @@ from fp4graph.model.api import apply, set_total_forwards
 from fp4graph.model.runtime import runtime_of
 from fp4graph.policy import Policy, load_policy
 from fp4graph.training import grad_scaler, prepare_optimizer
-from fp4graph.training.checkpoint import check_policy, written_under
+from fp4graph.training.origin import check_policy, written_under
 
 
 class FP4GraphCallback(TrainerCallback, ExportableState):
@@ -25,20 +25,20 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
 
     >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[FP4GraphCallback("tetrajet")])
 
-    The model is applied when the Trainer is constructed, before anything wraps it or loads a checkpoint into it; the
-    optimizer is prepared when training begins. Evaluation and ``resume_from_checkpoint`` work as ever: checkpoints
-    hold the techniques' state in the model's file, the policy in ``trainer_state.json``. For policies with phases the
-    training's length is ``max_steps`` times ``gradient_accumulation_steps``.
+    The policy is applied when the Trainer is constructed, before anything wraps the model or loads a checkpoint into
+    it; the optimizer is prepared when training begins. Evaluation and ``resume_from_checkpoint`` work as always:
+    checkpoints hold the techniques' state in the model's file, and the policy in ``trainer_state.json``. For policies
+    with phases, ``total_forwards`` is ``max_steps`` times ``gradient_accumulation_steps``.
 
     Args:
-        policy, backend, seed, dynamic: as of :func:`fp4graph.apply`.
+        policy, backend, seed, dynamic: as for :func:`fp4graph.apply`.
         same_policy: False lets training resume from a checkpoint of another policy.
 
     Raises:
         PolicyError: the policy cannot be loaded.
         Mismatch: when training resumes from a checkpoint of another policy or seed, or of none.
-        Error: the callback was added to the Trainer too late to resume or to evaluate; when training begins, the policy
-            scales the loss, which the Trainer does for ``fp16=True`` only.
+        Error: the callback was added to the Trainer too late to resume or to evaluate. When training begins: the policy
+            scales the loss, which the Trainer does with ``fp16=True`` only.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
         self.written_under: dict[str, Any] | None = None
 
     def state(self) -> dict[str, Any]:
-        """What ``trainer_state.json`` keeps: how to make this callback, and what the model is trained under."""
+        """Return the entry for ``trainer_state.json``: how to make this callback, and the origin of the training."""
         policy = yaml.safe_load(self.policy.to_yaml())
         return {
             "args": {"policy": policy, **self.options, "same_policy": self.same_policy},
@@ -71,7 +71,7 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
         model: nn.Module | None = None,
         **others: Any,
     ) -> None:
-        """The Trainer is made: apply the policy to its model."""
+        """Apply the policy to the model of a Trainer that was just made."""
         if model is not None:
             self._apply(model)
 
@@ -84,12 +84,11 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
         optimizer: torch.optim.Optimizer | None = None,
         **others: Any,
     ) -> None:
-        """Model and optimizer are ready, a checkpoint is loaded: prepare the optimizer."""
+        """Prepare the optimizer; by now model and optimizer are made, and a checkpoint is loaded."""
         assert model is not None
         assert optimizer is not None
-        if (
-            runtime_of(model) is None
-        ):  # Trainer(model_init=...) has made another; or trainer.add_callback() called us late
+        # Trainer(model_init=...) has made another model, or trainer.add_callback() came late.
+        if runtime_of(model) is None:
             if state.global_step > 0:
                 raise Error(
                     "training resumes, but the model was not applied when the checkpoint was loaded: give the model "
@@ -114,7 +113,7 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
         model: nn.Module | None = None,
         **others: Any,
     ) -> None:
-        """A batch was evaluated: by the quantized model, unless the callback was added too late."""
+        """Refuse an evaluation in high precision, as the callback was added too late for the model to be applied."""
         if model is not None and runtime_of(model) is None:
             raise Error(
                 "this evaluation would be in high precision: the callback came after the Trainer was made. Give it to "
@@ -126,7 +125,7 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
         self.written_under = written_under(model)
 
     def _saved(self, state: TrainerState) -> Mapping[str, Any] | None:
-        """What the loaded trainer state says that the checkpoint was written under."""
+        """Return the origin of the loaded checkpoint, as the trainer state has it."""
         callbacks: Any = state.stateful_callbacks  # a dict by now, whatever its annotation says
         kept = callbacks.get(type(self).__name__)
         if isinstance(kept, list):  # one of each of several callbacks

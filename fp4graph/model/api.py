@@ -1,4 +1,4 @@
-"""What users call on a model: apply, remove, bypass."""
+"""The functions that users call on a model: apply, remove, bypass and the like."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from torch import nn
 from fp4graph.errors import Error
 from fp4graph.graph.backend import BACKENDS
 from fp4graph.model import saved, state
+from fp4graph.model.distributed import unwrapped
 from fp4graph.model.explain import rehearse
-from fp4graph.model.runtime import Runtime, bypassed, detach, entries, runtime_of, unwrapped
+from fp4graph.model.hooks import bypassed, mark_hooks
+from fp4graph.model.runtime import Runtime, detach, runtime_of
 from fp4graph.policy import Policy, check_modules, load_policy
 
 M = TypeVar("M", bound=nn.Module)
@@ -31,28 +33,28 @@ def apply(
     """Compile ``model`` in place so that it trains under ``policy``.
 
     Type, parameters and their names stay; buffers are added under ``*._fp4graph.*``. The graph is captured at the
-    first call, whose errors are ours too; they are raised again at every later call until the policy is replaced or
+    first call, and an error of the first call is raised again at every later call until the policy is replaced or
     removed. Applying again replaces the policy, and keeps state where it fits. State that Hugging Face's
-    ``save_pretrained`` wrote beside the weights is taken up.
+    ``save_pretrained`` wrote beside the weights is restored.
 
     Args:
-        model: any module. Of a DistributedDataParallel, the module inside is what the policy is applied to.
+        model: any module. With a DistributedDataParallel, the policy is applied to the module inside.
         policy: a path, a shipped policy's name, a dict or a :class:`Policy`.
         backend: ``inductor``, ``aot_eager`` or ``eager``.
-        seed: of stochastic rounding and random transforms; None is 0.
+        seed: of stochastic rounding and random transforms; None means 0.
         dynamic: as torch.compile's.
-        total_forwards: calls of the model with gradients in the whole training, for policies with phases at a share of
-            it: with gradient accumulation several for each step of the optimizer.
-        example_inputs: arguments of one call: a tuple or a list, a mapping of keywords, or the only argument. With them
-            all that the first forward and backward would find wrong, in any phase of the policy, is found now; on fake
-            tensors, of which shapes and dtypes count.
+        total_forwards: number of calls of the model with gradients in the whole training, for policies with phases at
+            a share of it. With gradient accumulation there are several calls for each step of the optimizer.
+        example_inputs: arguments of one call: a tuple or a list, a mapping of keywords, or the only argument. With
+            them, every error of the first forward and backward, in any phase of the policy, is raised now. They become
+            fake tensors: only shapes and dtypes matter.
 
     Returns:
         ``model`` itself.
 
     Raises:
-        PolicyError: the policy cannot be loaded, or names modules that the model has not. The model is as it was.
-        Error: a part of the model is applied already. With ``example_inputs``, whatever the first call would raise.
+        PolicyError: the policy cannot be loaded, or names modules that the model does not have. The model is as it was.
+        Error: a submodule has a policy of its own. With ``example_inputs``, any error of the first call.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply() takes an nn.Module; got {type(model).__name__}")
@@ -72,7 +74,7 @@ def apply(
         loaded.phase(0, total_forwards)  # phases in the wrong order are refused here
     if example_inputs is not None:
         rehearse(root, loaded, example_inputs)
-    first = runtime_of(root) is None and not entries(root)
+    first = runtime_of(root) is None and not mark_hooks(root)
     Runtime(root, loaded, backend, seed, dynamic, total_forwards).attach()
     if first:
         saved.restore(root)
@@ -80,31 +82,31 @@ def apply(
 
 
 def set_total_forwards(model: nn.Module, total_forwards: int) -> None:
-    """Say how many training forwards a training has, for phases of the policy that begin at a share of it.
+    """Set the number of training forwards in the whole training, for phases that begin at a share of it.
 
     Raises:
-        PolicyError: the policy's phases are not in order then.
+        PolicyError: the policy's phases would not be in order.
         Error: the model is not applied.
     """
     runtime = runtime_of(model)
     if runtime is None:
         raise Error("set_total_forwards() takes a model that fp4graph.apply has prepared")
     _check_total(total_forwards)
-    runtime.whole.phase(0, total_forwards)
+    runtime.policy.phase(0, total_forwards)
     runtime.total_forwards = total_forwards
 
 
 def detect_nonfinite(model: nn.Module) -> AbstractContextManager[None]:
-    """A context in which ``model`` says where NaN or Inf arises: at the first product, operation or loss that makes it.
+    """Return a context in which ``model`` reports the first product, operation or loss that makes NaN or Inf.
 
-    Forward and backward run node by node without a compiler, much slower, to the same noise. Run the step that fails,
+    Forward and backward run node by node without a compiler, much slower, with the same noise. Run the step that fails,
     its ``backward()`` included, inside::
 
         with fp4graph.detect_nonfinite(model):
             loss = criterion(model(x), y)
             loss.backward()  # raises NonFiniteError: blocks.3.mlp.fc1 (linear), backward: ...
 
-    Inf inside the graph is none of its business, for masks are made of it; what the model returns and every gradient
+    Infinities inside the graph are ignored, because attention masks use them; the model's outputs and every gradient
     must be finite.
 
     Raises:
@@ -118,19 +120,19 @@ def detect_nonfinite(model: nn.Module) -> AbstractContextManager[None]:
 
 def _check_total(total_forwards: int) -> None:
     if type(total_forwards) is not int or total_forwards < 1:
-        raise ValueError(f"total_forwards is a number of training forwards, from 1; got {total_forwards!r}")
+        raise ValueError(f"total_forwards is a number of training forwards, at least 1; got {total_forwards!r}")
 
 
 def remove(model: M) -> M:
     """Undo :func:`apply`: the model runs as before, its weights as they are now. Returns ``model``."""
-    if runtime_of(model) is None and not entries(model):
+    if runtime_of(model) is None and not mark_hooks(model):
         raise Error("this model is not applied")
     detach(unwrapped(model))
     return model
 
 
 def bypass(model: nn.Module) -> AbstractContextManager[None]:
-    """A context in which ``model``, its methods and its submodules run uncompiled and in high precision."""
-    if runtime_of(model) is None and not entries(model):
+    """Return a context in which ``model``, its methods and its submodules run uncompiled and in high precision."""
+    if runtime_of(model) is None and not mark_hooks(model):
         raise Error("this model is not applied, so there is nothing to bypass")
     return bypassed(model)

@@ -1,4 +1,4 @@
-"""What a policy would do to a model, without doing it."""
+"""Reports what a policy would do to a model, without doing it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ from torch.utils import _pytree as pytree
 
 from fp4graph.errors import CaptureError, Error
 from fp4graph.graph.rewrite import Site
-from fp4graph.model.runtime import Runtime, detach, unwrapped
+from fp4graph.model import coverage
+from fp4graph.model.distributed import unwrapped
+from fp4graph.model.runtime import Runtime, detach
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.policy import Policy, load_policy
 from fp4graph.technique.operands import Operand
@@ -37,7 +39,11 @@ class Explanation:
     """The sites of a model under a policy; ``str()`` is a table.
 
     Attributes:
-        policy: resolved. sites: every place of matrix work, in graph order. blocks: how blocks were found.
+        policy: the resolved policy.
+        sites: every place of matrix work, in graph order (:class:`~fp4graph.graph.rewrite.Site`): ``module``, ``op``,
+            ``shapes``, the ``rule`` that decided or None, ``reason`` where the site stays in high precision,
+            ``operands`` (six specs, None for high precision) and ``quantized``.
+        blocks: the position of each module in a repeated stack.
         problem: the error that training under this policy would raise, or None.
         graphs: how many graphs the forward was captured in.
     """
@@ -50,7 +56,7 @@ class Explanation:
 
     @property
     def quantized(self) -> int:
-        """Number of quantized sites."""
+        """The number of quantized sites."""
         return sum(site.quantized for site in self.sites)
 
     def __str__(self) -> str:
@@ -73,7 +79,7 @@ class Explanation:
         return text.getvalue()
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return the explanation as plain data."""
         return {
             "policy": self.policy.name,
             "quantized": self.quantized,
@@ -104,17 +110,21 @@ def explain(
 
     Args:
         model: applied or not, in train or eval mode as it is.
-        policy: as for :func:`fp4graph.apply`. Of one with phases the first is shown; ``policy.phases[i].policy`` is a
-            later one.
-        args, kwargs: of the forward call; their values do not matter, their shapes and dtypes do.
+        policy: as for :func:`fp4graph.apply`. The first phase of a policy with phases is shown; to see a later one,
+            pass ``policy.phases[i].policy``.
+        args, kwargs: of the forward call. Only their shapes and dtypes matter.
 
     Raises:
-        PolicyError: the policy cannot be loaded. CaptureError: it cannot be planned for a site.
+        PolicyError: the policy cannot be loaded. CaptureError: a site cannot be planned under the policy.
     """
     loaded = dataclasses.replace(load_policy(policy), phases=())
     runtime, problem = _captured(model, loaded, args, kwargs or {})
     return Explanation(
-        loaded, tuple(runtime.sites), runtime.names.blocks, None if problem is None else str(problem), runtime.graphs
+        loaded,
+        tuple(runtime.sites),
+        runtime.plan.names.blocks,
+        None if problem is None else str(problem),
+        runtime.capture.graphs,
     )
 
 
@@ -125,7 +135,7 @@ def rehearse(model: nn.Module, policy: Policy, example_inputs: Any) -> None:
         example_inputs: of the forward call: a tuple, a mapping of keywords, or the only argument.
 
     Raises:
-        Error: the first that a training would.
+        Error: the first error that a training would raise.
     """
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
@@ -142,7 +152,7 @@ def rehearse(model: nn.Module, policy: Policy, example_inputs: Any) -> None:
 def _captured(
     model: nn.Module, policy: Policy, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, backward: bool = False
 ) -> tuple[Runtime, Error | None]:
-    """A runtime that has captured a fake copy of ``model``, and what training it would raise."""
+    """Return a runtime that has captured a fake copy of ``model``, and the error that training it would raise."""
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     python_state = random.getstate()
     with torch.random.fork_rng(), FakeCopyMode(fake_mode):
@@ -154,7 +164,7 @@ def _captured(
         lambda t: t if isinstance(t, torch._subclasses.FakeTensor) else fake_mode.from_tensor(t),
         (args, dict(kwargs)),
     )
-    runtime = Runtime(twin, policy, "eager", 0, None, explains=True)
+    runtime = Runtime(twin, policy, "eager", explains=True)
     try:
         with torch.random.fork_rng(), fake_mode:
             runtime.attach()
@@ -164,33 +174,33 @@ def _captured(
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise CaptureError(
             f"the forward depends on the values of tensors ({error.func}), which the fake tensors of explain() and "
-            "example_inputs do not have; leave example_inputs out, and what is wrong shows at the first call"
+            "example_inputs do not have; leave example_inputs out, and errors show at the first call"
         ) from error
     finally:
         random.setstate(python_state)
-        _forget(runtime.entry.__code__)
-    problem = next(iter(runtime.problems), None)
+        _forget(runtime.capture.entry.__code__)
+    problem = next(iter(runtime.capture.problems), None)
     try:
-        runtime.check_coverage()
+        coverage.check(runtime.plan, runtime.capture)
     except Error as error:
         problem = problem or error
     return runtime, problem
 
 
 def _backward(result: Any) -> None:
-    """The backward from everything in ``result`` that has a gradient."""
+    """Run the backward from every tensor in ``result`` that has a gradient."""
     outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     if outputs:
         torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
 
 
 def _forget(code: types.CodeType) -> None:
-    """Drop what Dynamo compiled for the twin."""
+    """Drop the code that Dynamo compiled for the twin."""
     torch._dynamo.reset_code(code)  # type: ignore[attr-defined]  # not in its __all__
 
 
 def describe(spec: QuantSpec | None) -> str:
-    """One operand's spec in a few words: ``e2m1/32 e8m0 ceil stochastic fprop``."""
+    """Return one operand's spec in a few words: ``e2m1/32 e8m0 ceil SR of fprop``."""
     if spec is None:
         return "-"
     block = "×".join(map(str, spec.block)) if isinstance(spec.block, tuple) else spec.block
@@ -202,7 +212,7 @@ def describe(spec: QuantSpec | None) -> str:
 
 
 def summarize(operands: Mapping[Operand, QuantSpec | None]) -> str:
-    """Six specs, equal ones together: ``Q1 Q2: ..., Q3 Q5: ...``."""
+    """Return six specs in words, equal specs together: ``Q1 Q2: ...; Q3 Q5: ...``."""
     groups: dict[str, list[str]] = {}
     for number, operand in enumerate(Operand, 1):
         groups.setdefault(describe(operands[operand]), []).append(f"Q{number}")

@@ -1,50 +1,61 @@
-"""The forward pre-hook of modules with planned sites: marks them while Dynamo traces, refuses to run uncompiled."""
+"""What modules of an applied model run before their forward: marks for the graph, and guards against silence."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp4graph.errors import UncompiledError
 from fp4graph.graph.marker import MARK, Tag
+from fp4graph.model import state
 from fp4graph.numerics.sharding import whole
 
-if TYPE_CHECKING:
-    from fp4graph.model.runtime import Runtime
+
+@dataclass(eq=False)
+class CurrentStep:
+    """The step tensor (seed, rank, count) of the current forward, which every mark hook of a model hands to the graph.
+
+    Set anew for each forward, because a graph takes the tensor that is here when the forward begins.
+    """
+
+    tensor: Tensor
 
 
-class Entry:
-    """Forward pre-hook of one module.
+class MarkHook:
+    """Forward pre-hook that marks one module for the graph pass while Dynamo traces, and refuses to run uncompiled.
 
     Attributes:
-        runtime: of the applied model; None in a copy or a reloaded model, which runs nothing until applied again.
-        name: the module's FQN.
+        step: of the applied model; None in a copy or a reloaded model, which runs nothing until applied again.
+        name: the module's fully qualified name.
+        tag: the static part of the mark, as text.
         bypassed: depth of :func:`fp4graph.bypass` contexts.
     """
 
-    def __init__(self, runtime: Runtime | None, name: str, tag: Tag, state: tuple[str, ...]) -> None:
-        self.runtime = runtime
+    def __init__(self, step: CurrentStep | None, name: str, tag: Tag, entries: tuple[str, ...]) -> None:
+        self.step = step
         self.name = name
         self.bypassed = 0
         self.tag = tag.encode()
         self._weights = tuple(tuple(path.split(".")) for path in tag.weights)
-        self._state = tuple(tuple(path.split(".")) for path in state)
+        self._entries = tuple(tuple(path.split(".")) for path in entries)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
-            if self.runtime is None:
+            if self.step is None:
                 raise UncompiledError("this copy of an applied model was not applied; call fp4graph.apply on it")
             weights = [_follow(module, path) for path in self._weights]
-            state = [whole(_follow(module, path)) for path in self._state]
-            MARK(self.tag, module._fp4graph.key, self.runtime.step, weights, state, module.training)  # type: ignore[union-attr]
+            entries = [whole(_follow(module, path)) for path in self._entries]
+            MARK(self.tag, module._fp4graph.key, self.step.tensor, weights, entries, module.training)  # type: ignore[union-attr]
         elif not self.bypassed:
             why = (
                 "it is a copy or a reloaded checkpoint of an applied model"
-                if self.runtime is None
+                if self.step is None
                 else "forward() or a submodule was called directly, or torch.compile gave up (recompile limit, "
                 "force_eager); only calling the applied model itself runs the compiled graph"
             )
@@ -55,17 +66,17 @@ class Entry:
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy is detached: it has no compiled graph behind it.
+        # A copy is detached: there is no compiled graph behind it.
         return _detached, (self.name,)
 
 
-def _detached(name: str) -> Entry:
-    return Entry(None, name, Tag((), (), ()), ())
+def _detached(name: str) -> MarkHook:
+    return MarkHook(None, name, Tag((), (), ()), ())
 
 
 def _follow(module: Any, path: tuple[str, ...]) -> Tensor:
-    for step in path:
-        module = getattr(module, step)
+    for attribute in path:
+        module = getattr(module, attribute)
     return module  # type: ignore[no-any-return]
 
 
@@ -79,56 +90,84 @@ class GuardedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.compiler.is_compiling():
-            for _, _, hook in entries(self.module):
+            for _, _, hook in mark_hooks(self.module):
                 hook(self.module, args)
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
-class Unit:
+class ShardedForward:
     """``forward`` of a module that ``fully_shard`` was called on: a graph of its own.
 
-    FSDP's hooks around it run uncompiled, so it begins a graph in any case. Here it does so whatever module it is
-    (Dynamo starts none in the forward of torch's own) and whoever calls it (activation checkpointing runs it again in
-    the backward, outside the root's call).
+    FSDP's hooks around the module run uncompiled, so a graph begins there in any case. This forward begins one in every
+    module (Dynamo starts none in the forward of torch's own modules) and for every caller (activation checkpointing
+    runs the module again in the backward, outside the root's call).
 
     Args:
-        module: sharded, with an :class:`Entry` on it or below. compiled: what runs :func:`run_unit`.
+        module: sharded, with a :class:`MarkHook` on it or below.
+        compiled: :func:`run_sharded`, compiled.
+
+    Attributes:
+        hook: the module's own mark hook, or None. It marks a graph, so it runs inside the compiled function.
     """
 
     def __init__(self, module: nn.Module, compiled: Callable[..., Any]) -> None:
         self.module, self._compiled = module, compiled
-        self._below = entries(module)[0][2]
-        own = [(key, hook) for key, hook in module._forward_pre_hooks.items() if isinstance(hook, Entry)]
+        self._any_hook = mark_hooks(module)[0][2]
+        own = [(key, hook) for key, hook in module._forward_pre_hooks.items() if isinstance(hook, MarkHook)]
         for key, _ in own:
             del module._forward_pre_hooks[key]
-        #: The module's own hook: it marks a graph, so it runs inside.
-        self.entry = own[0][1] if own else None
+        self.hook = own[0][1] if own else None
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._below.bypassed:
+        if self._any_hook.bypassed:
             return type(self.module).forward(self.module, *args, **kwargs)
-        return self._compiled(self.module, self.entry, *args, **kwargs)
+        return self._compiled(self.module, self.hook, *args, **kwargs)
 
 
-def is_sharded_unit(root: nn.Module) -> bool:
-    """Whether ``fully_shard`` was called on ``root`` or something below, whose graphs serve several modules."""
-    return any(isinstance(module.__dict__.get("forward"), Unit) for module in root.modules())
-
-
-def run_unit(module: nn.Module, entry: Entry | None, *args: Any, **kwargs: Any) -> Any:
-    """The forward of a :class:`Unit`; modules are an argument, so that those alike share one graph."""
-    if entry is not None:
-        entry(module, args)
+def run_sharded(module: nn.Module, hook: MarkHook | None, *args: Any, **kwargs: Any) -> Any:
+    """Run the forward of a :class:`ShardedForward`; the module is an argument, so that equal modules share a graph."""
+    if hook is not None:
+        hook(module, args)
     return type(module).forward(module, *args, **kwargs)
 
 
-def entries(root: nn.Module) -> list[tuple[nn.Module, int | None, Entry]]:
-    """(module, hook id or None, hook) for every hook of ours below ``root``; that of a unit has no id."""
-    found: list[tuple[nn.Module, int | None, Entry]] = []
+def has_sharded_forward(root: nn.Module) -> bool:
+    """Return whether ``root`` or a module below has a :class:`ShardedForward`; its graph may serve several modules."""
+    return any(isinstance(module.__dict__.get("forward"), ShardedForward) for module in root.modules())
+
+
+def mark_hooks(root: nn.Module) -> list[tuple[nn.Module, int | None, MarkHook]]:
+    """Return (module, hook id, hook) for every mark hook below ``root``; a hook inside a sharded forward has no id."""
+    found: list[tuple[nn.Module, int | None, MarkHook]] = []
     for module in root.modules():
         forward = module.__dict__.get("forward")
-        if isinstance(forward, Unit) and forward.entry is not None:
-            found.append((module, None, forward.entry))
-        found += [(module, key, hook) for key, hook in module._forward_pre_hooks.items() if isinstance(hook, Entry)]
+        if isinstance(forward, ShardedForward) and forward.hook is not None:
+            found.append((module, None, forward.hook))
+        found += [(module, key, hook) for key, hook in module._forward_pre_hooks.items() if isinstance(hook, MarkHook)]
     return found
+
+
+def remove_hooks(root: nn.Module) -> None:
+    """Remove mark hooks, guarded and sharded forwards, and the state beside them from ``root``."""
+    for module, key, _ in mark_hooks(root):
+        if key is not None:
+            module._forward_pre_hooks.pop(key)
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+    for module in list(root.modules()):
+        module._modules.pop(state.NAME, None)
+        if isinstance(module.__dict__.get("forward"), GuardedForward | ShardedForward):
+            del module.forward
+
+
+@contextmanager
+def bypassed(root: nn.Module) -> Iterator[None]:
+    """Let all modules with hooks below ``root`` run uncompiled while the context lasts."""
+    found = [hook for _, _, hook in mark_hooks(root)]
+    for hook in found:
+        hook.bypassed += 1
+    try:
+        yield
+    finally:
+        for hook in found:
+            hook.bypassed -= 1

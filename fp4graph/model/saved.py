@@ -1,7 +1,7 @@
-"""State of ours in the folder that a model was loaded from.
+"""Restores technique state from the folder that a Hugging Face model was loaded from.
 
-Hugging Face's ``save_pretrained`` writes the whole state dict of an applied model. ``from_pretrained`` gives a plain
-model, for which our entries are unexpected keys. They are taken up when a policy is applied to that model.
+``save_pretrained`` writes the whole state dict of an applied model. ``from_pretrained`` gives a plain model, for which
+our entries are unexpected keys. They are restored when a policy is applied to that model.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from fp4graph.numerics.sharding import is_sharded
 
 
 def restore(root: nn.Module) -> None:
-    """Load what the folder of ``root`` (its ``name_or_path``) holds of our state into ``root``, which was applied.
+    """Load our entries from the folder of ``root`` (its ``name_or_path``) into ``root``, which was applied.
 
-    Nothing is taken unless all weights are those of the folder: the state of other weights describes another training,
-    and a model made from a configuration names its folder too.
+    Nothing is loaded unless all weights are those of the folder. The state of other weights describes another training,
+    and a model made from a configuration alone names a folder too.
 
     Warns:
-        PolicyWarning: some of the state is left out; it says why.
+        PolicyWarning: some of the entries are left out, and why.
     """
     folder = _folder(root)
     files = [] if folder is None else _files(folder)
@@ -49,7 +49,7 @@ def restore(root: nn.Module) -> None:
         root.load_state_dict(taken, strict=False)
     if left := sorted(ours.keys() - taken.keys()):
         warnings.warn(
-            f"{folder} holds state of an applied policy, of which {len(left)} entries are left out "
+            f"{folder} holds state of an applied policy; {len(left)} of its entries are left out "
             f"({', '.join(left[:3])}{', ...' if len(left) > 3 else ''}): {why}",
             PolicyWarning,
             stacklevel=3,
@@ -57,13 +57,13 @@ def restore(root: nn.Module) -> None:
 
 
 def _folder(root: nn.Module) -> Path | None:
-    """The folder that Hugging Face loaded ``root`` from, if it is one."""
+    """Return the folder that Hugging Face loaded ``root`` from, or None."""
     path = getattr(root, "name_or_path", None)
     return Path(path) if isinstance(path, str) and path and Path(path).is_dir() else None
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of weights that ``from_pretrained`` reads: one, or those that an index names."""
+    """Return the files of weights that ``from_pretrained`` reads: one file, or the files that an index names."""
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (folder / name).exists():
             return [folder / name]
@@ -74,7 +74,7 @@ def _files(folder: Path) -> list[Path]:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Mapping[str, Tensor]]:
-    """The tensors of a file, each read when it is asked for."""
+    """Open a file as a mapping of tensors, each read when it is asked for."""
     if file.suffix == ".bin":
         yield torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         return
@@ -85,7 +85,7 @@ def _opened(file: Path) -> Iterator[Mapping[str, Tensor]]:
 
 
 class _Lazy(Mapping[str, Tensor]):
-    """A safetensors file as a mapping."""
+    """A safetensors file as a mapping of tensors."""
 
     def __init__(self, content: Any) -> None:
         self._content, self._keys = content, list(content.keys())
@@ -102,9 +102,10 @@ class _Lazy(Mapping[str, Tensor]):
 
 
 def _changed(plain: list[tuple[Path, str]], here: Mapping[str, Tensor]) -> str | None:
-    """The first entry that differs from the model's in the model's dtype, or None.
+    """Return the first entry of ``plain`` that differs from the model's in the model's dtype, or None.
 
-    One that the model does not have, or that is sharded or without data, cannot be compared and counts as different.
+    Entries that the model does not have, or that are sharded or without data, cannot be compared and count as
+    different.
     """
     for file, key in plain:
         current = here.get(key)

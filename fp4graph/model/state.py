@@ -1,4 +1,4 @@
-"""What fp4graph keeps inside a model: buffers under ``*._fp4graph.*`` and nothing else."""
+"""The state that fp4graph keeps inside a model: buffers under ``*._fp4graph.*`` and nothing else."""
 
 from __future__ import annotations
 
@@ -21,19 +21,20 @@ _V = TypeVar("_V")
 
 
 def is_ours(key: str) -> bool:
-    """Whether a state-dict key belongs to fp4graph."""
+    """Return whether a state-dict key belongs to fp4graph."""
     return NAME in key.split(".")
 
 
 def strip(state_dict: Mapping[str, _V]) -> dict[str, _V]:
-    """``state_dict`` without fp4graph's entries: loads strictly into the plain model."""
+    """Return ``state_dict`` without fp4graph's entries: the result loads strictly into the plain model."""
     return {key: value for key, value in state_dict.items() if not is_ours(key)}
 
 
 class State(nn.Module):
-    """Holds buffers, keeps float ones in fp32 whatever ``.to`` says, and forgives a checkpoint that lacks them.
+    """A module of buffers that keeps its dtypes whatever ``.to`` says, and loads a checkpoint without them.
 
-    An EMA with β = 0.998 freezes in bf16, whose neighbours are 0.4 % apart; so dtype casts move devices only.
+    An EMA with β = 0.998 freezes in bf16, whose neighbours are 0.4 % apart; so a cast moves buffers between devices and
+    never changes their dtype.
     """
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> State:
@@ -54,11 +55,11 @@ class State(nn.Module):
             self.reset(name)
 
     def reset(self, name: str) -> None:
-        """Give buffer ``name`` its first value again; a plain checkpoint was loaded, which does not hold it."""
+        """Give buffer ``name`` its first value again, because a plain checkpoint without it was loaded."""
 
 
 class SiteState(State):
-    """State of one module with planned sites: its noise key, and each weight's technique entries."""
+    """The state of one module with planned sites: its noise key, and each weight's technique entries."""
 
     def __init__(self, fqn: str, device: torch.device) -> None:
         super().__init__()
@@ -68,7 +69,7 @@ class SiteState(State):
         self._weights: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]] = {}
 
     def add(self, name: str, init: Callable[[Tensor], Tensor], weight: Callable[[], Tensor]) -> None:
-        """Keep entry ``name``, first valued ``init(weight())``."""
+        """Add entry ``name`` with the first value ``init(weight())``."""
         self._weights[name] = (init, weight)
         self.register_buffer(name, self._first(name))
 
@@ -90,7 +91,7 @@ class SiteState(State):
             self.reset(name)
 
     def follow_weights(self) -> None:
-        """Shard entries of the weight's shape as the weight is sharded by now."""
+        """Shard entries of the weight's shape as the weight is sharded now."""
         for name, (_, weight) in self._weights.items():
             buffer, parameter = self._buffers[name], weight()
             if buffer is not None and buffer.shape == parameter.shape:
@@ -110,8 +111,13 @@ class SiteState(State):
         return state
 
 
+def site_states(root: nn.Module) -> list[SiteState]:
+    """Return the state of every module below ``root`` that has planned sites."""
+    return [module for module in root.modules() if isinstance(module, SiteState)]
+
+
 class RootState(State):
-    """State of the whole model: the count of root forwards with gradients enabled, and the policy's text."""
+    """The state of the whole model: the count of root forwards with gradients enabled, and the policy's text."""
 
     def __init__(self, policy_text: str, device: torch.device) -> None:
         super().__init__()
@@ -121,10 +127,11 @@ class RootState(State):
 
     @property
     def count(self) -> int:
+        """The number of root forwards with gradients enabled."""
         return self._count
 
     def advance(self) -> None:
-        """One more root forward with gradients enabled."""
+        """Count one more root forward with gradients enabled."""
         self._count += 1
         assert isinstance(self.forwards, Tensor)
         self.forwards.fill_(self._count)
@@ -153,7 +160,7 @@ class RootState(State):
         return torch.tensor(list(self.policy_text.encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
-        """The applied policy stays; what the loaded state was written under differs perhaps, which is said."""
+        """Warn where the loaded state was written under another policy; the applied policy stays."""
         saved = bytes(state.tolist()).decode() if isinstance(state, Tensor) else self.policy_text
         if changed := difference(saved, self.policy_text):
             warnings.warn(

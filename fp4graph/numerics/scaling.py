@@ -1,4 +1,4 @@
-"""A block's scale: from its statistic Z to a value of the scale format, in fp32, by exponent bits.
+"""Computes block scales: from the block statistic Z to a value of the scale format, in fp32, by exponent bits.
 
 Logarithms are not used: ``floor(log2(z))`` is wrong just below most powers of two.
 """
@@ -18,19 +18,19 @@ _MANTISSA = 0x7FFFFF  # the mantissa bits of an fp32
 
 
 def amax(values: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
-    """The largest magnitude over ``axes``, fp32, axes kept with size 1. NaN if any value is NaN."""
+    """Return the largest magnitude over ``axes``, fp32, axes kept with size 1. NaN if any value is NaN."""
     return values.to(torch.float32).abs().amax(axes, keepdim=True)
 
 
 def block_scale(z: torch.Tensor, spec: ScaleSpec, element: ElementFormat, noise: Noise | None = None) -> torch.Tensor:
-    """The scale that is stored for each block, in the spec's convention.
+    """Return the stored scale of each block, in the spec's convention.
 
-    ``decode``: S ≈ Z / Qmax, elements are ``x / S`` and stand for ``q · S``. ``encode``: s ≈ Qmax / Z, elements are
-    ``x · s`` and stand for ``q / s``. Rounding rules: :class:`ScaleSpec`.
+    With ``decode`` scales S ≈ Z / Qmax, x / S is rounded to the element q, which stands for q · S. With ``encode``
+    scales s ≈ Qmax / Z, x · s is rounded to q, which stands for q / s. :class:`ScaleSpec` lists the rounding rules.
 
-    Above the format's range the scale saturates. One that underflows becomes what ``spec.zero`` says. Underflow means
-    rounding to zero; for E8M0, which has no zero, and for the rules that give powers of two, it means lying below the
-    smallest value once rounded with unbounded exponent. Z = 0 underflows (with ``encode``, saturates: Qmax/0 is Inf).
+    A scale above the format's range saturates. A scale that underflows becomes what ``spec.zero`` says. Underflow means
+    rounding to zero. For E8M0, which has no zero, and for the rules that give powers of two, it means lying below the
+    smallest value once rounded with unbounded exponent. Z = 0 underflows (with ``encode`` it saturates: Qmax/0 is Inf).
 
     Args:
         z: fp32, non-negative; NaN and Inf give NaN.
@@ -40,7 +40,7 @@ def block_scale(z: torch.Tensor, spec: ScaleSpec, element: ElementFormat, noise:
         fp32 of the shape of ``z``.
 
     Raises:
-        ValueError: ``stochastic`` without noise.
+        ValueError: the rule is ``stochastic`` and there is no noise, or the rule is unknown here.
     """
     shift = exponent_shift(spec, element)
     if shift is not None:
@@ -58,7 +58,7 @@ def block_scale(z: torch.Tensor, spec: ScaleSpec, element: ElementFormat, noise:
 
 
 def constant(value: float, like: torch.Tensor) -> torch.Tensor:
-    """``value`` as fp32 in the shape of ``like``, to divide by it or to divide it: with the correctly rounded quotient.
+    """Return ``value`` as fp32 in the shape of ``like``; dividing by it, or it by a tensor, rounds correctly.
 
     Dividing by a number multiplies by its reciprocal on some devices, and dividing a number multiplies by the
     reciprocal on all. For GPUs Inductor does the first with any tensor that it can prove to be constant, one of
@@ -69,31 +69,40 @@ def constant(value: float, like: torch.Tensor) -> torch.Tensor:
 
 
 def ratio(values: torch.Tensor, scale: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
-    """What is rounded to elements: ``x / S``, or ``x · s``; ``values`` and ``scale`` in the blocked layout."""
+    """Return the ratio that is rounded to elements, ``x / S`` or ``x · s``; all tensors in the blocked layout."""
     return values / scale if spec.scale.convention == "decode" else values * scale
 
 
-def dequantize(codes: torch.Tensor, scale: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
-    """What elements stand for: ``q · S``, or ``q / s``. Beyond fp32's range that is Inf, as in any cast."""
-    return codes * scale if spec.scale.convention == "decode" else codes / scale
+def dequantize(elements: torch.Tensor, scale: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+    """Return the values that elements stand for, ``q · S`` or ``q / s``; Inf beyond fp32's range, as in any cast."""
+    return elements * scale if spec.scale.convention == "decode" else elements / scale
 
 
 def exponent_shift(spec: ScaleSpec, element: ElementFormat) -> int | None:
-    """What to add to the bits of Z so that the exponent of the sum, less Emax, is the scale's; None: another rule.
+    """Return the number to add to the bits of Z for a rule that gives powers of two, and None for the other rules.
 
-    Adding 2^23 - 1 - t carries into the exponent exactly where the mantissa exceeds t.
+    The exponent of the sum, less Emax, is the scale's. Adding 2^23 - 1 - t carries into the exponent exactly where the
+    mantissa exceeds t.
+
+    Raises:
+        ValueError: the rule is unknown here.
     """
-    significand, _ = math.frexp(element.max)
-    return {
-        "floor": 0,
-        "ceil": _MANTISSA - int((2 * significand - 1) * 2**23),  # up where Z's mantissa exceeds that of Qmax
-        "amax_ceil": _MANTISSA,  # up unless Z is a power of two
-        "amax_even": 1 << (22 - element.top_mantissa_bits),  # up where Z rounds up to a power of two
-    }.get(spec.rounding)
+    match spec.rounding:
+        case "floor":
+            return 0
+        case "ceil":  # up where Z's mantissa exceeds that of Qmax
+            return _MANTISSA - int((2 * math.frexp(element.max)[0] - 1) * 2**23)
+        case "amax_ceil":  # up unless Z is a power of two
+            return _MANTISSA
+        case "amax_even":  # up where Z rounds up to a power of two
+            return 1 << (22 - element.top_mantissa_bits)
+        case "nearest_even" | "toward_positive" | "stochastic":
+            return None
+    raise ValueError(f"no code computes scales by the rule {spec.rounding!r}")
 
 
 def _unbounded(z: torch.Tensor) -> torch.Tensor:
-    """The bits of fp32 ``z >= 0`` as if its exponent were unbounded: subnormals normalised, fields below 1 negative.
+    """Return the bits of fp32 ``z >= 0`` with an unbounded exponent: subnormals normalised, fields below 1 negative.
 
     The integer-to-float conversion normalises without arithmetic on subnormals, which some devices flush to zero.
     """
@@ -102,7 +111,7 @@ def _unbounded(z: torch.Tensor) -> torch.Tensor:
 
 
 def _from_exponent(exponent: torch.Tensor, spec: ScaleSpec) -> torch.Tensor:
-    """2^exponent (int32) brought into the range of ``spec.format``."""
+    """Return 2^exponent (int32) brought into the range of ``spec.format``."""
     number = spec.format
     lowest, highest = number.min_exponent - number.mantissa_bits, number.top_exponent
     within = exponent.clamp(lowest, highest)
@@ -117,7 +126,7 @@ def _from_exponent(exponent: torch.Tensor, spec: ScaleSpec) -> torch.Tensor:
 
 
 def _to_format(ideal: torch.Tensor, spec: ScaleSpec, noise: torch.Tensor | None) -> torch.Tensor:
-    """``ideal`` (fp32, >= 0) rounded to ``spec.format``; ``noise`` is int32 bits where the rule is stochastic."""
+    """Return ``ideal`` (fp32, >= 0) rounded to ``spec.format``; ``noise`` is int32 bits if the rule is stochastic."""
     number = spec.format
     ideal = ideal.clamp(max=number.max)
     if not number.has_zero:
@@ -131,7 +140,7 @@ def _to_format(ideal: torch.Tensor, spec: ScaleSpec, noise: torch.Tensor | None)
 
 
 def _round_bits(ideal: torch.Tensor, dropped: int, spec: ScaleSpec, noise: torch.Tensor | None) -> torch.Tensor:
-    """Rounding to a format with fp32's exponents: its values are the fp32 numbers whose low bits are zero."""
+    """Round to a format with fp32's exponents, whose values are the fp32 numbers with zeros in the low bits."""
     if dropped == 0:
         return ideal
     bits = ideal.view(torch.int32)
@@ -139,7 +148,7 @@ def _round_bits(ideal: torch.Tensor, dropped: int, spec: ScaleSpec, noise: torch
 
 
 def _carry(bits: torch.Tensor, dropped: int, spec: ScaleSpec, noise: torch.Tensor | None) -> torch.Tensor | int:
-    """What to add to ``bits`` so that cutting the ``dropped`` low ones off rounds by the spec's rule."""
+    """Return the number to add to ``bits`` so that cutting off the ``dropped`` low bits rounds by the spec's rule."""
     below = (1 << dropped) - 1
     if spec.rounding == "toward_positive":
         return below
@@ -147,14 +156,14 @@ def _carry(bits: torch.Tensor, dropped: int, spec: ScaleSpec, noise: torch.Tenso
         # Up iff rest/2^dropped > k/2^24, in integers: rest > k >> (24 - dropped).
         return below - (((noise >> 8) & 0xFFFFFF) >> (24 - dropped))
     if dropped == 23:
-        # A power of two or its double: in units of the former 1 or 2, of which 2 is the even one. So do ml_dtypes and
-        # torch; the parity of the code would send every second tie down.
+        # A tie lies between a power of two and its double, 1 and 2 in units of the former, and 2 is even. ml_dtypes and
+        # torch do the same; the parity of the code would send every second tie down.
         return 1 << 22
     return (below >> 1) + ((bits >> dropped) & 1)
 
 
 def _round_spaced(ideal: torch.Tensor, spec: ScaleSpec, noise: torch.Tensor | None) -> torch.Tensor:
-    """Rounding to a format with fewer exponents than fp32, as for elements."""
+    """Round to a format with fewer exponents than fp32, as elements are rounded."""
     step, inverse = spacing(ideal, spec.format.min_exponent, spec.format.mantissa_bits)
     v = ideal * inverse
     if spec.rounding == "toward_positive":

@@ -29,7 +29,7 @@ def like(x: Tensor, reference: Tensor) -> Tensor:
     return distribute_tensor(x.detach(), reference.device_mesh, reference.placements, src_data_rank=None)
 
 
-def fsdp_units(root: nn.Module) -> list[Any]:
+def fsdp_modules(root: nn.Module) -> list[Any]:
     """The modules in ``root`` that ``fully_shard`` was called on, each a Module and an FSDPModule."""
     if not torch.distributed.is_available():
         return []

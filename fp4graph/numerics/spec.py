@@ -1,4 +1,4 @@
-"""One operand's quantizer as data."""
+"""Quantizers as data: :class:`QuantSpec` describes the quantizer of one operand, :class:`ScaleSpec` its scales."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Literal, TypeVar, get_args
 from fp4graph.errors import SpecError
 from fp4graph.numerics.formats import ElementFormat, ScaleFormat, element_format, scale_format
 
-ScaleRounding = Literal["floor", "ceil", "nearest_even", "toward_positive", "stochastic", "amax_ceil", "amax_even"]
+ScaleRounding = Literal[
+    "floor", "ceil", "rceil", "nearest_even", "toward_positive", "stochastic", "amax_ceil", "amax_even"
+]
 Convention = Literal["decode", "encode"]
 Zero = Literal["nearest_subnormal", "to_one"]
 Rounding = Literal["nearest", "stochastic"]
@@ -19,6 +21,8 @@ Ties = Literal["even", "up", "away"]
 Source = Literal["original", "fprop"]
 Block = int | tuple[int, int] | Literal["row", "tensor"]
 
+#: Other names of scale-rounding rules, which a :class:`ScaleSpec` replaces by ours.
+_SCALE_ALIASES: dict[str, ScaleRounding] = {"rceil": "ceil"}
 #: Rules that make a power of two from the exponent of Z, for formats that hold nothing else.
 POWERS_OF_TWO: tuple[ScaleRounding, ...] = ("floor", "ceil", "amax_ceil", "amax_even")
 #: Rules that round the ideal scale to its neighbours in the format, and mean the same for s = Qmax/Z as for S = Z/Qmax.
@@ -28,7 +32,7 @@ _Format = TypeVar("_Format")
 
 
 def _format(name: str, value: object, kind: type[_Format], look_up: Callable[[str], _Format]) -> _Format:
-    """The format that ``value`` is or names."""
+    """Return the format that ``value`` is or names."""
     if isinstance(value, kind):
         return value
     if not isinstance(value, str):
@@ -50,20 +54,33 @@ def _shown(value: object) -> str:
 
 @dataclass(frozen=True)
 class ScaleSpec:
-    """How one block's scale is chosen from its statistic Z (its amax unless a technique says otherwise).
+    """How one block's scale is chosen from its block statistic Z, the block amax unless a technique changes it.
 
     Attributes:
-        format: what the stored scale may be; a name or a :class:`ScaleFormat`.
-        rounding: ``nearest_even``, ``toward_positive`` and ``stochastic`` round the ideal scale to the format, which
-            for ``fp32`` changes nothing. The other rules make a power of two, and are for formats of nothing else
-            (E8M0): ``floor`` 2^(floor(log2 Z) - Emax) (OCP); ``ceil`` 2^ceil(log2(Z / Qmax)), truncation-free
-            (TetraJet); ``amax_ceil`` 2^(ceil(log2 Z) - Emax) and ``amax_even`` (Z rounded to the element's mantissa,
-            then ``floor``), torchao's CEIL and EVEN. Left out, it is ``floor`` for a decode scale in a format without
-            mantissa bits, and ``nearest_even`` for every other scale.
-        convention: ``decode`` rounds S = Z / Qmax, which multiplies after (OCP, hardware); ``encode`` rounds
-            s = Qmax / Z, which multiplies before ("Elucidating the design space of FP4 training", sec. 2).
-        zero: what an underflowing scale becomes: ``nearest_subnormal``, the format's smallest positive value, or
+        format: the values that a stored scale may have, as a name or a :class:`ScaleFormat`.
+        rounding: the rule by which the scale becomes a value of ``format``, from the table below. By default it is
+            ``floor`` for decode scales in a format without mantissa bits, and ``nearest_even`` for all others.
+        convention: ``decode`` stores S ≈ Z / Qmax, which elements are multiplied by (OCP, hardware); ``encode``
+            stores s ≈ Qmax / Z, which multiplies x before rounding ("Elucidating the design space of FP4
+            training", sec. 2).
+        zero: the value of a scale that underflows: ``nearest_subnormal``, the format's smallest positive value, or
             ``to_one`` (Chmiel et al. 2025).
+
+    There are two families of rules, with Qmax the largest value of the element format and Emax its exponent::
+
+        rule             scale                                 formats        convention  elsewhere
+        floor            2^(floor(log2 Z) - Emax)              powers of two  decode      OCP MX, microxcaling, FLOOR
+        ceil, rceil      2^ceil(log2(Z / Qmax))                powers of two  decode      RCEIL, TetraJet (truncation-
+                                                                                          free), TransformerEngine MXFP8
+        amax_ceil        2^(ceil(log2 Z) - Emax)               powers of two  decode      CEIL
+        amax_even        floor, of Z to the element's bits     powers of two  decode      EVEN
+        nearest_even     nearest to Z / Qmax or Qmax / Z       any            either      NVFP4 (E4M3)
+        toward_positive  Z / Qmax rounded up                   any            decode      ceil, for E8M0
+        stochastic       a neighbour of Z / Qmax or Qmax / Z   any            either      design-space paper, sec. 3.1
+
+    Names in capitals are those of torchao's ``ScaleCalculationMode``. The rules that make powers of two read the
+    exponent of Z and are for formats without mantissa bits (E8M0). The other rules round the ideal scale to its
+    neighbours in the format; in ``fp32`` they change nothing.
     """
 
     format: ScaleFormat = field(default="e8m0")  # type: ignore[assignment]  # a name is converted below
@@ -80,6 +97,7 @@ class ScaleSpec:
             exponents_only = number.mantissa_bits == 0 and self.convention == "decode"
             object.__setattr__(self, "rounding", "floor" if exponents_only else "nearest_even")
         _one_of("scale rounding", self.rounding, get_args(ScaleRounding))
+        object.__setattr__(self, "rounding", _SCALE_ALIASES.get(self.rounding, self.rounding))
         _one_of("scale zero", self.zero, get_args(Zero))
         if self.convention == "encode" and self.rounding not in _EITHER_CONVENTION:
             raise SpecError(
@@ -93,21 +111,29 @@ class ScaleSpec:
                 "stochastic with it, or format: e8m0 for powers of two"
             )
 
+    @property
+    def rounds_up(self) -> bool:
+        """Whether the rule never rounds a decode scale down, so that no element is clipped."""
+        return self.rounding in ("ceil", "amax_ceil", "toward_positive")
+
 
 @dataclass(frozen=True)
 class QuantSpec:
-    """One operand's quantizer, complete.
+    """The complete quantizer of one operand.
 
     Attributes:
-        element: element format; a name or an :class:`ElementFormat`.
-        block: elements along the contraction axis that share a scale; ``(r, c)`` for 2-D blocks over the last two
-            axes; ``"row"``: one scale per line along the contraction axis; ``"tensor"``: one scale.
-        scale: how scales are chosen.
-        rounding: of elements, ``nearest`` or ``stochastic``.
-        ties: of nearest rounding, ``even`` (code), ``up`` (toward +inf, TetraJet Alg. 1) or ``away`` (from zero).
-        random_bits: bits of noise per stochastically rounded element, 1 to 24; fewer than 24 compare against the
-            midpoint of their interval (Fitzgibbon & Felix 2025).
-        source: ``original`` or ``fprop``: requantize the dequantized fprop operand (double quantization).
+        element: the values that an element may have, as a name or an :class:`ElementFormat`.
+        block: the elements that share a scale: a number of elements along the contraction axis; ``(r, c)`` for 2-D
+            blocks over the last two axes; ``"row"`` for one scale per line along the contraction axis; ``"tensor"``
+            for one scale.
+        scale: how the scale of each block is chosen.
+        rounding: how elements are rounded, ``nearest`` or ``stochastic``.
+        ties: where ``nearest`` rounds a tie: to the ``even`` code, ``up`` (toward +inf, TetraJet Alg. 1) or ``away``
+            from zero.
+        random_bits: the bits of noise per stochastically rounded element, 1 to 24. Fewer than 24 are compared as the
+            midpoint of the interval that they stand for (Fitzgibbon & Felix 2025).
+        source: the tensor that is quantized: the ``original`` operand, or the dequantized operand of ``fprop`` (double
+            quantization).
         from_master: quantize the tensor as it was before autocast's cast, not after.
     """
 
@@ -147,12 +173,12 @@ class QuantSpec:
         return self.rounding == "stochastic" or self.scale.rounding == "stochastic"
 
     def to_text(self) -> str:
-        """All of it in one line, formats included; :meth:`from_text` gives an equal spec in any process."""
+        """Return the spec with its formats as one line; :meth:`from_text` gives an equal spec in any process."""
         return _text(self)
 
     @staticmethod
     def from_text(text: str) -> QuantSpec:
-        """The inverse of :meth:`to_text`."""
+        """Return the spec that :meth:`to_text` wrote."""
         return _spec(text)
 
 

@@ -396,8 +396,7 @@ class _Resolver:
                 self._inert.setdefault(declared.path, []).append(reason)
         quantized = {operand for operand, spec in plans[0].items() if spec is not None}
         for declared in techniques:
-            named = getattr(declared.technique, "operands", None)
-            if "operands" in declared.technique.model_fields_set and isinstance(named, tuple):
+            for named in declared.technique.addresses_given.values():
                 kept = {name for name in named if not {*ADDRESSES[name]} & quantized}
                 self._kept[declared.path] = kept & self._kept.get(declared.path, kept)
 

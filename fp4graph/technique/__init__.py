@@ -1,13 +1,17 @@
-"""What a technique is written with: the class, what its stages are handed, the six operands, and the plugin hook."""
+"""Everything that a technique is written with: the base class, what its stages are handed, the operands, the hook.
+
+A plugin imports from this package and from the other modules of :data:`IMPORTABLE`. The shipped plugins do the same.
+"""
 
 from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.operands import Gemm, Operand
+from fp4graph.technique.operands import ADDRESSES, GROUPS, ForwardOperands, Gemm, Operand, OperandList, Operands
 from fp4graph.technique.site import BlockPosition, SiteView
 from fp4graph.technique.technique import (
     GRADIENT_STAGES,
     OPTIMIZER_STAGES,
     QUANTIZER_STAGES,
     STAGES,
+    TENSOR_STAGES,
     Context,
     OperandSpecs,
     Overhead,
@@ -16,21 +20,50 @@ from fp4graph.technique.technique import (
     checked_plan,
     overrides,
 )
+from fp4graph.technique.updates import OptimizerStep, WeightUpdate
+
+#: The modules of fp4graph that a plugin may import. Everything else may change without notice.
+IMPORTABLE = (
+    "fp4graph",  # the public names, and all of a simple technique
+    "fp4graph.technique",  # the base class, what its stages are handed, sites, operands, the hook
+    "fp4graph.errors",  # errors to raise
+    "fp4graph.numerics.blocking",  # the blocked layout, groups of blocks
+    "fp4graph.numerics.exact",  # sums and roots of the same bits in eager and compiled code
+    "fp4graph.numerics.formats",  # element and scale formats
+    "fp4graph.numerics.hadamard",  # block Hadamard rotations
+    "fp4graph.numerics.noise",  # random bits and Gaussian variates from the keys of a context
+    "fp4graph.numerics.quantize",  # a whole quantizer, for a tensor that is no operand
+    "fp4graph.numerics.rounding",  # elements: to nearest, stochastically, the two neighbours
+    "fp4graph.numerics.scaling",  # block scales, and dividing by them
+    "fp4graph.numerics.spec",  # one operand's quantizer as data
+    "fp4graph.numerics.surrogates",  # derivatives of maxima and roundings
+    "fp4graph.training.conditioning",  # conditioning of gradients, resets of Adam's moments
+    "fp4graph.optim",  # optimizers, to recognise them
+)
 
 __all__ = [
+    "ADDRESSES",
     "GRADIENT_STAGES",
+    "GROUPS",
+    "IMPORTABLE",
     "OPTIMIZER_STAGES",
     "QUANTIZER_STAGES",
     "STAGES",
+    "TENSOR_STAGES",
     "BlockPosition",
     "Context",
+    "ForwardOperands",
     "Gemm",
     "Operand",
+    "OperandList",
     "OperandSpecs",
+    "Operands",
+    "OptimizerStep",
     "Overhead",
     "SiteView",
     "StateEntry",
     "Technique",
+    "WeightUpdate",
     "checked_plan",
     "hookimpl",
     "overrides",

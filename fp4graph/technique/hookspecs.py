@@ -1,16 +1,14 @@
-"""The whole plugin contract: what a module named by an entry point of group ``fp4graph`` may implement."""
+"""The hooks that a plugin may implement: a module or object named by an entry point of group ``fp4graph``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from os import PathLike
-from typing import TYPE_CHECKING
 
 import pluggy
 
-if TYPE_CHECKING:
-    from fp4graph.numerics.formats import ElementFormat, ScaleFormat
-    from fp4graph.technique import Technique
+from fp4graph.numerics.formats import ElementFormat, ScaleFormat
+from fp4graph.technique.technique import Technique
 
 hookspec = pluggy.HookspecMarker("fp4graph")
 hookimpl = pluggy.HookimplMarker("fp4graph")

@@ -1,4 +1,4 @@
-"""The six quantizer positions of a site, and the names a policy may call them by.
+"""The six quantizer positions of a site, and the addresses by which a policy names them.
 
 A site is one matrix product ``Y = A @ B`` with ``A [..., M, K]`` (the *input*) and ``B [..., K, N]`` (the
 *weight*, or the *other* activation). Training it takes three GEMMs, each with two operands::
@@ -13,7 +13,12 @@ Numbering: Q1 to Q6 of TetraJet (Chen et al. 2025, Eq. 3-5). Blocks run along th
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import Annotated, Any
+
+from pydantic import GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
 
 class Gemm(StrEnum):
@@ -41,12 +46,11 @@ class Operand(StrEnum):
 
     @property
     def fprop(self) -> Operand | None:
-        """The fprop operand that holds the same tensor, what ``source: fprop`` reads; None for gradients."""
+        """The fprop operand that holds the same tensor and that ``source: fprop`` reads; None for gradients."""
         return {Operand.DGRAD_WEIGHT: Operand.FPROP_WEIGHT, Operand.WGRAD_INPUT: Operand.FPROP_INPUT}.get(self)
 
 
-#: What a policy may write on the left of an operand override: groups of operands, and single operands under both
-#: names of the second factor (``other`` is what an activation-activation product calls its ``weight``).
+#: Named groups of operands.
 GROUPS: dict[str, tuple[Operand, ...]] = {
     **{gemm.value: tuple(o for o in Operand if o.gemm is gemm) for gemm in Gemm},
     "forward": (Operand.FPROP_INPUT, Operand.FPROP_WEIGHT),
@@ -55,6 +59,8 @@ GROUPS: dict[str, tuple[Operand, ...]] = {
     "weights": (Operand.FPROP_WEIGHT, Operand.DGRAD_WEIGHT),
     "gradients": (Operand.DGRAD_GRAD_OUTPUT, Operand.WGRAD_GRAD_OUTPUT),
 }
+#: Everything by which a policy may address operands: groups, and single operands under both names of the second factor
+#: (a product of two activations calls it ``other``, a product with a parameter ``weight``).
 ADDRESSES: dict[str, tuple[Operand, ...]] = {
     **GROUPS,
     **{operand.value: (operand,) for operand in Operand},
@@ -64,13 +70,14 @@ ADDRESSES: dict[str, tuple[Operand, ...]] = {
 
 
 def select(names: Iterable[str], among: Collection[Operand] = tuple(Operand)) -> frozenset[Operand]:
-    """The operands that a list of addresses in a technique's option means.
+    """Return the operands that a list of addresses means.
 
     Args:
-        among: what the technique can act on; a group stands for those of its members that are.
+        names: keys of :data:`ADDRESSES`.
+        among: the operands to choose from; a group stands for those of its members that are among them.
 
     Raises:
-        ValueError: for an empty list, an unknown address, or one that means none of ``among``.
+        ValueError: the list is empty, an address is unknown, or an address means none of ``among``.
     """
     chosen: set[Operand] = set()
     for name in (names := tuple(names)):
@@ -83,3 +90,37 @@ def select(names: Iterable[str], among: Collection[Operand] = tuple(Operand)) ->
     if not names:
         raise ValueError("an empty list of operands; leave the option out, or drop the technique")
     return frozenset(chosen)
+
+
+@dataclass(frozen=True)
+class OperandList:
+    """Marks an option of a technique as a list of addresses of operands, and checks the list.
+
+    The engine recognises such options by this mark and not by their names: a policy that lists an operand which stays
+    in high precision is an error, and :meth:`Technique.acts_on` returns the listed operands by default.
+
+    Attributes:
+        among: the operands that the technique can act on.
+        scopes: further values of the option, each a word that a policy may write in place of a list, with the operands
+            that the word means.
+    """
+
+    among: tuple[Operand, ...] = tuple(Operand)
+    scopes: tuple[tuple[str, tuple[Operand, ...]], ...] = ()
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+
+    def _checked(self, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
+        self.select(value)
+        return value
+
+    def select(self, value: str | tuple[str, ...]) -> frozenset[Operand]:
+        """Return the operands that a value of the option means."""
+        return frozenset(dict(self.scopes)[value]) if isinstance(value, str) else select(value, self.among)
+
+
+#: The type of a technique's option that lists operands, by address: ``operands: Operands = Field(("forward",), ...)``.
+Operands = Annotated[tuple[str, ...], OperandList()]
+#: The same for a technique that acts on operands of fprop alone.
+ForwardOperands = Annotated[tuple[str, ...], OperandList(GROUPS["forward"])]

@@ -5,81 +5,52 @@
 >>> checkpoint.save("run.pt", model, optimizer, scaler=scaler, scheduler=scheduler, progress={"step": step})
 
 A checkpoint is one file of tensors and plain data, read without running code. It holds the model with the state of its
-techniques, optimizer, loss scaler, scheduler, the states of the random number generators (torch's, NumPy's and
-Python's), whatever the caller calls progress, and the policy.
+techniques, the optimizer, the loss scaler, the scheduler, the states of the random number generators (torch's, NumPy's
+and Python's), the caller's ``progress``, and the policy.
 
-With several processes every one calls :func:`save` and :func:`load`; the first writes the file. Random states, and
-state of ours that differs from rank to rank, are kept for each. Sharded tensors are written whole, so that a run may go
-on with another number of processes, under ``fully_shard`` or without it.
+With several processes every one calls :func:`save` and :func:`load`; rank 0 writes the file. Random states, and
+technique state that differs from rank to rank, are kept for each rank. Sharded tensors are gathered before they are
+written, so that a run may go on with another number of processes, under ``fully_shard`` or without it.
 """
 
 from __future__ import annotations
 
-import os
 import pickle
 import random
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from os import PathLike
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from fp4graph.errors import Error
+from fp4graph.files import replacing
 from fp4graph.model import state
-from fp4graph.model.runtime import runtime_of, unwrapped
-from fp4graph.numerics.sharding import is_sharded, like, whole
-from fp4graph.text import difference, name_in
+from fp4graph.model.distributed import is_distributed, unwrapped
+from fp4graph.training.origin import Mismatch, check_policy, written_under
+from fp4graph.training.ranks import gathered, gathered_whole, own_buffers, placed, rank
 
-#: What tells our files from others, and this layout from later ones.
+__all__ = ["Mismatch", "Stateful", "Summary", "load", "read_summary", "save"]
+
+#: Marks of our files, and of this layout.
 FORMAT, VERSION = "fp4graph.checkpoint", 2
 #: Types that ``torch.load`` reads without running code.
 PLAIN = (type(None), bool, int, float, str, bytes, Tensor, torch.dtype, torch.device, torch.Size)
-#: Lines of a difference between two policies, or of missing keys, that an error shows.
+#: Keys that do not fit, as far as an error lists them.
 SHOWN = 12
 
 
 class Stateful(Protocol):
-    """Schedulers and the like."""
+    """What has a state dict: schedulers and the like."""
 
     def state_dict(self) -> Any: ...
 
     def load_state_dict(self, state_dict: Any, /) -> Any: ...
-
-
-class Mismatch(Error):
-    """A checkpoint that is whole, but of another model, another policy or another kind of run."""
-
-
-@contextmanager
-def replacing(path: str | PathLike[str]) -> Iterator[BinaryIO]:
-    """A file that takes the place of ``path`` once the block has ended well.
-
-    Whatever happens before that, ``path`` is what it was. What a kill leaves behind, ``path`` with ``.tmp``, is
-    overwritten the next time. One process at a time may write ``path``.
-    """
-    path = Path(path)
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())  # else a power failure could leave the new name on an empty file
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    if os.name == "posix":  # elsewhere a folder cannot be opened
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def save(
@@ -91,12 +62,12 @@ def save(
     scheduler: Stateful | None = None,
     progress: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint; the one at ``path`` stays until this one is complete.
+    """Write a checkpoint; the former one at ``path`` stays until the new one is complete.
 
     Args:
         path: of the file, in a folder that exists.
         model: applied or plain, under DDP or ``fully_shard`` too.
-        optimizer, scaler, scheduler: as far as there are any.
+        optimizer, scaler, scheduler: saved if given.
         progress: numbers, strings, tensors, and lists and dicts of them.
 
     Raises:
@@ -108,24 +79,24 @@ def save(
         "format": FORMAT,
         "version": VERSION,
         "policy": written_under(module),
-        "model": _gathered_whole(module.state_dict()),
-        "optimizer": None if optimizer is None else _gathered_whole(optimizer.state_dict()),
+        "model": gathered_whole(module.state_dict()),
+        "optimizer": None if optimizer is None else gathered_whole(optimizer.state_dict()),
         "scaler": None if scaler is None else scaler.state_dict(),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "progress": dict(progress or {}),
-        "ranks": _gathered({"rng": _rng_state(), "buffers": _own_buffers(module)}),
+        "ranks": gathered({"rng": _rng_state(), "buffers": own_buffers(module)}),
     }
-    if _rank() == 0:
+    if rank() == 0:
         content = {name: _plain(value, name) for name, value in content.items()}
         try:
             with replacing(path) as file:
                 torch.save(content, file)
         except OSError as error:
             raise _unwritten(path, error.strerror or str(error)) from error
-        except RuntimeError as error:  # from torch.save's zip file, which does not say what the system said
+        except RuntimeError as error:  # from torch.save's zip file, which does not pass on the system's error
             first = "".join(str(error).splitlines()[:1])
             raise _unwritten(path, f"the disk is full, or may be ({first})") from error
-    if _distributed():
+    if is_distributed():
         torch.distributed.barrier()
 
 
@@ -145,21 +116,21 @@ def load(
     scheduler: Stateful | None = None,
     same_policy: bool = True,
 ) -> dict[str, Any]:
-    """Take everything back to where :func:`save` was called. Nothing is touched if the file does not fit.
+    """Restore everything as it was when :func:`save` was called. Nothing is touched if the file does not fit.
 
-    Without an optimizer this reads a model to look at, and leaves the random number generators alone.
+    Without an optimizer this reads the model alone, and leaves the random number generators as they are.
 
     Args:
         path: of the file. model, optimizer, scaler, scheduler: made as for the run that wrote it.
-        same_policy: False accepts a model under another policy, or under none: state that it does not keep is left
-            out, state that the file lacks begins anew.
+        same_policy: False accepts a model under another policy, or under none. Entries that the model does not have
+            are left out; entries that the file lacks begin anew.
 
     Returns:
         The ``progress`` that was saved.
 
     Raises:
         Mismatch: the file is of another policy, noise seed or model, or lacks what is to be loaded.
-        Error: there is no file, it is cut off, or something else wrote it.
+        Error: there is no file, the file is cut off, or something else wrote it.
     """
     content = _read(path)
     module = unwrapped(model)
@@ -170,7 +141,7 @@ def load(
             there, here = ("enabled", "disabled") if content["scaler"] else ("disabled", "enabled")
             raise Mismatch(f"checkpoint {path} was written with loss scaling {there}, here it is {here}")
     ranks = content["ranks"]
-    entries = {**content["model"], **(ranks[_rank()]["buffers"] if _rank() < len(ranks) else {})}
+    entries = {**content["model"], **(ranks[rank()]["buffers"] if rank() < len(ranks) else {})}
     entries = _fitting(path, entries, module, same_policy)
     if optimizer is not None:  # before the model: it looks before it writes
         try:
@@ -182,22 +153,22 @@ def load(
         scaler.load_state_dict(content["scaler"])
     if scheduler is not None:
         scheduler.load_state_dict(content["scheduler"])
-    if optimizer is not None and _rank() < len(ranks):
-        _set_rng_state(ranks[_rank()]["rng"])
+    if optimizer is not None and rank() < len(ranks):
+        _set_rng_state(ranks[rank()]["rng"])
     progress: dict[str, Any] = content["progress"]
     return progress
 
 
 @dataclass(frozen=True)
 class Summary:
-    """What a checkpoint says of itself: the policy's text (None for a plain model), and the progress."""
+    """A checkpoint without its tensors: the policy's text (None for a plain model), and the progress."""
 
     policy: str | None
     progress: dict[str, Any]
 
 
 def read_summary(path: str | PathLike[str]) -> Summary:
-    """Look into a checkpoint without a model.
+    """Read the policy and the progress of a checkpoint; no model is needed.
 
     Raises:
         Error: as :func:`load`.
@@ -210,7 +181,7 @@ def read_summary(path: str | PathLike[str]) -> Summary:
 
 
 def _plain(value: Any, where: str) -> Any:
-    """``value`` in types that are read back without running code."""
+    """Return ``value`` in types that are read back without running code."""
     if isinstance(value, Enum):
         value = value.value
     if isinstance(value, np.generic):
@@ -227,53 +198,20 @@ def _plain(value: Any, where: str) -> Any:
     )
 
 
-def _gathered_whole(value: Any) -> Any:
-    """``value``, nested, with its sharded tensors whole and on the CPU; on other ranks than the first without them."""
-    if isinstance(value, Mapping):
-        return {key: _gathered_whole(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_gathered_whole(item) for item in value]
-    if is_sharded(value):
-        full = whole(value)  # every rank has a part in it
-        return full.cpu() if _rank() == 0 else None
-    return value
-
-
-def _placed(value: Any, reference: Any) -> Any:
-    """``value`` sharded as ``reference`` is, where that is of the same shape."""
-    if is_sharded(reference) and isinstance(value, Tensor) and value.shape == reference.shape:
-        return like(value.to(reference.device), reference)
-    return value
-
-
 def _placed_state(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """An optimizer's state dict with moments and the like sharded as their parameters are.
+    """Return an optimizer's state dict with moments and the like sharded as their parameters are.
 
-    Not by torch.distributed.checkpoint: it makes room for the state by a step of the optimizer, which would let
-    techniques act.
+    torch.distributed.checkpoint is of no use here: it makes room for the state by a step of the optimizer, in which
+    techniques would act.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     indices = [index for group in saved["param_groups"] for index in group["params"]]
     state = {
-        index: {name: _placed(value, parameter) for name, value in saved["state"][index].items()}
+        index: {name: placed(value, parameter) for name, value in saved["state"][index].items()}
         for index, parameter in zip(indices, parameters, strict=False)  # load_state_dict says what does not fit
         if index in saved["state"]
     }
     return {**saved, "state": state}
-
-
-def _own_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """State of ours in which this process differs from the first: written from what this process multiplied."""
-    own: dict[str, Tensor] = {}
-    if _distributed():
-        for name, value in module.state_dict().items():
-            if state.is_ours(name) and isinstance(value, Tensor) and not is_sharded(value):
-                mine = value.detach().reshape(-1).view(torch.uint8)
-                first = mine.clone()
-                torch.distributed.broadcast(first, 0)
-                if not torch.equal(mine, first):
-                    own[name] = value.cpu()
-    return own
 
 
 def _rng_state() -> dict[str, Any]:
@@ -333,56 +271,11 @@ def _check_parts(path: str | PathLike[str], content: Mapping[str, Any], **wanted
         raise Mismatch(f"checkpoint {path} holds no {' and no '.join(missing)}: the run that wrote it saved none")
 
 
-def written_under(module: nn.Module) -> dict[str, Any] | None:
-    """What a checkpoint remembers of the policy and the noise seed of an applied model; None for a plain one."""
-    runtime = runtime_of(module)
-    if runtime is None:
-        return None
-    policy = runtime.whole
-    return {
-        "text": policy.to_yaml(),
-        "fingerprint": policy.fingerprint,
-        "seed": runtime.seed,
-        "total_forwards": runtime.total_forwards if policy.phases else None,
-    }
-
-
-def check_policy(source: str, saved: Mapping[str, Any] | None, module: nn.Module) -> None:
-    """Raise :class:`Mismatch`, which says what differs, unless ``module`` trains as :func:`written_under` remembers.
-
-    Args:
-        source: what was written, as the subject of the sentence.
-    """
-    runtime = runtime_of(module)
-    if saved is None and runtime is None:
-        return
-    remedy = "apply the policy it was written under, or pass same_policy=False to go on under this one"
-    if saved is None or runtime is None:
-        here = "this model is not applied" if runtime is None else f"this model has {runtime.whole.name!r}"
-        there = "no policy" if saved is None else f"policy {name_in(saved['text'])!r}"
-        raise Mismatch(f"{source} was written under {there}, but {here}: {remedy}")
-    if saved["fingerprint"] != runtime.whole.fingerprint:
-        shown = difference(saved["text"], runtime.whole.to_yaml()) or "  (a number format, by its values)"
-        raise Mismatch(
-            f"{source} was written under policy {name_in(saved['text'])!r}, this model has {runtime.whole.name!r}.\n"
-            f"From that policy (-) to this one (+):\n{shown}\n{remedy}"
-        )
-    if saved["seed"] != runtime.seed:
-        raise Mismatch(
-            f"{source} was written under fp4graph.apply(..., seed={saved['seed']}), this model has seed "
-            f"{runtime.seed}: the noise would be another. Apply with the former, or pass same_policy=False"
-        )
-    total = runtime.total_forwards
-    if runtime.whole.phases and None not in (saved["total_forwards"], total) and saved["total_forwards"] != total:
-        raise Mismatch(
-            f"{source} was written for a training of {saved['total_forwards']} forwards, this one has {total}: phases "
-            "would begin elsewhere. Say the former, or pass same_policy=False"
-        )
-
-
 def _fitting(path: str | PathLike[str], saved: dict[str, Any], module: nn.Module, same_policy: bool) -> dict[str, Any]:
-    """The entries to load into ``module``, after a look at their names and shapes: load_state_dict writes first and
-    complains afterwards. Sharded as those of ``module`` are."""
+    """Return the entries to load into ``module``, sharded as its own are.
+
+    Names and shapes are checked here, because ``load_state_dict`` writes first and complains afterwards.
+    """
     here = module.state_dict()
     if not same_policy:
         saved = {key: value for key, value in saved.items() if not state.is_ours(key) or _alike(value, here.get(key))}
@@ -401,28 +294,8 @@ def _fitting(path: str | PathLike[str], saved: dict[str, Any], module: nn.Module
     if wrong:
         more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         raise Mismatch(f"checkpoint {path} is of another model: {'; '.join(wrong[:SHOWN])}{more}")
-    return {key: _placed(value, here[key]) for key, value in saved.items()}
+    return {key: placed(value, here[key]) for key, value in saved.items()}
 
 
 def _alike(value: Any, here: Any) -> bool:
     return isinstance(value, Tensor) and isinstance(here, Tensor) and value.shape == here.shape
-
-
-# ---------------------------------------------------------------------- processes
-
-
-def _distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _rank() -> int:
-    return torch.distributed.get_rank() if _distributed() else 0
-
-
-def _gathered(own: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of all ranks, on the first; on the others a list without meaning."""
-    if not _distributed():
-        return [own]
-    everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.gather_object(own, everyone if _rank() == 0 else None, 0)
-    return everyone

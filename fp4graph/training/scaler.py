@@ -10,10 +10,10 @@ from fp4graph.model.runtime import runtime_of
 
 
 def grad_scaler(model: nn.Module) -> torch.amp.GradScaler:
-    """A ``torch.amp.GradScaler`` for an applied model, disabled (a no-op) unless a technique scales the loss."""
+    """Return a ``torch.amp.GradScaler`` for an applied model, disabled (a no-op) unless a technique scales the loss."""
     runtime = runtime_of(model)
     if runtime is None:
         raise Error("grad_scaler() takes a model that fp4graph.apply has prepared")
-    asked = [technique.loss_scaler for technique in runtime.techniques() if technique.loss_scaler is not None]
+    asked = [technique.loss_scaler for technique in runtime.plan.techniques() if technique.loss_scaler is not None]
     options = asked[0] if asked else {}
     return torch.amp.GradScaler(runtime.device.type, enabled=bool(asked), **options)  # type: ignore[arg-type]

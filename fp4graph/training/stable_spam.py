@@ -1,14 +1,9 @@
-"""StableSPAM, the optimizer of 4-bit recipes: Adam on conditioned gradients, with its moments reset now and then.
-
-What makes it stable happens before Adam, and serves any optimizer of that kind: :func:`new_statistics` makes what is
-kept for a parameter, :func:`condition` (or :func:`condition_foreach`, for many at once) clips and rescales a gradient,
-:func:`cosine` schedules the momenta and :func:`reset_moments` starts Adam's moments afresh.
-"""
+"""StableSPAM, the optimizer of 4-bit recipes: Adam on conditioned gradients, with its moments reset now and then."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -16,185 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-#: Names of what is kept for the conditioning of one parameter's gradient, in the order of :func:`_conditioned`.
-STATISTICS = ("max_avg", "norm_avg", "norm_avg_sq", "conditioned")
-#: Where the state of optimizers of Adam's kind starts, here and in torch and timm, by its name there.
-START: dict[str, float] = {
-    "step": 0,
-    "exp_avg": 0,
-    "exp_avg_sq": 0,
-    "max_exp_avg_sq": 0,
-    "mu_product": 1,  # NAdam's products of momenta
-    "m_schedule": 1,
-    "exp_inf": 0,  # Adamax
-    "exp_avg_var": 0,  # AdaBelief
-    "max_exp_avg_var": 0,
-    "exp_avg_diff": 0,  # Adan
-    "neg_pre_grad": 0,
-    "exp_avg_lr_1": 0,  # LaProp's bias corrections
-    "exp_avg_lr_2": 0,
-    "last_grad": 0,  # MARS
-}
-#: A technique that keeps a copy of an entry of the optimizer's state, to put it back later, remembers it under this and
-#: the entry's name, so that a reset reaches the copy.
-HELD = "held."
-#: Elements updated per call: on a CPU, so that they stay in its cache; elsewhere, to bound the memory for temporaries.
-CPU_BATCH, BATCH = 1 << 20, 1 << 26
-
-
-def cosine(step: int, total_steps: int | None, eta_min: float, *, hold: bool = True) -> float:
-    """c at the ``step``-th step, counted from 1: half a cosine from 1 at 0 to ``eta_min`` at ``total_steps + 1``.
-
-    Args:
-        total_steps: None for c = 1.
-        hold: stay at ``eta_min`` from there on; False climbs back to 1, as the authors' code does.
-    """
-    if total_steps is None:
-        return 1.0
-    if hold:
-        step = min(step, total_steps + 1)
-    return eta_min + (1.0 - eta_min) * (1 + math.cos(math.pi * step / (total_steps + 1))) / 2
-
-
-def new_statistics(grad: Tensor, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """Zeros for the statistics of gradients like ``grad``: 0-d tensors on its device, fp32 (fp64 if it is).
-
-    ``max_avg``, ``norm_avg`` and ``norm_avg_sq`` are m_max, m_norm and v_norm before bias correction,
-    ``conditioned`` is the number of gradients they average.
-    """
-    dtype = _precision(grad) if dtype is None else dtype
-    return {name: torch.zeros((), dtype=dtype, device=grad.device) for name in STATISTICS}
-
-
-def condition(
-    grad: Tensor, state: Mapping[str, Tensor], *, gamma1: float, gamma2: float, theta: float, eps: float
-) -> Tensor:
-    """AdaClip, then AdaGN: the gradient that Adam sees, a new tensor. Equations at :class:`StableSPAM`.
-
-    Args:
-        grad: of one parameter, any shape; not written to.
-        state: holds at least :func:`new_statistics`, which are updated in place.
-        gamma1: γ1·c. gamma2, theta, eps: γ2, θ and eps.
-    """
-    dtype = _precision(grad)
-    old = tuple(state[name] for name in STATISTICS)
-    peak = _whole(torch.linalg.vector_norm(grad, torch.inf, dtype=dtype))
-    threshold = _threshold(peak, old, theta)
-    spikes = grad.abs() > threshold.to(grad.dtype)
-    # Casts change nothing unless ``grad`` is 0-d itself, which a 0-d fp32 factor would promote.
-    clipped = torch.where(spikes, (grad * (threshold / peak)).to(grad.dtype), grad)
-    norm = _whole(torch.linalg.vector_norm(clipped, dtype=dtype))
-    new, factor = _conditioned(peak, norm, old, gamma1, gamma2, theta, eps)
-    for kept, value in zip(old, new, strict=True):
-        kept.copy_(value)
-    return clipped.mul_(factor)
-
-
-def condition_foreach(
-    grads: list[Tensor],
-    states: Sequence[Mapping[str, Tensor]],
-    *,
-    gamma1: float,
-    gamma2: float,
-    theta: float,
-    eps: float,
-) -> list[Tensor]:
-    """:func:`condition` of many gradients of one device and dtype; nothing waits for an accelerator."""
-    if not grads:
-        return []
-    on_cpu = _on_cpu(grads[0])
-    dtype = _precision(grads[0])
-    kept = [[state[name] for state in states] for name in STATISTICS]
-    old = tuple(torch.stack(values) for values in kept)
-    if on_cpu:  # many times faster there than the norm
-        low, high = (torch.stack(values).to(dtype) for values in zip(*map(torch.aminmax, grads), strict=True))
-        peak = torch.maximum(-low, high)
-    else:
-        peak = torch.stack(list(torch._foreach_norm(grads, torch.inf, dtype=dtype)))
-    threshold = _threshold(peak, old, theta)
-    ratio = threshold / peak
-    if on_cpu:
-        scalars = zip(grads, peak.tolist(), threshold.tolist(), ratio.tolist(), strict=True)
-        clipped = [g if top <= bound else _clip(g, bound, share) for g, top, bound, share in scalars]
-    else:
-        scaled = torch._foreach_mul(grads, list(ratio.unbind()))
-        bounds = threshold.to(grads[0].dtype).unbind()
-        clipped = [
-            torch.where(g.abs() > bound, small.to(g.dtype), g)
-            for g, bound, small in zip(grads, bounds, scaled, strict=True)
-        ]
-    norm = torch.stack(list(torch._foreach_norm(clipped, 2, dtype=dtype)))
-    new, factor = _conditioned(peak, norm, old, gamma1, gamma2, theta, eps)
-    for values, vector in zip(kept, new, strict=True):
-        torch._foreach_copy_(values, vector.unbind())
-    rescaled = torch._foreach_mul(clipped, list(factor.unbind()))
-    return [x.to(g.dtype) for x, g in zip(rescaled, grads, strict=True)]
-
-
-def reset_moments(state: MutableMapping[str, Any]) -> None:
-    """MoRet: moments and their step as they were before the first step, and copies of them that techniques hold.
-
-    ``state`` is a parameter's entry in ``optimizer.state``, or a parameter group, of any optimizer of Adam's kind.
-    """
-    for name, value in state.items():
-        entry = str(name).rpartition(f".{HELD}")[2]
-        if entry not in START:
-            continue
-        if isinstance(value, Tensor):
-            value.fill_(START[entry])
-        else:
-            state[name] = type(value)(START[entry])
-
-
-def _on_cpu(x: Tensor) -> bool:
-    """Whether reading a scalar costs nothing."""
-    return x.device.type == "cpu"
-
-
-def _precision(grad: Tensor) -> torch.dtype:
-    return torch.float64 if grad.dtype == torch.float64 else torch.float32
-
-
-def _whole(x: Tensor) -> Tensor:
-    """A reduction over all shards, as a plain tensor."""
-    whole: Tensor = x.full_tensor() if hasattr(x, "full_tensor") else x
-    return whole
-
-
-def _clip(grad: Tensor, bound: float, share: float) -> Tensor:
-    """``where(abs(grad) > bound, grad * share, grad)``, bit for bit, without the boolean that is slow on a CPU."""
-    spikes = nn.functional.hardshrink(grad, bound)
-    rest = grad - spikes
-    return rest.add_(spikes.mul_(share))
-
-
-def _bias_correction(decay: float, count: Tensor) -> Tensor:
-    """1 - decay^count, which in fp32 would lose its digits where decay is near 1."""
-    return -torch.expm1(count * (math.log(decay) if decay > 0 else -math.inf))
-
-
-def _threshold(peak: Tensor, old: tuple[Tensor, ...], theta: float) -> Tensor:
-    """m_max_hat, 0-d or one per gradient."""
-    return torch.lerp(old[0], peak, 1 - theta) / _bias_correction(theta, old[3] + 1)
-
-
-def _conditioned(
-    peak: Tensor, norm: Tensor, old: tuple[Tensor, ...], gamma1: float, gamma2: float, theta: float, eps: float
-) -> tuple[tuple[Tensor, ...], Tensor]:
-    """The statistics after this gradient, and AdaGN's factor; 0-d or one per gradient."""
-    max_avg, norm_avg, norm_avg_sq, count = old
-    new = (
-        torch.lerp(max_avg, peak, 1 - theta),
-        torch.lerp(norm_avg, norm, 1 - gamma1),
-        torch.lerp(norm_avg_sq, norm * norm, 1 - gamma2),
-        count + 1,
-    )
-    m_hat = new[1] / _bias_correction(gamma1, new[3])
-    v_hat = new[2] / _bias_correction(gamma2, new[3])
-    factor = m_hat / (v_hat.sqrt() + eps) / norm
-    finite = (norm * norm).isfinite()
-    kept = tuple(torch.where(finite, value, before) for value, before in zip(new, old, strict=True))
-    return kept, torch.where(norm == 0, 1.0, factor)
+from fp4graph.training import conditioning
 
 
 class StableSPAM(Optimizer):
@@ -225,17 +42,17 @@ class StableSPAM(Optimizer):
     code, whose constructor has the same defaults; their training script's differ: γ1 0.85, γ2 0.999, total_steps
     20000, reset_interval 500.
 
-    ``faithful=True`` is the arithmetic of that code, rounding for rounding and with what we take for its mistakes:
+    What we take for mistakes of that code is corrected:
 
-    - k and n are one number, which the reset sets to 1. The averages keep their values, so for a while after a reset
-      their bias correction is too strong: the clipping threshold is many times too high and the gradient too long.
-    - The step of the reset still moves W by the old moments, corrected as if they were new ones, and its gradient is
-      lost to the new moments, which enter the next step as zeros with k = 2.
-    - Past ``total_steps`` the cosine climbs back to 1.
-    - Averages have the dtype of the gradient: in bf16, m_max stops moving.
+    - There k and n are one number, which the reset sets to 1. The averages keep their values, so for a while after a
+      reset their bias correction is too strong: the clipping threshold is many times too high and the gradient too
+      long.
+    - There the step of the reset still moves W by the old moments, corrected as if they were new ones, and its gradient
+      is lost to the new moments, which enter the next step as zeros with k = 2.
+    - There the cosine climbs back to 1 past ``total_steps``.
+    - There averages have the dtype of the gradient: in bf16, m_max stops moving.
 
-    It differs from that code in three things only: it leaves ``p.grad`` unclipped, saves the position in the schedule,
-    and has no AMSGrad.
+    In addition ``p.grad`` stays unclipped, the position in the schedule is saved, and there is no AMSGrad.
 
     Cases the equations leave open:
 
@@ -243,8 +60,7 @@ class StableSPAM(Optimizer):
     - A gradient with Inf or NaN, or whose ‖G‖ overflows: AdaGN makes all of that parameter's conditioned gradient NaN,
       and so its moments and values. Nothing hides that training failed, as nothing does in Adam, where only the element
       concerned is lost. But m_max, m_norm, v_norm and n leave such a gradient out, and one whose ‖G‖² overflows, so
-      that they are still good once weights are restored and moments reset. (With ``faithful=True`` they take it in,
-      and stay NaN.)
+      that they are still good once weights are restored and moments reset.
     - Parameters without a gradient are skipped, but reset with the others; so are empty ones.
 
     State of each parameter: ``step`` (k), ``exp_avg`` (M) and ``exp_avg_sq`` (V) as in torch's Adam, kept in the
@@ -259,9 +75,8 @@ class StableSPAM(Optimizer):
         total_steps: T, steps of the whole training; c reaches ``eta_min`` at T + 1 and stays there.
         eta_min: the value c ends at.
         reset_interval: steps between resets; None or 0 for none.
-        faithful: see above.
         foreach: None or True update many parameters per call, which is several times faster; other tensors than
-            plain ones (DTensors) still go one by one. False goes through all one by one, as ``faithful=True`` does.
+            plain ones (DTensors) still go one by one. False goes through all one by one.
             Both are the same arithmetic up to rounding: on a CPU, contiguous parameters take torch's fused AdamW.
     """
 
@@ -279,7 +94,6 @@ class StableSPAM(Optimizer):
         total_steps: int | None = None,
         eta_min: float = 0.5,
         reset_interval: int | None = 1000,
-        faithful: bool = False,
         foreach: bool | None = None,
     ) -> None:
         defaults = {
@@ -293,7 +107,6 @@ class StableSPAM(Optimizer):
             "total_steps": total_steps,
             "eta_min": eta_min,
             "reset_interval": reset_interval,
-            "faithful": faithful,
             "foreach": foreach,
         }
         _check(defaults)
@@ -320,7 +133,7 @@ class StableSPAM(Optimizer):
         saved = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
         for key, p in zip(saved, self._parameters(), strict=True):
             for name, value in state_dict["state"].get(key, {}).items():
-                if name in STATISTICS:
+                if name in conditioning.STATISTICS:
                     # Optimizer.load_state_dict has cast it to the dtype of the parameter.
                     self.state[p][name] = value.detach().to(p.device, copy=True)
 
@@ -343,15 +156,12 @@ class StableSPAM(Optimizer):
         for group in self.param_groups:
             group["schedule_step"] += 1
             params = [p for p in group["params"] if p.grad is not None and p.numel() > 0]
-            if group["faithful"]:
-                _faithful_steps(params, [self._state(p, faithful=True) for p in params], group)
-                continue
             interval = group["reset_interval"]
             if interval and group["schedule_step"] % interval == 0:
                 for p in group["params"]:
-                    reset_moments(self.state.get(p, {}))
+                    conditioning.reset_moments(self.state.get(p, {}))
             many = [p for p in params if group["foreach"] is not False and type(p) in (Tensor, nn.Parameter)]
-            for batch in _batches(many):
+            for batch in conditioning.batches(many):
                 _steps_foreach(batch, [self._state(p) for p in batch], group)
             together = {id(p) for p in many}
             for p in params:
@@ -362,7 +172,7 @@ class StableSPAM(Optimizer):
     def _parameters(self) -> Iterator[Tensor]:
         return chain.from_iterable(group["params"] for group in self.param_groups)
 
-    def _state(self, p: Tensor, faithful: bool = False) -> dict[str, Tensor]:
+    def _state(self, p: Tensor) -> dict[str, Tensor]:
         state: dict[str, Tensor] = self.state[p]
         if "step" not in state:
             assert p.grad is not None
@@ -370,45 +180,27 @@ class StableSPAM(Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32)
             state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            state.update(new_statistics(p.grad, p.grad.dtype if faithful else None))
+            state.update(conditioning.new_statistics(p.grad))
         return state
 
 
-def _batches(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """``params`` by device, dtype and whether they are contiguous, and not too many elements at once."""
-    groups: dict[tuple[torch.device, torch.dtype, bool], list[Tensor]] = {}
-    for p in params:
-        groups.setdefault((p.device, p.dtype, p.is_contiguous()), []).append(p)
-    for group in groups.values():
-        limit = CPU_BATCH if _on_cpu(group[0]) else BATCH
-        batch: list[Tensor] = []
-        size = 0
-        for p in group:
-            if batch and size + p.numel() > limit:
-                yield batch
-                batch, size = [], 0
-            batch.append(p)
-            size += p.numel()
-        yield batch
-
-
-def _options(group: Mapping[str, Any], *, hold: bool = True) -> tuple[float, float, float, dict[str, float]]:
-    """lr and β1·c, β2 of this step, and the options of :func:`condition`."""
-    c = cosine(group["schedule_step"], group["total_steps"], group["eta_min"], hold=hold)
+def _options(group: Mapping[str, Any]) -> tuple[float, float, float, dict[str, float]]:
+    """Return lr, β1·c and β2 of this step, and the options of :func:`conditioning.condition`."""
+    c = conditioning.cosine(group["schedule_step"], group["total_steps"], group["eta_min"])
     beta1, beta2 = group["betas"]
-    conditioning = {name: group[name] for name in ("gamma2", "theta", "eps")} | {"gamma1": group["gamma1"] * c}
-    return float(group["lr"]), beta1 * c, beta2, conditioning
+    options = {name: group[name] for name in ("gamma2", "theta", "eps")} | {"gamma1": group["gamma1"] * c}
+    return float(group["lr"]), beta1 * c, beta2, options
 
 
 def _step_single(p: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) -> None:
     """The equations for one parameter, line by line."""
     assert p.grad is not None
-    lr, beta1, beta2, conditioning = _options(group)
-    grad = condition(p.grad, state, **conditioning)
+    lr, beta1, beta2, options = _options(group)
+    grad = conditioning.condition(p.grad, state, **options)
     state["step"] += 1
     k = state["step"].item()
     # Copies where the parameter's precision is low, so that what is kept is rounded once; else the tensors themselves.
-    dtype = _precision(p)
+    dtype = conditioning.precision(p)
     w, g, m, v = (x.to(dtype) for x in (p, grad, state["exp_avg"], state["exp_avg_sq"]))
     w.mul_(1 - lr * group["weight_decay"])
     m.lerp_(g, 1 - beta1)
@@ -422,18 +214,18 @@ def _step_single(p: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) 
 
 def _steps_foreach(params: list[Tensor], states: list[dict[str, Tensor]], group: Mapping[str, Any]) -> None:
     """The same for many parameters of one device and dtype, contiguous or not."""
-    lr, beta1, beta2, conditioning = _options(group)
+    lr, beta1, beta2, options = _options(group)
     decay, eps = group["weight_decay"], group["eps"]
-    grads = condition_foreach([p.grad for p in params if p.grad is not None], states, **conditioning)
+    grads = conditioning.condition_foreach([p.grad for p in params if p.grad is not None], states, **options)
     steps, m, v = ([state[name] for state in states] for name in ("step", "exp_avg", "exp_avg_sq"))
     torch._foreach_add_(steps, torch.ones(()), alpha=1)  # a number would become a tensor for each
-    if _on_cpu(params[0]) and all(x.is_contiguous() for x in chain(params, grads, m, v)):
+    if conditioning.on_cpu(params[0]) and all(x.is_contiguous() for x in chain(params, grads, m, v)):
         # One pass for all that follows; it reads memory in order, whatever the strides.
         adam = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps}
         torch._fused_adamw_(params, grads, m, v, [], steps, weight_decay=decay, amsgrad=False, maximize=False, **adam)
         return
     counts = [step.item() for step in steps]  # on the CPU: nothing to wait for
-    dtype = _precision(params[0])
+    dtype = conditioning.precision(params[0])
     kept = (params, m, v)
     params, grads, m, v = ([x.to(dtype) for x in tensors] for tensors in (params, grads, m, v))
     if decay != 0:
@@ -448,39 +240,6 @@ def _steps_foreach(params: list[Tensor], states: list[dict[str, Tensor]], group:
     if dtype != kept[0][0].dtype:
         for tensors, values in zip(kept, (params, m, v), strict=True):
             torch._foreach_copy_(tensors, values)
-
-
-def _faithful_steps(params: list[Tensor], states: list[dict[str, Tensor]], group: Mapping[str, Any]) -> None:
-    """The authors' code, one parameter after the other, every rounding in its place."""
-    lr, beta1, beta2, options = _options(group, hold=False)
-    gamma1, gamma2, theta, eps = (options[name] for name in ("gamma1", "gamma2", "theta", "eps"))
-    resets = bool(group["reset_interval"]) and group["schedule_step"] % group["reset_interval"] == 0
-    for p, state in zip(params, states, strict=True):
-        assert p.grad is not None
-        p.mul_(1 - lr * group["weight_decay"])
-        state["step"] += 1
-        k = state["step"].item()
-        peak = _whole(p.grad.abs().max())
-        max_avg = theta * state["max_avg"] + (1 - theta) * peak
-        threshold = max_avg / (1 - theta**k)
-        grad = torch.where(p.grad.abs() > threshold, p.grad / peak * threshold, p.grad)
-        norm = _whole(torch.linalg.vector_norm(grad))
-        norm_avg = gamma1 * state["norm_avg"] + (1 - gamma1) * norm
-        norm_avg_sq = gamma2 * state["norm_avg_sq"] + (1 - gamma2) * norm**2
-        length = norm_avg / (1 - gamma1**k) / (torch.sqrt(norm_avg_sq / (1 - gamma2**k)) + eps)
-        grad = torch.where(norm > 0, grad / norm * length, grad)
-        for name, value in zip(STATISTICS, (max_avg, norm_avg, norm_avg_sq, state["conditioned"] + 1), strict=True):
-            state[name].copy_(value)
-        if resets:
-            k = 1
-        m, v = state["exp_avg"], state["exp_avg_sq"]
-        m.mul_(beta1).add_(grad, alpha=1 - beta1)
-        v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        denominator = (v.sqrt() / math.sqrt(1 - beta2**k)).add_(eps)
-        p.add_(m / denominator, alpha=-lr / (1 - beta1**k))
-        if resets:
-            reset_moments(state)
-            state["step"].fill_(1)
 
 
 def _check(options: Mapping[str, Any]) -> None:
@@ -504,10 +263,7 @@ def _check(options: Mapping[str, Any]) -> None:
     total, interval = options["total_steps"], options["reset_interval"]
     require("total_steps", total is None or (_is_count(total) and total > 0), "a whole number of at least 1, or None")
     require("reset_interval", interval is None or _is_count(interval), "a whole number of at least 0, or None")
-    require("faithful", isinstance(options["faithful"], bool), "True or False")
     require("foreach", options["foreach"] in (None, True, False), "True, False or None")
-    if options["faithful"] and options["foreach"]:
-        raise ValueError("StableSPAM: faithful=True goes parameter by parameter; leave foreach at None")
     if "schedule_step" in options:
         require("schedule_step", _is_count(options["schedule_step"]), "a whole number of at least 0")
 

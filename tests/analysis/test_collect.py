@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fp4graph
-from fp4graph.analysis import METRICS, Statistics, observers, read
+from fp4graph.analysis import METRICS, Statistics, read
 from fp4graph.model.runtime import runtime_of
 
 
@@ -245,19 +245,6 @@ def test_evaluations_and_accumulated_batches(tmp_path):
     assert only(read(tmp_path), step=2, site="first", tensor="fprop.input")["elements"] == 3 * 8 * 32
 
 
-def test_however_many_are_looked_at_at_once(tmp_path, monkeypatch):
-    """Operands of one quantizer in groups of one, of a few and all together: the same records."""
-    found = []
-    for limit in (1, 3000, 1 << 20):
-        monkeypatch.setattr(observers, "_TOGETHER", limit)
-        model, optimizer = make(policy())
-        with Statistics(model, optimizer, every=2, directory=tmp_path / str(limit)):
-            steps(model, optimizer, 2)
-        found.append({(row["site"], row["tensor"]): row for row in read(tmp_path / str(limit)).rows})
-    assert len(found[2]) == 3 * 8 - 3  # the first layer has no dgrad: two operands and its GEMM
-    assert found[0] == found[1] == found[2]
-
-
 def test_a_site_without_a_single_token(tmp_path):
     """An expert that no token was sent to: there is nothing to say of its products, but of its weight."""
     model, optimizer = make(policy())
@@ -443,7 +430,7 @@ def test_inside_ddp(tmp_path):
 
 def test_sharded_models_are_refused(tmp_path, monkeypatch):
     model, optimizer = make(policy())
-    monkeypatch.setattr("fp4graph.analysis.collect.fsdp_units", lambda model: [model])
+    monkeypatch.setattr("fp4graph.analysis.collect.fsdp_modules", lambda model: [model])
     with pytest.raises(fp4graph.Error, match="under fully_shard cannot be observed"):
         Statistics(model, optimizer, every=1, directory=tmp_path)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fp4graph import cli, load_policy
-from fp4graph.commands import reference
+from fp4graph.commands import output, reference
 from fp4graph.technique import registry
 from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.registry import Registry
@@ -185,7 +185,7 @@ def test_broken_plugins_and_policies_are_warnings(
     path = tmp_path / "shabby.yaml"
     path.write_text("version: 9\n")
     found = Registry([("shiny", Raises()), ("ships", Ships())])
-    monkeypatch.setattr(cli, "default_registry", lambda: found)
+    monkeypatch.setattr(output, "default_registry", lambda: found)
     result = fp4graph("policies")
     assert result.code == 0
     assert "tetrajet" in result.out

@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import fp4graph
+from fp4graph.model.coverage import served_sites
 from fp4graph.model.runtime import runtime_of
 from tests.distributed.two_process_models import (
     MODELS,
@@ -53,7 +54,7 @@ def sharded(model: nn.Module, policy: object, *, first: str = "apply", **options
 
 def quantized(model: nn.Module) -> int:
     """Sites, those of modules that run another's graph included."""
-    return sum(site.quantized * len(names) for site, names in runtime_of(model)._served())
+    return sum(site.quantized * len(names) for site, names in served_sites(model, runtime_of(model).capture))
 
 
 def ddp_losses(kind: str, policy: str, steps: int = 6) -> list[float]:
@@ -181,7 +182,8 @@ def case_rules_by_place_are_kept_apart() -> None:
     ]
     model = sharded(vit(depth=3), {"version": 1, "name": "p", "rules": rules})
     image_loss(model, rank()).backward()
-    names = {name for site, served in runtime_of(model)._served() if site.quantized for name in served}
+    served = served_sites(model, runtime_of(model).capture)
+    names = {name for site, modules in served if site.quantized for name in modules}
     assert {name.split(".")[1] for name in names} == {"1", "2"}
     assert len(names) == 8
     alone = fp4graph.apply(vit(depth=3), {"version": 1, "name": "p", "rules": rules}, **EAGER)

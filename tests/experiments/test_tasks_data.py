@@ -15,13 +15,17 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from sklearn.datasets import load_digits
+from torch.utils.data import DataLoader
 
 from fp4graph.errors import Error
 from fp4graph.experiments.data import images as sources
+from fp4graph.experiments.data import text as text_data
 from fp4graph.experiments.data.extras import needs
 from fp4graph.experiments.data.loading import in_memory, normalized
+from fp4graph.experiments.data.order import WholePasses
 from fp4graph.experiments.tasks import TASKS, Settings, classification, diffusion, task_named
-from fp4graph.experiments.train import Run, train
+from fp4graph.experiments.train import Run, learning_rate_factor, train
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +45,72 @@ def pictures(folder: Path, count: int, size: tuple[int, int] = (40, 30), seed: i
     random = np.random.default_rng(seed)
     for number in range(count):
         Image.fromarray(random.integers(0, 256, (size[1], size[0], 3), np.uint8)).save(folder / f"{number:03}.png")
+
+
+# ------------------------------------------------------------------ digits that are augmented
+
+
+@pytest.fixture(scope="module")
+def augmented() -> Any:
+    return TASKS["digits-augmented"].make(settings("digits-augmented"))
+
+
+def test_digits_are_split_by_class_without_leakage(augmented: Any) -> None:
+    train_part, validation = augmented.train.images, augmented.held_out.images
+    assert (len(train_part), len(validation)) == (1437, 360)
+    assert sorted(train_part.indices + validation.indices) == list(range(1797))
+    assert np.abs(np.bincount(validation.labels) - 0.2 * np.bincount(load_digits().target)).max() < 1
+    assert sources.digits().validation.indices == validation.indices
+    seen = {image.tobytes() for image in train_part.images}
+    assert not any(image.tobytes() in seen for image in validation.images)
+    pixels = np.stack([np.asarray(image) for image in train_part.images]) / 255
+    split = sources.digits()
+    assert split.mean[0] == pytest.approx(pixels.mean(), abs=2e-3)
+    assert split.std[0] == pytest.approx(pixels.std(), abs=2e-3)
+
+
+def test_whole_passes_are_those_of_a_shuffling_loader() -> None:
+    order = WholePasses(100, 16, seed=5)
+    assert order.samples == 96
+    expected = []
+    for epoch in range(2):
+        torch.manual_seed(5 + epoch)
+        expected += [rows.tolist() for rows in DataLoader(range(100), batch_size=16, shuffle=True, drop_last=True)]
+    assert [rows.tolist() for rows in islice(order.rows(0), 12)] == expected
+    assert next(order.rows(8)).tolist() == expected[8]
+    assert [order.key(batch) for batch in range(12)] == [0] * 6 + [1] * 6
+
+
+def test_an_image_is_augmented_anew_each_epoch_and_validation_never(augmented: Any) -> None:
+    first, number = next(augmented.batches(0)), 1437 // 64
+    assert first[0].shape == (64, 1, 16, 16)
+    again = TASKS["digits-augmented"].make(settings("digits-augmented", workers=1))
+    torch.rand(3)  # what a model with dropout does between two batches
+    assert all(map(torch.equal, first, next(again.batches(0))))
+    index = next(augmented.order.rows(0))[0]
+    with sources.seeded(0, 0, int(index)):
+        alone = augmented.train.transform(augmented.train.images[index][0])
+    assert torch.equal(alone, first[0][0])
+    later = next(augmented.batches(number))
+    assert not torch.equal(later[1], first[1])
+    assert all(map(torch.equal, next(augmented.validation()), next(again.validation())))
+    assert "HorizontalFlip" not in str(augmented.train.transform)  # a mirrored digit is no digit
+
+
+def test_the_schedule_is_timms() -> None:
+    from timm.scheduler import create_scheduler_v2
+
+    chosen, steps = settings("digits-augmented"), 528
+    assert chosen.steps(TASKS["digits-augmented"].make(chosen)) == steps
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=chosen.lr)
+    scheduler, _ = create_scheduler_v2(
+        optimizer, sched="cosine", num_epochs=24, warmup_epochs=1, warmup_lr=1e-6, min_lr=chosen.lr / 100,
+        step_on_epochs=False, updates_per_epoch=22,
+    )  # fmt: skip
+    for step in range(steps):
+        scheduler.step_update(step)
+        rate = chosen.lr * learning_rate_factor(step, steps, chosen)
+        assert rate == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-14)
 
 
 # ------------------------------------------------------------------ torchvision
@@ -209,7 +279,7 @@ def test_swin_is_augmented_as_swin_is(folder: Path) -> None:
     chosen = settings("swin-tiny", data=str(folder), batch_size=2)
     split = sources.image_folder(folder)
     model = "swin_tiny_patch4_window7_224"
-    problem = classification.FromFolder(split, model, narrow, chosen, **classification.AUGMENTED)
+    problem = classification.Transformed(split, model, narrow, chosen, **classification.AUGMENTED)
     assert torch.isfinite(problem.measure(problem.model, next(problem.batches(0)))["loss"]).all()
     assert all(name in str(problem.train.transform) for name in ("RandomResizedCrop", "RandAugment", "RandomErasing"))
     assert "Random" not in str(problem.held_out.transform)
@@ -322,6 +392,52 @@ def test_a_llama_on_text_of_ones_own(tmp_path: Path) -> None:
         train(Run("text", data=str(short), device="cpu"))
     with pytest.raises(Error, match="nowhere: there is no such file or folder"):
         train(Run("text", data=str(tmp_path / "nowhere"), device="cpu"))
+
+
+@pytest.mark.parametrize("vocabulary", [256, 400])
+def test_text_becomes_tokens_and_back(tmp_path: Path, vocabulary: int) -> None:
+    from tokenizers import Tokenizer
+
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "wiki.train.raw").write_text("naïve café Σ γ, " * 50 + "\n" + "more of it\n" * 50)
+    (folder / "wiki.valid.raw").write_text("café")
+    (folder / "wiki.test.raw").write_text("never")
+    (folder / "picture.png").write_bytes(b"\x89PNG\0")
+    texts = text_data.text_files(folder)
+    assert [len(texts.train), len(texts.validation)] == [1, 1]
+    assert texts.validation == ["café"]
+    file = tmp_path / "tokenizer.json"
+    if vocabulary != text_data.BYTES:
+        text_data.train_tokenizer(texts.train, vocabulary, file)
+    tokens = text_data.tokenize(texts, vocabulary, file)
+    assert tokens.train[-1] == tokens.validation[-1] == text_data.SEPARATOR
+    assert tokens.train.max() < vocabulary
+    if vocabulary == text_data.BYTES:
+        assert bytes(tokens.train[:-1].tolist()).decode() == texts.train[0]
+    else:
+        tokenizer = Tokenizer.from_file(str(file))
+        assert tokenizer.decode(tokens.train[:-1].tolist()) == texts.train[0]
+        assert len(tokens.train) < len(texts.train[0])
+        assert tokens.checksum == text_data.tokenize(texts, vocabulary, file).checksum
+
+
+def test_batches_are_a_function_of_seed_and_step() -> None:
+    tokens = np.arange(1000, dtype=np.uint32)
+    rows = text_data.batch(tokens, 4, 16, seed=1, step=2)
+    assert rows.shape == (4, 16)
+    assert (rows.diff(dim=1) == 1).all()
+    assert torch.equal(rows, text_data.batch(tokens, 4, 16, seed=1, step=2))
+    assert not torch.equal(rows, text_data.batch(tokens, 4, 16, seed=1, step=3))
+    assert not torch.equal(rows, text_data.batch(tokens, 4, 16, seed=2, step=2))
+    assert text_data.batch(tokens[:16], 1, 16, 0, 0).tolist() == [list(range(16))]
+
+
+def test_the_standard_library_is_text_enough() -> None:
+    texts = text_data.standard_library()
+    assert sum(map(len, texts.train)) > 4_000_000
+    assert len(texts.train) > 15 * len(texts.validation) > 100
+    assert not set(texts.train[:5]) & set(texts.validation)
 
 
 def test_wikitext_comes_from_the_hub_or_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

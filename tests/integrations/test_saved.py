@@ -69,7 +69,7 @@ def changed(folder: Path) -> nn.Module:
 
 @pytest.mark.parametrize("make", [another, changed])
 def test_other_weights_begin_anew(trained: nn.Module, tmp_path: Path, make) -> None:
-    with pytest.warns(fp4graph.PolicyWarning, match=r"16 entries are left out .* is not what the folder holds"):
+    with pytest.warns(fp4graph.PolicyWarning, match=r"16 of its entries are left out .* is not what the folder holds"):
         model = fp4graph.apply(make(tmp_path), "tetrajet-qema", backend="eager")
     assert model._fp4graph.count == 0
     layer = model.model.layers[0].mlp.down_proj
@@ -88,7 +88,7 @@ def test_files_of_every_kind(trained: nn.Module, tmp_path: Path, options) -> Non
 
 
 def test_what_another_policy_does_not_keep_is_said(trained: nn.Module, tmp_path: Path) -> None:
-    with pytest.warns(fp4graph.PolicyWarning, match=r"14 entries are left out .*keeps nothing under these names"):
+    with pytest.warns(fp4graph.PolicyWarning, match=r"14 of its entries are left out .*keeps nothing under these names"):
         fp4graph.apply(loaded(tmp_path), "tetrajet", backend="eager")
 
 

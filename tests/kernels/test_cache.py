@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fp4graph
-from fp4graph.commands.reference import shipped_registry
+from fp4graph.commands.catalogue import shipped_registry
 from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
 from fp4graph.kernels import operators

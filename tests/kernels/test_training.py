@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from fp4graph.commands.reference import shipped_registry
+from fp4graph.commands.catalogue import shipped_registry
 from fp4graph.kernels import cpu, operators
 from tests.helpers.floats import assert_same_bits
 from tests.kernels.models import train

@@ -346,7 +346,7 @@ def test_an_application_that_fails_leaves_the_one_before(vit, images, monkeypatc
     model = fp4graph.apply(vit(), "tetrajet-qema", backend="eager")
     expected, state = model(images), {k: v.clone() for k, v in model.state_dict().items()}
     with monkeypatch.context() as patch:
-        patch.setattr("fp4graph.model.runtime.hooks.Entry", None)
+        patch.setattr("fp4graph.model.prepare.Tag", None)
         with pytest.raises(TypeError):
             fp4graph.apply(model, "microscaling", backend="eager")
     assert runtime_of(model).policy.name == "tetrajet-qema"

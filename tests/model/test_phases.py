@@ -56,7 +56,7 @@ def test_each_phase_is_its_policy_and_is_captured_once() -> None:
     captured = []
     for step, data in enumerate(expected):
         assert equal(gradients(applied, step), alone(data, step)), step
-        captured.append(len(runtime_of(applied)._frames))
+        captured.append(runtime_of(applied).capture.graphs)
         assert runtime_of(applied).phase == (step >= 3) + (step >= 6)
     assert captured == [1] * 8  # one graph for each phase, at its first step
     assert not equal(alone(policy(), 4), alone(exact_backward, 4))

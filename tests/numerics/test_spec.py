@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+from typing import get_args
+
 import numpy as np
 import pytest
 import torch
 
 import fp4graph
 from fp4graph import QuantSpec, ScaleSpec
-from fp4graph.numerics.formats import SCALES
+from fp4graph.numerics.formats import SCALES, element_format
+from fp4graph.numerics.noise import make_key
+from fp4graph.numerics.scaling import block_scale
+from fp4graph.numerics.spec import ScaleRounding
 
 #: The values of E2M1, from zero up; a tie goes to the even position.
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=np.float64)
@@ -64,6 +71,33 @@ def test_the_rule_a_format_has_by_itself(name: str) -> None:
 def test_mantissa_bits_are_not_thrown_away(name: str, rule: str) -> None:
     with pytest.raises(fp4graph.SpecError, match=rf"{rule}.*{name}.*mantissa bits.*nearest_even"):
         ScaleSpec(name, rule)  # type: ignore[arg-type]
+
+
+def test_torchaos_name_of_a_rule_is_an_alias() -> None:
+    assert ScaleSpec("e8m0", "rceil") == ScaleSpec("e8m0", "ceil")  # type: ignore[arg-type]
+    scale = {"format": "e8m0", "rounding": "rceil"}
+    policies = [
+        fp4graph.load_policy({"version": 1, "default": {"scale": scale | s}}) for s in ({}, {"rounding": "ceil"})
+    ]
+    assert policies[0].fingerprint == policies[1].fingerprint
+
+
+@pytest.mark.parametrize("rule", get_args(ScaleRounding))
+def test_every_rule_is_computed_and_documented(rule: ScaleRounding) -> None:
+    x = torch.tensor([[6.0, 1.0, -3.0, 0.5]])
+    spec = QuantSpec(block=4, scale=ScaleSpec("e8m0", rule))  # type: ignore[arg-type]
+    coarse = torch.tensor([[6.0, 1.0, -3.0, 0.0]])  # on the grid of a scale of 2
+    assert torch.equal(fp4graph.fake_quantize(x, spec, key=make_key(1)), coarse if rule == "amax_ceil" else x)
+    documented = (Path(__file__).parents[2] / "docs/techniques.md").read_text(encoding="utf-8")
+    assert re.search(rf"^\| .*`{rule}`.* \|", documented, re.MULTILINE)
+
+
+def test_a_rule_without_code_is_an_error() -> None:
+    """A new name must not fall through to rounding to nearest."""
+    spec = ScaleSpec("e8m0")  # type: ignore[arg-type]
+    object.__setattr__(spec, "rounding", "away")
+    with pytest.raises(ValueError, match="no code computes scales by the rule 'away'"):
+        block_scale(torch.ones(2), spec, element_format("e2m1"))
 
 
 @pytest.mark.parametrize(

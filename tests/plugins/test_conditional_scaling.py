@@ -209,7 +209,7 @@ def test_only_the_chosen_operands():
 @pytest.mark.parametrize(
     ("options", "more", "message"),
     [
-        ({}, {"convention": "decode"}, "write scale: {convention: encode} for dgrad.grad_output"),
+        ({}, {"convention": "decode"}, "write scale: {convention: encode} for fprop.input"),
         ({}, {"more": ["tensor_scaling"]}, "cannot share a site"),
         ({}, {"more": [{"macro_block_scaling": {"block": 64}}]}, "cannot share a site"),
         ({}, {"more": ["smooth_max"]}, "cannot share a site"),

@@ -145,7 +145,7 @@ def test_preparing_the_wrapper_leaves_nothing_prepared() -> None:
     model, base = prepared(from_timm("adamw"), DAMPEN)
     runtime = runtime_of(model)
     assert runtime is not None
-    runtime.prepared.clear()
+    runtime.optimizers.parameters.clear()
     with pytest.raises(fp4graph.Error, match="runs no hooks"):
         fp4graph.prepare_optimizer(model, timm.optim.Lookahead(base))
-    assert not runtime.prepared
+    assert not runtime.optimizers.parameters

@@ -61,7 +61,10 @@ def normalized(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> T
 
 
 class Stream:
-    """Batches of images too many for memory; what becomes of an image is a function of (seed, batch, image)."""
+    """Batches of images, read and transformed on the way.
+
+    The transform of an image is a function of the seed, the image and the key that the order gives to its batch.
+    """
 
     def __init__(self, images: Images, transform: Transform, seed: int, workers: int) -> None:
         self.images, self.transform, self.seed, self.workers = images, transform, seed, workers
@@ -91,11 +94,11 @@ class _Transformed(Dataset[Any]):
 
 
 class _Numbered(Sampler[Sequence[tuple[int, int]]]):
-    """Indices together with the number of their batch."""
+    """Indices of samples, each with the key of its batch."""
 
     def __init__(self, order: Order, start: int) -> None:
         self.order, self.start = order, start
 
     def __iter__(self) -> Iterator[list[tuple[int, int]]]:
         for number, rows in enumerate(self.order.rows(self.start), self.start):
-            yield [(number, int(index)) for index in rows]
+            yield [(self.order.key(number), int(index)) for index in rows]

@@ -39,5 +39,29 @@ class Order:
             yield rest[: self.batch_size]
             rest = rest[self.batch_size :]
 
+    def key(self, batch: int) -> int:
+        """The number that seeds the augmentation of a batch's samples: a sample is augmented once under each key."""
+        return batch
+
     def _pass(self, epoch: int) -> Tensor:
         return torch.randperm(self.samples, generator=generator(self.seed, epoch))
+
+
+class WholePasses(Order):
+    """Like a shuffling ``DataLoader`` with ``drop_last`` that is seeded with ``seed + epoch`` before each pass.
+
+    No batch has samples of two passes: a short batch at the end of a pass is left out, so ``samples`` counts those
+    that a pass shows. The key of a batch is its epoch.
+    """
+
+    def __init__(self, samples: int, batch_size: int, seed: int) -> None:
+        super().__init__(samples, batch_size, seed)
+        self.available, self.samples = samples, samples // batch_size * batch_size
+
+    def key(self, batch: int) -> int:
+        return batch * self.batch_size // self.samples
+
+    def _pass(self, epoch: int) -> Tensor:
+        drawn = torch.empty(2, dtype=torch.int64).random_(generator=torch.Generator().manual_seed(self.seed + epoch))
+        of_sampler = int(drawn[1])  # the loader draws the seed of its workers first
+        return torch.randperm(self.available, generator=torch.Generator().manual_seed(of_sampler))[: self.samples]

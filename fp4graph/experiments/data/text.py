@@ -20,7 +20,7 @@ import torch
 
 from fp4graph.errors import Error
 from fp4graph.experiments.data.extras import data_folder, needs
-from fp4graph.training.checkpoint import replacing
+from fp4graph.files import replacing
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -224,16 +224,6 @@ def batch(tokens: TokenArray, size: int, context: int, seed: int, step: int) -> 
     """``[size, context]`` tokens from ``size`` random places."""
     places = np.random.default_rng([seed, step]).integers(0, len(tokens) - context + 1, size)
     return _windows(tokens, places, context)
-
-
-def validation_batches(
-    tokens: TokenArray, size: int, context: int, limit: int, rank: int, ranks: int
-) -> Iterator[torch.Tensor]:
-    """This process's part of at most ``limit`` batches of sequences that do not overlap; the same number for each."""
-    per_rank = min(limit, len(tokens) // context // size) // ranks
-    for number in range(per_rank):
-        first = (number * ranks + rank) * size
-        yield _windows(tokens, (first + np.arange(size)) * context, context)
 
 
 def _windows(tokens: TokenArray, places: npt.NDArray[np.int64], context: int) -> torch.Tensor:

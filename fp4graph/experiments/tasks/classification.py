@@ -16,7 +16,7 @@ from fp4graph.experiments.data import images as sources
 from fp4graph.experiments.data.extras import data_folder, needs
 from fp4graph.experiments.data.images import Split, seeded
 from fp4graph.experiments.data.loading import Pixels, Stream, Transform, in_memory, normalized
-from fp4graph.experiments.data.order import Order
+from fp4graph.experiments.data.order import Order, WholePasses
 from fp4graph.experiments.tasks.task import Batch, Problem, Recipe, Settings, Task
 
 
@@ -54,7 +54,7 @@ class InMemory(Classification):
         return normalized(pixels, self.pixels.split.mean, self.pixels.split.std)
 
 
-class FromFolder(Classification):
+class Transformed(Classification):
     """Images of any size, read, cut to one size and augmented by timm.
 
     Args:
@@ -62,6 +62,7 @@ class FromFolder(Classification):
         augmentation: of ``timm.data.create_transform`` for training; None shows every image as validation does.
         mixup: of ``timm.data.Mixup``; None for none.
         crop: share of an image's shorter side that validation sees.
+        order: the class that decides the order of the training images.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class FromFolder(Classification):
         augmentation: Mapping[str, Any] | None = None,
         mixup: Mapping[str, float] | None = None,
         crop: float = 0.875,
+        order: type[Order] = Order,
     ) -> None:
         from timm.data.transforms_factory import create_transform
 
@@ -84,8 +86,8 @@ class FromFolder(Classification):
         if augmentation is not None:
             moving = create_transform(**plain, is_training=True, **augmentation)  # type: ignore[arg-type]
         self.batch_size, self.dtype, self.seed = settings.batch_size, settings.dtype, settings.seed
-        self.samples = len(split.train)
-        self.order = Order(self.samples, settings.batch_size, settings.seed)
+        self.order = order(len(split.train), settings.batch_size, settings.seed)
+        self.samples = self.order.samples
         self.train = Stream(split.train, moving, settings.seed, settings.run.workers)
         self.held_out = Stream(split.validation, still, settings.seed, settings.run.workers)
         self.mixup = _mixup(mixup, split.classes, settings)
@@ -159,8 +161,30 @@ def _cifar10(settings: Settings) -> Problem:
     return InMemory(in_memory(sources.cifar10, _root(settings, "cifar10")), "vit_tiny_patch16_224", options, settings)
 
 
+def _transformed(split: Split, size: int, settings: Settings, augmentation: dict[str, Any], **model: Any) -> Problem:
+    """A ViT-Tiny whose options are ``model``, on images of ``size`` pixels, in the order of a shuffling DataLoader."""
+    shape = {"img_size": size, "in_chans": split.channels, "patch_size": 4}
+    return Transformed(
+        split, "vit_tiny_patch16_224", shape | model, settings,
+        size=size, augmentation=augmentation, crop=1.0, order=WholePasses,
+    )  # fmt: skip
+
+
+def _digits_augmented(settings: Settings) -> Problem:
+    # A 6 and a mirrored 6 are not the same class: no flip, and crops that lose no stroke.
+    augmentation = {"scale": (0.7, 1.0), "ratio": (0.9, 1.1), "hflip": 0.0, "color_jitter": None}
+    return _transformed(sources.digits(), 16, settings, augmentation, embed_dim=96, depth=2, num_heads=3)
+
+
+def _cifar10_augmented(settings: Settings) -> Problem:
+    augmentation = {
+        "scale": (0.5, 1.0), "hflip": 0.5, "color_jitter": None, "auto_augment": "rand-m5-mstd0.5-inc1",
+    }  # fmt: skip
+    return _transformed(sources.cifar10(_root(settings, "cifar10")), 32, settings, augmentation, depth=6)
+
+
 def _imagenet100(settings: Settings) -> Problem:
-    return FromFolder(_large(settings, "ImageNet-100"), "vit_tiny_patch16_224", {}, settings)
+    return Transformed(_large(settings, "ImageNet-100"), "vit_tiny_patch16_224", {}, settings)
 
 
 #: Touvron et al. 2021, "Training data-efficient image transformers", Table 9, without its repeated augmentation; Liu et
@@ -173,7 +197,7 @@ AUGMENTED: dict[str, Any] = {
 
 def _imagenet(model: str, drop_path: float, settings: Settings) -> Problem:
     split = _large(settings, "ImageNet-1K")
-    return FromFolder(split, model, {"drop_path_rate": drop_path}, settings, **AUGMENTED)
+    return Transformed(split, model, {"drop_path_rate": drop_path}, settings, **AUGMENTED)
 
 
 PAPER = '"Elucidating the design space of FP4 training", appendix, Table 11'
@@ -205,6 +229,30 @@ CIFAR10 = Task(
     make=_cifar10,
     data="FOLDER; downloaded if it has none",
 )
+DIGITS_AUGMENTED = Task(
+    name="digits-augmented",
+    family="classification",
+    description="A ViT of 2 blocks on the same digits, enlarged to 16x16 and cropped at random",
+    source="ours",
+    recipe=Recipe(
+        lr=2e-3, batch_size=64, epochs=24, optimizer="adamw", weight_decay=0.05, schedule="timm", warmup=1 / 24,
+        validations=24,
+    ),
+    make=_digits_augmented,
+    embedded=True,
+)  # fmt: skip
+CIFAR10_AUGMENTED = Task(
+    name="cifar10-augmented",
+    family="classification",
+    description="A ViT-Tiny of 6 blocks on CIFAR-10, with RandAugment",
+    source="ours",
+    recipe=Recipe(
+        lr=1e-3, batch_size=128, epochs=100, optimizer="adamw", weight_decay=0.05, schedule="timm", warmup=0.05,
+        validations=100,
+    ),
+    make=_cifar10_augmented,
+    data="FOLDER; downloaded if it has none",
+)  # fmt: skip
 IMAGENET100 = Task(
     name="imagenet100",
     family="classification",
@@ -247,4 +295,4 @@ VISION_TRANSFORMERS = (
     _vision_transformer("swin-tiny", "swin_tiny_patch4_window7_224", 0.2, swin=True),
     _vision_transformer("swin-small", "swin_small_patch4_window7_224", 0.3, swin=True),
 )
-TASKS = (DIGITS, MNIST, CIFAR10, IMAGENET100, *VISION_TRANSFORMERS)
+TASKS = (DIGITS, DIGITS_AUGMENTED, MNIST, CIFAR10, CIFAR10_AUGMENTED, IMAGENET100, *VISION_TRANSFORMERS)

@@ -1,0 +1,267 @@
+"""Techniques and policies as data: what the commands list and the reference pages show."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import inspect
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import entry_points
+from typing import Any, Literal
+
+import annotated_types
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import to_jsonable_python
+
+from fp4graph.errors import Error
+from fp4graph.numerics.formats import FP32
+from fp4graph.numerics.spec import QuantSpec
+from fp4graph.policy import Phase, Policy, Rule, load_policy
+from fp4graph.policy.validation import keys
+from fp4graph.technique import STAGES, OperandSpecs, Technique, overrides
+from fp4graph.technique.operands import Operand, OperandList
+from fp4graph.technique.registry import GROUP, Registry
+from fp4graph.technique.site import SiteView
+
+_SHIPPED_PLUGINS = "fp4graph_plugins"
+
+
+# ------------------------------------------------------------------ registries
+
+
+@functools.lru_cache(maxsize=4)
+def loadable_policies(registry: Registry) -> dict[str, Policy]:
+    """Every policy of ``registry`` that can be loaded, by name."""
+    found: dict[str, Policy] = {}
+    for name, path in sorted(registry.policies.items()):
+        try:
+            found[name] = load_policy(path, registry)
+        except Error:  # whoever lists policies names it
+            continue
+    return found
+
+
+def shipped_registry() -> Registry:
+    """Fp4graph's own techniques and policies, whatever else is installed."""
+    points = sorted(point for point in entry_points(group=GROUP) if point.module.startswith(f"{_SHIPPED_PLUGINS}."))
+    return Registry([(point.name, point) for point in points], entry_point_group=None)
+
+
+# ------------------------------------------------------------------ techniques and policies
+
+
+def technique_data(technique: type[Technique], registry: Registry) -> dict[str, Any]:
+    """What is known of a technique, as JSON has it; ``complexity`` None where it takes options to know."""
+    fields = zip(keys(technique), technique.model_fields.values(), strict=True)
+    return technique_row(technique, registry) | {
+        "doc": docstring(technique),
+        "options": {key: _option(field) for key, field in fields},
+        "stages": [stage for stage in STAGES if overrides(technique, stage)],
+        "conflicts": sorted(technique.conflicts),
+        "requires": sorted(technique.requires),
+    }
+
+
+def technique_row(technique: type[Technique], registry: Registry) -> dict[str, Any]:
+    """The short form of :func:`technique_data`: a row of the list."""
+    return {
+        "name": technique.name,
+        "complexity": weight_of(technique, {}),
+        "compute": technique.overhead.compute,
+        "memory": technique.overhead.memory,
+        "fusable": technique.overhead.fusable,
+        "plugin": registry.origin(technique.name),
+    }
+
+
+def policy_data(policy: Policy) -> dict[str, Any]:
+    """A policy and what it resolves to, as JSON has it."""
+    return policy_row(policy) | {
+        "weights": policy.weights,
+        "fingerprint": policy.fingerprint,
+        **_rules_data(policy),
+        "phases": [{"at": phase.at, **_rules_data(phase.policy)} for phase in policy.phases],
+        "yaml": policy.to_yaml(),
+    }
+
+
+def _rules_data(policy: Policy) -> dict[str, Any]:
+    return {"rules": [_rule_data(rule) for rule in policy.rules], "default": _rule_data(policy.default)}
+
+
+def policy_row(policy: Policy) -> dict[str, Any]:
+    """The short form of :func:`policy_data`: a row of the list."""
+    return {
+        "name": policy.name,
+        "description": policy.description,
+        "file": policy.file,
+        "complexity": policy.complexity,
+        "techniques": [technique.name for technique in policy.used],
+    }
+
+
+def _rule_data(rule: Rule) -> dict[str, Any]:
+    return {
+        "name": rule.name,
+        "file": rule.file,
+        "line": rule.line,
+        "required": rule.required,
+        "match": str(rule.match),
+        "keep": rule.keep,
+        "operands": {operand.value: spec_words(spec) for operand, spec in planned(rule).items()},
+        "reuses": sorted(operand.value for operand in rule.reuses),
+        "techniques": [technique.name for technique in rule.techniques],
+    }
+
+
+def planned(rule: Rule) -> OperandSpecs:
+    """The specs of a rule after what its techniques make of them."""
+    specs: OperandSpecs = rule.specs
+    if rule.quantizes:
+        site = SiteView(None, (rule.match.op or ("linear",))[0], None, None, None, None, None)
+        for technique in rule.techniques:
+            specs = technique.plan(site, specs)
+    return specs
+
+
+def spec_words(spec: QuantSpec | None) -> dict[str, str] | None:
+    """One operand's spec, column by column."""
+    if spec is None:
+        return None
+    block = "×".join(map(str, spec.block)) if isinstance(spec.block, tuple) else str(spec.block)
+    scale = [spec.scale.format.name] + ([spec.scale.rounding] if spec.scale.format != FP32 else ["unrounded"])
+    scale += [spec.scale.convention] if spec.scale.convention != "decode" else []
+    scale += [spec.scale.zero] if spec.scale.zero != "nearest_subnormal" else []
+    bits = f", {spec.random_bits} bits" if spec.random_bits != 24 else ""
+    return {
+        "element": spec.element.name,
+        "block": block,
+        "scale": " ".join(scale),
+        "rounding": f"nearest, ties {spec.ties}" if spec.rounding == "nearest" else f"stochastic{bits}",
+        "source": spec.source + (", from master" if spec.from_master else ""),
+    }
+
+
+def _option(field: FieldInfo) -> dict[str, Any]:
+    default = {} if field.is_required() else {"default": to_jsonable_python(default_of(field))}
+    words = option_words(field.annotation, field.metadata)
+    return {
+        "type": words,
+        "required": field.is_required(),
+        **default,
+        "description": one_line(field.description or ""),
+    }
+
+
+def default_of(field: FieldInfo) -> Any:
+    return field.get_default(call_default_factory=True)
+
+
+def weight_of(technique: type[Technique], options: Mapping[str, Any]) -> float | None:
+    try:
+        return technique.model_validate(options).complexity
+    except ValidationError:  # an option without default, or options that do not go together
+        pass
+    try:
+        return technique.model_construct(**options).complexity
+    except AttributeError:  # it depends on that option
+        return None
+
+
+# ------------------------------------------------------------------ rules, for tables
+
+
+#: Columns of a rule's operand table.
+COLUMNS = ("", "operand", "element", "block", "scale", "rounding", "source")
+
+
+def phase_heading(phase: Phase) -> str:
+    """When a phase is in force."""
+    if isinstance(phase.at, int):
+        return f"after {phase.at} training forwards"
+    return f"after {100 * phase.at:g} % of the training"
+
+
+def rule_heading(rule: Rule) -> str:
+    """What a rule is called and what it matches."""
+    optional = "" if rule.required or rule.name == "default" else ", may match nothing"
+    return f"{rule.name}: {rule.match if rule.name != 'default' else 'every other site'}{optional}"
+
+
+def rule_rows(rule: Rule) -> list[tuple[str, ...]]:
+    """The operands of a rule, a row each; shorter than :data:`COLUMNS` for those in high precision."""
+    rows: list[tuple[str, ...]] = []
+    specs = planned(rule)
+    for number, operand in enumerate(Operand, start=1):
+        words = spec_words(specs[operand])
+        exact = "high precision, of the dequantized fprop operand" if operand in rule.reuses else "high precision"
+        rows.append((f"Q{number}", operand.value, *(words.values() if words else (exact,))))
+    return rows
+
+
+def spelled(technique: Technique) -> str:
+    """A technique with its options, as a call."""
+    options = technique.model_dump(mode="json", by_alias=True)
+    return f"{technique.name}({', '.join(f'{key}={value!r}' for key, value in options.items())})"
+
+
+# ------------------------------------------------------------------ options in words
+
+
+def option_words(annotation: Any, metadata: Sequence[Any] = (), *, plural: bool = False) -> str:
+    """What a policy may write for an option of this type."""
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is typing.Annotated:
+        nested = (item.metadata if isinstance(item, FieldInfo) else [item] for item in arguments[1:])
+        return option_words(arguments[0], [item for items in nested for item in items], plural=plural)
+    if origin in (typing.Union, types.UnionType):
+        words = [option_words(part, metadata, plural=plural) for part in arguments if part is not types.NoneType]
+        return ", or ".join([*words, *(["null"] if types.NoneType in arguments else [])])
+    if origin is Literal:
+        return " | ".join(str(to_jsonable_python(value)) for value in arguments)
+    if origin is tuple:
+        items = set(arguments) - {...}
+        if any(isinstance(mark, OperandList) for mark in metadata):
+            item = "operands"
+        else:
+            item = option_words(items.pop(), (), plural=True) if len(items) == 1 else "values"
+        if ... in arguments:
+            return f"{'lists' if plural else 'list'} of {item}"
+        count = {2: "pair"}.get(len(arguments), f"list of {len(arguments)}")
+        return f"{count}{'s' if plural and len(arguments) == 2 else ''} of {item}".replace(" of of ", " of ")
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return " | ".join(str(to_jsonable_python(member)) for member in annotation)
+    if annotation is bool:
+        return "true or false"
+    if annotation in (int, float):
+        noun = ("whole number" if annotation is int else "number") + ("s" if plural else "")
+        return noun + _bounds(metadata)
+    if annotation is str:
+        return "names" if plural else "text"
+    return getattr(annotation, "__name__", None) or str(annotation).replace("typing.", "")
+
+
+def _bounds(metadata: Iterable[Any]) -> str:
+    """The range of a number, in words."""
+    words = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
+    bounds = {
+        name: getattr(item, name)
+        for name in words
+        for item in metadata
+        if isinstance(item, getattr(annotated_types, name.capitalize()))
+    }
+    if set(bounds) == {"ge", "le"}:
+        return f" from {bounds['ge']:g} to {bounds['le']:g}"
+    return " and".join(f" {words[name]} {bound:g}" for name, bound in bounds.items())
+
+
+def docstring(technique: type[Technique]) -> str:
+    # Not inspect.getdoc, which would take the docstring of Technique itself for want of one.
+    return inspect.cleandoc(technique.__dict__.get("__doc__") or "")
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())

@@ -1,0 +1,128 @@
+"""Compiles a model's forward behind the graph pass, and remembers what the captured graphs came to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._guards import CompileContext
+
+from fp4graph.errors import Error
+from fp4graph.graph.backend import Backend, split_for_ddp, with_own_code
+from fp4graph.graph.functions import cacheable
+from fp4graph.graph.rewrite import Rewriter, Site, WeightUse
+from fp4graph.model import distributed, state
+from fp4graph.model.prepare import PhasePlan
+
+
+class Capture:
+    """The root's forward, compiled: each captured graph is rewritten for ``plan`` and handed to ``inner``.
+
+    Args:
+        plan: of the phase in force.
+        inner: the torch.compile backend that runs the rewritten graphs.
+        dynamic: as torch.compile's.
+        explains: collect refusals in ``problems`` and do not raise them.
+
+    Attributes:
+        run: the compiled forward. entry: the function behind it.
+        sites: of all graphs, in the order of capture; a graph that is captured again adds its sites again.
+        uses: how the graphs use parameters, by the parameter's owner and name.
+        read: parameters that the graphs take, as (module, name).
+        marked: modules whose call was seen.
+        problems: refusals that were collected.
+        error: the error of the last graph that failed. The compiler wraps it in errors of its own.
+    """
+
+    def __init__(self, plan: PhasePlan, inner: Backend, dynamic: bool | None, *, explains: bool = False) -> None:
+        self._plan, self._inner, self._explains = plan, inner, explains
+        self.entry = _entry_point(plan.root)
+        self.run: Callable[..., Any] = torch.compile(self.entry, backend=self.backend, dynamic=dynamic)
+        self.sites: list[Site] = []
+        self.uses: dict[tuple[str, str], WeightUse] = {}
+        self.read: set[tuple[str, str]] = set()
+        self.marked: set[str | None] = set()
+        self.problems: list[Error] = []
+        self.error: Error | None = None
+        #: Per frame of Dynamo: how many sites of each module earlier frames held, and the frame's own sites.
+        self._frames: dict[Any, tuple[dict[str, int], list[Site]]] = {}
+        self._bucket_bytes: int | None = None  # of the DDP that a forward runs in
+
+    @property
+    def graphs(self) -> int:
+        """The number of graphs that the forward was captured in."""
+        return len(self._frames)
+
+    def backend(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        """The torch.compile backend: rewrite a graph, record its sites, and hand it on."""
+        frame = getattr(CompileContext.current_compile_id(), "frame_id", None)
+        first = self._frames.get(frame, (self._occurrences(), []))[0]
+        try:
+            keys = {id(own.key): own.fqn for own in state.site_states(self._plan.root)}
+            rewriter = Rewriter(self._plan.policy, self._plan.names, first_occurrence=first, keys=keys)
+            rewriter.run(gm)
+            if rewriter.refused is not None:
+                if not self._explains:
+                    raise rewriter.refused
+                self.problems.append(rewriter.refused)
+            self.learn(rewriter.uses)
+            self.read |= rewriter.read
+            inner = self._inner
+            if self._bucket_bytes is not None:
+                inner = split_for_ddp(inner, self._bucket_bytes)
+            with cacheable(gm):
+                compiled = inner(gm, example_inputs)  # traces stages, which may fail
+        except Error as error:
+            self.error = error
+            raise
+        self._frames[frame] = (first, rewriter.sites)
+        self.sites.extend(rewriter.sites)
+        self.marked |= rewriter.marked
+        return compiled
+
+    def learn(self, uses: Iterable[WeightUse]) -> None:
+        """Tell the planned weights what a captured graph decided about them."""
+        weights = {(weight.fqn, weight.parameter_name): weight for weight in self._plan.weights}
+        for use in uses:
+            owner = (use.module, use.parameter)
+            self.uses[owner] = use
+            if owner in weights:
+                weights[owner].settle(use)
+
+    @contextmanager
+    def uncut(self) -> Iterator[None]:
+        """Keep Dynamo from cutting graphs along DDP's buckets before the graph pass.
+
+        Such a cut parts markers from what they mark. The rewritten graph is cut instead.
+        """
+        wrapper = distributed.active_ddp()
+        if wrapper is None or torch._dynamo.config.optimize_ddp not in (True, "ddp_optimizer"):
+            yield
+            return
+        self._bucket_bytes = wrapper.bucket_bytes_cap
+        try:
+            with torch._dynamo.config.patch(optimize_ddp=False):
+                yield
+        finally:
+            self._bucket_bytes = None
+
+    def _occurrences(self) -> dict[str, int]:
+        """Count the sites of each module over all frames."""
+        counts: dict[str, int] = {}
+        for _, sites in self._frames.values():
+            for site in sites:
+                counts[str(site.module)] = max(counts.get(str(site.module), 0), site.occurrence + 1)
+        return counts
+
+
+def _entry_point(root: nn.Module) -> Callable[..., Any]:
+    """Put ``root._call_impl`` behind a code object of its own: Dynamo's cache and recompile limit are per code object,
+    and ``Module._call_impl`` is one for all models of the process."""
+
+    def entry(*args: Any, **kwargs: Any) -> Any:
+        return root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    return with_own_code(entry, type(root))

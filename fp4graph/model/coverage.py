@@ -1,0 +1,144 @@
+"""Checks that the captured graphs of a model contain what its policy is about, over all graphs of the first forward."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from fp4graph.errors import CaptureError, PolicyError
+from fp4graph.graph.blocks import pattern_of
+from fp4graph.graph.rewrite import Site, WeightUse
+from fp4graph.model import hooks
+from fp4graph.model.capture import Capture
+from fp4graph.model.prepare import PhasePlan
+from fp4graph.policy import Policy
+
+#: A captured site, with the modules that it serves, its own first.
+ServedSite = tuple[Site, list[str | None]]
+
+
+def check(plan: PhasePlan, capture: Capture) -> None:
+    """Raise PolicyError or CaptureError where the captured graphs do not contain what the policy is about.
+
+    Weights of modules that share a graph are told what the graph decided about the weights of the first.
+    """
+    served = served_sites(plan.root, capture)
+    check_sites(plan.policy, [dataclasses.replace(site, module=name) for site, names in served for name in names])
+    if set(plan.names.blocks) == {""}:
+        check_share(plan, capture.sites, capture.uses.values())
+    captured = {site.module for site in capture.sites}
+    for module in sorted(name for name in capture.marked - captured if name is not None):
+        if _ran_uncaptured(module, plan, capture):
+            raise CaptureError(
+                "the module was called, but the product with its weight was not captured and ran in high precision "
+                "(a graph break between its hooks and its forward, or a loop or a disabled function around the "
+                "product?); remove the break, or keep the module by a rule",
+                site=module or "(root)",
+            )
+    served_by = {name: names[0] for _, names in served for name in names[1:] if name is not None}
+    capture.learn(
+        [
+            dataclasses.replace(use, module=name)
+            for name, first in served_by.items()
+            for (owner, _), use in list(capture.uses.items())
+            if owner == first
+        ]
+    )
+
+
+def served_sites(root: nn.Module, capture: Capture) -> list[ServedSite]:
+    """Return each captured site with the modules that it serves.
+
+    Blocks that FSDP or a graph break compiles one by one share a graph where their tags are equal.
+    """
+    if capture.graphs < 2:
+        return [(site, [site.module]) for site in capture.sites]
+    captured = {site.module for site in capture.sites}
+    tags = {hook.name: hook.tag for _, _, hook in hooks.mark_hooks(root)}
+    alike: dict[Any, list[str]] = {}
+    for name, module in root.named_modules():
+        alike.setdefault((pattern_of(name), type(module), tags.get(name)), []).append(name)
+    others: dict[str | None, list[str]] = {}
+    for names in alike.values():
+        if (first := next((name for name in names if name in captured), None)) is not None:
+            others[first] = [name for name in names if name not in captured]
+    return [(site, [site.module, *others.get(site.module, ())]) for site in capture.sites]
+
+
+def check_sites(policy: Policy, sites: Sequence[Site]) -> None:
+    """Raise PolicyError for a required rule without a site, for nothing quantized, or for a failed ``expect``."""
+    matched = {site.rule_index for site in sites}
+    products = sorted({f"{s.module or '(root)'} ({s.op})" for s in sites if s.rule_index is not None})
+    for index, rule in enumerate(policy.rules):
+        if rule.required and index not in matched:
+            shown = ", ".join(products[:8]) + (" ..." if len(products) > 8 else "")
+            raise PolicyError(
+                f"rule {rule.name!r} matches no site of this model; give it 'required: false' if that is meant. "
+                f"Sites: {shown or 'none, the model has no matrix product'}",
+                file=rule.file,
+                line=rule.line,
+            )
+    quantized = sum(site.quantized for site in sites)
+    if not quantized and policy.quantizes:
+        raise PolicyError(
+            f"policy {policy.name!r} quantizes no site of this model "
+            f"({len(products)} products found); fp4graph.explain(model, policy, args) lists them with the reasons",
+            file=policy.file,
+        )
+    policy.expect.check(quantized, len(products))
+
+
+def check_share(plan: PhasePlan, sites: Sequence[Site], uses: Iterable[WeightUse]) -> None:
+    """Raise PolicyError for a policy written for blocks that leaves most of a model without blocks unquantized."""
+    policy = plan.policy
+    if not any(rule.quantizes and rule.match.needs_blocks for rule in policy.rules):
+        return
+    recurrent = sum(
+        parameter.numel()
+        for module in plan.root.modules()
+        if isinstance(module, nn.RNNBase | nn.RNNCellBase)
+        for parameter in module.parameters(recurse=False)
+        if parameter.dim() == 2
+    )
+    if (share := quantized_share(sites, uses, recurrent)) < 0.5:
+        names = sorted({site.module or "(root)" for site in sites if site.quantized})
+        raise PolicyError(
+            f"policy {policy.name!r} is written for a repeated stack of blocks (block: true), and this model "
+            f"has none that fp4graph recognises: only {', '.join(names[:8])} would be quantized, {share:.0%} of "
+            "the matrix work of its layers. Write a policy that extends it, with rules that name what to quantize, "
+            "such as match: {op: linear} for every linear layer or match: {module: 'head'} for one; convolutions "
+            "and recurrent layers cannot be quantized",
+            file=policy.file,
+        )
+
+
+def quantized_share(sites: Iterable[Site], uses: Iterable[WeightUse], recurrent: int) -> float:
+    """Return the part of the matrix work of layers that is quantized.
+
+    The work is that of the captured FLOPs, without attention and without what a rule keeps by name. Recurrent layers,
+    which no graph shows, count with ``recurrent``, the elements of their matrices.
+    """
+    layers = [site for site in sites if site.op not in ("matmul", "sdpa", "attention")]
+    layers = [site for site in layers if site.quantized or site.rule_index in (None, -1)]
+    work = sum(site.flops or 0 for site in layers)
+    share = sum(site.flops or 0 for site in layers if site.quantized) / work if work else 1.0
+    if not recurrent:
+        return share
+    quantized = sum(use.site.numel or 0 for use in uses if use.decision.rule.quantizes)
+    return min(share, quantized / (quantized + recurrent))
+
+
+def _ran_uncaptured(name: str, plan: PhasePlan, capture: Capture) -> bool:
+    """Return whether module ``name``, which was called and has no site, has matrices that no graph has read although a
+    linear layer in its place would be quantized."""
+    module = plan.root.get_submodule(name)
+    if isinstance(module, nn.Linear):
+        return any(weight.fqn == name for weight in plan.weights)
+    if capture.graphs < 2 or hooks.has_sharded_forward(plan.root):
+        return False  # without a graph break a parameter that no graph reads was not used
+    matrices = {key for key, p in module._parameters.items() if p is not None and min((1, *p.shape)[-2:]) > 1}
+    reads = any((name, key) in capture.read for key in matrices)
+    return bool(matrices) and not reads and plan.policy.may_quantize("linear", name, plan.names.block(name))

@@ -1,0 +1,96 @@
+"""An applied model on several processes: DistributedDataParallel's buckets and state, FSDP's sharded modules."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from fp4graph.errors import CaptureError, Error
+from fp4graph.graph.backend import Backend, with_own_code
+from fp4graph.model import hooks, state
+from fp4graph.model.weight import Weight
+from fp4graph.numerics.sharding import fsdp_modules, is_sharded
+
+
+def is_distributed() -> bool:
+    """Return whether this process is in a process group."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def rank() -> int:
+    """Return this process's rank, also before the process group is made."""
+    return torch.distributed.get_rank() if is_distributed() else int(os.environ.get("RANK", 0))
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the module that a policy is applied to: the one inside a DistributedDataParallel, so that names and noise
+    are the same with the wrapper and without."""
+    return unwrapped(model.module) if isinstance(model, DistributedDataParallel) else model
+
+
+def active_ddp() -> DistributedDataParallel | None:
+    """Return the DDP whose forward is running, or None."""
+    active: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
+    return active
+
+
+@torch.no_grad()
+def synchronize(wrapper: DistributedDataParallel, root_state: state.RootState, weights: Iterable[Weight]) -> None:
+    """Give every rank of a DDP the state of rank 0, as DDP's constructor does for weights.
+
+    Rank 0 may be the only rank that loaded a checkpoint. State that a rank's own backward wrote stays, unless the rank
+    is behind rank 0.
+    """
+    group = wrapper.process_group
+    source = torch.distributed.get_global_rank(group, 0)
+    count = root_state.count
+    torch.distributed.broadcast(root_state.get_buffer("forwards"), source, group=group)
+    root_state.recount()
+    behind = count != root_state.count
+    for weight in weights:
+        for slot in weight.slots:
+            entry = weight.entry(slot)
+            received = entry.clone()
+            torch.distributed.broadcast(received, source, group=group)
+            if behind or slot.entry.writer == "optimizer":
+                entry.copy_(received)
+
+
+def compile_sharded(root: nn.Module, weights: Iterable[Weight], backend: Backend, dynamic: bool | None) -> None:
+    """Give every module that ``fully_shard`` was called on a graph of its own.
+
+    Raises:
+        Error: the model is under FSDP1. CaptureError: a weight is sharded by something that does not gather it.
+    """
+    if not is_distributed():
+        return
+    # FSDP1 puts views in the place of parameters, or marks the flattened ones.
+    parameters = [p for module in root.modules() for p in module._parameters.values() if p is not None]
+    if any(not isinstance(p, nn.Parameter) or hasattr(p, "_fsdp_flattened") for p in parameters):
+        raise Error(
+            "FullyShardedDataParallel (FSDP1) makes flat vectors of weights, which have no blocks; use fully_shard"
+        )
+    sharded = fsdp_modules(root)
+    for module in sharded:
+        module.reshard()  # an evaluation may have left the weights gathered
+    gathered = {id(inner) for module in sharded for inner in module.modules()}
+    for weight in weights:
+        if is_sharded(weight.parameter) and id(weight.module) not in gathered:
+            raise CaptureError(
+                "its weight is a DTensor that nothing gathers for the forward (tensor parallelism), and quantizers "
+                "do not reach across shards; use fully_shard or DistributedDataParallel",
+                site=weight.name,
+            )
+    compiled: dict[type, Callable[..., Any]] = {}
+    for module in sharded:
+        forward = module.__dict__.get("forward")
+        if (forward is None or isinstance(forward, hooks.GuardedForward)) and hooks.mark_hooks(module):
+            cls = type(module)
+            if cls not in compiled:
+                compiled[cls] = torch.compile(with_own_code(hooks.run_sharded, cls), backend=backend, dynamic=dynamic)
+            module.forward = hooks.ShardedForward(module, compiled[cls])

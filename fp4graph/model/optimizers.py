@@ -1,0 +1,58 @@
+"""The optimizers that were prepared for an applied model."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp4graph.errors import CaptureError
+from fp4graph.model.prepare import PhasePlan
+from fp4graph.technique import OPTIMIZER_STAGES, overrides
+
+Prepare = Callable[[nn.Module, torch.optim.Optimizer], Any]
+
+
+class PreparedOptimizers:
+    """The optimizers that techniques of one model act through.
+
+    Attributes:
+        parameters: ids of the quantized weights that these optimizers hold.
+    """
+
+    def __init__(self) -> None:
+        self.parameters: set[int] = set()
+        self._prepared: list[tuple[weakref.ref[torch.optim.Optimizer], Prepare]] = []
+
+    def add(self, optimizer: torch.optim.Optimizer, parameters: Collection[int], prepare: Prepare) -> None:
+        """Add an optimizer, with the ids of the weights it holds and the function that prepared it."""
+        self.parameters |= set(parameters)
+        self._prepared = [entry for entry in self._prepared if entry[0]() is not optimizer]
+        self._prepared.append((weakref.ref(optimizer), prepare))
+
+    def prepare_again(self, root: nn.Module) -> None:
+        """Prepare the optimizers for the policy that ``root`` has now."""
+        for reference, prepare in self._prepared:
+            if (optimizer := reference()) is not None:
+                prepare(root, optimizer)
+
+    def check(self, plan: PhasePlan) -> None:
+        """Raise CaptureError where a technique acts at the optimizer's step and no optimizer was prepared for it."""
+        stages = ("before_step", "after_step")
+        on_all = OPTIMIZER_STAGES - {*stages}
+        acting = sorted(t.name for t in plan.techniques() if any(overrides(t, stage) for stage in on_all))
+        if acting and not self._prepared:
+            raise CaptureError(
+                f"technique {', '.join(acting)} acts at the optimizer's step, but no optimizer was prepared: call "
+                "fp4graph.prepare_optimizer(model, optimizer) before training"
+            )
+        for weight in plan.weights:
+            needs = sorted(t.name for t in weight.rule.techniques if any(overrides(t, stage) for stage in stages))
+            if needs and weight.parameter.requires_grad and id(weight.parameter) not in self.parameters:
+                raise CaptureError(
+                    f"technique {', '.join(needs)} acts on {weight.name} at the optimizer's step, but no optimizer "
+                    "that holds it was prepared: call fp4graph.prepare_optimizer(model, optimizer) before training"
+                )

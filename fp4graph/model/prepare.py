@@ -1,0 +1,220 @@
+"""Prepares a model for a policy: plans its weights, then adds state and the hooks that mark modules for the graph pass.
+
+Planning touches nothing, so that a refusal leaves the model as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from fp4graph.graph.marker import Tag
+from fp4graph.graph.names import Names
+from fp4graph.graph.plan import Plan
+from fp4graph.model import hooks, state
+from fp4graph.model.weight import PlannedWeight, Weight
+from fp4graph.ops import contract
+from fp4graph.policy import Policy, Rule
+from fp4graph.technique import Technique
+from fp4graph.technique.site import SiteView
+
+#: Modules that call, count or iterate over their children: a child of ours would change what they do.
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+#: DDP's list of buffers that it leaves alone, an attribute of the wrapped module.
+_IGNORED = "_ddp_params_and_buffers_to_ignore"
+
+
+class PhasePlan:
+    """What the policy asks of a model while one of its phases lasts.
+
+    Args:
+        root: the model.
+        policy: the policy of this phase, without phases of its own.
+        names: of the root's modules, where they are known.
+
+    Attributes:
+        weights: every weight that a rule quantizes, or may quantize.
+    """
+
+    def __init__(self, root: nn.Module, policy: Policy, names: Names | None = None) -> None:
+        self.root, self.policy = root, policy
+        self.names = Names(root) if names is None else names
+        self.weights = [
+            weight
+            for fqn, module in root.named_modules(remove_duplicate=False)
+            if not state.is_ours(fqn)
+            for name, parameter in module._parameters.items()
+            if (weight := self._weight(fqn, module, name, parameter)) is not None
+        ]
+
+    def _weight(self, fqn: str, module: nn.Module, name: str, parameter: Tensor | None) -> Weight | None:
+        """Return ``parameter`` as a weight that a rule quantizes or may quantize, else None."""
+        if parameter is None or parameter.dim() != 2 or isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            return None
+        if not (name == "weight" or name.endswith("_weight")):
+            return None
+        transposed = type(module).__name__ == "Conv1D"
+        out_features, in_features = reversed(parameter.shape) if transposed else parameter.shape
+        view = SiteView(fqn, "linear", in_features, out_features, parameter.numel(), self.names.block(fqn))
+        possible: dict[tuple[Rule, Plan], PlannedWeight] = {}
+        for site, decision in self.policy.decide_weight(view):
+            planned = PlannedWeight.of(site, decision.rule)
+            possible.setdefault((planned.rule, planned.plan), planned)
+        if all(planned.plan.program is None for planned in possible.values()):
+            return None
+        return Weight(module, fqn, name, tuple(possible.values()), transposed)
+
+    def hosts(self) -> set[str]:
+        """Return the modules that may multiply activations with each other, or use parameters directly, under a rule
+        that quantizes such products."""
+        found = set()
+        for fqn, module in self.root.named_modules(remove_duplicate=False):
+            inside_torch = type(module).__module__.startswith("torch.nn.modules")
+            attends = isinstance(module, nn.MultiheadAttention)
+            if (inside_torch and not attends) or state.is_ours(fqn):
+                continue
+            owns = any(p is not None and p.dim() >= 2 for p in module._parameters.values())
+            ops = ("matmul", "sdpa", *(("linear",) if owns or attends else ()))
+            if any(self.policy.may_quantize(op, fqn, self.names.block(fqn)) for op in ops):
+                found.add(fqn)
+        return found
+
+    def techniques(self) -> tuple[Technique, ...]:
+        """Return the techniques that some rule uses, and those that act whatever is quantized."""
+        rules = (*self.policy.rules, self.policy.default)
+        of_rules = [t for rule in rules if rule.quantizes for t in rule.techniques]
+        return tuple(dict.fromkeys((*of_rules, *(t for t in self.policy.techniques if t.per_model))))
+
+
+def device_of(module: nn.Module, default: torch.device | None = None) -> torch.device:
+    """Return the device of the first parameter of ``module``; without parameters, ``default`` or the CPU."""
+    return next((p.device for p in module.parameters()), default or torch.device("cpu"))
+
+
+def prepare(
+    plan: PhasePlan, policy: Policy, step: hooks.CurrentStep, former: Mapping[str, Tensor]
+) -> state.RootState | None:
+    """Add state and hooks to the model of ``plan``.
+
+    Args:
+        plan: of the phase in force.
+        policy: the whole policy. Where any phase needs state, all phases have it, so that a checkpoint's keys are the
+            same in all of them.
+        step: what the hooks hand to the graph.
+        former: entries of the state dict of an earlier application, which are taken over where they fit.
+
+    Returns:
+        The root's state; None where no phase quantizes anything.
+    """
+    if not (plan.policy.quantizes or policy.phases):
+        return None
+    root = plan.root
+    device = device_of(root)
+    root_state = state.RootState(policy.to_yaml(), device)
+    planned: dict[str, list[Weight]] = {}
+    for weight in plan.weights:
+        planned.setdefault(weight.fqn, []).append(weight)
+    hosts = _hosts(plan, policy)
+    modules = [(fqn, m) for fqn, m in root.named_modules(remove_duplicate=False) if not state.is_ours(fqn)]
+    states: dict[int, state.SiteState] = {}
+    for fqn, module in modules:
+        wanted = fqn in planned or fqn in hosts
+        if wanted and id(module) not in states and not isinstance(module, CONTAINERS):
+            states[id(module)] = state.SiteState(fqn, device_of(module, device))
+            for weight in planned.get(fqn, ()):
+                _add_entries(states[id(module)], weight)
+    numbers: dict[tuple[Plan, ...], int] = {}
+    for fqn, module in modules:
+        if id(module) in states:
+            if state.NAME not in module._modules:
+                module.add_module(state.NAME, states[id(module)])
+            tag, entries = _tag(plan, fqn, module, planned, numbers)
+            # After hooks that set the weights up: FSDP gathers them, weight normalization computes them.
+            module.register_forward_pre_hook(hooks.MarkHook(step, fqn, tag, entries))
+    if "" in planned:
+        root.forward = hooks.GuardedForward(root)
+    _place(root, root_state, states)
+    _take_over(root, root_state, former)
+    ours = [name for name, _ in root.named_buffers() if state.is_ours(name)]
+    # DDP would overwrite every rank's counters and EMAs with rank 0's at each forward.
+    setattr(root, _IGNORED, [*getattr(root, _IGNORED, []), *ours])
+    return root_state
+
+
+def unprepare(root: nn.Module) -> None:
+    """Remove what :func:`prepare` has added to ``root``."""
+    hooks.remove_hooks(root)
+    ignored = [name for name in getattr(root, _IGNORED, []) if not state.is_ours(name)]
+    if ignored:
+        setattr(root, _IGNORED, ignored)
+    else:
+        root.__dict__.pop(_IGNORED, None)
+
+
+def _hosts(plan: PhasePlan, policy: Policy) -> set[str]:
+    """Return the modules that need state beside those whose weights this phase plans."""
+    if not policy.phases:
+        return plan.hosts()
+    plans = [PhasePlan(plan.root, policy.in_phase(i), plan.names) for i in range(len(policy.phases) + 1)]
+    return {host for each in plans for host in (*each.hosts(), *(weight.fqn for weight in each.weights))}
+
+
+def _add_entries(own: state.SiteState, weight: Weight) -> None:
+    by_name = {t.name: t for planned in weight.possible for t in planned.rule.techniques}
+    for slot in weight.slots:
+        init = contract.initial(by_name[slot.technique], slot.entry, weight.name)
+        own.add(weight.buffer(slot), init, lambda: weight.stored)
+
+
+def _tag(
+    plan: PhasePlan,
+    fqn: str,
+    module: nn.Module,
+    planned: Mapping[str, list[Weight]],
+    numbers: dict[tuple[Plan, ...], int],
+) -> tuple[Tag, tuple[str, ...]]:
+    """Return the static part of a module's mark, and the attribute paths of the state that the mark carries.
+
+    The mark carries the weights of children that the module uses without a call.
+
+    Args:
+        numbers: gives each distinct plan of the model a number; filled in here.
+    """
+    carried = [(weight.parameter_name, weight) for weight in planned.get(fqn, ())]
+    if isinstance(module, nn.MultiheadAttention):
+        child = f"{fqn}.out_proj" if fqn else "out_proj"
+        carried += [(f"out_proj.{weight.parameter_name}", weight) for weight in planned.get(child, ())]
+    entries, paths = [], []
+    for index, (path, weight) in enumerate(carried):
+        owner = path.rpartition(".")[0]
+        for slot in weight.slots:
+            entries.append((index, slot.technique, slot.label))
+            paths.append(".".join(part for part in (owner, state.NAME, weight.buffer(slot)) if part))
+    choices = [tuple(choice.plan for choice in weight.possible) for _, weight in carried]
+    plans = tuple(numbers.setdefault(choice, len(numbers)) for choice in choices)
+    rules = plan.policy.places(fqn, plan.names.block(fqn))
+    return Tag(rules, tuple(path for path, _ in carried), tuple(entries), plans), tuple(paths)
+
+
+def _place(root: nn.Module, root_state: state.RootState, states: Mapping[int, state.SiteState]) -> None:
+    """Put the root's state on the root; where that is a container, which calls or counts its children, on the first
+    module that has state of its own."""
+    holder = states.get(id(root))
+    if holder is None and isinstance(root, CONTAINERS):
+        holder = next(iter(states.values()), None)
+    if holder is not None:
+        holder.add_module("root", root_state)
+    elif not isinstance(root, CONTAINERS):
+        root.add_module(state.NAME, root_state)
+
+
+def _take_over(root: nn.Module, root_state: state.RootState, former: Mapping[str, Tensor]) -> None:
+    """Take over the values of an earlier application of the same policy (a deepcopy applied again)."""
+    buffers = dict(root.named_buffers(remove_duplicate=False))
+    for key, value in former.items():
+        if key in buffers and buffers[key].shape == value.shape:
+            buffers[key].copy_(value)
+    if any(key.endswith(".forwards") for key in former):
+        root_state.recount()

@@ -1,0 +1,195 @@
+"""One weight that a policy quantizes, as the optimizer sees it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from fp4graph.errors import CaptureError
+from fp4graph.graph.plan import NOTHING, Plan, plan_weight
+from fp4graph.graph.rewrite import WeightUse
+from fp4graph.model import state
+from fp4graph.numerics.sharding import is_sharded, like, whole
+from fp4graph.ops.program import Draw, OperandProgram, StateSlot, operand_draw, total
+from fp4graph.policy import Rule
+from fp4graph.technique import Technique, overrides
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.site import SiteView
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedWeight:
+    """A weight's site, the rule that decides the site, and the plan that follows from both."""
+
+    view: SiteView
+    rule: Rule
+    plan: Plan
+
+    @staticmethod
+    def of(view: SiteView, rule: Rule) -> PlannedWeight:
+        """Plan the weight of ``view`` under ``rule``."""
+        return PlannedWeight(view, rule, plan_weight(view, rule) if rule.quantizes else NOTHING)
+
+    @property
+    def on_weight(self) -> tuple[tuple[Technique, ...], OperandProgram | None]:
+        """The techniques that act on the weight itself, outside of any product (at the optimizer's step, or by keeping
+        state), and where there are any the quantizer that they are handed."""
+        program = self.plan.program
+        keeping = {slot.technique for slot in program.state} if program is not None else set()
+        stages = ("before_step", "after_step")
+        acting = tuple(
+            t for t in self.rule.techniques if t.name in keeping or any(overrides(t, stage) for stage in stages)
+        )
+        return acting, program.fprop.right if acting and program is not None else None
+
+
+class Weight:
+    """A weight that the policy quantizes at every use.
+
+    Attributes:
+        module, fqn, parameter_name: the owner of the parameter, its fully qualified name, and the parameter's name.
+        possible: the decisions that the policy may take. Where rules distinguish producers there are several, until a
+            captured graph shows the product (:meth:`settle`).
+        stored_transposed: whether the parameter is stored ``[K, N]`` (Hugging Face Conv1D) rather than ``[N, K]``.
+        slots: the state that techniques keep for the weight, under any of the possible rules.
+    """
+
+    def __init__(
+        self, module: nn.Module, fqn: str, parameter_name: str, possible: tuple[PlannedWeight, ...], transposed: bool
+    ) -> None:
+        self.module, self.fqn, self.parameter_name = module, fqn, parameter_name
+        self.possible, self.stored_transposed = possible, transposed
+        self._settled: PlannedWeight | None = possible[0] if len(possible) == 1 else None
+        self._captured = False
+        self._sharded: Tensor | None = None
+        self.slots = self._all_slots()
+
+    def _all_slots(self) -> tuple[StateSlot, ...]:
+        slots: dict[tuple[str, str], tuple[StateSlot, Rule]] = {}
+        for planned in self.possible:
+            for slot in () if planned.plan.program is None else planned.plan.program.state:
+                known, rule = slots.setdefault((slot.technique, slot.label), (slot, planned.rule))
+                if dataclasses.replace(known.entry, init=slot.entry.init) != slot.entry:
+                    raise CaptureError(
+                        f"rules {rule.name!r} and {planned.rule.name!r} may both decide it, and keep different state "
+                        f"under the name {slot.technique}.{slot.label}; tell them apart by module",
+                        site=self.name,
+                    )
+        return tuple(slot for slot, _ in slots.values())
+
+    def settle(self, use: WeightUse) -> None:
+        """Take over the decision that a captured graph shows.
+
+        Raises:
+            CaptureError: another product with this weight was decided otherwise, and techniques act on the weight
+                itself, which exists once.
+        """
+        planned = PlannedWeight.of(use.site, use.decision.rule)
+        former = self._settled if self._captured else None
+        if former is not None and former.on_weight != planned.on_weight:
+            raise CaptureError(
+                f"two products use it; rule {former.rule.name!r} decides one and {planned.rule.name!r} the other, but "
+                "techniques act on the weight itself, which exists once; let one rule decide both",
+                site=self.name,
+            )
+        self._captured, self._settled, self.stored_transposed = True, planned, use.transposed
+
+    def require_settled(self) -> None:
+        """Raise CaptureError where several rules may decide the weight and no graph has shown its product."""
+        if self._settled is None:
+            names = " or ".join(repr(planned.rule.name) for planned in self.possible)
+            raise CaptureError(
+                f"whether rule {names} decides it depends on what computes the input of its product, and no such "
+                "product was captured; tell the rules apart by module instead of producer",
+                site=self.name,
+            )
+
+    @property
+    def choices(self) -> tuple[PlannedWeight, ...]:
+        """The decision, or the possible decisions as long as no graph has shown the product."""
+        return self.possible if self._settled is None else (self._settled,)
+
+    @property
+    def view(self) -> SiteView:
+        """The weight's site: the captured one, once there is one."""
+        return self.choices[0].view
+
+    @property
+    def rule(self) -> Rule:
+        """The rule that decides the weight."""
+        return self.choices[0].rule
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the weight's site."""
+        return self.choices[0].plan
+
+    @property
+    def name(self) -> str:
+        """The fully qualified name of the parameter."""
+        return f"{self.fqn}.{self.parameter_name}" if self.fqn else self.parameter_name
+
+    @property
+    def stored(self) -> Tensor:
+        """The parameter that the module holds now: under FSDP sharded or gathered."""
+        parameter = self.module._parameters[self.parameter_name]
+        assert parameter is not None
+        return parameter
+
+    @property
+    def parameter(self) -> Tensor:
+        """The parameter that the optimizer holds: under FSDP the shards, also while the module holds a gathered one."""
+        current = self.stored
+        if is_sharded(current):
+            self._sharded = current
+        return current if self._sharded is None else self._sharded
+
+    @property
+    def holder(self) -> state.SiteState:
+        """The submodule with the noise key and the buffers of the weight's techniques."""
+        return getattr(self.module, state.NAME)  # type: ignore[no-any-return]
+
+    def buffer(self, slot: StateSlot) -> str:
+        """Return the name of the buffer in :attr:`holder` with a technique's entry for this weight."""
+        prefix = "" if self.parameter_name == "weight" else f"{self.parameter_name}_"
+        return f"{prefix}{slot.technique}_{slot.label}"
+
+    def entry(self, slot: StateSlot) -> Tensor:
+        """Return a technique's entry for this weight."""
+        return self.holder.get_buffer(self.buffer(slot))
+
+    def entries(self, technique: Technique) -> dict[str, Tensor]:
+        """Return a technique's state tensors for this weight, by their labels."""
+        return {slot.label: self.entry(slot) for slot in self.slots if slot.technique == technique.name}
+
+    def quantize(self, w: Tensor, step: Tensor) -> Tensor:
+        """Quantize ``w`` (stored layout) as fprop does in the graph: dequantized values, same shape and dtype.
+
+        A sharded ``w`` is gathered first, because blocks and tensor scales reach across shards.
+        """
+        assert self.plan.program is not None
+        fprop = self.plan.program.fprop
+        canonical = whole(w).mT if self.stored_transposed else whole(w)
+        key = self.holder.get_buffer("key")
+        draw = Draw(key, step.to(key.device)) if self.plan.program.draws else None
+        rotation = fprop.rotate(canonical, canonical, operand_draw(draw, Operand.FPROP_INPUT))
+        entries = self.fprop_state(lambda entry: rotation.apply(entry, "right"))
+        terms = fprop.right(rotation.right, operand_draw(draw, Operand.FPROP_WEIGHT), entries)
+        result = rotation.undo(total(terms), "right").to(w.dtype)
+        return like(result.mT if self.stored_transposed else result, w)
+
+    def fprop_state(self, lay_out: Callable[[Tensor], Tensor]) -> dict[str, dict[str, Tensor]]:
+        """Return the technique state that fprop's quantizer is given.
+
+        Entries of the weight's shape are passed as ``lay_out(entry)``, the entry being ``[N, K]``; others as they are.
+        """
+        given: dict[str, dict[str, Tensor]] = {}
+        for slot in self.plan.program.state if self.plan.program is not None else ():
+            if slot.entry.operand is Operand.FPROP_WEIGHT:
+                entry = whole(self.entry(slot))
+                if slot.entry.weight_like:
+                    entry = lay_out(entry.mT if self.stored_transposed else entry)
+                given.setdefault(slot.technique, {})[slot.entry.name] = entry
+        return given

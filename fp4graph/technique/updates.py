@@ -1,0 +1,62 @@
+"""The optimizer's step, as the stages around it are handed it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """One quantized weight at an optimizer step. A parameter that several sites use is one weight.
+
+    Attributes:
+        name: fully qualified name of the parameter; the first, where the parameter has several.
+        parameter: the parameter as stored. It has a gradient.
+        state: the technique's entries for the weight in the model, by entry name, as stored; written in place. Where
+            several modules hold the parameter, these are the first module's entries, and those of the other modules
+            are set to the same values afterwards.
+        memory: the tensors that the technique keeps for the weight in the optimizer's state, by name.
+        optimizer, group: the user's optimizer, and the parameter group that holds the weight.
+        quantize: the operand program of ``fprop.weight`` outside the graph: returns the dequantized values of a tensor
+            of the weight's shape.
+        scratch: the technique's own dict, kept from before the step until after it.
+    """
+
+    name: str
+    parameter: Tensor
+    state: Mapping[str, Tensor]
+    memory: dict[str, Tensor]
+    optimizer: torch.optim.Optimizer
+    group: dict[str, Any]
+    quantize: Callable[[Tensor], Tensor]
+    scratch: dict[Any, Any]
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """One step of the user's optimizer, for a technique that acts on all parameters together.
+
+    Attributes:
+        optimizer: the user's optimizer.
+        scratch: the technique's own dict, kept from before the step until after it.
+        memory: returns the tensors that the technique keeps for a parameter in the optimizer's state, by name; the
+            technique reads, writes and deletes entries of this dict.
+    """
+
+    optimizer: torch.optim.Optimizer
+    scratch: dict[Any, Any]
+    memory: Callable[[Tensor], dict[str, Tensor]]
+
+    def parameters(self) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+        """Yield every parameter with a gradient, once, and its group."""
+        seen: set[int] = set()
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and id(parameter) not in seen:
+                    seen.add(id(parameter))
+                    yield parameter, group

@@ -1,0 +1,64 @@
+"""The origin of saved state: the policy and the noise seed that it was written under."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from fp4graph.errors import Error
+from fp4graph.model.runtime import runtime_of
+from fp4graph.text import difference, name_in
+
+
+class Mismatch(Error):
+    """The error of a checkpoint that is complete, but of another model, another policy or another kind of run."""
+
+
+def written_under(module: nn.Module) -> dict[str, Any] | None:
+    """Return the policy, the noise seed and the length of the training of an applied model; None for a plain model."""
+    runtime = runtime_of(module)
+    if runtime is None:
+        return None
+    policy = runtime.policy
+    return {
+        "text": policy.to_yaml(),
+        "fingerprint": policy.fingerprint,
+        "seed": runtime.seed,
+        "total_forwards": runtime.total_forwards if policy.phases else None,
+    }
+
+
+def check_policy(source: str, saved: Mapping[str, Any] | None, module: nn.Module) -> None:
+    """Raise :class:`Mismatch`, which says what differs, unless ``module`` trains as ``saved`` says.
+
+    Args:
+        source: names what was written; the subject of the error's sentence.
+        saved: the result of :func:`written_under` for the model that was saved.
+    """
+    runtime = runtime_of(module)
+    if saved is None and runtime is None:
+        return
+    remedy = "apply the policy it was written under, or pass same_policy=False to go on under this one"
+    if saved is None or runtime is None:
+        here = "this model is not applied" if runtime is None else f"this model has {runtime.policy.name!r}"
+        there = "no policy" if saved is None else f"policy {name_in(saved['text'])!r}"
+        raise Mismatch(f"{source} was written under {there}, but {here}: {remedy}")
+    if saved["fingerprint"] != runtime.policy.fingerprint:
+        shown = difference(saved["text"], runtime.policy.to_yaml()) or "  (a number format, by its values)"
+        raise Mismatch(
+            f"{source} was written under policy {name_in(saved['text'])!r}, this model has {runtime.policy.name!r}.\n"
+            f"From that policy (-) to this one (+):\n{shown}\n{remedy}"
+        )
+    if saved["seed"] != runtime.seed:
+        raise Mismatch(
+            f"{source} was written under fp4graph.apply(..., seed={saved['seed']}), this model has seed "
+            f"{runtime.seed}: the noise would be another. Apply with the former, or pass same_policy=False"
+        )
+    total = runtime.total_forwards
+    if runtime.policy.phases and None not in (saved["total_forwards"], total) and saved["total_forwards"] != total:
+        raise Mismatch(
+            f"{source} was written for a training of {saved['total_forwards']} forwards, this one has {total}: phases "
+            "would begin elsewhere. Say the former, or pass same_policy=False"
+        )

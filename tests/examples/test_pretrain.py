@@ -1,0 +1,104 @@
+"""The two pre-training loops: they learn, go on to the last bit after a kill, and run under torchrun."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fp4graph.training import checkpoint
+
+LLAMA = [
+    "--backend=eager", "--policy=tetrajet", "--context=32", "--batch-size=8", "--lr=3e-3", "--validate-every=3",
+]  # fmt: skip
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    """An option that names a file of 60 KB, easy to learn from."""
+    file = tmp_path / "words.txt"
+    words = ["rounding", "scale", "block", "tensor", "gradient", "weight", "exponent", "mantissa"]
+    chosen = np.random.default_rng(0).integers(0, len(words), 8000)
+    file.write_text(" ".join(words[index] for index in chosen))
+    return f"--data={file}"
+
+
+def validation_losses(printed: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"val\. ([0-9.]*[0-9])", printed)]
+
+
+def identical(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(identical(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(identical, left, right))
+    return bool(left == right)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("pretrain_vit.py", ["--backend=eager", "--policy=tetrajet-qema", "--epochs=2", "--grad-checkpointing"]),
+        ("pretrain_llama.py", [*LLAMA, "--steps=6"]),
+        ("pretrain_llama.py", [*LLAMA, "--steps=6", "--optimizer=stablespam", "--accumulate=2", "--amp=bf16"]),
+    ],
+    ids=["vit", "llama", "llama-stablespam"],
+)
+def test_learns_and_goes_on_to_the_last_bit(
+    example: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: list[str]
+) -> None:
+    if "llama" in name:
+        options = [*options, text]
+    whole, killed = tmp_path / "whole.pt", tmp_path / "killed.pt"
+    first, last = validation_losses(example(name, *options, f"--checkpoint={whole}"))
+    assert last < first
+
+    save = checkpoint.save
+
+    def killed_afterwards(*arguments: Any, **states: Any) -> None:
+        save(*arguments, **states)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", killed_afterwards)
+        with pytest.raises(KeyboardInterrupt):
+            example(name, *options, f"--checkpoint={killed}")
+    assert validation_losses(example(name, *options, f"--checkpoint={killed}", "--resume")) == [last]
+    assert identical(*(torch.load(file, weights_only=True) for file in (whole, killed)))
+
+
+def test_vit_trains_from_a_folder(example: Any, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    for part, classes in (("train", "abc"), ("val", "ac")):
+        for label in classes:
+            (tmp_path / part / label).mkdir(parents=True)
+            for number in range(2):
+                pixels = random.integers(0, 256, (40, 40, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / part / label / f"{number}.png")
+    options = ["--backend=eager", "--model=test_vit3", "--epochs=1", "--batch-size=3", "--amp=bf16"]
+    printed = example("pretrain_vit.py", *options, f"--data={tmp_path}", f"--checkpoint={tmp_path}/run.pt")
+    assert len(validation_losses(printed)) == 1
+
+
+@pytest.mark.parametrize("fsdp", [False, True])
+def test_llama_runs_under_torchrun(torchrun: Any, text: str, tmp_path: Path, fsdp: bool) -> None:
+    options = [*LLAMA, text, "--steps=6", "--accumulate=2", f"--checkpoint={tmp_path}/run.pt", *["--fsdp"] * fsdp]
+    printed = torchrun("pretrain_llama.py", *options)
+    first, last = validation_losses(printed)  # the first process speaks for both
+    assert last < first
+
+
+def test_vit_runs_under_torchrun_as_in_one_process(example: Any, torchrun: Any, tmp_path: Path) -> None:
+    """Unquantized, they differ in the order of the batches alone."""
+    options = ["--backend=eager", "--policy=bf16", "--epochs=3"]
+    two = validation_losses(torchrun("pretrain_vit.py", *options, f"--checkpoint={tmp_path}/two.pt"))
+    one = validation_losses(example("pretrain_vit.py", *options, f"--checkpoint={tmp_path}/one.pt"))
+    assert len(two) == 3
+    assert two == pytest.approx(one, rel=0.01)
