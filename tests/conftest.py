@@ -24,7 +24,7 @@ if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
 
 costs.install()
 #: Markers of the tests that ask for a fixture.
-MARKED_BY_FIXTURE = {"inductor": "inductor", "postgres": "service", "browser": "service"}
+MARKED_BY_FIXTURE = {"inductor": "inductor", "postgres": "service"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -42,13 +42,26 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
-    """Fail a test that is slow in a way that its markers do not say."""
+    """Note where a test is slow in a way that its markers do not say."""
     with costs.noticing() as found:
         result = yield
     unsaid = found - {marker.name for marker in item.iter_markers()}
     if unsaid:
-        pytest.fail(f"mark this test {', '.join(sorted(unsaid))}, so that `make check` leaves it out", pytrace=False)
+        item.user_properties.append(("unsaid", ", ".join(sorted(unsaid))))  # which xdist sends to its controller
     return result
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Name the tests that `make check` should leave out and does not."""
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    unsaid = {
+        report.nodeid: dict(getattr(report, "user_properties", ())).get("unsaid")
+        for report in reports
+        if getattr(report, "when", None) == "call"
+    }
+    for test, markers in unsaid.items():
+        if markers:
+            terminalreporter.write_line(f"mark it {markers}: {test}")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 from fp4graph.cli import app
 from tests.docs.blocks import PAGES, ROOT, Block, blocks, commands, of_language
 
+pytestmark = [pytest.mark.slow, pytest.mark.process]
+
 SHELL = ("sh", "bash", "console")
 #: Settings that make a training of a few seconds. They come last, so that they replace those of the page.
 SMALL = ["--steps", "2", "--batch-size", "8", "--validation-batches", "1", "--device", "cpu", "--backend", "eager"]

@@ -21,6 +21,8 @@ from fp4graph.technique.registry import Registry
 from tests.docs.blocks import PAGES, ROOT, Block, blocks, of_language
 from tests.helpers import models
 
+pytestmark = pytest.mark.slow
+
 #: What stands in a block for something of the reader's, and what runs instead.
 INSTEAD: dict[str, dict[str, str]] = {
     "docs/analysis.md": {"[(step, validation_loss), ...]": "[(1, 2.5), (2, 2.0 + 0.1 * seed)]"},

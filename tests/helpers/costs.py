@@ -66,6 +66,6 @@ def _inductor() -> tuple[int, ...]:
     """Return how often Inductor looked a graph up in its cache, which it does before it compiles one."""
     utilities = sys.modules.get("torch._dynamo.utils")
     if utilities is None:
-        return ()
+        return (0, 0, 0)
     counted = utilities.counters["inductor"]
     return tuple(counted.get(f"fxgraph_cache_{how}", 0) for how in ("hit", "miss", "bypass"))

@@ -245,6 +245,7 @@ def test_an_exception_while_the_model_is_compiled_is_named(stage: str, model: nn
     assert "_fp4graph" not in " ".join(fp4graph.remove(model).state_dict())
 
 
+@pytest.mark.inductor
 @pytest.mark.compiler
 def test_a_wrong_result_under_inductor_is_named(model: nn.Module) -> None:
     broken = policy("broken", technique("broken", round=lambda self, ratio, scale, context: ratio[..., :1]))
