@@ -25,6 +25,7 @@ SMALL = ["--steps", "2", "--batch-size", "8", "--validation-batches", "1", "--de
 #: Commands that are only parsed, each with the reason why it does not run.
 PARSED = {
     r"fp4graph sweep (?!.*--export-policy)": "trains for minutes or hours; the fixture `sweep` runs a small one",
+    r"fp4graph compare (deit-tiny|digits-augmented|gaussian)": "trains for minutes; README's comparison runs",
     r"fp4graph train llama-\d+": "needs a GPU and data from the network",
     r"fp4graph techniques mse_scale": "needs the package beside it; test_technique_plugin.py installs it",
 }
@@ -77,8 +78,8 @@ def _fp4graph(words: list[str], get: Callable[[str], Any]) -> None:
                 shutil.copytree(get("sweep"), name)
     if words[0] == "sweep":
         words = [re.sub(r"^\d+$", "1", word) for word in words]  # the study has few trials
-    if words[0] == "train" and "--list" not in words:
-        words = [*words, *SMALL]
+    if words[0] in ("train", "compare") and "--list" not in words:
+        words = [*words, *SMALL, *(("--seeds", "1") if words[0] == "compare" else ())]
         if "--statistics" in words:
             words[words.index("--statistics") + 1] = "1"
     run(*words)

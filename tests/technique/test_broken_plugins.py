@@ -321,6 +321,7 @@ def test_a_plan_of_garbage_for_a_site_names_it(case: str, model: nn.Module) -> N
         ("state", ["mean"], "state() must return StateEntry members only; got 'mean'"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:technique .broken. has no effect here:fp4graph.errors.PolicyWarning")
 def test_other_garbage_of_planning_names_the_site(method: str, wrong: Any, message: str, model: nn.Module) -> None:
     late = technique("broken", **{method: lambda self, site: wrong if known(site) else frozenset()})
     with pytest.raises(fp4graph.PluginError) as caught:
@@ -330,6 +331,7 @@ def test_other_garbage_of_planning_names_the_site(method: str, wrong: Any, messa
 
 
 @pytest.mark.parametrize("method", ["plan", "acts_on", "pairs", "state"])
+@pytest.mark.filterwarnings("ignore:technique .broken. has no effect here:fp4graph.errors.PolicyWarning")
 def test_an_exception_while_planning_is_named(method: str, model: nn.Module) -> None:
     def late(self: Technique, site: Any, *specs: Any) -> Any:
         return raises() if known(site) else (specs[0] if specs else frozenset())
