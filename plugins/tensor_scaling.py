@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, field_validator
@@ -17,14 +17,12 @@ from fp4graph.technique import (
     Operands,
     OperandSpecs,
     Overhead,
+    Quantization,
     SiteView,
     StateEntry,
     Technique,
     hookimpl,
 )
-
-if TYPE_CHECKING:
-    from fp4graph.ops.program import Quantization
 
 _UNBOUNDED = -126  # exponents of formats with the range of fp32 reach down to it
 _SMALLEST_NORMAL = 2.0**-126  # of fp32: what γ may not fall below, for x/γ to stay finite
@@ -162,8 +160,8 @@ class TensorScaling(Technique):
         """The γ in use, to be held."""
         if self.hold_steps == 1:
             return {}
-        (mine,) = (part for part in quantization.group_scales if part.technique == self)
-        return {"gamma": mine.gamma.reshape(())}
+        (mine,) = (part for part in quantization.group_scales if part.technique == self.name)
+        return {"gamma": mine.scale.reshape(())}
 
 
 def _one(weight: torch.Tensor) -> torch.Tensor:

@@ -28,8 +28,8 @@ from fp4graph.analysis.style import LABELS, TERMS, figure, styled
 from fp4graph.experiments.train import Run, train
 from fp4graph.model.runtime import runtime_of
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
-from fp4graph.ops.matmul import Seen
-from fp4graph.ops.program import OperandProgram
+from fp4graph.ops.observe import ObservedOperand
+from fp4graph.ops.operand import OperandProgram
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.registry import default_registry
 
@@ -69,7 +69,7 @@ class Taking:
     def output(self, site: str, y: torch.Tensor) -> None:
         pass
 
-    def measure(self, *sides: Seen) -> None:
+    def measure(self, *sides: ObservedOperand) -> None:
         for seen in sides:
             x = seen.given.detach()
             signal = x.double().square().sum()

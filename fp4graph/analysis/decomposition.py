@@ -12,8 +12,11 @@ from torch import Tensor
 from fp4graph.errors import Error
 from fp4graph.kernels import operators
 from fp4graph.numerics import noise
+from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
-from fp4graph.ops.program import Draw, OperandProgram, OperandState, total
+from fp4graph.ops.operand import OperandProgram
+from fp4graph.ops.product import total
+from fp4graph.ops.state import OperandState
 
 
 @dataclass(frozen=True)
@@ -104,7 +107,7 @@ def _printed(
     stored = parts.scale.double() if spec.scale.convention == "decode" else 1 / parts.scale.double()
     true = parts.z.double() / spec.element.max  # before rounding, in the same units: γ is in both
     share = parts.blocking.join((1 - true / stored).expand(parts.ratio.shape))
-    quantized = parts.dequantized().double() * (1 if parts.gamma is None else parts.gamma.double())
+    quantized = parts.dequantized().double() * (1 if parts.group_scale is None else parts.group_scale.double())
     error = parts.blocking.join(quantized) - x.double()
     scale_bias = share * x.double()
     alive = parts.blocking.join(parts.elements) != 0

@@ -21,7 +21,7 @@ from fp4graph.analysis import reconstruction as r
 from fp4graph.analysis.decomposition import decompose
 from fp4graph.analysis.style import PALETTE, TERMS, figure, styled
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.ops.program import OperandProgram
+from fp4graph.ops.operand import OperandProgram
 from fp4graph.technique.registry import default_registry
 
 if TYPE_CHECKING:

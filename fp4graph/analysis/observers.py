@@ -13,7 +13,7 @@ from torch import Tensor
 from fp4graph.analysis import metrics as m
 from fp4graph.analysis.fields import gemm_fields, operand_fields
 from fp4graph.analysis.sampling import Moments, Sample, Selection, sample
-from fp4graph.ops.matmul import Observer, Seen
+from fp4graph.ops.observe import ObservedOperand, OperandObserver
 from fp4graph.technique.operands import Gemm, Operand
 
 
@@ -36,7 +36,7 @@ class Collector:
         self._limits: dict[str, float] = {}
         self.seen = False
 
-    def operands(self, site: str) -> Observer | None:
+    def operands(self, site: str) -> OperandObserver | None:
         self.sites.add(site)
         self.seen = True
         if not matches(self._patterns, site):
@@ -62,9 +62,11 @@ class Collector:
             self._limits[site] = sampled.element.max
         self._sums[site, str(operand)].append(sums)
 
-    def add_gradient(self, site: str, gemm: Gemm, moments: Sequence[Moments], exact: Sequence[Tensor]) -> None:
-        """Add the statistics of one backward GEMM's result, from the moments of its factors and their exact values."""
-        self._sums[site, str(gemm)].append(m.gradient_sums(*moments, *exact))
+    def add_gradient(
+        self, site: str, gemm: Gemm, left: tuple[Moments, Tensor], right: tuple[Moments, Tensor]
+    ) -> None:
+        """Add the statistics of one backward GEMM's result, from the moments of each factor and its exact values."""
+        self._sums[site, str(gemm)].append(m.gradient_sums(left[0], right[0], left[1], right[1]))
 
     def finish(self) -> list[dict[str, Any]]:
         """Return the measurements of the step, one for each site and tensor."""
@@ -88,7 +90,7 @@ class _SiteCall:
         self._exact: dict[Operand, Tensor] = {}
 
     @torch.no_grad()
-    def __call__(self, left: Seen, right: Seen) -> None:
+    def __call__(self, left: ObservedOperand, right: ObservedOperand) -> None:
         collector, gemm = self._collector, left.operand.gemm
         wants_gradient = "gradient" in collector.metrics
         if gemm is Gemm.FPROP and wants_gradient:
@@ -96,9 +98,9 @@ class _SiteCall:
         # An operand may be empty, such as the input of an expert without tokens; the other one is measured.
         measured = [self._measured(seen) for seen in (left, right) if seen.x.numel()]
         if gemm is not Gemm.FPROP and wants_gradient and len(measured) == 2:
-            collector.add_gradient(self._site, gemm, *zip(*measured, strict=True))
+            collector.add_gradient(self._site, gemm, *measured)
 
-    def _measured(self, seen: Seen) -> tuple[Moments, Tensor]:
+    def _measured(self, seen: ObservedOperand) -> tuple[Moments, Tensor]:
         """Return the moments of the sampled lines, and the same lines of the factor in high precision."""
         selection = self._collector.selection(seen.x)
         if seen.program.spec is None:
@@ -125,7 +127,7 @@ class Outputs:
         self._last: dict[str, Tensor] = {}
         self._rates: dict[str, list[Tensor]] = defaultdict(list)
 
-    def operands(self, site: str) -> Observer | None:
+    def operands(self, site: str) -> OperandObserver | None:
         return None
 
     def output(self, site: str, y: Tensor) -> None:

@@ -12,7 +12,7 @@ from fp4graph.analysis import metrics as m
 from fp4graph.analysis.sampling import Selection, by_block
 from fp4graph.model.weight import Weight
 from fp4graph.numerics.sharding import whole
-from fp4graph.ops.program import total
+from fp4graph.ops.product import total
 
 #: Elements of each weight that are followed step by step, and of those how many end up in the record.
 FOLLOWED, SHOWN = 256, 2

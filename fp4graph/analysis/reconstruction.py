@@ -20,7 +20,8 @@ from fp4graph.numerics.formats import E2M1, SCALES
 from fp4graph.numerics.noise import Noise
 from fp4graph.numerics.rounding import bracket, round_nearest
 from fp4graph.numerics.spec import Block, QuantSpec, ScaleSpec
-from fp4graph.ops.program import OperandProgram, total
+from fp4graph.ops.operand import OperandProgram
+from fp4graph.ops.product import total
 from fp4graph.technique import Context
 from fp4graph.technique.registry import default_registry
 

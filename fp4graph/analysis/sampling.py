@@ -18,13 +18,15 @@ from fp4graph.analysis.decomposition import with_ideal_scales
 from fp4graph.kernels import operators
 from fp4graph.numerics import noise, scaling
 from fp4graph.numerics.blocking import Blocking
+from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.formats import ElementFormat
 from fp4graph.numerics.noise import Noise
 from fp4graph.numerics.rounding import spacing
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.ops.matmul import Seen
-from fp4graph.ops.program import Draw, OperandProgram, Quantization, total
-from fp4graph.technique import QUANTIZER_STAGES, Technique, overrides
+from fp4graph.ops.observe import ObservedOperand
+from fp4graph.ops.operand import OperandProgram
+from fp4graph.ops.product import total
+from fp4graph.technique import QUANTIZER_STAGES, Quantization, Technique, overrides
 
 #: The largest number of matrices that are sampled from a batch.
 MATRICES = 4
@@ -120,7 +122,7 @@ class Sample:
 
 
 @torch.no_grad()
-def sample(seen: Seen, selection: Selection) -> Sample:
+def sample(seen: ObservedOperand, selection: Selection) -> Sample:
     """Quantize the sampled lines of a quantized operand again, with the same random bits, and keep every part.
 
     Where blocks depend on each other, or their state does not follow the lines, the whole operand is quantized again.
@@ -138,13 +140,14 @@ def sample(seen: Seen, selection: Selection) -> Sample:
         if draw is not None and spec.needs_key:
             draw = _SampleDraw(draw.key, draw.step, draw.salts, index=selection.index(x.device))
 
-        def lines(values: Tensor) -> Tensor:
-            return values
     else:
-        given, lines = seen.x, selection.of
+        given = seen.x
     with operators.tensor_code():  # a kernel would be compiled for these few calls
-        parts = program.parts(given, draw, state)
+        parts = program.quantize(given, draw, state)
         ideal = total(with_ideal_scales(program)(given, draw, state))
+
+    def lines(values: Tensor) -> Tensor:
+        return values if given is x else selection.of(values)
 
     def joined(values: Tensor) -> Tensor:
         return lines(parts.blocking.join(values))
@@ -202,8 +205,8 @@ def _moments(program: OperandProgram, parts: Quantization, q: Tensor, joined: Ca
     if spec.rounding != "stochastic":
         return Moments(q)
     mean, variance = rounding_moments(parts.ratio, parts.scale, spec)
-    if parts.gamma is not None:
-        mean, variance = mean * parts.gamma, variance * parts.gamma.square()
+    if parts.group_scale is not None:
+        mean, variance = mean * parts.group_scale, variance * parts.group_scale.square()
     return Moments(joined(mean), joined(variance))
 
 

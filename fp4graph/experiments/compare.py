@@ -24,8 +24,8 @@ from fp4graph.experiments.record import Ended, read_outcome, read_run
 from fp4graph.experiments.run import Run
 from fp4graph.experiments.tasks import task_named
 from fp4graph.experiments.train import train
+from fp4graph.files import replacing
 from fp4graph.policy import load_policy
-from fp4graph.training.checkpoint import replacing
 
 RESULTS, PICTURE = "comparison.json", "loss.png"
 

@@ -23,7 +23,8 @@ from torch.fx import GraphModule
 
 from fp4graph.kernels import operators
 from fp4graph.numerics import noise
-from fp4graph.ops.matmul import MatmulProgram, quantized_matmul
+from fp4graph.ops.gemm import MatmulProgram
+from fp4graph.ops.matmul import quantized_matmul
 
 _PREFIX = "fp4graph_site_"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")

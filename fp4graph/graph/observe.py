@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._guards import CompileContext
 from torch.fx import GraphModule, Node
 
-from fp4graph.ops import matmul
+from fp4graph.ops.observe import OperandObserver, observed
 
 
 class Recording(Protocol):
@@ -20,7 +20,7 @@ class Recording(Protocol):
     have "#1", "#2", ... after it. A site that runs several times in a step is shown each time.
     """
 
-    def operands(self, site: str) -> matmul.Observer | None:
+    def operands(self, site: str) -> OperandObserver | None:
         """Return the observer of the GEMMs of ``site`` in this forward and its backward; None for no observer.
 
         Called before every forward of the site. The tensors shown are the training's own: to be read, not written.
@@ -63,7 +63,7 @@ class Observation:
         function: Any = node.target
 
         def fp4graph_observed(*args: Any, **kwargs: Any) -> Tensor:
-            with matmul.observed(self.recording.operands(name)):
+            with observed(self.recording.operands(name)):
                 y: Tensor = function(*args, **kwargs)
             self.recording.output(name, y)
             return y

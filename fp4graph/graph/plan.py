@@ -9,8 +9,9 @@ from typing import TypeVar
 
 from fp4graph.errors import CaptureError, PluginError
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.ops.matmul import MatmulProgram
-from fp4graph.ops.program import GemmProgram, OperandProgram, StateSlot
+from fp4graph.ops.gemm import GemmProgram, MatmulProgram
+from fp4graph.ops.operand import OperandProgram
+from fp4graph.ops.state import StateSlot
 from fp4graph.policy import Rule
 from fp4graph.technique import OperandSpecs, StateEntry, Technique, checked_plan, overrides
 from fp4graph.technique.operands import Gemm, Operand

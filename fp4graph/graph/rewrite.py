@@ -38,7 +38,7 @@ from fp4graph.graph.products import (
 )
 from fp4graph.numerics.sharding import is_sharded
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.ops.matmul import MatmulProgram
+from fp4graph.ops.gemm import MatmulProgram
 from fp4graph.policy import Decision, Policy
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView

@@ -80,7 +80,7 @@ class Watcher(Interpreter):
         raise NonFiniteError("it made NaN or Inf of finite values", site=f"{self._described(origin)}, forward")
 
     def _tainted_ancestors(self, node: Node) -> set[Node]:
-        """Return the nodes from which NaN or Inf reached ``node``, without those that a softmax, say, removed."""
+        """Return the nodes from which NaN or Inf reached ``node``; not those whose NaN or Inf an operation removed."""
         found: set[Node] = set()
         waiting = [node]
         while waiting:

@@ -16,8 +16,8 @@ import shutil
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp4graph.kernels.constants import constants
+from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.packing import scale_storage
-from fp4graph.numerics.scaling import exponent_shift
 from fp4graph.numerics.spec import QuantSpec
 
 #: Dtypes that the kernels read and write; others go through fp32.
@@ -89,16 +90,6 @@ class _Noise(ctypes.Structure):
 
 
 @dataclass(frozen=True)
-class Noise:
-    """Where a stochastic quantizer draws from, as :class:`fp4graph.ops.program.Draw` does: ``key`` mixed with the first
-    two words of ``step``, then derived by each salt. All None or empty where nothing is drawn."""
-
-    key: Tensor | None = None
-    step: Tensor | None = None
-    salts: Sequence[int] = ()
-
-
-@dataclass(frozen=True)
 class Blocks:
     """What techniques have made of the blocks of a tensor: each fp32, contiguous, one number per block or one for all.
 
@@ -148,7 +139,7 @@ def quantize(
     x: Tensor,
     y: Tensor,
     spec: str,
-    noise: Noise,
+    draw: Draw | None,
     given: Blocks,
     codes: Tensor | None = None,
     scales: Tensor | None = None,
@@ -159,12 +150,12 @@ def quantize(
         x, y: ``[B, R, C]``, blocks along C, a dtype of :data:`DTYPES`; both contiguous along C, or both along R.
         codes, scales: where the bytes go too, as of :func:`fp4graph.pack`; only if C is contiguous.
     """
-    drawn, kept = _noise(noise)
+    noise, kept = _noise(draw)
     run = _function(_QUANTIZE, x.dtype, Q=spec)
     parts = given.divisor, given.statistic, given.scale, given.factor
     blocks = _Blocks(*map(_blockwise, parts)) if any(part is not None for part in parts) else _NONE
     bytes_at = _at(codes), _at(scales)
-    run(_at(x), _strides(x), _at(y), _strides(y), *bytes_at, blocks, drawn, _Shape(*x.shape), _threads())
+    run(_at(x), _strides(x), _at(y), _strides(y), *bytes_at, blocks, noise, _Shape(*x.shape), _threads())
     del kept
 
 
@@ -174,11 +165,11 @@ def maxima(x: Tensor, z: Tensor, block: int) -> None:
     run(_at(x), _strides(x), _at(z), _Shape(*x.shape), ctypes.c_int64(block), _threads())
 
 
-def requantize(codes: Tensor, scales: Tensor, packed: str, y: Tensor, spec: str, noise: Noise) -> None:
+def requantize(codes: Tensor, scales: Tensor, packed: str, y: Tensor, spec: str, draw: Draw | None) -> None:
     """Quantize into ``y [B, R, C]``, contiguous along R, the transpose of what ``packed`` packed along R."""
-    drawn, kept = _noise(noise)
+    noise, kept = _noise(draw)
     run = _function(_REQUANTIZE, y.dtype, P=packed, Q=spec)
-    run(_at(codes), _at(scales), _at(y), _strides(y), drawn, _Shape(*y.shape), _threads())
+    run(_at(codes), _at(scales), _at(y), _strides(y), noise, _Shape(*y.shape), _threads())
     del kept
 
 
@@ -188,10 +179,12 @@ def unpack(codes: Tensor, scales: Tensor, packed: str, y: Tensor) -> None:
     run(_at(codes), _at(scales), _at(y), _Shape(*y.shape), _threads())
 
 
-def _noise(noise: Noise) -> tuple[_Noise, object]:
-    """As the kernels take it, and what must outlive the call."""
-    salts = (ctypes.c_int32 * len(noise.salts))(*noise.salts)
-    return _Noise(_at(noise.key), _at(noise.step), ctypes.addressof(salts), len(noise.salts)), salts
+def _noise(draw: Draw | None) -> tuple[_Noise, object]:
+    """Return ``draw`` as the kernels take it, and the array that must outlive the call."""
+    if draw is None:
+        return _Noise(None, None, None, 0), None
+    salts = (ctypes.c_int32 * len(draw.salts))(*draw.salts)
+    return _Noise(_at(draw.key), _at(draw.step), ctypes.addressof(salts), len(draw.salts)), salts
 
 
 def _at(tensor: Tensor | None) -> ctypes.c_void_p:
@@ -223,38 +216,13 @@ def _linked(template: str, dtype: torch.dtype, formats: tuple[tuple[str, str], .
 
 
 def _struct(name: str, spec: QuantSpec) -> str:
-    """The numbers of ``spec`` as quantize.cpp reads them."""
-    element, scale = spec.element, spec.scale
-    number = scale.format
-    shift = exponent_shift(scale, element)
-    constants: dict[str, int | bool | float] = {
-        "BLOCK": spec.block if isinstance(spec.block, int) else 0,
-        "MANTISSA": element.mantissa_bits,
-        "MIN_EXPONENT": element.min_exponent,
-        "EMAX": element.emax,
-        "QMAX": element.max,
-        "CODE_BITS": element.code_bits,
-        "NAN_CODE": element.nan_code or 0,
-        "INTEGER": element.integer,
-        "SR": spec.rounding == "stochastic",
-        "TIES_EVEN": spec.ties == "even",
-        "TIES_UP": spec.ties == "up",
-        "RANDOM_BITS": spec.random_bits,
-        "ENCODE": scale.convention == "encode",
-        "TO_ONE": scale.zero == "to_one",
-        "SHIFT": -1 if shift is None else shift,
-        "S_TOWARD_POSITIVE": scale.rounding == "toward_positive",
-        "S_STOCHASTIC": scale.rounding == "stochastic",
-        "S_MANTISSA": number.mantissa_bits,
-        "S_MIN_EXPONENT": number.min_exponent,
-        "S_HAS_ZERO": number.has_zero,
-        "S_MAX": number.max,
-        "S_MIN": number.min,
-        "S_TOP": number.top_exponent,
-        "S_NAN": number.nan_code or 0,
-    }
-    lines = "".join(f"    static constexpr {_typed(key, value)};\n" for key, value in constants.items())
-    return f"struct {name} {{\n{lines}    using Stored = {_STORED[scale_storage(number)]};\n}};\n"
+    """Return the numbers of ``spec`` as quantize.cpp reads them."""
+    numbers = constants(spec)
+    values = {key.upper(): value for key, value in asdict(numbers).items() if not isinstance(value, str)}
+    values |= {f"TIES_{ties.upper()}": numbers.ties == ties for ties in ("even", "up")}
+    values |= {"S_DRAWS": numbers.s_draws, "S_TOWARD_POSITIVE": numbers.s_rounding == "toward_positive"}
+    lines = "".join(f"    static constexpr {_typed(key, value)};\n" for key, value in values.items())
+    return f"struct {name} {{\n{lines}    using Stored = {_STORED[scale_storage(spec.scale.format)]};\n}};\n"
 
 
 def _typed(name: str, value: bool | int | float) -> str:

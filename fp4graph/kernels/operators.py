@@ -19,12 +19,10 @@ import torch
 from torch import Tensor
 
 from fp4graph.kernels import cpu
-from fp4graph.numerics.packing import scale_storage
+from fp4graph.numerics.blocking import Blocking, is_scalar
+from fp4graph.numerics.draw import Draw
+from fp4graph.numerics.packing import empty_bytes
 from fp4graph.numerics.spec import QuantSpec
-
-#: Where a quantizer draws from: key, step and salts of :class:`fp4graph.ops.program.Draw`, or :data:`NO_SOURCE`.
-Source = tuple[Tensor | None, Tensor | None, Sequence[int]]
-NO_SOURCE: Source = (None, None, ())
 
 _DRAW = "Tensor? key, Tensor? step, int[] salts"
 _library: Any = torch.library.Library("fp4graph", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -40,6 +38,7 @@ _library.define("unpack(Tensor codes, Tensor scales, str packed, SymInt length, 
 #: Dtypes that kernels read and write; others go through fp32.
 DTYPES = frozenset(cpu.DTYPES)
 Blocks = cpu.Blocks
+_RUN = 32  # elements of a run where one block is a whole line or more
 _enabled = os.environ.get("FP4GRAPH_KERNELS", "1") != "0"
 
 
@@ -73,7 +72,25 @@ def by_runs(spec: QuantSpec) -> QuantSpec:
     """``spec`` with blocks that lie along the contraction axis alone, as kernels need them: parts of its own."""
     if isinstance(spec.block, int):
         return spec
-    return replace(spec, block=32 if isinstance(spec.block, str) else spec.block[1])
+    return replace(spec, block=_RUN if isinstance(spec.block, str) else spec.block[1])
+
+
+def by_run(part: Tensor, blocking: Blocking) -> Tensor:
+    """Return ``part``, broadcastable to a statistic, as kernels take what is given of blocks.
+
+    It has one element for each run of a line that lies in one block of :func:`by_runs`, or one element for all.
+    """
+    if is_scalar(part):
+        return part.reshape(1)
+    part = part.expand(blocking.scale_shape)
+    rows, columns = blocking.shape[-2] if len(blocking.shape) > 1 else 1, blocking.shape[-1]
+    if isinstance(blocking.block, tuple):
+        part = part.expand([*part.shape[:-3], blocking.block[0], *part.shape[-2:]])
+        return part.flatten(-4, -3).squeeze(-1)[..., :rows, :].contiguous()
+    if isinstance(blocking.block, str):  # one number a line
+        part = part.expand([*blocking.shape[:-1], 1])
+        return part.expand([*blocking.shape[:-1], (columns + _RUN - 1) // _RUN]).contiguous()
+    return part.squeeze(-1).contiguous()
 
 
 def _on(device: torch.device) -> bool:
@@ -86,14 +103,14 @@ def _available() -> bool:
     return cpu.available()
 
 
-def packs(spec: QuantSpec, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether what ``spec`` makes of an operand of ``dtype`` can be kept as bytes."""
-    return runs(spec, device) and cpu.packs(spec) and dtype in DTYPES
+def packs(spec: QuantSpec, source: torch.dtype, target: torch.dtype, device: torch.device) -> bool:
+    """True if an operand of dtype ``source``, quantized by ``spec`` and cast to ``target``, can be kept as bytes."""
+    return runs(spec, device) and cpu.packs(spec) and {source, target} <= DTYPES
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
-    """A dequantized operand as the bytes that it stands for.
+class PackedOperand:
+    """The bytes that stand for a dequantized operand.
 
     Attributes:
         codes: uint8 ``[..., C/2]`` (``[..., C]`` for wider codes), whole blocks, as of :func:`fp4graph.pack`.
@@ -116,24 +133,26 @@ class Packed:
         )
         return result
 
-    def requantized(self, spec: QuantSpec, source: Source) -> Tensor:
-        """The transpose of the dequantized operand, quantized by ``spec`` along its last axis."""
+    def requantized(self, spec: QuantSpec, draw: Draw | None = None) -> Tensor:
+        """Return the transpose of the dequantized operand, quantized by ``spec`` along its last axis."""
         packed = self.spec.to_text(), self.length, self.dtype
-        result: Tensor = torch.ops.fp4graph.requantize(self.codes, self.scales, *packed, spec.to_text(), *source)
+        drawn = _flat(spec, draw)
+        result: Tensor = torch.ops.fp4graph.requantize(self.codes, self.scales, *packed, spec.to_text(), *drawn)
         return result
 
 
-def quantize(x: Tensor, spec: QuantSpec, source: Source, given: Blocks | None = None) -> Tensor:
-    """``x [..., C]`` quantized by ``spec`` along its last axis, in its dtype and layout.
+def quantize(x: Tensor, spec: QuantSpec, draw: Draw | None = None, given: Blocks | None = None) -> Tensor:
+    """Return ``x [..., C]`` quantized by ``spec`` along its last axis, in its dtype and layout.
 
     Args:
-        given: what techniques have made of its blocks, ``[..., ceil(C/block)]`` or of one element.
+        draw: needed if ``spec`` rounds stochastically.
+        given: what techniques have made of the blocks, ``[..., ceil(C/block)]`` or of one element.
     """
     if x.dtype not in DTYPES:
-        return quantize(x.to(torch.float32), spec, source, given).to(x.dtype)
+        return quantize(x.to(torch.float32), spec, draw, given).to(x.dtype)
     given = given or Blocks()
     blocks = given.divisor, given.statistic, given.scale, given.factor
-    result: Tensor = torch.ops.fp4graph.quantize(x, spec.to_text(), *source, *blocks)
+    result: Tensor = torch.ops.fp4graph.quantize(x, spec.to_text(), *_flat(spec, draw), *blocks)
     return result
 
 
@@ -143,10 +162,24 @@ def maxima(x: Tensor, block: int) -> Tensor:
     return result
 
 
-def quantize_and_pack(x: Tensor, spec: QuantSpec, source: Source, dtype: torch.dtype) -> tuple[Tensor, Packed]:
-    """:func:`quantize`, contiguous, and the same as bytes, which stand for the result cast to ``dtype``."""
-    values, codes, scales = torch.ops.fp4graph.quantize_and_pack(x, spec.to_text(), *source)
-    return values, Packed(codes, scales, spec, x.shape[-1], dtype)
+def quantize_and_pack(
+    x: Tensor, spec: QuantSpec, draw: Draw | None, dtype: torch.dtype
+) -> tuple[Tensor, PackedOperand]:
+    """Return :func:`quantize`, contiguous, and the same as bytes, which stand for the result cast to ``dtype``."""
+    values, codes, scales = torch.ops.fp4graph.quantize_and_pack(x, spec.to_text(), *_flat(spec, draw))
+    return values, PackedOperand(codes, scales, spec, x.shape[-1], dtype)
+
+
+def _flat(spec: QuantSpec, draw: Draw | None) -> tuple[Tensor | None, Tensor | None, Sequence[int]]:
+    """Return ``draw`` as operators take it: key, step and salts, which are empty where ``spec`` draws nothing."""
+    if draw is None or not spec.needs_key:
+        return None, None, ()
+    return draw.key, draw.step, draw.salts
+
+
+def _draw(key: Tensor | None, step: Tensor | None, salts: Sequence[int]) -> Draw | None:
+    """Return the inverse of :func:`_flat`."""
+    return None if key is None else Draw(key, step, tuple(salts))
 
 
 # ------------------------------------------------------------------ fake
@@ -161,7 +194,9 @@ def _fake_maxima(x: Tensor, block: int) -> Tensor:
 
 
 def _fake_quantize_and_pack(x: Tensor, spec: str, *draw: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x, memory_format=torch.contiguous_format), *_empty_bytes(x, QuantSpec.from_text(spec))
+    return torch.empty_like(x, memory_format=torch.contiguous_format), *empty_bytes(
+        x, x.shape, QuantSpec.from_text(spec)
+    )
 
 
 def _fake_requantize(
@@ -172,14 +207,6 @@ def _fake_requantize(
 
 def _fake_unpack(codes: Tensor, scales: Tensor, packed: str, length: int, dtype: torch.dtype) -> Tensor:
     return codes.new_empty((*codes.shape[:-1], length), dtype=dtype)
-
-
-def _empty_bytes(x: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    assert isinstance(spec.block, int)
-    blocks = (x.shape[-1] + spec.block - 1) // spec.block
-    width = spec.block // 2 if spec.element.code_bits == 4 else spec.block
-    codes = x.new_empty((*x.shape[:-1], blocks * width), dtype=torch.uint8)
-    return codes, x.new_empty((*x.shape[:-1], blocks), dtype=scale_storage(spec.scale.format))
 
 
 # ------------------------------------------------------------------ CPU
@@ -199,7 +226,7 @@ def _quantize(
     y = torch.empty_like(x)
     if not y.numel():
         return y
-    draw, given = cpu.Noise(key, step, salts), cpu.Blocks(divisor, statistic, scale, factor)
+    draw, given = _draw(key, step, salts), cpu.Blocks(divisor, statistic, scale, factor)
     source, target = _matrices(x), _matrices(y)
     if source is not None and target is not None and _contiguous_axis(source) == _contiguous_axis(target):
         cpu.quantize(source, target, spec, draw, given)
@@ -224,11 +251,11 @@ def _quantize_and_pack(
     x: Tensor, spec: str, key: Tensor | None, step: Tensor | None, salts: Sequence[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    codes, scales = _empty_bytes(x, QuantSpec.from_text(spec))
+    codes, scales = empty_bytes(x, x.shape, QuantSpec.from_text(spec))
     if y.numel():
         source, target = _matrices(x), _rows(y)
         source = _rows(x.contiguous()) if source is None or source.stride(2) != 1 else source
-        cpu.quantize(source, target, spec, cpu.Noise(key, step, salts), cpu.Blocks(), codes, scales)
+        cpu.quantize(source, target, spec, _draw(key, step, salts), cpu.Blocks(), codes, scales)
     return y, codes, scales
 
 
@@ -246,7 +273,7 @@ def _requantize(
     y = _fake_requantize(codes, scales, packed, length, dtype, spec)
     if y.numel():
         target = _rows(y.mT).mT
-        cpu.requantize(codes.contiguous(), scales.contiguous(), packed, target, spec, cpu.Noise(key, step, salts))
+        cpu.requantize(codes.contiguous(), scales.contiguous(), packed, target, spec, _draw(key, step, salts))
     return y
 
 

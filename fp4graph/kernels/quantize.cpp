@@ -100,7 +100,7 @@ template <class F>
 inline i32 carry(i32 bits, int dropped, u32 noise) {
     const i32 below = static_cast<i32>((1u << dropped) - 1);
     if (F::S_TOWARD_POSITIVE) return below;
-    if (F::S_STOCHASTIC) return below - static_cast<i32>((noise >> 8) >> (24 - dropped));
+    if (F::S_DRAWS) return below - static_cast<i32>((noise >> 8) >> (24 - dropped));
     return dropped == 23 ? 1 << 22 : (below >> 1) + ((bits >> dropped) & 1);
 }
 
@@ -120,7 +120,7 @@ inline float to_format(float ideal, u32 noise) {
         Spacing s = spacing(ideal, F::S_MIN_EXPONENT, F::S_MANTISSA);
         float v = ideal * s.inverse, lower = std::floor(v);
         scale = s.step * (F::S_TOWARD_POSITIVE ? std::ceil(v)
-                          : F::S_STOCHASTIC ? lower + std::ceil(v - lower - uniform<24>(noise))
+                          : F::S_DRAWS ? lower + std::ceil(v - lower - uniform<24>(noise))
                                                               : std::nearbyint(v));
     }
     return F::TO_ONE ? (scale == 0 ? 1.0f : scale) : (scale < F::S_MIN ? F::S_MIN : scale);
@@ -160,7 +160,7 @@ inline float round_element(float u, u32 bits) {
     Spacing s = spacing(u, F::MIN_EXPONENT, F::MANTISSA);
     i32 sign = as<i32>(u) & SIGN;
     float w = u * s.inverse, v = as<float>(as<i32>(w) & ~SIGN), lower = std::floor(v), n;
-    if (F::SR) {
+    if (F::DRAWS) {
         n = lower + (v - lower > uniform<F::RANDOM_BITS>(bits) ? 1.0f : 0.0f);
     } else if (F::TIES_EVEN && F::MANTISSA > 0) {
         n = std::nearbyint(v);  // a binade starts at an even code
@@ -213,10 +213,10 @@ template <class F>
 inline void store_scale(float scale, u8* to) {
     bool finite = scale < INFINITY;
     if (!F::S_HAS_ZERO) {
-        *to = static_cast<u8>(finite ? (as<i32>(scale) >> 23) - (F::S_MIN_EXPONENT + 127) : F::S_NAN);
+        *to = static_cast<u8>(finite ? (as<i32>(scale) >> 23) - (F::S_MIN_EXPONENT + 127) : F::S_NAN_CODE);
     } else {
         i32 code = magnitude(scale, F::S_MIN_EXPONENT, F::S_MANTISSA);
-        *to = static_cast<u8>(finite ? code : F::S_NAN);
+        *to = static_cast<u8>(finite ? code : F::S_NAN_CODE);
     }
 }
 template <class F>
@@ -229,7 +229,7 @@ inline float load_scale(u8 code) {
     const i32 field = code + (F::S_MIN_EXPONENT + 127);
     float value = F::S_HAS_ZERO ? decode_magnitude(code, F::S_MIN_EXPONENT, F::S_MANTISSA)
                                 : as<float>(field ? field << 23 : 1 << 22);
-    return code == F::S_NAN ? NOT_A_NUMBER : value;
+    return code == F::S_NAN_CODE ? NOT_A_NUMBER : value;
 }
 template <class F>
 inline float load_scale(u16 stored) { return as<float>(static_cast<u32>(stored) << 16); }
@@ -434,7 +434,7 @@ void along(const Source& source, const Target<F, T>& to, const Blocks& given, Ke
         if (given.statistic)
             for (i64 g = 0; g < count; ++g) z[g] = as<i32>(given.statistic[first + g]);
         for (i64 g = 0; g < STRIP; ++g) {
-            scale[g] = block_scale<F>(z[g], F::S_STOCHASTIC ? block_key.bits(static_cast<u32>(first + g)) : 0);
+            scale[g] = block_scale<F>(z[g], F::S_DRAWS ? block_key.bits(static_cast<u32>(first + g)) : 0);
         }
         if (given.scale)
             for (i64 g = 0; g < count; ++g) scale[g] = given.scale[first + g];
@@ -507,7 +507,7 @@ void across(const Source& source, const Target<F, T>& to, const Blocks& given, K
             for (i64 i = 0; i < n; ++i) z[i] = as<i32>(given.statistic[block + i * blocks]);
 #pragma omp simd
         for (int i = 0; i < LANES; ++i)
-            scale[i] = block_scale<F>(z[i], F::S_STOCHASTIC ? block_key.bits(static_cast<u32>(block + i * blocks)) : 0);
+            scale[i] = block_scale<F>(z[i], F::S_DRAWS ? block_key.bits(static_cast<u32>(block + i * blocks)) : 0);
         if (given.scale)
             for (i64 i = 0; i < n; ++i) scale[i] = given.scale[block + i * blocks];
         for (int i = 0; i < LANES; ++i) reciprocal[i] = 1.0f / scale[i];
@@ -537,7 +537,7 @@ void across(const Source& source, const Target<F, T>& to, const Blocks& given, K
     }
 }
 
-// Draw.varying of ops/program.py: the site's key with this forward's, then the salts.
+// Draw.varying of numerics/draw.py: the site's key with this forward's, then the salts.
 inline Key derived(const i32* key, const i32* step, const i32* salts, i64 count) {
     if (key == nullptr) return {};
     Key k{static_cast<u32>(key[0]), static_cast<u32>(key[1])};

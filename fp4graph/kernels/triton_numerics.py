@@ -1,6 +1,6 @@
 """The plain quantizer in Triton: the numerics on a tile in registers, and the kernel that moves tiles.
 
-``F``, everywhere, is a :class:`fp4graph.kernels.triton_quantize.Constants`. Statistics and spacings are handled as the
+``F``, everywhere, is a :class:`fp4graph.kernels.constants.Constants`. Statistics and spacings are handled as the
 bits of their fp32, int32: they are never negative, so that integers order them as floats do.
 """
 
@@ -290,7 +290,7 @@ def _store_bytes(q, scale, codes_to, scales_to, line, inside, first, length, F: 
 
 @triton.jit
 def _key(key, step, salts):
-    """The key of ``Draw.varying`` in ops/program.py: the site's, with this forward's, then the salts."""
+    """The key of ``Draw.varying`` in numerics/draw.py: the site's, with this forward's, then the salts."""
     a, b = tl.load(key).to(tl.uint32, bitcast=True), tl.load(key + 1).to(tl.uint32, bitcast=True)
     if step is not None:
         for i in tl.static_range(2):

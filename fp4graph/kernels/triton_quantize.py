@@ -26,18 +26,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
 from fp4graph.errors import Error
+from fp4graph.kernels.constants import constants
 from fp4graph.kernels.triton_numerics import quantize_kernel
-from fp4graph.numerics.packing import Packed, scale_storage
-from fp4graph.numerics.scaling import exponent_shift
+from fp4graph.numerics.draw import Draw
+from fp4graph.numerics.packing import Packed, empty_bytes
 from fp4graph.numerics.spec import QuantSpec
 
 TILE = 64
@@ -47,129 +46,52 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False, "enable_reflect_ftz": False}
 
 
-@dataclass(frozen=True)
-class Constants:
-    """A spec's numbers, known while the kernel is compiled; scales' begin with ``s_``.
-
-    Attributes:
-        block: elements of a block. qmax: of the element format. ties, random_bits: as in the spec; 0 bits: to nearest.
-        shift, emax: of the rules that take the scale's exponent from the statistic's; -1 for the others.
-        s_top: exponent of the format's highest binade. Sizes that may be subnormal are given as bits of an fp32.
-    """
-
-    block: int
-    qmax: float
-    mantissa: int
-    min_exponent: int
-    integer: bool
-    code_bits: int
-    nan_code: int
-    ties: str
-    random_bits: int
-    shift: int
-    emax: int
-    encode: bool
-    to_one: bool
-    s_rounding: str
-    s_mantissa: int
-    s_min_exponent: int
-    s_top: int
-    s_max_bits: int
-    s_min_bits: int
-    s_has_zero: bool
-    s_nan_code: int
-    s_storage: Literal["code", "float"]
-
-    @property
-    def draws(self) -> bool:
-        """Whether elements are rounded stochastically."""
-        return self.random_bits > 0
-
-    @property
-    def s_draws(self) -> bool:
-        """Whether scales are."""
-        return self.s_rounding == "stochastic"
-
-
-@cache
-def constants(spec: QuantSpec) -> Constants:
-    """The numbers of a spec that :func:`supports` accepts."""
-    element, number = spec.element, spec.scale.format
-    assert isinstance(spec.block, int)
-    shift = exponent_shift(spec.scale, element)
-    return Constants(
-        block=spec.block,
-        qmax=element.max,
-        mantissa=element.mantissa_bits,
-        min_exponent=element.min_exponent,
-        integer=element.integer,
-        code_bits=element.code_bits,
-        nan_code=element.nan_code or 0,
-        ties=spec.ties,
-        random_bits=spec.random_bits if spec.rounding == "stochastic" else 0,
-        shift=-1 if shift is None else shift,
-        emax=element.emax,
-        encode=spec.scale.convention == "encode",
-        to_one=spec.scale.zero == "to_one",
-        s_rounding=spec.scale.rounding,
-        s_mantissa=number.mantissa_bits,
-        s_min_exponent=number.min_exponent,
-        s_top=number.top_exponent,
-        s_max_bits=_bits_of(number.max),
-        s_min_bits=_bits_of(number.min),
-        s_has_zero=number.has_zero,
-        s_nan_code=number.nan_code or 0,
-        s_storage="code" if scale_storage(number) is torch.uint8 else "float",
-    )
-
-
-def _bits_of(value: float) -> int:
-    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))
-
-
 def supports(spec: QuantSpec) -> bool:
     """Whether the kernel knows ``spec``: blocks of 2, 4, ... or 64 elements, codes of up to a byte."""
     block = spec.block
     return isinstance(block, int) and block > 1 and TILE % block == 0 and spec.element.code_bits <= 8
 
 
-@dataclass(frozen=True, eq=False)
-class Noise:
-    """Where specs that round stochastically draw from, as :class:`fp4graph.ops.program.Draw` does.
+def quantize_both(
+    x: Tensor,
+    rows: QuantSpec,
+    columns: QuantSpec,
+    draw: Draw | None = None,
+    row_salts: tuple[int, ...] = (),
+    column_salts: tuple[int, ...] = (),
+) -> tuple[Tensor, Tensor]:
+    """Return ``fake_quantize(x, rows)`` and ``fake_quantize(x.mT, columns).mT``.
 
-    Attributes:
-        key: int32 ``[2]``; step: int32 ``[5]``, whose first two words are mixed in, or None.
-        row_salts, column_salts: that the key of each direction is then derived by.
-    """
-
-    key: Tensor | None = None
-    step: Tensor | None = None
-    row_salts: tuple[int, ...] = ()
-    column_salts: tuple[int, ...] = ()
-
-
-def quantize_both(x: Tensor, rows: QuantSpec, columns: QuantSpec, noise: Noise | None = None) -> tuple[Tensor, Tensor]:
-    """``fake_quantize(x, rows)`` and ``fake_quantize(x.mT, columns).mT`` (elements are numbered as there, for noise).
+    Random bits are drawn for the elements as they are numbered there.
 
     Args:
         x: ``[..., M, K]`` on a CUDA device, fp32, bf16 or fp16.
-        columns: with ``source: fprop`` it quantizes what ``rows`` gave instead of ``x``.
+        columns: with ``source: fprop`` it quantizes the result of ``rows`` instead of ``x``.
+        draw: needed if a spec rounds stochastically.
+        row_salts, column_salts: rows draw from ``draw.salted(*row_salts)``, columns likewise.
 
     Returns:
         Two contiguous tensors of the shape and dtype of ``x``.
 
     Raises:
-        Error: a spec, dtype or device that the kernel does not know, or noise is needed and not given.
+        Error: for a spec, dtype or device that the kernel does not know, and if ``draw`` is needed and not given.
     """
-    result: tuple[Tensor, Tensor] = torch.ops.fp4graph.quantize_both(x, *_arguments(x, rows, columns, noise))
+    arguments = _arguments(x, rows, columns, draw, row_salts, column_salts)
+    result: tuple[Tensor, Tensor] = torch.ops.fp4graph.quantize_both(x, *arguments)
     return result
 
 
-def pack_both(x: Tensor, rows: QuantSpec, columns: QuantSpec, noise: Noise | None = None) -> tuple[Packed, Packed]:
-    """``pack(x, rows)`` and ``pack(x.mT, columns)``, of what :func:`quantize_both` returns; arguments as there."""
-    row_codes, row_scales, column_codes, column_scales = torch.ops.fp4graph.pack_both(
-        x, *_arguments(x, rows, columns, noise)
-    )
+def pack_both(
+    x: Tensor,
+    rows: QuantSpec,
+    columns: QuantSpec,
+    draw: Draw | None = None,
+    row_salts: tuple[int, ...] = (),
+    column_salts: tuple[int, ...] = (),
+) -> tuple[Packed, Packed]:
+    """Return ``pack(x, rows)`` and ``pack(x.mT, columns)``: the bytes of the results of :func:`quantize_both`."""
+    arguments = _arguments(x, rows, columns, draw, row_salts, column_salts)
+    row_codes, row_scales, column_codes, column_scales = torch.ops.fp4graph.pack_both(x, *arguments)
     shape = tuple(x.shape)
     return (
         Packed(row_codes, row_scales, rows, shape, -1, x.dtype),
@@ -177,23 +99,32 @@ def pack_both(x: Tensor, rows: QuantSpec, columns: QuantSpec, noise: Noise | Non
     )
 
 
-def _arguments(x: Tensor, rows: QuantSpec, columns: QuantSpec, noise: Noise | None) -> tuple[object, ...]:
-    """The operators' arguments after x, checked."""
-    noise = noise or Noise()
+def _arguments(
+    x: Tensor,
+    rows: QuantSpec,
+    columns: QuantSpec,
+    draw: Draw | None,
+    row_salts: tuple[int, ...],
+    column_salts: tuple[int, ...],
+) -> tuple[object, ...]:
+    """Return the operators' arguments after x, checked."""
     for spec in (rows, columns):
         if not supports(spec):
             raise Error(
                 f"the Triton kernel takes blocks of 2, 4, ... or {TILE} elements and codes of up to 8 bits; got "
                 f"{spec.element.name} in blocks of {spec.block}. Use fp4graph.fake_quantize"
             )
-        if spec.needs_key and noise.key is None:
-            raise Error("a spec rounds stochastically: pass noise with a key (fp4graph.numerics.noise.make_key)")
+        if spec.needs_key and draw is None:
+            raise Error(
+                "a spec rounds stochastically: pass draw=Draw(key) with a key of fp4graph.numerics.noise.make_key"
+            )
     if x.device.type != "cuda" or x.dtype not in DTYPES or x.dim() < 2:
         raise Error(
             "the Triton kernel quantizes matrices of fp32, bf16 or fp16 on a CUDA device; got "
             f"{x.dtype} {list(x.shape)} on {x.device}. Use fp4graph.fake_quantize"
         )
-    return rows.to_text(), columns.to_text(), noise.key, noise.step, list(noise.row_salts), list(noise.column_salts)
+    key, step, salts = (None, None, ()) if draw is None else (draw.key, draw.step, draw.salts)
+    return rows.to_text(), columns.to_text(), key, step, [*salts, *row_salts], [*salts, *column_salts]
 
 
 # ------------------------------------------------------------------ operators, opaque to compilers
@@ -209,18 +140,11 @@ def empty_values(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
-def empty_bytes(x: Tensor, rows: str, columns: str, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What ``pack_both`` writes to."""
+def empty_both(x: Tensor, rows: str, columns: str, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the tensors that ``pack_both`` writes to."""
     *leading, m, k = x.shape
-
-    def empty(lines: int, length: int, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-        numbers = constants(spec)
-        blocks = (length + numbers.block - 1) // numbers.block
-        width = numbers.block // 2 if numbers.code_bits == 4 else numbers.block
-        codes = x.new_empty((*leading, lines, blocks * width), dtype=torch.uint8)
-        return codes, x.new_empty((*leading, lines, blocks), dtype=scale_storage(spec.scale.format))
-
-    return (*empty(m, k, QuantSpec.from_text(rows)), *empty(k, m, QuantSpec.from_text(columns)))
+    row_bytes = empty_bytes(x, (*leading, m, k), QuantSpec.from_text(rows))
+    return *row_bytes, *empty_bytes(x, (*leading, k, m), QuantSpec.from_text(columns))
 
 
 def run_quantize_both(x: Tensor, rows: str, columns: str, *noise: Any) -> tuple[Tensor, Tensor]:
@@ -232,7 +156,7 @@ def run_quantize_both(x: Tensor, rows: str, columns: str, *noise: Any) -> tuple[
 
 def run_pack_both(x: Tensor, rows: str, columns: str, *noise: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The operator ``pack_both``; on CPU tensors in Triton's interpreter."""
-    row_codes, row_scales, column_codes, column_scales = result = empty_bytes(x, rows, columns)
+    row_codes, row_scales, column_codes, column_scales = result = empty_both(x, rows, columns)
     _launch(x, (x, row_codes, row_scales), (x, column_codes, column_scales), rows, columns, *noise, pack=True)
     return result
 
@@ -278,7 +202,7 @@ def _launch(
 
 for _name, _fake, _run in (
     ("quantize_both", empty_values, run_quantize_both),
-    ("pack_both", empty_bytes, run_pack_both),
+    ("pack_both", empty_both, run_pack_both),
 ):
     torch.library.register_fake(f"fp4graph::{_name}", _fake, lib=_library)
     _library.impl(_name, _run, "CUDA")

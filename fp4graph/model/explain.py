@@ -225,5 +225,3 @@ def _blocks(blocks: Mapping[str, BlockPosition]) -> str:
     stacks = {position.stack: position.total for position in blocks.values()}
     return "blocks: " + ", ".join(f"{stack} ({total})" for stack, total in stacks.items())
 
-
-__all__ = ["Error", "Explanation", "describe", "explain", "summarize"]

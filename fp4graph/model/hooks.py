@@ -1,4 +1,4 @@
-"""What modules of an applied model run before their forward: marks for the graph, and guards against silence."""
+"""The hooks of an applied model's modules: they mark the graph while Dynamo traces, and refuse to run uncompiled."""
 
 from __future__ import annotations
 

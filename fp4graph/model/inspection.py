@@ -1,4 +1,4 @@
-"""Forwards that somebody looks at: they run without a compiler, to the noise and with the effects of any other."""
+"""Observed forwards: they run without a compiler, with the noise and the effects of any other forward."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fp4graph.model.prepare import PhasePlan
 
 
 class Inspection:
-    """What looks at the forwards of one phase: a search for NaN and Inf, or a recording of the sites.
+    """The observation of one phase's forwards: a search for NaN and Inf, or a recording of the sites.
 
     Attributes:
-        recording: what is shown the sites, or None. training: whether in forwards with gradients, or in those without.
-        watching: whether a search is on.
+        recording: is shown the sites; None for none.
+        training: whether in forwards with gradients, or in those without.
     """
 
     def __init__(self, plan: PhasePlan, dynamic: bool | None) -> None:
@@ -28,16 +28,17 @@ class Inspection:
 
     @property
     def watching(self) -> bool:
+        """Whether a search is on."""
         return self._watched is not None
 
     @property
     def active(self) -> bool:
-        """Whether anything may look at a forward."""
+        """Whether a search is on, or a recording is given."""
         return self.watching or self.recording is not None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Forwards in this context, and their backwards, run node by node and raise NonFiniteError."""
+        """Run forwards in this context, and their backwards, node by node; they raise NonFiniteError."""
         watch = Watch(self._plan.names)
         former, self._watched = self._watched, Capture(self._plan, watch.backend, self._dynamic)
         try:
@@ -47,7 +48,7 @@ class Inspection:
             watch.close()
 
     def capture(self, *, training: bool, checked: bool) -> Capture | None:
-        """Return what a forward runs that is looked at; None for any other forward.
+        """Return the capture that runs an observed forward; None for any other forward.
 
         Args:
             training: whether the forward has gradients. checked: whether the coverage of the model was checked.

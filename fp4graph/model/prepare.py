@@ -27,7 +27,7 @@ _IGNORED = "_ddp_params_and_buffers_to_ignore"
 
 
 class PhasePlan:
-    """What the policy asks of a model while one of its phases lasts.
+    """The weights and techniques of a model while one phase of the policy lasts.
 
     Args:
         root: the model.

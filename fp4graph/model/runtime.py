@@ -71,8 +71,6 @@ class Runtime:
         self._previous: Any = None
         self._synchronized: weakref.ref[DistributedDataParallel] | None = None
 
-    # ------------------------------------------------------------------ what others ask
-
     @property
     def weights(self) -> list[Weight]:
         """Every weight that a rule quantizes in this phase."""
@@ -94,10 +92,10 @@ class Runtime:
         return self._current.tensor
 
     def plan_of(self, phase: int) -> PhasePlan:
-        """Plan another phase; the model is left as it is."""
+        """Plan a phase; the model is left as it is."""
         return PhasePlan(self.root, self.policy.in_phase(phase))
 
-    # ------------------------------------------------------------------ on the model
+    # ------------------------------------------------------------------ applying
 
     def attach(self) -> None:
         """Add state, hooks and the compiled call to the root. After an error the model is as it was, under its former
@@ -159,7 +157,7 @@ class Runtime:
         return result
 
     def _run(self, training: bool, args: Any, kwargs: Any) -> Any:
-        """Run the compiled forward, or the one of somebody who looks at it."""
+        """Run the compiled forward, or the observed one."""
         capture = self.capture
         run: Any = capture.run
         if isinstance(self.root.__dict__.get("forward"), hooks.ShardedForward):
@@ -179,8 +177,8 @@ class Runtime:
             raise error
 
     def _settle(self, root_state: state.RootState, training: bool) -> None:
-        """Before the first forwards: let state start at the weights as they are now (initialized after apply(),
-        sharded, received from another rank), and be the same on all ranks of a DDP."""
+        """Before the first forwards, start state at the weights as they are now (initialized after apply(), sharded, or
+        received from another rank), and make it the same on all ranks of a DDP."""
         if not self._trained:
             distributed.compile_sharded(self.root, self.weights, self.capture.backend, self.dynamic)
             with torch.inference_mode(False):  # tensors made in it could not be trained with
@@ -202,7 +200,7 @@ class Runtime:
         return self.phase if count is None else self.policy.phase(count, self.total_forwards)
 
     def _enter(self, phase: int) -> Runtime:
-        """Go over to another phase: apply the policy anew, with the state and the optimizers that there are."""
+        """Enter another phase: apply its policy, with the present state and optimizers."""
         if self._inspection.watching:
             raise Error("a phase of the policy begins inside detect_nonfinite(); watch the steps of each by themselves")
         following = Runtime(
@@ -213,10 +211,10 @@ class Runtime:
         self.optimizers.prepare_again(self.root)
         return following
 
-    # ------------------------------------------------------------------ looking on
+    # ------------------------------------------------------------------ observed forwards
 
     def watched(self) -> AbstractContextManager[None]:
-        """Return a context in which forwards, and their backwards, run node by node and raise NonFiniteError."""
+        """Return a context in which forwards, and their backwards, run node by node; they raise NonFiniteError."""
         due = self._due()
         return (self if due == self.phase else self._enter(due))._inspection.watched()
 

@@ -99,9 +99,8 @@ class SiteState(State):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SiteState:
         super()._apply(fn, recurse)
-        key = self._buffers["key"]
-        assert key is not None
-        self._buffers["key"] = noise.make_key("site", self.fqn, device=key.device)  # to_empty() left it undefined
+        device = self.get_buffer("key").device
+        self._buffers["key"] = noise.make_key("site", self.fqn, device=device)  # to_empty() left it undefined
         return self
 
     def __getstate__(self) -> dict[str, Any]:
@@ -133,13 +132,11 @@ class RootState(State):
     def advance(self) -> None:
         """Count one more root forward with gradients enabled."""
         self._count += 1
-        assert isinstance(self.forwards, Tensor)
-        self.forwards.fill_(self._count)
+        self.get_buffer("forwards").fill_(self._count)
 
     def recount(self) -> None:
         """Take the count from the buffer, which a checkpoint may have changed."""
-        assert isinstance(self.forwards, Tensor)
-        self._count = int(self.forwards)
+        self._count = int(self.get_buffer("forwards"))
 
     def _load_from_state_dict(self, *args: Any) -> None:
         super()._load_from_state_dict(*args)
@@ -152,8 +149,7 @@ class RootState(State):
 
     def reset(self, name: str) -> None:
         if name == "forwards":
-            assert isinstance(self.forwards, Tensor)
-            self.forwards.zero_()
+            self.get_buffer("forwards").zero_()
 
     def get_extra_state(self) -> Tensor:
         # As bytes: averages of models, safetensors and others go through a state dict and expect tensors.

@@ -11,8 +11,12 @@ from fp4graph.errors import CaptureError
 from fp4graph.graph.plan import NOTHING, Plan, plan_weight
 from fp4graph.graph.rewrite import WeightUse
 from fp4graph.model import state
+from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.sharding import is_sharded, like, whole
-from fp4graph.ops.program import Draw, OperandProgram, StateSlot, operand_draw, total
+from fp4graph.ops.draw import operand_draw
+from fp4graph.ops.operand import OperandProgram
+from fp4graph.ops.product import total
+from fp4graph.ops.state import StateSlot
 from fp4graph.policy import Rule
 from fp4graph.technique import Technique, overrides
 from fp4graph.technique.operands import Operand

@@ -219,6 +219,11 @@ class Groups:
         return runs.join(reduced.expand(runs.layout).contiguous()).unsqueeze(-1)
 
 
+def is_scalar(x: torch.Tensor) -> bool:
+    """True if ``x`` is known to hold one element, whatever its rank."""
+    return all(statically_known_true(size == 1) for size in x.shape)
+
+
 def block_length(block: Block) -> int:
     """Elements of a block along the contraction axis.
 

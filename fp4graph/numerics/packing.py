@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +62,23 @@ def unpack(packed: Packed) -> torch.Tensor:
     values = _decode_elements(codes, spec.element).movedim(-1, dim).reshape(blocking.layout)
     scale = _decode_scales(packed.scales, spec.scale.format).movedim(-1, dim).reshape(blocking.scale_shape)
     return blocking.join(dequantize(values, scale, spec).to(packed.dtype))
+
+
+def empty_bytes(
+    like: torch.Tensor, shape: Sequence[int | torch.SymInt], spec: QuantSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return empty codes and scales of a tensor of ``shape``, as :func:`pack` lays them out, on the device of ``like``.
+
+    Args:
+        shape: ``[..., C]``, blocks along C.
+        spec: its block has a fixed, even length.
+    """
+    assert isinstance(spec.block, int)
+    *lines, length = shape
+    blocks = (length + spec.block - 1) // spec.block
+    width = spec.block // 2 if spec.element.code_bits == 4 else spec.block
+    codes = like.new_empty((*lines, blocks * width), dtype=torch.uint8)
+    return codes, like.new_empty((*lines, blocks), dtype=scale_storage(spec.scale.format))
 
 
 def _encode_elements(values: torch.Tensor, element: ElementFormat) -> torch.Tensor:

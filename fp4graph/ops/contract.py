@@ -1,11 +1,12 @@
-"""What tensor stages owe the engine, checked at every call: a plugin that breaks its contract is named, with the stage.
+"""How the engine calls tensor stages: the context it hands them, and the checks of what they return.
 
-The checks look at shapes and dtypes alone, so that they cost nothing in compiled code and trace with symbolic sizes.
+An error names the plugin that breaks its contract, and the stage. The checks look at shapes and dtypes alone, so that
+they cost nothing in compiled code and trace with symbolic sizes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -14,11 +15,43 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4graph.errors import Error, PluginError
-from fp4graph.technique import StateEntry, Technique
+from fp4graph.numerics.blocking import Blocking, Granularity
+from fp4graph.numerics.draw import Draw
+from fp4graph.numerics.noise import Noise
+from fp4graph.numerics.spec import QuantSpec
+from fp4graph.technique import Context, StateEntry, Technique, overrides
+from fp4graph.technique.operands import Gemm
+
+#: Techniques with their contexts, in the policy's order. Not a mapping: Dynamo cannot trace a pydantic model's hash.
+Acting = Sequence[tuple[Technique, Context]]
+
+
+def context(
+    technique: Technique,
+    draw: Draw | None,
+    blocking: Blocking,
+    device: torch.device,
+    *,
+    state: Mapping[str, Tensor] | None = None,
+    spec: QuantSpec | None = None,
+    gemm: Gemm | None = None,
+    normalized: Granularity | None = None,
+) -> Context:
+    """Return the context of ``technique``; it takes from ``draw`` only if it says that it draws."""
+    draw = draw if technique.draws else None
+    varying = Noise(None, blocking, device) if draw is None else draw.noise(blocking, device)
+    constant = Noise(None if draw is None else draw.constant, blocking, device)
+    count = None if draw is None else draw.count
+    return Context(blocking, varying, constant, count, state or {}, spec, gemm, normalized)
+
+
+def at_stage(stage: str, acting: Acting) -> Iterator[tuple[Technique, Context]]:
+    """Yield the techniques that act at ``stage``, in order."""
+    return ((technique, context) for technique, context in acting if overrides(technique, stage))
 
 
 def run(technique: Technique, stage: str, *args: object) -> Any:
-    """What a stage returns; what it raises becomes an error that names the plugin."""
+    """Return what a stage returns. What the stage raises becomes an error that names the plugin."""
     try:
         return getattr(technique, stage)(*args)
     except (Error, torch.OutOfMemoryError):  # another stage called from here, or nobody's fault
@@ -28,13 +61,14 @@ def run(technique: Technique, stage: str, *args: object) -> Any:
 
 
 def run_like(technique: Technique, stage: str, like: Tensor, *args: object) -> Tensor | None:
-    """What a stage that may decline returns: None, or a tensor of the shape and dtype of ``like``."""
+    """Return what a stage that may decline returns: None, or a tensor of the shape and dtype of ``like``."""
     result = run(technique, stage, *args)
     return None if result is None else same(technique, stage, result, like)
 
 
 def same(technique: Technique, stage: str, result: Any, like: Tensor, *, any_float: bool = False) -> Tensor:
-    """``result``, which must be a tensor of the shape, device and dtype of ``like`` (with ``any_float``, any float)."""
+    """Return ``result``, checked to be a tensor of the shape, device and dtype of ``like``; with ``any_float``, of any
+    floating-point dtype."""
     tensor = _float(technique, stage, result)
     if tensor.shape != like.shape:
         raise broken(technique, stage, f"returned shape {_shape(tensor)} where {_shape(like)} is due")
@@ -48,7 +82,7 @@ def same(technique: Technique, stage: str, result: Any, like: Tensor, *, any_flo
 
 
 def broadcastable(technique: Technique, stage: str, result: Any, like: Tensor) -> Tensor:
-    """``result``, which must be a tensor that broadcasts to the shape of ``like``, of its dtype."""
+    """Return ``result``, checked to be a tensor that broadcasts to the shape of ``like`` and has its dtype."""
     tensor = _float(technique, stage, result)
     sizes = zip(reversed(tensor.shape), reversed(like.shape), strict=False)
     if tensor.dim() > like.dim() or not all(statically_known_true(own == 1) or own == size for own, size in sizes):
@@ -59,7 +93,7 @@ def broadcastable(technique: Technique, stage: str, result: Any, like: Tensor) -
 
 
 def along_last(technique: Technique, stage: str, result: Any, like: Tensor) -> Tensor:
-    """``result``, which must be a tensor of the shape of ``like`` but for the length of the last axis."""
+    """Return ``result``, checked to be a tensor of the shape of ``like`` except for the length of the last axis."""
     tensor = _float(technique, stage, result)
     if tensor.dim() != like.dim() or tensor.shape[:-1] != like.shape[:-1]:
         due = ", ".join([*map(str, like.shape[:-1]), "..."])
@@ -68,7 +102,7 @@ def along_last(technique: Technique, stage: str, result: Any, like: Tensor) -> T
 
 
 def initial(technique: Technique, entry: StateEntry, weight_name: str) -> Callable[[Tensor], Tensor]:
-    """``entry.init`` for one weight, checked."""
+    """Return ``entry.init`` for one weight, with its result checked."""
 
     def init(weight: Tensor) -> Tensor:
         try:
@@ -89,13 +123,13 @@ def initial(technique: Technique, entry: StateEntry, weight_name: str) -> Callab
 
 
 def broken(technique: Technique, stage: str, message: str) -> PluginError:
-    """An error of one stage."""
+    """Return the error of one stage."""
     return PluginError(f"technique {technique.name!r}, {stage}: {message}", plugin=technique.plugin or technique.name)
 
 
 @contextmanager
 def at(site: str | None) -> Iterator[None]:
-    """Adds the site to the errors of plugins that pass."""
+    """Add the site to the plugins' errors that are raised in this context."""
     try:
         yield
     except PluginError as error:

@@ -1,11 +1,11 @@
-"""The gradient of a fake quantizer through surrogates of its roundings.
+"""The surrogate gradient of a fake quantizer.
 
-Rounding has no useful derivative. Training takes 1 in its place (straight-through), or a surrogate's; this module
-composes the surrogates that techniques give into the diagonal of the Jacobian of one operand's quantizer, with which
-the gradient is multiplied element by element. Source: "Elucidating the design space of FP4 training", Eq. 1 to 5
-(encode scales) and Corollary 1 (tensor scales); the decode form follows from the same product rule.
+Rounding has no useful derivative. Training replaces it by 1 (straight-through) or by a surrogate gradient. This module
+composes the surrogates that techniques give into the diagonal of the Jacobian of one operand's quantizer; the gradient
+is multiplied by it element by element. Source: "Elucidating the design space of FP4 training", Eq. 1 to 5 (encode
+scales) and Corollary 1 (tensor scales); the decode form follows from the same product rule.
 
-With U = X/γ the normalized values in blocks of statistic Z, u the ratio that is rounded, Q(u) the codes:
+With U = X/γ the normalized values in blocks of statistic Z, u the ratio that is rounded, Q(u) the element values:
 
     encode  s = Qmax/Z, u = s_q·U, f = Q(u)/s_q:
         f' = Q'(u) + ds/dU · q'(s)/s_q · (U·Q'(u) - Q(u)/s_q),   ds/dU = -Qmax/Z² · dZ/dU
@@ -14,46 +14,41 @@ With U = X/γ the normalized values in blocks of statistic Z, u the ratio that i
     tensor scale  γ = g/κ, h = γ·f(X/γ):
         h' = f' + dg/dX / κ · (f(U) - U·f'(U))
 
-Only the diagonal is kept, of f' inside h' too: an element's influence on its neighbours through the shared scale is
-dropped, as there.
-Where Z = 0 the second summands are 0.
+Only the diagonal is kept, as in the paper, for f' inside h' too: an element's influence on its neighbours through the
+shared scale is dropped. Where Z = 0 the second summands are 0.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fp4graph.numerics.scaling import constant
 from fp4graph.ops import contract
-from fp4graph.technique import Context, Technique, overrides
-
-if TYPE_CHECKING:
-    from fp4graph.ops.program import Quantization
+from fp4graph.ops.contract import Acting
+from fp4graph.technique import Quantization
 
 
-def jacobian_diagonal(q: Quantization, techniques: Sequence[tuple[Technique, Context]]) -> Tensor:
-    """h'(X) at the quantization ``q``, in its blocked layout, fp32; ``techniques`` in the policy's order."""
-    slope = block_slope(q, techniques)
-    # Normalizers from the innermost out: each sees f as what lies inside it.
+def jacobian_diagonal(q: Quantization, techniques: Acting) -> Tensor:
+    """Return h'(X) at the quantization ``q``: fp32, in its blocked layout."""
+    slope = _block_slope(q, techniques)
+    # From the innermost group scale outwards: each sees f as the quantizer inside it.
     inner = q.dequantized()
     u = q.values
     for part in reversed(q.group_scales):
-        if part.g is not None and part.groups is not None:
-            gradient = _last(techniques, "group_gradient", part.values(), part.g, part.groups)
+        g, gamma = part.statistic, part.scale
+        if g is not None and part.groups is not None:
+            gradient = _last(techniques, "group_gradient", part.values(), g, part.groups)
             if gradient is not None:
-                kappa = part.g / part.gamma
+                kappa = g / gamma
                 term = gradient / kappa * (inner - u * slope)
-                slope = slope + torch.where(part.g > 0, term, torch.zeros_like(term))
-        inner, u = inner * part.gamma, part.values()
+                slope = slope + torch.where(g > 0, term, torch.zeros_like(term))
+        inner, u = inner * gamma, part.values()
     return slope
 
 
-def block_slope(q: Quantization, techniques: Sequence[tuple[Technique, Context]]) -> Tensor:
-    """f'(U): Eq. 1, or its decode form."""
+def _block_slope(q: Quantization, techniques: Acting) -> Tensor:
+    """Return f'(U): Eq. 1, or its decode form."""
     slope = _last(techniques, "element_surrogate", q.ratio)
     slope = torch.ones_like(q.ratio) if slope is None else slope
     # dZ/dX is the same in units of X as in those of U = X/γ; techniques see the units that their options are in.
@@ -74,11 +69,10 @@ def block_slope(q: Quantization, techniques: Sequence[tuple[Technique, Context]]
     return slope + torch.where(q.z > 0, term, torch.zeros_like(term))
 
 
-def _last(techniques: Sequence[tuple[Technique, Context]], stage: str, at: Tensor, *args: object) -> Tensor | None:
-    """What the last technique of the policy that answers at ``stage`` says, shape of ``at``."""
+def _last(techniques: Acting, stage: str, at: Tensor, *args: object) -> Tensor | None:
+    """Return the answer at ``stage`` of the policy's last technique that has one, in the shape of ``at``."""
     answer: Tensor | None = None
-    for technique, context in techniques:
-        if overrides(technique, stage):
-            own = contract.run_like(technique, stage, at, at, *args, context)
-            answer = answer if own is None else own
+    for technique, context in contract.at_stage(stage, techniques):
+        own = contract.run_like(technique, stage, at, at, *args, context)
+        answer = answer if own is None else own
     return answer

@@ -1,4 +1,4 @@
-"""The product of two matrices times a scalar known only when it runs, rounded once to its dtype.
+"""The product of two operands given as terms, each perhaps with a scalar that waits for the GEMM's accumulator.
 
 Hardware multiplies the accumulator of a GEMM, fp32, by alpha = γ_a·γ_b and adds the addend before the result is
 rounded. torch's own products return the rounded result, and their alpha is a Python number.
@@ -11,18 +11,103 @@ their fp32 accumulator by it and round once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """One summand of an operand.
+
+    Attributes:
+        values: the summand, up to the multiplier.
+        multiplier: a scalar that is applied to the GEMM's accumulator, or None.
+    """
+
+    values: Tensor
+    multiplier: Tensor | None = None
+
+    def product(self) -> Tensor:
+        """Return the summand itself, in the dtype of ``values``."""
+        return self.values if self.multiplier is None else (self.values * self.multiplier).to(self.values.dtype)
+
+    def to(self, dtype: torch.dtype) -> Term:
+        """Return the term with values of ``dtype``."""
+        return Term(self.values.to(dtype), self.multiplier)
+
+
+Terms = tuple[Term, ...]
+
+
+def total(terms: Terms) -> Tensor:
+    """Return the operand that ``terms`` stand for, as one tensor in their dtype."""
+    return _sum([term.product() for term in terms])
+
+
+def multiply(left: Terms, right: Terms, addend: Tensor | None = None, alpha: float = 1, beta: float = 1) -> Tensor:
+    """Return ``alpha · Σᵢⱼ γᵢ·γⱼ · leftᵢ @ rightⱼᵀ + beta · addend``, every pair of terms in a GEMM of its own.
+
+    γ are the terms' multipliers. The result has the dtype of the terms. Where a term has a multiplier, everything above
+    is computed on the GEMMs' fp32 accumulators and rounded once to that dtype, as hardware does; where none has, every
+    operation rounds, as torch's do.
+
+    Args:
+        addend: broadcastable to the product.
+    """
+    dtype = left[0].values.dtype
+    if all(term.multiplier is None for term in (*left, *right)):
+        return _unscaled(left, right, addend, alpha, beta)
+    addend = None if addend is None else addend.to(dtype)
+    scaled = [(a.values, b.values, _scale(a, b, alpha)) for a in left for b in right]
+    a, b, scale = scaled[0]
+    if len(scaled) == 1 and isinstance(scale, Tensor):
+        return scaled_product(a, b, scale, addend, beta)
+    accumulator = _sum([accumulated(a, b) * scale for a, b, scale in scaled])
+    return with_addend(accumulator, addend, beta).to(dtype)
+
+
+def _scale(a: Term, b: Term, alpha: float) -> Tensor | float:
+    """Return ``alpha · γ_a · γ_b``."""
+    if a.multiplier is None or b.multiplier is None:
+        gamma = b.multiplier if a.multiplier is None else a.multiplier
+    else:
+        gamma = a.multiplier * b.multiplier
+    return alpha if gamma is None else gamma if alpha == 1 else gamma * alpha
+
+
+def _unscaled(left: Terms, right: Terms, addend: Tensor | None, alpha: float, beta: float) -> Tensor:
+    """Return :func:`multiply` of terms without multipliers."""
+    pairs = [(a.values, b.values) for a in left for b in right]
+    a, b = pairs[0]
+    if addend is not None and addend.dim() == 1 and alpha == beta == 1 and len(pairs) == 1 and a.dim() == 2:
+        # The bias rides in the GEMM's epilogue, where hardware adds it before the one rounding to the output dtype.
+        return torch.addmm(addend.to(a.dtype), a, b.mT)
+    y = _sum([a @ b.mT for a, b in pairs])
+    y = y if alpha == 1 else y * alpha
+    return y if addend is None else y + (addend if beta == 1 else addend * beta).to(y.dtype)
+
+
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    result = parts[0]
+    for part in parts[1:]:
+        result = result + part
+    return result
+
+
+# ------------------------------------------------------------------ a product times a scalar, rounded once
+
+
 _library: Any = torch.library.Library("fp4graph", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("scaled_product(Tensor left, Tensor right, Tensor scale, Tensor? addend, float beta) -> Tensor")
 
 
 def accumulated(left: Tensor, right: Tensor) -> Tensor:
-    """``left [..., I, K] @ right [..., J, K]ᵀ`` in the dtype of the accumulator: fp32, of fp64 operands fp64."""
+    """Return ``left [..., I, K] @ right [..., J, K]ᵀ`` in the dtype of the accumulator: fp32, of fp64 operands fp64."""
     wide = torch.promote_types(left.dtype, torch.float32)
     if left.device.type != "cuda" or left.dtype is wide:
         return left.to(wide) @ right.to(wide).mT
@@ -33,7 +118,7 @@ def accumulated(left: Tensor, right: Tensor) -> Tensor:
 
 
 def scaled_product(left: Tensor, right: Tensor, scale: Tensor, addend: Tensor | None, beta: float) -> Tensor:
-    """``scale · left [..., I, K] @ right [..., J, K]ᵀ + beta · addend``, rounded once to the operands' dtype.
+    """Return ``scale · left [..., I, K] @ right [..., J, K]ᵀ + beta · addend``, rounded once to the operands' dtype.
 
     Args:
         scale: fp32, 0-d.
@@ -46,7 +131,7 @@ def scaled_product(left: Tensor, right: Tensor, scale: Tensor, addend: Tensor | 
 
 
 def with_addend(x: Tensor, addend: Tensor | None, beta: float) -> Tensor:
-    """``x + beta · addend``, computed in the dtype of ``x``."""
+    """Return ``x + beta · addend``, computed in the dtype of ``x``."""
     return x if addend is None else x + beta * addend.to(x.dtype)
 
 

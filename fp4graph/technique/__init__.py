@@ -3,6 +3,7 @@
 A plugin imports from this package and from the other modules of :data:`IMPORTABLE`. The shipped plugins do the same.
 """
 
+from fp4graph.technique.context import Context, GroupScale, Quantization, Unrounded
 from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.operands import ADDRESSES, GROUPS, ForwardOperands, Gemm, Operand, OperandList, Operands
 from fp4graph.technique.site import BlockPosition, SiteView
@@ -12,7 +13,6 @@ from fp4graph.technique.technique import (
     QUANTIZER_STAGES,
     STAGES,
     TENSOR_STAGES,
-    Context,
     OperandSpecs,
     Overhead,
     StateEntry,
@@ -54,15 +54,18 @@ __all__ = [
     "Context",
     "ForwardOperands",
     "Gemm",
+    "GroupScale",
     "Operand",
     "OperandList",
     "OperandSpecs",
     "Operands",
     "OptimizerStep",
     "Overhead",
+    "Quantization",
     "SiteView",
     "StateEntry",
     "Technique",
+    "Unrounded",
     "WeightUpdate",
     "checked_plan",
     "hookimpl",

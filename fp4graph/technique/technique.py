@@ -9,21 +9,20 @@ docs/techniques.md lists the stages with their signatures, the techniques that u
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 
 from fp4graph.numerics.spec import QuantSpec
+from fp4graph.technique.context import Context, Quantization
 from fp4graph.technique.operands import Gemm, Operand, OperandList
 from fp4graph.technique.site import SiteView
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fp4graph.numerics.blocking import Blocking, Granularity, Groups
-    from fp4graph.numerics.noise import Noise
-    from fp4graph.ops.program import Quantization
+    from fp4graph.numerics.blocking import Granularity, Groups
     from fp4graph.technique.updates import OptimizerStep, WeightUpdate
 
 #: Specs of one site's six operands; None is high precision.
@@ -72,37 +71,6 @@ class StateEntry:
     init: Callable[[Tensor], Tensor]
     writer: Literal["optimizer", "graph"] = "optimizer"
     weight_like: bool = True
-
-
-@dataclass(frozen=True, eq=False)
-class Context:
-    """What a tensor stage may read besides its arguments.
-
-    Attributes:
-        blocking: how the operand falls into blocks.
-        noise: random bits of this technique at this operand, new at every forward.
-        constant: likewise, the same at every forward.
-        count: forwards with gradients so far, int32, 0-d; None where the technique does not say that it ``draws``.
-        state: the technique's entries for this operand, by name; ``weight_like`` ones fp32 in the blocked layout.
-        spec: of the operand; None for pair transforms, which serve two operands.
-        gemm: whose operands a pair transform is given; None for other stages.
-        normalized: what shares the statistic g by which a technique divides this operand (its ``divides_by``), as in
-            U = X/g; None where none does.
-    """
-
-    blocking: Blocking
-    noise: Noise
-    constant: Noise
-    count: Tensor | None = None
-    state: Mapping[str, Tensor] = field(default_factory=dict)
-    spec: QuantSpec | None = None
-    gemm: Gemm | None = None
-    normalized: Granularity | None = None
-
-    @property
-    def axes(self) -> tuple[int, ...]:
-        """The axes of the blocked layout inside a block."""
-        return self.blocking.axes
 
 
 class Technique(BaseModel):

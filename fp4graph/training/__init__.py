@@ -1,4 +1,4 @@
-"""What fp4graph adds to the user's own training loop."""
+"""The lines that fp4graph adds to the user's own training loop."""
 
 from fp4graph.training.optimizer import prepare_optimizer
 from fp4graph.training.scaler import grad_scaler

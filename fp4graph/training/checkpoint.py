@@ -46,7 +46,7 @@ SHOWN = 12
 
 
 class Stateful(Protocol):
-    """What has a state dict: schedulers and the like."""
+    """An object with a state dict: a scheduler or the like."""
 
     def state_dict(self) -> Any: ...
 

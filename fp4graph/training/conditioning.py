@@ -1,4 +1,4 @@
-"""What makes StableSPAM stable: gradients conditioned by their own history, and moments that are reset.
+"""The conditioning of gradients by their own history, and the reset of moments, that make StableSPAM stable.
 
 All of it happens before the update and serves any optimizer of Adam's kind. :func:`new_statistics` makes the state of
 one parameter, :func:`condition` (or :func:`condition_foreach`, for many at once) clips and rescales a gradient,

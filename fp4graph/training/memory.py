@@ -1,4 +1,4 @@
-"""What techniques keep of parameters between steps, beside the optimizer's own state."""
+"""The tensors that techniques keep for parameters between steps, beside the optimizer's own state."""
 
 from __future__ import annotations
 

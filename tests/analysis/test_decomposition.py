@@ -17,7 +17,7 @@ from fp4graph.analysis import decompose
 from fp4graph.formats import ELEMENTS, SCALES
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
-from fp4graph.ops.program import OperandProgram
+from fp4graph.ops.operand import OperandProgram
 from fp4graph.technique.registry import default_registry
 
 PAIRS = [(element, scale) for element in ELEMENTS for scale in SCALES]

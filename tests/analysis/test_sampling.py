@@ -11,9 +11,12 @@ from fp4graph.analysis import metrics, sampling
 from fp4graph.analysis.decomposition import with_ideal_scales
 from fp4graph.analysis.sampling import Selection, by_block, sample
 from fp4graph.numerics import noise
+from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
-from fp4graph.ops.matmul import Seen
-from fp4graph.ops.program import Draw, OperandProgram, StateSlot, total
+from fp4graph.ops.observe import ObservedOperand
+from fp4graph.ops.operand import OperandProgram
+from fp4graph.ops.product import total
+from fp4graph.ops.state import StateSlot
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.registry import default_registry
 
@@ -28,16 +31,16 @@ SPECS = {
 }
 
 
-def seen(program: OperandProgram, x: torch.Tensor, count: int = 3) -> Seen:
+def seen(program: OperandProgram, x: torch.Tensor, count: int = 3) -> ObservedOperand:
     draw = Draw(noise.make_key("site"), noise.make_step(0, 0, count))
-    return Seen(Operand.WGRAD_INPUT, program, x, x, program(x, draw, {}), draw, {})
+    return ObservedOperand(Operand.WGRAD_INPUT, program, x, x, program(x, draw, {}), draw, {})
 
 
 @pytest.fixture
 def of_whole(monkeypatch):
     """Samples as they are where the whole operand is quantized again."""
 
-    def quantized(one: Seen, selection: Selection) -> sampling.Sample:
+    def quantized(one: ObservedOperand, selection: Selection) -> sampling.Sample:
         with monkeypatch.context() as patched:
             patched.setattr(sampling, "by_block", lambda program: False)
             return sample(one, selection)
@@ -87,7 +90,7 @@ def test_of_techniques_those_that_act_block_by_block_are_quantized_with_lines_of
     program = OperandProgram(spec, (q_ema,), slots)
     x = normal(*shape)
     state = {"q_ema": {"weight": x + 0.3 * torch.randn(shape, generator=torch.Generator().manual_seed(1))}}
-    one = Seen(Operand.FPROP_WEIGHT, program, x, x, program(x, None, state), None, state)
+    one = ObservedOperand(Operand.FPROP_WEIGHT, program, x, x, program(x, None, state), None, state)
     selection = Selection(shape, 1000)
     assert by_block(program)
     assert same(sample(one, selection), of_whole(one, selection))

@@ -20,7 +20,8 @@ from fp4graph.errors import PolicyError, PolicyWarning
 from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
 from fp4graph.numerics import noise
-from fp4graph.ops.program import Draw, total
+from fp4graph.numerics.draw import Draw
+from fp4graph.ops.product import total
 from fp4graph.policy import Policy, load_policy
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.registry import default_registry

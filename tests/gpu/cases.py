@@ -16,11 +16,13 @@ from torch import Tensor
 
 import fp4graph
 from fp4graph.graph.plan import plan_site
+from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.noise import make_key, make_step
 from fp4graph.numerics.rounding import EXPONENT_MASK
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.ops.matmul import MatmulProgram
-from fp4graph.ops.program import Draw, GemmProgram, OperandProgram, operand_draw
+from fp4graph.ops.draw import operand_draw
+from fp4graph.ops.gemm import GemmProgram, MatmulProgram
+from fp4graph.ops.operand import OperandProgram
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import BlockPosition, SiteView
 from tests.helpers.floats import any_floats, around, blocks_of_every_scale

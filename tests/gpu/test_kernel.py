@@ -19,13 +19,15 @@ from torch._subclasses import FakeTensorMode
 
 from fp4graph.errors import Error
 from fp4graph.kernels import triton_quantize
+from fp4graph.kernels.constants import constants
 from fp4graph.kernels.inductor import EXACT
 from fp4graph.kernels.triton_numerics import quantize_kernel
-from fp4graph.kernels.triton_quantize import DTYPES, TILE, Noise, constants, pack_both, quantize_both, supports
+from fp4graph.kernels.triton_quantize import DTYPES, TILE, pack_both, quantize_both, supports
+from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.packing import pack, unpack
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
-from fp4graph.ops.program import Draw, operand_draw
+from fp4graph.ops.draw import operand_draw
 from fp4graph.technique.operands import Operand
 from tests.gpu import absent
 from tests.gpu.cases import KEY, STEP, operands, programs
@@ -192,9 +194,9 @@ def test_in_a_compiled_graph(dtype: torch.dtype, compiler: ProcessPoolExecutor) 
 
 def in_a_graph(x: Tensor, key: Tensor, step: Tensor) -> tuple[Tensor, ...]:
     rows, columns = pairs()["tetrajet:input"]
-    noise = Noise(key, step, (1,), (6,))
-    along_rows, along_columns = quantize_both(torch.relu(x), rows, columns, noise)
-    packed, _ = pack_both(along_rows, rows, columns, noise)
+    draw = Draw(key, step)
+    along_rows, along_columns = quantize_both(torch.relu(x), rows, columns, draw, (1,), (6,))
+    packed, _ = pack_both(along_rows, rows, columns, draw, (1,), (6,))
     assert packed.codes.shape == (EVEN[0], EVEN[1] // 2)
     return torch.exp(along_rows + along_columns), packed.scales
 

@@ -88,7 +88,8 @@ def test_files_of_every_kind(trained: nn.Module, tmp_path: Path, options) -> Non
 
 
 def test_what_another_policy_does_not_keep_is_said(trained: nn.Module, tmp_path: Path) -> None:
-    with pytest.warns(fp4graph.PolicyWarning, match=r"14 of its entries are left out .*keeps nothing under these names"):
+    match = r"14 of its entries are left out .*keeps nothing under these names"
+    with pytest.warns(fp4graph.PolicyWarning, match=match):
         fp4graph.apply(loaded(tmp_path), "tetrajet", backend="eager")
 
 

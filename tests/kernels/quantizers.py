@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.formats import ELEMENTS, SCALES, ElementFormat
 from fp4graph.numerics.noise import derive, make_key, make_step, mix
 from fp4graph.numerics.spec import POWERS_OF_TWO, QuantSpec, ScaleSpec
 from tests.helpers.floats import blocks_of_every_scale, critical_points
 
 KEY, STEP, SALTS = make_key("kernels"), make_step(0, 0, 3), (4, 9)
-SOURCE = KEY, STEP, SALTS
+SOURCE = Draw(KEY, STEP, SALTS)
 #: What a quantizer with :data:`SOURCE` draws from.
 DERIVED = derive(derive(mix(KEY, STEP[:2]), SALTS[0]), SALTS[1])
 

@@ -18,7 +18,7 @@ from fp4graph.commands.catalogue import shipped_registry
 from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
 from fp4graph.kernels import operators
-from fp4graph.ops.matmul import MatmulProgram
+from fp4graph.ops.gemm import MatmulProgram
 from fp4graph.technique.site import BlockPosition, SiteView
 from tests.helpers.processes import IMPORTS
 

@@ -136,7 +136,7 @@ from fp4graph.kernels import operators
 x = torch.arange(-300.0, 340.0).view(10, 64)
 spec = QuantSpec.from_text({SPEC.to_text()!r})
 assert operators.runs(spec, x.device)
-print(json.dumps(operators.quantize(x, spec, operators.NO_SOURCE).tolist()))
+print(json.dumps(operators.quantize(x, spec).tolist()))
 """
 #: Waits until as many as ``$BUILDERS`` compile the same source, then compiles.
 TOGETHER = """for word; do case "$word" in *.cpp) source="$word";; esac; done

@@ -12,6 +12,7 @@ from torch import Tensor
 from fp4graph.kernels import cpu, operators
 from fp4graph.numerics import oracle, scaling
 from fp4graph.numerics.blocking import Blocking
+from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.formats import ELEMENTS, ElementFormat, ScaleFormat
 from fp4graph.numerics.noise import Noise, derive, make_step, mix
 from fp4graph.numerics.packing import pack
@@ -99,7 +100,7 @@ def test_values_and_bytes(row: Row) -> None:
         assert_same_bits(packed.unpack(), expected)
 
 
-def assert_same_bytes(packed: operators.Packed, x: Tensor, spec: QuantSpec) -> None:
+def assert_same_bytes(packed: operators.PackedOperand, x: Tensor, spec: QuantSpec) -> None:
     expected = pack(x, spec, -1, DERIVED)
     assert torch.equal(packed.codes, expected.codes)
     if expected.scales.is_floating_point():
@@ -202,10 +203,10 @@ def test_sources_of_noise() -> None:
     step = make_step(3, 1, 2**31 + 5)
     mixed = mix(KEY, step[:2])
     for source, key in (
-        ((KEY, None, ()), KEY),
-        ((KEY, None, (7,)), derive(KEY, 7)),
-        ((KEY, step, ()), mixed),
-        ((KEY, step, (3, 1 << 20, 5)), derive(derive(derive(mixed, 3), 1 << 20), 5)),
+        (Draw(KEY), KEY),
+        (Draw(KEY).salted(7), derive(KEY, 7)),
+        (Draw(KEY, step), mixed),
+        (Draw(KEY, step, (3, 1 << 20, 5)), derive(derive(derive(mixed, 3), 1 << 20), 5)),
     ):
         expected = fake_quantize(x, STOCHASTIC, -1, key)
         assert_same_bits(operators.quantize(x, STOCHASTIC, source), expected)
@@ -220,7 +221,7 @@ def test_bytes_stand_for_the_values_in_another_dtype() -> None:
     """An fp32 operand whose GEMM is in bf16: what comes back is what the GEMM read."""
     x = hostile((9, 70), 16)
     spec = QuantSpec("e4m3", 16, ScaleSpec("fp32", "nearest_even"))  # values that bf16 does not hold
-    values, packed = operators.quantize_and_pack(x, spec, operators.NO_SOURCE, torch.bfloat16)
+    values, packed = operators.quantize_and_pack(x, spec, None, torch.bfloat16)
     assert values.dtype is torch.float32
     assert not torch.equal(values.nan_to_num(0), values.bfloat16().float().nan_to_num(0))
     assert_same_bits(packed.unpack(), values.bfloat16())

@@ -9,7 +9,7 @@ from torch import nn
 import fp4graph
 from fp4graph.kernels import operators
 from fp4graph.model.runtime import runtime_of
-from fp4graph.ops import matmul
+from fp4graph.ops.operand import OperandProgram
 from fp4graph.technique.operands import Operand
 
 pytestmark = pytest.mark.inductor
@@ -56,14 +56,14 @@ def test_training_under_inductor_follows_eager(policy):
 def recorded():
     """The six operands of every site of a real training step, with their programs and keys."""
     calls = []
-    original = matmul.OperandProgram.__call__
+    original = OperandProgram.__call__
 
     def record(program, x, draw=None, state=None):
         calls.append((program, x.detach().clone(), draw))
         return original(program, x, draw, state)
 
     patch = pytest.MonkeyPatch()
-    patch.setattr(matmul.OperandProgram, "__call__", record)
+    patch.setattr(OperandProgram, "__call__", record)
     torch._dynamo.reset()
     with operators.tensor_code():
         train("eager", torch.randn(40, 64, generator=torch.Generator().manual_seed(0)), "tetrajet", steps=1)

@@ -12,7 +12,8 @@ import fp4graph
 from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
 from fp4graph.numerics import noise
-from fp4graph.ops.program import operand_key
+from fp4graph.numerics.draw import Draw
+from fp4graph.ops.draw import operand_draw
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
 
@@ -63,7 +64,7 @@ def test_tetrajet_is_its_equations(data):
     key = noise.mix(KEY, STEP)
 
     def sr(t, operand):  # blocks along the last axis, as the GEMM reads the operand
-        return fp4graph.fake_quantize(t, stochastic, -1, operand_key(key, operand))
+        return fp4graph.fake_quantize(t, stochastic, -1, operand_draw(Draw(key), operand).varying)
 
     y, dx, dw, _ = run("tetrajet", x, w, bias, dy)
     q1, q2 = fp4graph.fake_quantize(x, nearest, 1), fp4graph.fake_quantize(w, nearest, 1)

@@ -108,7 +108,7 @@ def test_the_centre_is_the_formats():
     assert math.isclose((ideal.max() * ideal.min()).item(), 448 * 2.0**-9, rel_tol=1e-5)
     m = x.reshape(30, 4, 16).abs().amax(2).double()
     c = math.sqrt(448 * 2.0**-9 * m.max().item() * m.min().item()) / 6
-    assert math.isclose(q.gamma.item(), c, rel_tol=1e-6)
+    assert math.isclose(q.group_scale.item(), c, rel_tol=1e-6)
 
 
 def test_blocks_of_zeros_do_not_count_as_the_smallest():
@@ -145,7 +145,7 @@ def test_case_two_maps_the_scales_to_the_whole_range():
     assert torch.equal(q.scale.flatten(), expected_scales)
     assert q.scale.flatten()[0] == 2.0**-9
     assert q.scale.flatten()[-1] == 448
-    assert math.isclose(q.gamma.item(), 3e6 * 448 / 6, rel_tol=1e-6)
+    assert math.isclose(q.group_scale.item(), 3e6 * 448 / 6, rel_tol=1e-6)
     x = block_maxima(*maxima)
     ideal = torch.tensor([a * v + b for v in s])
     torch.testing.assert_close(q.ratio[:, 0, 0], x[:, 0] * expected_scales * 6 / (3e6 * 448), rtol=1e-5, atol=0)

@@ -17,7 +17,8 @@ import fp4graph
 from fp4graph.errors import PolicyError, PolicyWarning
 from fp4graph.graph.plan import plan_site
 from fp4graph.numerics import noise
-from fp4graph.ops.program import Draw, total
+from fp4graph.numerics.draw import Draw
+from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
 
@@ -274,8 +275,7 @@ def test_the_soft_maximums_gradient_is_its_difference_quotient():
     x = torch.randn(2, 16, generator=torch.Generator().manual_seed(3)) * 1e-3
     x[0, 3] = 5e-3  # g
     f = program(["tensor_scaling", {"smooth_max": {"kind": "softmax", "beta": 4.0}}])
-    technique = next(t for t in f.techniques if t.name == "smooth_max")
-    context = f.context(technique, x, None, None)
+    technique, context = next((t, c) for t, c in f.acting(x, None, None) if t.name == "smooth_max")
 
     def statistic(t):
         values = context.blocking.split(t)
@@ -322,7 +322,7 @@ def test_the_soft_tensor_scale_of_every_operand(size, operand):
     quantization = program(["tensor_scaling", {"tensor_scaling_gradient": options}], operand).quantize(x)
     beta = 8.0 / x.double().abs().max()
     g = torch.logsumexp(beta * x.double().abs().flatten(), 0) / beta
-    torch.testing.assert_close(quantization.gamma.double().reshape(()), g / 2688, rtol=1e-5, atol=0)
+    torch.testing.assert_close(quantization.group_scale.double().reshape(()), g / 2688, rtol=1e-5, atol=0)
     zeros = program(["tensor_scaling", {"tensor_scaling_gradient": options}], operand).quantize(torch.zeros(2, 16))
     assert zeros.dequantized().eq(0).all()
 

@@ -10,7 +10,8 @@ from fp4graph.errors import PolicyError
 from fp4graph.graph.plan import plan_site
 from fp4graph.graph.rewrite import site_function
 from fp4graph.numerics import noise
-from fp4graph.ops.program import Draw, total
+from fp4graph.numerics.draw import Draw
+from fp4graph.ops.product import total
 from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.site import SiteView
 

@@ -15,7 +15,9 @@ from fp4graph.errors import PolicyError
 from fp4graph.graph.plan import plan_site
 from fp4graph.graph.rewrite import site_function
 from fp4graph.numerics import noise
-from fp4graph.ops.program import Draw, operand_draw, total
+from fp4graph.numerics.draw import Draw
+from fp4graph.ops.draw import operand_draw
+from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
 
@@ -49,7 +51,7 @@ def terms(w, options=None, operand=Operand.FPROP_WEIGHT, draw=DRAW, **more):
 def acting(w, options=None, **more):
     """The technique and its context at fprop.weight."""
     program = site(options, **more).operand(Operand.FPROP_WEIGHT)
-    return program.techniques[0], program.context(program.techniques[0], w, DRAW, None)
+    return program.acting(w, DRAW, None)[0]
 
 
 def decaying(n, k, power=0.7, seed=0):
@@ -264,8 +266,8 @@ def test_hadamard_rotates_before():
     rotated = (w.double().view(64, 3, 32) @ h / 32**0.5).reshape(64, 96)
     weight = program.operand(Operand.FPROP_WEIGHT)
     found = weight(program.fprop.rotate(x, w, DRAW).right, DRAW)
-    technique = next(t for t in weight.techniques if t.name == "low_rank_residual")
-    expected = subspace_iteration(rotated, 16, 2, weight.context(technique, w, DRAW, None))
+    context = next(c for t, c in weight.acting(w, DRAW, None) if t.name == "low_rank_residual")
+    expected = subspace_iteration(rotated, 16, 2, context)
     torch.testing.assert_close(found[1].values.double(), expected, rtol=0, atol=1e-5)
     assert (total(found) - rotated).norm() / rotated.norm() < 0.05
     y = site_function(program, "linear", 1.0, 1.0)(x, w, None, DRAW.key, DRAW.step, 0)

@@ -108,7 +108,7 @@ def test_the_largest_block_loses_its_scale_bias(rounding):
     x = gaussian(maxima.numel(), 64).clamp(-1, 1)
     x[:, 20] = maxima
     q = program(OPTIONS, rounding=rounding).operand(Operand.FPROP_INPUT).quantize(x)
-    scale = (q.scale * q.gamma)[:, 1, 0].double()
+    scale = (q.scale * q.group_scale)[:, 1, 0].double()
     ideal = maxima.double() / 6
     assert (scale >= ideal).all()
     assert (scale <= ideal * 1.125 * (1 + 1e-6)).all()
@@ -147,7 +147,7 @@ def test_the_scale_bias_falls(data, rounding):
     plain = fp4graph.fake_quantize(x, fp4graph.QuantSpec(block=32, scale=scale_spec))
     macro = {"options": {"block": 128}, "block": 32, "rounding": rounding}
     q = program(**macro).operand(Operand.FPROP_INPUT).quantize(x)
-    cases = (plain, block_scale(amax, scale_spec, E2M1)), (quantized(x, **macro), q.scale * q.gamma)
+    cases = (plain, block_scale(amax, scale_spec, E2M1)), (quantized(x, **macro), q.scale * q.group_scale)
     (_, before, _), (_, after, _) = (decomposed(x, dequantized, scale, 32) for dequantized, scale in cases)
     assert after.square().sum() < 0.95 * before.square().sum()
     assert (cases[1][0] - x).square().sum() < (plain - x).square().sum()

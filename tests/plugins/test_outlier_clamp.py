@@ -14,7 +14,8 @@ from fp4graph.errors import PolicyError
 from fp4graph.graph.plan import plan_site
 from fp4graph.graph.rewrite import site_function
 from fp4graph.numerics import noise
-from fp4graph.ops.program import Draw, total
+from fp4graph.numerics.draw import Draw
+from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
 
@@ -108,7 +109,8 @@ def test_ties_with_a_threshold_are_not_cut():
 def test_the_terms_sum_to_x_to_half_a_unit_of_the_residual(dtype):
     x = activations(64, 96).to(dtype)
     program = site().operand(Operand.FPROP_INPUT)
-    part, residual = program.techniques[0].split(x, program.context(program.techniques[0], x, DRAW, None))
+    technique, context = program.acting(x, DRAW, None)[0]
+    part, residual = technique.split(x, context)
     assert part.dtype is residual.dtype is dtype
     error = (part.double() + residual.double() - x.double()).abs()
     assert (error <= residual.double().abs() * torch.finfo(dtype).eps / 2).all()

@@ -14,7 +14,7 @@ from fp4graph.errors import PolicyError
 from fp4graph.graph.plan import plan_site
 from fp4graph.graph.rewrite import site_function
 from fp4graph.numerics import noise
-from fp4graph.ops.program import Draw
+from fp4graph.numerics.draw import Draw
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
 

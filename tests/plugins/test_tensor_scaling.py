@@ -11,7 +11,7 @@ from torch import nn
 import fp4graph
 from fp4graph.errors import CaptureError, PolicyError
 from fp4graph.graph.plan import plan_site
-from fp4graph.ops.program import total
+from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
 

@@ -16,7 +16,7 @@ import torch
 from fp4graph.graph.plan import plan_site
 from fp4graph.numerics.formats import E2M1, E3M0, E4M3, E8M0, E8M3, FP32, INT4, UE5M3, UE5M3_61440
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
-from fp4graph.ops.program import total
+from fp4graph.ops.product import total
 from fp4graph.policy import Match, Rule, load_policy
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView

@@ -16,7 +16,6 @@ from fp4graph.technique import IMPORTABLE, STAGES, Technique, overrides
 
 ROOT = Path(__file__).parents[2]
 PLUGINS = [*sorted((ROOT / "plugins").glob("*.py")), ROOT / "examples/technique_plugin/mse_scale.py"]
-PENDING = {"fp4graph.ops.program.Quantization"}  # moves to fp4graph.technique
 TECHNIQUES = (ROOT / "docs/techniques.md").read_text(encoding="utf-8")
 
 
@@ -29,7 +28,7 @@ def imported(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             own = node.module in IMPORTABLE  # else the names are modules of a package
             names |= {node.module if own and node.module else f"{node.module}.{alias.name}" for alias in node.names}
-    return {name for name in names if name.split(".")[0] == "fp4graph"} - PENDING
+    return {name for name in names if name.split(".")[0] == "fp4graph"}
 
 
 @pytest.mark.parametrize("path", PLUGINS, ids=lambda path: path.stem)

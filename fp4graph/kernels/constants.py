@@ -1,0 +1,107 @@
+"""The numbers of a spec as kernels read them, known while a kernel is compiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+import torch
+
+from fp4graph.numerics.packing import scale_storage
+from fp4graph.numerics.scaling import exponent_shift
+from fp4graph.numerics.spec import QuantSpec
+
+
+@dataclass(frozen=True)
+class Constants:
+    """A spec's numbers; those of the scale format begin with ``s_``.
+
+    Attributes:
+        block: elements of a block.
+        qmax, mantissa, min_exponent, emax, integer, code_bits, nan_code: of the element format.
+        draws: True if elements are rounded stochastically.
+        ties, random_bits: as in the spec.
+        shift: of the rules that take the scale's exponent from the statistic's; -1 for the others.
+        encode, to_one: the convention, and what a scale that underflows becomes.
+        s_rounding: as in the spec.
+        s_top: the exponent of the scale format's highest binade.
+        s_storage: what is stored of scales, codes or floats.
+    """
+
+    block: int
+    qmax: float
+    mantissa: int
+    min_exponent: int
+    emax: int
+    integer: bool
+    code_bits: int
+    nan_code: int
+    draws: bool
+    ties: str
+    random_bits: int
+    shift: int
+    encode: bool
+    to_one: bool
+    s_rounding: str
+    s_mantissa: int
+    s_min_exponent: int
+    s_top: int
+    s_max: float
+    s_min: float
+    s_has_zero: bool
+    s_nan_code: int
+    s_storage: Literal["code", "float"]
+
+    @property
+    def s_draws(self) -> bool:
+        """True if scales are rounded stochastically."""
+        return self.s_rounding == "stochastic"
+
+    @property
+    def s_max_bits(self) -> int:
+        """The bits of the largest scale as an fp32."""
+        return _bits_of(self.s_max)
+
+    @property
+    def s_min_bits(self) -> int:
+        """The bits of the smallest scale as an fp32, which may be subnormal."""
+        return _bits_of(self.s_min)
+
+
+@cache
+def constants(spec: QuantSpec) -> Constants:
+    """Return the numbers of a spec whose blocks have a fixed length along the contraction axis."""
+    element, number = spec.element, spec.scale.format
+    assert isinstance(spec.block, int)
+    shift = exponent_shift(spec.scale, element)
+    return Constants(
+        block=spec.block,
+        qmax=element.max,
+        mantissa=element.mantissa_bits,
+        min_exponent=element.min_exponent,
+        emax=element.emax,
+        integer=element.integer,
+        code_bits=element.code_bits,
+        nan_code=element.nan_code or 0,
+        draws=spec.rounding == "stochastic",
+        ties=spec.ties,
+        random_bits=spec.random_bits,
+        shift=-1 if shift is None else shift,
+        encode=spec.scale.convention == "encode",
+        to_one=spec.scale.zero == "to_one",
+        s_rounding=spec.scale.rounding,
+        s_mantissa=number.mantissa_bits,
+        s_min_exponent=number.min_exponent,
+        s_top=number.top_exponent,
+        s_max=number.max,
+        s_min=number.min,
+        s_has_zero=number.has_zero,
+        s_nan_code=number.nan_code or 0,
+        s_storage="code" if scale_storage(number) is torch.uint8 else "float",
+    )
+
+
+@cache
+def _bits_of(value: float) -> int:
+    return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))

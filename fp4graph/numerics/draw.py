@@ -1,0 +1,60 @@
+"""Where one consumer's random bits come from: a site's key, the forward's step, and the salts of the part that draws.
+
+A :class:`Draw` is the one form that randomness has between a policy's sites and the kernels. Tensor code takes its bits
+from :meth:`Draw.noise`; kernels are given key, step and salts, and derive the same key by themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fp4graph.numerics import noise
+from fp4graph.numerics.blocking import Blocking
+from fp4graph.numerics.noise import Noise
+
+
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """A source of random bits.
+
+    Attributes:
+        key: int32 ``[2]``, of a site (:func:`fp4graph.numerics.noise.make_key`).
+        step: int32 ``[5]``, of a forward (:func:`fp4graph.numerics.noise.make_step`); None where the key is all that
+            the bits depend on.
+        salts: those of the parts that were taken so far, outermost first.
+    """
+
+    key: Tensor
+    step: Tensor | None = None
+    salts: tuple[int, ...] = ()
+
+    def salted(self, *salts: int) -> Draw:
+        """Return an unrelated source for one part."""
+        return replace(self, salts=(*self.salts, *salts))
+
+    @property
+    def varying(self) -> Tensor:
+        """The key of this forward, int32 ``[2]``."""
+        return self._derived(self.key if self.step is None else noise.mix(self.key, self.step[:2]))
+
+    @property
+    def constant(self) -> Tensor:
+        """The key that is the same at every forward and on every rank, int32 ``[2]``."""
+        return self._derived(self.key if self.step is None else noise.mix(self.key, self.step[2:4]))
+
+    @property
+    def count(self) -> Tensor | None:
+        """Forwards with gradients so far, int32, 0-d; None without a step."""
+        return None if self.step is None else self.step[4]
+
+    def noise(self, blocking: Blocking, device: torch.device) -> Noise:
+        """Return the random bits of this forward for one tensor."""
+        return Noise(self.varying, blocking, device)
+
+    def _derived(self, key: Tensor) -> Tensor:
+        for salt in self.salts:
+            key = noise.derive(key, salt)
+        return key

@@ -1,0 +1,177 @@
+"""A site's program in one forward or backward: with its source of random bits and its state.
+
+It quantizes the operands of each GEMM, multiplies them, shows them to an observer, and writes the state that the graph
+keeps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fp4graph.kernels import operators
+from fp4graph.kernels.operators import PackedOperand
+from fp4graph.numerics.draw import Draw
+from fp4graph.ops.draw import operand_draw
+from fp4graph.ops.gemm import GemmProgram, MatmulProgram, Rotation, Side
+from fp4graph.ops.observe import ObservedOperand, OperandObserver
+from fp4graph.ops.operand import OperandProgram
+from fp4graph.ops.product import Term, Terms, multiply, total
+from fp4graph.ops.state import OperandState
+from fp4graph.technique.operands import Operand
+
+
+@dataclass(frozen=True)
+class MatmulOptions:
+    """What is known of a product without looking at a tensor.
+
+    Attributes:
+        program: of the site.
+        dtype: of the GEMMs.
+        training: True if state may be written.
+        site: for the errors of plugins.
+        alpha, beta: of the product and of the addend.
+        observer: is shown the operands of every GEMM.
+    """
+
+    program: MatmulProgram
+    dtype: torch.dtype
+    training: bool
+    site: str | None
+    alpha: float = 1
+    beta: float = 1
+    observer: OperandObserver | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class BoundOperand:
+    """One operand of a GEMM with all that its program is called on; ``x`` is in the GEMM's basis."""
+
+    operand: Operand
+    program: OperandProgram
+    x: Tensor
+    draw: Draw | None
+    state: OperandState
+
+    def terms(self, dtype: torch.dtype) -> Terms:
+        """Return the quantized operand in the dtype of the GEMM."""
+        return tuple(term.to(dtype) for term in self.program(self.x, self.draw, self.state))
+
+    def observed(self, given: Tensor, terms: Terms) -> ObservedOperand:
+        """Return the operand as an observer is shown it."""
+        return ObservedOperand(self.operand, self.program, given, self.x, terms, self.draw, self.state)
+
+
+class BoundMatmul:
+    """A matmul program with what one forward or backward calls it with."""
+
+    def __init__(self, options: MatmulOptions, draw: Draw | None, state: tuple[Tensor | None, ...]) -> None:
+        self._options, self._dtype, self._draw = options, options.dtype, draw
+        self._slots = tuple(zip(options.program.state, state, strict=True))
+
+    def rotated(self, gemm: GemmProgram, left: Tensor, right: Tensor) -> Rotation:
+        """Return the operands in the dtype they are quantized from and in the GEMM's basis."""
+        left, right = self._cast(left, gemm.left), self._cast(right, gemm.right)
+        return gemm.rotate(left, right, operand_draw(self._draw, gemm.operands[0]))
+
+    def operands(self, gemm: GemmProgram, rotation: Rotation) -> tuple[BoundOperand, BoundOperand]:
+        """Return both operands of ``gemm``."""
+        return self._operand(gemm, rotation, "left"), self._operand(gemm, rotation, "right")
+
+    def kept_terms(
+        self, operand: BoundOperand, rotation: Rotation, side: Side, *, keep: bool
+    ) -> tuple[Terms, Tensor | PackedOperand | None]:
+        """Return an operand of fprop quantized, and if ``keep`` what the backward rereads of it: the dequantized
+        operand in the original basis, or the bytes that stand for it."""
+        program, x = operand.program, operand.x
+        plain = keep and not rotation.steps and program.by_kernel(x.device, operand.draw)
+        if plain and program.spec is not None and operators.packs(program.spec, x.dtype, self._dtype, x.device):
+            values, packed = operators.quantize_and_pack(x, program.spec, operand.draw, self._dtype)
+            return (Term(values.to(self._dtype)),), packed
+        terms = operand.terms(self._dtype)
+        return terms, rotation.undo(total(terms), side).to(self._dtype) if keep else None
+
+    def product(self, gemm: GemmProgram, left: Tensor, source: Tensor | PackedOperand) -> Tensor:
+        """Return one backward GEMM of ``left`` with the transpose of ``source``, in the GEMM's dtype."""
+        right = gemm.right
+        if isinstance(source, PackedOperand):
+            direct = not gemm.transforms and not right.observes and right.by_kernel(left.device, self._draw)
+            if direct and right.spec is not None:
+                return self._product_from_bytes(gemm, self._cast(left, gemm.left), source)
+            source = source.unpack()
+        operands = self.operands(gemm, self.rotated(gemm, left, source.mT))
+        terms = operands[0].terms(self._dtype), operands[1].terms(self._dtype)
+        self.show(operands, (left, source.mT), terms)
+        y = multiply(*terms)
+        self.observe(*operands)
+        return y
+
+    def _product_from_bytes(self, gemm: GemmProgram, left: Tensor, source: PackedOperand) -> Tensor:
+        """Return :meth:`product` with its right operand quantized again without being unpacked."""
+        spec = gemm.right.spec
+        assert spec is not None
+        own = self._operand(gemm, Rotation(left, left), "left")
+        requantized = source.requantized(spec, operand_draw(self._draw, gemm.operands[1])).to(self._dtype)
+        terms = own.terms(self._dtype), (Term(requantized),)
+        if self._options.observer is not None:
+            x = source.unpack().mT
+            self.show(self.operands(gemm, Rotation(left, x)), (left, x), terms)
+        self.observe(own)
+        return multiply(*terms)
+
+    def show(
+        self, operands: tuple[BoundOperand, BoundOperand], given: tuple[Tensor, Tensor], terms: tuple[Terms, Terms]
+    ) -> None:
+        """Let the observer see what one GEMM multiplies."""
+        if self._options.observer is not None:
+            left, right = map(BoundOperand.observed, operands, given, terms)
+            self._options.observer(left, right)
+
+    def observe(self, *operands: BoundOperand) -> None:
+        """Write the state that the graph keeps, after everything else has read it."""
+        for own in operands:
+            if own.program.observes and self._options.training:
+                values = own.program.observe(own.x, own.draw, own.state)
+                for slot, entry in self._slots:
+                    if entry is not None and slot.written and slot.entry.operand is own.operand:
+                        entry.copy_(values[slot.technique, slot.entry.name])
+
+    def with_factors(
+        self, a: Tensor, b: Tensor, da: Tensor | None, db: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return ``(dA·R ⊙ f'(A·R))·R⁻¹`` and the same for B, R being fprop's pair transforms."""
+        fprop = self._options.program.fprop
+        rotation = self.rotated(fprop, a, b)
+        left, right = self.operands(fprop, rotation)
+        # The gradient with respect to A·R is dA·R⁻ᵀ: a transform of the other side.
+        return _with_factor(da, left, rotation, "right"), _with_factor(db, right, rotation, "left")
+
+    def _cast(self, x: Tensor, program: OperandProgram) -> Tensor:
+        return x if program.from_master else x.to(self._dtype)
+
+    def _operand(self, gemm: GemmProgram, rotation: Rotation, side: Side) -> BoundOperand:
+        left, right = gemm.operands
+        operand, program, x = (
+            (left, gemm.left, rotation.left) if side == "left" else (right, gemm.right, rotation.right)
+        )
+        return BoundOperand(operand, program, x, operand_draw(self._draw, operand), self._state(operand, rotation))
+
+    def _state(self, operand: Operand, rotation: Rotation) -> OperandState:
+        """Return an operand's entries, those of the weight's shape laid out as the operand is."""
+        result: dict[str, dict[str, Tensor]] = {}
+        for slot, tensor in self._slots:
+            if slot.entry.operand is operand and tensor is not None:
+                if slot.entry.weight_like:
+                    tensor = tensor.mT if operand is Operand.DGRAD_WEIGHT else tensor
+                    tensor = rotation.apply(tensor, "right")
+                result.setdefault(slot.technique, {})[slot.entry.name] = tensor
+        return result
+
+
+def _with_factor(gradient: Tensor | None, own: BoundOperand, rotation: Rotation, side: Side) -> Tensor | None:
+    if gradient is None:
+        return None
+    factor = own.program.gradient_factor(own.x, own.draw, own.state)
+    return gradient if factor is None else rotation.undo(rotation.apply(gradient, side) * factor, side)

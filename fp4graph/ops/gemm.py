@@ -1,0 +1,152 @@
+"""The programs of a site's three GEMMs: the pair transforms and the two quantizers of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fp4graph.numerics.blocking import Blocking
+from fp4graph.numerics.draw import Draw
+from fp4graph.ops import contract
+from fp4graph.ops.draw import transform_draw
+from fp4graph.ops.operand import OperandProgram
+from fp4graph.ops.state import StateSlot
+from fp4graph.technique import Technique
+from fp4graph.technique.operands import Gemm, Operand
+
+Side = Literal["left", "right"]
+
+
+@dataclass(frozen=True)
+class GemmProgram:
+    """One GEMM ``left [..., I, K] @ right [..., J, K]ᵀ``: pair transforms, then each operand's quantizer.
+
+    Attributes:
+        gemm: which of a site's three it is.
+        left, right: the quantizers.
+        transforms: act on both operands in order, and cancel in the product.
+    """
+
+    gemm: Gemm
+    left: OperandProgram
+    right: OperandProgram
+    transforms: tuple[Technique, ...] = ()
+
+    @property
+    def draws(self) -> bool:
+        """True if calling the program needs a source of random bits."""
+        return self.left.draws or self.right.draws or any(t.draws for t in self.transforms)
+
+    @property
+    def operands(self) -> tuple[Operand, Operand]:
+        """The left and the right operand."""
+        return _OPERANDS[self.gemm]
+
+    def rotate(self, left: Tensor, right: Tensor, draw: Draw | None) -> Rotation:
+        """Return both operands in the transforms' basis.
+
+        Args:
+            draw: of the left operand; transforms share it.
+        """
+        steps: list[PairStep] = []
+        for index, transform in enumerate(self.transforms):
+            blocking = Blocking(tuple(left.shape), "tensor")
+            context = contract.context(transform, transform_draw(draw, index), blocking, left.device, gemm=self.gemm)
+            shared = contract.run(transform, "pair_context", left, right, context)
+            if not (isinstance(shared, tuple) and all(isinstance(tensor, Tensor) for tensor in shared)):
+                raise contract.broken(transform, "pair_context", "must return a tuple of tensors")
+            step = PairStep(transform, shared, left.shape[-1])
+            steps.append(step)
+            left, right = step.apply(left, "left"), step.apply(right, "right")
+            if statically_known_true(left.shape[-1] != right.shape[-1]):
+                lengths = f"{left.shape[-1]} and {right.shape[-1]}"
+                raise contract.broken(transform, "transform", f"gave the operands contraction axes of {lengths}")
+        return Rotation(left, right, tuple(steps))
+
+
+_OPERANDS = {
+    Gemm.FPROP: (Operand.FPROP_INPUT, Operand.FPROP_WEIGHT),
+    Gemm.DGRAD: (Operand.DGRAD_GRAD_OUTPUT, Operand.DGRAD_WEIGHT),
+    Gemm.WGRAD: (Operand.WGRAD_GRAD_OUTPUT, Operand.WGRAD_INPUT),
+}
+
+
+@dataclass(frozen=True, eq=False)
+class PairStep:
+    """One pair transform at work.
+
+    Attributes:
+        transform: the technique.
+        shared: the tensors that both operands share.
+        length: of the contraction axis before the transform, which may pad it.
+    """
+
+    transform: Technique
+    shared: tuple[Tensor, ...]
+    length: int | torch.SymInt
+
+    def apply(self, x: Tensor, side: Side) -> Tensor:
+        """Return ``x`` in the transform's basis."""
+        transformed = contract.run(self.transform, "transform", x, side, self.shared)
+        return contract.along_last(self.transform, "transform", transformed, x)
+
+    def undo(self, x: Tensor, side: Side) -> Tensor:
+        """Return ``x`` in the basis and length before the transform."""
+        back = contract.run(self.transform, "inverse", x, side, self.shared)
+        x = contract.along_last(self.transform, "inverse", back, x)
+        if statically_known_true(x.shape[-1] < self.length):
+            message = f"returned a last axis of {x.shape[-1]} where {self.length} is due"
+            raise contract.broken(self.transform, "inverse", message)
+        return x[..., : self.length]
+
+
+@dataclass(frozen=True, eq=False)
+class Rotation:
+    """The operands of one GEMM after its pair transforms: contraction axis last, perhaps zero-padded by them."""
+
+    left: Tensor
+    right: Tensor
+    steps: tuple[PairStep, ...] = ()
+
+    def apply(self, x: Tensor, side: Side) -> Tensor:
+        """Return a further tensor of the side's shape in the transforms' basis."""
+        for step in self.steps:
+            x = step.apply(x, side)
+        return x
+
+    def undo(self, x: Tensor, side: Side) -> Tensor:
+        """Return ``x`` in the original basis and length."""
+        for step in reversed(self.steps):
+            x = step.undo(x, side)
+        return x
+
+
+@dataclass(frozen=True)
+class MatmulProgram:
+    """The three GEMM programs of one kind of site. Equal programs share compiled code.
+
+    Attributes:
+        fprop: left A, right B.
+        dgrad: left dY, right Bᵀ.
+        wgrad: left dYᵀ, right Aᵀ.
+        state: of all operands, in the order in which a call takes it.
+    """
+
+    fprop: GemmProgram
+    dgrad: GemmProgram
+    wgrad: GemmProgram
+    state: tuple[StateSlot, ...] = ()
+
+    @property
+    def draws(self) -> bool:
+        """True if any of the GEMMs needs a source of random bits."""
+        return any(gemm.draws for gemm in (self.fprop, self.dgrad, self.wgrad))
+
+    def operand(self, operand: Operand) -> OperandProgram:
+        """Return the program of one of the six operands."""
+        gemm: GemmProgram = getattr(self, operand.gemm)
+        return gemm.left if operand is gemm.operands[0] else gemm.right

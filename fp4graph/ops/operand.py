@@ -1,0 +1,213 @@
+"""One operand's quantizer: a spec with the techniques that act on it, as a pure function of tensors.
+
+A program is frozen data: equal specs and techniques make equal programs, which share one compiled function however
+many sites use it. Nothing in a program knows its site; whatever differs from site to site (keys, weight state) comes
+in as tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fp4graph.kernels import operators
+from fp4graph.numerics.blocking import Blocking, is_scalar
+from fp4graph.numerics.draw import Draw
+from fp4graph.numerics.rounding import EXPONENT_MASK
+from fp4graph.numerics.spec import QuantSpec
+from fp4graph.ops import contract
+from fp4graph.ops.contract import Acting, at_stage
+from fp4graph.ops.draw import call_draw, technique_draw
+from fp4graph.ops.gradient import jacobian_diagonal
+from fp4graph.ops.product import Term, Terms
+from fp4graph.ops.quantizer import Quantizer
+from fp4graph.ops.state import OperandState, StateSlot
+from fp4graph.technique import GRADIENT_STAGES, QUANTIZER_STAGES, Context, Quantization, Technique, Unrounded, overrides
+
+
+@dataclass(frozen=True)
+class OperandProgram:
+    """One operand's quantizer.
+
+    Called on ``x [..., K]``, blocks along the last axis; returns the operand's terms, in the shape and dtype of ``x``.
+
+    Attributes:
+        spec: None leaves the operand in high precision.
+        techniques: those that act on the operand, in the policy's order.
+        state: their state.
+        reuses: True if an operand in high precision reads the dequantized fprop operand as it is.
+    """
+
+    spec: QuantSpec | None
+    techniques: tuple[Technique, ...] = ()
+    state: tuple[StateSlot, ...] = ()
+    reuses: bool = False
+
+    @property
+    def draws(self) -> bool:
+        """True if calling the program needs a source of random bits."""
+        return self.spec is not None and (self.spec.needs_key or any(t.draws for t in self.techniques))
+
+    @property
+    def from_fprop(self) -> bool:
+        """True if the program starts from the dequantized fprop operand."""
+        return self.reuses or (self.spec is not None and self.spec.source == "fprop")
+
+    @property
+    def from_master(self) -> bool:
+        """True if the operand is quantized from before autocast's cast."""
+        return self.spec is not None and self.spec.from_master
+
+    @property
+    def observes(self) -> bool:
+        """True if calling the program while training changes state."""
+        return any(slot.written for slot in self.state)
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """True if the spec alone says what is computed: no technique changes it."""
+        return self.spec is not None and not any(self.at(stage) for stage in QUANTIZER_STAGES)
+
+    @property
+    def has_gradient_factor(self) -> bool:
+        """True if a technique replaces the straight-through estimator."""
+        return self.spec is not None and any(self.at(stage) for stage in GRADIENT_STAGES)
+
+    def at(self, stage: str) -> list[Technique]:
+        """Return the techniques that act at ``stage``, in order."""
+        return [technique for technique in self.techniques if overrides(technique, stage)]
+
+    def by_kernel(self, device: torch.device, draw: Draw | None) -> bool:
+        """True if one kernel computes the whole program on ``device``."""
+        if self.spec is None or not self.is_plain or (self.spec.needs_key and draw is None):
+            return False
+        return operators.runs(self.spec, device)
+
+    def __call__(self, x: Tensor, draw: Draw | None = None, state: OperandState | None = None) -> Terms:
+        if self.spec is None:
+            return (Term(x),)
+        if self.by_kernel(x.device, draw):
+            return (Term(operators.quantize(x, self.spec, draw)),)
+        acting = self.acting(x, draw, state)
+        part, residuals = _split(x, acting)
+        multiplier: Tensor | None = None
+        calls = 0
+        wrapped = bool(self.at("around") or self.at("after"))
+
+        def quantize(part: Tensor) -> Tensor:
+            nonlocal multiplier, calls
+            own = call_draw(draw, calls)
+            quantizer = self._quantizer(acting if calls == 0 else self.acting(part, own, state), own, calls > 0)
+            calls += 1
+            scaled = quantizer.scaled(part)
+            factor = gamma = scaled.group_scale
+            if gamma is not None and not wrapped and is_scalar(gamma):
+                # A scalar γ multiplies the GEMM's accumulator: FP4 code times block scale is exact in bf16, times γ it
+                # is not. Its power of two goes before. That is exact too, and both sides stay in range: the operand
+                # is as large as X, where codes times scales of UE5M3 would overflow fp16, and the product of two
+                # multipliers lies in [1, 4), where γ_a·γ_b may underflow fp32.
+                factor = _power_of_two(gamma)
+                multiplier = (gamma / factor).reshape(())
+            return quantizer.dequantized(part, scaled, factor)
+
+        inner: Callable[[Tensor], Tensor] = quantize
+        for technique, context in reversed(list(at_stage("around", acting))):  # the policy's first is the outermost
+            inner = _wrap(technique, inner, context)
+        y = inner(part)
+        for technique, context in at_stage("after", acting):
+            y = contract.same(technique, "after", contract.run(technique, "after", y, context), y)
+        return (Term(y, multiplier), *residuals)
+
+    def quantize(self, x: Tensor, draw: Draw | None = None, state: OperandState | None = None) -> Quantization:
+        """Return the parts of the bare quantizer: without what techniques split off or wrap around it."""
+        acting = self.acting(x, draw, state)
+        part, _ = _split(x, acting)
+        return self._quantizer(acting, draw).quantize(part)
+
+    def unrounded(self, x: Tensor, draw: Draw | None = None, state: OperandState | None = None) -> Unrounded:
+        """Return the parts of :meth:`quantize` that are known before elements are rounded."""
+        acting = self.acting(x, draw, state)
+        part, _ = _split(x, acting)
+        return self._quantizer(acting, draw).unrounded(part)
+
+    def observe(self, x: Tensor, draw: Draw | None, state: OperandState) -> dict[tuple[str, str], Tensor]:
+        """Return new values, by technique and entry name, of the entries that the graph writes."""
+        if not self.observes:
+            return {}
+        quantization = self.quantize(x, draw, state)
+        observed: dict[tuple[str, str], Tensor] = {}
+        for technique, context in at_stage("observe", self.acting(x, draw, state)):
+            new = contract.run(technique, "observe", quantization, context)
+            due = {slot.entry.name for slot in self.state if slot.technique == technique.name and slot.written}
+            if not isinstance(new, Mapping) or set(new) != due:
+                got = sorted(map(str, new)) if isinstance(new, Mapping) else type(new).__name__
+                raise contract.broken(technique, "observe", f"returned {got} where values of {sorted(due)} are due")
+            for name, value in new.items():
+                like = state[technique.name][name]
+                observed[technique.name, name] = contract.same(technique, "observe", value, like)
+        return observed
+
+    def gradient_factor(self, x: Tensor, draw: Draw | None, state: OperandState | None) -> Tensor | None:
+        """Return the diagonal of the quantizer's Jacobian at ``x`` by the techniques' surrogates, in the shape of
+        ``x``; None stands for 1."""
+        if not self.has_gradient_factor:
+            return None
+        quantization = self.quantize(x, draw, state)
+        return quantization.blocking.join(jacobian_diagonal(quantization, self.acting(x, draw, state)))
+
+    def _quantizer(self, acting: Acting, draw: Draw | None, remainder: bool = False) -> Quantizer:
+        assert self.spec is not None, "a high-precision operand has no quantizer"
+        return Quantizer(self.spec, acting, self.state, draw, remainder)
+
+    def acting(self, x: Tensor, draw: Draw | None, state: OperandState | None) -> Acting:
+        """Return the techniques with what each may read here."""
+        assert self.spec is not None, "a high-precision operand has no quantizer"
+        blocking = Blocking(tuple(x.shape), self.spec.block)
+        normalized = next((t.divides_by for t in self.techniques if t.divides_by is not None), None)
+        acting: list[tuple[Technique, Context]] = []
+        for index, technique in enumerate(self.techniques):
+            like = {
+                slot.entry.name for slot in self.state if slot.technique == technique.name and slot.entry.weight_like
+            }
+            entries = (state or {}).get(technique.name, {})
+            own = {name: blocking.split(entry) if name in like else entry for name, entry in entries.items()}
+            drawn = technique_draw(draw, index)
+            context = contract.context(
+                technique, drawn, blocking, x.device, state=own, spec=self.spec, normalized=normalized
+            )
+            acting.append((technique, context))
+        return acting
+
+
+def _split(x: Tensor, acting: Acting) -> tuple[Tensor, list[Term]]:
+    """Return the part of ``x`` to quantize, and the residuals that techniques split off."""
+    residuals = []
+    for technique, context in at_stage("split", acting):
+        parts = contract.run(technique, "split", x, context)
+        if not (isinstance(parts, tuple) and len(parts) == 2):
+            raise contract.broken(technique, "split", "must return (part to quantize, residual or None)")
+        part, residual = parts
+        if residual is not None:
+            residuals.append(Term(contract.same(technique, "split", residual, x, any_float=True).to(x.dtype)))
+        x = contract.same(technique, "split", part, x)
+    return x, residuals
+
+
+def _wrap(technique: Technique, inner: Callable[[Tensor], Tensor], context: Context) -> Callable[[Tensor], Tensor]:
+    def wrapped(x: Tensor) -> Tensor:
+        def quantize(part: Tensor) -> Tensor:
+            return inner(contract.same(technique, "around (what it quantizes)", part, x, any_float=True))
+
+        result = contract.run(technique, "around", quantize, x, context)
+        return contract.same(technique, "around", result, x, any_float=True)
+
+    return wrapped
+
+
+def _power_of_two(x: Tensor) -> Tensor:
+    """Return the largest power of two up to each positive normal fp32; Inf of Inf and NaN."""
+    return (x.view(torch.int32) & EXPONENT_MASK).view(torch.float32)

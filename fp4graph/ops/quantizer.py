@@ -1,0 +1,212 @@
+"""The stages of one quantizer: block statistic, group scales, block scale, rounding of elements.
+
+Each stage is the spec's own unless a technique acts at it. Statistics and the final rounding are computed by kernels
+where there are any, else by tensor code, to the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fp4graph.kernels import operators
+from fp4graph.numerics import scaling
+from fp4graph.numerics.blocking import Blocking, Granularity, Groups
+from fp4graph.numerics.draw import Draw
+from fp4graph.numerics.noise import Noise
+from fp4graph.numerics.quantize import round_elements
+from fp4graph.numerics.spec import QuantSpec
+from fp4graph.ops import contract
+from fp4graph.ops.contract import Acting, at_stage
+from fp4graph.ops.state import StateSlot
+from fp4graph.technique import Context, GroupScale, Quantization, Technique, Unrounded
+from fp4graph.technique.context import product_of
+
+
+@dataclass(frozen=True, eq=False)
+class Scaled:
+    """An operand in the blocked layout before the rounding of its elements, as far as techniques decide it.
+
+    The attributes are those of :class:`~fp4graph.technique.Unrounded`, except that ``values`` returns the values, which
+    a kernel does not need, and that ``scale`` is None where it is left to the spec.
+    """
+
+    blocking: Blocking
+    values: Callable[[], Tensor]
+    z: Tensor
+    statistic: Tensor
+    scale: Tensor | None
+    group_scales: tuple[GroupScale, ...]
+
+    @property
+    def group_scale(self) -> Tensor | None:
+        """γ, the product of all group scales; None where there are none."""
+        return product_of(self.group_scales)
+
+
+@dataclass(frozen=True, eq=False)
+class Quantizer:
+    """One call of an operand's quantizer, without what techniques split off or wrap around it.
+
+    Attributes:
+        spec: of the operand.
+        acting: the operand's techniques with their contexts.
+        slots: the state that the techniques have.
+        draw: the source of the spec's own random bits.
+        remainder: True for the remainder of an earlier call, which techniques with state do not round: their state
+            describes the weight.
+    """
+
+    spec: QuantSpec
+    acting: Acting
+    slots: tuple[StateSlot, ...] = ()
+    draw: Draw | None = None
+    remainder: bool = False
+
+    def quantize(self, x: Tensor) -> Quantization:
+        """Return all parts of the quantization of ``x [..., K]``."""
+        return self._rounded(self.scaled(x))
+
+    def unrounded(self, x: Tensor) -> Unrounded:
+        """Return the parts of :meth:`quantize` that are known before elements are rounded."""
+        return self._unrounded(self.scaled(x))
+
+    def scaled(self, x: Tensor) -> Scaled:
+        """Return ``x [..., K]`` with the statistics and scales that techniques decide."""
+        spec = self.spec
+        blocking = Blocking(tuple(x.shape), spec.block)
+        values: Callable[[], Tensor] = _Once(lambda: blocking.split(x.to(torch.float32)))
+        if isinstance(spec.block, int) and operators.runs(spec, x.device):
+            z = operators.maxima(x, spec.block).reshape(blocking.scale_shape)
+        else:
+            z = scaling.amax(values(), blocking.axes)
+        for technique, context in at_stage("block_statistic", self.acting):
+            chosen = contract.run(technique, "block_statistic", values(), z, context)
+            z = contract.same(technique, "block_statistic", chosen, z)
+        statistic = z
+        group_scales: list[GroupScale] = []
+        for technique, context in at_stage("group_scale", self.acting):
+            asked: list[tuple[Tensor, Groups]] = []
+            group = partial(self._group_statistic, values, z, blocking, asked)
+            answer = contract.run(technique, "group_scale", z, group, context)
+            if answer is None:
+                continue
+            if isinstance(answer, tuple) and len(answer) != 2:
+                raise contract.broken(technique, "group_scale", "must return γ, (γ, statistic of x/γ) or None")
+            gamma, own = answer if isinstance(answer, tuple) else (answer, None)
+            gamma = contract.broadcastable(technique, "group_scale", gamma, z)
+            z = z / gamma if own is None else contract.same(technique, "group_scale", own, z)
+            g, groups = asked[-1] if asked else (None, None)
+            group_scales.append(GroupScale(technique.name, gamma, g, groups, values))
+            values = _Once(partial(_quotient, values, gamma))
+        scale: Tensor | None = None
+        for technique, context in at_stage("scale", self.acting):
+            answer = contract.run_like(technique, "scale", z, values(), z, context)
+            scale = scale if answer is None else answer
+        return Scaled(blocking, values, z, statistic, scale, tuple(group_scales))
+
+    def dequantized(self, x: Tensor, scaled: Scaled, factor: Tensor | None) -> Tensor:
+        """Return the dequantized operand divided by γ and multiplied by ``factor``, in the shape and dtype of ``x``.
+
+        Args:
+            x: what ``scaled`` was made from.
+        """
+        if operators.rounds(self.spec, x.device) and not self._rounding():
+            return self._by_kernel(x, scaled, factor)
+        values = self._rounded(scaled).dequantized()
+        return scaled.blocking.join(values if factor is None else values * factor).to(x.dtype)
+
+    def _group_statistic(
+        self,
+        values: Callable[[], Tensor],
+        z: Tensor,
+        blocking: Blocking,
+        asked: list[tuple[Tensor, Groups]],
+        granularity: Granularity,
+    ) -> Tensor:
+        """Return g at ``granularity``, and append it with its groups to ``asked``."""
+        groups = Groups(blocking, granularity)
+        g = groups.reduce(z, "amax")
+        for technique, context in at_stage("group_statistic", self.acting):
+            chosen = contract.run(technique, "group_statistic", values(), g, groups, context)
+            g = contract.same(technique, "group_statistic", chosen, g)
+        asked.append((g, groups))
+        return g
+
+    def _unrounded(self, scaled: Scaled) -> Unrounded:
+        spec, blocking, values, scale = self.spec, scaled.blocking, scaled.values(), scaled.scale
+        if scale is None:
+            scale = self._scale(scaled, values.device)
+        ratio = scaling.ratio(values, scale, spec)
+        return Unrounded(spec, blocking, values, scaled.z, scale, ratio, scaled.statistic, scaled.group_scales)
+
+    def _rounded(self, scaled: Scaled) -> Quantization:
+        parts = self._unrounded(scaled)
+        elements: Tensor | None = None
+        for technique, context in self._rounding():
+            divided = self._divided(technique, context, scaled.group_scales)
+            own = contract.run_like(technique, "round", parts.ratio, parts.ratio, parts.scale, divided)
+            elements = elements if own is None else own
+        if elements is None:
+            elements = round_elements(parts.ratio, parts.spec, self._noise(parts.blocking, parts.ratio.device))
+        return Quantization(**vars(parts), elements=elements)
+
+    def _rounding(self) -> list[tuple[Technique, Context]]:
+        """Return the techniques that round elements."""
+        rounding = at_stage("round", self.acting)
+        return [(technique, context) for technique, context in rounding if not (self.remainder and context.state)]
+
+    def _by_kernel(self, x: Tensor, scaled: Scaled, factor: Tensor | None) -> Tensor:
+        """Compute :meth:`dequantized` by a kernel."""
+        spec, blocking = self.spec, scaled.blocking
+        if len(scaled.group_scales) > 1:
+            divided = blocking.join(scaled.values())
+            return self._by_kernel(divided, replace(scaled, group_scales=()), factor).to(x.dtype)
+        scale = scaled.scale
+        if scale is None and not isinstance(spec.block, int):
+            scale = self._scale(scaled, x.device)
+        statistic = scaled.z if scale is None else None
+        parts = (scaled.group_scale, statistic, scale, factor)
+        given = operators.Blocks(*(None if part is None else operators.by_run(part, blocking) for part in parts))
+        return operators.quantize(x, operators.by_runs(spec), self.draw, given)
+
+    def _scale(self, scaled: Scaled, device: torch.device) -> Tensor:
+        """Return the block scale by the spec's rule."""
+        noise = self._noise(scaled.blocking, device)
+        return scaling.block_scale(scaled.z, self.spec.scale, self.spec.element, noise)
+
+    def _noise(self, blocking: Blocking, device: torch.device) -> Noise:
+        """Return the random bits of the spec's own rounding."""
+        if self.draw is None or not self.spec.needs_key:
+            return Noise(None, blocking, device)
+        return self.draw.noise(blocking, device)
+
+    def _divided(self, technique: Technique, context: Context, by: Sequence[GroupScale]) -> Context:
+        """Return ``context`` with weight-like state divided by γ, as the values that it is compared with are."""
+        entries = dict(context.state)
+        for slot in self.slots:
+            if slot.technique == technique.name and slot.entry.weight_like:
+                for part in by:
+                    entries[slot.entry.name] = entries[slot.entry.name] / part.scale
+        return replace(context, state=entries)
+
+
+class _Once:
+    """A tensor that is made when it is first asked for. Not functools.cache, which Dynamo does not trace."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        self._make = make
+        self._made: Tensor | None = None
+
+    def __call__(self) -> Tensor:
+        if self._made is None:
+            self._made = self._make()
+        return self._made
+
+
+def _quotient(values: Callable[[], Tensor], gamma: Tensor) -> Tensor:
+    return values() / gamma

@@ -1,0 +1,118 @@
+"""What the tensor stages of a technique are handed: their context, and the parts of an operand's quantization."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from fp4graph.numerics import scaling
+from fp4graph.numerics.blocking import Blocking, Granularity, Groups
+from fp4graph.numerics.noise import Noise
+from fp4graph.numerics.spec import QuantSpec
+from fp4graph.technique.operands import Gemm
+
+
+@dataclass(frozen=True, eq=False)
+class Context:
+    """What a tensor stage may read besides its arguments.
+
+    Attributes:
+        blocking: how the operand is cut into blocks.
+        noise: random bits of this technique at this operand, new at every forward.
+        constant: random bits of this technique at this operand, the same at every forward.
+        count: forwards with gradients so far, int32, 0-d; None where the technique does not say that it ``draws``.
+        state: the technique's entries for this operand, by name; ``weight_like`` ones fp32 in the blocked layout.
+        spec: the operand's spec; None for pair transforms, which serve two operands.
+        gemm: the product whose operands a pair transform is given; None for other stages.
+        normalized: the granularity of the statistic g by which a technique divides this operand (its ``divides_by``),
+            as in U = X/g; None where no technique does.
+    """
+
+    blocking: Blocking
+    noise: Noise
+    constant: Noise
+    count: Tensor | None = None
+    state: Mapping[str, Tensor] = field(default_factory=dict)
+    spec: QuantSpec | None = None
+    gemm: Gemm | None = None
+    normalized: Granularity | None = None
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axes of the blocked layout inside a block."""
+        return self.blocking.axes
+
+
+@dataclass(frozen=True, eq=False)
+class GroupScale:
+    """The group scale γ of one technique.
+
+    Attributes:
+        technique: the technique's name.
+        scale: γ, fp32, broadcastable to a statistic.
+        statistic: g, the group statistic that γ is proportional to; None where the technique asked for none.
+        groups: the groups that g was taken over, or None.
+        values: returns the operand before its division by γ, fp32, in the blocked layout.
+    """
+
+    technique: str
+    scale: Tensor
+    statistic: Tensor | None
+    groups: Groups | None
+    values: Callable[[], Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Unrounded:
+    """The parts of one operand's quantization before its elements are rounded: fp32, in the blocked layout.
+
+    Attributes:
+        spec, blocking: of the operand.
+        values: x/γ.
+        z: the statistic of ``values``, with the axes inside a block of size 1.
+        scale: the stored scale, in the spec's convention and the shape of ``z``.
+        ratio: ``values`` divided by the scale, in the shape of ``values``: what is rounded to elements.
+        statistic: Z before it was divided by γ, in the shape of ``z``.
+        group_scales: of the techniques that have one, in the order in which they divide.
+    """
+
+    spec: QuantSpec
+    blocking: Blocking
+    values: Tensor
+    z: Tensor
+    scale: Tensor
+    ratio: Tensor
+    statistic: Tensor
+    group_scales: tuple[GroupScale, ...]
+
+    @property
+    def group_scale(self) -> Tensor | None:
+        """γ, the product of all group scales; None where there are none."""
+        return product_of(self.group_scales)
+
+
+@dataclass(frozen=True, eq=False)
+class Quantization(Unrounded):
+    """All parts of one operand's quantization.
+
+    The dequantized operand is ``γ · elements · S`` (``γ · elements / s`` for an encode scale).
+
+    Attributes:
+        elements: the values of the element format that ``ratio`` was rounded to, in its shape.
+    """
+
+    elements: Tensor
+
+    def dequantized(self) -> Tensor:
+        """Return the dequantized operand divided by γ: fp32, in the blocked layout."""
+        return scaling.dequantize(self.elements, self.scale, self.spec)
+
+
+def product_of(group_scales: tuple[GroupScale, ...]) -> Tensor | None:
+    """Return γ, the product of ``group_scales``; None if there are none."""
+    gamma: Tensor | None = None
+    for part in group_scales:
+        gamma = part.scale if gamma is None else gamma * part.scale
+    return gamma
