@@ -18,9 +18,9 @@ from fp4graph.analysis.tensorboard import log_to, writer
 from fp4graph.errors import Error
 from fp4graph.model import state
 from fp4graph.model.distributed import unwrapped
-from fp4graph.model.explain import describe
 from fp4graph.model.runtime import Runtime, require_runtime, runtime_of
 from fp4graph.numerics.sharding import fsdp_modules
+from fp4graph.policy.words import describe
 from fp4graph.text import suggest
 
 #: Steps at the end of a window over which outputs are compared: each takes a forward of the probe.

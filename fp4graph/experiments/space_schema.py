@@ -16,7 +16,8 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError, ValidationError
 
-from fp4graph.policy.schema import OperandException, QuantizeSection, TechniqueEntry, Text
+from fp4graph.policy.schema import OperandException, QuantizeSection, TechniqueEntry
+from fp4graph.policy.section import Text
 from fp4graph.text import suggest
 
 VERSION = 1

@@ -10,7 +10,7 @@ from torch import nn
 
 from fp4graph.errors import CaptureError, PolicyError
 from fp4graph.graph.blocks import pattern_of
-from fp4graph.graph.rewrite import Site, WeightUse
+from fp4graph.graph.site import Site, WeightUse
 from fp4graph.model import hooks
 from fp4graph.model.capture import Capture
 from fp4graph.model.prepare import PhasePlan

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fp4graph.errors import Error
 from fp4graph.graph.backend import inner_backend
 from fp4graph.graph.observe import Recording
-from fp4graph.graph.rewrite import Site
+from fp4graph.graph.site import Site
 from fp4graph.model import coverage, distributed, hooks, state
 from fp4graph.model.capture import Capture
 from fp4graph.model.inspection import Inspection

@@ -346,7 +346,7 @@ def test_dge_on_weights_only():
 @pytest.mark.parametrize("convention", ["decode", "encode"])
 def test_the_factor_multiplies_the_gradient_of_the_product(convention):
     """dX = (dY·f(W)) ⊙ f'(X) and dW = (dYᵀ·f(X)) ⊙ f'(W), with a rotation around it: in the rotated basis."""
-    from fp4graph.graph.rewrite import site_function
+    from fp4graph.graph.functions import site_function
     from fp4graph.numerics.hadamard import hadamard_matrix
 
     keep = {"backward": "keep", "dgrad.weight": "fprop", "wgrad.input": "fprop"}

@@ -12,8 +12,8 @@ import yaml
 
 import fp4graph
 from fp4graph.errors import PolicyError
+from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
-from fp4graph.graph.rewrite import site_function
 from fp4graph.numerics import noise
 from fp4graph.numerics.draw import Draw
 from fp4graph.ops.draw import operand_draw

@@ -10,8 +10,8 @@ import torch
 
 import fp4graph
 from fp4graph.errors import PolicyError
+from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
-from fp4graph.graph.rewrite import site_function
 from fp4graph.numerics.formats import E2M1
 from fp4graph.numerics.scaling import block_scale
 from fp4graph.technique.operands import Operand
