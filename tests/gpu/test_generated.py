@@ -27,6 +27,8 @@ from tests.gpu.cases import KEY, STEP, GradientFactor, Quantizer, operands, quan
 from tests.gpu.interpreted import run_generated
 from tests.helpers.floats import assert_same_bits
 
+pytestmark = pytest.mark.process
+
 UNEVEN, EVEN = (75, 90), (64, 96)
 #: Tested by default: MXFP4 along rows, ties up, and down columns, ties even. `make gpu` tests all.
 FEW = ("tetrajet:fprop.input", "microscaling:dgrad.weight")
