@@ -17,12 +17,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from fp4graph.errors import Error
-from fp4graph.numerics.formats import FP32
-from fp4graph.numerics.spec import QuantSpec
-from fp4graph.policy import Phase, Policy, Rule, load_policy
+from fp4graph.policy import Phase, Policy, Rule, load_policy, plan_specs
 from fp4graph.policy.validation import keys
+from fp4graph.policy.words import spec_words
 from fp4graph.technique import STAGES, OperandSpecs, Technique, overrides
-from fp4graph.technique.operands import Operand, OperandList
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.options import OperandList
 from fp4graph.technique.registry import GROUP, Registry
 from fp4graph.technique.site import SiteView
 
@@ -118,31 +118,9 @@ def _rule_data(rule: Rule) -> dict[str, Any]:
 
 
 def planned(rule: Rule) -> OperandSpecs:
-    """Return the specs of a rule after its techniques have changed them."""
-    specs: OperandSpecs = rule.specs
-    if rule.quantizes:
-        site = SiteView(None, (rule.match.op or ("linear",))[0], None, None, None, None, None)
-        for technique in rule.techniques:
-            specs = technique.plan(site, specs)
-    return specs
-
-
-def spec_words(spec: QuantSpec | None) -> dict[str, str] | None:
-    """Return one operand's spec, column by column."""
-    if spec is None:
-        return None
-    block = "×".join(map(str, spec.block)) if isinstance(spec.block, tuple) else str(spec.block)
-    scale = [spec.scale.format.name] + ([spec.scale.rounding] if spec.scale.format != FP32 else ["unrounded"])
-    scale += [spec.scale.convention] if spec.scale.convention != "decode" else []
-    scale += [spec.scale.zero] if spec.scale.zero != "nearest_subnormal" else []
-    bits = f", {spec.random_bits} bits" if spec.random_bits != 24 else ""
-    return {
-        "element": spec.element.name,
-        "block": block,
-        "scale": " ".join(scale),
-        "rounding": f"nearest, ties {spec.ties}" if spec.rounding == "nearest" else f"stochastic{bits}",
-        "source": spec.source + (", from master" if spec.from_master else ""),
-    }
+    """Return the specs of a rule after its techniques have planned."""
+    site = SiteView(None, (rule.match.op or ("linear",))[0], None, None, None)
+    return plan_specs(rule.techniques, site, rule.specs)
 
 
 def _option(field: FieldInfo) -> dict[str, Any]:

@@ -23,8 +23,7 @@ from rich.table import Table
 from fp4graph.errors import Error
 from fp4graph.files import replacing
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.policy import Policy, Rule, Specs, load_policy
-from fp4graph.policy.policy import KEPT, Expect
+from fp4graph.policy import KEPT, Expect, Policy, Rule, Specs, load_policy
 from fp4graph.technique import Technique, overrides
 from fp4graph.technique.operands import ADDRESSES, Gemm, Operand
 from fp4graph.technique.site import SiteView

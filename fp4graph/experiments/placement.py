@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from fp4graph.policy import Match, Policy, Rule
+from fp4graph.policy import Policy, Rule
 
 
 def placed(policy: Policy, blocks: Sequence[str]) -> Policy:
@@ -42,5 +42,5 @@ def _placed(rule: Rule, blocks: Sequence[str]) -> Rule:
     if match.last_blocks is not None:
         chosen = [name for name in chosen if name in blocks[len(blocks) - match.last_blocks :]]
     names = tuple(f"{name}.*" for name in chosen)
-    new: Match = dataclasses.replace(match, module=names, block=None, first_blocks=None, last_blocks=None)
-    return dataclasses.replace(rule, match=new)
+    placed = match.model_copy(update={"module": names, "block": None, "first_blocks": None, "last_blocks": None})
+    return dataclasses.replace(rule, match=placed)

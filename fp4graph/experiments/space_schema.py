@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt, field_validator
-from pydantic_core import PydanticCustomError
 
-from fp4graph.policy.schema import OperandException, QuantizeSection, Section, TechniqueEntry, Text, only_known
+from fp4graph.policy.schema import OperandException, QuantizeSection, TechniqueEntry
+from fp4graph.policy.section import Section, Text, only_known, wrong
 
 VERSION = 1
 
@@ -28,20 +28,16 @@ RUN_KEYS = (
 )
 
 
-def _must_be(what: str) -> PydanticCustomError:
-    return PydanticCustomError("must_be", "must be {what}", {"what": what})
-
-
 def _labels(value: Any) -> Any:
     labels = (value,) if isinstance(value, str) else value
     if not isinstance(labels, list | tuple) or not labels or not all(isinstance(label, str) for label in labels):
-        raise _must_be("the label of a choice, or a list of labels")
+        raise wrong("the label of a choice, or a list of labels")
     return tuple(labels)
 
 
 def _policy(value: Any) -> Any:
     if not isinstance(value, str | dict) or not value:
-        raise _must_be("the name or file of a policy, or a policy without version and name")
+        raise wrong("the name or file of a policy, or a policy without version and name")
     return value
 
 

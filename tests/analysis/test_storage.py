@@ -72,6 +72,7 @@ while True:
 """
 
 
+@pytest.mark.process
 def test_killed_while_writing(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     last = 0

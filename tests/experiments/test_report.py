@@ -110,6 +110,7 @@ def test_pictures_have_labelled_axes_and_legends_inside_the_picture(run):
             assert legend.get_texts(), part.name
 
 
+@pytest.mark.service
 def test_in_a_browser(page):
     """No console message, no error, no request; a click on a heading sorts."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")

@@ -27,6 +27,8 @@ from tests.gpu.cases import KEY, STEP, GradientFactor, Quantizer, operands, quan
 from tests.gpu.interpreted import run_generated
 from tests.helpers.floats import assert_same_bits
 
+pytestmark = pytest.mark.process
+
 UNEVEN, EVEN = (75, 90), (64, 96)
 #: Tested by default: MXFP4 along rows, ties up, and down columns, ties even. `make gpu` tests all.
 FEW = ("tetrajet:fprop.input", "microscaling:dgrad.weight")
@@ -190,7 +192,7 @@ def test_symbolic_sizes(compiler: ProcessPoolExecutor, interpreter: ProcessPoolE
 def keys(key: Tensor, step: Tensor) -> tuple[Tensor, ...]:
     """Derivations by small and large numbers, alone and one after the other."""
     apart = [derive(key, salt) for salt in (0, 1, 3, 65_539, 2**31 - 1)]
-    return (*apart, derive(mix(derive(key, 65_537), step[:2]), 5))
+    return (*apart, derive(mix(derive(key, 65_537), step[:2]), 5), derive(derive(key, 3), 40_000))
 
 
 def test_keys(compiler: ProcessPoolExecutor, interpreter: ProcessPoolExecutor) -> None:

@@ -100,6 +100,7 @@ PINNED_KEY = [628784176, 1532565806]
 PINNED_BITS = [-649457248, 280669434, -208420219]
 
 
+@pytest.mark.process
 def test_keys_are_pinned_and_distinguish_their_parts() -> None:
     """These numbers are what checkpoints are resumed by: changing them changes every run."""
     assert make_key(0).tolist() == PINNED_KEY
