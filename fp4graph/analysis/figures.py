@@ -1,4 +1,4 @@
-"""The offline figures as commands: what they measure as a table, and as a picture.
+"""Commands that print and draw the offline figures.
 
 python -m fp4graph.analysis.figures reconstruction [-o DIRECTORY] [--metric normwise]
 python -m fp4graph.analysis.figures formats [-o DIRECTORY]
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, help=__doc__, no_args_is_help=True)
 Output = Annotated[Path, typer.Option("--output", "-o", help="Folder of the picture.")]
 Points = Sequence[r.Point]
-#: Within their ranges the formats with three mantissa bits agree: the dashes of two leave the third one's line visible.
+#: The formats with three mantissa bits agree within their ranges: two dashed lines leave the third line visible.
 _DASHES = {"ue5m3": (0, (3, 6)), "e8m3": (4.5, (3, 6))}
 
 
@@ -43,7 +43,7 @@ class Metric(StrEnum):
 
     @property
     def formula(self) -> str:
-        """As titles print it."""
+        """The formula in a figure's title."""
         return "mean of |Q(x) − x| / |x|" if self is Metric.elementwise else "‖Q(x) − x‖ / ‖x‖"
 
 

@@ -63,7 +63,7 @@ def mean_error_bar(axes: Axes, place: int, rows: Sequence[Measurement]) -> None:
 
 
 def log_scale(axes: Axes) -> None:
-    """With numbers written out: 0.5, and not 5·10⁻¹."""
+    """Set a logarithmic axis with its numbers written out: 0.5, not 5·10⁻¹."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     axes.set_yscale("log")
@@ -96,14 +96,14 @@ def curve_of(recorded: Recorded, column: str, tensor: str) -> dict[int, list[flo
 
 
 def latest(recorded: Recorded, column: str) -> list[Measurement]:
-    """The rows of the last step that has ``column``."""
+    """Return the rows of the last step that has ``column``."""
     rows = [row for row in recorded.rows if row.get(column) is not None]
     last = max((row["step"] for row in rows), default=None)
     return [row for row in rows if row["step"] == last]
 
 
 def kinds_of(sites: Iterable[str]) -> list[str]:
-    """Names with the numbers of blocks left out."""
+    """Return the sites' names without the numbers of blocks, each once."""
     return list(dict.fromkeys(pattern_of(site) for site in sites))
 
 
@@ -118,7 +118,7 @@ def band(axes: Axes, curve: Curve, color: str, label: str, *, shade: bool = True
 
 
 def by_kind(axes: Axes, recorded: Recorded, column: str, factor: float = 1.0) -> None:
-    """A line for each kind of site; beyond KINDS, the highest at the end and the rest together."""
+    """Draw a line for each kind of site; beyond KINDS, those highest at the end, and one line for the rest."""
     rows = [row for row in recorded.rows if row.get(column) is not None]
     curves = {
         kind: gathered((row["step"], factor * row[column]) for row in rows if pattern_of(row["site"]) == kind)
@@ -135,7 +135,7 @@ def by_kind(axes: Axes, recorded: Recorded, column: str, factor: float = 1.0) ->
 
 
 def first_and_last(rows: Sequence[Measurement]) -> list[tuple[int, dict[str, Any]]]:
-    """Steps with how their histograms are drawn."""
+    """Return the last and the first step, with the styles of their histograms."""
     steps = sorted({row["step"] for row in rows})
     last: tuple[int, dict[str, Any]] = (steps[-1], {"fill": True, "alpha": 0.55})
     return [last] if len(steps) == 1 else [last, (steps[0], {"fill": False, "linewidth": 1.4})]

@@ -64,7 +64,7 @@ def losses(metrics: Sequence[Measurement]) -> Figure | None:
 
 @drawn
 def other_metrics(metrics: Sequence[Measurement]) -> Figure | None:
-    """What else the validations measured, one panel each."""
+    """The other metrics of the validations, one panel each."""
     known = {"step", "train_loss", "validation_loss", "lr", "seconds"}
     names = list(dict.fromkeys(k for row in metrics for k, v in row.items() if k not in known and is_number(v)))[:4]
     if not names:
@@ -145,7 +145,7 @@ def decomposition(recorded: Recorded) -> Figure | None:
 
 @drawn
 def decomposition_by_site(recorded: Recorded) -> Figure | None:
-    """The same for each kind of site, one panel per operand."""
+    """Scale bias, dead zone and grid noise for each kind of site, one panel per operand."""
     rows = latest(recorded, "scale_bias")
     operands = [operand for operand in OPERANDS if any(row["tensor"] == operand for row in rows)]
     kinds = kinds_of(row["site"] for row in rows)

@@ -1,4 +1,4 @@
-"""``fp4graph train``: train a task under a policy and say what came of it."""
+"""``fp4graph train``: train a task under a policy and print the outcome."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def _options(pairs: list[str]) -> dict[str, Any]:
 
 
 def _unused(run: Run) -> Path:
-    """A folder of its own for every run: the record of one before is never touched."""
+    """Return a folder that holds no run yet: earlier records are never touched."""
     name = "-".join(
         str(part) for part in (run.task, Path(str(run.policy)).stem, run.optimizer, run.seed) if part is not None
     )
@@ -151,7 +151,7 @@ def progress_of(
 
 
 def _summary(run: Run, outcome: Outcome) -> Table:
-    """The outcome as two columns."""
+    """Return the outcome as a table of two columns."""
     table = Table(title=f"{run.task} under {run.policy}", title_justify="left", show_header=False)
     if outcome.diverged:
         table.add_row("result", f"diverged: the loss of step {outcome.steps} or of its validation is not finite")
@@ -168,7 +168,7 @@ def _summary(run: Run, outcome: Outcome) -> Table:
 
 
 def _list(console: Console, as_json: bool) -> None:
-    """Every task with its recipe."""
+    """Print every task with its recipe."""
     from fp4graph.experiments.tasks import TASKS
 
     if as_json:

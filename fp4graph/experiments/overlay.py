@@ -11,7 +11,7 @@ def _quantizing(rule: Node) -> bool:
 
 
 def overlaid(document: Node, fragment: Node) -> Node:
-    """``document`` with what a fragment says of quantization and techniques."""
+    """Return ``document`` with a fragment's quantization and techniques."""
     given = fragment.value
     if "quantize" in given or "operands" in given:
         document = _each_rule(document, given.get("quantize"), given.get("operands"))
@@ -22,7 +22,7 @@ def overlaid(document: Node, fragment: Node) -> Node:
 
 
 def _each_rule(document: Node, quantize: Node | None, operands: Node | None) -> Node:
-    """Every rule that quantizes, and the default if it does, with both laid over; those of phases too."""
+    """Lay both over every rule that quantizes, the default and the rules of phases included."""
     changed: dict[str, tuple[Place, Node]] = {}
 
     def change(key: str, node: Node) -> None:
@@ -54,7 +54,7 @@ def _nested(key: str, node: Node) -> Node:
 
 
 def _deep(under: Node, over: Node) -> Node:
-    """Mapping over mapping, key by key at every depth; a scale's ``max`` goes with the format it belonged to."""
+    """Lay mapping over mapping, key by key at every depth; a new scale format drops the old format's ``max``."""
     if not (isinstance(under.value, dict) and isinstance(over.value, dict)):
         return over
     if "format" in over.value and "max" in under.value:

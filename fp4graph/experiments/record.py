@@ -1,4 +1,4 @@
-"""What a run leaves in its folder, readable whatever stopped it.
+"""The record of a run in its folder, which stays readable whatever stops the run.
 
 ====================  ==========================================================================================
 ``run.json``          the run as asked for and as resolved, the policy as YAML, versions; written first
@@ -9,7 +9,7 @@
 ``tensorboard/``      the same curves as TensorBoard events, where tensorboard is installed
 ====================  ==========================================================================================
 
-A loss that is not finite is null. Whatever else is put into the folder is left alone.
+A loss that is not finite is null. Other files in the folder are left alone.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Record:
         return self.folder / CHECKPOINT
 
     def begin(self, content: Mapping[str, Any], *, resume: bool) -> None:
-        """Write ``run.json``, or with ``resume`` look whether the run there is this one.
+        """Write ``run.json``, or with ``resume`` check that the run there is this one.
 
         Raises:
             Error: the folder holds a run, or another one than this, or cannot be written.
@@ -114,7 +114,7 @@ class Record:
             self._events.close()
 
     def _holds_a_run(self) -> bool:
-        """A folder in which nothing but ``run.json`` was written can be used again."""
+        """Return whether the folder holds more than ``run.json``; a folder with that alone can be used again."""
         metrics = self.folder / METRICS
         return any((self.folder / name).exists() for name in (OUTCOME, CHECKPOINT)) or (
             metrics.exists() and metrics.stat().st_size > 0
@@ -126,7 +126,7 @@ class Record:
 
     @property
     def events(self) -> SummaryWriter | None:
-        """What writes TensorBoard's events, opened when it is first asked for; None where that is not installed."""
+        """The writer of TensorBoard's events, opened at its first use; None where TensorBoard is not installed."""
         if self._events is None and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -143,7 +143,7 @@ class Record:
         return Error(f"{what}. What was written before is readable; {remedy}")
 
 
-#: What may change when a run is resumed: where it runs, not what it computes.
+#: Settings that may change when a run is resumed: they say where it runs, not what it computes.
 FREE = {"device", "backend", "workers"}
 
 

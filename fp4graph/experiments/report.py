@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """A picture with what to look for in it."""
+    """A picture with an explanation."""
 
     name: str
     title: str
@@ -74,7 +74,7 @@ PARTS = (
          plots.rates_of_change),
     Part("flips", "Flips", "How many quantized weights change their value in a step, on average.", plots.flips),
 )  # fmt: skip
-#: What the operands are, in the table: under a heading that names their GEMM.
+#: Symbols of the operands in the table, under a heading that names their GEMM.
 _SYMBOLS = {
     operand: f"{label.partition(' ')[0]} {symbol}"
     for (operand, label), symbol in zip(LABELS.items(), ("X", "W", "dY", "W", "dY", "X"), strict=True)
@@ -114,7 +114,7 @@ def write_report(directory: str | PathLike[str], output: str | PathLike[str] | N
 
 
 def render(directory: Path) -> str:
-    """The page."""
+    """Return the page."""
     try:
         import jinja2
     except ImportError:
@@ -193,7 +193,7 @@ def _text(value: Any) -> str:
 def _cards(
     run: Measurement | None, outcome: Measurement | None, metrics: Sequence[Measurement], recorded: Recorded | None
 ) -> list[tuple[str, str, str]]:
-    """(value, what it is, where) of what stands out."""
+    """Return the values that stand out, each with its meaning and its place."""
     cards: list[tuple[str, str, str]] = []
     losses = [row for row in metrics if row.get("validation_loss") is not None]
     if outcome is not None and outcome.get("diverged"):
@@ -223,7 +223,7 @@ def _cards(
 
 
 def _table(recorded: Recorded) -> dict[str, Any]:
-    """The sites with what was last recorded of each."""
+    """Return the sites with the values that were last recorded for each."""
     shapes = {weight["site"]: "×".join(map(str, weight["shape"])) for weight in recorded.header.get("weights", ())}
     latest: dict[tuple[str, str], dict[str, Any]] = {}
     for row in recorded.rows:
@@ -259,13 +259,13 @@ def _table(recorded: Recorded) -> dict[str, Any]:
 
 
 def _ratio(row: Measurement) -> float | None:
-    """Signal-to-noise in dB, infinite where there is a signal and no error."""
+    """Return the signal-to-noise ratio in dB, infinite for a signal without an error."""
     exact = row.get("snr_db") is None and row.get("gain") is not None
     return math.inf if exact else row.get("snr_db")
 
 
 def _gemms(operands: Sequence[str]) -> list[tuple[str, int]]:
-    """The GEMMs with how many of ``operands`` each has."""
+    """Return the GEMMs, each with the number of its ``operands``."""
     names = [operand.partition(".")[0] for operand in operands]
     return [(name, names.count(name)) for name in dict.fromkeys(names)]
 

@@ -11,7 +11,7 @@ from fp4graph.policy.section import Section, Text, only_known, wrong
 
 VERSION = 1
 
-#: What of a training a choice may set. The rest is the sweep's, the same for all, so that losses compare.
+#: Settings of the training that a choice may change. All others are the sweep's, so that losses compare.
 RUN_KEYS = (
     "optimizer",
     "optimizer_options",
@@ -74,7 +74,7 @@ class SpaceSection(Section):
     description: Annotated[str, Field(strict=True)] = ""
     base: Annotated[str | dict[str, Any], BeforeValidator(_policy)]
     family: Text | None = None
-    #: Whether techniques without effect are configurations like others, as in a published space; else they are refused.
+    #: True accepts techniques without effect, as a published space may need; otherwise they are refused.
     inert: StrictBool = False
     baselines: Annotated[dict[str, Fragment], Field(min_length=1)] = Field(
         default_factory=lambda: {"bf16": Fragment()}

@@ -8,9 +8,9 @@ from typing import Any
 
 from optuna.trial import FrozenTrial
 
-#: States with a place among the results that were asked for: what a configuration came to, or will.
+#: States that count towards the requested number of results.
 COUNTED = ("running", "complete", "diverged", "failed", "pruned")
-#: States in which a configuration is free to be run, by others or again.
+#: States in which a trial's configuration is free to be run again.
 FREE = ("lost", "withdrawn")
 
 
@@ -23,7 +23,7 @@ class Trial:
             withdrawn (it does not count: another has the configuration, the sweep was interrupted, a failure excused).
         kind, family, summary, assignment, run, key, policy: of its configuration; ``policy`` as YAML.
         complexity: Ω.
-        result: what it came to: loss, metrics, seconds, reason, ...
+        result: loss, metrics, seconds, reason, ...
         beat: changes as long as its worker lives.
     """
 
@@ -51,12 +51,12 @@ class Trial:
 
     @property
     def counts(self) -> bool:
-        """Whether it has a place among the results that were asked for."""
+        """Whether the trial counts towards the requested number of results."""
         return self.state in COUNTED
 
     @property
     def finished(self) -> bool:
-        """Whether that place is filled."""
+        """Whether the trial counts and has ended."""
         return self.counts and self.state != "running"
 
 
