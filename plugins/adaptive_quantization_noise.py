@@ -8,7 +8,7 @@ import torch
 from pydantic import Field, model_validator
 
 from fp4graph.numerics.noise import gaussian
-from fp4graph.technique import Context, Operand, Overhead, SiteView, Technique, hookimpl
+from fp4graph.technique import Context, Operand, Overhead, Positive, SiteView, Technique, hookimpl
 
 
 class AdaptiveQuantizationNoise(Technique):
@@ -45,8 +45,8 @@ class AdaptiveQuantizationNoise(Technique):
     name: ClassVar[str] = "adaptive_quantization_noise"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
 
-    sigma_start: float = Field(gt=0, allow_inf_nan=False, description="σ of the first stage.")
-    sigma_end: float = Field(gt=0, allow_inf_nan=False, description="σ of the last stage, at most sigma_start.")
+    sigma_start: Positive = Field(description="σ of the first stage.")
+    sigma_end: Positive = Field(description="σ of the last stage, at most sigma_start.")
     stages: int = Field(ge=2, description="Number of stages, K_s.")
     steps_per_stage: int = Field(
         ge=1, lt=2**31, description="Training forwards per stage, T; the last stage has no end."

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from pydantic import Field, model_validator
 
-from fp4graph.technique import Operand, OperandSpecs, Overhead, SiteView, Technique, WeightUpdate, hookimpl
+from fp4graph.technique import Operand, OperandSpecs, Overhead, Positive, SiteView, Technique, WeightUpdate, hookimpl
 
 
 class Dampen(Technique):
@@ -42,7 +42,7 @@ class Dampen(Technique):
     name: ClassVar[str] = "dampen"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=False)
 
-    strength: float = Field(0.01, gt=0, allow_inf_nan=False, description="λ, or where it ends.")
+    strength: Positive = Field(0.01, description="λ, or where it ends.")
     total_steps: int | None = Field(None, ge=1, description="T, steps in which λ rises; null for a constant λ.")
     start: float = Field(0.0, ge=0, lt=1, description="s, the share of total_steps before which λ is 0.")
 

@@ -10,7 +10,7 @@ from typing import ClassVar
 import torch
 from pydantic import Field, model_validator
 
-from fp4graph.technique import Gemm, Operand, OperandSpecs, Overhead, SiteView, Technique, WeightUpdate, hookimpl
+from fp4graph.technique import Gemm, Operand, OperandSpecs, Overhead, Share, SiteView, Technique, WeightUpdate, hookimpl
 
 #: What part of the larger of two quantized values their distance must exceed for a change: between the 1/7 of INT4, the
 #: finest grid of four bits, and the 1/9 that is the most by which an E4M3 scale moves when it is rounded anew.
@@ -52,11 +52,11 @@ class Freeze(Technique):
     # q_ramping stretches the step it sees, the way back to the mean included; noise on q flips at random.
     conflicts: ClassVar[frozenset[str]] = frozenset({"q_ramping", "adaptive_quantization_noise"})
 
-    momentum: float = Field(0.001, gt=0, lt=1, description="m, the weight of the latest step in f and in the mean.")
-    threshold: float = Field(
-        0.01, gt=0, lt=1, description="θ, the flips per step above which an element is frozen; several times momentum."
+    momentum: Share = Field(0.001, description="m, the weight of the latest step in f and in the mean.")
+    threshold: Share = Field(
+        0.01, description="θ, the flips per step above which an element is frozen; several times momentum."
     )
-    final_threshold: float | None = Field(None, gt=0, lt=1, description="Where θ ends; null for a constant θ.")
+    final_threshold: Share | None = Field(None, description="Where θ ends; null for a constant θ.")
     total_steps: int | None = Field(None, ge=1, description="T, steps of the schedule.")
     start: float = Field(0.0, ge=0, lt=1, description="s, the share of total_steps before which nothing is frozen.")
 

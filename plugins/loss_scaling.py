@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from fp4graph.technique import Overhead, Technique, hookimpl
+from fp4graph.technique import Overhead, Positive, Share, Technique, hookimpl
 
 
 class LossScaling(Technique):
@@ -36,9 +36,9 @@ class LossScaling(Technique):
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=False)
     per_model: ClassVar[bool] = True
 
-    init_scale: float = Field(65536.0, gt=0, allow_inf_nan=False, description="s at first.")
+    init_scale: Positive = Field(65536.0, description="s at first.")
     growth_factor: float = Field(2.0, gt=1, allow_inf_nan=False, description="What s is multiplied by when it grows.")
-    backoff_factor: float = Field(0.5, gt=0, lt=1, description="What s is multiplied by after a skipped step.")
+    backoff_factor: Share = Field(0.5, description="What s is multiplied by after a skipped step.")
     growth_interval: int = Field(2000, ge=1, description="Steps without a skipped one after which s grows.")
 
     @property

@@ -15,6 +15,7 @@ from fp4graph.technique import (
     Operand,
     OperandSpecs,
     Overhead,
+    Share,
     SiteView,
     StateEntry,
     Technique,
@@ -56,7 +57,7 @@ class QEma(Technique):
     conflicts: ClassVar[frozenset[str]] = frozenset({"q_ramping"})
     by_block: ClassVar[bool] = True
 
-    beta: float = Field(0.998, gt=0, lt=1, description="β, the share of e that a step keeps.")
+    beta: Share = Field(0.998, description="β, the share of e that a step keeps.")
     start_after: int = Field(0, ge=0, description="Training forwards that round to nearest first.")
 
     @property

@@ -18,7 +18,7 @@ from fp4graph.analysis.tensorboard import log_to, writer
 from fp4graph.errors import Error
 from fp4graph.model import state
 from fp4graph.model.distributed import unwrapped
-from fp4graph.model.runtime import Runtime, runtime_of
+from fp4graph.model.runtime import Runtime, require_runtime, runtime_of
 from fp4graph.numerics.sharding import fsdp_modules
 from fp4graph.policy.words import describe
 from fp4graph.text import suggest
@@ -77,9 +77,7 @@ class Statistics:
         for name, value in (("every", every), ("window", window), ("window_every", window_every), ("sample", sample)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} is a whole number of at least 1; got {value!r}")
-        runtime = runtime_of(model)
-        if runtime is None:
-            raise Error("Statistics() takes a model that fp4graph.apply has prepared")
+        runtime = require_runtime(model, "Statistics")
         if not getattr(type(optimizer).step, "hooked", False):
             raise Error(
                 f"{type(optimizer).__name__} runs no hooks around its step(), by which statistics count; if it wraps "
@@ -122,9 +120,7 @@ class Statistics:
         current = runtime_of(self._model)
         if current is not None:
             current.observe(None)
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+        self._log = None
         if self._writer is not None and self._owns_writer:
             self._writer.close()
         self._writer = None

@@ -21,7 +21,8 @@ from fp4graph.policy import Phase, Policy, Rule, load_policy, plan_specs
 from fp4graph.policy.validation import keys
 from fp4graph.policy.words import spec_words
 from fp4graph.technique import STAGES, OperandSpecs, Technique, overrides
-from fp4graph.technique.operands import Operand, OperandList
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.options import OperandList
 from fp4graph.technique.registry import GROUP, Registry
 from fp4graph.technique.site import SiteView
 

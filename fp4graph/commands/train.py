@@ -71,6 +71,7 @@ def train(
 
     fp4graph train gaussian --policy nvfp4 --optimizer stablespam
     """
+    options = dict(locals())
     console = Console(highlight=False)
     if show:
         return _list(console, as_json)
@@ -78,29 +79,10 @@ def train(
         raise Error("say which task to train, such as gaussian; fp4graph train --list names them all")
     from fp4graph.experiments import train as training
 
+    known = {field.name for field in dataclasses.fields(training.Run)} - {"optimizer_options"}
     run = training.Run(
-        task=task,
-        policy=policy,
-        optimizer=optimizer,
+        **{name: value for name, value in options.items() if name in known},
         optimizer_options=_options(optimizer_option or []),
-        seed=seed,
-        lr=lr,
-        weight_decay=weight_decay,
-        schedule=schedule,
-        warmup=warmup,
-        clip=clip,
-        batch_size=batch_size,
-        accumulate=accumulate,
-        epochs=epochs,
-        steps=steps,
-        validate_every=validate_every,
-        validation_batches=validation_batches,
-        dtype=dtype,
-        autocast=autocast,
-        device=device,
-        backend=backend,
-        data=data,
-        workers=workers,
     )
     if resume and output is None:
         raise Error("--resume goes on with the run in a folder: give it with --output")

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from fp4graph.experiments.results import Results, Scored, best, effects, reference_loss, scored
 from fp4graph.experiments.score import Rule
-from fp4graph.experiments.study import FREE, Trial
+from fp4graph.experiments.trial import FREE, Trial
 
 _COLOURS = {"complete": "green", "running": "cyan", "diverged": "red", "failed": "red", "lost": "yellow"}
 

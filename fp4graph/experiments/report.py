@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import fp4graph
 from fp4graph.analysis import plots, storage
-from fp4graph.analysis.storage import Record, Recorded
+from fp4graph.analysis.panels import latest
+from fp4graph.analysis.storage import Measurement, Recorded
 from fp4graph.analysis.style import LABELS, svg
 from fp4graph.errors import Error
 from fp4graph.experiments import record as runs
@@ -171,7 +172,7 @@ def _statistics(directory: Path) -> Recorded | None:
 # ------------------------------------------------------------------ words and numbers
 
 
-def _title(run: Record | None, recorded: Recorded | None, directory: Path) -> dict[str, str]:
+def _title(run: Measurement | None, recorded: Recorded | None, directory: Path) -> dict[str, str]:
     policy = recorded.header.get("policy") if recorded is not None else None
     asked: Mapping[str, Any] = (run or {}).get("run", {})
     if run is not None and policy is None:
@@ -180,7 +181,7 @@ def _title(run: Record | None, recorded: Recorded | None, directory: Path) -> di
     return {"task": str(asked.get("task") or directory.resolve().name), "policy": Path(str(name)).stem}
 
 
-def _settings(run: Record | None) -> list[tuple[str, str]]:
+def _settings(run: Measurement | None) -> list[tuple[str, str]]:
     settings: Mapping[str, Any] = (run or {}).get("settings", {})
     return [(name.replace("_", " "), _text(settings[name])) for name in _SETTINGS if settings.get(name) is not None]
 
@@ -190,7 +191,7 @@ def _text(value: Any) -> str:
 
 
 def _cards(
-    run: Record | None, outcome: Record | None, metrics: Sequence[Record], recorded: Recorded | None
+    run: Measurement | None, outcome: Measurement | None, metrics: Sequence[Measurement], recorded: Recorded | None
 ) -> list[tuple[str, str, str]]:
     """(value, what it is, where) of what stands out."""
     cards: list[tuple[str, str, str]] = []
@@ -213,7 +214,7 @@ def _cards(
         ("underflowed", 1, "largest share rounded to zero", "{:.0%}"),
         ("oscillating", 1, "largest share of oscillating weights", "{:.1%}"),
     ):
-        rows = plots.latest(recorded, column)
+        rows = latest(recorded, column)
         if rows:
             row = sorted(rows, key=lambda each: sign * each[column])[-1]
             where = f"{row['site']}, {LABELS.get(row['tensor'], row['tensor'])}"
@@ -257,7 +258,7 @@ def _table(recorded: Recorded) -> dict[str, Any]:
     }
 
 
-def _ratio(row: Record) -> float | None:
+def _ratio(row: Measurement) -> float | None:
     """Signal-to-noise in dB, infinite where there is a signal and no error."""
     exact = row.get("snr_db") is None and row.get("gain") is not None
     return math.inf if exact else row.get("snr_db")
@@ -269,5 +270,5 @@ def _gemms(operands: Sequence[str]) -> list[tuple[str, int]]:
     return [(name, names.count(name)) for name in dict.fromkeys(names)]
 
 
-def _largest(rows: Sequence[Record], column: str) -> float | None:
+def _largest(rows: Sequence[Measurement], column: str) -> float | None:
     return max((row[column] for row in rows if row.get(column) is not None), default=None)

@@ -16,7 +16,8 @@ from typing import Any
 import fp4graph
 from fp4graph.errors import Error
 from fp4graph.experiments.score import Rule, gain, score
-from fp4graph.experiments.study import Study, Trial
+from fp4graph.experiments.study import Study
+from fp4graph.experiments.trial import Trial
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,12 @@ that a kill in between leaves it for the next reader to find.
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import optuna
@@ -33,6 +32,7 @@ from fp4graph.errors import Error
 from fp4graph.experiments.database import AWAY, answering, open_storage, reason
 from fp4graph.experiments.run import finite
 from fp4graph.experiments.space import Configuration, Space
+from fp4graph.experiments.trial import FREE, Trial, read_trial
 
 #: Of the attributes that this module writes; a later one may not be readable.
 FORMAT = 1
@@ -40,11 +40,6 @@ FORMAT = 1
 ASK_AGAIN = 120.0
 #: The same for what only makes the next start quicker.
 HURRIED = 5.0
-#: States with a place among the results that were asked for: what a configuration came to, or will.
-COUNTED = ("running", "complete", "diverged", "failed", "pruned")
-#: States in which a configuration is free to be run, by others or again.
-FREE = ("lost", "withdrawn")
-
 _T = TypeVar("_T")
 
 
@@ -54,52 +49,6 @@ class Away(Error):
 
 class TakenOver(Exception):
     """This worker was taken to be gone, and its trial belongs to others now: what it finds is dropped."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One trial, as the database has it.
-
-    Attributes:
-        state: running; complete, diverged, failed, pruned or refused, which are final; lost (its worker is gone);
-            withdrawn (it does not count: another has the configuration, the sweep was interrupted, a failure excused).
-        kind, family, summary, assignment, run, key, policy: of its configuration; ``policy`` as YAML.
-        complexity: Ω.
-        result: what it came to: loss, metrics, seconds, reason, ...
-        beat: changes as long as its worker lives.
-    """
-
-    number: int
-    state: str
-    kind: str
-    family: str
-    summary: str
-    key: str
-    complexity: float | None
-    policy: str
-    assignment: Mapping[str, str]
-    run: Mapping[str, Any]
-    worker: str
-    beat: int
-    reports: tuple[float, ...] = ()
-    result: Mapping[str, Any] = field(default_factory=dict)
-    told: bool = True
-
-    @property
-    def loss(self) -> float | None:
-        """Validation loss; of a running trial the last reported."""
-        loss = self.result.get("loss")
-        return loss if loss is not None else self.reports[-1] if self.reports and self.state != "diverged" else None
-
-    @property
-    def counts(self) -> bool:
-        """Whether it has a place among the results that were asked for."""
-        return self.state in COUNTED
-
-    @property
-    def finished(self) -> bool:
-        """Whether that place is filled."""
-        return self.counts and self.state != "running"
 
 
 @dataclass(frozen=True)
@@ -180,7 +129,7 @@ class Study:
             except DuplicatedStudyError:
                 pass
             else:
-                storage.set_study_user_attr(storage.get_study_id_from_name(name), "fp4graph", _plain(manifest))
+                storage.set_study_user_attr(storage.get_study_id_from_name(name), "fp4graph", asdict(manifest))
         study = cls.open(url, name, pruner)
         different = manifest.differences(study.manifest)
         if different:
@@ -231,7 +180,7 @@ class Study:
         """All trials, by number."""
         frozen = self._patiently(lambda: self._study.get_trials(deepcopy=False))
         excused = set(self._patiently(lambda: self._study.user_attrs).get("excused", ()))
-        return [_read(trial, trial.number in excused) for trial in frozen if "configuration" in trial.user_attrs]
+        return [read_trial(trial, trial.number in excused) for trial in frozen if "configuration" in trial.user_attrs]
 
     # ------------------------------------------------------------------ writing
 
@@ -433,33 +382,6 @@ def make_pruner(name: str) -> BasePruner:
 
 
 # ------------------------------------------------------------------ as data
-
-
-def _read(trial: optuna.trial.FrozenTrial, excused: bool) -> Trial:
-    attributes = trial.user_attrs
-    result = attributes.get("result", {})
-    if excused:
-        state = "withdrawn"
-    elif result:
-        state = result["outcome"]
-    elif not trial.state.is_finished():
-        state = "running"
-    else:
-        state = "withdrawn" if "withdrawn" in attributes else "lost"
-    reports = [trial.intermediate_values[step] for step in sorted(trial.intermediate_values)]
-    return Trial(
-        number=trial.number,
-        state=state,
-        beat=attributes.get("beat", -1),
-        reports=tuple(reports),
-        result=result,
-        told=trial.state.is_finished(),
-        **attributes["configuration"],
-    )
-
-
-def _plain(manifest: Manifest) -> dict[str, Any]:
-    return json.loads(json.dumps(manifest.__dict__))  # type: ignore[no-any-return]
 
 
 def _said(value: Any) -> str:

@@ -23,7 +23,8 @@ from optuna.trial import TrialState
 from fp4graph.errors import Error, PolicyError
 from fp4graph.experiments.run import Outcome, Run
 from fp4graph.experiments.space import Configuration, Space
-from fp4graph.experiments.study import FREE, Away, Claim, Study, TakenOver, Trial, Watch
+from fp4graph.experiments.study import Away, Claim, Study, TakenOver, Watch
+from fp4graph.experiments.trial import FREE, Trial
 
 Sampler = Literal["random", "tpe"]
 Pruner = Literal["none", "median", "hyperband"]

@@ -21,8 +21,9 @@ import optuna
 
 from fp4graph.errors import Error
 from fp4graph.experiments.space import parse_space
-from fp4graph.experiments.study import Study, Trial, make_pruner
+from fp4graph.experiments.study import Study, make_pruner
 from fp4graph.experiments.sweep import POLL, REPLACE, Objective, Pruner, Sampler, train_once, work, worker_name
+from fp4graph.experiments.trial import Trial
 
 
 @dataclass(frozen=True)

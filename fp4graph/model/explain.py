@@ -25,7 +25,6 @@ from torch.utils import _pytree as pytree
 
 from fp4graph.errors import CaptureError, Error
 from fp4graph.graph.site import Site
-from fp4graph.model import coverage
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.runtime import Runtime, detach
 from fp4graph.policy import Policy, load_policy
@@ -180,7 +179,7 @@ def _captured(
         _forget(runtime.capture.entry.__code__)
     problem = next(iter(runtime.capture.problems), None)
     try:
-        coverage.check(runtime.plan, runtime.capture)
+        runtime.check_coverage()
     except Error as error:
         problem = problem or error
     return runtime, problem

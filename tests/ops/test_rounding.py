@@ -74,6 +74,7 @@ def assert_rounded_once(result, left, right, addend=0.0, alpha=1.0):
     assert excess.max() <= 1, f"{excess.max():.2f} half units in the last place; relative error {relative:.5f}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ["nvfp4-te", "fp4-all-the-way"])
 def test_all_three_products_of_shipped_policies(name, dtype):
@@ -189,6 +190,7 @@ RULES = {
 }
 
 
+@pytest.mark.inductor
 def test_backends_agree_and_sizes_may_be_symbolic():
     results = []
     for backend in ("eager", "aot_eager", "inductor"):

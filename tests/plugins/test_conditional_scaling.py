@@ -209,12 +209,9 @@ def test_only_the_chosen_operands():
 @pytest.mark.parametrize(
     ("options", "more", "message"),
     [
-        ({}, {"convention": "decode"}, "write scale: {convention: encode} for fprop.input"),
         ({}, {"more": ["tensor_scaling"]}, "cannot share a site"),
         ({}, {"more": [{"macro_block_scaling": {"block": 64}}]}, "cannot share a site"),
         ({}, {"more": ["smooth_max"]}, "cannot share a site"),
-        ({"operands": ["dgrad.input"]}, {}, "unknown operand 'dgrad.input'"),
-        ({"case": 2}, {}, "unknown option 'case'"),
     ],
 )
 def test_wrong_options_are_named(options, more, message):

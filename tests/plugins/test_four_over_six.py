@@ -216,8 +216,6 @@ def test_the_gradient_is_straight_through():
 @pytest.mark.parametrize(
     ("options", "more", "message"),
     [
-        ({"measure": "l2"}, {}, "must be 'mse', 'mae' or 'amax'"),
-        ({"operands": ["fprop.inputs"]}, {}, "unknown operand 'fprop.inputs'"),
         ({}, {"element": "int4"}, "values 4 and 6 of e2m1, and .* is int4"),
         ({}, {"operands": {"gradients": {"element": "e3m0"}}}, "is e3m0"),
         ({}, {"more": ["stochastic_scale_rounding"]}, "rounded stochastically"),

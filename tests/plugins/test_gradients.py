@@ -436,14 +436,6 @@ def test_the_tensor_scales_gradient_is_warned_about_where_it_is_none(x, techniqu
 @pytest.mark.parametrize(
     ("techniques", "message"),
     [
-        ([{"smooth_max": {"kind": "absmax", "of": "original"}}], "leave beta, relative and of out"),
-        ([{"smooth_max": {"kind": "hybrid", "relative": True, "of": "original"}}], "leave relative or of out"),
-        ([{"step_gradient": {"operands": ["wgrad.input"]}}], "cannot act on 'wgrad.input'; choose from"),
-        ([{"step_gradient": {"operands": ["fprop.wieght"]}}], "unknown operand 'fprop.wieght'"),
-        ([{"step_gradient": {"kind": "dge", "k": 1}}], "must be above 1"),
-        ([{"step_gradient": {"kind": "spline", "knots": [[0, 0], [0, 1]]}}], "ascending"),
-        ([{"smooth_max": {"beta": 0}}], "must be above 0"),
-        ([{"smooth_max": {"kind": "softsoftmax"}}], "did you mean 'softmax'"),
         ([{"tensor_scaling_gradient": {"kind": "absmax"}}], "requires 'tensor_scaling'"),
         (
             [{"tensor_scaling": {"hold_steps": 5}}, {"tensor_scaling_gradient": {"kind": "absmax"}}],

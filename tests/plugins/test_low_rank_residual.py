@@ -327,22 +327,6 @@ def test_what_dgrad_reads_from_fprop_has_both_terms():
     torch.testing.assert_close(x.grad, dy @ sum(terms(w, draw=OF_WEIGHT)), rtol=1e-6, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rank": 0}, "at least 1"),
-        ({"rank": 1.5}, "rank"),
-        ({"iterations": -1}, "at least 0"),
-        ({"operands": []}, "empty list of operands"),
-        ({"operands": ["fprop.wieght"]}, "unknown operand 'fprop.wieght'"),
-        ({"ranks": 4}, "unknown option 'ranks'"),
-    ],
-)
-def test_wrong_options_are_named(options, message):
-    with pytest.raises(PolicyError, match=message):
-        policy(options)
-
-
 def test_a_moving_average_of_the_weight_does_not_round_its_remainder():
     with pytest.raises(PolicyError, match=r"q_ema rounds fprop\.weight by the weight's moving average"):
         policy(others=["q_ema"])
