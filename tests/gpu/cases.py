@@ -122,7 +122,7 @@ def programs() -> list[tuple[str, MatmulProgram]]:
         for name, (format, techniques) in OTHERS.items()
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", fp4graph.PolicyWarning)  # idle techniques are compiled too
+        warnings.simplefilter("ignore", fp4graph.PolicyWarning)  # idle here, compiled all the same
         policies = [fp4graph.load_policy(policy) for policy in (*POLICIES, *others.values())]
     found = []
     for policy in policies:
