@@ -1,0 +1,168 @@
+"""The imports of the package, held to docs/architecture.md: no circle between files, and no import of a higher layer.
+
+Imports are read from the source, wherever they stand: at the top of a file, inside a function, under TYPE_CHECKING.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = {"fp4graph": ROOT / "fp4graph", "fp4graph_plugins": ROOT / "plugins"}
+PAGE = ROOT / "docs/architecture.md"
+#: A row of the page's table of layers: its second cell names the folders and files of the layer.
+LAYER = re.compile(r"^\| \d+ \| ([^|]+)\|", re.MULTILINE)
+
+Imports = dict[str, set[str]]
+
+
+def modules(sources: dict[str, Path]) -> dict[str, Path]:
+    """Map the dotted name of every module below ``sources`` (package name to folder) to its file."""
+    found = {}
+    for package, folder in sources.items():
+        for file in folder.rglob("*.py"):
+            parts = file.relative_to(folder).with_suffix("").parts
+            found[".".join((package, *(parts[:-1] if parts[-1] == "__init__" else parts)))] = file
+    return found
+
+
+def imports(sources: dict[str, Path]) -> Imports:
+    """Map every module to the modules of ``sources`` that its source imports, for types or at run time."""
+    known = modules(sources)
+    return {name: set(_imported(name, file, set(known))) for name, file in known.items()}
+
+
+def _imported(name: str, file: Path, known: set[str]) -> Iterator[str]:
+    package = name if file.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            origin = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                inside = f"{origin}.{alias.name}"
+                if inside in known:
+                    yield inside
+                elif origin in known:
+                    yield origin
+
+
+def circles(graph: Imports) -> list[list[str]]:
+    """Return the groups of modules that import each other in a circle (Tarjan's strongly connected components)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(name: str) -> None:
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in graph[name]:
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            group = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(group) > 1 or name in graph[name]:
+                found.append(sorted(group))
+
+    for name in graph:
+        if name not in index:
+            visit(name)
+    return found
+
+
+def layers(page: str) -> dict[str, int]:
+    """Map every folder and file that the page's table of layers names to its layer, counted from the lowest."""
+    rows = LAYER.findall(page)
+    return {place: height for height, row in enumerate(reversed(rows)) for place in re.findall(r"`([\w./]+)`", row)}
+
+
+def place_of(name: str, sources: dict[str, Path]) -> str:
+    """Return the path of a module as the page names it, such as ``fp4graph/model/api.py``."""
+    folder = sources[name.partition(".")[0]]
+    return modules(sources)[name].relative_to(folder.parent).as_posix()
+
+
+def layer_of(place: str, drawn: dict[str, int]) -> int:
+    """Return the layer of a file."""
+    found = [height for named, height in drawn.items() if place == named or (named.endswith("/") and place.startswith(named))]
+    assert len(found) == 1, f"docs/architecture.md gives {place} {len(found)} layers"
+    return found[0]
+
+
+def climbs(sources: dict[str, Path], drawn: dict[str, int]) -> list[str]:
+    """Return the imports that run against the layers, as text."""
+    layer = {name: layer_of(place_of(name, sources), drawn) for name in modules(sources)}
+    return sorted(
+        f"{name} imports {other}, which is above it"
+        for name, others in imports(sources).items()
+        for other in others
+        if layer[other] > layer[name]
+    )
+
+
+@pytest.fixture(scope="module")
+def drawn() -> dict[str, int]:
+    return layers(PAGE.read_text("utf-8"))
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    graph = imports(SOURCES)
+    assert sum(map(len, graph.values())) > 300, "the imports were not read"
+    assert circles(graph) == []
+
+
+def test_no_import_runs_against_the_layers(drawn: dict[str, int]) -> None:
+    assert climbs(SOURCES, drawn) == []
+
+
+def test_the_page_names_what_there_is(drawn: dict[str, int]) -> None:
+    assert [place for place in drawn if not (ROOT / place).exists()] == []
+    files = re.findall(r"`((?:\w+/)+\w+\.(?:py|cpp|yaml|md))`", PAGE.read_text("utf-8"))
+    assert len(files) > 40
+    missing = [file for file in files if not any((base / file).exists() for base in (ROOT, ROOT / "fp4graph"))]
+    assert missing == []
+
+
+ADDED = {
+    "a circle at run time": ("b.py", "import shop.low.a"),
+    "a circle inside a function": ("b.py", "def f():\n    from shop.low import a"),
+    "a circle for types": ("b.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from shop.low.a import x"),
+    "a relative circle": ("b.py", "from .a import x"),
+}
+
+
+@pytest.mark.parametrize("added", ADDED, ids=str)
+def test_an_added_circle_is_found(tmp_path: Path, added: str) -> None:
+    file, source = ADDED[added]
+    (tmp_path / "low").mkdir()
+    (tmp_path / "low/a.py").write_text("from shop.low import b\nx = 1")
+    (tmp_path / "low/b.py").write_text("")
+    assert circles(imports({"shop": tmp_path})) == []
+    (tmp_path / "low" / file).write_text(source)
+    assert circles(imports({"shop": tmp_path})) == [["shop.low.a", "shop.low.b"]]
+
+
+@pytest.mark.parametrize("source", ["from shop.high import b", "from shop.high.b import y", "import shop.high.b"])
+def test_an_added_import_of_a_higher_layer_is_found(tmp_path: Path, source: str) -> None:
+    shop = tmp_path / "shop"
+    for name in ("low/a.py", "high/b.py", "errors.py"):
+        (shop / name).parent.mkdir(exist_ok=True, parents=True)
+        (shop / name).write_text("y = 1")
+    drawn = layers("| 2 | `shop/high/` | … |\n| 1 | `shop/low/`, `shop/errors.py` | … |\n")
+    assert drawn == {"shop/high/": 1, "shop/low/": 0, "shop/errors.py": 0}
+    assert climbs({"shop": shop}, drawn) == []
+    (shop / "high/b.py").write_text("from shop.low import a")
+    assert climbs({"shop": shop}, drawn) == []
+    (shop / "low/a.py").write_text(source)
+    assert climbs({"shop": shop}, drawn) == ["shop.low.a imports shop.high.b, which is above it"]
