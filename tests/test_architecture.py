@@ -95,7 +95,9 @@ def place_of(name: str, sources: dict[str, Path]) -> str:
 
 def layer_of(place: str, drawn: dict[str, int]) -> int:
     """Return the layer of a file."""
-    found = [height for named, height in drawn.items() if place == named or (named.endswith("/") and place.startswith(named))]
+    found = [
+        height for named, height in drawn.items() if place == named or (named.endswith("/") and place.startswith(named))
+    ]
     assert len(found) == 1, f"docs/architecture.md gives {place} {len(found)} layers"
     return found[0]
 
