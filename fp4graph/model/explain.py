@@ -24,12 +24,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from fp4graph.errors import CaptureError, Error
-<<<<<<< HEAD
-from fp4graph.graph.rewrite import Site
-=======
 from fp4graph.graph.site import Site
-from fp4graph.model import coverage
->>>>>>> main
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.runtime import Runtime, detach
 from fp4graph.policy import Policy, load_policy
