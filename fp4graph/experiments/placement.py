@@ -1,4 +1,4 @@
-"""What ``block: true`` means in a model whose blocks are not one repeated stack, such as a U-Net."""
+"""The blocks of a model that has no single repeated stack, such as a U-Net, for ``block: true``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fp4graph.policy import Policy, Rule
 
 
 def placed(policy: Policy, blocks: Sequence[str]) -> Policy:
-    """``policy`` with each rule's ``block``, ``first_blocks`` and ``last_blocks`` written as the modules they mean.
+    """Return ``policy`` with each rule's ``block``, ``first_blocks`` and ``last_blocks`` written as module names.
 
     Args:
         policy: any, with phases or not.

@@ -10,24 +10,22 @@ import yaml
 from torch import nn
 
 import fp4graph
-from fp4graph.errors import PolicyError, PolicyWarning
+from fp4graph.errors import PolicyWarning
 from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
 from fp4graph.numerics import noise
 from fp4graph.numerics.draw import Draw
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
+from tests.helpers.policies import loaded
 
 NEAREST = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
 SCHEDULE = {"sigma_start": 0.05, "sigma_end": 0.0005, "stages": 5, "steps_per_stage": 10}
 KEY = noise.make_key("site", "fc")
 
 
-def policy(options=SCHEDULE, op="linear", techniques=(), **more):
-    quantize = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}}
-    own = {"adaptive_quantization_noise": options} if options else "adaptive_quantization_noise"
-    rule = {"name": "all", "match": {"op": op}, "quantize": quantize, "techniques": [own, *techniques], **more}
-    return fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]})
+def policy(options=SCHEDULE, techniques=(), **rule):
+    return loaded("adaptive_quantization_noise", options, after=techniques, **rule)
 
 
 def draw(count=0, site="fc"):
@@ -203,30 +201,6 @@ def test_a_model_is_noisy_in_training_and_not_in_evaluation():
     assert torch.equal(*calm)
     q = [fp4graph.fake_quantize(t.detach(), NEAREST) for t in (x, model.weight)]
     torch.testing.assert_close(calm[0], q[0] @ q[1].mT + model.bias.detach())
-
-
-def without(name):
-    return {key: value for key, value in SCHEDULE.items() if key != name}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (None, "needs options sigma_start, sigma_end, stages and steps_per_stage; add them"),
-        (without("sigma_end"), "has no option 'sigma_end'; add it"),
-        (without("stages"), "has no option 'stages'; add it"),
-        (without("steps_per_stage"), "has no option 'steps_per_stage'; add it"),
-        ({**SCHEDULE, "sigma_start": 0}, "sigma_start must be above 0"),
-        ({**SCHEDULE, "sigma_end": math.inf}, "sigma_end must be"),
-        ({**SCHEDULE, "sigma_end": 0.06}, "sigma_end 0.06 is above sigma_start 0.05"),
-        ({**SCHEDULE, "stages": 1}, "at least 2"),
-        ({**SCHEDULE, "steps_per_stage": 0}, "at least 1"),
-        ({**SCHEDULE, "kind": "multiplied"}, "did you mean 'multiplicative'"),
-    ],
-)
-def test_wrong_options_are_named(options, message):
-    with pytest.raises(PolicyError, match=message):
-        policy(options)
 
 
 def test_the_policy_writes_its_options_down():

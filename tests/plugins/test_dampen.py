@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,20 +13,12 @@ from torch import nn
 
 import fp4graph
 from fp4graph.errors import PolicyError, PolicyWarning
+from tests.helpers.policies import TIES_UP, with_technique
 
 SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"), ties="up")
-QUANTIZE = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}, "ties": "up"}
 
 
-def policy(options=None, *, op="linear", operands=None, more=()):
-    rule = {
-        "name": "all",
-        "match": {"op": op},
-        "quantize": QUANTIZE,
-        "operands": operands or {},
-        "techniques": [*more, {"dampen": options or {}}],
-    }
-    return {"version": 1, "name": "p", "rules": [rule]}
+policy = partial(with_technique, "dampen", quantize=TIES_UP)
 
 
 def model(dtype=torch.float32):
@@ -162,21 +155,6 @@ def test_it_shares_a_rule_with_q_ema():
         applied._fp4graph.q_ema_weight.copy_(applied.weight + 0.2)
     step(applied, optimizer, torch.zeros(6, 64))
     torch.testing.assert_close(applied.weight.grad[:, 1], torch.full((6,), 2.4 - 3.0))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"strength": 0}, "strength"),
-        ({"strength": math.inf}, "strength"),
-        ({"total_steps": 0}, "total_steps"),
-        ({"start": 1.0, "total_steps": 5}, "start"),
-        ({"start": 0.5}, "set total_steps"),
-    ],
-)
-def test_wrong_options(options, message):
-    with pytest.raises(PolicyError, match=message):
-        fp4graph.load_policy(policy(options))
 
 
 def test_a_stochastic_weight_is_refused_however_it_came_about():

@@ -21,6 +21,7 @@ from fp4graph.numerics.draw import Draw
 from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
+from tests.helpers.policies import one_rule, quantizer
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6.0])
 GRID = np.concatenate([-E2M1[:0:-1], E2M1])
@@ -122,13 +123,8 @@ def diagonal(function, x):
 
 
 def policy(techniques, scale="e4m3", convention="decode", block=8):
-    quantize = {
-        "element": "e2m1",
-        "block": block,
-        "scale": {"format": scale, "rounding": "nearest_even", "convention": convention},
-    }
-    rule = {"name": "all", "match": {"op": "linear"}, "quantize": quantize, "techniques": techniques}
-    return fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]})
+    scale = {"format": scale, "rounding": "nearest_even", "convention": convention}
+    return fp4graph.load_policy(one_rule(*techniques, quantize=quantizer(block) | {"scale": scale}))
 
 
 def program(techniques, operand=Operand.FPROP_INPUT, **kwargs):
@@ -436,14 +432,6 @@ def test_the_tensor_scales_gradient_is_warned_about_where_it_is_none(x, techniqu
 @pytest.mark.parametrize(
     ("techniques", "message"),
     [
-        ([{"smooth_max": {"kind": "absmax", "of": "original"}}], "leave beta, relative and of out"),
-        ([{"smooth_max": {"kind": "hybrid", "relative": True, "of": "original"}}], "leave relative or of out"),
-        ([{"step_gradient": {"operands": ["wgrad.input"]}}], "cannot act on 'wgrad.input'; choose from"),
-        ([{"step_gradient": {"operands": ["fprop.wieght"]}}], "unknown operand 'fprop.wieght'"),
-        ([{"step_gradient": {"kind": "dge", "k": 1}}], "must be above 1"),
-        ([{"step_gradient": {"kind": "spline", "knots": [[0, 0], [0, 1]]}}], "ascending"),
-        ([{"smooth_max": {"beta": 0}}], "must be above 0"),
-        ([{"smooth_max": {"kind": "softsoftmax"}}], "did you mean 'softmax'"),
         ([{"tensor_scaling_gradient": {"kind": "absmax"}}], "requires 'tensor_scaling'"),
         (
             [{"tensor_scaling": {"hold_steps": 5}}, {"tensor_scaling_gradient": {"kind": "absmax"}}],

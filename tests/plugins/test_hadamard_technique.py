@@ -167,22 +167,6 @@ def test_what_reads_an_fprop_operand_gets_it_rotated_back(data):
     torch.testing.assert_close(dx, dy @ w, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"block": 24}, "power of two"),
-        ({"block": 1}, "power of two"),
-        ({"scope": []}, "empty scope"),
-        ({"scope": ["fprp"]}, "fprop"),
-        ({"kind": "deterministic", "resample": "step"}, "draws no signs"),
-        ({"kind": "signs"}, "deterministic"),
-    ],
-)
-def test_wrong_options(options, message):
-    with pytest.raises(PolicyError, match=message):
-        program(options)
-
-
 def test_a_block_that_does_not_divide_is_refused_at_load():
     with pytest.raises(PolicyError, match=r"Hadamard block 32 and the block of fprop\.input, 24 elements"):
         program({"block": 32}, block=24)

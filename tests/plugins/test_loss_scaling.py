@@ -9,14 +9,11 @@ from torch import nn
 import fp4graph
 from fp4graph.errors import PolicyError
 from fp4graph.training import checkpoint
-
-QUANTIZE = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}, "ties": "up"}
+from tests.helpers.policies import TIES_UP, one_rule
 
 
 def policy(options=None, *, more=()):
-    rule = {"name": "all", "match": {"op": "linear"}, "quantize": QUANTIZE}
-    techniques = [*more, {"loss_scaling": options or {}}]
-    return {"version": 1, "name": "p", "rules": [rule], "techniques": techniques}
+    return one_rule(quantize=TIES_UP, techniques=[*more, {"loss_scaling": options or {}}])
 
 
 def prepared(data, make=lambda p: torch.optim.AdamW(p, lr=1e-2)):
@@ -164,21 +161,6 @@ def test_a_resumed_run_is_the_run(tmp_path):
     assert its_scaler.state_dict() == scaler.state_dict()
     assert its_scaler.get_scale() == 8.0
     assert torch.equal(model.weight, other.weight)
-
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"init_scale": 0}, "init_scale"),
-        ({"init_scale": float("inf")}, "init_scale"),
-        ({"growth_factor": 1.0}, "growth_factor"),
-        ({"backoff_factor": 1.0}, "backoff_factor"),
-        ({"growth_interval": 0}, "growth_interval"),
-    ],
-)
-def test_wrong_options(options, name):
-    with pytest.raises(PolicyError, match=name):
-        fp4graph.load_policy(policy(options))
 
 
 def test_it_belongs_to_the_policy_not_to_a_rule():

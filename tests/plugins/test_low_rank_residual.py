@@ -20,6 +20,7 @@ from fp4graph.ops.draw import operand_draw
 from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
+from tests.helpers.policies import loaded, quantizer
 
 SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
 NVFP4 = ("e4m3", "nearest_even")
@@ -27,17 +28,9 @@ DRAW = Draw(noise.make_key("site", "fc"), noise.make_step(0, 0, 0))
 OF_WEIGHT = operand_draw(DRAW, Operand.FPROP_WEIGHT)  # what a layer of that key draws from
 
 
-def policy(options=None, scale=("e8m0", "ceil"), others=(), rounding="nearest", **more):
-    quantize = {"element": "e2m1", "block": 32, "scale": {"format": scale[0], "rounding": scale[1]}}
-    techniques = [{"low_rank_residual": options} if options else "low_rank_residual", *others]
-    rule = {
-        "name": "all",
-        "match": {"op": "linear"},
-        "quantize": {**quantize, "rounding": rounding},
-        "techniques": techniques,
-        **more,
-    }
-    return fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]})
+def policy(options=None, scale=("e8m0", "ceil"), others=(), rounding="nearest", **rule):
+    quantize = quantizer(32, *scale) | {"rounding": rounding}
+    return loaded("low_rank_residual", options, after=others, quantize=quantize, **rule)
 
 
 def site(options=None, **more):
@@ -325,22 +318,6 @@ def test_what_dgrad_reads_from_fprop_has_both_terms():
     dy = torch.randn(40, 64)
     y.backward(dy)
     torch.testing.assert_close(x.grad, dy @ sum(terms(w, draw=OF_WEIGHT)), rtol=1e-6, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rank": 0}, "at least 1"),
-        ({"rank": 1.5}, "rank"),
-        ({"iterations": -1}, "at least 0"),
-        ({"operands": []}, "empty list of operands"),
-        ({"operands": ["fprop.wieght"]}, "unknown operand 'fprop.wieght'"),
-        ({"ranks": 4}, "unknown option 'ranks'"),
-    ],
-)
-def test_wrong_options_are_named(options, message):
-    with pytest.raises(PolicyError, match=message):
-        policy(options)
 
 
 def test_a_moving_average_of_the_weight_does_not_round_its_remainder():

@@ -10,7 +10,6 @@ import torch
 import yaml
 
 import fp4graph
-from fp4graph.errors import PolicyError
 from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
 from fp4graph.numerics import noise
@@ -18,16 +17,14 @@ from fp4graph.numerics.draw import Draw
 from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
+from tests.helpers.policies import loaded, quantizer
 
 SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
 DRAW = Draw(noise.make_key("site", "fc"), noise.make_step(0, 0, 0))
 
 
-def policy(options=None, scale=("e8m0", "ceil"), others=(), **more):
-    quantize = {"element": "e2m1", "block": 32, "scale": {"format": scale[0], "rounding": scale[1]}}
-    techniques = [{"outlier_clamp": options} if options else "outlier_clamp", *others]
-    rule = {"name": "all", "match": {"op": "linear"}, "quantize": quantize, "techniques": techniques, **more}
-    return fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]})
+def policy(options=None, scale=("e8m0", "ceil"), others=(), **rule):
+    return loaded("outlier_clamp", options, after=others, quantize=quantizer(32, *scale), **rule)
 
 
 def site(options=None, **more):
@@ -235,22 +232,6 @@ def test_what_wgrad_reads_from_fprop_has_both_terms():
     dy = torch.randn(40, 64)
     y.backward(dy)
     torch.testing.assert_close(w.grad, dy.mT @ sum(terms(x)), rtol=1e-6, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"quantile": 0.5}, "above 0.5"),
-        ({"quantile": 1}, "below 1"),
-        ({"quantile": math.nan}, "quantile"),
-        ({"operands": []}, "empty list of operands"),
-        ({"operands": ["fprop.imput"]}, "unknown operand 'fprop.imput'"),
-        ({"residuals": True}, "unknown option 'residuals'"),
-    ],
-)
-def test_wrong_options_are_named(options, message):
-    with pytest.raises(PolicyError, match=message):
-        policy(options)
 
 
 def test_the_policy_writes_its_options_down():

@@ -10,28 +10,20 @@ import torch
 import yaml
 
 import fp4graph
-from fp4graph.errors import PolicyError
 from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
 from fp4graph.numerics import noise
 from fp4graph.numerics.draw import Draw
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
+from tests.helpers.policies import loaded, quantizer
 
 NEAREST = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
 DRAW = Draw(noise.make_key("site", "fc"), noise.make_step(0, 0, 0))
 
 
-def policy(options=None, rounding="nearest", block=32, **more):
-    quantize = {"element": "e2m1", "block": block, "scale": {"format": "e8m0", "rounding": "ceil"}}
-    rule = {
-        "name": "all",
-        "match": {"op": "linear"},
-        "quantize": {**quantize, "rounding": rounding},
-        "techniques": [{"outlier_fallback": options} if options else "outlier_fallback"],
-        **more,
-    }
-    return fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]})
+def policy(options=None, rounding="nearest", block=32, **rule):
+    return loaded("outlier_fallback", options, quantize=quantizer(block) | {"rounding": rounding}, **rule)
 
 
 def site(options=None, **more):
@@ -206,23 +198,6 @@ def test_the_gradient_is_straight_through():
     y.backward(dy)
     torch.testing.assert_close(x.grad, dy @ w.detach(), rtol=0, atol=0)
     torch.testing.assert_close(w.grad, dy.mT @ x.detach(), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"fraction": 0.1, "threshold": 0.1}, "two ways to choose blocks"),
-        ({"fraction": 0}, "above 0"),
-        ({"fraction": 1.5}, "at most 1"),
-        ({"threshold": -1}, "at least 0"),
-        ({"operands": []}, "empty list of operands"),
-        ({"operands": ["fprop.imput"]}, "unknown operand 'fprop.imput'"),
-        ({"fractoin": 0.1}, "unknown option 'fractoin'"),
-    ],
-)
-def test_wrong_options_are_named(options, message):
-    with pytest.raises(PolicyError, match=message):
-        policy(options)
 
 
 def test_the_policy_writes_its_options_down():

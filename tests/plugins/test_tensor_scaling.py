@@ -14,13 +14,11 @@ from fp4graph.graph.plan import plan_site
 from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
-
-NVFP4 = {"element": "e2m1", "block": 16, "scale": {"format": "e4m3", "rounding": "nearest_even"}}
+from tests.helpers.policies import NVFP4, loaded
 
 
 def policy(options, quantize=NVFP4, op="linear"):
-    rule = {"name": "all", "match": {"op": op}, "quantize": quantize, "techniques": [{"tensor_scaling": options}]}
-    return fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]})
+    return loaded("tensor_scaling", options, quantize=quantize, op=op)
 
 
 def program(options, quantize=NVFP4, operand=Operand.FPROP_INPUT):
@@ -155,24 +153,6 @@ def test_compiled_bits(x):
         f = program(options)
         torch._dynamo.reset()
         assert torch.equal(torch.compile(lambda t, f=f: total(f(t)))(x), total(f(x))), options
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"granularity": 24}, "24 is not a multiple of the block of fprop.input, 16"),
-        ({"granularity": 0}, "at least one element"),
-        ({"granularity": "row", "hold_steps": 5}, "use granularity: tensor"),
-        ({"headroom": 0}, "above 0"),
-        ({"headroom": 2}, "at most 1"),
-        ({"hold_steps": 0}, "at least 1"),
-        ({"operands": []}, "empty list of operands"),
-        ({"operands": ["fprop.wieght"]}, "unknown operand"),
-    ],
-)
-def test_refusals(options, message):
-    with pytest.raises(PolicyError, match=message):
-        policy(options)
 
 
 def test_the_encode_scale_of_the_largest_block_must_fit():
