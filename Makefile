@@ -4,16 +4,23 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint format docs parity gpu bench bench-all stranger wheel clean
+.PHONY: demo test check lint format docs parity gpu bench bench-all stranger wheel clean
 
 demo: $(STAMP)
 	rm -rf runs/demo
 	$(BIN)/fp4graph compare digits-augmented --backend eager \
 		--policies bf16,microscaling,tetrajet,tetrajet-qema --output runs/demo
 
-# Most tests are small: a process for each core, each with one thread, is quicker than one process with many.
+# Most tests are small: a process for each core, each with one thread, is quicker than one process with many. The slow
+# ones, which do not share what fixtures made, begin with the file: whoever is done takes over from the others.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+
 test: $(STAMP) lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
+	$(PYTEST)
+
+# The inner loop: without what compiles with Inductor, starts processes or services, or is slow for another reason.
+check: $(STAMP) lint
+	$(PYTEST) -m "not (inductor or process or service or slow or parity or gpu)"
 
 # Formatting is not checked here: ruff is not pinned, and a new release's taste should not fail a fresh checkout.
 lint: $(STAMP)

@@ -1,22 +1,67 @@
-"""Shared fixtures: small real models, and a clean compiler between tests."""
+"""Shared fixtures: small real models, a clean compiler between tests, and markers that are held to the truth."""
 
 from __future__ import annotations
 
 import getpass
 import os
 import shutil
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
 
 import pytest
-import timm
 import torch
 from torch import nn
+
+from tests.helpers import costs, models
 
 # Inductor's cache does not tell ATEN_CPU_CAPABILITY apart: it would compile code that was generated for other vectors.
 if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     own = f"torchinductor_{getpass.getuser()}_{capability}"
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), own)  # torch has set it when imported
+
+
+costs.install()
+#: Markers of the tests that ask for a fixture.
+MARKED_BY_FIXTURE = {"inductor": "inductor", "postgres": "service"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what says by its fixtures and parameters that it is slow."""
+    for item in items:
+        for fixture in getattr(item, "fixturenames", ()):
+            if fixture in MARKED_BY_FIXTURE:
+                item.add_marker(MARKED_BY_FIXTURE[fixture])
+        call = getattr(item, "callspec", None)
+        values = call.params.values() if call else ()
+        for name, marker in (("inductor", "inductor"), ("postgresql", "service")):
+            if any(isinstance(value, str) and value == name for value in values):
+                item.add_marker(marker)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Note where a test is slow in a way that its markers do not say."""
+    with costs.noticing() as found:
+        result = yield
+    unsaid = found - {marker.name for marker in item.iter_markers()}
+    if unsaid:
+        item.user_properties.append(("unsaid", ", ".join(sorted(unsaid))))  # which xdist sends to its controller
+    return result
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Name the tests that `make check` should leave out and does not."""
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    unsaid = {
+        report.nodeid: dict(getattr(report, "user_properties", ())).get("unsaid")
+        for report in reports
+        if getattr(report, "when", None) == "call"
+    }
+    for test, markers in unsaid.items():
+        if markers:
+            terminalreporter.write_line(f"mark it {markers}: {test}")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -29,23 +74,24 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    """No test sees another's compiled code, or its random state."""
-    torch._dynamo.reset()
+    """Give each test a random state of its own, and no compiled code of another."""
+    _forget_compiled()
     torch.manual_seed(0)
     yield
-    torch._dynamo.reset()
+    _forget_compiled()
+
+
+def _forget_compiled() -> None:
+    """Reset Dynamo if it has looked at any code. A reset costs little, but the next capture starts without caches."""
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    if frames is not None and frames.FRAME_COUNTER:
+        torch._dynamo.reset()
 
 
 @pytest.fixture
 def vit() -> Callable[..., nn.Module]:
-    """Makes a two-block timm ViT of width 64 on 32x32 images, the same weights every time."""
-
-    def make(**options: object) -> nn.Module:
-        torch.manual_seed(0)
-        settings = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 64, "num_heads": 2, "num_classes": 10}
-        return timm.create_model("vit_tiny_patch16_224", **{**settings, **options})
-
-    return make
+    """Make a two-block timm ViT of width 64 on 32x32 images, the same weights every time."""
+    return models.vit
 
 
 @pytest.fixture

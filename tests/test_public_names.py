@@ -55,6 +55,7 @@ def test_every_name_is_there_after_one_import(name: str) -> None:
     assert name in dir(fp4graph)
 
 
+@pytest.mark.process
 def test_modules_need_no_import_of_their_own() -> None:
     code = f"import fp4graph; print(*[getattr(fp4graph, name).__name__ for name in {MODULES}])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -13,17 +13,15 @@ from torch import nn
 import fp4graph
 from fp4graph.analysis import METRICS, Statistics, read
 from fp4graph.model.runtime import runtime_of
+from tests.helpers.policies import one_rule, quantizer
 
 
 def policy(backward="stochastic", techniques=(), **operands):
-    rule = {
-        "name": "all",
-        "match": {"op": "linear"},
-        "quantize": {"element": "e2m1", "block": 16, "scale": {"format": "e8m0", "rounding": "floor"}},
-        "operands": {"backward": {"rounding": backward}, **operands},
-        "techniques": list(techniques),
-    }
-    return {"version": 1, "name": "p", "rules": [rule]}
+    return one_rule(
+        *techniques,
+        quantize=quantizer(16, rounding="floor"),
+        operands={"backward": {"rounding": backward}, **operands},
+    )
 
 
 class Net(nn.Module):

@@ -59,6 +59,7 @@ def test_policies_as_json(fp4graph: Any) -> None:
     assert rows["tetrajet"]["complexity"] == 0.5
     assert rows["tetrajet"]["techniques"] == ["stochastic_rounding"]
     assert rows["tetrajet"]["file"].endswith("tetrajet.yaml")
+    assert rows["baseline"] == rows["bf16"] | {"name": "baseline", "description": "another name of bf16"}
 
 
 def test_techniques(fp4graph: Any) -> None:
@@ -151,6 +152,7 @@ def test_check_of_a_wrong_policy_is_one_line(fp4graph: Any, tmp_path: Path) -> N
     assert result.err == f"{path}:4: unknown key 'quantise' in rules[0]; did you mean 'quantize'?\n"
 
 
+@pytest.mark.process
 def test_the_installed_command(tmp_path: Path) -> None:
     path = tmp_path / "wrong.yaml"
     path.write_text("version: 3\n")
@@ -222,6 +224,7 @@ def test_wrong_shape(size: str, fp4graph: Any) -> None:
     assert "is not a shape" in result.err
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("timm")
 def test_explain(fp4graph: Any) -> None:
     result = fp4graph("explain", "--model", "test_vit", "--batch-size", "3", "--json", "tetrajet")
@@ -235,6 +238,7 @@ def test_explain(fp4graph: Any) -> None:
     assert "blocks.0.attn.qkv" in text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("timm")
 def test_check_against_a_model(fp4graph: Any, tmp_path: Path) -> None:
     result = fp4graph("check", "tetrajet", "--model", "test_vit")

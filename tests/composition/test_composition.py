@@ -27,6 +27,8 @@ from fp4graph.technique.operands import Operand
 from fp4graph.technique.registry import default_registry
 from fp4graph.technique.site import SiteView
 
+pytestmark = pytest.mark.slow
+
 #: Options of every shipped technique, each at several values.
 OPTIONS: dict[str, dict[str, list[Any]]] = {
     "stochastic_rounding": {

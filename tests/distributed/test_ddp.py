@@ -13,7 +13,7 @@ from tests.distributed import ddp_cases
 from tests.distributed.two_process_models import image_loss, vit
 from tests.distributed.two_processes import cases, launch
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+pytestmark = [pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo"), pytest.mark.process]
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import torch
 from tests.distributed.two_processes import launch
 from tests.helpers.processes import write_whole
 
-pytestmark = pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo")
+pytestmark = [pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo"), pytest.mark.process]
 
 
 def test_a_rank_that_ends_is_the_outcome_of_what_it_did_not_finish(tmp_path: Path) -> None:

@@ -16,6 +16,8 @@ import torch
 import fp4graph
 from fp4graph.technique.registry import Registry
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "examples/technique_plugin"
 

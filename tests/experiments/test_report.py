@@ -110,6 +110,7 @@ def test_pictures_have_labelled_axes_and_legends_inside_the_picture(run):
             assert legend.get_texts(), part.name
 
 
+@pytest.mark.service
 def test_in_a_browser(page):
     """No console message, no error, no request; a click on a heading sorts."""
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
@@ -192,7 +193,7 @@ def test_the_command(run, tmp_path):
         (lambda folder: None, "no run and no statistics there"),
         (lambda folder: folder.rmdir(), "there is no such folder"),
         (lambda folder: (folder / "run.json").write_text("{"), "is not JSON"),
-        (lambda folder: (folder / "statistics.jsonl").write_text("x\n"), "this line is damaged"),
+        (lambda folder: (folder / "statistics.jsonl").write_text("x\n"), "delete this line"),
     ],
 )
 def test_folders_that_hold_something_else(tmp_path, make, message):

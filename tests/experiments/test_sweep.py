@@ -346,6 +346,7 @@ def test_a_configuration_that_takes_its_workers_down_is_recorded_as_failed(url: 
     assert study.trials()[6].result["reason"] == "its worker's process ended 3 times while it ran"
 
 
+@pytest.mark.process
 def test_workers_that_end_at_once_are_not_started_forever(tmp_path: Path, url: str, table10: Space) -> None:
     study = make(url, table10)
     job = Job(url, "s", 10, "random", "none", "cpu", str(tmp_path), workers=1, objective=_not_there)
@@ -359,6 +360,7 @@ def test_workers_that_end_at_once_are_not_started_forever(tmp_path: Path, url: s
         list(workers.watch())
 
 
+@pytest.mark.process
 def test_ctrl_c_is_not_for_workers_from_their_first_moment_on(tmp_path: Path, url: str, table10: Space) -> None:
     study = make(url, table10)
     job = Job(url, "s", 3, "random", "none", "cpu", str(tmp_path), workers=1, objective=toy.objective)
@@ -395,6 +397,7 @@ def test_an_interrupt_is_noted_and_a_later_one_raises(monkeypatch: pytest.Monkey
     signal.signal(signal.SIGINT, inherited)
 
 
+@pytest.mark.process
 def test_workers_that_end_with_the_sweep_are_no_loss(tmp_path: Path, url: str, table10: Space) -> None:
     """A supervisor signals the whole process group: workers are gone before the sweep has looked."""
     study = make(url, table10)
@@ -457,6 +460,7 @@ def test_no_more_is_begun_than_was_asked_for(url: str, table10: Space) -> None:
     assert study.claim(table10.configuration(next(every)), table10, "w", 2) is not None
 
 
+@pytest.mark.process
 def test_after_a_kill_of_everything_nothing_is_lost_and_nothing_run_twice(
     url: str, table10: Space, tmp_path: Path
 ) -> None:
@@ -505,6 +509,7 @@ def _command(*arguments: str) -> list[str]:
     return [sys.executable, "-c", "from fp4graph.cli import main; main()", *arguments]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(("kind", "target"), [("sqlite", 40), ("postgresql", 16)])
 def test_the_command_on_two_workers_one_of_them_killed(
     kind: str, target: int, tmp_path: Path, request: pytest.FixtureRequest
@@ -715,6 +720,7 @@ def test_a_database_that_is_away_is_no_failure_of_a_configuration(
     assert [trial.state for trial in study.trials()] == ["complete"] * 4 + ["running"]  # until its silence tells
 
 
+@pytest.mark.process
 def test_the_end_of_a_sweep_does_not_wait_for_a_database_that_is_away(
     url: str, table10: Space, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

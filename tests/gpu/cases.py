@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -120,8 +121,11 @@ def programs() -> list[tuple[str, MatmulProgram]]:
         }
         for name, (format, techniques) in OTHERS.items()
     }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fp4graph.PolicyWarning)  # idle here, compiled all the same
+        policies = [fp4graph.load_policy(policy) for policy in (*POLICIES, *others.values())]
     found = []
-    for policy in map(fp4graph.load_policy, (*POLICIES, *others.values())):
+    for policy in policies:
         for rule in (*policy.rules, policy.default):
             program = plan_site(VIEW, rule).program if rule.quantizes else None
             if program is not None:

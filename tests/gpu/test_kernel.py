@@ -34,6 +34,8 @@ from tests.gpu.cases import KEY, STEP, operands, programs
 from tests.gpu.test_generated import EVEN, GPUS, UNEVEN, assert_machine_code
 from tests.helpers.floats import assert_same_bits
 
+pytestmark = pytest.mark.process
+
 #: Numbers that the shipped policies do not have in plain specs, two by two: along rows, along columns.
 OTHERS = {
     "encode": (

@@ -209,6 +209,7 @@ def test_a_policy_is_checked_where_it_is_written() -> None:
         FP4GraphCallback("tetrajett")
 
 
+@pytest.mark.process
 def test_without_the_extra_the_error_says_what_to_install() -> None:
     script = (
         "import sys; sys.modules['transformers'] = None\n"

@@ -85,6 +85,7 @@ class Process:
         return result
 
 
+@pytest.mark.process
 def test_what_another_process_compiled(tmp_path: Path) -> None:
     """It is taken from the cache for an equal policy and equal code, and for no other."""
     process = Process(tmp_path)
@@ -144,6 +145,7 @@ def test_names_tell_programs_apart() -> None:
     assert len(names) == 5
 
 
+@pytest.mark.process
 def test_names_are_the_same_in_every_process() -> None:
     code = (
         "import json\nfrom tests.kernels.test_cache import name_of, programs\n"

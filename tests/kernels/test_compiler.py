@@ -21,7 +21,7 @@ from tests.helpers.floats import assert_same_bits
 from tests.helpers.processes import IMPORTS, PATIENCE
 from tests.kernels.models import train
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.process]
 
 POLICY = "tetrajet"
 

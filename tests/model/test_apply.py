@@ -23,6 +23,7 @@ def gradients(model, x):
     return {name: p.grad.clone() for name, p in model.named_parameters()}
 
 
+@pytest.mark.slow
 def test_deit_tiny_has_48_sites_in_one_graph_and_keeps_its_state_dict():
     model = timm.create_model("deit_tiny_patch16_224")
     before = {key: value.clone() for key, value in model.state_dict().items()}
@@ -94,6 +95,7 @@ def test_two_forwards_before_one_backward(vit, images):
         assert torch.equal(again.blocks[1].mlp.fc2.weight.grad, expected["blocks.1.mlp.fc2.weight"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_checkpointed_gradients_are_the_plain_ones_to_the_bit(vit, images, backend):
     plain = gradients(fp4graph.apply(vit(), "tetrajet-qema", backend=backend), images)
@@ -104,6 +106,7 @@ def test_checkpointed_gradients_are_the_plain_ones_to_the_bit(vit, images, backe
     assert sum(site.quantized for site in runtime_of(model).sites) == 8
 
 
+@pytest.mark.slow
 def test_dynamic_batch_sizes_do_not_recompile_without_end(vit):
     model = fp4graph.apply(vit(), "tetrajet", backend="aot_eager")
     for batch in (2, 3, 5, 7, 8, 11, 16):
@@ -144,6 +147,7 @@ def test_applying_again_replaces_the_policy(vit, images):
     assert not [key for key in model.state_dict() if "q_ema" in key]
 
 
+@pytest.mark.slow
 def test_several_applied_models_do_not_disturb_each_other(vit, images):
     policies = ["tetrajet", "microscaling", "mxfp4", "nvfp4", "bf16"]
     alone = [gradients(fp4graph.apply(vit(), p, backend="eager"), images) for p in policies]

@@ -416,6 +416,7 @@ def test_the_entry_point_serves_stateless_policies_and_refuses_others(vit, image
         torch.compile(vit(), backend="fp4graph", options={"policy": "tetrajet"})(images)
 
 
+@pytest.mark.process
 def test_importing_starts_nothing():
     import subprocess
     import sys

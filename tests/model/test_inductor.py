@@ -12,6 +12,8 @@ from fp4graph.model.runtime import runtime_of
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.technique.operands import Operand
 
+pytestmark = pytest.mark.inductor
+
 
 class Mlp(nn.Module):
     def __init__(self):

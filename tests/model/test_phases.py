@@ -12,13 +12,13 @@ from torch import nn
 import fp4graph
 from fp4graph.errors import PolicyError
 from fp4graph.model.runtime import runtime_of
+from tests.helpers.policies import one_rule
 
 QUANTIZE = {"element": "e2m1", "block": 16, "scale": {"format": "e8m0", "rounding": "ceil"}}
 
 
 def policy(*phases: dict[str, Any], **more: Any) -> dict[str, Any]:
-    rule = {"name": "all", "match": {"op": "linear"}, "quantize": QUANTIZE}
-    return {"version": 1, "name": "p", "rules": [rule], "phases": list(phases), **more}
+    return one_rule(quantize=QUANTIZE, phases=list(phases), **more)
 
 
 def model() -> nn.Module:

@@ -11,7 +11,7 @@ from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from tests.helpers.floats import any_floats, assert_same_bits, blocks_of_every_scale
 
-pytestmark = pytest.mark.compiler
+pytestmark = [pytest.mark.compiler, pytest.mark.inductor]
 
 CASES = {
     "mxfp4": (QuantSpec(), -1),

@@ -56,6 +56,7 @@ def test_keys_indices_and_neighbours_are_independent() -> None:
         assert correlation.abs().max() < 5 / math.sqrt(N >> 3)
 
 
+@pytest.mark.inductor
 @pytest.mark.compiler
 def test_compiled_code_draws_the_same() -> None:
     torch._dynamo.reset()

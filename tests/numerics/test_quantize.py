@@ -207,6 +207,7 @@ def test_stochastic_scales_are_unbiased() -> None:
         assert abs(scale.mean().item() - ideal) < 3 * scale.std().item() / math.sqrt(len(z))
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_of_a_tensor_is_unbiased() -> None:
     x = torch.linspace(-5.9, 6.0, 32)[None]  # no value but the last is one of E2M1, nor near one
     spec = QuantSpec(rounding="stochastic", scale=ScaleSpec("e8m0", "ceil"))

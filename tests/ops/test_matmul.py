@@ -75,6 +75,7 @@ def test_tetrajet_is_its_equations(data):
     torch.testing.assert_close(dw, q5 @ q6, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantity", ["dx", "dw"])
 def test_tetrajet_averages_to_the_unbiased_gradient(data, quantity):
     """E[gradient] is TJ Eq. 8-9, the gradient of the quantized forward: within 4 standard errors nearly everywhere."""

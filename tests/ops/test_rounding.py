@@ -20,9 +20,9 @@ from fp4graph.ops import product
 from fp4graph.ops.observe import observed
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import BlockPosition, SiteView
+from tests.helpers.policies import NVFP4, loaded
 
 KEY, STEP = noise.make_key("site", "fc"), noise.make_step(0, 0, 0)
-NVFP4 = {"element": "e2m1", "block": 16, "scale": {"format": "e4m3", "rounding": "nearest_even"}}
 UE5M3 = {**NVFP4, "scale": {"format": "ue5m3", "rounding": "nearest_even"}}
 #: Significant bits: half a unit in the last place of x is at most 2^-bits·abs(x).
 BITS = {torch.bfloat16: 8, torch.float16: 11, torch.float32: 24}
@@ -32,8 +32,7 @@ FALLBACK = {"outlier_fallback": {"operands": ["fprop.input"]}}
 
 
 def policy(quantize=NVFP4, techniques=(), op="linear"):
-    rule = {"name": "all", "match": {"op": op}, "quantize": quantize, "techniques": ["tensor_scaling", *techniques]}
-    return fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]})
+    return loaded("tensor_scaling", after=techniques, quantize=quantize, op=op)
 
 
 def program(rule, op="linear"):
@@ -74,6 +73,7 @@ def assert_rounded_once(result, left, right, addend=0.0, alpha=1.0):
     assert excess.max() <= 1, f"{excess.max():.2f} half units in the last place; relative error {relative:.5f}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("name", ["nvfp4-te", "fp4-all-the-way"])
 def test_all_three_products_of_shipped_policies(name, dtype):
@@ -189,6 +189,7 @@ RULES = {
 }
 
 
+@pytest.mark.inductor
 def test_backends_agree_and_sizes_may_be_symbolic():
     results = []
     for backend in ("eager", "aot_eager", "inductor"):

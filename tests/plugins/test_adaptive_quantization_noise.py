@@ -11,23 +11,21 @@ from torch import nn
 
 import fp4graph
 from fp4graph.errors import PolicyWarning
+from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
-from fp4graph.graph.rewrite import site_function
 from fp4graph.numerics import noise
 from fp4graph.numerics.draw import Draw
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
+from tests.helpers.policies import loaded
 
 NEAREST = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
 SCHEDULE = {"sigma_start": 0.05, "sigma_end": 0.0005, "stages": 5, "steps_per_stage": 10}
 KEY = noise.make_key("site", "fc")
 
 
-def policy(options=SCHEDULE, op="linear", techniques=(), **more):
-    quantize = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}}
-    own = {"adaptive_quantization_noise": options} if options else "adaptive_quantization_noise"
-    rule = {"name": "all", "match": {"op": op}, "quantize": quantize, "techniques": [own, *techniques], **more}
-    return fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]})
+def policy(options=SCHEDULE, techniques=(), **rule):
+    return loaded("adaptive_quantization_noise", options, after=techniques, **rule)
 
 
 def draw(count=0, site="fc"):

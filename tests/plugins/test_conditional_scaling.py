@@ -9,10 +9,11 @@ import torch
 
 import fp4graph
 from fp4graph.errors import PolicyError
+from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
-from fp4graph.graph.rewrite import site_function
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
+from tests.helpers.policies import loaded, quantizer
 
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 #: Positive values and the codes' parities: position in the list is the code, subnormals m/8·2^(1-bias) first.
@@ -35,14 +36,8 @@ def nearest(v, values):
 
 def policy(options=None, *, more=(), operands=None, **scale):
     scale = {"format": "e4m3", "rounding": "nearest_even", "convention": "encode", **scale}
-    rule = {
-        "name": "all",
-        "match": {"op": "linear"},
-        "quantize": {"element": "e2m1", "block": 16, "scale": scale},
-        "techniques": [*more, {"conditional_scaling": options} if options else "conditional_scaling"],
-        **({"operands": operands} if operands else {}),
-    }
-    return fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]})
+    quantize = quantizer(16) | {"scale": scale}
+    return loaded("conditional_scaling", options, more=more, operands=operands, quantize=quantize)
 
 
 def program(options=None, **more):

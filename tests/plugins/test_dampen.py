@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -12,20 +13,12 @@ from torch import nn
 
 import fp4graph
 from fp4graph.errors import PolicyError, PolicyWarning
+from tests.helpers.policies import TIES_UP, with_technique
 
 SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"), ties="up")
-QUANTIZE = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}, "ties": "up"}
 
 
-def policy(options=None, *, op="linear", operands=None, more=()):
-    rule = {
-        "name": "all",
-        "match": {"op": op},
-        "quantize": QUANTIZE,
-        "operands": operands or {},
-        "techniques": [*more, {"dampen": options or {}}],
-    }
-    return {"version": 1, "name": "p", "rules": [rule]}
+policy = partial(with_technique, "dampen", quantize=TIES_UP)
 
 
 def model(dtype=torch.float32):

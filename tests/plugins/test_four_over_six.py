@@ -11,13 +11,14 @@ import torch
 
 import fp4graph
 from fp4graph.errors import PolicyError, PolicyWarning
+from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
-from fp4graph.graph.rewrite import site_function
 from fp4graph.numerics import noise, oracle
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.formats import E2M1
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
+from tests.helpers.policies import loaded
 
 DRAW = Draw(noise.make_key("site", "fc"), noise.make_step(0, 0, 0))
 MEASURES = {
@@ -29,14 +30,8 @@ MEASURES = {
 
 def policy(options=None, *, more=(), operands=None, element="e2m1", block=16, elements="nearest", **scale):
     scale = {"format": "e4m3", "rounding": "nearest_even", **scale}
-    rule = {
-        "name": "all",
-        "match": {"op": "linear"},
-        "quantize": {"element": element, "block": block, "rounding": elements, "scale": scale},
-        "techniques": [*more, {"four_over_six": options} if options else "four_over_six"],
-        **({"operands": operands} if operands else {}),
-    }
-    return fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]})
+    quantize = {"element": element, "block": block, "rounding": elements, "scale": scale}
+    return loaded("four_over_six", options, more=more, operands=operands, quantize=quantize)
 
 
 def program(options=None, **more):

@@ -11,21 +11,14 @@ from torch import nn
 
 import fp4graph
 from fp4graph.errors import PolicyError, PolicyWarning
+from tests.helpers.policies import TIES_UP, with_technique
 
 SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"), ties="up")
-QUANTIZE = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}, "ties": "up"}
 OPTIONS = {"momentum": 0.125, "threshold": 0.3}
 
 
-def policy(options=None, *, op="linear", quantize=None, operands=None, more=(), after=()):
-    rule = {
-        "name": "all",
-        "match": {"op": op},
-        "quantize": quantize or QUANTIZE,
-        "operands": operands or {},
-        "techniques": [*more, {"freeze": OPTIONS if options is None else options}, *after],
-    }
-    return {"version": 1, "name": "p", "rules": [rule]}
+def policy(options=None, *, quantize=TIES_UP, **rule):
+    return with_technique("freeze", OPTIONS if options is None else options, quantize=quantize, **rule)
 
 
 def prepared(options=None, dtype=torch.float32, make=None, **where):
@@ -242,8 +235,8 @@ def test_values_that_move_with_their_scales_do_not_turn():
 def test_where_the_weight_stays_in_high_precision_nothing_is_watched():
     """One technique for the policy, and a rule whose forward weight is not quantized."""
     rules = [
-        {"name": "kept", "match": {"module": "0"}, "quantize": QUANTIZE, "operands": {"fprop.weight": "keep"}},
-        {"name": "all", "match": {"op": "linear"}, "quantize": QUANTIZE},
+        {"name": "kept", "match": {"module": "0"}, "quantize": TIES_UP, "operands": {"fprop.weight": "keep"}},
+        {"name": "all", "match": {"op": "linear"}, "quantize": TIES_UP},
     ]
     data = {"version": 1, "name": "p", "rules": rules, "techniques": [{"freeze": OPTIONS}]}
     model = fp4graph.apply(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), data, backend="eager")

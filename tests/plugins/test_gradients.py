@@ -21,6 +21,7 @@ from fp4graph.numerics.draw import Draw
 from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
+from tests.helpers.policies import one_rule, quantizer
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6.0])
 GRID = np.concatenate([-E2M1[:0:-1], E2M1])
@@ -122,13 +123,8 @@ def diagonal(function, x):
 
 
 def policy(techniques, scale="e4m3", convention="decode", block=8):
-    quantize = {
-        "element": "e2m1",
-        "block": block,
-        "scale": {"format": scale, "rounding": "nearest_even", "convention": convention},
-    }
-    rule = {"name": "all", "match": {"op": "linear"}, "quantize": quantize, "techniques": techniques}
-    return fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]})
+    scale = {"format": scale, "rounding": "nearest_even", "convention": convention}
+    return fp4graph.load_policy(one_rule(*techniques, quantize=quantizer(block) | {"scale": scale}))
 
 
 def program(techniques, operand=Operand.FPROP_INPUT, **kwargs):
@@ -346,7 +342,7 @@ def test_dge_on_weights_only():
 @pytest.mark.parametrize("convention", ["decode", "encode"])
 def test_the_factor_multiplies_the_gradient_of_the_product(convention):
     """dX = (dY·f(W)) ⊙ f'(X) and dW = (dYᵀ·f(X)) ⊙ f'(W), with a rotation around it: in the rotated basis."""
-    from fp4graph.graph.rewrite import site_function
+    from fp4graph.graph.functions import site_function
     from fp4graph.numerics.hadamard import hadamard_matrix
 
     keep = {"backward": "keep", "dgrad.weight": "fprop", "wgrad.input": "fprop"}

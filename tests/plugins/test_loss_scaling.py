@@ -9,14 +9,11 @@ from torch import nn
 import fp4graph
 from fp4graph.errors import PolicyError
 from fp4graph.training import checkpoint
-
-QUANTIZE = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}, "ties": "up"}
+from tests.helpers.policies import TIES_UP, one_rule
 
 
 def policy(options=None, *, more=()):
-    rule = {"name": "all", "match": {"op": "linear"}, "quantize": QUANTIZE}
-    techniques = [*more, {"loss_scaling": options or {}}]
-    return {"version": 1, "name": "p", "rules": [rule], "techniques": techniques}
+    return one_rule(quantize=TIES_UP, techniques=[*more, {"loss_scaling": options or {}}])
 
 
 def prepared(data, make=lambda p: torch.optim.AdamW(p, lr=1e-2)):

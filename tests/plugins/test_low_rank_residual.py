@@ -12,14 +12,15 @@ import yaml
 
 import fp4graph
 from fp4graph.errors import PolicyError
+from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
-from fp4graph.graph.rewrite import site_function
 from fp4graph.numerics import noise
 from fp4graph.numerics.draw import Draw
 from fp4graph.ops.draw import operand_draw
 from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
+from tests.helpers.policies import loaded, quantizer
 
 SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
 NVFP4 = ("e4m3", "nearest_even")
@@ -27,17 +28,9 @@ DRAW = Draw(noise.make_key("site", "fc"), noise.make_step(0, 0, 0))
 OF_WEIGHT = operand_draw(DRAW, Operand.FPROP_WEIGHT)  # what a layer of that key draws from
 
 
-def policy(options=None, scale=("e8m0", "ceil"), others=(), rounding="nearest", **more):
-    quantize = {"element": "e2m1", "block": 32, "scale": {"format": scale[0], "rounding": scale[1]}}
-    techniques = [{"low_rank_residual": options} if options else "low_rank_residual", *others]
-    rule = {
-        "name": "all",
-        "match": {"op": "linear"},
-        "quantize": {**quantize, "rounding": rounding},
-        "techniques": techniques,
-        **more,
-    }
-    return fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]})
+def policy(options=None, scale=("e8m0", "ceil"), others=(), rounding="nearest", **rule):
+    quantize = quantizer(32, *scale) | {"rounding": rounding}
+    return loaded("low_rank_residual", options, after=others, quantize=quantize, **rule)
 
 
 def site(options=None, **more):

@@ -10,26 +10,20 @@ import torch
 
 import fp4graph
 from fp4graph.errors import PolicyError
+from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
-from fp4graph.graph.rewrite import site_function
 from fp4graph.numerics.formats import E2M1
 from fp4graph.numerics.scaling import block_scale
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
+from tests.helpers.policies import loaded
 
 OPTIONS = {"block": 64}
 
 
 def policy(options=None, *, block=16, element="e2m1", more=(), operands=None, **scale):
     quantize = {"element": element, "block": block, "scale": {"format": "e8m0", "rounding": "nearest_even", **scale}}
-    rule = {
-        "name": "all",
-        "match": {"op": "linear"},
-        "quantize": quantize,
-        "techniques": [*more, {"macro_block_scaling": options} if options else "macro_block_scaling"],
-        **({"operands": operands} if operands else {}),
-    }
-    return fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]})
+    return loaded("macro_block_scaling", options, more=more, operands=operands, quantize=quantize)
 
 
 def program(options=None, **more):

@@ -10,23 +10,21 @@ import torch
 import yaml
 
 import fp4graph
+from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
-from fp4graph.graph.rewrite import site_function
 from fp4graph.numerics import noise
 from fp4graph.numerics.draw import Draw
 from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
+from tests.helpers.policies import loaded, quantizer
 
 SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
 DRAW = Draw(noise.make_key("site", "fc"), noise.make_step(0, 0, 0))
 
 
-def policy(options=None, scale=("e8m0", "ceil"), others=(), **more):
-    quantize = {"element": "e2m1", "block": 32, "scale": {"format": scale[0], "rounding": scale[1]}}
-    techniques = [{"outlier_clamp": options} if options else "outlier_clamp", *others]
-    rule = {"name": "all", "match": {"op": "linear"}, "quantize": quantize, "techniques": techniques, **more}
-    return fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]})
+def policy(options=None, scale=("e8m0", "ceil"), others=(), **rule):
+    return loaded("outlier_clamp", options, after=others, quantize=quantizer(32, *scale), **rule)
 
 
 def site(options=None, **more):

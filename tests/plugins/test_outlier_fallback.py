@@ -10,27 +10,20 @@ import torch
 import yaml
 
 import fp4graph
+from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
-from fp4graph.graph.rewrite import site_function
 from fp4graph.numerics import noise
 from fp4graph.numerics.draw import Draw
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
+from tests.helpers.policies import loaded, quantizer
 
 NEAREST = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
 DRAW = Draw(noise.make_key("site", "fc"), noise.make_step(0, 0, 0))
 
 
-def policy(options=None, rounding="nearest", block=32, **more):
-    quantize = {"element": "e2m1", "block": block, "scale": {"format": "e8m0", "rounding": "ceil"}}
-    rule = {
-        "name": "all",
-        "match": {"op": "linear"},
-        "quantize": {**quantize, "rounding": rounding},
-        "techniques": [{"outlier_fallback": options} if options else "outlier_fallback"],
-        **more,
-    }
-    return fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]})
+def policy(options=None, rounding="nearest", block=32, **rule):
+    return loaded("outlier_fallback", options, quantize=quantizer(block) | {"rounding": rounding}, **rule)
 
 
 def site(options=None, **more):

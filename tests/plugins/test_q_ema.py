@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -13,19 +15,12 @@ from fp4graph.numerics.draw import Draw
 from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
+from tests.helpers.policies import TIES_UP, loaded
 
 E2M1 = [-6.0, -4.0, -3.0, -2.0, -1.5, -1.0, -0.5, 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
 
-def policy(options=None, *, op="linear", operands=None, more=()):
-    rule = {
-        "name": "all",
-        "match": {"op": op},
-        "quantize": {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}, "ties": "up"},
-        "operands": operands or {},
-        "techniques": [*more, {"q_ema": options or {}}],
-    }
-    return fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]})
+policy = partial(loaded, "q_ema", quantize=TIES_UP)
 
 
 def quantized(w, average, options=None, step=0):

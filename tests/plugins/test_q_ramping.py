@@ -13,19 +13,14 @@ from torch import nn
 import fp4graph
 from fp4graph.errors import PolicyError
 from fp4graph.optim import StableSPAM
+from tests.helpers.policies import TIES_UP, with_technique
 
 SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"), ties="up")
 OPTIONS = {"t_update": 20, "t0": 8, "n_max": 4, "k1": 2.0, "k2": 1}
 
 
-def policy(options=None, *, operands=None, more=()):
-    rule = {
-        "match": {"op": "linear"},
-        "quantize": {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}, "ties": "up"},
-        "operands": operands or {},
-        "techniques": [*more, {"q_ramping": OPTIONS if options is None else options}],
-    }
-    return {"version": 1, "name": "p", "rules": [rule]}
+def policy(options=None, **rule):
+    return with_technique("q_ramping", OPTIONS if options is None else options, quantize=TIES_UP, **rule)
 
 
 def model(dtype=torch.float32):

@@ -11,8 +11,8 @@ from torch import nn
 
 import fp4graph
 from fp4graph.errors import PolicyError, PolicyWarning
+from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
-from fp4graph.graph.rewrite import site_function
 from fp4graph.numerics import noise
 from fp4graph.technique.operands import Gemm
 from fp4graph.technique.site import SiteView

@@ -14,13 +14,11 @@ from fp4graph.graph.plan import plan_site
 from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
-
-NVFP4 = {"element": "e2m1", "block": 16, "scale": {"format": "e4m3", "rounding": "nearest_even"}}
+from tests.helpers.policies import NVFP4, loaded
 
 
 def policy(options, quantize=NVFP4, op="linear"):
-    rule = {"name": "all", "match": {"op": op}, "quantize": quantize, "techniques": [{"tensor_scaling": options}]}
-    return fp4graph.load_policy({"version": 1, "name": "p", "rules": [rule]})
+    return loaded("tensor_scaling", options, quantize=quantize, op=op)
 
 
 def program(options, quantize=NVFP4, operand=Operand.FPROP_INPUT):

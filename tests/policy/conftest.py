@@ -11,10 +11,19 @@ from fp4graph.numerics.formats import ElementFormat, ScaleFormat
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.technique import Overhead, Technique
 from fp4graph.technique.hookspecs import hookimpl
+from fp4graph.technique.operands import Operand
 from fp4graph.technique.registry import Registry
+from fp4graph.technique.site import SiteView
 
 
-class Dither(Technique):
+class Toy(Technique):
+    """A technique that every quantized operand is handed to, so that the loader does not call it idle."""
+
+    def acts_on(self, site: SiteView) -> frozenset[Operand]:
+        return frozenset(Operand)
+
+
+class Dither(Toy):
     """Implied by stochastic rounding; its weight depends on an option."""
 
     name: ClassVar[str] = "dither"
@@ -32,7 +41,7 @@ class Dither(Technique):
         return cls(bits=spec.random_bits) if spec.rounding == "stochastic" else None
 
 
-class Average(Technique):
+class Average(Toy):
     name: ClassVar[str] = "average"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=True)
     conflicts: ClassVar[frozenset[str]] = frozenset({"ramp"})
@@ -44,7 +53,7 @@ class Average(Technique):
         return 1.5
 
 
-class Ramp(Technique):
+class Ramp(Toy):
     name: ClassVar[str] = "ramp"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=False)
 
@@ -55,7 +64,7 @@ class Ramp(Technique):
         return 3.0
 
 
-class Echo(Technique):
+class Echo(Toy):
     name: ClassVar[str] = "echo"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
     requires: ClassVar[frozenset[str]] = frozenset({"dither"})
@@ -65,7 +74,7 @@ class Echo(Technique):
         return 1.0
 
 
-class Mutable(Technique):
+class Mutable(Toy):
     """Breaks the contract: options that cannot be hashed."""
 
     name: ClassVar[str] = "mutable"

@@ -12,20 +12,14 @@ from fp4graph.policy import load_policy
 from fp4graph.technique import Overhead, Technique
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.registry import Registry
+from tests.helpers.policies import one_rule, quantizer
 
 E4M3 = {"format": "e4m3", "rounding": "nearest_even"}
 CEIL = {"format": "e8m0", "rounding": "ceil"}
 
 
 def policy(*techniques: Any, scale: Any = E4M3, match: Any = None, operands: Any = None) -> dict[str, Any]:
-    rule = {
-        "name": "all",
-        "match": {"op": "linear"} if match is None else match,
-        "quantize": {"element": "e2m1", "block": 16, "scale": scale},
-        "operands": operands or {},
-        "techniques": list(techniques),
-    }
-    return {"version": 1, "name": "p", "rules": [rule]}
+    return one_rule(*techniques, quantize=quantizer(16) | {"scale": scale}, match=match, operands=operands)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from fp4graph.errors import PolicyWarning
 from fp4graph.numerics.formats import E3M0, E4M3, E8M0, UE5M3, UE5M3_61440
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.policy import Policy, Specs, load_policy
@@ -168,7 +169,8 @@ def policy_with(registry: Registry, shared: list[Any], own: list[Any]) -> Policy
 
 
 def test_techniques_of_a_rule_come_after_the_policys_or_replace_namesakes(registry: Registry) -> None:
-    policy = policy_with(registry, [{"average": {"beta": 0.5}}, "dither"], ["echo", {"average": {"beta": 0.9}}])
+    with pytest.warns(PolicyWarning, match="'average' has no effect here: no rule that it belongs to quantizes"):
+        policy = policy_with(registry, [{"average": {"beta": 0.5}}, "dither"], ["echo", {"average": {"beta": 0.9}}])
     assert [technique.name for technique in policy.techniques] == ["average", "dither"]
     assert [technique.name for technique in policy.rules[0].techniques] == ["average", "dither", "echo"]
     assert policy.rules[0].techniques[0].beta == 0.9  # type: ignore[attr-defined]

@@ -96,6 +96,7 @@ POLICIES = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(content=POLICIES)
 def test_random_policies(content: dict[str, Any], registry: Registry) -> None:

@@ -245,6 +245,7 @@ def test_an_exception_while_the_model_is_compiled_is_named(stage: str, model: nn
     assert "_fp4graph" not in " ".join(fp4graph.remove(model).state_dict())
 
 
+@pytest.mark.inductor
 @pytest.mark.compiler
 def test_a_wrong_result_under_inductor_is_named(model: nn.Module) -> None:
     broken = policy("broken", technique("broken", round=lambda self, ratio, scale, context: ratio[..., :1]))
@@ -320,6 +321,7 @@ def test_a_plan_of_garbage_for_a_site_names_it(case: str, model: nn.Module) -> N
         ("state", ["mean"], "state() must return StateEntry members only; got 'mean'"),
     ],
 )
+@pytest.mark.filterwarnings("ignore:technique .broken. has no effect here:fp4graph.errors.PolicyWarning")
 def test_other_garbage_of_planning_names_the_site(method: str, wrong: Any, message: str, model: nn.Module) -> None:
     late = technique("broken", **{method: lambda self, site: wrong if known(site) else frozenset()})
     with pytest.raises(fp4graph.PluginError) as caught:
@@ -329,6 +331,7 @@ def test_other_garbage_of_planning_names_the_site(method: str, wrong: Any, messa
 
 
 @pytest.mark.parametrize("method", ["plan", "acts_on", "pairs", "state"])
+@pytest.mark.filterwarnings("ignore:technique .broken. has no effect here:fp4graph.errors.PolicyWarning")
 def test_an_exception_while_planning_is_named(method: str, model: nn.Module) -> None:
     def late(self: Technique, site: Any, *specs: Any) -> Any:
         return raises() if known(site) else (specs[0] if specs else frozenset())

@@ -203,6 +203,7 @@ def test_first_party_techniques_come_through_the_same_door() -> None:
         assert found.origin(name) == name
 
 
+@pytest.mark.process
 def test_importing_loads_no_plugin_and_no_torch_device() -> None:
     code = (
         "import sys, fp4graph, fp4graph.technique.registry\n"

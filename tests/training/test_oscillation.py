@@ -9,6 +9,8 @@ from torch import nn
 import fp4graph
 from fp4graph.model.runtime import runtime_of
 
+pytestmark = pytest.mark.slow
+
 WARM_UP, WINDOW = 300, 200  # steps; 200 is the paper's span for validation
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import fp4graph
 from fp4graph.optim import StableSPAM
+from tests.helpers.policies import one_rule
 
 QUANTIZE = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}, "ties": "up"}
 SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"), ties="up")
@@ -26,8 +27,7 @@ ADAM = {"lr": 0.02, "betas": (0.85, 0.99), "weight_decay": 0.1}
 
 
 def policy(*techniques: Any, **more: Any) -> dict[str, Any]:
-    rule = {"name": "all", "match": {"op": "linear"}, "quantize": QUANTIZE}
-    return {"version": 1, "name": "p", "rules": [rule], "techniques": list(techniques), **more}
+    return one_rule(quantize=QUANTIZE, techniques=list(techniques), **more)
 
 
 def by_name(**rules: dict[str, Any]) -> dict[str, Any]:

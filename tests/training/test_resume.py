@@ -10,6 +10,8 @@ import torch
 
 from tests.helpers.processes import python, run
 
+pytestmark = pytest.mark.process
+
 WORKER = Path(__file__).with_name("interrupted.py")
 
 

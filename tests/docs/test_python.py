@@ -1,0 +1,202 @@
+"""Python blocks of README and of the pages run, those of a page in one namespace; its policies load."""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+
+import fp4graph
+from fp4graph.experiments.space import load_space
+from fp4graph.technique.registry import Registry
+from tests.docs.blocks import PAGES, ROOT, Block, blocks, of_language
+from tests.helpers import models
+
+pytestmark = pytest.mark.slow
+
+#: What stands in a block for something of the reader's, and what runs instead.
+INSTEAD: dict[str, dict[str, str]] = {
+    "docs/analysis.md": {"[(step, validation_loss), ...]": "[(1, 2.5), (2, 2.0 + 0.1 * seed)]"},
+    "docs/distributed.md": {"model, device_ids=[local_rank]": "model"},
+    "docs/tasks.md": {"steps=200": "steps=2, device='cpu'"},
+    "docs/training.md": {
+        'FP4GraphCallback("tetrajet-qema")': 'FP4GraphCallback("tetrajet-qema", backend="eager")',
+        'optimizer, "tetrajet-qema")\nmodel, optimizer, data': 'optimizer, "tetrajet-qema", backend="eager")\n'
+        "model, optimizer, data",
+    },
+}
+
+
+def _images(count: int = 4) -> torch.Tensor:
+    return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+
+
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 50) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(_images()).square().mean().backward()
+        optimizer.step()
+
+
+# ------------------------------------------------------------------ what each page takes for granted
+
+
+def _readme(folder: Path) -> dict[str, Any]:
+    from fp4graph.training import checkpoint
+
+    return {"checkpoint": checkpoint, "step": 7}
+
+
+def _analysis(folder: Path) -> dict[str, Any]:
+    import rich
+
+    model = fp4graph.apply(models.vit(), "tetrajet", backend="eager")
+    optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    return {
+        "model": model, "optimizer": optimizer, "train": _train, "rich": rich, "make_model": lambda seed: models.vit(),
+    }  # fmt: skip
+
+
+def _distributed(folder: Path) -> dict[str, Any]:
+    """A group of one process."""
+    from torch.distributed.fsdp import fully_shard
+
+    if not distributed.is_initialized():
+        distributed.init_process_group("gloo", init_method=(folder / "meeting").as_uri(), rank=0, world_size=1)
+    return {
+        "DistributedDataParallel": DistributedDataParallel,
+        "fully_shard": fully_shard,
+        "model": models.vit(),
+        "images": _images(),
+        "labels": torch.arange(4),
+        "criterion": nn.functional.cross_entropy,
+    }
+
+
+def _kernels(folder: Path) -> dict[str, Any]:
+    pytest.importorskip("triton", reason="the page is about Triton kernels")
+    dy = torch.randn(32, 32)
+    return {"key": 1, "step": 2, "dy": dy, "rows": fp4graph.QuantSpec("e2m1"), "columns": fp4graph.QuantSpec("e2m1")}
+
+
+def _training(folder: Path) -> dict[str, Any]:
+    """A LLaMA for the loop, for the Trainer and for Accelerate."""
+    accelerate = pytest.importorskip("accelerate")
+    transformers = pytest.importorskip("transformers")
+
+    class Data(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+        def __len__(self) -> int:
+            return 4
+
+        def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+            tokens = torch.arange(16) + index
+            return {"input_ids": tokens, "labels": tokens}
+
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder / "trainer"), max_steps=1, per_device_train_batch_size=2, report_to=[], use_cpu=True
+    )
+    model = fp4graph.apply(models.llama(), "tetrajet")
+    return {
+        "steps": 2, "scheduler": _Schedule(), "model": model, "optimizer": torch.optim.AdamW(model.parameters()),
+        "Trainer": transformers.Trainer, "args": arguments, "data": Data(),
+        "accelerator": accelerate.Accelerator(cpu=True),
+        "x": torch.arange(16)[None], "y": None, "criterion": lambda output, _: output.logits.square().mean(),
+    }  # fmt: skip
+
+
+class _Schedule:
+    """A scheduler as checkpoints see one."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+#: Pages whose blocks are alternatives: each begins with what the page takes for granted.
+ALTERNATIVES = {"docs/distributed.md", "docs/training.md"}
+GIVEN = {
+    "README.md": _readme,
+    "docs/analysis.md": _analysis,
+    "docs/distributed.md": _distributed,
+    "docs/kernels.md": _kernels,
+    "docs/training.md": _training,
+}
+
+
+@pytest.fixture
+def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fp4graph, "apply", partial(fp4graph.apply, backend="eager"))  # nothing on a page is compiled
+    yield tmp_path
+    if distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def _run(block: Block, text: str, namespace: dict[str, Any]) -> None:
+    """Run a block, so that a traceback has the line of its page."""
+    code = compile("\n" * (block.line - 1) + text, str(ROOT / block.page), "exec")
+    exec(code, namespace)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if any(b.language == "python" for b in blocks(page))])
+def test_python_of_a_page(page: str, working_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In order; README's technique is a file of its own."""
+    instead = dict(INSTEAD.get(page, {}))
+    namespace = {"torch": torch, "nn": nn, "fp4graph": fp4graph}
+    namespace |= GIVEN[page](working_directory) if page in GIVEN else {}
+    if page == "docs/kernels.md":  # a GPU's: the calls are held to the signatures
+        for name in ("quantize_both", "pack_both"):
+            function = f"fp4graph.kernels.triton_quantize.{name}"
+            monkeypatch.setattr(function, mock.create_autospec(_attribute(function), return_value=(None, None)))
+    for block in blocks(page):
+        if block.language != "python":
+            continue
+        if page in ALTERNATIVES:
+            namespace |= GIVEN[page](working_directory)
+        text = block.text
+        for old in [old for old in instead if old in text]:
+            text = text.replace(old, instead.pop(old))
+        if "@fp4graph.hookimpl" in text:
+            _module(block)
+        else:
+            _run(block, text, namespace)
+    assert not instead, f"{page} says no longer {list(instead)}"
+
+
+def _attribute(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(__import__(module, fromlist=[name]), name)
+
+
+def _module(block: Block) -> types.ModuleType:
+    """Run a block as the file of a plugin."""
+    module = types.ModuleType("written_in_" + Path(block.page).stem)
+    sys.modules[module.__name__] = module  # pydantic looks types up there
+    try:
+        _run(block, block.text, vars(module))
+    finally:
+        del sys.modules[module.__name__]
+    return module
+
+
+@pytest.mark.parametrize("block", of_language("yaml"), ids=str)
+def test_policies_and_spaces(block: Block, tmp_path: Path) -> None:
+    """Policies load, with the techniques that README defines; so do search spaces."""
+    file = tmp_path / "block.yaml"
+    file.write_text(block.text, encoding="utf-8")
+    if "\nparameters:" in block.text:
+        assert load_space(str(file)).size() > 1
+        return
+    plugins = [b for b in blocks("README.md") if "@fp4graph.hookimpl" in b.text]
+    policy = fp4graph.load_policy(file, Registry([(str(b), _module(b)) for b in plugins]))
+    assert any(rule.quantizes for rule in policy.rules)

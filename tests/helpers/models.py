@@ -1,0 +1,57 @@
+"""Small models that several tests train, the same weights every time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Mlp(nn.Module):
+    """Two linears, ``first`` and ``second``, with ``activation`` between them."""
+
+    def __init__(
+        self, inputs: int, hidden: int, outputs: int, activation: Callable[[Tensor], Tensor] = torch.relu
+    ) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(inputs, hidden), nn.Linear(hidden, outputs)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return ``second(activation(first(x)))``."""
+        result: Tensor = self.second(self.activation(self.first(x)))
+        return result
+
+
+def vit(**options: Any) -> nn.Module:
+    """Make a two-block timm ViT of width 64 for images of 32x32."""
+    import timm
+
+    torch.manual_seed(0)
+    settings = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 64, "num_heads": 2, "num_classes": 10}
+    model: nn.Module = timm.create_model("vit_tiny_patch16_224", **{**settings, **options})
+    return model
+
+
+def llama(**options: Any) -> nn.Module:
+    """Make a two-layer Hugging Face LLaMA of width 64 and vocabulary 97."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    settings = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "vocab_size": 97,
+        "max_position_embeddings": 32,
+        "bos_token_id": 0,
+        "eos_token_id": 0,
+        "use_cache": False,
+    }
+    model: nn.Module = LlamaForCausalLM(LlamaConfig(**{**settings, **options}))
+    return model

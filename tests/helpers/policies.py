@@ -1,0 +1,62 @@
+"""Policies of one rule, which most tests need, as data or loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import fp4graph
+from fp4graph.policy import Policy
+
+Data = dict[str, Any]
+
+
+def quantizer(block: int | str = 32, scale: str = "e8m0", rounding: str = "ceil", **more: Any) -> Data:
+    """Return a ``quantize:`` of E2M1 whose block scales have this format and rounding; ``more`` is of its elements."""
+    return {"element": "e2m1", "block": block, "scale": {"format": scale, "rounding": rounding}, **more}
+
+
+MXFP4 = quantizer()
+#: TetraJet's: ties go up.
+TIES_UP = quantizer(ties="up")
+NVFP4 = quantizer(16, "e4m3", "nearest_even")
+
+
+def one_rule(
+    *techniques: Any,
+    quantize: Mapping[str, Any] = MXFP4,
+    op: str = "linear",
+    match: Mapping[str, Any] | None = None,
+    operands: Mapping[str, Any] | None = None,
+    **policy: Any,
+) -> Data:
+    """Return a policy that quantizes every site of ``op`` (or ``match``).
+
+    Args:
+        techniques: of the rule; those of the policy are ``techniques=`` among ``policy``.
+        operands: exceptions by operand.
+        policy: further keys of the policy, such as ``phases``.
+    """
+    rule: Data = {"name": "all", "match": {"op": op} if match is None else match, "quantize": quantize}
+    if techniques:
+        rule["techniques"] = list(techniques)
+    if operands:
+        rule["operands"] = operands
+    return {"version": 1, "name": "p", "rules": [rule], **policy}
+
+
+def with_technique(
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    more: Sequence[Any] = (),
+    after: Sequence[Any] = (),
+    **rest: Any,
+) -> Data:
+    """Return :func:`one_rule` of ``rest`` with technique ``name`` between the techniques ``more`` and ``after``."""
+    return one_rule(*more, {name: options} if options else name, *after, **rest)
+
+
+def loaded(name: str, options: Mapping[str, Any] | None = None, **rest: Any) -> Policy:
+    """Return :func:`with_technique`, loaded."""
+    return fp4graph.load_policy(with_technique(name, options, **rest))
