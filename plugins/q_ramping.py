@@ -1,4 +1,4 @@
-"""Q-Ramping: weights that oscillate between two FP4 values step more seldom, and further."""
+"""Q-Ramping: lets weights that oscillate between two FP4 values step more seldom, and further."""
 
 from __future__ import annotations
 
@@ -21,52 +21,54 @@ from fp4graph.technique import (
 )
 from fp4graph.training.conditioning import HELD
 
-#: What a detection keeps of each element: the way of w and of Q(w) so far, and where both were last.
+#: Tensors of a detection: the distances that w and Q(w) moved so far, and the last values of both.
 _DETECTION = ("moved", "moved_q", "last", "last_q")
-#: The parameter as it was before a detection that will be taken back.
+#: The parameter from before a detection that will be taken back.
 _SAVED = "saved"
 
 
 class QRamping(Technique):
     """Each weight element has a batch size and a learning rate of its own, N times those of the run.
 
-    In the first T0 of every T_update optimizer steps, plain ones, the ways of each element w and of its quantized
-    value are measured; then N is set for the rest of them:
+    The first T0 of every T_update optimizer steps are a detection: ordinary steps in which the distances that each
+    element w and its quantized value move are measured. N is then set for the remaining steps:
     R = Σ_t abs(w_Q[t] − w_Q[t−1]) / Σ_t abs(w[t] − w[t−1]),  N = min(k2·⌊R/k1⌋ + 1, N_max).
-    0/0 is 0, and x/0 gives N_max. An element with N > 1 adds up its gradients and is left alone, with its entries of
-    the optimizer's state, for N − 1 steps; at the N-th the optimizer steps with the mean of the N gradients, and the
-    element moves N times as far as it would: w ← w + N·Δw. That is a step with learning rate N·lr and a batch N times
-    as large, in any optimizer whose learning rate multiplies its update; decoupled weight decay included, at N times
-    the rate and every N-th step. Step counts and what is not of the weight's shape (bias corrections) advance at every
-    step; a reset of the moments (``stable_spam``, ``fp4graph.optim.StableSPAM``) reaches elements that wait too. An
-    element that oscillates has R far above 1, since the quantized value jumps where the weight creeps.
+    Here 0/0 is 0, and x/0 gives N_max. An element with N > 1 adds up its gradients and waits for N − 1 steps, with its
+    entries of the optimizer's state. At the N-th step the optimizer steps with the mean of the N gradients, and the
+    element moves N times as far: w ← w + N·Δw. That is a step with learning rate N·lr and a batch N times as large, in
+    any optimizer whose learning rate multiplies its update; decoupled weight decay acts at N times the rate and every
+    N-th step. Step counts and state that is not of the weight's shape (bias corrections) advance at every step. A reset
+    of the moments (``stable_spam``, ``fp4graph.optim.StableSPAM``) also reaches elements that wait. An element that
+    oscillates has R far above 1, because the quantized value jumps where the weight creeps.
 
     N_max is at most T_update − T0, the steps between two detections: an element with a larger N would never step.
     Gradients of a batch that the next detection cuts short are dropped.
 
-    ``restore``: weights, all other parameters, and the optimizer's state return after a detection to what they were
-    before it, so that its steps only measure. Otherwise they are steps of the training like others. What the optimizer
-    kept nothing of before, it begins anew, by a plain step for all elements. Schedules and what other techniques
-    remember go on; an optimizer that counts steps for a group of parameters (timm's LAMB and Adan) is refused.
+    With ``restore`` weights, all other parameters, and the optimizer's state return after a detection to their values
+    from before it, so that its steps only measure. Otherwise they are ordinary steps of the training. A parameter of
+    which the optimizer kept no state before begins anew, by an ordinary step of all its elements. Schedules and the
+    memory of other techniques go on. An optimizer that counts steps for a group of parameters (timm's LAMB and Adan) is
+    refused.
 
-    Options may change while it runs, by a phase or another policy. ``t0``, ``t_update``, ``n_max``, ``k1`` and ``k2``
-    count as they are when a detection ends or begins; it is taken back if ``restore`` held when it began.
+    Options may change during training, by a phase or another policy. ``t0``, ``t_update``, ``n_max``, ``k1`` and ``k2``
+    take effect when a detection begins or ends. A detection is taken back if ``restore`` was set when it began.
 
     Source: Chen et al. 2025, "Oscillation-Reduced MXFP4 Training for Vision Transformers", sec. 6 and Algorithm 2,
-    with k1 = 16, k2 = 5 and T0 = 30; N_max and T_update are not given, nor whether training goes on from the state
-    after detection. In their code both are the steps of one epoch, state is restored, and weight decay goes on while an
-    element waits.
+    with k1 = 16, k2 = 5 and T0 = 30. The paper does not give N_max, T_update, and whether training goes on from the
+    state after detection. In their code both are the steps of one epoch, state is restored, and weight decay goes on
+    while an element waits.
 
     Stage: optimizer, before and after the step.
 
-    Cost: two passes over each weight with N > 1 somewhere and its state, which are copied before the step; the sum of
-    gradients and N, kept. During a detection four tensors of the weight's size and its quantizer, once more a step.
+    Cost: two passes over each weight with some N > 1 and over its state, which are copied before the step; the sum of
+    gradients and N are kept. During a detection: four tensors of the weight's size, and the weight's quantizer once
+    more at each step.
 
-    The complexity weight is ours: 2.5, since Table 2's rules give unfusable work with O(n) memory 2 to 3.
+    The complexity weight is ours: 2.5, because Table 2's rules give 2 to 3 for unfusable work with O(n) memory.
 
-    Use it against oscillation where ``q_ema``, with which it cannot be combined, does not help or its average in the
-    forward is not wanted. Quantizers of forward weights that draw noise move without the weight, which R cannot tell
-    from oscillation.
+    Use it against oscillation if ``q_ema``, with which it cannot be combined, does not help or its average in the
+    forward is not wanted. Forward weights must round to nearest: a quantizer that draws noise moves without the weight,
+    which R cannot tell from oscillation.
     """
 
     name: ClassVar[str] = "q_ramping"
@@ -74,11 +76,11 @@ class QRamping(Technique):
     conflicts: ClassVar[frozenset[str]] = frozenset({"q_ema"})
 
     t_update: int = Field(
-        ge=1, description="Optimizer steps from one detection to the next; a steps-per-epoch's worth."
+        ge=1, description="Optimizer steps from one detection to the next, such as those of an epoch."
     )
     n_max: int = Field(ge=1, lt=2**15, description="Largest N.")
     t0: int = Field(30, ge=1, description="Steps of a detection.")
-    k1: float = Field(16.0, gt=0, description="R is counted in multiples of it.")
+    k1: float = Field(16.0, gt=0, description="R is counted in multiples of k1.")
     k2: int = Field(5, ge=1, description="What each multiple adds to N.")
     restore: bool = Field(False, description="Whether the steps of a detection are taken back after it.")
 
@@ -100,7 +102,7 @@ class QRamping(Technique):
         return 2.5
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """Refuses a stochastic weight quantizer, under which every weight seems to oscillate."""
+        """Refuse a stochastic weight quantizer, under which every weight seems to oscillate."""
         spec = specs.get(Operand.FPROP_WEIGHT)
         if spec is not None and "stochastic" in (spec.rounding, spec.scale.rounding):
             raise ValueError(
@@ -108,13 +110,13 @@ class QRamping(Technique):
             )
 
     def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """The forward weight."""
+        """Return the forward weight."""
         return frozenset({Operand.FPROP_WEIGHT}) if site.op == "linear" else frozenset()
 
     # ------------------------------------------------------------------ one weight
 
     def before_step(self, update: WeightUpdate) -> None:
-        """Starts a detection, or gives the optimizer the gradients of the elements that are due."""
+        """Start a detection, or give the optimizer the gradients of the elements that are due."""
         memory, weight, grad = update.memory, update.parameter, update.parameter.grad
         assert grad is not None
         if self._place(memory) == 0:
@@ -132,11 +134,11 @@ class QRamping(Technique):
         update.scratch.update(due=due, old=weight.clone())
         _hold(memory, ((n, x) for n, x in _own(update.optimizer, weight) if _is_like(x, weight)))
         mean = summed / factor.to(torch.float32)
-        # Elements with N = 1 get their gradient as it is; those that wait give none to norms over the tensor.
+        # Elements with N = 1 keep their gradient; elements that wait add nothing to norms over the tensor.
         grad.copy_(torch.where(factor == 1, grad, torch.where(due, mean, 0.0).to(grad.dtype)))
 
     def after_step(self, update: WeightUpdate) -> None:
-        """Measures, ends a detection, or undoes the step for the elements that were not due."""
+        """Measure, end a detection, or undo the step for the elements that were not due."""
         memory, weight = update.memory, update.parameter
         if _detects(memory):
             self._measure(memory, weight, update.quantize(weight))
@@ -151,12 +153,12 @@ class QRamping(Technique):
         weight.copy_(torch.where(due, torch.where(factor == 1, weight, far), old))
         held = _released(memory)
         for name, new in _own(update.optimizer, weight):
-            if name in held:  # else the optimizer has just begun it, and those that wait gave it no gradient
+            if name in held:  # else the optimizer has just begun the entry, without a gradient of elements that wait
                 new.copy_(torch.where(due, new, held[name]))
         memory["summed"].masked_fill_(due, 0.0)
 
     def _place(self, memory: dict[str, torch.Tensor]) -> int:
-        """Steps since the latest detection began; 0 begins one.
+        """Return the steps since the latest detection began; 0 begins one.
 
         The count is kept on the CPU, where reading it waits for nothing.
         """
@@ -170,7 +172,7 @@ class QRamping(Technique):
             memory[last].copy_(now)
 
     def _set_factors(self, memory: dict[str, torch.Tensor]) -> None:
-        """Algorithm 2, lines 5 to 7; where all N are 1 nothing is kept."""
+        """Set N by Algorithm 2, lines 5 to 7; if all N are 1, nothing is kept."""
         moved, moved_q = memory["moved"], memory["moved_q"]
         ratio = torch.where(moved_q == 0, 0.0, moved_q / moved)
         factor = (self.k2 * (ratio / self.k1).floor() + 1).clamp(max=self.n_max).to(torch.int16)
@@ -183,7 +185,7 @@ class QRamping(Technique):
     # ------------------------------------------------------------------ the whole optimizer
 
     def before_optimizer(self, step: OptimizerStep) -> None:
-        """Saves what ``restore`` brings back, where a detection begins."""
+        """Save what ``restore`` brings back, if a detection begins."""
         for parameter, _ in step.parameters():
             memory = step.memory(parameter)
             if self._place(memory) == 0:
@@ -193,7 +195,7 @@ class QRamping(Technique):
                     _hold(memory, _own(step.optimizer, parameter))
 
     def after_optimizer(self, step: OptimizerStep) -> None:
-        """Counts the step, and takes back a detection that ends with it."""
+        """Count the step, and take back a detection that ends with it."""
         if self.restore and any("step" in group for group in step.optimizer.param_groups):
             raise Error(
                 f"{type(step.optimizer).__name__} counts its steps for a whole group of parameters, which q_ramping "
@@ -208,24 +210,24 @@ class QRamping(Technique):
 
 
 def _detects(memory: dict[str, torch.Tensor]) -> bool:
-    """Whether a detection is running."""
+    """Return whether a detection is running."""
     return "moved" in memory
 
 
 def _own(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Iterator[tuple[str, Any]]:
-    """The optimizer's own state of a parameter."""
+    """Return the optimizer's own state of a parameter, by name."""
     state: Mapping[Any, Any] = optimizer.state.get(parameter, {})
     return ((name, value) for name, value in state.items() if not str(name).startswith("fp4graph."))
 
 
 def _is_like(value: Any, weight: torch.Tensor) -> bool:
-    """Whether ``value`` holds one number for each element of ``weight``."""
+    """Return whether ``value`` holds one number for each element of ``weight``."""
     return isinstance(value, torch.Tensor) and value.shape == weight.shape
 
 
 def _hold(memory: dict[str, torch.Tensor], state: Iterable[tuple[str, Any]]) -> None:
-    """Keep copies of entries of the optimizer's state, where a reset of the moments finds them."""
-    _released(memory)  # those of a step that raised
+    """Keep copies of entries of the optimizer's state where a reset of the moments finds them."""
+    _released(memory)  # copies from a step that raised
     for name, value in state:
         if isinstance(value, torch.Tensor):
             memory[HELD + name] = value.clone()
@@ -239,14 +241,13 @@ def _hold(memory: dict[str, torch.Tensor], state: Iterable[tuple[str, Any]]) -> 
 
 
 def _released(memory: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The entries that were held, which are held no longer, by their names in the optimizer's state."""
+    """Remove the copies and return them by their names in the optimizer's state."""
     names = [name for name in memory if name.startswith(HELD)]
     return {name.removeprefix(HELD): memory.pop(name) for name in names}
 
 
 def _restore(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, memory: dict[str, torch.Tensor]) -> None:
-    """Give a parameter's state its held values again, and drop entries that there were none of: the optimizer begins
-    them once more by itself."""
+    """Give a parameter's state its held values again; drop newer entries, which the optimizer then begins anew."""
     state, held = optimizer.state[parameter], _released(memory)
     for name, value in list(_own(optimizer, parameter)):
         if name not in held:

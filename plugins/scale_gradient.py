@@ -1,4 +1,4 @@
-"""A surrogate for the slope of the block scale's rounding."""
+"""Scale gradient: replaces the derivative of rounding block scales by a surrogate."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from fp4graph.technique import (
 
 
 class ScaleGradient(Technique):
-    """q'(s) in EL Eq. 1, the slope of rounding the block scale s to its format, in place of the straight-through 1.
+    """The surrogate q'(s) of rounding the block scale s to its format (EL Eq. 1) replaces the straight-through 1.
 
-    With s1 <= s < s2 the neighbouring scales and t = (s - s1)/(s2 - s1): ``dge`` (1/k)·abs(2t - 1)^(1/k - 1), capped
-    at 3; ``spline`` the slope of the line through (threshold, its value to nearest even): 0 around scales of even
-    code, 2 around those of odd code; for E8M0, whose ties go up, 4/3 everywhere; ``ste`` is 1. Above the format's
-    maximum the surrogates are 0. The scale is that of the spec's convention, S = Z/Qmax or s = Qmax/Z: the surrogate
-    differs between them. With ``range: low`` it acts below the format's smallest normal, where s/s_q strays furthest
-    from 1, and is 1 above.
+    With s1 <= s < s2 the neighbouring scales and t = (s - s1)/(s2 - s1), ``dge`` is (1/k)·abs(2t - 1)^(1/k - 1), capped
+    at 3. ``spline`` is the slope of the line through (threshold, its value to nearest even): 0 around scales of even
+    code and 2 around scales of odd code; for E8M0, whose ties go up, 4/3 everywhere. ``ste`` is 1. Above the format's
+    maximum the surrogates are 0. The scale s is that of the spec's convention, S = Z/Qmax or s = Qmax/Z, and the
+    surrogate differs between them. With ``range: low`` it acts below the format's smallest normal, where s/s_q strays
+    furthest from 1, and is 1 above.
 
     Source: "Elucidating the design space of FP4 training", sec. 5 and Eq. 1; the clip from below, 0.2, is ours, as
     for step_gradient.
 
-    Stage: gradient of fprop.input and fprop.weight. It acts where the scale is differentiated (smooth_max): without
-    that the term it belongs to is dropped, and the policy's author is warned.
+    Stage: gradient of fprop.input and fprop.weight. It acts only if the scale is differentiated (``smooth_max``):
+    otherwise its term is dropped, and the policy's author is warned.
 
     Cost: O(n) work and O(n/l) memory, unfusable.
 
@@ -47,8 +47,8 @@ class ScaleGradient(Technique):
     name: ClassVar[str] = "scale_gradient"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n/l)", fusable=False)
 
-    kind: Literal["spline", "dge", "ste"] = Field("spline", description="Which stand-in for the scale's rounding.")
-    range: Literal["all", "low"] = Field("all", description="Where it acts: everywhere, or below the smallest normal.")
+    kind: Literal["spline", "dge", "ste"] = Field("spline", description="The surrogate of the scale's rounding.")
+    range: Literal["all", "low"] = Field("all", description="The scales it acts on: all, or subnormal ones only.")
     k: float = Field(5.0, gt=1, allow_inf_nan=False, description="dge: its exponent is 1/k - 1.")
     lower: float | None = Field(None, ge=0, description="Least slope; by default 0.2 for spline, 0 for dge.")
     upper: float | None = Field(None, gt=0, description="Greatest slope; by default 3 for dge, else unlimited.")
@@ -72,7 +72,7 @@ class ScaleGradient(Technique):
         return 0.0 if self.kind == "ste" else 1.5
 
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
-        """It needs a scale that is differentiated."""
+        """Return a reason unless the scale is rounded and differentiated."""
         smooth = techniques.get("smooth_max")
         if self.kind == "ste" or smooth is None or getattr(smooth, "kind", "ste") == "ste":
             return "the block scale is not differentiated, which takes smooth_max with another kind than ste"
@@ -84,11 +84,11 @@ class ScaleGradient(Technique):
         return None
 
     def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """The operands of fprop."""
+        """Return the operands of fprop."""
         return frozenset() if self.kind == "ste" else frozenset(GROUPS["forward"])
 
     def scale_surrogate(self, ideal: torch.Tensor, context: Context) -> torch.Tensor | None:
-        """q'(s), shape of ``ideal``."""
+        """Return q'(s), shape of ``ideal``."""
         assert context.spec is not None
         number = context.spec.scale.format
         if self.kind == "ste" or number == FP32:

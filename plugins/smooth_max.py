@@ -1,4 +1,4 @@
-"""Max relaxation: lets the gradient flow through the block scale, and smooths the maximum it comes from."""
+"""Max relaxation: lets the gradient flow through block scales, and smooths the maximum they come from."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from fp4graph.technique import GROUPS, Context, Operand, Overhead, Positive, Sit
 class SmoothMax(Technique):
     """The block scale is differentiated, through its statistic Z: dX ← dX ⊙ f'(X) with f' of EL Eq. 1.
 
-    ``kind`` says what Z is and what dZ/dX is taken for (Table 1):
+    ``kind`` chooses Z and its gradient dZ/dX (Table 1):
     ``absmax`` Z = max abs(x), dZ/dx = sign(x) at its first maximum, 0 elsewhere (Eq. 4);
     ``softmax`` Z = log(Σ exp(β·abs(x)))/β in the forward of all six operands, dZ/dx = softmax(β·abs(x))·sign(x)
-    (Eq. 5); ``hybrid`` the former's Z with the latter's gradient; ``ste`` drops the term, the straight-through
-    default of every policy (the paper speaks of setting it "to be equal to 1", sec. 5.1, in order to omit its
-    computation: added to Q' = 1 that would double every gradient). Sums go over the elements of a block, its
-    padding left out.
+    (Eq. 5); ``hybrid`` Z of ``absmax`` with the gradient of ``softmax``; ``ste`` drops the term, the straight-through
+    default of every policy. (The paper sets it "to be equal to 1", sec. 5.1, in order to omit its computation; added to
+    Q' = 1 that would double every gradient.) Sums go over the elements of a block without its padding.
 
-    β is in units of what is quantized. Beside ``tensor_scaling`` that is U = X/g (sec. 3, Eq. 2), g being the largest
-    abs(x) of the tensor, or of the group that shares its scale: g·Z(X/g) = log(Σ exp(β·abs(x)/g))·g/β stands for the
-    maximum in X, with dZ/dx = softmax(β·abs(x)/g)·sign(x), g taken as a constant (its own gradient is
-    tensor_scaling_gradient's). Without a tensor scale, or with ``of: original``, it is X itself, and at amax 0.01 a β
-    of 40 makes Z nine times as large as the maximum: small tensors become zero. ``relative`` divides β by each block's
-    own amax instead.
+    β measures the tensor that is quantized. Beside ``tensor_scaling`` that is U = X/g (sec. 3, Eq. 2), where g is the
+    largest abs(x) of the tensor, or of the group that shares its scale: g·Z(X/g) = log(Σ exp(β·abs(x)/g))·g/β replaces
+    the maximum in X, with dZ/dx = softmax(β·abs(x)/g)·sign(x) and g a constant (``tensor_scaling_gradient``
+    differentiates g). Without a tensor scale, or with ``of: original``, β measures X itself. At amax 0.01 a β of 40
+    then makes Z nine times as large as the maximum, and small tensors become zero. ``relative`` divides β by each
+    block's own amax instead.
 
     Source: "Elucidating the design space of FP4 training", sec. 5.1, Eq. 1, 4 and 5, Table 1; β = 40 in A.12. Its
-    search space calls softmax and hybrid softsoftmax and hardsoftmax, as far as one can tell. Where the decode scale
-    is rounded, the term is that of the decode form (fp4graph.ops.gradient).
+    search space probably calls softmax and hybrid softsoftmax and hardsoftmax. If the decode scale is rounded, the term
+    is that of the decode form (fp4graph.ops.gradient).
 
     Stages: block statistic (softmax only), gradient of fprop.input and fprop.weight.
 
@@ -47,11 +46,11 @@ class SmoothMax(Technique):
     name: ClassVar[str] = "smooth_max"
     overhead: ClassVar[Overhead] = Overhead("O(4n)", "O(4n)", fusable=False)
 
-    kind: Literal["absmax", "softmax", "hybrid", "ste"] = Field("absmax", description="What Z and dZ/dX are.")
+    kind: Literal["absmax", "softmax", "hybrid", "ste"] = Field("absmax", description="Z and its gradient dZ/dX.")
     beta: Positive = Field(40.0, description="β, the inverse temperature of the softmax.")
     relative: bool = Field(False, description="Whether β is in units of 1/amax of the block.")
     of: Literal["normalized", "original"] = Field(
-        "normalized", description="What β measures beside tensor_scaling: U = X/g, or X itself."
+        "normalized", description="The tensor that β measures beside tensor_scaling: U = X/g, or X itself."
     )
 
     @model_validator(mode="after")
@@ -67,20 +66,20 @@ class SmoothMax(Technique):
         return 0.0 if self.kind == "ste" else 3.0
 
     def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """The operands of fprop; all six where the forward changes."""
+        """Return the operands of fprop, or all six if the forward changes."""
         if self.kind == "ste":
             return frozenset()
         return frozenset(Operand) if self.kind == "softmax" else frozenset(GROUPS["forward"])
 
     def block_statistic(self, values: torch.Tensor, z: torch.Tensor, context: Context) -> torch.Tensor:
-        """LogSumExp in place of the maximum, for ``softmax``."""
+        """Return LogSumExp in place of the maximum, for ``softmax``."""
         if self.kind != "softmax":
             return z
         valid = context.blocking.valid(values.device)
         return log_sum_exp(values, z, self._beta(z, context), valid, lambda x: x.sum(context.axes, keepdim=True))
 
     def statistic_gradient(self, values: torch.Tensor, z: torch.Tensor, context: Context) -> torch.Tensor | None:
-        """Eq. 4 or Eq. 5."""
+        """Return dZ/dX by Eq. 4 or Eq. 5."""
         if self.kind == "ste":
             return None
         m = values.abs().amax(context.axes, keepdim=True)
@@ -91,7 +90,7 @@ class SmoothMax(Technique):
         return softmax_gradient(values, m, self._beta(m, context), valid, lambda x: x.sum(context.axes, keepdim=True))
 
     def _beta(self, m: torch.Tensor, context: Context) -> torch.Tensor:
-        """β in units of 1/X, shape of ``m``, the maximum of each block."""
+        """Return β for X itself, shape of ``m``, the maximum of each block."""
         if self.relative:
             return relative_beta(self.beta, m)
         if self.of == "normalized" and context.normalized is not None:

@@ -1,4 +1,4 @@
-"""Smooth-SwiGLU: channels of silu(gate)·up are normalized before they are quantized; the next weight absorbs it."""
+"""Smooth-SwiGLU: normalizes the channels of silu(gate)·up before they are quantized; the next weight absorbs it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ class SmoothSwiglu(Technique):
     """Channel k of a SwiGLU's output is divided by its largest magnitude, and column k of the next weight multiplied.
 
     Y = Q(X·S⁻¹)·Q(W·S)ᵀ with X [tokens, K] = silu(gate)·up, W [N, K] the down-projection, S = diag(s) and
-    s_k = max over all tokens t of abs(X[t, k]). Unquantized, S cancels. A SwiGLU multiplies two projections of the
-    same input, which training can align so that a few channels grow far beyond the others; they would set the scale
-    of every block they lie in. s_k is 1 for a channel of zeros and for one that holds NaN or Inf. ``power_of_two``
-    rounds s_k up to a power of two, so that S cancels exactly and shifts cost nothing.
+    s_k = max over all tokens t of abs(X[t, k]). Without quantization S cancels. A SwiGLU multiplies two projections of
+    the same input, which training can align so that a few channels grow far beyond the others; these channels would set
+    the scale of every block they lie in. s_k is 1 for a channel that is zero or holds NaN or Inf. ``power_of_two``
+    rounds s_k up to a power of two, so that S cancels exactly.
 
     Source: Fishman et al. 2025, "Scaling FP8 training to trillion-token LLMs" (Smooth-SwiGLU), there with a scale per
     channel before a per-tensor quantizer; "Elucidating the design space of FP4 training", A.3, tried it with FP4.
     The leading axes of a linear's input, batch and sequence, are one axis of tokens.
 
-    Stage: pair transform of fprop, at sites whose input is silu(x)·y (``producer: swiglu``) and nowhere else. dgrad
-    and wgrad quantize what their specs say: with ``source: fprop`` the operands of fprop, scaled back.
+    Stage: pair transform of fprop, only at sites whose input is silu(x)·y (``producer: swiglu``). dgrad and wgrad
+    quantize the operands that their specs name; with ``source: fprop`` these are fprop's operands, scaled back.
 
     Cost: a maximum over the tokens of X, which no block-wise kernel sees, and a multiplication of X and of W. The
     complexity weight is ours: 0.5, Table 2's unfusable O(n) with O(1) memory (K values).
@@ -48,12 +48,12 @@ class SmoothSwiglu(Technique):
         return 0.5
 
     def pairs(self, site: SiteView) -> frozenset[Gemm]:
-        """fprop after a SwiGLU."""
+        """Return fprop after a SwiGLU."""
         return frozenset({Gemm.FPROP}) if site.producer == "swiglu" else frozenset()
 
     def pair_context(self, left: torch.Tensor, right: torch.Tensor, context: Context) -> tuple[torch.Tensor, ...]:
-        """s, fp32 ``[..., 1, K]``."""
-        if statically_known_true(left.shape[-2] == 0):  # no tokens, of which there is no maximum
+        """Return s, fp32 ``[..., 1, K]``."""
+        if statically_known_true(left.shape[-2] == 0):  # no tokens have no maximum
             return (left.new_ones([*left.shape[:-2], 1, left.shape[-1]], dtype=torch.float32),)
         s = left.to(torch.float32).abs().amax(-2, keepdim=True)
         ordinary = (s > 0) & (s < torch.inf)
@@ -66,13 +66,13 @@ class SmoothSwiglu(Technique):
     def transform(
         self, x: torch.Tensor, side: Literal["left", "right"], shared: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
-        """X/s and W·s, fp32."""
+        """Return X/s or W·s, fp32."""
         return x.to(torch.float32) / shared[0] if side == "left" else x.to(torch.float32) * shared[0]
 
     def inverse(
         self, x: torch.Tensor, side: Literal["left", "right"], shared: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
-        """X·s and W/s, fp32."""
+        """Return X·s or W/s, fp32."""
         return self.transform(x, "right" if side == "left" else "left", shared)
 
 

@@ -1,4 +1,4 @@
-"""StableSPAM's conditioning of gradients, around the user's own optimizer of Adam's kind."""
+"""StableSPAM: conditions gradients and resets moments around the user's own optimizer of Adam's kind."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from fp4graph.training.conditioning import (
 )
 
 SECOND_MOMENTS = {"exp_avg_sq", "exp_avg_var", "exp_inf"}
-#: What is no moment and stays: timm's Lookahead keeps slow weights there.
+#: Entries that are no moments and stay: timm's Lookahead keeps slow weights there.
 KEPT = {"lookahead_slow_buff"}
-#: timm's ADOPT takes a parameter's first step for one without any state, which no reset brings back.
+#: Optimizers that cannot be reset: timm's ADOPT recognises a parameter's first step by the absence of any state.
 WITHOUT_RESET = {"Adopt"}
 #: Entries of parameter groups: t, and the user's betas while a step lasts.
 STEP, BETAS = "fp4graph.stable_spam.step", "fp4graph.stable_spam.betas"
@@ -32,8 +32,9 @@ STEP, BETAS = "fp4graph.stable_spam.step", "fp4graph.stable_spam.betas"
 class StableSpam(Technique):
     """Gradients are clipped and normalized by their own history, and the moments of Adam are reset now and then.
 
-    For each parameter with gradient G at step t = 1, 2, ..., with scalars m_max, m_norm, v_norm, all 0 at first, n the
-    gradients that they average, and c_t the cosine from 1 to ``eta_min`` over ``total_steps`` (1 if that is null):
+    For each parameter with gradient G at step t = 1, 2, ... there are scalars m_max, m_norm and v_norm, all 0 at first.
+    n is the number of gradients that they average, and c_t the cosine from 1 to ``eta_min`` over ``total_steps`` (1 if
+    that is null):
 
         AdaClip   m_max ← θ·m_max + (1 − θ)·max abs(G),     m̂_max = m_max/(1 − θ^n)
                   G_i ← G_i/max abs(G)·m̂_max  where abs(G_i) > m̂_max
@@ -44,10 +45,10 @@ class StableSpam(Technique):
 
         MoRet     the optimizer's moments and their step ← those of a new one  where reset_interval divides t
 
-    Then the user's optimizer steps with G, and with β1·c_t in place of β1. With AdamW that is
-    ``fp4graph.optim.StableSPAM``, whose page says what happens to gradients that are zero or not finite. All parameters
-    of the optimizer are conditioned, whether their weights are quantized or not. ``p.grad`` holds the conditioned
-    gradient afterwards.
+    Then the user's optimizer steps with G, and with β1·c_t in place of β1. With AdamW this is
+    ``fp4graph.optim.StableSPAM``, whose docstring says what happens to gradients that are zero or not finite. All
+    parameters of the optimizer are conditioned, whether their weights are quantized or not. ``p.grad`` holds the
+    conditioned gradient afterwards.
 
     Source: Huang et al. 2025, "Stable-SPAM: How to Train in 4-Bit More Stably than 16-Bit Adam", and the authors' code
     with what we take for its mistakes corrected, as in ``fp4graph.optim.StableSPAM``, whose page lists them. Their
@@ -58,8 +59,8 @@ class StableSpam(Technique):
 
     Cost: three passes over each gradient; four scalars per parameter.
 
-    Use it with an optimizer of Adam's kind where training in FP4 diverges from spikes in the gradient. After
-    ``clip_grad_norm_`` the norms that it follows are the clipped ones.
+    Use it with an optimizer of Adam's kind if training in FP4 diverges from spikes in the gradient. After
+    ``clip_grad_norm_`` it follows the clipped norms.
     """
 
     name: ClassVar[str] = "stable_spam"
@@ -80,7 +81,7 @@ class StableSpam(Technique):
         return 0.5
 
     def before_optimizer(self, step: OptimizerStep) -> None:
-        """MoRet, AdaClip and AdaGN, and the momentum for this step."""
+        """Apply MoRet, AdaClip and AdaGN, and set the momentum for this step."""
         optimizer = step.optimizer
         groups = optimizer.param_groups
         if isinstance(optimizer, StableSPAM):
@@ -100,7 +101,7 @@ class StableSpam(Technique):
         t = max(group.get(STEP, 0) for group in groups) + 1
         c = cosine(t, self.total_steps, self.eta_min)
         for group in groups:
-            # After a step that raised, or was skipped, the user's are still there.
+            # After a step that raised or was skipped, the user's betas are still under BETAS.
             first, *others = betas = group.get(BETAS, group["betas"])
             group.update({STEP: t, BETAS: betas, "betas": (first * c, *others)})
             if self.reset_interval is not None and t % self.reset_interval == 0:
@@ -123,7 +124,7 @@ class StableSpam(Technique):
                 grad.copy_(condition(grad, memory, **options))
 
     def after_optimizer(self, step: OptimizerStep) -> None:
-        """Gives the user's momenta back, and looks whether the moments are known."""
+        """Give the user's momenta back, and check that the moments are known."""
         for group in step.optimizer.param_groups:
             group["betas"] = group.pop(BETAS)
         for parameter, _ in step.parameters():

@@ -1,4 +1,4 @@
-"""A surrogate for the slope of element rounding, in place of the straight-through 1."""
+"""Step gradient: replaces the derivative of element rounding by a surrogate, in place of the straight-through 1."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _UPPER = {"dge": 3.0}
 
 
 class StepGradient(Technique):
-    """dX ← dX ⊙ Q'(u), u = X/S the ratio that is rounded, with Q' the slope of a smooth or linear stand-in for Q.
+    """dX ← dX ⊙ Q'(u) with the surrogate Q', the slope of a smooth or linear stand-in for the rounding Q of u = X/S.
 
     With v1 <= u < v2 the neighbouring element values and t = (u - v1)/(v2 - v1):
     ``dge`` Q' = (1/k)·abs(2t - 1)^(1/k - 1), infinite in the middle and therefore capped (``upper``, 3);
@@ -37,12 +37,12 @@ class StepGradient(Technique):
     ``spline`` the slope of the line through ``knots`` on abs(u), by default (threshold, its value to nearest even),
     whose slopes for E2M1 are 0 on [0, .25), 2 on [.25, .75), 0 on [.75, 1.25), 2 on [1.25, 1.75), 0 on [1.75, 2.5),
     2 on [2.5, 3.5), 0 on [3.5, 5) and 2 on [5, 6];
-    ``clip`` Q' = 1, so that only what is clipped gets no gradient (QuEST's trust mask, in Quartet's forward);
+    ``clip`` Q' = 1, so that only clipped elements get no gradient (QuEST's trust mask, in Quartet's forward);
     ``ste`` is 1 everywhere, the default of every policy. Beyond ±Qmax the surrogates are 0. The result is clipped to
-    [``lower``, ``upper``]: 0.2 and nothing for spline, so that no gradient is masked out, 0 and 3 for dge.
+    [``lower``, ``upper``]: for spline to at least 0.2, so that no gradient is masked out, for dge to [0, 3].
 
     Source: "Elucidating the design space of FP4 training", sec. 4 (spline, with clipping from below; the knots are
-    not printed, and these fit what it says of them; 0.2 is ours) and A.13 (sigmoid); Wang et al. 2025, "Optimizing
+    not printed, and ours fit their description; 0.2 is ours) and A.13 (sigmoid); Wang et al. 2025, "Optimizing
     Large Language Model Training Using FP4 Quantization" (DGE, k = 5; the cap of 3 is their code's); Castro et al.
     2025, "Quartet" (clip).
 
@@ -57,9 +57,11 @@ class StepGradient(Technique):
     name: ClassVar[str] = "step_gradient"
     overhead: ClassVar[Overhead] = Overhead("O(n log k)", "O(n)", fusable=False)
 
-    kind: Literal["spline", "dge", "sigmoid", "clip", "ste"] = Field("spline", description="Which stand-in for Q.")
-    operands: ForwardOperands = Field(("forward",), description="Whose gradient: fprop.input, fprop.weight, or both.")
-    k: float = Field(5.0, gt=1, allow_inf_nan=False, description="dge: its exponent is 1/k - 1.")
+    kind: Literal["spline", "dge", "sigmoid", "clip", "ste"] = Field("spline", description="The surrogate Q'.")
+    operands: ForwardOperands = Field(
+        ("forward",), description="Operands whose gradient changes: fprop.input, fprop.weight, or both."
+    )
+    k: float = Field(5.0, gt=1, allow_inf_nan=False, description="dge: the exponent is 1/k - 1.")
     temperature: Positive = Field(1.0, description="sigmoid: T; towards 0 it becomes the step.")
     knots: tuple[tuple[float, float], ...] = Field(
         (), description="spline: (abs(u), value) pairs from (0, 0) up; empty takes the thresholds of nearest even."
@@ -90,7 +92,7 @@ class StepGradient(Technique):
         return lower, _UPPER.get(self.kind) if self.upper is None else self.upper
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """Knots reach the element format's maximum."""
+        """Refuse knots that end below the element format's maximum."""
         for operand, spec in self.specs_listed(specs).items():
             if self.knots and self.knots[-1][0] < spec.element.max:
                 raise ValueError(
@@ -98,7 +100,7 @@ class StepGradient(Technique):
                 )
 
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
-        """A clip mask where nothing is clipped."""
+        """Return a reason for a clip mask where nothing is clipped."""
         acting = self.specs_listed(specs).values()
         if self.kind == "clip" and acting and all(s.scale.rounds_up for s in acting):
             return "scales that are rounded up clip nothing"
@@ -112,11 +114,11 @@ class StepGradient(Technique):
         return 0.0 if self.kind == "ste" else 2.0
 
     def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """Those of ``operands``; none for ``ste``."""
+        """Return the listed operands; none for ``ste``."""
         return frozenset() if self.kind == "ste" else super().acts_on(site)
 
     def element_surrogate(self, ratio: torch.Tensor, context: Context) -> torch.Tensor | None:
-        """Q'(u), shape of ``ratio``."""
+        """Return Q'(u), shape of ``ratio``."""
         if self.kind == "ste":
             return None
         assert context.spec is not None

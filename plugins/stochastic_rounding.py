@@ -1,4 +1,4 @@
-"""Stochastic rounding of elements: unbiased where nearest rounding is not."""
+"""Stochastic rounding: rounds elements to either neighbour without bias, where rounding to nearest has one."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class StochasticRounding(Technique):
     """Elements round to the neighbour above with probability equal to the fraction of the way to it: E[SR(u)] = u.
 
     For element values q1 <= u < q2 around u = x/S: P(q2) = (u - q1)/(q2 - q1). ``bits`` b < 24 compares the fraction
-    with the midpoint (k + 1/2)·2^-b of its interval. What lies beyond ±Qmax is clipped, which biases it; a
-    ``range_guard`` f keeps elements inside. f < 1 (3/4): x·f is rounded with the scale of x and the result divided by
-    f, for scales rounded down, under which ratios reach 8. f > 1 (17/16): the scale is that of f·Z, so that a scale
-    rounded to E4M3, at most 1/16 too small, cannot clip.
+    with the midpoint (k + 1/2)·2^-b of its interval. Elements beyond ±Qmax are clipped, which is a bias; a
+    ``range_guard`` f keeps elements inside. With f < 1 (3/4) x·f is rounded with the scale of x and the result divided
+    by f, for scales rounded down, under which ratios reach 8. With f > 1 (17/16) the scale is that of f·Z, so that a
+    scale rounded to E4M3, at most 1/16 too small, clips nothing.
 
     Source: "Elucidating the design space of FP4 training", sec. 3.1 and Table 9. ``backward`` (dY in dgrad and wgrad,
     X in wgrad) is Chmiel et al. 2025, "FP4 All the Way", called IntelFP4 there; ``all_activation`` adds X in fprop.
@@ -53,7 +53,7 @@ class StochasticRounding(Technique):
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
 
     operands: Annotated[Literal["backward", "all_activation"] | tuple[str, ...], _SCOPES] = Field(
-        "backward", description="Who rounds stochastically: a scope of the paper's, or operands and groups of them."
+        "backward", description="Operands that round stochastically: a scope of the paper, or operands and groups."
     )
     bits: int = Field(24, ge=1, le=24, description="Random bits per element.")
     range_guard: float | None = Field(
@@ -68,7 +68,7 @@ class StochasticRounding(Technique):
         return value
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """A guard changes what the gradient of the block scale would be."""
+        """Refuse a guard beside a differentiated block scale, whose gradient it would change."""
         smooth = techniques.get("smooth_max")
         differentiated = smooth is not None and getattr(smooth, "kind", "ste") != "ste"
         if self.range_guard is not None and differentiated and any(o.gemm is Gemm.FPROP for o in self.operands_listed):
@@ -81,28 +81,28 @@ class StochasticRounding(Technique):
 
     @classmethod
     def implied_by(cls, spec: QuantSpec) -> StochasticRounding | None:
-        """Any operand whose spec says ``rounding: stochastic``."""
+        """Return the technique of a spec with ``rounding: stochastic``."""
         return cls(bits=spec.random_bits) if spec.rounding == "stochastic" else None
 
     def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
-        """The chosen operands, as far as they are quantized, round stochastically."""
+        """Let the listed operands that are quantized round stochastically."""
         return {**specs} | {
             operand: replace(spec, rounding="stochastic", random_bits=self.bits)
             for operand, spec in self.specs_listed(specs).items()
         }
 
     def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """The chosen operands, if they are guarded."""
+        """Return the listed operands if they are guarded."""
         return frozenset() if self.range_guard is None else self.operands_listed
 
     def block_statistic(self, values: torch.Tensor, z: torch.Tensor, context: Context) -> torch.Tensor:
-        """f·Z, for f > 1."""
+        """Return f·Z for f > 1."""
         return z if self.range_guard is None or self.range_guard < 1 else z * self.range_guard
 
     def group_scale(
         self, z: torch.Tensor, group: Callable[[Granularity], torch.Tensor], context: Context
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """γ = 1/f with Z as it is, for f < 1."""
+        """Return γ = 1/f with an unchanged Z for f < 1."""
         if self.range_guard is None or self.range_guard > 1:
             return None
         return torch.full([1] * z.dim(), 1 / self.range_guard, dtype=torch.float32, device=z.device), z

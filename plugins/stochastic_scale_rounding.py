@@ -1,4 +1,4 @@
-"""Stochastic rounding of block scales: unbiased scales where a power of two is a coarse grid."""
+"""Stochastic scale rounding: rounds block scales to either neighbour without bias."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StochasticScaleRounding(Technique):
     overhead: ClassVar[Overhead] = Overhead("O(n/l)", "O(1)", fusable=True)
 
     operands: Operands = Field(
-        ("forward", "backward"), description="Whose scales round stochastically: operands or groups of them."
+        ("forward", "backward"), description="Operands, or groups of them, whose scales round stochastically."
     )
 
     @property
@@ -43,16 +43,16 @@ class StochasticScaleRounding(Technique):
 
     @classmethod
     def implied_by(cls, spec: QuantSpec) -> StochasticScaleRounding | None:
-        """Any operand whose scale says ``rounding: stochastic``."""
+        """Return the technique of a spec whose scale has ``rounding: stochastic``."""
         return cls() if spec.scale.rounding == "stochastic" else None
 
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
-        """Where scales are not rounded at all."""
+        """Return a reason if scales are not rounded at all."""
         acting = self.specs_listed(specs).values()
         return "a scale in fp32 is not rounded" if acting and all(s.scale.format == FP32 for s in acting) else None
 
     def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
-        """The chosen operands, as far as they are quantized, round their scales stochastically."""
+        """Let the listed operands that are quantized round their scales stochastically."""
         return {**specs} | {
             operand: replace(spec, scale=replace(spec.scale, rounding="stochastic"))
             for operand, spec in self.specs_listed(specs).items()

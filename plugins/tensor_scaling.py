@@ -1,4 +1,4 @@
-"""A second, full-precision scale for a whole tensor (or row, or macro block) above the block scales."""
+"""Tensor scaling: puts a full-precision scale of a tensor, row or macro block above the block scales."""
 
 from __future__ import annotations
 
@@ -26,26 +26,27 @@ from fp4graph.technique import (
 )
 
 _UNBOUNDED = -126  # exponents of formats with the range of fp32 reach down to it
-_SMALLEST_NORMAL = 2.0**-126  # of fp32: what γ may not fall below, for x/γ to stay finite
+_SMALLEST_NORMAL = 2.0**-126  # of fp32: the least γ, so that x/γ stays finite
 
 
 class TensorScaling(Technique):
-    """X is normalized by γ = g/κ before its block scales are chosen, and the result is multiplied by γ.
+    """X is divided by the group scale γ = g/κ before its block scales are chosen, and the result is multiplied by γ.
 
-    With g = max_p Z_p over the blocks p of a group (taken from the block statistics, not by a second pass over X):
-    h(X) = γ·f(X/γ) (Eq. 2, which has κ = 1). κ = Qmax·T·headroom, T being ``target`` or else the scale format's
-    maximum: 6·448·headroom for E2M1 and E4M3. The largest block's decode scale is then T·headroom,
-    S_b = q(amax_b/6 · 2688/amax) and the value code·S_b·amax/2688, as NVFP4 hardware computes it. Encode scales are the
-    reciprocals: s_b = q(6/amax_b · amax/2688), from 1/(T·headroom) for the largest block up (sec. 3.1: from 2/448 with
-    headroom 0.5), so that E4M3 holds blocks down to 1/10^5 of the largest, and the largest itself among its coarse
-    subnormals. For scales of either convention in formats with fp32's exponents (E8M0, E8M3, FP32, BF16), which have
-    range to spare, κ = 1 unless ``target`` is given.
-    A scalar γ waits for the GEMM, whose fp32 accumulator is multiplied by γ_a·γ_b before the result is rounded, as
-    hardware does. γ is fp32, at least 2^-126, and 1 for a group of zeros.
+    h(X) = γ·f(X/γ) (Eq. 2, which has κ = 1) with g = max_p Z_p over the blocks p of a group, taken from the block
+    statistics and not by a second pass over X. If the group is the tensor, γ is the tensor scale. κ = Qmax·T·headroom,
+    where T is ``target`` or else the scale format's maximum: 6·448·headroom for E2M1 and E4M3. The largest block's
+    decode scale is then T·headroom, S_b = q(amax_b/6 · 2688/amax), and an element q stands for q·S_b·amax/2688, as
+    NVFP4 hardware computes it. Encode scales are the reciprocals: s_b = q(6/amax_b · amax/2688), from 1/(T·headroom)
+    for the largest block up (sec. 3.1: from 2/448 with headroom 0.5). E4M3 then holds blocks down to 1/10^5 of the
+    largest block, and the largest block among its coarse subnormals. For scales of either convention in formats with
+    fp32's exponents (E8M0, E8M3, FP32, BF16), which have range to spare, κ = 1 unless ``target`` is given.
+    A tensor scale waits for the GEMM, whose fp32 accumulator is multiplied by γ_a·γ_b before the result is rounded, as
+    in hardware. γ is fp32, at least 2^-126, and 1 for a group of zeros.
 
-    With ``hold_steps`` h > 1 γ is refreshed at every h-th training forward and kept in between, a sample and not a
-    running maximum; what outgrows it saturates. It is kept for products with a weight only, and backward must follow
-    its own forward: compiled code cannot run two forwards before one backward with it (torch raises an error).
+    With ``hold_steps`` h > 1 γ is refreshed at every h-th training forward and kept in between. It is a sample and not
+    a running maximum; values that outgrow it saturate. It is kept only for products with a weight, and a backward must
+    follow its own forward: compiled code cannot run two forwards before one backward with a held γ, and torch raises an
+    error.
 
     Source: "Elucidating the design space of FP4 training", Eq. 2 and sec. 3.1, which also gives headroom 0.5 (after
     Chmiel et al. 2025, "FP4 All the Way"); NVIDIA 2025, "Pretraining LLMs with NVFP4"; held scales: Graphcore's UE5M3
@@ -63,14 +64,12 @@ class TensorScaling(Technique):
 
     granularity: Literal["tensor", "row"] | int = Field(
         "tensor",
-        description="What shares γ: the tensor, a line along the contraction axis (row), or so many elements of one.",
+        description="Elements that share γ: the tensor, a line along the contraction axis (row), or so many of a line.",
     )
     headroom: float = Field(1.0, gt=0, le=1, description="Share of the scale format's range that decode scales use.")
     target: Positive | None = Field(None, description="Largest block's decode scale, in place of the format's maximum.")
     hold_steps: int = Field(1, ge=1, description="Training forwards for which γ is kept; 1 computes it every time.")
-    operands: Operands = Field(
-        ("forward", "backward"), description="Which operands are normalized: operands or groups of them."
-    )
+    operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, that are normalized.")
 
     @field_validator("granularity")
     @classmethod
@@ -86,11 +85,11 @@ class TensorScaling(Technique):
 
     @property
     def draws(self) -> bool:
-        """A held γ counts forwards."""
+        """True for a held γ, which counts forwards."""
         return self.hold_steps > 1
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """A macro block is made of whole blocks; only a tensor's γ can be held."""
+        """Refuse targets out of range, groups that are not whole blocks, and a held γ of other groups than tensors."""
         for operand, spec in self.specs_listed(specs).items():
             number = spec.scale.format
             if self.target is not None and self.target > number.max:
@@ -117,13 +116,13 @@ class TensorScaling(Technique):
                     )
 
     def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
-        """Refuses to hold γ where there is no weight to keep it beside."""
+        """Refuse to hold γ at a product without a weight to keep it beside."""
         if self.hold_steps > 1 and site.op != "linear":
             raise ValueError("hold_steps keeps γ beside a weight, and this product has none; use hold_steps: 1")
         return specs
 
     def state(self, site: SiteView) -> tuple[StateEntry, ...]:
-        """The held γ of each operand, fp32, 0-d."""
+        """Return the held γ of each operand, fp32, 0-d."""
         if self.hold_steps == 1:
             return ()
         return tuple(
@@ -133,11 +132,11 @@ class TensorScaling(Technique):
 
     @property
     def divides_by(self) -> Granularity | None:
-        """``granularity``: γ is g/κ."""
+        """The granularity of γ = g/κ."""
         return self.granularity
 
     def kappa(self, spec: QuantSpec) -> float:
-        """κ for operands of ``spec``."""
+        """Return κ for operands of ``spec``."""
         number = spec.scale.format
         if self.target is None and number.min_exponent <= _UNBOUNDED:
             return 1.0
@@ -146,7 +145,7 @@ class TensorScaling(Technique):
     def group_scale(
         self, z: torch.Tensor, group: Callable[[Granularity], torch.Tensor], context: Context
     ) -> torch.Tensor:
-        """γ per group, fp32, broadcastable to ``z``."""
+        """Return γ of each group, fp32, broadcastable to ``z``."""
         assert context.spec is not None
         g = group(self.granularity)
         gamma = torch.where(g == 0, 1.0, (g / constant(self.kappa(context.spec), g)).clamp(min=_SMALLEST_NORMAL))
@@ -156,7 +155,7 @@ class TensorScaling(Technique):
         return torch.where(context.count % self.hold_steps == 0, gamma, context.state["gamma"])
 
     def observe(self, quantization: Quantization, context: Context) -> dict[str, torch.Tensor]:
-        """The γ in use, to be held."""
+        """Return the γ in use, which is held."""
         if self.hold_steps == 1:
             return {}
         (mine,) = (part for part in quantization.group_scales if part.technique == self.name)

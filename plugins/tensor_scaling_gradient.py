@@ -1,4 +1,4 @@
-"""The gradient through a tensor scale's maximum."""
+"""Tensor-scale gradient: lets the gradient flow through the maximum of a tensor scale."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ from fp4graph.technique import (
 class TensorScalingGradient(Technique):
     """The tensor scale is differentiated too: h'(X) = f'(U) + dg/dX / κ · (f(U) - U·f'(U)), U = X/γ, γ = g/κ.
 
-    f' is the block quantizer's derivative as the policy's other techniques make it. ``kind`` says what g and dg/dX
-    are, over the elements that share γ (Table 1): ``absmax`` g = max abs(x), dg/dx = sign(x) at its first maximum;
+    f' is the derivative of the block quantizer with the policy's other techniques. ``kind`` chooses g and dg/dX, over
+    the elements that share γ (Table 1): ``absmax`` g = max abs(x), dg/dx = sign(x) at its first maximum;
     ``softmax`` g = log(Σ exp(β·abs(x)))/β in the forward of all six operands, dg/dx = softmax(β·abs(x))·sign(x);
     ``hybrid`` the maximum with the softmax's gradient; ``ste`` the maximum with dg/dx = 1; ``ignore``, the default,
     treats γ as a constant and costs nothing. β is absolute unless ``relative`` divides it by g's maximum.
@@ -46,10 +46,10 @@ class TensorScalingGradient(Technique):
 
     Cost: O(3n) work and memory, unfusable: it needs X, f(U) and the reduction over the tensor in the backward.
 
-    ``absmax`` has its one gradient at the maximum of the group, where U = κ. If the block scale of κ is a value of the
-    scale format and the slope there is straight-through, f(U) = U and nothing changes: so for NVFP4 with decode scales
-    (S = 448·headroom, code 6), and the policy's author is warned. With encode scales the largest block's scale
-    1/(448·headroom) is rounded, and the technique acts.
+    ``absmax`` has a gradient only at the maximum of the group, where U = κ. If the block scale of κ is a value of the
+    scale format and the surrogate there is straight-through, f(U) = U and nothing changes. That is so for NVFP4 with
+    decode scales (S = 448·headroom, element 6), and the policy's author is warned. With encode scales the largest
+    block's scale 1/(448·headroom) is rounded, and the technique acts.
 
     Use it to study the tensor scale's gradient. The paper finds that absmax tends to help image classification in some
     cases (A.2), and nothing else: no gradient adjustment was significantly better than straight-through (sec. 7.1).
@@ -59,7 +59,7 @@ class TensorScalingGradient(Technique):
     overhead: ClassVar[Overhead] = Overhead("O(3n)", "O(3n)", fusable=False)
     requires: ClassVar[frozenset[str]] = frozenset({"tensor_scaling"})
 
-    kind: Literal["ignore", "absmax", "softmax", "hybrid", "ste"] = Field("ignore", description="What g and dg/dX are.")
+    kind: Literal["ignore", "absmax", "softmax", "hybrid", "ste"] = Field("ignore", description="g and its gradient.")
     beta: Positive = Field(40.0, description="β, the inverse temperature of the softmax.")
     relative: bool = Field(False, description="Whether β is in units of 1/max abs(x) of the group.")
 
@@ -74,12 +74,12 @@ class TensorScalingGradient(Technique):
         return 0.0 if self.kind == "ignore" else 3.0
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """A held γ does not depend on X."""
+        """Refuse a held γ, which does not depend on X."""
         if self.kind != "ignore" and getattr(techniques["tensor_scaling"], "hold_steps", 1) > 1:
             raise ValueError("a held tensor scale has no gradient; use tensor_scaling with hold_steps: 1, or ignore")
 
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
-        """``absmax`` where the maximum of a group comes back as itself, straight through."""
+        """Return a reason for ``absmax`` if a group's maximum comes back as itself, straight through."""
         if self.kind != "absmax" or any(_changes_the_maximum(technique) for technique in techniques.values()):
             return None
         scaling = techniques["tensor_scaling"]
@@ -93,13 +93,13 @@ class TensorScalingGradient(Technique):
         return None
 
     def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """The operands of fprop; all six where the forward changes."""
+        """Return the operands of fprop, or all six if the forward changes."""
         if self.kind == "ignore":
             return frozenset()
         return frozenset(Operand) if self.kind == "softmax" else frozenset(GROUPS["forward"])
 
     def group_statistic(self, values: torch.Tensor, g: torch.Tensor, groups: Groups, context: Context) -> torch.Tensor:
-        """LogSumExp in place of the maximum, for ``softmax``."""
+        """Return LogSumExp in place of the maximum, for ``softmax``."""
         if self.kind != "softmax":
             return g
         m = _maximum(values, groups)
@@ -109,7 +109,7 @@ class TensorScalingGradient(Technique):
     def group_gradient(
         self, values: torch.Tensor, g: torch.Tensor, groups: Groups, context: Context
     ) -> torch.Tensor | None:
-        """dg/dX of Table 1."""
+        """Return dg/dX of Table 1."""
         if self.kind == "ignore":
             return None
         if self.kind == "ste":
@@ -126,7 +126,7 @@ class TensorScalingGradient(Technique):
 
 
 def _changes_the_maximum(technique: Technique) -> bool:
-    """Whether a technique changes what the quantizer, or its slope, is at the largest element of a group."""
+    """Return whether a technique changes the quantizer or its surrogate at the largest element of a group."""
     match technique.name:
         case "tensor_scaling" | "tensor_scaling_gradient" | "hadamard" | "smooth_swiglu":
             return False
@@ -140,7 +140,7 @@ def _changes_the_maximum(technique: Technique) -> bool:
 
 
 def _returns_its_maximum(spec: QuantSpec, u: float) -> bool:
-    """Whether ``spec`` gives back ``u``, the largest element of its block, but for roundoff."""
+    """Return whether ``spec`` gives back ``u``, the largest element of its block, up to roundoff."""
     if spec.scale.rounding == "stochastic":
         return False
     z = torch.tensor([u], dtype=torch.float32)

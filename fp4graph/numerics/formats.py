@@ -1,4 +1,4 @@
-"""Element and scale formats as data: a new one is a few declarative lines.
+"""Element and scale formats as data: a new format is a few declarative lines.
 
 Both are small binary floating-point formats. With exponent field E, mantissa field M of ``m`` bits and a bias, a code
 means ``(1 + M/2^m) · 2^(E - bias)``, or ``M/2^m · 2^(1 - bias)`` where E is 0 (subnormals). An integer format is one
@@ -23,15 +23,16 @@ _Format = TypeVar("_Format")
 
 @dataclass(frozen=True)
 class ElementFormat:
-    """What one element of a quantized tensor may be.
+    """The values that one element of a quantized tensor may have.
 
     Attributes:
-        name: how policies call it.
-        exponent_bits: 0 makes it an integer format, coded in two's complement and without a negative zero.
-        mantissa_bits: stored bits below the leading one.
-        bias: of the exponent field.
-        max: the largest finite value; what lies above saturates to it.
-        nan_code: the bit pattern written for NaN, or None where the format has none.
+        name: the name in policies.
+        exponent_bits: the width of the exponent field. 0 is an integer format, coded in two's complement and without a
+            negative zero.
+        mantissa_bits: the stored bits below the leading one.
+        bias: the bias of the exponent field.
+        max: the largest finite value, to which larger values saturate.
+        nan_code: the code of NaN, or None if the format has none.
     """
 
     name: str
@@ -51,12 +52,12 @@ class ElementFormat:
 
     @property
     def code_bits(self) -> int:
-        """Width of a code, sign included."""
+        """The width of a code, sign included."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
     def min_exponent(self) -> int:
-        """Exponent of the lowest binade; below it the spacing no longer shrinks."""
+        """The exponent of the lowest binade, below which the spacing no longer shrinks."""
         return 1 - self.bias
 
     @property
@@ -66,30 +67,30 @@ class ElementFormat:
 
     @property
     def top_mantissa_bits(self) -> int:
-        """Bits below the leading one that tell the values of the top binade apart: fewer for an integer format."""
+        """The bits below the leading one that tell values of the top binade apart; fewer for an integer format."""
         return self.mantissa_bits - max(0, self.min_exponent - self.emax)
 
     def magnitudes(self) -> tuple[float, ...]:
-        """Non-negative finite values; the position of each is its code."""
+        """Return the non-negative finite values; the position of each is its code."""
         return _magnitudes(self.mantissa_bits, self.bias, self.max, self.integer, True)
 
     def values(self) -> tuple[float, ...]:
-        """All finite values, negative ones included, ascending; zero appears once."""
+        """Return all finite values, ascending, negative ones included; zero appears once."""
         positive = self.magnitudes()[1:]
         return (*(-value for value in reversed(positive)), 0.0, *positive)
 
 
 @dataclass(frozen=True)
 class ScaleFormat:
-    """What the stored scale of a block may be: an unsigned format.
+    """The values that the stored scale of a block may have: an unsigned format.
 
     Attributes:
-        name: how policies call it.
-        exponent_bits, mantissa_bits, bias: of the code.
-        max: the largest finite value; what lies above saturates to it.
+        name: the name in policies.
+        exponent_bits, mantissa_bits, bias: as in an :class:`ElementFormat`.
+        max: the largest finite value, to which larger values saturate.
         has_zero: whether code 0 is zero and the codes above it are subnormal (all formats but E8M0, where code 0 is a
             power of two like any other).
-        nan_code: the bit pattern of NaN where the format is stored as a code; None where it is stored as a float.
+        nan_code: the code of NaN if the format is stored as a code; None if it is stored as a float.
     """
 
     name: str
@@ -112,12 +113,12 @@ class ScaleFormat:
 
     @property
     def min_exponent(self) -> int:
-        """Exponent of the lowest binade."""
+        """The exponent of the lowest binade."""
         return 1 - self.bias if self.has_zero else -self.bias
 
     @property
     def top_exponent(self) -> int:
-        """Exponent of the highest binade."""
+        """The exponent of the highest binade."""
         return math.frexp(self.max)[1] - 1
 
     @property
@@ -126,17 +127,17 @@ class ScaleFormat:
         return 2.0 ** (self.min_exponent - self.mantissa_bits)
 
     def values(self) -> tuple[float, ...]:
-        """All finite values, ascending; the position of each is its code.
+        """Return all finite values, ascending; the position of each is its code.
 
         Raises:
-            ValueError: for fp32, whose two thousand million values nobody wants in a tuple.
+            ValueError: the format has more than 10 mantissa bits, as fp32, and too many values to list.
         """
         if self.mantissa_bits > 10:
             raise ValueError(f"scale format {self.name!r} has too many values to list")
         return _magnitudes(self.mantissa_bits, self.bias, self.max, False, self.has_zero)
 
     def with_max(self, value: float) -> ScaleFormat:
-        """The variant that saturates at ``value``, named after it: ``UE5M3.with_max(61440)`` is "ue5m3_61440"."""
+        """Return the variant that saturates at ``value``: ``UE5M3.with_max(61440)`` is called "ue5m3_61440"."""
         variant = replace(self, name=f"{self.name}_{value:.0f}", max=float(value))
         if variant.max not in variant.values():
             raise ValueError(f"{value} is not a value of scale format {self.name!r}")
@@ -145,7 +146,7 @@ class ScaleFormat:
 
 @functools.cache
 def _magnitudes(mantissa_bits: int, bias: int, largest: float, integer: bool, has_zero: bool) -> tuple[float, ...]:
-    """Values of the codes from 0 up to that of ``largest``."""
+    """Return the values of the codes from 0 up to that of ``largest``."""
     values: list[float] = []
     for code in range(1 << 16):
         exponent, mantissa = code >> mantissa_bits, code & ((1 << mantissa_bits) - 1)
@@ -164,7 +165,7 @@ E3M0 = ElementFormat("e3m0", exponent_bits=3, mantissa_bits=0, bias=3, max=16.0)
 INT4 = ElementFormat("int4", exponent_bits=0, mantissa_bits=3, bias=-2, max=7.0)
 E2M3 = ElementFormat("e2m3", exponent_bits=2, mantissa_bits=3, bias=1, max=7.5)
 E3M2 = ElementFormat("e3m2", exponent_bits=3, mantissa_bits=2, bias=3, max=28.0)
-#: Called so because E4M3 is better known here as a scale; policies say "e4m3" for either.
+#: Has this name because ``E4M3`` is the scale format; policies write "e4m3" for both.
 E4M3_ELEMENT = ElementFormat("e4m3", exponent_bits=4, mantissa_bits=3, bias=7, max=448.0, nan_code=0x7F)
 E5M2 = ElementFormat("e5m2", exponent_bits=5, mantissa_bits=2, bias=15, max=57344.0, nan_code=0x7E)
 #: OCP's: a step of 2^-6, kept symmetric (the code of -2 is not used).
@@ -186,12 +187,12 @@ SCALES: dict[str, ScaleFormat] = {scale.name: scale for scale in (E8M0, E4M3, UE
 
 
 def element_format(name: str) -> ElementFormat:
-    """The built-in element format called ``name``; ValueError, naming the nearest, where there is none."""
+    """Return the built-in element format called ``name``; if there is none, ValueError names the nearest."""
     return _look_up(name, ELEMENTS, "element")
 
 
 def scale_format(name: str) -> ScaleFormat:
-    """The built-in scale format called ``name``; ValueError, naming the nearest, where there is none."""
+    """Return the built-in scale format called ``name``; if there is none, ValueError names the nearest."""
     return _look_up(name, SCALES, "scale")
 
 

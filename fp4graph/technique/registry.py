@@ -1,4 +1,4 @@
-"""Finds plugins: a fresh pluggy manager per :class:`Registry`, nothing loaded at import, a broken plugin isolated."""
+"""Finds plugins: each :class:`Registry` has its own pluggy manager, loads nothing at import, isolates broken ones."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ class Registry:
 
     Args:
         plugins: (name, object with hook implementations) pairs beyond those found by entry point.
-        entry_point_group: where to look for installed plugins; None looks nowhere.
+        entry_point_group: the group of entry points of installed plugins; None looks for none.
 
     Attributes:
         techniques: name to class.
         elements, scales: name to format, built-in and added.
         policies: name to file, shipped and added.
-        failures: plugin name to the error that kept it out; the others stay usable.
-        contested: techniques and formats that two plugins claim, with the error: which of them is meant, nobody can
-            tell, so naming one in a policy is an error.
+        failures: plugin name to the error that kept the plugin out; the others stay usable.
+        contested: techniques and formats that two plugins claim, with the error. A policy that names one is refused,
+            because nobody can tell which of the two is meant.
     """
 
     def __init__(self, plugins: Iterable[tuple[str, object]] = (), *, entry_point_group: str | None = GROUP) -> None:
@@ -49,7 +49,7 @@ class Registry:
         for name, candidate in [*((point.name, point) for point in found), *plugins]:
             try:
                 self._add(name, candidate.load() if isinstance(candidate, EntryPoint) else candidate)
-            except Exception as error:  # noqa: BLE001  # whatever a stranger's module raises, the others stay usable
+            except Exception as error:  # noqa: BLE001  # whatever a plugin raises, the others stay usable
                 self.failures[name] = (
                     error
                     if isinstance(error, PluginError)
@@ -144,7 +144,7 @@ class Registry:
         return MappingProxyType(self._policies)
 
     def origin(self, technique: str) -> str:
-        """The name of the plugin that offers ``technique``."""
+        """Return the name of the plugin that offers ``technique``."""
         return self._origin[technique]
 
 
@@ -155,5 +155,5 @@ def _shipped_policies() -> list[Path]:
 
 @functools.cache
 def default_registry() -> Registry:
-    """The registry of everything installed, built at first use."""
+    """Return the registry of everything installed, built at first use."""
     return Registry()

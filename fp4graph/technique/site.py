@@ -1,4 +1,4 @@
-"""What policies and techniques may know of a site: plain data, seen while planning and never inside a graph."""
+"""The data by which policies and techniques see a site, while planning and never inside a graph."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class BlockPosition:
-    """Where a module stands in its repeated stack of blocks: ``index`` of ``total``, counted from 0."""
+    """The place of a module in its repeated stack of blocks: ``index`` of ``total``, counted from 0."""
 
     stack: str
     index: int
@@ -19,13 +19,13 @@ class SiteView:
     """One matrix product ``Y = A[..., M, K] @ B[..., K, N]`` of a captured graph.
 
     Attributes:
-        module: fully qualified name of the owner ("" is the root), or None where it cannot be known.
-        op: "linear" when B is a parameter (F.linear, Conv1D, x @ W, ...), "matmul" when both are activations,
-            "sdpa" for fused attention.
-        in_features: K, or None where it is symbolic.
-        out_features: N, or None where it is symbolic.
-        numel: elements of B (of the weight for op "linear"), or None where symbolic.
-        block: position in a repeated stack, or None outside one.
+        module: the fully qualified name of the module that owns the product ("" is the root), or None if unknown.
+        op: "linear" if B is a parameter (F.linear, Conv1D, x @ W, ...), "matmul" if both are activations, "sdpa" for
+            fused attention.
+        in_features: K, or None if it is symbolic.
+        out_features: N, or None if it is symbolic.
+        numel: the number of elements of B (the weight, for op "linear"), or None if it is symbolic.
+        block: the place of the module in a repeated stack, or None outside one.
         producer: the operation that made A ("swiglu", "gelu", "layer_norm", "sdpa", ...), or None.
     """
 
