@@ -309,27 +309,26 @@ def parse_space(text: str, file: str, registry: Registry | None = None) -> Space
         raise PolicyError("the file is empty; a search space begins with 'version: 1'", file=file)
     root = parse(text, file)
     section = validate(SpaceSection, root, ("space",))
-    parameters: list[Parameter] = []
+    parameters: dict[str, Parameter] = {}
+    labels: dict[str, Mapping[str, object]] = {}
     for name, written in section.parameters.items():
         node = root.get("parameters", name)
-        earlier = {parameter.name: parameter.choices for parameter in parameters}
-        _check_condition(written.when, node, earlier)
+        _check_condition(written.when, node, labels)
         choices = {label: Part(part, node.get("choices", label)) for label, part in written.choices.items()}
         for part in choices.values():
-            _check_condition(part.fragment.when, part.node, earlier)
-        parameters.append(Parameter(name, choices, written.when, node))
+            _check_condition(part.fragment.when, part.node, labels)
+        parameters[name] = Parameter(name, choices, written.when, node)
+        labels[name] = choices
     also = tuple(Part(part, root.get("also", index)) for index, part in enumerate(section.also))
-    by_name = {parameter.name: parameter for parameter in parameters}
-    labels = {name: parameter.choices for name, parameter in by_name.items()}
     for part in also:
         _check_condition(part.fragment.when, part.node, labels)
         if not part.fragment.when:
             raise part.node.place.error("an entry of also has no condition; add 'when', or put it into the base")
     if section.family is not None:
         place = root.get("family").place
-        if section.family not in by_name:
-            raise place.error(f"family names no parameter: {section.family!r}; {suggest(section.family, by_name)}")
-        if by_name[section.family].when:
+        if section.family not in parameters:
+            raise place.error(f"family names no parameter: {section.family!r}; {suggest(section.family, parameters)}")
+        if parameters[section.family].when:
             raise place.error(f"family is a parameter that every configuration has; {section.family!r} has a condition")
     base = _base(root, section, file, registry)
     content = {**root.plain(), "base": {key: v for key, v in base.plain().items() if key not in ("version", "name")}}
@@ -337,7 +336,7 @@ def parse_space(text: str, file: str, registry: Registry | None = None) -> Space
         name=section.name or Path(file).stem,
         description=section.description.strip(),
         family=section.family,
-        parameters=tuple(parameters),
+        parameters=tuple(parameters.values()),
         baselines={name: Part(part, root.get("baselines", name)) for name, part in section.baselines.items()},
         also=also,
         base=base,
