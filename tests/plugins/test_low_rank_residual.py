@@ -29,7 +29,8 @@ OF_WEIGHT = operand_draw(DRAW, Operand.FPROP_WEIGHT)  # what a layer of that key
 
 
 def policy(options=None, scale=("e8m0", "ceil"), others=(), rounding="nearest", **rule):
-    return loaded("low_rank_residual", options, after=others, quantize=quantizer(32, *scale) | {"rounding": rounding}, **rule)
+    quantize = quantizer(32, *scale) | {"rounding": rounding}
+    return loaded("low_rank_residual", options, after=others, quantize=quantize, **rule)
 
 
 def site(options=None, **more):
