@@ -14,7 +14,7 @@ from functools import lru_cache
 import torch
 
 from benchmarks.timing import seconds_of
-from fp4graph.graph.rewrite import Site
+from fp4graph.graph.site import Site
 from fp4graph.technique.operands import Operand
 
 _TENSOR = {

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         SpecError,
         UncompiledError,
     )
-    from fp4graph.graph.rewrite import Site
+    from fp4graph.graph.site import Site
     from fp4graph.model.api import apply, bypass, detect_nonfinite, remove, set_total_forwards
     from fp4graph.model.explain import Explanation, explain
     from fp4graph.model.state import strip
@@ -55,7 +55,7 @@ _HOME = {
         "fp4graph.errors",
     ),
     **dict.fromkeys(("Explanation", "explain"), "fp4graph.model.explain"),
-    "Site": "fp4graph.graph.rewrite",
+    "Site": "fp4graph.graph.site",
     "hookimpl": "fp4graph.technique.hookspecs",
     **dict.fromkeys(("Packed", "pack", "unpack"), "fp4graph.numerics.packing"),
     "fake_quantize": "fp4graph.numerics.quantize",

@@ -1,17 +1,17 @@
-"""Every error that fp4graph raises on purpose, so that one ``except fp4graph.Error`` catches them all."""
+"""The errors that fp4graph raises on purpose; one ``except fp4graph.Error`` catches them all."""
 
 from __future__ import annotations
 
 
 class Error(Exception):
-    """Base of every error of fp4graph's own."""
+    """Base of all errors of fp4graph."""
 
 
 class PolicyError(Error):
-    """A policy that cannot be loaded or cannot be honoured by the model it is applied to.
+    """A policy cannot be loaded, or the model that it is applied to cannot follow it.
 
     Args:
-        message: what is wrong, and what to do about it.
+        message: the mistake, and what to do about it.
         file: the policy file, or None for a policy given as data.
         line: 1-based line in that file, or None.
     """
@@ -27,7 +27,7 @@ class PolicyError(Error):
 class SpecError(Error, TypeError, ValueError):
     """A field of a quantizer's spec has the wrong type or an impossible value; the message names the field.
 
-    It is a TypeError and a ValueError as well, as such arguments raise elsewhere.
+    The error is also a TypeError and a ValueError, which wrong arguments raise elsewhere.
     """
 
 
@@ -36,12 +36,12 @@ class PolicyWarning(UserWarning):
 
 
 class PluginError(Error):
-    """A plugin that cannot be loaded or that broke its contract.
+    """A plugin cannot be loaded, or broke its contract.
 
     Args:
-        message: what went wrong.
-        plugin: its name, or None where it is not known.
-        site: the place in the model where it happened; whoever knows it may fill it in while the error passes.
+        message: the failure.
+        plugin: the plugin's name, or None where it is not known.
+        site: the place in the model, or None; code that knows the place may set it while the error passes.
     """
 
     def __init__(self, message: str, *, plugin: str | None = None, site: str | None = None) -> None:
@@ -58,7 +58,7 @@ class PluginError(Error):
 
 
 class NonFiniteError(Error):
-    """NaN or Inf, found by ``fp4graph.detect_nonfinite``; ``site`` names the place where it arose."""
+    """``fp4graph.detect_nonfinite`` found NaN or Inf; ``site`` names the place where it arose."""
 
     def __init__(self, message: str, *, site: str) -> None:
         self.message = message
@@ -67,7 +67,7 @@ class NonFiniteError(Error):
 
 
 class CaptureError(Error):
-    """A captured graph that the policy cannot be applied to; ``site`` names the place in the model."""
+    """The policy cannot be applied to a captured graph; ``site`` names the place in the model."""
 
     def __init__(self, message: str, *, site: str | None = None) -> None:
         self.message = message
@@ -76,4 +76,4 @@ class CaptureError(Error):
 
 
 class UncompiledError(CaptureError):
-    """A module with quantized sites was about to run outside its compiled graph, in silent high precision."""
+    """A module with quantized sites was called outside its compiled graph, where it would run in high precision."""

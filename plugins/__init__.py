@@ -1,1 +1,1 @@
-"""First-party techniques, one per file, found through the same entry points as anybody's."""
+"""The shipped techniques, one per file, found through entry points like any other plugin."""

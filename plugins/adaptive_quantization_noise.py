@@ -1,4 +1,4 @@
-"""Adaptive quantization noise: Gaussian noise on quantized weights, per input channel, decayed over stages."""
+"""Adaptive quantization noise: adds Gaussian noise to quantized weights, per input channel, decaying over stages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from pydantic import Field, model_validator
 
 from fp4graph.numerics.noise import gaussian
-from fp4graph.technique import Context, Operand, Overhead, SiteView, Technique, hookimpl
+from fp4graph.technique import Context, Operand, Overhead, Positive, SiteView, Technique, hookimpl
 
 
 class AdaptiveQuantizationNoise(Technique):
@@ -18,20 +18,19 @@ class AdaptiveQuantizationNoise(Technique):
     stages k = 0 ... K_s − 1: σ_k = σ_start·(σ_end/σ_start)^(k/(K_s − 1)), k = min(⌊t/T⌋, K_s − 1), with t the training
     forwards so far, T ``steps_per_stage`` and K_s ``stages``. ``kind: multiplicative`` is Ŵ = Q(W)·diag(1 + z), the
     form that merges into the weight of a norm in front of the layer: scaling channel k of X by 1 + z_k is scaling
-    column k of W. It is written on W here, so that norms stay as they are: z is relative to the norm's weight (what is
-    added to it there is z times it), and each layer behind a norm draws its own. The normal variates are sums of
-    integers, cut off at 6 standard deviations (fp4graph.numerics.noise.gaussian). Where W is transformed, as by
-    hadamard, channels are those of the transformed basis.
+    column k of W. The noise acts on W here, and norms stay as they are: z is relative to the norm's weight, and each
+    layer behind a norm draws its own z. The normal variates are sums of integers, cut off at 6 standard deviations
+    (fp4graph.numerics.noise.gaussian). If W is transformed, as by hadamard, channels are those of the new basis.
 
     Source: Huang et al. 2026, "QeRL: Beyond Efficiency", Eq. 7 and 8 (additive), Eq. 10 and appendix G
     (multiplicative); one of the corrections of "Decomposing MXFP4 quantization error for LLM reinforcement learning".
-    Their σ goes from 5e-2 or 1e-2 to 5e-4 in about 10 stages, and their runs begin with a stage without noise, which
-    this schedule does not have. Eq. 8 counts stages from 1.
+    Huang et al. let σ fall from 5e-2 or 1e-2 to 5e-4 in about 10 stages. Their runs begin with a stage without noise,
+    which this schedule does not have, and Eq. 8 counts stages from 1.
 
-    A model in evaluation mode has no noise, unless ``rollout`` asks for it: reinforcement learning generates its
-    responses in that mode, and the noise is meant to explore there. All rollouts between two training forwards share
-    one draw, that of the training forward which follows, so that a policy stays one policy while it generates. A
-    validation cannot be told from a rollout and has the noise too.
+    A model in evaluation mode has no noise unless ``rollout`` is set: reinforcement learning generates its responses
+    in evaluation mode, and the noise is meant to explore there. All rollouts between two training forwards share the
+    draw of the training forward that follows, so that a policy stays one policy while it generates. A validation
+    cannot be told from a rollout and has the noise too.
 
     Stage: after dequantization, of fprop.weight. dgrad sees the noise where its weight is requantized from fprop's
     (``source: fprop``).
@@ -45,8 +44,8 @@ class AdaptiveQuantizationNoise(Technique):
     name: ClassVar[str] = "adaptive_quantization_noise"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
 
-    sigma_start: float = Field(gt=0, allow_inf_nan=False, description="σ of the first stage.")
-    sigma_end: float = Field(gt=0, allow_inf_nan=False, description="σ of the last stage, at most sigma_start.")
+    sigma_start: Positive = Field(description="σ of the first stage.")
+    sigma_end: Positive = Field(description="σ of the last stage, at most sigma_start.")
     stages: int = Field(ge=2, description="Number of stages, K_s.")
     steps_per_stage: int = Field(
         ge=1, lt=2**31, description="Training forwards per stage, T; the last stage has no end."
@@ -76,7 +75,7 @@ class AdaptiveQuantizationNoise(Technique):
 
     @property
     def draws_in_evaluation(self) -> bool:
-        """``rollout``."""
+        """The option ``rollout``."""
         return self.rollout
 
     @property
@@ -86,15 +85,16 @@ class AdaptiveQuantizationNoise(Technique):
         return tuple(self.sigma_start * ratio ** (stage / last) for stage in range(self.stages))
 
     def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """The forward weight; an activation in its place is no parameter to explore."""
+        """Return the forward weight; an activation in its place is no parameter to explore."""
         return frozenset({Operand.FPROP_WEIGHT}) if site.op == "linear" else frozenset()
 
     def after(self, x: torch.Tensor, context: Context) -> torch.Tensor:
-        """Ŵ, the sum in fp32."""
+        """Return Ŵ, computed in fp32."""
         assert context.count is not None
         assert context.noise.key is not None
         stage = (context.count // self.steps_per_stage).clamp(max=self.stages - 1)
-        # A table, for powers differ between compiled and eager code; gathered, for indexing by a tensor reads it.
+        # A table, because powers differ between compiled and eager code. Gathered, because indexing by a tensor would
+        # read the tensor.
         sigma = torch.tensor(self.sigmas, dtype=torch.float32, device=x.device).gather(0, stage.reshape(1).long())
         channel = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
         z = gaussian(context.noise.key, channel) * sigma

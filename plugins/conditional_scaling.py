@@ -1,4 +1,4 @@
-"""Conditional block-wise scaling: a published negative result, kept so that it can be reproduced."""
+"""Conditional block-wise scaling: moves block scales into the scale format's range; a published negative result."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LARGEST = torch.finfo(torch.float32).max
 
 
 class ConditionalScaling(Technique):
-    """Block scales are moved to the middle of the scale format's range if they fit into it, else squeezed into it.
+    """Block scales are moved to the middle of the scale format's range if they fit into it, and else squeezed into it.
 
     With m_p the block statistics, s_p = Qmax/m_p the encode scales, g = max_p m_p, g̃ = min_p m_p over the blocks that
     are not zero, T the scale format's largest value, t its smallest positive one (E4M3: 448 and 2^-9), q its rounding:
@@ -27,26 +27,27 @@ class ConditionalScaling(Technique):
     Case 2, otherwise: a = (T − t)/(Qmax/g̃ − Qmax/g), b = T − a·Qmax/g̃, s̃_p = a·s_p + b,
     h(X) = γ/q(s̃_p) · Q(q(s̃_p)/γ · X) with γ = g·T/Qmax.
 
-    Both are h(X) = γ·f(X/γ) with f an encode quantizer, γ = C in case 1, where f chooses its scales as ever; in case 2
-    it is given the statistic Qmax/s̃_p. In case 2 everything becomes zero: with r = g/m_p in [1, g/g̃] the largest
-    ratio of a block is Qmax/T·(t/r + (T − t)·(1 − 1/r)/(g/g̃ − 1)) < 2·Qmax·t/T, which for E4M3 is 5e-5, where a
-    quarter is needed to round to anything else. An operand of zeros stays zero.
+    Both cases are h(X) = γ·f(X/γ) with an encode quantizer f and a group scale γ. In case 1 γ = C, and f chooses its
+    block scales from the statistic of X/γ; in case 2 f is given the statistic Qmax/s̃_p. In case 2 every element
+    becomes zero: with r = g/m_p in [1, g/g̃] the largest ratio of a block is
+    Qmax/T·(t/r + (T − t)·(1 − 1/r)/(g/g̃ − 1)) < 2·Qmax·t/T. For E4M3 this is 5e-5, and a ratio below a quarter rounds
+    to zero. An operand of zeros stays zero.
 
-    Source: "Elucidating the design space of FP4 training", A.13, among what was tried and did not work: training on
+    Source: "Elucidating the design space of FP4 training", A.13, among the attempts that did not work: training on
     CIFAR-10 came nowhere near convergence.
 
     Stage: scale (group scale).
 
     Cost: the largest and the smallest of n/l block statistics, before anything is quantized, and a multiplication of
-    the result. The complexity weight is ours: 0.5, that of tensor scaling, which Table 2 and Table 9 give for the same
+    the result. The complexity weight is ours: 0.5, as Tables 2 and 9 give for tensor scaling, which does the same
     work.
 
-    Use it to reproduce that; tensor_scaling is what works.
+    Use it to reproduce the negative result; ``tensor_scaling`` works.
     """
 
     name: ClassVar[str] = "conditional_scaling"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
-    #: Others that scale a tensor or part of it; and the gradient of the block scale, which case 2 replaces.
+    #: Techniques that scale a tensor or a part of it, and the gradient of the block scale, which case 2 replaces.
     conflicts: ClassVar[frozenset[str]] = frozenset({"tensor_scaling", "macro_block_scaling", "smooth_max"})
 
     operands: Operands = Field(
@@ -59,7 +60,7 @@ class ConditionalScaling(Technique):
         return 0.5
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """Its formulas are of encode scales."""
+        """Refuse decode scales, because the formulas are of encode scales."""
         for operand, spec in self.specs_listed(specs).items():
             if spec.scale.convention != "encode":
                 raise ValueError(
@@ -69,16 +70,16 @@ class ConditionalScaling(Technique):
     def group_scale(
         self, z: torch.Tensor, group: Callable[[Granularity], torch.Tensor], context: Context
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """γ, one for the tensor, and the statistic whose encode scale is C·s_p or s̃_p."""
+        """Return γ, one for the tensor, and the block statistic whose encode scale is C·s_p or s̃_p."""
         assert context.spec is not None
         qmax, number = context.spec.element.max, context.spec.scale.format
         tensor = Groups(context.blocking, "tensor")
         g = tensor.reduce(z, "amax")
-        smallest = -tensor.reduce(-torch.where(z > 0, z, torch.inf), "amax")  # of zeros alone Inf
+        smallest = -tensor.reduce(-torch.where(z > 0, z, torch.inf), "amax")  # Inf for zeros alone
         data_range = g / smallest
         centred = root(g) * root(smallest) * (math.sqrt(number.max * number.min) / qmax)
-        # s̃ as t + a·(s_p - Qmax/g), which is the same line: b is the difference of two nearly equal numbers. And with
-        # s_p in units of Qmax/g, since Qmax/m_p overflows for a small m_p.
+        # s̃ is computed as t + a·(s_p - Qmax/g), the same line, because b is the difference of two nearly equal numbers.
+        # s_p is in units of Qmax/g, because Qmax/m_p overflows for a small m_p.
         span = data_range.clamp(max=_LARGEST) - 1
         affine = number.min + (number.max - number.min) * (((g / z).clamp(max=_LARGEST) - 1) / span)
         fits = data_range <= number.max / number.min

@@ -1,4 +1,4 @@
-"""Oscillation dampening: a regularizer that pulls weights towards their quantized values."""
+"""Oscillation dampening: pulls weights towards their quantized values by a term of the loss."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from typing import ClassVar
 import torch
 from pydantic import Field, model_validator
 
-from fp4graph.technique import Operand, OperandSpecs, Overhead, SiteView, Technique, WeightUpdate, hookimpl
+from fp4graph.technique import Operand, OperandSpecs, Overhead, Positive, SiteView, Technique, WeightUpdate, hookimpl
 
 
 class Dampen(Technique):
-    """The loss gets a term λ·‖W − Q(W)‖², which draws each weight away from the thresholds of its quantizer.
+    """A term λ·‖W − Q(W)‖² of the loss draws each weight away from the thresholds of its quantizer.
 
-    With W [N, K] a quantized weight, Q(W) what the forward multiplies with, taken as a constant, and ‖·‖ the Frobenius
-    norm, the gradient of the term is added before the optimizer's step: dW ← dW + 2λ·(W − Q(W)). λ is ``strength``, or
-    with ``total_steps`` T and ``start`` s rises to it along half a cosine:
+    W [N, K] is a quantized weight, Q(W) its quantized value, taken as a constant, and ‖·‖ the Frobenius norm. The
+    gradient of the term is added before the optimizer's step: dW ← dW + 2λ·(W − Q(W)). λ is ``strength``; with
+    ``total_steps`` T and ``start`` s it rises to ``strength`` along half a cosine:
     λ_t = λ/2·(1 − cos(π·p)), p = (t − s·T)/(T − s·T) clipped to [0, 1], at the weight's t-th step from 1.
-    The term is that of one step however many gradients are accumulated, and as the loss's own gradient would, it goes
-    through the moments of the optimizer. It is added inside ``optimizer.step()``: after the gradient is unscaled, so
-    that loss scaling leaves it alone, and after clipping, so that it is neither clipped nor counted in the norm.
+    The term is added once per step however many gradients are accumulated, and goes through the moments of the
+    optimizer as the loss's own gradient does. It is added inside ``optimizer.step()``: after the gradient is unscaled,
+    so that loss scaling leaves it alone, and after clipping, so that it is neither clipped nor counted in the norm.
 
     Source: Nagel et al. 2022, "Overcoming Oscillations in Quantization-Aware Training", sec. 4.2, as Chen et al. 2025,
     "Oscillation-Reduced MXFP4 Training for Vision Transformers", write it. Nagel et al. clip W to the range of Q first,
-    so that weights beyond it feel nothing; with scales that clip none, as TetraJet's, that is the same. Their code
-    lets λ rise from 0 to 0.1 after a quarter of the training (``start: 0.25``), but divides the term by K (sec. 4.2
-    does not); a ``strength`` of its own for each rule does that.
+    so that the term leaves weights beyond the range alone; with scales that clip no weight, as TetraJet's, this is the
+    same. Their code lets λ rise from 0 to 0.1 after a quarter of the training (``start: 0.25``) and divides the term by
+    K, which sec. 4.2 does not; rules with a ``strength`` of their own do the same.
 
     Stage: optimizer, before the step.
 
@@ -42,7 +42,7 @@ class Dampen(Technique):
     name: ClassVar[str] = "dampen"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=False)
 
-    strength: float = Field(0.01, gt=0, allow_inf_nan=False, description="λ, or where it ends.")
+    strength: Positive = Field(0.01, description="λ, or the value at which it ends.")
     total_steps: int | None = Field(None, ge=1, description="T, steps in which λ rises; null for a constant λ.")
     start: float = Field(0.0, ge=0, lt=1, description="s, the share of total_steps before which λ is 0.")
 
@@ -58,7 +58,7 @@ class Dampen(Technique):
         return 0.5
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """Refuses a stochastic weight quantizer, whose error is noise of mean zero and pulls nowhere."""
+        """Refuse a stochastic weight quantizer, whose error is noise of mean zero and pulls nowhere."""
         spec = specs.get(Operand.FPROP_WEIGHT)
         if spec is not None and spec.rounding == "stochastic":
             raise ValueError(
@@ -67,18 +67,18 @@ class Dampen(Technique):
             )
 
     def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """The forward weight."""
+        """Return the forward weight."""
         return frozenset({Operand.FPROP_WEIGHT}) if site.op == "linear" else frozenset()
 
     def before_step(self, update: WeightUpdate) -> None:
-        """Adds the term's gradient, computed in fp32."""
+        """Add the term's gradient, computed in fp32."""
         weight, grad = update.parameter, update.parameter.grad
         assert grad is not None
         error = weight.to(torch.float32) - update.quantize(weight).to(torch.float32)
         grad.add_(error * (2 * self._strength(update.memory, weight.device)))
 
     def _strength(self, memory: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor | float:
-        """λ of this step, which it counts. A tensor, so that nothing waits for an accelerator."""
+        """Count the step and return its λ, as a tensor, so that nothing waits for an accelerator."""
         if self.total_steps is None:
             return self.strength
         steps = memory.setdefault("steps", torch.zeros((), dtype=torch.int64, device=device))

@@ -1,4 +1,4 @@
-"""Four over six: per block, E2M1 scaled to its maximum 6 or to 4, whichever errs less."""
+"""Four over six: scales the maximum of each E2M1 block to 6 or to 4, whichever errs less."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fp4graph.numerics.spec import Block
 from fp4graph.technique import Context, Operands, OperandSpecs, Overhead, Technique, hookimpl
 
 _SMALLEST_NORMAL = 2.0**-126  # of fp32
-#: Elements of a block whose length is not fixed, at most.
+#: The largest number of elements of a block whose length is not fixed.
 _MOST = {"row": 1 << 24, "tensor": 1 << 33}
 
 
@@ -25,33 +25,34 @@ class FourOverSix(Technique):
     """Each block's maximum is scaled to the value 6 or to the value 4, whichever makes the smaller error.
 
     E2M1 has no value between 4 and 6, so a block scaled to 6 rounds 5/6 of its maximum by a sixth of it; scaled to 4
-    it rounds nothing by more than an eighth, but small elements more coarsely. With S_6 = q(Z/6) and
-    S_4 = q(Z/4) = q(1.5·Z/6) (encode: q(6/Z) and q(4/Z)), q being the spec's own rule, and x̂_6 and x̂_4 the block
-    rounded to nearest under each, S = S_4 where E(x̂_4 − x) < E(x̂_6 − x), else S_6; so 6 where they tie. ``measure``
-    is E: ``mse`` Σe², ``mae`` Σabs(e), ``amax`` max abs(e). A block whose scale for 4 lies above the scale format's
-    maximum takes 6. Where elements are rounded stochastically the choice is still that of rounding to nearest.
+    it rounds nothing by more than an eighth, but small elements more coarsely. The two scales are S_6 = q(Z/6) and
+    S_4 = q(Z/4) = q(1.5·Z/6) (encode: q(6/Z) and q(4/Z)), where q is the spec's own rule; x̂_6 and x̂_4 are the block
+    rounded to nearest under each. S is S_4 where E(x̂_4 − x) < E(x̂_6 − x), and S_6 elsewhere, also for ties.
+    ``measure`` is E: ``mse`` Σe², ``mae`` Σabs(e), ``amax`` max abs(e). A block whose scale for 4 lies above the scale
+    format's maximum takes 6. If elements are rounded stochastically, the choice is still that of rounding to nearest.
 
     Source: Cook et al. 2025, "Four Over Six: More Accurate NVFP4 Quantization with Adaptive Block Scaling", for NVFP4
-    and with mean squared error; the other measures are of the authors' code. With E4M3 scales it needs a tensor scale
-    that leaves room for 1.5 times the largest block scale: theirs is 256 in place of 448 (1.5·256 = 384), which is
-    ``tensor_scaling: {target: 256}``, declared beside this technique.
+    and with mean squared error; the other measures are from the authors' code. E4M3 scales need a tensor scale that
+    leaves room for 1.5 times the largest block scale: the authors scale to 256 in place of 448 (1.5·256 = 384), which
+    is ``tensor_scaling: {target: 256}``, declared beside this technique.
 
     Stage: scale.
 
     Cost: every block is rounded twice to find its scale. The complexity weight is ours: 0.5, Table 2's fusable O(n),
     since a block and its errors stay in registers.
 
-    Use it with scales that have mantissa bits (NVFP4). With powers of two S_4 is S_6 or twice it, whose grid has no
-    value of its own below 6·S_6: it can undo clipping (floor, nearest), and with scales rounded up nothing.
+    Use it with scales that have mantissa bits (NVFP4). With powers of two S_4 is S_6 or 2·S_6, whose grid has no
+    value of its own below 6·S_6: then it can only undo clipping (floor, nearest), and changes nothing with scales that
+    are rounded up.
     """
 
     name: ClassVar[str] = "four_over_six"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
-    #: The gradient of the block scale takes it to be Z/6 everywhere.
+    #: smooth_max differentiates the block scale as Z/6 everywhere.
     conflicts: ClassVar[frozenset[str]] = frozenset({"smooth_max"})
 
     measure: Literal["mse", "mae", "amax"] = Field("mse", description="Error by which a block chooses its scale.")
-    operands: Operands = Field(("forward", "backward"), description="Whose blocks choose: operands or groups of them.")
+    operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, whose blocks choose.")
 
     @property
     def complexity(self) -> float:
@@ -59,7 +60,7 @@ class FourOverSix(Technique):
         return 0.5
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """E2M1 elements, and scales that can be compared before they are drawn."""
+        """Refuse elements other than E2M1, and scales that are drawn, which cannot be compared."""
         for operand, spec in self.specs_listed(specs).items():
             if spec.element != E2M1:
                 raise ValueError(f"it chooses between the values 4 and 6 of e2m1, and {operand} is {spec.element.name}")
@@ -67,18 +68,18 @@ class FourOverSix(Technique):
                 raise ValueError(f"it compares two rounded scales, and those of {operand} are rounded stochastically")
 
     def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
-        """Beside powers of two that never clip."""
+        """Return a reason beside powers of two that never clip."""
         acting = self.specs_listed(specs).values()
         if acting and all(not s.scale.format.has_zero and s.scale.rounds_up for s in acting):
             return "with power-of-two scales rounded up, the scale for 4 never errs less than that for 6"
         return None
 
     def scale(self, values: torch.Tensor, z: torch.Tensor, context: Context) -> torch.Tensor:
-        """S_4 or S_6 per block."""
+        """Return S_4 or S_6 for each block."""
         spec = context.spec
         assert spec is not None
         six, four = (scaling.block_scale(z * stretch, spec.scale, spec.element) for stretch in (1.0, 6 / 4))
-        # Sums in shares of a power of two above Z, so that they are exact: compiled code adds in another order.
+        # Errors are in units of a power of two above Z, so that sums are exact: compiled code adds in another order.
         above = 2 * (z.view(torch.int32) & EXPONENT_MASK).view(torch.float32).clamp(min=_SMALLEST_NORMAL).double()
         errors = []
         for scale in (six, four):

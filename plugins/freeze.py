@@ -1,4 +1,4 @@
-"""Iterative weight freezing: weights whose quantized value flips too often stop for good."""
+"""Iterative weight freezing: stops weights for good whose quantized value flips too often."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from typing import ClassVar
 import torch
 from pydantic import Field, model_validator
 
-from fp4graph.technique import Gemm, Operand, OperandSpecs, Overhead, SiteView, Technique, WeightUpdate, hookimpl
+from fp4graph.technique import Gemm, Operand, OperandSpecs, Overhead, Share, SiteView, Technique, WeightUpdate, hookimpl
 
-#: What part of the larger of two quantized values their distance must exceed for a change: between the 1/7 of INT4, the
-#: finest grid of four bits, and the 1/9 that is the most by which an E4M3 scale moves when it is rounded anew.
+#: Two quantized values differ by a change if their distance exceeds this share of the larger one. It lies between 1/7,
+#: the least of INT4, the finest grid of four bits, and 1/9, the most by which an E4M3 scale moves when rounded anew.
 CHANGE = 1 / 8
 
 
 class Freeze(Technique):
-    """A weight that oscillates is frozen at its running mean: an element whose quantized value turns back too often.
+    """An element of a weight whose quantized value turns back too often is frozen at the running mean of that value.
 
-    After the optimizer's t-th step, for each element of W with q_t its quantized value, m ``momentum`` and θ
-    ``threshold``, on the right-hand side the values before the step:
+    After the optimizer's t-th step each element of W is updated as follows. q_t is its quantized value, m is
+    ``momentum``, θ is ``threshold``, and right-hand sides have the values before the step:
     o = 1 where q changes in the direction opposite to that of its previous change, else 0;
     f ← m·o + (1 − m)·f;  w ← q̄ for good where f > θ, else q̄ ← m·q_t + (1 − m)·q̄.
-    At first f = 0 and q̄ is the quantized first weight. The mean is between two values of the grid, nearer to the one
-    where the weight has been more often, and the forward rounds it to that one. Frozen elements are put back after
-    every step, whatever moves them. A change is a distance of more than 1/8 of the larger of q_t and q_(t−1): q is
-    dequantized, and a block's scale that is rounded anew, or a tensor's that follows its maximum, moves it a little
-    although its code stays. With ``final_threshold``, θ goes there along half a cosine from step s·T to T, with T
-    ``total_steps`` and s ``start``, and nothing is frozen before.
+    At first f = 0 and q̄ is the quantized first weight. The mean lies between two values of the grid, nearer to the one
+    that the weight had more often, and the forward rounds it to that value. Frozen elements are put back after every
+    step, whatever moves them. Only a distance of more than 1/8 of the larger of q_t and q_(t−1) counts as a change: q
+    is dequantized, so that a block scale that is rounded anew, or a tensor scale that follows its maximum, moves q a
+    little although its code stays. With ``final_threshold``, θ goes there along half a cosine from step s·T to T, with
+    T ``total_steps`` and s ``start``, and nothing is frozen before step s·T.
 
     Source: Nagel et al. 2022, "Overcoming Oscillations in Quantization-Aware Training", sec. 4.1 and 4.3, where q and
     q̄ are integers, times a learned scale, and q̄ is rounded when it is frozen; as Chen et al. 2025,
     "Oscillation-Reduced MXFP4 Training for Vision Transformers", compare with it. Their code has m = 0.001 and lets θ
     fall from 0.1 to 0.01 after a quarter of the training (``start: 0.25``).
 
-    Stage: optimizer, after the step (before the first one also, for where q begins).
+    Stage: optimizer, after the step; also before the first step, for the first q.
 
-    Cost: four tensors of the weight's size, of which one has its dtype, two are fp32 and one int8, and a boolean one;
-    the weight's quantizer once more at each step. All of it is saved with the optimizer.
+    Cost: five tensors of the weight's size, one of its dtype, two fp32, one int8 and one boolean, which are saved with
+    the optimizer; the weight's quantizer once more at each step.
 
     The complexity weight is ours: 3.0, the upper end of what Table 2's rules give for unfusable work with O(n) memory.
 
@@ -49,14 +49,14 @@ class Freeze(Technique):
 
     name: ClassVar[str] = "freeze"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=False)
-    # q_ramping stretches the step it sees, the way back to the mean included; noise on q flips at random.
+    # q_ramping stretches the step that it sees, including the way back to the mean; noise on q flips at random.
     conflicts: ClassVar[frozenset[str]] = frozenset({"q_ramping", "adaptive_quantization_noise"})
 
-    momentum: float = Field(0.001, gt=0, lt=1, description="m, the weight of the latest step in f and in the mean.")
-    threshold: float = Field(
-        0.01, gt=0, lt=1, description="θ, the flips per step above which an element is frozen; several times momentum."
+    momentum: Share = Field(0.001, description="m, the weight of the latest step in f and in the mean.")
+    threshold: Share = Field(
+        0.01, description="θ, the flips per step above which an element is frozen; several times momentum."
     )
-    final_threshold: float | None = Field(None, gt=0, lt=1, description="Where θ ends; null for a constant θ.")
+    final_threshold: Share | None = Field(None, description="Where θ ends; null for a constant θ.")
     total_steps: int | None = Field(None, ge=1, description="T, steps of the schedule.")
     start: float = Field(0.0, ge=0, lt=1, description="s, the share of total_steps before which nothing is frozen.")
 
@@ -75,7 +75,7 @@ class Freeze(Technique):
         return 3.0
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """Refuses quantizers under which a flip of q is no sign of an oscillating weight."""
+        """Refuse quantizers under which a flip of q is no sign of an oscillating weight."""
         anything = SiteView(None, "linear", None, None, None, None, "swiglu")
         for name, technique in techniques.items():
             if Gemm.FPROP in technique.pairs(anything):
@@ -95,11 +95,11 @@ class Freeze(Technique):
             )
 
     def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """The forward weight."""
+        """Return the forward weight."""
         return frozenset({Operand.FPROP_WEIGHT}) if site.op == "linear" else frozenset()
 
     def before_step(self, update: WeightUpdate) -> None:
-        """Before the first step: what later ones are compared with."""
+        """Keep what later steps are compared with, before the first step."""
         memory, weight = update.memory, update.parameter
         if "frozen" in memory:
             return
@@ -110,7 +110,7 @@ class Freeze(Technique):
         memory["frozen"] = torch.zeros_like(weight, dtype=torch.bool)
 
     def after_step(self, update: WeightUpdate) -> None:
-        """Puts frozen elements back, counts flips, freezes."""
+        """Put frozen elements back, count flips, freeze."""
         memory, weight = update.memory, update.parameter
         frozen, mean = memory["frozen"].to(torch.bool), memory["mean"]
         weight.copy_(torch.where(frozen, mean.to(weight.dtype), weight))
@@ -131,7 +131,7 @@ class Freeze(Technique):
         memory["frozen"] = frozen
 
     def _threshold(self, memory: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor | float:
-        """θ of this step, which it counts. A tensor, so that nothing waits for an accelerator."""
+        """Count the step and return its θ, as a tensor, so that nothing waits for an accelerator."""
         if self.total_steps is None:
             return self.threshold
         steps = memory.setdefault("steps", torch.zeros((), dtype=torch.int64, device=device))

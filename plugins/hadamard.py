@@ -1,4 +1,4 @@
-"""Block Hadamard rotation of both operands of a GEMM: spreads outliers over their block, cancels in the product."""
+"""Block Hadamard rotation: rotates both operands of a GEMM, which spreads outliers and cancels in the product."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fp4graph.technique import Context, Gemm, OperandSpecs, Overhead, SiteView, 
 class Hadamard(Technique):
     """Both operands of a GEMM are rotated along its contraction axis, which cancels: (A·S·H)(B·S·H)ᵀ = A·Bᵀ.
 
-    A is [I, K] and B [J, K]; H is block-diagonal, each block the orthonormal Sylvester-Hadamard matrix of size g,
-    entry (i, j) (-1)^popcount(i & j)/√g. S is a diagonal of random signs (``kind: random``), g of them and the same in
-    every block and in both operands, or the identity (``deterministic``; ``random_backward`` draws signs in dgrad and
-    wgrad and none in fprop). Each value of a block of g becomes ±1/√g of
-    all of them, so that an outlier is shared out and the block's values draw near to a Gaussian. Signs go first: after
-    H they would leave every magnitude as it was. Axes that g does not divide are zero-padded in both operands. For g a
-    power of four 1/√g is a power of two, and the product cancels exactly where its sums do; otherwise to rounding.
+    A is [I, K] and B is [J, K]. H is block-diagonal; each block is the orthonormal Sylvester-Hadamard matrix of size g
+    with the entries (-1)^popcount(i & j)/√g. S is a diagonal of g random signs, the same in every block and in both
+    operands (``kind: random``), or the identity (``deterministic``); ``random_backward`` draws signs in dgrad and wgrad
+    and none in fprop. Each value of a block of g becomes the sum of ±1/√g times all of them, so that an outlier is
+    shared out and the block's values come near to a Gaussian. Signs go first, because after H they would leave every
+    magnitude as it was. Axes that g does not divide are zero-padded in both operands. If g is a power of four, 1/√g is
+    a power of two and the product cancels exactly where its sums are exact; otherwise it cancels up to rounding.
 
     Source: "Elucidating the design space of FP4 training", sec. 3.1 and Table 9 (g the block of the scales, random
     signs, all GEMMs or the backward ones); Tseng et al. 2025, "Training LLMs with MXFP4" (random, g = 64, backward);
@@ -31,14 +31,14 @@ class Hadamard(Technique):
     hardware" (deterministic); Castro et al. 2025, "Quartet" (random_backward; their code applies signs after H, which
     is not offered).
 
-    Stage: pair transform, in fp32. What reads an fprop operand (``source: fprop``) gets it rotated back, and surrogate
+    Stage: pair transform, in fp32. An operand with ``source: fprop`` is the fprop operand rotated back, and surrogate
     gradients act in the rotated basis.
 
-    Cost: a product with a g×g matrix per block on both operands. Where one tensor serves two GEMMs, rotating it keeps
-    them from sharing its quantization.
+    Cost: a product with a g×g matrix per block on both operands. Two GEMMs that read one tensor can no longer share
+    its quantization.
 
-    Use it where blocks hold outliers: E8M0 scales in blocks of 32, gradients, activations of large models. Blocks of
-    a 2-D scale profit less, for H mixes one axis only.
+    Use it where blocks hold outliers: E8M0 scales in blocks of 32, gradients, activations of large models. 2-D blocks
+    profit less, because H mixes one axis only.
     """
 
     name: ClassVar[str] = "hadamard"
@@ -87,7 +87,7 @@ class Hadamard(Technique):
         return self.kind != "deterministic"
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """A scale block is made of whole rotated blocks or lies in one: else its outliers leak into the next."""
+        """Refuse blocks that do not divide one another: outliers of one scale block would leak into the next."""
         for operand, spec in specs.items():
             if spec is None or operand.gemm not in self._gemms or isinstance(spec.block, str):
                 continue
@@ -105,11 +105,11 @@ class Hadamard(Technique):
         return frozenset(self.scope)
 
     def pairs(self, site: SiteView) -> frozenset[Gemm]:
-        """The GEMMs of ``scope``."""
+        """Return the GEMMs of ``scope``."""
         return self._gemms
 
     def pair_context(self, left: torch.Tensor, right: torch.Tensor, context: Context) -> tuple[torch.Tensor, ...]:
-        """The signs, fp32 ``[g]``."""
+        """Return the signs, fp32 ``[g]``."""
         if self.kind == "deterministic" or (self.kind == "random_backward" and context.gemm is Gemm.FPROP):
             return ()
         noise = context.noise if self.resample == "step" else context.constant
@@ -121,13 +121,13 @@ class Hadamard(Technique):
     def transform(
         self, x: torch.Tensor, side: Literal["left", "right"], shared: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
-        """x·S·H, fp32: 1/√g is not exact in shorter dtypes."""
+        """Return x·S·H in fp32, because 1/√g is not exact in shorter dtypes."""
         return rotate(x.to(torch.float32), self.block, shared[0] if shared else None)
 
     def inverse(
         self, x: torch.Tensor, side: Literal["left", "right"], shared: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
-        """x·H·S, fp32, still padded."""
+        """Return x·H·S in fp32, still padded."""
         return unrotate(x.to(torch.float32), self.block, shared[0] if shared else None)
 
 

@@ -1,5 +1,4 @@
-"""Dynamic loss scaling: small gradients are lifted into the range of a low precision, and the steps that overflow
-skipped."""
+"""Dynamic loss scaling: lifts small gradients into the range of a low precision, and skips steps that overflow."""
 
 from __future__ import annotations
 
@@ -8,37 +7,36 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from fp4graph.technique import Overhead, Technique, hookimpl
+from fp4graph.technique import Overhead, Positive, Share, Technique, hookimpl
 
 
 class LossScaling(Technique):
     """The loss is multiplied by a scale before the backward, and the gradients divided by it before the step.
 
-    With s the scale, L the loss and g the gradient of s·L: the optimizer steps with g/s where g is finite, and then s
-    grows by ``growth_factor`` whenever ``growth_interval`` steps in a row were; else the step is skipped, techniques'
-    hooks and state included, and s shrinks by ``backoff_factor``. It is torch's own ``torch.amp.GradScaler``:
-    ``fp4graph.grad_scaler(model)`` makes one with these options, enabled, and a disabled one under a policy without
-    this technique, so that one training script serves both. What ``scaler.state_dict()`` returns belongs in the
-    checkpoint.
+    s is the scale, L the loss and g the gradient of s·L. If g is finite, the optimizer steps with g/s, and s grows by
+    ``growth_factor`` after ``growth_interval`` such steps in a row. Otherwise the step is skipped, with the hooks and
+    state of techniques, and s shrinks by ``backoff_factor``. The scaler is torch's own ``torch.amp.GradScaler``:
+    ``fp4graph.grad_scaler(model)`` makes one with these options, and a disabled one under a policy without this
+    technique, so that one training script serves both. Save ``scaler.state_dict()`` in the checkpoint.
 
     Source: Micikevicius et al. 2018, "Mixed Precision Training", sec. 3.2; used by "Elucidating the Design Space of
     FP4 Training". The defaults are torch's.
 
     Stage: loss.
 
-    Cost: one pass over all gradients, which also looks for what is not finite.
+    Cost: one pass over all gradients, which also looks for values that are not finite.
 
-    Use it where gradients pass through fp16, or through FP4 operands whose scales end where E4M3's do and that no
-    tensor scale lifts. Scales with the exponents of fp32 (E8M0) represent small gradients as well as large ones.
+    Use it if gradients pass through fp16, or through FP4 operands with E4M3 scales and no tensor scale. Scales with the
+    exponents of fp32 (E8M0) represent small gradients as well as large ones.
     """
 
     name: ClassVar[str] = "loss_scaling"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=False)
     per_model: ClassVar[bool] = True
 
-    init_scale: float = Field(65536.0, gt=0, allow_inf_nan=False, description="s at first.")
-    growth_factor: float = Field(2.0, gt=1, allow_inf_nan=False, description="What s is multiplied by when it grows.")
-    backoff_factor: float = Field(0.5, gt=0, lt=1, description="What s is multiplied by after a skipped step.")
+    init_scale: Positive = Field(65536.0, description="s at first.")
+    growth_factor: float = Field(2.0, gt=1, allow_inf_nan=False, description="Factor by which s grows.")
+    backoff_factor: Share = Field(0.5, description="Factor by which s shrinks after a skipped step.")
     growth_interval: int = Field(2000, ge=1, description="Steps without a skipped one after which s grows.")
 
     @property
@@ -48,7 +46,7 @@ class LossScaling(Technique):
 
     @property
     def loss_scaler(self) -> Mapping[str, float]:
-        """The options, under the names that torch gives them."""
+        """The options, which have torch's names."""
         return self.model_dump()
 
 

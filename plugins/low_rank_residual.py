@@ -1,4 +1,4 @@
-"""Low-rank residual: the strongest directions of an operand are multiplied apart, the remainder is quantized."""
+"""Low-rank residual: multiplies the strongest directions of an operand apart and quantizes the remainder."""
 
 from __future__ import annotations
 
@@ -20,31 +20,31 @@ _EXPONENT = 0x7F800000  # the exponent bits of an fp32
 
 
 class LowRankResidual(Technique):
-    """A rank-k approximation of the operand is multiplied apart, and only what it leaves over is quantized.
+    """A rank-k approximation of the operand is multiplied apart, and only the remainder is quantized.
 
-    Y = X̂·Lᵀ + X̂·Q(W − L)ᵀ with W [N, K], L = A·B its approximation of rank k, A [N, k], B [k, K], and X̂ the other
-    operand of the GEMM as its own quantizer makes it. L comes near the best one, the first k terms of the singular
-    value decomposition, by subspace iteration: Y_0 = W·Ω, Y_i = W·orth(Wᵀ·orth(Y_(i−1))), A = orth(Y_q), B = Aᵀ·W, with
+    Y = X̂·Lᵀ + X̂·Q(W − L)ᵀ, where W is [N, K], L = A·B is its approximation of rank k with A [N, k] and B [k, K], and
+    X̂ is the other operand of the GEMM, quantized. Subspace iteration brings L near the best approximation, the first k
+    terms of the singular value decomposition: Y_0 = W·Ω, Y_i = W·orth(Wᵀ·orth(Y_(i−1))), A = orth(Y_q), B = Aᵀ·W, with
     q = ``iterations``, k = ``rank``, orth the Q of a QR decomposition, and Ω [K, k] Gaussian, drawn once per operand
-    from the run's seed. So L is a function of W and the seed alone. Outliers that lie in few directions go into L, and
-    the blocks of W − L are smaller and more even. With k at or above N or K, L is W, and nothing is left to quantize.
+    from the run's seed. L is thus a function of W and the seed alone. Outliers that lie in few directions go into L,
+    and the blocks of W − L are smaller and more even. If k is at least N or K, L is W and nothing is left to quantize.
 
     ``quantize_components: false`` keeps L in the GEMM's precision. With ``true`` L = Q(A)·Q(B), so that all three
-    products are in FP4: (X̂·Q(B)ᵀ)·Q(A)ᵀ contracts over K, then over k, and A has blocks along k, B along K. They are
-    rounded to nearest by the operand's spec, and what that loses is part of W − L. W is first divided by the power of
-    two that brings its largest magnitude into [1, 2), and L multiplied by it: scales of A and B do not depend on the
-    size of W. The simulation multiplies by L as one matrix either way.
+    products are in FP4: (X̂·Q(B)ᵀ)·Q(A)ᵀ contracts over K, then over k, and A has blocks along k, B along K. A and B are
+    rounded to nearest by the operand's spec, and their rounding errors are part of W − L. W is first divided by the
+    power of two that brings its largest magnitude into [1, 2), and L is multiplied by that power, so that the scales of
+    A and B do not depend on the size of W. The simulation multiplies by L as one matrix either way.
 
-    L is computed in fp32 from W with NaN and Inf as zeros, so that these poison their own block and no other, and is
-    rounded to the dtype of W before it is subtracted: what the quantizer gets plus L is W to half a unit in the last
-    place. Leading axes of W are a batch of matrices, each with an L of its own; the tokens of a linear layer are one
-    axis. Where W is transformed first, as by hadamard, L is that of the transformed W (W·R has the singular values of
-    W, so only the remainder differs). Gradients pass straight through.
+    L is computed in fp32 from W with NaN and Inf as zeros, so that these poison their own block and no other. L is
+    rounded to the dtype of W before it is subtracted, so that the quantizer's input plus L is W to half a unit in the
+    last place. Leading axes of W are a batch of matrices, each with its own L; the tokens of a linear layer are one
+    axis. If W is transformed first, as by hadamard, L approximates the transformed W (W·R has the singular values of
+    W, so that only the remainder differs). Gradients pass straight through.
 
     Source: "Elucidating the design space of FP4 training", Table 2 and sec. 6, spectral decomposition, which quantizes
     the components (``true``) and does not simulate it; Li et al. 2025, "SVDQuant", which keeps them in 16 bits
-    (``false``) and has k 16 or 32. Both decompose by SVD; the subspace iteration (Halko et al. 2011, Algorithm 4.4) is
-    ours, for an SVD at every forward is too slow.
+    (``false``) and has k 16 or 32. Both decompose by SVD. The subspace iteration (Halko et al. 2011, Algorithm 4.4) is
+    ours, because an SVD at every forward is too slow.
 
     Stage: split.
 
@@ -59,7 +59,7 @@ class LowRankResidual(Technique):
     name: ClassVar[str] = "low_rank_residual"
     overhead: ClassVar[Overhead] = Overhead("O(nk)", "O(k^2)", fusable=False)
 
-    rank: int = Field(16, ge=1, description="k, the rank of what is multiplied apart.")
+    rank: int = Field(16, ge=1, description="k, the rank of the part that is multiplied apart.")
     iterations: int = Field(
         2, ge=0, le=100, description="q, the steps of subspace iteration; more come nearer to the best L."
     )
@@ -77,11 +77,11 @@ class LowRankResidual(Technique):
 
     @property
     def draws(self) -> bool:
-        """Ω."""
+        """True: Ω is drawn."""
         return True
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """Refuses q_ema on a weight that is decomposed: its average is that of W, and what is rounded is W − L."""
+        """Refuse q_ema on a decomposed weight: the average is of W, and W − L is rounded."""
         if "q_ema" in techniques and Operand.FPROP_WEIGHT in self.operands_listed:
             raise ValueError(
                 "q_ema rounds fprop.weight by the weight's moving average, and low_rank_residual leaves only a "
@@ -89,7 +89,7 @@ class LowRankResidual(Technique):
             )
 
     def split(self, x: torch.Tensor, context: Context) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """W − L and L."""
+        """Return W − L and L."""
         if statically_known_true(math.prod(x.shape) == 0):
             return x, None
         w = x.to(torch.float32)
@@ -104,7 +104,7 @@ class LowRankResidual(Technique):
         return _rounded(w - low_rank, x.dtype).to(x.dtype), low_rank.to(x.dtype)
 
     def factors(self, w: torch.Tensor, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
-        """A ``[..., N, k]``, its columns orthonormal, and B = Aᵀ·W ``[..., k, K]``; k at most N."""
+        """Return A ``[..., N, k]`` with orthonormal columns, and B = Aᵀ·W ``[..., k, K]``; k is at most N."""
         assert context.constant.key is not None
         index = torch.arange(w.shape[-1] * self.rank, dtype=torch.int32, device=w.device)
         y = w @ gaussian(context.constant.key, index).reshape(w.shape[-1], self.rank)
@@ -115,19 +115,19 @@ class LowRankResidual(Technique):
 
 
 def _orthonormal(y: torch.Tensor) -> torch.Tensor:
-    """An orthonormal basis that spans the columns of ``y``; of as many columns, or as many as ``y`` has rows."""
+    """Return an orthonormal basis that spans the columns of ``y``, with no more columns than ``y`` has rows."""
     q: torch.Tensor = torch.linalg.qr(y).Q
     return q
 
 
 def _power_of_two(matrices: torch.Tensor) -> torch.Tensor:
-    """The largest power of two up to the largest magnitude of each finite matrix; 1 for one of zeros."""
+    """Return the largest power of two up to the largest magnitude of each finite matrix; 1 for a matrix of zeros."""
     bits = matrices.abs().amax((-2, -1), keepdim=True).view(torch.int32) & _EXPONENT
     return torch.where(bits == 0, 1.0, bits.view(torch.float32))
 
 
 def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """fp32 ``x`` rounded to the mantissa of ``dtype``, ties to even. By bits: Inductor drops a cast there and back."""
+    """Round fp32 ``x`` to the mantissa of ``dtype``, ties to even; by bits, as Inductor drops a cast there and back."""
     dropped = 24 - math.frexp(1 / torch.finfo(dtype).eps)[1]
     if dropped <= 0:
         return x
@@ -138,7 +138,7 @@ def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _nearest(spec: QuantSpec) -> QuantSpec:
-    """``spec`` with nothing stochastic in it."""
+    """Return ``spec`` with nothing stochastic in it."""
     scale = replace(spec.scale, rounding="nearest_even") if spec.scale.rounding == "stochastic" else spec.scale
     return replace(spec, rounding="nearest", scale=scale)
 

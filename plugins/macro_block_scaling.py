@@ -1,4 +1,4 @@
-"""Macro-block scaling: a factor finer than a power of two, shared by the blocks of a macro block."""
+"""Macro-block scaling: gives the blocks of a macro block a common factor that is finer than a power of two."""
 
 from __future__ import annotations
 
@@ -16,27 +16,26 @@ _ONE = 127 << 23  # the bits of 1.0 in fp32
 
 
 class MacroBlockScaling(Technique):
-    """The blocks of a macro block share a factor γ in [1, 2], which takes over what a power of two cannot express.
+    """The blocks of a macro block share a group scale γ in [1, 2], the part of a scale that no power of two expresses.
 
     h(X) = γ·f(X/γ) for the elements of a macro block of ``block`` elements along the contraction axis, f being the
     quantizer in blocks of l. With g = max_p Z_p over its blocks p, γ is the mantissa of g/Qmax = γ'·2^k,
     1 <= γ' < 2, rounded up to ``mantissa_bits`` stored bits. The ideal scale g/(γ·Qmax) of its largest block then lies
-    just below a power of two or on it, at most 2^-m of it away for m bits, so that rounding scales to powers of two by
-    any rule (to nearest, up, or OCP's by the exponent of Z) finds that power and clips nothing of that block. Other
-    blocks' scales keep what their mantissas differ by. γ is 1 for a macro block of zeros, and where it holds NaN or
-    Inf. With up to 3 bits γ·S·code is exact in bf16, as S·code is.
+    just below a power of two or on it, for m bits at most 2^-m of it away. Rounding scales to powers of two by any rule
+    (to nearest, up, or OCP's by the exponent of Z) then finds that power and clips nothing of that block. The scales of
+    other blocks still differ by their mantissas. γ is 1 for a macro block that is zero or holds NaN or Inf. With up to
+    3 bits γ·S·q is exact in bf16, as S·q is.
 
-    Source: "Decomposing MXFP4 quantization error for LLM reinforcement learning" names the method (a finer factor per
-    macro block on top of E8M0 scales, to reduce scale bias); no public text
-    has its formula, so this one is ours.
+    Source: "Decomposing MXFP4 quantization error for LLM reinforcement learning" names the method, a finer factor per
+    macro block on top of E8M0 scales that reduces scale bias. No public text has its formula; this one is ours.
 
     Stage: scale (group scale).
 
     Cost: a maximum over block/l statistics, and m more bits per macro block. The complexity weight is ours: 0.25,
     Table 2's fusable O(n/l), since γ can be multiplied into the scales.
 
-    Use it with E8M0 scales. Beside tensor_scaling of a tensor or row, which gives scales range but leaves their
-    mantissas alone, it does what it does alone; tensor_scaling is then declared first.
+    Use it with E8M0 scales. It has the same effect beside ``tensor_scaling`` of a tensor or row, which gives scales
+    range but leaves their mantissas alone; declare ``tensor_scaling`` first.
     """
 
     name: ClassVar[str] = "macro_block_scaling"
@@ -54,7 +53,7 @@ class MacroBlockScaling(Technique):
         return 0.25
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """A macro block is made of whole blocks, and has one factor."""
+        """Refuse macro blocks that are not made of whole blocks, and a second factor for them."""
         for operand, spec in self.specs_listed(specs).items():
             length = spec.block[1] if isinstance(spec.block, tuple) else spec.block
             if isinstance(length, str):
@@ -79,14 +78,14 @@ class MacroBlockScaling(Technique):
     def group_scale(
         self, z: torch.Tensor, group: Callable[[Granularity], torch.Tensor], context: Context
     ) -> torch.Tensor:
-        """γ per macro block, fp32, shape of ``z``."""
+        """Return γ of each macro block, fp32, shape of ``z``."""
         assert context.spec is not None
         g = group(self.block)
         bits = (g / constant(context.spec.element.max, g)).view(torch.int32)
         below = (1 << (23 - self.mantissa_bits)) - 1
         # A mantissa that rounds up past the last one carries into the exponent, which makes γ 2.
         gamma = (((bits & 0x7FFFFF) + below) & ~below) + _ONE
-        # Zeros, subnormals (too small for any scale format), Inf and NaN have no mantissa to speak of.
+        # Zeros, subnormals (too small for any scale format), Inf and NaN have no useful mantissa.
         exponent = bits >> 23
         ordinary = (exponent > 0) & (exponent < 255)
         return torch.where(ordinary, gamma, _ONE).view(torch.float32)

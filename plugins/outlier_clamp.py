@@ -1,4 +1,4 @@
-"""Outlier clamping and compensation: values beyond two quantiles are clamped, what was cut off is multiplied apart."""
+"""Outlier clamping and compensation: clamps values beyond two quantiles and multiplies the cut-off parts apart."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ _LARGEST_DENOMINATOR = 10**9  # of 1 - α as a ratio: times the number of elemen
 
 
 class OutlierClamp(Technique):
-    """The largest and the smallest elements are clamped before quantization; the rest of them is a sparse residual.
+    """The largest and the smallest elements are clamped before quantization; the cut-off parts are a sparse residual.
 
     Y = Q(clamp(X, x_low, x_high))·Ŵᵀ + ΔX·Ŵᵀ with ΔX = X − clamp(X, x_low, x_high), X [..., K] and Ŵ the other operand
-    of the GEMM as its own quantizer makes it. x_low and x_high are the (1 − α)- and the α-quantile of all n elements
-    of the operand, α being ``quantile``: of the elements in ascending order, counted from 0, those at places c and
-    n − 1 − c, c = ⌊(1 − α)·n⌋. So c elements at either end may be cut, fewer where they tie with the threshold. A
-    threshold is an element and never an interpolated value: it is the same however it is computed, no element is
-    changed by less than its distance to another one, and −X has the thresholds of X with their signs and places
-    swapped. Scales then follow the bulk of X, and ΔX, nonzero for at most 2(1 − α)·n elements, stays in the GEMM's
-    dtype; Q's argument plus ΔX is X to half a unit in the last place of ΔX. ``residual: false`` leaves ΔX out.
+    of the GEMM, quantized. x_low and x_high are the (1 − α)- and the α-quantile of all n elements of the operand, where
+    α is ``quantile``: the elements at places c and n − 1 − c, c = ⌊(1 − α)·n⌋, of the ascending order, counted from 0.
+    Thus c elements at either end are clamped, or fewer if they tie with the threshold. A threshold is an element and
+    never an interpolated value: it is the same however it is computed, no element is changed by less than its distance
+    to another one, and −X has the thresholds of X with their signs and places swapped. Scales then follow the bulk of
+    X. ΔX is nonzero for at most 2(1 − α)·n elements and stays in the GEMM's dtype; Q's argument plus ΔX is X to half a
+    unit in the last place of ΔX. ``residual: false`` leaves ΔX out.
 
-    NaN and Inf are not clamped, so that their block is NaN with ``residual: false`` as well; NaN counts as the
-    largest value. Gradients pass straight through, those of clamped elements too. Where X is transformed first, as by
-    hadamard, the elements are those of the transformed basis, its padding included.
+    NaN and Inf are not clamped, so that their block is NaN also with ``residual: false``; NaN counts as the largest
+    value. Gradients pass straight through, also those of clamped elements. If X is transformed first, as by hadamard,
+    the elements are those of the new basis, with its padding.
 
     Source: Wang et al. 2025, "Optimizing Large Language Model Training Using FP4 Quantization", outlier clamping and
     compensation, for activations, with α 0.999, 0.99 and 0.97 compared. The authors' code (MS-AMP) sorts the tensor
     and takes the places ⌊(1 − α)·n⌋ and ⌊α·n⌋, at the upper end at most one place further out; its layers leave the
-    residual out, which is the option.
+    residual out, as ``residual: false`` does.
 
     Stage: split.
 
     Cost: a selection over the whole tensor, twice, before the first block can be quantized, and with the residual a
-    second, sparse GEMM. The complexity weight is ours: 2.0, Table 2's unfusable with O(n) memory (it gives 2 to 3),
-    for the residual; 0.5 without it, unfusable O(n) with O(1) memory, as a radix selection of two elements is.
+    second, sparse GEMM. The complexity weight is ours: 2.0 with the residual, as Table 2 gives 2 to 3 for unfusable
+    work with O(n) memory; 0.5 without it, for unfusable O(n) work with O(1) memory, a radix selection of two elements.
 
     Use it on activations with outliers in a few channels.
     """
@@ -51,7 +51,7 @@ class OutlierClamp(Technique):
         0.99, gt=0.5, lt=1, description="α: elements beyond the α-quantile and below the (1 − α)-quantile are clamped."
     )
     residual: bool = Field(
-        True, description="Whether what clamping cuts off is multiplied apart, in high precision, or dropped."
+        True, description="Whether the cut-off parts are multiplied apart, in high precision, or dropped."
     )
     operands: Operands = Field(("fprop.input",), description="Which operands are clamped: operands or groups of them.")
 
@@ -61,16 +61,16 @@ class OutlierClamp(Technique):
         return 2.0 if self.residual else 0.5
 
     def split(self, x: torch.Tensor, context: Context) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """X clamped, and ΔX. In the dtype of ``x``: comparing is exact in any, and ΔX is rounded to it once."""
+        """Return X clamped, and ΔX, in the dtype of ``x``: comparing is exact in any dtype, and ΔX is rounded once."""
         low, high = self.thresholds(x)
         part = torch.where(x.abs() < math.inf, x.clamp(low, high), x)
         return part, torch.where(part == x, 0.0, x - part) if self.residual else None
 
     def thresholds(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x_low and x_high, 0-d."""
+        """Return x_low and x_high, 0-d."""
         flat = torch.where(x == x, x, math.inf).reshape(-1)
         n = math.prod(x.shape)  # flat.shape traces as numel, which Dynamo cannot retrace for a tensor of no elements
-        # As a ratio of integers, so that a hundredth of 300 elements is 3, and n may be symbolic.
+        # The share is a ratio of integers, so that a hundredth of 300 elements is 3 and n may be symbolic.
         share = (1 - Fraction(str(self.quantile))).limit_denominator(_LARGEST_DENOMINATOR)
         places = torch.sym_min(n * share.numerator // share.denominator + 1, n)
         bound = torch.full((1,), math.inf, dtype=x.dtype, device=x.device)  # for a tensor of no elements

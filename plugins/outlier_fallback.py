@@ -1,4 +1,4 @@
-"""Outlier fallback: blocks that lose the most to zero get a second quantized pass over what the first left."""
+"""Outlier fallback: gives the blocks that lose the most to zero a second quantized pass over their residual."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ _DEFAULT_FRACTION = 0.1
 
 
 class OutlierFallback(Technique):
-    """Chosen blocks are quantized a second time: what the first pass left over is quantized too and added.
+    """Chosen blocks are quantized twice: the residual of the first pass is quantized too and added.
 
-    h(X) = Q(X) + m_p·Q(X − Q(X)) for the elements of block p, m_p being 1 for chosen blocks and 0 for others. An
-    outlier makes its block's scale large, and what lies below a quarter of that scale (for E2M1, to nearest) becomes
-    zero: the dead zone. What rounding to nearest leaves is at most a fifth of the block's maximum (unless that was
-    clipped), so the second pass has a finer grid and a narrower dead zone.
+    h(X) = Q(X) + m_p·Q(X − Q(X)) for the elements of block p, where m_p is 1 for chosen blocks and 0 for others. An
+    outlier makes its block's scale large, and values in the dead zone, below a quarter of that scale (for E2M1, to
+    nearest), become zero. The residual of rounding to nearest is at most a fifth of the block's maximum, unless that
+    was clipped, so that the second pass has a finer grid and a narrower dead zone.
 
     Blocks are chosen by the largest magnitude that they lose: v_p = max abs(x_i) over the elements i of p with
     Q(x_i) = 0. ``fraction`` φ chooses the ⌈φ·n/l⌉ of the operand's n/l blocks with the largest v_p, the earlier block
-    first where they tie; ``threshold`` τ those with v_p > τ·max abs(X), poisoned blocks left out of the maximum. For
-    the number of blocks chosen this minimizes the largest dead-zone error that is left as it was, and a maximum,
-    unlike a sum of squares, is the same in whatever order it is taken. The second pass draws noise of its own. The sum
-    is rounded to the GEMM's dtype.
+    first where they tie. ``threshold`` τ chooses the blocks with v_p > τ·max abs(X); blocks with NaN or Inf do not
+    count for the maximum. For a given number of chosen blocks this minimizes the largest dead-zone error of the other
+    blocks, and a maximum, unlike a sum of squares, is the same in whatever order it is taken. The second pass draws its
+    own noise. The sum is rounded to the GEMM's dtype.
 
     Source: "Decomposing MXFP4 quantization error for LLM reinforcement learning", whose abstract names the method and
-    what it recovers; the choice of blocks is ours.
+    its gain; the choice of blocks is ours.
 
     Stage: around the quantizer. Surrogate gradients are those of the first pass.
 
@@ -73,7 +73,7 @@ class OutlierFallback(Technique):
     def around(
         self, quantize: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, context: Context
     ) -> torch.Tensor:
-        """Both passes in fp32, where the residual is exact unless a value was clipped."""
+        """Return the sum of both passes, taken in fp32, where the residual is exact unless a value was clipped."""
         exact = x.to(torch.float32)
         first = quantize(exact)
         second = quantize(exact - first)
@@ -88,8 +88,8 @@ class OutlierFallback(Technique):
         return blocking.join(torch.where(chosen, kept + blocking.split(second), kept)).to(x.dtype)
 
     def _largest(self, score: torch.Tensor) -> torch.Tensor:
-        """Whether a block is among the largest ⌈φ·n/l⌉; of equal scores the first."""
-        # As a ratio of integers, so that 0.1 of 30 blocks is 3, and the number of blocks may be symbolic.
+        """Return whether each block is among the ⌈φ·n/l⌉ largest; of equal scores the first are."""
+        # The share is a ratio of integers, so that 0.1 of 30 blocks is 3 and the number of blocks may be symbolic.
         share = Fraction(str(_DEFAULT_FRACTION if self.fraction is None else self.fraction))
         flat = score.reshape(-1)
         count = (flat.shape[0] * share.numerator + share.denominator - 1) // share.denominator

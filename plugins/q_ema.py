@@ -1,4 +1,4 @@
-"""Q-EMA: round weights to the neighbour that their moving average is nearer to, so that they stop oscillating."""
+"""Q-EMA: rounds weights to the neighbour that their moving average is nearer to, so that they stop oscillating."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from fp4graph.technique import (
     Operand,
     OperandSpecs,
     Overhead,
+    Share,
     SiteView,
     StateEntry,
     Technique,
@@ -28,20 +29,20 @@ def _as_fp32(weight: torch.Tensor) -> torch.Tensor:
 
 
 class QEma(Technique):
-    """A weight is rounded to that of its two neighbours in FP4 that the weight's moving average is nearer to.
+    """A weight is rounded to the one of its two neighbours in FP4 that its moving average is nearer to.
 
-    With S the scale of the block of W [N, K] and q1 <= w/S <= q2 the element values around w/S, both from W itself:
+    S is the scale of a block of W [N, K], and q1 <= w/S <= q2 are the element values around w/S, both from W itself:
     Q(w) = q1 where abs(e/S − q1) < abs(e/S − q2), else q2. After each optimizer step e ← β·e + (1 − β)·w. A weight
     that wanders about a threshold between two values crosses it at nearly every step; its average does not. e has the
-    shape of W, starts at W, and is kept in fp32: in bf16 it stalls at 1 − β = 0.002.
+    shape of W, starts at W, and is kept in fp32: in bf16 it would stall at 1 − β = 0.002.
 
     Source: Chen et al. 2025, "Oscillation-Reduced MXFP4 Training for Vision Transformers", sec. 5, Algorithm 1 and
     Eq. 10, with β = 0.998. Their code trains DeiT-T, -S and -B with 0.9983, 0.9972 and 0.999, rounds to nearest for
-    its first 10 steps (``start_after: 10``), and starts e from weights that are not yet initialized, which is not
-    offered.
+    its first 10 steps (``start_after: 10``), and starts e from weights that are not yet initialized, which we do not
+    reproduce.
 
-    Stages: element rounding of fprop.weight (what requantizes it, with ``source: fprop``, reads the outcome);
-    optimizer, after the step.
+    Stages: element rounding of fprop.weight, which an operand with ``source: fprop`` requantizes; optimizer, after the
+    step.
 
     Cost: e, read at every forward and updated at every step.
 
@@ -56,7 +57,7 @@ class QEma(Technique):
     conflicts: ClassVar[frozenset[str]] = frozenset({"q_ramping"})
     by_block: ClassVar[bool] = True
 
-    beta: float = Field(0.998, gt=0, lt=1, description="β, the share of e that a step keeps.")
+    beta: Share = Field(0.998, description="β, the share of e that a step keeps.")
     start_after: int = Field(0, ge=0, description="Training forwards that round to nearest first.")
 
     @property
@@ -66,25 +67,25 @@ class QEma(Technique):
 
     @property
     def draws(self) -> bool:
-        """Only to count forwards."""
+        """True where forwards are counted."""
         return self.start_after > 0
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """Refuses a stochastic weight quantizer: one operand has one rounding."""
+        """Refuse a stochastic weight quantizer: one operand has one rounding."""
         spec = specs.get(Operand.FPROP_WEIGHT)
         if spec is not None and spec.rounding == "stochastic":
             raise ValueError("fprop.weight already rounds stochastically; q_ema chooses its rounding, so drop one")
 
     def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """The forward weight; an activation has no moving average."""
+        """Return the forward weight; an activation has no moving average."""
         return frozenset({Operand.FPROP_WEIGHT}) if site.op == "linear" else frozenset()
 
     def state(self, site: SiteView) -> tuple[StateEntry, ...]:
-        """e, fp32, shape of the weight."""
+        """Return e, fp32, of the weight's shape."""
         return (StateEntry("weight", Operand.FPROP_WEIGHT, _as_fp32),)
 
     def round(self, ratio: torch.Tensor, scale: torch.Tensor, context: Context) -> torch.Tensor:
-        """Algorithm 1, lines 4 to 11."""
+        """Round by Algorithm 1, lines 4 to 11."""
         assert context.spec is not None
         lower, upper = bracket(ratio, context.spec.element)
         average = scaled(context.state["weight"], scale, context.spec)
@@ -95,7 +96,7 @@ class QEma(Technique):
         return torch.where(context.count < self.start_after, nearest, chosen)
 
     def after_step(self, update: WeightUpdate) -> None:
-        """Eq. 10."""
+        """Move e by Eq. 10."""
         update.state["weight"].lerp_(update.parameter.to(torch.float32), 1 - self.beta)
 
 

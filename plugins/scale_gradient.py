@@ -10,7 +10,17 @@ from pydantic import Field, model_validator
 
 from fp4graph.numerics import surrogates
 from fp4graph.numerics.formats import FP32
-from fp4graph.technique import GROUPS, Context, Operand, OperandSpecs, Overhead, SiteView, Technique, hookimpl
+from fp4graph.technique import (
+    GROUPS,
+    Context,
+    Operand,
+    OperandSpecs,
+    Overhead,
+    SiteView,
+    Technique,
+    check_kind,
+    hookimpl,
+)
 
 
 class ScaleGradient(Technique):
@@ -45,8 +55,7 @@ class ScaleGradient(Technique):
 
     @model_validator(mode="after")
     def _of_its_kind(self) -> ScaleGradient:
-        if self.kind != "dge" and self.k != 5:
-            raise ValueError(f"k belongs to kind: dge, and kind is {self.kind}; leave it out")
+        check_kind(self, {"k": ("dge",)})
         lower, upper = self._bounds
         if upper is not None and lower > upper:
             raise ValueError(f"lower {lower:g} is above upper {upper:g}")

@@ -8,8 +8,8 @@ import torch
 from pydantic import Field, model_validator
 
 from fp4graph.numerics.blocking import Groups
-from fp4graph.numerics.surrogates import absmax_gradient, log_sum_exp, softmax_gradient
-from fp4graph.technique import GROUPS, Context, Operand, Overhead, SiteView, Technique, hookimpl
+from fp4graph.numerics.surrogates import absmax_gradient, log_sum_exp, relative_beta, softmax_gradient
+from fp4graph.technique import GROUPS, Context, Operand, Overhead, Positive, SiteView, Technique, check_kind, hookimpl
 
 
 class SmoothMax(Technique):
@@ -48,7 +48,7 @@ class SmoothMax(Technique):
     overhead: ClassVar[Overhead] = Overhead("O(4n)", "O(4n)", fusable=False)
 
     kind: Literal["absmax", "softmax", "hybrid", "ste"] = Field("absmax", description="What Z and dZ/dX are.")
-    beta: float = Field(40.0, gt=0, allow_inf_nan=False, description="β, the inverse temperature of the softmax.")
+    beta: Positive = Field(40.0, description="β, the inverse temperature of the softmax.")
     relative: bool = Field(False, description="Whether β is in units of 1/amax of the block.")
     of: Literal["normalized", "original"] = Field(
         "normalized", description="What β measures beside tensor_scaling: U = X/g, or X itself."
@@ -56,8 +56,7 @@ class SmoothMax(Technique):
 
     @model_validator(mode="after")
     def _of_its_kind(self) -> SmoothMax:
-        if self.kind not in ("softmax", "hybrid") and (self.beta != 40 or self.relative or self.of != "normalized"):
-            raise ValueError(f"kind: {self.kind} has no β; leave beta, relative and of out")
+        check_kind(self, dict.fromkeys(("beta", "relative", "of"), ("softmax", "hybrid")))
         if self.relative and self.of != "normalized":
             raise ValueError("relative measures β in units of each block, of whatever size; leave relative or of out")
         return self
@@ -93,14 +92,11 @@ class SmoothMax(Technique):
 
     def _beta(self, m: torch.Tensor, context: Context) -> torch.Tensor:
         """β in units of 1/X, shape of ``m``, the maximum of each block."""
-        beta = torch.full_like(m, self.beta)
         if self.relative:
-            unit = m
-        elif self.of == "normalized" and context.normalized is not None:
-            unit = Groups(context.blocking, context.normalized).reduce(m, "amax").expand_as(m)
-        else:
-            return beta
-        return torch.where(unit > 0, beta / torch.where(unit > 0, unit, 1.0), beta)
+            return relative_beta(self.beta, m)
+        if self.of == "normalized" and context.normalized is not None:
+            return relative_beta(self.beta, Groups(context.blocking, context.normalized).reduce(m, "amax").expand_as(m))
+        return torch.full_like(m, self.beta)
 
 
 @hookimpl

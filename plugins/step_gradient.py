@@ -11,7 +11,18 @@ from pydantic import Field, field_validator, model_validator
 
 from fp4graph.numerics import surrogates
 from fp4graph.numerics.formats import FP32
-from fp4graph.technique import Context, ForwardOperands, Operand, OperandSpecs, Overhead, SiteView, Technique, hookimpl
+from fp4graph.technique import (
+    Context,
+    ForwardOperands,
+    Operand,
+    OperandSpecs,
+    Overhead,
+    Positive,
+    SiteView,
+    Technique,
+    check_kind,
+    hookimpl,
+)
 
 _LOWER = {"spline": 0.2, "dge": 0.0, "sigmoid": 0.0, "clip": 0.0}
 _UPPER = {"dge": 3.0}
@@ -49,7 +60,7 @@ class StepGradient(Technique):
     kind: Literal["spline", "dge", "sigmoid", "clip", "ste"] = Field("spline", description="Which stand-in for Q.")
     operands: ForwardOperands = Field(("forward",), description="Whose gradient: fprop.input, fprop.weight, or both.")
     k: float = Field(5.0, gt=1, allow_inf_nan=False, description="dge: its exponent is 1/k - 1.")
-    temperature: float = Field(1.0, gt=0, allow_inf_nan=False, description="sigmoid: T; towards 0 it becomes the step.")
+    temperature: Positive = Field(1.0, description="sigmoid: T; towards 0 it becomes the step.")
     knots: tuple[tuple[float, float], ...] = Field(
         (), description="spline: (abs(u), value) pairs from (0, 0) up; empty takes the thresholds of nearest even."
     )
@@ -67,10 +78,7 @@ class StepGradient(Technique):
 
     @model_validator(mode="after")
     def _of_its_kind(self) -> StepGradient:
-        owners = {"k": "dge", "temperature": "sigmoid", "knots": "spline"}
-        for option in owners:
-            if owners[option] != self.kind and getattr(self, option) != type(self).model_fields[option].default:
-                raise ValueError(f"{option} belongs to kind: {owners[option]}, and kind is {self.kind}; leave it out")
+        check_kind(self, {"k": ("dge",), "temperature": ("sigmoid",), "knots": ("spline",)})
         lower, upper = self._bounds
         if upper is not None and lower > upper:
             raise ValueError(f"lower {lower:g} is above upper {upper:g}")

@@ -17,6 +17,7 @@ from fp4graph.technique import (
     Operands,
     OperandSpecs,
     Overhead,
+    Positive,
     Quantization,
     SiteView,
     StateEntry,
@@ -65,9 +66,7 @@ class TensorScaling(Technique):
         description="What shares γ: the tensor, a line along the contraction axis (row), or so many elements of one.",
     )
     headroom: float = Field(1.0, gt=0, le=1, description="Share of the scale format's range that decode scales use.")
-    target: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="Largest block's decode scale, in place of the format's maximum."
-    )
+    target: Positive | None = Field(None, description="Largest block's decode scale, in place of the format's maximum.")
     hold_steps: int = Field(1, ge=1, description="Training forwards for which γ is kept; 1 computes it every time.")
     operands: Operands = Field(
         ("forward", "backward"), description="Which operands are normalized: operands or groups of them."

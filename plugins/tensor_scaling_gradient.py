@@ -12,7 +12,7 @@ from fp4graph.numerics.blocking import Groups
 from fp4graph.numerics.rounding import round_nearest
 from fp4graph.numerics.scaling import block_scale, dequantize, ratio
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.numerics.surrogates import absmax_gradient, log_sum_exp, softmax_gradient
+from fp4graph.numerics.surrogates import absmax_gradient, log_sum_exp, relative_beta, softmax_gradient
 from fp4graph.technique import (
     GRADIENT_STAGES,
     GROUPS,
@@ -21,8 +21,10 @@ from fp4graph.technique import (
     Operand,
     OperandSpecs,
     Overhead,
+    Positive,
     SiteView,
     Technique,
+    check_kind,
     hookimpl,
     overrides,
 )
@@ -58,13 +60,12 @@ class TensorScalingGradient(Technique):
     requires: ClassVar[frozenset[str]] = frozenset({"tensor_scaling"})
 
     kind: Literal["ignore", "absmax", "softmax", "hybrid", "ste"] = Field("ignore", description="What g and dg/dX are.")
-    beta: float = Field(40.0, gt=0, allow_inf_nan=False, description="β, the inverse temperature of the softmax.")
+    beta: Positive = Field(40.0, description="β, the inverse temperature of the softmax.")
     relative: bool = Field(False, description="Whether β is in units of 1/max abs(x) of the group.")
 
     @model_validator(mode="after")
     def _of_its_kind(self) -> TensorScalingGradient:
-        if self.kind not in ("softmax", "hybrid") and (self.beta != 40 or self.relative):
-            raise ValueError(f"kind: {self.kind} has no β; leave beta and relative out")
+        check_kind(self, dict.fromkeys(("beta", "relative"), ("softmax", "hybrid")))
         return self
 
     @property
@@ -121,8 +122,7 @@ class TensorScalingGradient(Technique):
         return softmax_gradient(values, m, self._beta(m), valid, lambda x: _total(x, groups))
 
     def _beta(self, m: torch.Tensor) -> torch.Tensor:
-        beta = torch.full_like(m, self.beta)
-        return torch.where(m > 0, beta / torch.where(m > 0, m, 1.0), beta) if self.relative else beta
+        return relative_beta(self.beta, m) if self.relative else torch.full_like(m, self.beta)
 
 
 def _changes_the_maximum(technique: Technique) -> bool:

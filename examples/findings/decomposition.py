@@ -23,7 +23,7 @@ import torch
 import typer
 
 from fp4graph.analysis import decompose
-from fp4graph.analysis.figures import bar
+from fp4graph.analysis.panels import error_bar
 from fp4graph.analysis.style import LABELS, TERMS, figure, styled
 from fp4graph.experiments.train import Run, train
 from fp4graph.model.runtime import runtime_of
@@ -122,7 +122,7 @@ def picture(shares: Shares, file: Path) -> None:
             totals = {recipe: mean(shares, recipe, operand, "total") for recipe in RECIPES}
             parts = {recipe: {term: mean(shares, recipe, operand, term) for term in TERMS} for recipe in RECIPES}
             for place, recipe in enumerate(RECIPES):
-                bar(axes, place, parts[recipe], totals[recipe])
+                error_bar(axes, place, parts[recipe], totals[recipe])
             # Without a tensor scale, gradients below the range of E4M3 are lost. That bar is cut and labelled.
             limit = 1.08 * max(max(sum(parts[r].values()), totals[r]) for r in RECIPES if r != "NVFP4")
             axes.set_xlim(0, limit)

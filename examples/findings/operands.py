@@ -15,7 +15,7 @@ import typer
 import yaml
 from rich.console import Console
 
-from fp4graph.analysis import ablation
+from fp4graph.experiments.ablation import ablation
 from fp4graph.experiments.train import Run, train
 from fp4graph.policy import Policy
 

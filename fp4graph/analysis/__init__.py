@@ -1,22 +1,9 @@
-"""Seeing what quantization does to a training: statistics, error decomposition, ablations, reports."""
+"""Measurements of what quantization does to a training: statistics, error decomposition, pictures."""
 
-from fp4graph.analysis.ablation import VARIANTS, Ablation, ablation, only
 from fp4graph.analysis.collect import Statistics
 from fp4graph.analysis.decomposition import Decomposition, decompose
 from fp4graph.analysis.fields import METRICS
 from fp4graph.analysis.reconstruction import reconstruction_error
 from fp4graph.analysis.storage import Recorded, read
 
-__all__ = [
-    "METRICS",
-    "VARIANTS",
-    "Ablation",
-    "Decomposition",
-    "Recorded",
-    "Statistics",
-    "ablation",
-    "decompose",
-    "only",
-    "read",
-    "reconstruction_error",
-]
+__all__ = ["METRICS", "Decomposition", "Recorded", "Statistics", "decompose", "read", "reconstruction_error"]

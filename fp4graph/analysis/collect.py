@@ -18,12 +18,12 @@ from fp4graph.analysis.tensorboard import log_to, writer
 from fp4graph.errors import Error
 from fp4graph.model import state
 from fp4graph.model.distributed import unwrapped
-from fp4graph.model.explain import describe
-from fp4graph.model.runtime import Runtime, runtime_of
+from fp4graph.model.runtime import Runtime, require_runtime, runtime_of
 from fp4graph.numerics.sharding import fsdp_modules
+from fp4graph.policy.words import describe
 from fp4graph.text import suggest
 
-#: Steps at the end of a window over which outputs are compared: each takes a forward of the probe.
+#: Steps at the end of a window over which outputs are compared; each takes a forward of the probe.
 PROBED = 5
 
 
@@ -77,9 +77,7 @@ class Statistics:
         for name, value in (("every", every), ("window", window), ("window_every", window_every), ("sample", sample)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ValueError(f"{name} is a whole number of at least 1; got {value!r}")
-        runtime = runtime_of(model)
-        if runtime is None:
-            raise Error("Statistics() takes a model that fp4graph.apply has prepared")
+        runtime = require_runtime(model, "Statistics")
         if not getattr(type(optimizer).step, "hooked", False):
             raise Error(
                 f"{type(optimizer).__name__} runs no hooks around its step(), by which statistics count; if it wraps "
@@ -115,16 +113,14 @@ class Statistics:
         self.close()
 
     def close(self) -> None:
-        """Stop. What was recorded stays."""
+        """Stop recording. The recorded statistics stay."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
         current = runtime_of(self._model)
         if current is not None:
             current.observe(None)
-        if self._log is not None:
-            self._log.close()
-            self._log = None
+        self._log = None
         if self._writer is not None and self._owns_writer:
             self._writer.close()
         self._writer = None
@@ -132,7 +128,7 @@ class Statistics:
     # ------------------------------------------------------------------ around the optimizer's step
 
     def _hook(self) -> None:
-        """After the hooks that techniques have, so that what they change is seen as changed."""
+        """Register our hooks after those of techniques, so that changes by techniques are measured."""
         for handle in self._handles:
             handle.remove()
         self._handles = [
@@ -141,7 +137,7 @@ class Statistics:
         ]
 
     def _arm(self) -> None:
-        """Let the forwards until the next step be observed, if that step is to be recorded."""
+        """Observe the forwards until the next step, if that step is to be recorded."""
         self._armed = self._is_first and (self._step + 1) % self._every == 0
         if self._armed and fsdp_modules(self._model):
             raise Error("sites of a model under fully_shard cannot be observed; use DistributedDataParallel")
@@ -209,7 +205,7 @@ class Statistics:
             self._outputs.advance()
 
     def _run_probe(self) -> None:
-        """Let the outputs be seen that every site has for the probe, in evaluation mode and without gradients."""
+        """Run the probe in evaluation mode and without gradients, and observe every site's output."""
         modes = [(module, True) for module in self._model.modules() if module.training]
         dtype = self._collector.autocast
         self._observe(self._outputs, training=False)
@@ -265,7 +261,7 @@ def _checked(metrics: Iterable[str] | None) -> frozenset[str]:
 
 
 def _check_sites(patterns: Sequence[str], root: nn.Module) -> None:
-    """What no module with planned sites is called cannot be a site."""
+    """Raise an Error for a pattern that fits no module with planned sites."""
     planned = [
         name or "(root)"
         for name, module in root.named_modules()
@@ -284,7 +280,7 @@ def _check_matched(patterns: Sequence[str], collector: Collector) -> None:
 
 
 def _steps_done(optimizer: torch.optim.Optimizer) -> int:
-    """What optimizers of Adam's kind count; 0 for one that does not. StableSPAM's counts of parameters begin again."""
+    """Return the steps that an Adam-like optimizer has counted, or 0. StableSPAM's counts of parameters begin again."""
     counts = [float(entry["step"]) for entry in optimizer.state.values() if "step" in entry]
     return int(max([*counts, *(group.get("schedule_step", 0) for group in optimizer.param_groups)], default=0))
 

@@ -1,4 +1,4 @@
-"""What quantization does wrong, in three parts that add up: scale bias, dead zone, grid noise."""
+"""The error of a quantizer in three parts that add up: scale bias, dead zone, grid noise."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def decompose(
     state: OperandState | None = None,
     definition: Literal["ideal", "printed"] = "ideal",
 ) -> Decomposition:
-    """The three parts of a quantizer's error on ``x``.
+    """Return the three parts of a quantizer's error on ``x``.
 
     Args:
         x: floating point, at least one axis; rounded to fp32 first.
@@ -117,8 +117,11 @@ def _printed(
 
 
 def _aligned(x: Tensor, quantized: Tensor, ideal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same numbers, float64, as multiples of a unit for each element that leaves 51 bits for the largest of them:
-    their differences, and sums of those, are exact. Numbers of 24 bits less than 2^27 apart are such multiples."""
+    """Round float64 numbers to multiples of a unit, for each element 2^-51 of the largest of the three.
+
+    Their differences, and the sums of these, are then exact. Numbers of 24 bits less than 2^27 apart are such
+    multiples.
+    """
     ideal = torch.where(quantized == 0, 0.0, ideal)  # takes no part there
     largest = torch.stack([x, quantized, ideal]).abs().amax(0)
     # In the middle of a binade whose last place is the unit; adding and subtracting it rounds to the unit.

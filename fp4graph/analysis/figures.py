@@ -1,4 +1,4 @@
-"""The offline figures as commands: what they measure as a table, and as a picture.
+"""Commands that print and draw the offline figures.
 
 python -m fp4graph.analysis.figures reconstruction [-o DIRECTORY] [--metric normwise]
 python -m fp4graph.analysis.figures formats [-o DIRECTORY]
@@ -7,7 +7,7 @@ python -m fp4graph.analysis.figures decomposition [-o DIRECTORY]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,19 +19,19 @@ from rich.table import Table
 
 from fp4graph.analysis import reconstruction as r
 from fp4graph.analysis.decomposition import decompose
+from fp4graph.analysis.panels import error_bar
 from fp4graph.analysis.style import PALETTE, TERMS, figure, styled
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.technique.registry import default_registry
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 app = typer.Typer(add_completion=False, help=__doc__, no_args_is_help=True)
 Output = Annotated[Path, typer.Option("--output", "-o", help="Folder of the picture.")]
 Points = Sequence[r.Point]
-#: Within their ranges the formats with three mantissa bits agree: the dashes of two leave the third one's line visible.
+#: The formats with three mantissa bits agree within their ranges: two dashed lines leave the third line visible.
 _DASHES = {"ue5m3": (0, (3, 6)), "e8m3": (4.5, (3, 6))}
 
 
@@ -43,7 +43,7 @@ class Metric(StrEnum):
 
     @property
     def formula(self) -> str:
-        """As titles print it."""
+        """The formula in a figure's title."""
         return "mean of |Q(x) − x| / |x|" if self is Metric.elementwise else "‖Q(x) − x‖ / ‖x‖"
 
 
@@ -163,7 +163,7 @@ def decomposition(output: Output = Path(), seed: int = 0) -> None:
                     f"{v:.3f}" for v in (*(shares[t] for t in ("scale_bias", "dead_zone", "grid_noise")), rest, total)
                 )
                 table.add_row(name, recipe, *cells)
-                bar(axes, place, shares, total)
+                error_bar(axes, place, shares, total)
             axes.set_title(name)
             axes.set_yticks(range(len(recipes)), list(recipes))
             axes.set_xlabel("squared error, % of the signal")
@@ -172,16 +172,6 @@ def decomposition(output: Output = Path(), seed: int = 0) -> None:
         picture.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     console.print(table)
     _save(console, picture, output / "decomposition.png")
-
-
-def bar(axes: Axes, place: int, shares: Mapping[str, float], total: float) -> None:
-    """The parts of an error, as TERMS names them, in a row, with a mark at what they come to together."""
-    left = 0.0
-    for term, (label, color) in TERMS.items():
-        axes.barh(place, shares[term], left=left, color=color, height=0.6, label=label if place == 0 else None)
-        left += shares[term]
-    marked = "error that is left" if place == 0 else None
-    axes.plot([total, total], [place - 0.4, place + 0.4], color="#222", linewidth=2.2, label=marked)
 
 
 def _table(title: str, axis: str, points: Points, at: Callable[[r.Point], Any], metric: Metric) -> Table:

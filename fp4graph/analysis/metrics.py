@@ -23,7 +23,7 @@ CONFIDENCE_BINS, LATENT_BINS = 20, 96
 RATIO_EDGES = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 #: R_w above which a weight oscillates (TetraJet sec. 7.2).
 OSCILLATING = 16.0
-#: What part of the larger of two quantized values their distance must exceed for a flip (see :func:`flipped`).
+#: The share of the larger of two quantized values that their distance must exceed for a flip (:func:`flipped`).
 _FLIP = 1 / 8
 
 
@@ -156,11 +156,11 @@ def oscillation_ratio(moved_q: Tensor, moved: Tensor) -> Tensor:
 
 
 def flipped(q: Tensor, former: Tensor, element: ElementFormat) -> Tensor:
-    """Where the quantized value changed: by more than an eighth of the larger of the two.
+    """Return where the quantized value changed by more than an eighth of the larger of the two values.
 
-    Neighbouring values of the 4-bit formats are a seventh of the larger apart or more. A smaller change is none of the
-    element's: its block's scale was rounded anew, which moves values by a ninth at most (E4M3), or a tensor's scale
-    followed its maximum. Formats with finer grids count half their smallest step instead. A power-of-two scale that
+    Neighbouring values of the 4-bit formats are a seventh of the larger apart or more. A smaller change comes
+    from a scale: a block's scale that was rounded anew moves values by a ninth at most (E4M3), and a tensor's scale
+    follows its maximum. Formats with finer grids count half their smallest step instead. A power-of-two scale that
     doubles or halves moves the grid itself and is a flip for the elements whose value it changes.
     """
     return (q - former).abs() > _least_change(element) * torch.maximum(q.abs(), former.abs())

@@ -18,10 +18,9 @@ from fp4graph.technique.operands import Gemm, Operand
 
 
 class Collector:
-    """The observer of a step: sums over sampled operands, from all the step's forwards and backwards.
+    """The observer of a step: sums over sampled operands, added up over the step's forwards and backwards.
 
-    Sums are added up when the step is done. A checkpointed region must compute the same in its first run and in its
-    recomputation.
+    Sums are added as Python numbers: a checkpointed region must run the same operators when it is recomputed.
     """
 
     def __init__(self, patterns: Sequence[str], metrics: frozenset[str], sample: int | None, device: str) -> None:
@@ -32,7 +31,7 @@ class Collector:
 
     def clear(self) -> None:
         """Begin a new step."""
-        self._sums: dict[tuple[str, str], list[dict[str, Tensor]]] = defaultdict(list)
+        self._sums: dict[tuple[str, str], dict[str, Any]] = {}
         self._limits: dict[str, float] = {}
         self.seen = False
 
@@ -60,26 +59,26 @@ class Collector:
         if operand is Operand.FPROP_WEIGHT:
             sums |= m.latent_sums(sampled.ratio, sampled.element, self.metrics)
             self._limits[site] = sampled.element.max
-        self._sums[site, str(operand)].append(sums)
+        self._add(site, str(operand), sums)
 
     def add_gradient(
         self, site: str, gemm: Gemm, left: tuple[Moments, Tensor], right: tuple[Moments, Tensor]
     ) -> None:
         """Add the statistics of one backward GEMM's result, from the moments of each factor and its exact values."""
-        self._sums[site, str(gemm)].append(m.gradient_sums(left[0], right[0], left[1], right[1]))
+        self._add(site, str(gemm), m.gradient_sums(left[0], right[0], left[1], right[1]))
 
     def finish(self) -> list[dict[str, Any]]:
         """Return the measurements of the step, one for each site and tensor."""
         measured = []
         for (site, tensor), sums in self._sums.items():
-            numbers = _added([_numbers(each) for each in sums])
-            fields = (
-                gemm_fields(numbers)
-                if tensor in set(Gemm)
-                else operand_fields(numbers, self.metrics, self._limits.get(site))
-            )
+            is_gemm = tensor in set(Gemm)
+            fields = gemm_fields(sums) if is_gemm else operand_fields(sums, self.metrics, self._limits.get(site))
             measured.append({"site": site, "tensor": tensor, **fields})
         return measured
+
+    def _add(self, site: str, tensor: str, sums: Mapping[str, Tensor]) -> None:
+        former, new = self._sums.get((site, tensor)), _numbers(sums)
+        self._sums[site, tensor] = {name: _plus(former[name], new[name]) for name in new} if former else new
 
 
 class _SiteCall:
@@ -157,13 +156,8 @@ def _numbers(sums: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def _added(several: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Add up the numbers, and the classes of histograms, of several forwards."""
-    columns = {name: [each[name] for each in several if name in each] for name in several[0]}
-    return {
-        name: [sum(places) for places in zip(*column, strict=True)] if isinstance(column[0], list) else sum(column)
-        for name, column in columns.items()
-    }
+def _plus(a: Any, b: Any) -> Any:
+    return [x + y for x, y in zip(a, b, strict=True)] if isinstance(a, list) else a + b
 
 
 def matches(patterns: Sequence[str], site: str) -> bool:

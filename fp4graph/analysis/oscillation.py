@@ -1,4 +1,4 @@
-"""How weights and their quantized values move over a window of optimizer steps."""
+"""Movement of weights and their quantized values over a window of optimizer steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fp4graph.model.weight import Weight
 from fp4graph.numerics.sharding import whole
 from fp4graph.ops.product import total
 
-#: Elements of each weight that are followed step by step, and of those how many end up in the record.
+#: Elements of each weight that are followed step by step, and the number of them whose paths are recorded.
 FOLLOWED, SHOWN = 256, 2
 
 
@@ -22,8 +22,9 @@ class Window:
     """Measures over ``steps`` differences: :meth:`advance` once to begin, then after each optimizer step.
 
     Args:
-        weights: that are quantized. sample: about how many elements of each are looked at, None for all.
-        metrics: what :meth:`records` is to hold.
+        weights: the quantized weights.
+        sample: about how many elements of each are measured, None for all.
+        metrics: the metrics that :meth:`measurements` returns.
     """
 
     def __init__(self, weights: Sequence[Weight], steps: int, sample: int | None, metrics: frozenset[str]) -> None:
@@ -37,12 +38,12 @@ class Window:
 
     @property
     def left(self) -> int:
-        """Differences still to come."""
+        """Differences that are still to be measured."""
         return self._steps - self._taken
 
     @torch.no_grad()
     def advance(self, step: Tensor) -> None:
-        """Look at the weights as they are now; ``step`` is the noise of the latest forward."""
+        """Measure the weights' movement since the last call; ``step`` is the noise of the latest forward."""
         for moving in self._weights:
             moving.advance(step)
         self._taken += 1
@@ -53,7 +54,7 @@ class Window:
 
 
 class _Moving:
-    """Lines of one weight in motion."""
+    """Sampled lines of one weight over the steps of a window."""
 
     def __init__(self, weight: Weight, sample: int | None) -> None:
         self._weight = weight
@@ -119,7 +120,7 @@ class _Moving:
         }
 
     def _trajectories(self, ratio: Tensor) -> list[dict[str, Any]]:
-        """Of the elements followed, those with the largest finite ratio."""
+        """Return the paths of the followed elements with the largest finite ratios."""
         of_followed = ratio.flatten()[:FOLLOWED]
         of_followed = torch.where(of_followed.isfinite(), of_followed, -1.0)
         path = torch.stack(self._path)  # [steps + 1, 2, followed]

@@ -2,46 +2,47 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from fp4graph.analysis.metrics import OSCILLATING, RATIO_EDGES
-from fp4graph.analysis.storage import Record, Recorded
-from fp4graph.analysis.style import LABELS, OPERANDS, PALETTE, TERMS, figure, styled
+from fp4graph.analysis.panels import (
+    band,
+    by_kind,
+    curve_of,
+    drawn,
+    first_and_last,
+    first_last_histogram,
+    gathered,
+    grid,
+    is_number,
+    kinds_of,
+    latest,
+    legend_below,
+    legend_beside,
+    log_scale,
+    mean_error_bar,
+    points_of,
+)
+from fp4graph.analysis.storage import Measurement, Recorded
+from fp4graph.analysis.style import LABELS, OPERANDS, PALETTE, figure
 from fp4graph.graph.blocks import pattern_of
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
-#: Kinds of sites that get a line of their own.
-KINDS = 7
-#: Steps, and for each its values over the sites of one kind.
-_Curve = Mapping[int, Sequence[float]]
-
-
-def _styled(make: Callable[..., Figure | None]) -> Callable[..., Figure | None]:
-    def wrapped(*args: Any, **kwargs: Any) -> Figure | None:
-        with styled():
-            return make(*args, **kwargs)
-
-    wrapped.__doc__, wrapped.__name__ = make.__doc__, make.__name__
-    return wrapped
 
 
 # ------------------------------------------------------------------ the training
 
 
-@_styled
-def losses(metrics: Sequence[Record]) -> Figure | None:
+@drawn
+def losses(metrics: Sequence[Measurement]) -> Figure | None:
     """Training and validation loss over steps."""
     # A line of a validation repeats the training loss, as a mean since the validation before.
     between = [row for row in metrics if row.get("validation_loss") is None and row.get("train_loss") is not None]
-    curves = {"training": _points(between or metrics, "train_loss"), "validation": _points(metrics, "validation_loss")}
+    training = points_of(between or metrics, "train_loss")
+    curves = {"training": training, "validation": points_of(metrics, "validation_loss")}
     if not any(curves.values()):
         return None
     picture = figure()
@@ -55,22 +56,22 @@ def losses(metrics: Sequence[Record]) -> Figure | None:
                       linewidth=1.1 if name == "training" else 1.8)  # fmt: skip
     every = [value for points in curves.values() for _, value in points]
     if min(every) > 0 and max(every) > 5 * min(every):
-        _log_scale(axes)
+        log_scale(axes)
     axes.set(xlabel="optimizer step", ylabel="loss" + (" (log scale)" if axes.get_yscale() == "log" else ""))
     axes.legend()
     return picture
 
 
-@_styled
-def other_metrics(metrics: Sequence[Record]) -> Figure | None:
-    """What else the validations measured, one panel each."""
+@drawn
+def other_metrics(metrics: Sequence[Measurement]) -> Figure | None:
+    """The other metrics of the validations, one panel each."""
     known = {"step", "train_loss", "validation_loss", "lr", "seconds"}
-    names = list(dict.fromkeys(k for row in metrics for k, v in row.items() if k not in known and _number(v)))[:4]
+    names = list(dict.fromkeys(k for row in metrics for k, v in row.items() if k not in known and is_number(v)))[:4]
     if not names:
         return None
     picture = figure(2.6)
     for axes, name in zip(picture.subplots(1, len(names), squeeze=False)[0], names, strict=True):
-        points = [(row["step"], row[name]) for row in metrics if _number(row.get(name))]
+        points = [(row["step"], row[name]) for row in metrics if is_number(row.get(name))]
         axes.plot(*zip(*points, strict=True), color=PALETTE[2], marker="o" if len(points) <= 40 else None, markersize=3)
         axes.set(xlabel="optimizer step", ylabel=name.replace("_", " "))
     return picture
@@ -79,27 +80,27 @@ def other_metrics(metrics: Sequence[Record]) -> Figure | None:
 # ------------------------------------------------------------------ operands
 
 
-@_styled
+@drawn
 def snr(recorded: Recorded) -> Figure | None:
     """Signal-to-noise ratio of the six operands over steps: mean over sites, and their range."""
-    curves = {o: _curve(recorded, "snr_db", o) for o in OPERANDS}
+    curves = {o: curve_of(recorded, "snr_db", o) for o in OPERANDS}
     curves = {name: curve for name, curve in curves.items() if curve}
     if not curves:
         return None
     picture = figure(3.8)
     axes = picture.subplots()
     for operand, curve in curves.items():
-        _band(axes, curve, OPERANDS[operand], LABELS[operand])
+        band(axes, curve, OPERANDS[operand], LABELS[operand])
     axes.set(xlabel="optimizer step", ylabel="signal-to-noise ratio, dB")
-    _legend_beside(axes, "mean over sites,\nshaded: lowest to highest")
+    legend_beside(axes, "mean over sites,\nshaded: lowest to highest")
     return picture
 
 
-@_styled
+@drawn
 def shares(recorded: Recorded) -> Figure | None:
     """Saturated and underflowed shares of the six operands over steps."""
     titles = {"saturated": "saturated", "underflowed": "rounded to zero"}
-    found = {c: {o: curve for o in OPERANDS if (curve := _curve(recorded, c, o))} for c in titles}
+    found = {c: {o: curve for o in OPERANDS if (curve := curve_of(recorded, c, o))} for c in titles}
     if not any(found.values()):
         return None
     never = [
@@ -115,15 +116,15 @@ def shares(recorded: Recorded) -> Figure | None:
     for axes, (column, curves) in zip(panels, found.items(), strict=True):
         for operand, curve in curves.items():
             percent = {step: [100 * v for v in values] for step, values in curve.items()}
-            _band(axes, percent, OPERANDS[operand], LABELS[operand], shade=False)
+            band(axes, percent, OPERANDS[operand], LABELS[operand], shade=False)
         axes.set(xlabel="optimizer step", ylabel="% of elements")
         axes.set_title(titles[column] + (" (and nothing is saturated)" if "saturated" in never else ""))
         axes.set_ylim(bottom=0)
-    _legend_below(picture, panels[0])
+    legend_below(picture, panels[0])
     return picture
 
 
-@_styled
+@drawn
 def decomposition(recorded: Recorded) -> Figure | None:
     """Scale bias, dead zone and grid noise of the six operands, at the last recorded step."""
     rows = latest(recorded, "scale_bias")
@@ -133,73 +134,50 @@ def decomposition(recorded: Recorded) -> Figure | None:
     picture = figure(0.55 * len(operands) + 1.5)
     axes = picture.subplots()
     for place, operand in enumerate(operands):
-        own = [row for row in rows if row["tensor"] == operand]
-        left = 0.0
-        for term, (label, color) in TERMS.items():
-            width = 100 * statistics.fmean(row[term] for row in own)
-            axes.barh(place, width, left=left, color=color, height=0.62, label=label if place == 0 else None)
-            left += width
-        total = 100 * statistics.fmean(row["relative_error"] for row in own)
-        _mark(axes, total, place, "error that is left" if place == 0 else None)
+        mean_error_bar(axes, place, [row for row in rows if row["tensor"] == operand])
     axes.set_yticks(range(len(operands)), [LABELS[operand] for operand in operands])
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
     axes.set_xlabel("squared error, % of the signal; mean over sites")
-    _legend_below(picture, axes, columns=4)
+    legend_below(picture, axes, columns=4)
     return picture
 
 
-@_styled
+@drawn
 def decomposition_by_site(recorded: Recorded) -> Figure | None:
-    """The same for each kind of site, one panel per operand."""
+    """Scale bias, dead zone and grid noise for each kind of site, one panel per operand."""
     rows = latest(recorded, "scale_bias")
     operands = [operand for operand in OPERANDS if any(row["tensor"] == operand for row in rows)]
-    kinds = _kinds(row["site"] for row in rows)
+    kinds = kinds_of(row["site"] for row in rows)
     if not operands or len(kinds) < 2:
         return None
-    columns = min(3, len(operands))
-    lines = math.ceil(len(operands) / columns)
-    picture = figure(lines * (0.26 * len(kinds) + 1.15) + 0.4)
-    panels = picture.subplots(lines, columns, squeeze=False, sharex=True, sharey=True)
-    for axes in itertools.islice(panels.flat, len(operands), None):
-        axes.set_visible(False)
+    picture, panels = grid(len(operands), 0.26 * len(kinds) + 1.15, 0.4, sharex=True, sharey=True)
     for axes, operand in zip(panels.flat, operands, strict=False):
         for place, kind in enumerate(kinds):
             own = [row for row in rows if row["tensor"] == operand and pattern_of(row["site"]) == kind]
-            left = 0.0
-            for term, (label, color) in TERMS.items():
-                width = 100 * statistics.fmean(row[term] for row in own) if own else 0.0
-                axes.barh(place, width, left=left, color=color, height=0.7, label=label if place == 0 else None)
-                left += width
             if own:
-                total = 100 * statistics.fmean(row["relative_error"] for row in own)
-                _mark(axes, total, place, "error that is left" if place == 0 else None)
+                mean_error_bar(axes, place, own)
         axes.set_title(LABELS[operand])
         axes.set_yticks(range(len(kinds)), kinds, fontsize=8.5)
         axes.grid(axis="y", visible=False)
     for axes in panels[-1]:
         axes.set_xlabel("% of the signal", fontsize=9)
     panels[0][0].invert_yaxis()
-    _legend_below(picture, panels[0][0], columns=4)
+    legend_below(picture, panels[0][0], columns=4)
     return picture
 
 
-@_styled
+@drawn
 def scales(recorded: Recorded) -> Figure | None:
     """Histograms of block scales by exponent at the first and the last recorded step, one panel per operand."""
     rows = [row for row in recorded.rows if row.get("scales", {}).get("counts")]
     operands = [operand for operand in OPERANDS if any(row["tensor"] == operand for row in rows)]
     if not operands:
         return None
-    columns = min(3, len(operands))
-    lines = math.ceil(len(operands) / columns)
-    picture = figure(2.1 * lines + 0.5)
-    panels = picture.subplots(lines, columns, squeeze=False)
-    for axes in itertools.islice(panels.flat, len(operands), None):
-        axes.set_visible(False)
-    for number, (axes, operand) in enumerate(zip(panels.flat, operands, strict=False)):
+    picture, panels = grid(len(operands), 2.1, 0.5)
+    for axes, operand in zip(panels.flat, operands, strict=False):
         own = [row for row in rows if row["tensor"] == operand]
-        for step, style in _first_and_last(own):
+        for step, style in first_and_last(own):
             counts: dict[int, int] = defaultdict(int)
             for row in own:
                 if row["step"] == step:
@@ -211,7 +189,7 @@ def scales(recorded: Recorded) -> Figure | None:
             axes.stairs(heights, edges, label=f"step {step:,}", color=OPERANDS[operand], **style)
         axes.set_title(LABELS[operand])
         axes.set_xlabel("log₂ of the scale", fontsize=9)
-        if number % columns == 0:
+        if axes in panels[:, 0]:
             axes.set_ylabel("% of blocks")
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend(fontsize=8, handlelength=1.2)
@@ -221,7 +199,7 @@ def scales(recorded: Recorded) -> Figure | None:
 # ------------------------------------------------------------------ weights
 
 
-@_styled
+@drawn
 def confidence(recorded: Recorded) -> Figure | None:
     """Quantization confidence: its histogram at the first and the last recorded step, and its mean over steps."""
     rows = [row for row in recorded.rows if row.get("confidence_histogram")]
@@ -229,16 +207,16 @@ def confidence(recorded: Recorded) -> Figure | None:
         return None
     picture = figure(3.6)
     left, right = picture.subplots(1, 2)
-    _first_last_histogram(left, rows, lambda row: row["confidence_histogram"], 0.0, lambda row: 1.0)
+    first_last_histogram(left, rows, lambda row: row["confidence_histogram"], 0.0, lambda row: 1.0)
     left.set(xlabel="quantization confidence", ylabel="% of weights", xlim=(0, 1))
     left.legend()
-    _by_kind(right, recorded, "confidence")
+    by_kind(right, recorded, "confidence")
     right.set(xlabel="optimizer step", ylabel="mean confidence")
-    _legend_below(picture, right, columns=4)
+    legend_below(picture, right, columns=4)
     return picture
 
 
-@_styled
+@drawn
 def latent(recorded: Recorded) -> Figure | None:
     """Histogram of latent weights w/S at the first and the last recorded step, thresholds of E2M1 dashed."""
     rows = [row for row in recorded.rows if row.get("latent")]
@@ -248,7 +226,7 @@ def latent(recorded: Recorded) -> Figure | None:
     axes = picture.subplots()
     limit = rows[-1]["latent"]["limit"]
     rows = [row for row in rows if row["latent"]["limit"] == limit]
-    _first_last_histogram(axes, rows, lambda row: row["latent"]["counts"], -limit, lambda row: limit)
+    first_last_histogram(axes, rows, lambda row: row["latent"]["counts"], -limit, lambda row: limit)
     if limit == 6.0:
         for place, threshold in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
             for sign in (-1, 1):
@@ -261,7 +239,7 @@ def latent(recorded: Recorded) -> Figure | None:
     return picture
 
 
-@_styled
+@drawn
 def oscillation(recorded: Recorded) -> Figure | None:
     """Share of oscillating weights over steps, and the distribution of R_w in the last window."""
     rows = [row for row in recorded.rows if row.get("ratio_counts")]
@@ -269,10 +247,10 @@ def oscillation(recorded: Recorded) -> Figure | None:
         return None
     picture = figure(3.8)
     left, right = picture.subplots(1, 2)
-    _by_kind(left, recorded, "oscillating", factor=100)
+    by_kind(left, recorded, "oscillating", factor=100)
     left.set(xlabel="optimizer step", ylabel=f"weights with R_w > {OSCILLATING:g}, %")
     left.set_ylim(bottom=0)
-    _legend_below(picture, left, columns=4)
+    legend_below(picture, left, columns=4)
     window = rows[-1]["window"]
     names = ["0", *(f"≤{edge:g}" for edge in RATIO_EDGES[1:]), f">{RATIO_EDGES[-1]:g}"]
     steps = sorted({row["step"] for row in rows})
@@ -291,7 +269,7 @@ def oscillation(recorded: Recorded) -> Figure | None:
     return picture
 
 
-@_styled
+@drawn
 def trajectories(recorded: Recorded) -> Figure | None:
     """The weights with the largest oscillation ratios of the last window: w, and Q(w) that jumps."""
     rows = [row for row in recorded.rows if row.get("trajectories")]
@@ -311,18 +289,18 @@ def trajectories(recorded: Recorded) -> Figure | None:
         axes.tick_params(labelsize=8)
         axes.locator_params(nbins=4)
     panels[0].set_ylabel("value of one weight")
-    _legend_below(picture, panels[0], columns=2)
+    legend_below(picture, panels[0], columns=2)
     return picture
 
 
-@_styled
+@drawn
 def rates_of_change(recorded: Recorded) -> Figure | None:
     """Relative change per step of W, of Q(W), and of Y for the same input: mean over sites, and their range."""
     weights = [row for row in recorded.rows if row.get("quantized_rate_of_change") is not None]
     curves = {
-        "W": _gathered((row["step"], row["rate_of_change"]) for row in weights),
-        "Q(W)": _gathered((row["step"], row["quantized_rate_of_change"]) for row in weights),
-        "Y": _curve(recorded, "rate_of_change", "output"),
+        "W": gathered((row["step"], row["rate_of_change"]) for row in weights),
+        "Q(W)": gathered((row["step"], row["quantized_rate_of_change"]) for row in weights),
+        "Y": curve_of(recorded, "rate_of_change", "output"),
     }
     curves = {name: curve for name, curve in curves.items() if curve}
     if not curves:
@@ -330,38 +308,38 @@ def rates_of_change(recorded: Recorded) -> Figure | None:
     picture = figure(3.2)
     axes = picture.subplots()
     for (name, curve), color in zip(curves.items(), PALETTE, strict=False):
-        _band(axes, curve, color, name)
+        band(axes, curve, color, name)
     axes.set_yscale("log")
     axes.set(xlabel="optimizer step", ylabel="relative change per step (log scale)")
-    _legend_beside(axes, "mean over sites,\nshaded: lowest to highest")
+    legend_beside(axes, "mean over sites,\nshaded: lowest to highest")
     return picture
 
 
-@_styled
+@drawn
 def flips(recorded: Recorded) -> Figure | None:
     """Flips per weight and step."""
     if not any(row.get("flips") is not None for row in recorded.rows):
         return None
     picture = figure(2.9)
     axes = picture.subplots()
-    _by_kind(axes, recorded, "flips", factor=100)
+    by_kind(axes, recorded, "flips", factor=100)
     axes.set(xlabel="optimizer step", ylabel="flips per step, % of weights")
     axes.set_ylim(bottom=0)
-    _legend_beside(axes, None)
+    legend_beside(axes, None)
     return picture
 
 
 # ------------------------------------------------------------------ gradients
 
 
-@_styled
+@drawn
 def gradients(recorded: Recorded) -> Figure | None:
     """Bias and standard deviation of dgrad's and wgrad's results over steps, relative to the exact result."""
     found = {
         (gemm, column): curve
         for gemm in ("dgrad", "wgrad")
         for column in ("bias", "deviation")
-        if (curve := _curve(recorded, column, gemm)) and any(v for values in curve.values() for v in values)
+        if (curve := curve_of(recorded, column, gemm)) and any(v for values in curve.values() for v in values)
     }
     if not found:
         return None
@@ -370,121 +348,8 @@ def gradients(recorded: Recorded) -> Figure | None:
     for (gemm, column), curve in found.items():
         color = PALETTE[0] if gemm == "dgrad" else PALETTE[1]
         name = "bias" if column == "bias" else "standard deviation"
-        _band(axes, curve, color, f"{gemm}, {name}", shade=column == "bias", dashed=column == "deviation")
+        band(axes, curve, color, f"{gemm}, {name}", shade=column == "bias", dashed=column == "deviation")
     axes.set(xlabel="optimizer step", ylabel="share of the exact gradient's norm")
     axes.set_ylim(bottom=0)
-    _legend_beside(axes, "mean over sites,\nshaded: lowest to highest")
+    legend_beside(axes, "mean over sites,\nshaded: lowest to highest")
     return picture
-
-
-# ------------------------------------------------------------------ parts of pictures
-
-
-def _log_scale(axes: Axes) -> None:
-    """With numbers written out: 0.5, and not 5·10⁻¹."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    if high < 1000 * low:
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-def _points(rows: Iterable[Record], column: str) -> list[tuple[int, float]]:
-    return [(row["step"], row[column]) for row in rows if row.get(column) is not None]
-
-
-def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _gathered(points: Iterable[tuple[int, float | None]]) -> dict[int, list[float]]:
-    curve: dict[int, list[float]] = defaultdict(list)
-    for step, value in points:
-        if value is not None:
-            curve[step].append(value)
-    return dict(sorted(curve.items()))
-
-
-def _curve(recorded: Recorded, column: str, tensor: str) -> dict[int, list[float]]:
-    series = recorded.series(column, tensor=tensor)
-    return _gathered(zip(series["step"], series["value"], strict=True))
-
-
-def latest(recorded: Recorded, column: str) -> list[Record]:
-    """The rows of the last step that has ``column``."""
-    rows = [row for row in recorded.rows if row.get(column) is not None]
-    last = max((row["step"] for row in rows), default=None)
-    return [row for row in rows if row["step"] == last]
-
-
-def _kinds(sites: Iterable[str]) -> list[str]:
-    """Names with the numbers of blocks left out."""
-    return list(dict.fromkeys(pattern_of(site) for site in sites))
-
-
-def _band(axes: Axes, curve: _Curve, color: str, label: str, *, shade: bool = True, dashed: bool = False) -> None:
-    steps = list(curve)
-    marker = "o" if len(steps) <= 30 else None
-    means = [statistics.fmean(values) for values in curve.values()]
-    axes.plot(steps, means, color=color, label=label, marker=marker, markersize=3, linestyle="--" if dashed else "-")
-    if shade:
-        axes.fill_between(steps, [min(v) for v in curve.values()], [max(v) for v in curve.values()],
-                          color=color, alpha=0.13, linewidth=0)  # fmt: skip
-
-
-def _by_kind(axes: Axes, recorded: Recorded, column: str, factor: float = 1.0) -> None:
-    """A line for each kind of site; beyond KINDS, the highest at the end and the rest together."""
-    rows = [row for row in recorded.rows if row.get(column) is not None]
-    curves = {
-        kind: _gathered((row["step"], factor * row[column]) for row in rows if pattern_of(row["site"]) == kind)
-        for kind in _kinds(row["site"] for row in rows)
-    }
-    ranked = sorted(curves, key=lambda kind: -statistics.fmean(list(curves[kind].values())[-1]))
-    shown = set(ranked[:KINDS]) if len(ranked) > KINDS + 1 else set(ranked)
-    for place, kind in enumerate(kind for kind in curves if kind in shown):
-        _band(axes, curves[kind], PALETTE[place % len(PALETTE)], kind or "(root)", shade=False)
-    others = [point for kind in curves if kind not in shown for point in curves[kind].items()]
-    if others:
-        together = _gathered((step, value) for step, values in others for value in values)
-        _band(axes, together, "#aaaaaa", f"{len(curves) - len(shown)} others", shade=False)
-
-
-def _first_and_last(rows: Sequence[Record]) -> list[tuple[int, dict[str, Any]]]:
-    """Steps with how their histograms are drawn."""
-    steps = sorted({row["step"] for row in rows})
-    last: tuple[int, dict[str, Any]] = (steps[-1], {"fill": True, "alpha": 0.55})
-    return [last] if len(steps) == 1 else [last, (steps[0], {"fill": False, "linewidth": 1.4})]
-
-
-def _first_last_histogram(
-    axes: Axes,
-    rows: Sequence[Record],
-    counts_of: Callable[[Record], Sequence[int]],
-    low: float,
-    high_of: Callable[[Record], float],
-) -> None:
-    for step, style in _first_and_last(rows):
-        own = [row for row in rows if row["step"] == step]
-        counts = [sum(column) for column in zip(*map(counts_of, own), strict=True)]
-        width = (high_of(own[0]) - low) / len(counts)
-        edges = [low + width * place for place in range(len(counts) + 1)]
-        total = max(1, sum(counts))
-        color = PALETTE[0] if style["fill"] else "#333"
-        axes.stairs([100 * c / total for c in counts], edges, color=color, label=f"step {step:,}", **style)
-
-
-def _mark(axes: Axes, at: float, place: int, label: str | None) -> None:
-    axes.plot([at, at], [place - 0.4, place + 0.4], color="#222", linewidth=2.2, solid_capstyle="butt", label=label)
-
-
-def _legend_beside(axes: Axes, title: str | None) -> None:
-    axes.legend(title=title, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0, alignment="left",
-                title_fontsize=8.5)  # fmt: skip
-
-
-def _legend_below(picture: Figure, axes: Axes, columns: int = 3) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    picture.legend(handles, labels, loc="outside lower center", ncols=columns)

@@ -1,4 +1,4 @@
-"""What quantizing and dequantizing a tensor costs, without a model: by block size, tensor scale, softmax temperature.
+"""The error of quantizing a tensor, without a model: by block size, tensor scale, softmax temperature.
 
 The experiments of "Elucidating the design space of FP4 training", A.12 (Figures 11 to 15), and its Figures 1 and 2:
 surrogates of the element quantizer, and what scale formats do to a scale. Rows of plain data come out, one per point.

@@ -139,7 +139,6 @@ def sample(seen: ObservedOperand, selection: Selection) -> Sample:
         }
         if draw is not None and spec.needs_key:
             draw = _SampleDraw(draw.key, draw.step, draw.salts, index=selection.index(x.device))
-
     else:
         given = seen.x
     with operators.tensor_code():  # a kernel would be compiled for these few calls

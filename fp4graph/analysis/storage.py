@@ -1,97 +1,80 @@
-"""Statistics on disk: one file of JSON lines that is only ever appended to, and stays readable whatever happens.
+"""Statistics on disk: one file of JSON lines that is only ever appended to (:mod:`fp4graph.analysis.jsonlines`).
 
 ``statistics.jsonl``: a line with ``"format": "fp4graph.statistics"`` where a training begins or goes on, and one line
-for each (step, site, tensor), an object that docs/analysis.md describes. What was recorded of a step is written at
-once. A line that a kill cut off is the last one; it is left out in reading, and cut away before anything is appended.
+for each measurement of a step, site and tensor; docs/analysis.md describes them. A step's lines are written at once.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from fp4graph.analysis import jsonlines
 from fp4graph.errors import Error
 
 FORMAT, VERSION = "fp4graph.statistics", 1
 FILE = "statistics.jsonl"
-Record = Mapping[str, Any]
+#: Named values of one step, site and tensor.
+Measurement = Mapping[str, Any]
 
 
 class Log:
-    """The file of one run's statistics, open for appending.
+    """The file of one run's statistics.
 
     Args:
-        directory: made if it is not there. header: of the line that marks where this training begins.
+        directory: made if it is missing.
+        header: the fields of the line that marks where this training begins.
 
     Raises:
-        Error: it cannot be written.
+        Error: the file cannot be written.
     """
 
     def __init__(self, directory: str | PathLike[str], header: Mapping[str, Any]) -> None:
-        self.path = Path(directory) / FILE
+        self.path = Path(directory).absolute() / FILE
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("ab", buffering=0)
-            self._cut_torn_line()
+            jsonlines.cut_torn_line(self.path)
         except OSError as error:
             raise Error(f"cannot write statistics to {self.path}: {error}") from error
         self.append([{"format": FORMAT, "version": VERSION, **header}])
 
-    def append(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Write all of ``records`` or none, so that they are there if the process is killed.
+    def append(self, several: Iterable[Measurement]) -> None:
+        """Write all of ``several`` or none, so that they are there if the process is killed.
 
         Raises:
-            Error: it cannot be done, as on a full disk. What was written before is as it was.
+            Error: the file cannot be written, as on a full disk. Its former lines are as they were.
         """
-        data = b"".join(json.dumps(_plain(record), ensure_ascii=False).encode() + b"\n" for record in records)
-        size = self._file.seek(0, os.SEEK_END)
         try:
-            view = memoryview(data)
-            while view:
-                view = view[self._file.write(view) :]
+            jsonlines.append(self.path, map(_plain, several))
         except OSError as error:
-            with contextlib.suppress(OSError):
-                self._file.truncate(size)
             raise Error(
                 f"cannot write statistics to {self.path}: {error}. What was recorded before is there and readable; "
                 "make room, or train without statistics"
             ) from error
 
-    def close(self) -> None:
-        self._file.close()
-
-    def _cut_torn_line(self) -> None:
-        with self.path.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            whole = end
-            while whole and file.seek(whole - 1) >= 0 and file.read(1) != b"\n":
-                whole -= 1
-        if whole != end:
-            self._file.truncate(whole)
-
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a run's statistics are: rows of (step, site, tensor) with named values.
+    """A run's statistics: rows of (step, site, tensor) with named values.
 
     Attributes:
-        header: of the latest training that wrote here: policy, interval, sites.
-        rows: in the order of steps. ``pandas.DataFrame(recorded.rows)`` is a table of them.
+        header: policy, interval and sites of the latest training that wrote here.
+        rows: the measurements in the order of steps. ``pandas.DataFrame(recorded.rows)`` is a table of them.
     """
 
-    header: Record
-    rows: tuple[Record, ...]
+    header: Mapping[str, Any]
+    rows: tuple[Measurement, ...]
 
     def series(self, column: str, *, tensor: str | None = None, site: str | None = None) -> dict[str, list[Any]]:
-        """``column`` over steps, as lists of steps and values, of the rows that have it (and are of a tensor, a site):
-        ``{"step": [...], "site": [...], "tensor": [...], "value": [...]}``."""
+        """Return ``column`` over steps, of the rows that have it, optionally of one tensor or site.
+
+        Returns:
+            Lists of equal length: ``{"step": [...], "site": [...], "tensor": [...], "value": [...]}``.
+        """
         rows = [
             row
             for row in self.rows
@@ -102,7 +85,7 @@ class Recorded:
 
     @property
     def sites(self) -> list[str]:
-        """The sites that there are rows of, in the order of the model."""
+        """The sites that have rows, in the model's order."""
         order = {weight["site"]: place for place, weight in enumerate(self.header.get("weights", ()))}
         found = dict.fromkeys(row["site"] for row in self.rows)
         return sorted(found, key=lambda site: order.get(site.partition("#")[0], len(order)))
@@ -113,9 +96,9 @@ class Recorded:
 
 
 def read(path: str | PathLike[str]) -> Recorded:
-    """The statistics of a run: a ``statistics.jsonl``, or the directory that holds one (perhaps in ``statistics/``).
+    """Read the statistics of a run: a ``statistics.jsonl``, or the directory that holds one or its ``statistics/``.
 
-    Where a training was resumed, what the former one recorded beyond that step is left out.
+    Where a training was resumed, the former training's rows beyond that step are left out.
 
     Raises:
         Error: there are none, they are of another version, or a line is damaged.
@@ -123,11 +106,7 @@ def read(path: str | PathLike[str]) -> Recorded:
     path = _found(Path(path))
     header: dict[str, Any] | None = None
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for number, line in _lines(path):
-        try:
-            row = json.loads(line)
-        except ValueError:
-            raise Error(f"{path}:{number}: this line is damaged; delete it to read the rest") from None
+    for number, row in jsonlines.read(path):
         if isinstance(row, dict) and row.get("format") == FORMAT:
             if row.get("version") != VERSION:
                 raise Error(f"{path}: written by another version of fp4graph (format {row.get('version')})")
@@ -149,16 +128,8 @@ def _found(path: Path) -> Path:
     raise Error(f"{path}: no statistics there; fp4graph.analysis.Statistics writes {FILE}")
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """Whole lines with their numbers."""
-    with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if line.endswith(b"\n"):
-                yield number, line.decode("utf-8", "replace")
-
-
 def _plain(value: Any) -> Any:
-    """``value`` in JSON's words: six significant digits, null for what is not finite."""
+    """Return ``value`` as JSON can have it: six significant digits, null for a number that is not finite."""
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""How pictures look: one set of colours and names for operands, error terms and kinds of sites."""
+"""The look of pictures: one set of colours and names for operands, error terms and kinds of sites."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from fp4graph.technique.operands import Operand
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-#: Told apart by people who see colours differently (Okabe and Ito 2008); the grey is ours.
+#: Colours that colour-blind readers can tell apart (Okabe and Ito 2008); the grey is ours.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8c6bb1", "#5a5a5a")
 OPERANDS = {str(operand): PALETTE[place] for place, operand in enumerate(Operand)}
-#: With TetraJet's numbers.
+#: Names of the operands with TetraJet's numbers.
 LABELS = {str(operand): f"Q{number} {operand}" for number, operand in enumerate(Operand, 1)}
 TERMS = {
     "grid_noise": ("grid noise", PALETTE[5]),
     "scale_bias": ("scale bias", PALETTE[4]),
     "dead_zone": ("dead zone", PALETTE[1]),
 }
-#: Of a picture that is as wide as the page, in inches.
+#: The width of a picture as wide as the page, in inches.
 WIDTH = 8.8
 _RC = {
     "figure.constrained_layout.use": True,
@@ -47,7 +47,7 @@ _RC = {
 
 
 def figure(height: float = 3.6, width: float = WIDTH) -> Figure:
-    """An empty figure, in inches; without pyplot: no display, no global state."""
+    """Return an empty figure, sized in inches. It needs no pyplot: no display and no global state."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -57,7 +57,7 @@ def figure(height: float = 3.6, width: float = WIDTH) -> Figure:
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Figures that are made in this context look alike."""
+    """Apply our style to figures made in this context."""
     try:
         import matplotlib as mpl
     except ImportError:
@@ -67,7 +67,7 @@ def styled() -> Iterator[None]:
 
 
 def svg(picture: Figure, name: str) -> str:
-    """The figure as an ``<svg>`` element; ``name`` keeps its ids apart from those of others on a page."""
+    """Return the figure as an ``<svg>`` element; ``name`` makes its ids unique on a page."""
     import matplotlib as mpl
 
     buffer = io.StringIO()

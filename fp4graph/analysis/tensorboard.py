@@ -1,4 +1,4 @@
-"""Statistics in TensorBoard."""
+"""Writes statistics to TensorBoard."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from fp4graph.errors import Error
 
 _NUMBERS = (int, float)
-#: Numbers that say what a record is of.
+#: Numbers that identify a measurement.
 _KEYS = frozenset({"step", "window"})
 
 
 def writer(directory: str | PathLike[str]) -> Any:
-    """A ``SummaryWriter`` for ``directory``."""
+    """Return a ``SummaryWriter`` for ``directory``."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -23,17 +23,17 @@ def writer(directory: str | PathLike[str]) -> Any:
     return SummaryWriter(str(directory))
 
 
-def log_to(writer: Any, records: Iterable[Mapping[str, Any]]) -> None:
-    """Every number of ``records`` as a scalar ``column/site/tensor``, so that one card shows a column of one kind.
+def log_to(writer: Any, measurements: Iterable[Mapping[str, Any]]) -> None:
+    """Write every number of ``measurements`` as a scalar ``column/site/tensor``, so that one card shows one column.
 
     Raises:
         Error: the events cannot be written.
     """
     by_step: dict[int, dict[str, float]] = defaultdict(dict)
-    for record in records:
-        for column, value in record.items():
+    for measured in measurements:
+        for column, value in measured.items():
             if isinstance(value, _NUMBERS) and column not in _KEYS:
-                by_step[record["step"]][f"{column}/{record['site']}/{record['tensor']}"] = value
+                by_step[measured["step"]][f"{column}/{measured['site']}/{measured['tensor']}"] = value
     try:
         for step, values in by_step.items():
             _add(writer, values, step)
@@ -45,8 +45,7 @@ def log_to(writer: Any, records: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _add(writer: Any, values: Mapping[str, float], step: int) -> None:
-    """As one event where it is torch's writer: one for each number takes fifty times as long, two steps of a small
-    model."""
+    """Write one event for all values if the writer is torch's: one for each value takes fifty times as long."""
     files = writer.file_writer if type(writer).__module__.startswith("torch.") else None
     if files is None:
         for name, value in values.items():

@@ -17,12 +17,12 @@ from pydantic.fields import FieldInfo
 from pydantic_core import to_jsonable_python
 
 from fp4graph.errors import Error
-from fp4graph.numerics.formats import FP32
-from fp4graph.numerics.spec import QuantSpec
-from fp4graph.policy import Phase, Policy, Rule, load_policy
+from fp4graph.policy import Phase, Policy, Rule, load_policy, plan_specs
 from fp4graph.policy.validation import keys
+from fp4graph.policy.words import spec_words
 from fp4graph.technique import STAGES, OperandSpecs, Technique, overrides
-from fp4graph.technique.operands import Operand, OperandList
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.options import OperandList
 from fp4graph.technique.registry import GROUP, Registry
 from fp4graph.technique.site import SiteView
 
@@ -34,7 +34,7 @@ _SHIPPED_PLUGINS = "fp4graph_plugins"
 
 @functools.lru_cache(maxsize=4)
 def loadable_policies(registry: Registry) -> dict[str, Policy]:
-    """Every policy of ``registry`` that can be loaded, by name."""
+    """Return every policy of ``registry`` that can be loaded, by name."""
     found: dict[str, Policy] = {}
     for name, path in sorted(registry.policies.items()):
         try:
@@ -45,7 +45,7 @@ def loadable_policies(registry: Registry) -> dict[str, Policy]:
 
 
 def shipped_registry() -> Registry:
-    """Fp4graph's own techniques and policies, whatever else is installed."""
+    """Return a registry of fp4graph's own techniques and policies only."""
     points = sorted(point for point in entry_points(group=GROUP) if point.module.startswith(f"{_SHIPPED_PLUGINS}."))
     return Registry([(point.name, point) for point in points], entry_point_group=None)
 
@@ -54,7 +54,7 @@ def shipped_registry() -> Registry:
 
 
 def technique_data(technique: type[Technique], registry: Registry) -> dict[str, Any]:
-    """What is known of a technique, as JSON has it; ``complexity`` None where it takes options to know."""
+    """Return a technique as JSON data; ``complexity`` is None where it depends on a required option."""
     fields = zip(keys(technique), technique.model_fields.values(), strict=True)
     return technique_row(technique, registry) | {
         "doc": docstring(technique),
@@ -66,7 +66,7 @@ def technique_data(technique: type[Technique], registry: Registry) -> dict[str, 
 
 
 def technique_row(technique: type[Technique], registry: Registry) -> dict[str, Any]:
-    """The short form of :func:`technique_data`: a row of the list."""
+    """Return the short form of :func:`technique_data`, a row of the list."""
     return {
         "name": technique.name,
         "complexity": weight_of(technique, {}),
@@ -78,7 +78,7 @@ def technique_row(technique: type[Technique], registry: Registry) -> dict[str, A
 
 
 def policy_data(policy: Policy) -> dict[str, Any]:
-    """A policy and what it resolves to, as JSON has it."""
+    """Return a policy and its resolved rules as JSON data."""
     return policy_row(policy) | {
         "weights": policy.weights,
         "fingerprint": policy.fingerprint,
@@ -93,7 +93,7 @@ def _rules_data(policy: Policy) -> dict[str, Any]:
 
 
 def policy_row(policy: Policy) -> dict[str, Any]:
-    """The short form of :func:`policy_data`: a row of the list."""
+    """Return the short form of :func:`policy_data`, a row of the list."""
     return {
         "name": policy.name,
         "description": policy.description,
@@ -118,31 +118,9 @@ def _rule_data(rule: Rule) -> dict[str, Any]:
 
 
 def planned(rule: Rule) -> OperandSpecs:
-    """The specs of a rule after what its techniques make of them."""
-    specs: OperandSpecs = rule.specs
-    if rule.quantizes:
-        site = SiteView(None, (rule.match.op or ("linear",))[0], None, None, None, None, None)
-        for technique in rule.techniques:
-            specs = technique.plan(site, specs)
-    return specs
-
-
-def spec_words(spec: QuantSpec | None) -> dict[str, str] | None:
-    """One operand's spec, column by column."""
-    if spec is None:
-        return None
-    block = "×".join(map(str, spec.block)) if isinstance(spec.block, tuple) else str(spec.block)
-    scale = [spec.scale.format.name] + ([spec.scale.rounding] if spec.scale.format != FP32 else ["unrounded"])
-    scale += [spec.scale.convention] if spec.scale.convention != "decode" else []
-    scale += [spec.scale.zero] if spec.scale.zero != "nearest_subnormal" else []
-    bits = f", {spec.random_bits} bits" if spec.random_bits != 24 else ""
-    return {
-        "element": spec.element.name,
-        "block": block,
-        "scale": " ".join(scale),
-        "rounding": f"nearest, ties {spec.ties}" if spec.rounding == "nearest" else f"stochastic{bits}",
-        "source": spec.source + (", from master" if spec.from_master else ""),
-    }
+    """Return the specs of a rule after its techniques have planned."""
+    site = SiteView(None, (rule.match.op or ("linear",))[0], None, None, None)
+    return plan_specs(rule.techniques, site, rule.specs)
 
 
 def _option(field: FieldInfo) -> dict[str, Any]:
@@ -179,20 +157,20 @@ COLUMNS = ("", "operand", "element", "block", "scale", "rounding", "source")
 
 
 def phase_heading(phase: Phase) -> str:
-    """When a phase is in force."""
+    """Return in words when a phase is in force."""
     if isinstance(phase.at, int):
         return f"after {phase.at} training forwards"
     return f"after {100 * phase.at:g} % of the training"
 
 
 def rule_heading(rule: Rule) -> str:
-    """What a rule is called and what it matches."""
+    """Return a rule's name and match."""
     optional = "" if rule.required or rule.name == "default" else ", may match nothing"
     return f"{rule.name}: {rule.match if rule.name != 'default' else 'every other site'}{optional}"
 
 
 def rule_rows(rule: Rule) -> list[tuple[str, ...]]:
-    """The operands of a rule, a row each; shorter than :data:`COLUMNS` for those in high precision."""
+    """Return a row for each operand of a rule; rows of high-precision operands are shorter than :data:`COLUMNS`."""
     rows: list[tuple[str, ...]] = []
     specs = planned(rule)
     for number, operand in enumerate(Operand, start=1):
@@ -203,7 +181,7 @@ def rule_rows(rule: Rule) -> list[tuple[str, ...]]:
 
 
 def spelled(technique: Technique) -> str:
-    """A technique with its options, as a call."""
+    """Return a technique with its options, as a call."""
     options = technique.model_dump(mode="json", by_alias=True)
     return f"{technique.name}({', '.join(f'{key}={value!r}' for key, value in options.items())})"
 
@@ -212,7 +190,7 @@ def spelled(technique: Technique) -> str:
 
 
 def option_words(annotation: Any, metadata: Sequence[Any] = (), *, plural: bool = False) -> str:
-    """What a policy may write for an option of this type."""
+    """Return in words the values that a policy may give an option of this type."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
         nested = (item.metadata if isinstance(item, FieldInfo) else [item] for item in arguments[1:])
@@ -245,7 +223,7 @@ def option_words(annotation: Any, metadata: Sequence[Any] = (), *, plural: bool 
 
 
 def _bounds(metadata: Iterable[Any]) -> str:
-    """The range of a number, in words."""
+    """Return the range of a number, in words."""
     words = {"ge": "of at least", "gt": "above", "le": "at most", "lt": "below"}
     bounds = {
         name: getattr(item, name)

@@ -1,4 +1,4 @@
-"""What the commands share: options, printing, and the registry with its warnings."""
+"""Options, printing and the registry, which the commands share."""
 
 from __future__ import annotations
 

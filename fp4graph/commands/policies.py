@@ -11,7 +11,7 @@ from rich.table import Table
 from fp4graph.commands import catalogue, reference
 from fp4graph.commands.output import AsJson, installed_registry, show, warn
 from fp4graph.errors import Error
-from fp4graph.policy import load_policy
+from fp4graph.policy import ALIASES, load_policy, shipped_policies
 from fp4graph.text import suggest
 
 
@@ -22,19 +22,20 @@ def policies(
     """List the policies that can be called by name, or describe one."""
     registry = installed_registry()
     if name is not None:
-        if name not in registry.policies:
-            raise Error(f"unknown policy {name!r}; {suggest(name, registry.policies)}")
+        if name not in (known := shipped_policies(registry)):
+            raise Error(f"unknown policy {name!r}; {suggest(name, known)}")
         policy = load_policy(name, registry)
         return show(catalogue.policy_data(policy), Markdown(reference.policy_page(policy)), as_json=as_json)
     table = Table("name", "Ω", "techniques", "description")
     rows = []
-    for listed, path in sorted(registry.policies.items()):
+    for listed, path in shipped_policies(registry).items():
         try:
             policy = load_policy(path, registry)
         except Error as error:
             warn(f"policy {listed!r} cannot be loaded: {error}")
             continue
-        row = catalogue.policy_row(policy) | {"name": listed}
+        description = f"another name of {ALIASES[listed]}" if listed in ALIASES else policy.description
+        row = catalogue.policy_row(policy) | {"name": listed, "description": description}
         rows.append(row)
-        table.add_row(listed, f"{policy.complexity:g}", ", ".join(row["techniques"]), policy.description)
+        table.add_row(listed, f"{policy.complexity:g}", ", ".join(row["techniques"]), description)
     return show(rows, table, as_json=as_json)

@@ -55,7 +55,7 @@ PARTS = {
 
 
 def technique_page(technique: type[Technique], registry: Registry) -> str:
-    """The reference page of one technique, Markdown."""
+    """Return the reference page of one technique, Markdown."""
     data = technique_data(technique, registry)
     parts = docstring_parts(technique)
     fusable = "fusable" if data["fusable"] else "not fusable"
@@ -94,7 +94,7 @@ def technique_page(technique: type[Technique], registry: Registry) -> str:
 
 
 def policy_page(policy: Policy) -> str:
-    """The reference page of one policy, Markdown."""
+    """Return the reference page of one policy, Markdown."""
     text = Path(policy.file).read_text(encoding="utf-8") if policy.file else ""
     comment, written = _split_comment(text)
     weights = [f"[{name}](../techniques/{name}.md) {weight:g}" for name, weight in sorted(policy.weights.items())]
@@ -127,7 +127,7 @@ def _rules_lines(policy: Policy) -> list[str]:
 
 
 def index_page(registry: Registry) -> str:
-    """The page that lists the others."""
+    """Return the page that lists the others."""
     lines = ["# Reference", ""]
     lines += ["Generated from the code by `make docs`; change the docstring, option or policy file, not the page.", ""]
     lines += ["## Techniques", ""]
@@ -155,7 +155,7 @@ def index_page(registry: Registry) -> str:
 
 
 def docstring_parts(technique: type[Technique]) -> dict[str, str]:
-    """A technique's docstring by heading, Markdown: ``Summary``, ``Definition``, then those of :data:`PARTS`."""
+    """Return a technique's docstring by heading, Markdown: ``Summary``, ``Definition``, then those of :data:`PARTS`."""
     summary, *rest = re.split(r"\n\s*\n", docstring(technique))
     parts = {"Summary": [summary]} if summary else {}
     heading = "Definition"
@@ -176,7 +176,7 @@ def docstring_parts(technique: type[Technique]) -> dict[str, str]:
 
 
 def _weights(technique: type[Technique]) -> str:
-    """The weight of the default options, and which options change it."""
+    """Return the weight under the default options, and the options that change it."""
     default = weight_of(technique, {})
     others: dict[str, list[str]] = {}
     for key, field in zip(keys(technique), technique.model_fields.values(), strict=True):
@@ -200,7 +200,7 @@ def _default_weight(technique: type[Technique]) -> str:
 
 
 def _choices(annotation: Any) -> list[Any]:
-    """The values of a type that has few."""
+    """Return the values of a type that has few."""
     if typing.get_origin(annotation) is Literal:
         return list(typing.get_args(annotation))
     if annotation is bool:
@@ -209,7 +209,7 @@ def _choices(annotation: Any) -> list[Any]:
 
 
 def _acts_on(technique: type[Technique]) -> str:
-    """Where a technique takes part with its default options, as far as it says so of a linear it knows nothing of."""
+    """Return the operands that a technique acts on with its default options at an unknown linear."""
     site = SiteView(None, "linear", None, None, None)
     before = dict.fromkeys(Operand, QuantSpec())
     try:
@@ -233,7 +233,7 @@ def _acts_on(technique: type[Technique]) -> str:
 
 
 def _example(technique: type[Technique]) -> str:
-    """A technique with its options written out, as a policy has it."""
+    """Return a technique with its options written out, as in a policy."""
     options: dict[str, Any] = {}
     for key, field in zip(keys(technique), technique.model_fields.values(), strict=True):
         if field.is_required():
@@ -264,14 +264,14 @@ def _technique_links(names: Iterable[str], registry: Registry) -> str:
 
 
 def _flow(value: Any, *, brackets: bool = True) -> str:
-    """A value as YAML on one line."""
+    """Return a value as YAML on one line."""
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6).strip()
     text = text.removesuffix("\n...").strip()
     return text if brackets or not text.startswith("{") else text[1:-1]
 
 
 def _markdown(text: str) -> str:
-    """Prose of a docstring as Markdown: code as it is there, everything else without a meaning it does not have."""
+    """Return a docstring's prose as Markdown: code unchanged, special characters elsewhere escaped."""
     blocks = [
         block if block.startswith("    ") else re.sub(r"(``.+?``|`.+?`)|(\*|<(?=[\w/!]))", _escape, block, flags=re.S)
         for block in text.split("\n\n")
@@ -285,14 +285,14 @@ def _escape(found: re.Match[str]) -> str:
 
 
 def _split_comment(text: str) -> tuple[str, str]:
-    """The leading comment block of a YAML file, without its signs, and the rest."""
+    """Split a YAML file into its leading comment, without comment signs, and the rest."""
     lines = text.splitlines()
     end = next((index for index, line in enumerate(lines) if not line.startswith("#")), len(lines))
     return "\n".join(line[1:].removeprefix(" ").rstrip() for line in lines[:end]), "\n".join(lines[end:]).strip("\n")
 
 
 def _comment_prose(comment: str) -> str:
-    """A comment block as Markdown; its indented lines, which are tables, keep their columns."""
+    """Return a comment block as Markdown; indented lines, which are tables, keep their columns."""
     lines: list[str] = []
     inside = False
     for line in comment.splitlines():
@@ -315,7 +315,7 @@ def _page(lines: Iterable[str]) -> str:
 
 
 def pages(registry: Registry) -> dict[str, str]:
-    """Every page by its path below the reference's folder."""
+    """Return every page by its path below the reference's folder."""
     return {
         "README.md": index_page(registry),
         **{f"techniques/{name}.md": technique_page(cls, registry) for name, cls in sorted(registry.techniques.items())},
@@ -324,7 +324,7 @@ def pages(registry: Registry) -> dict[str, str]:
 
 
 def differences(directory: Path, expected: Mapping[str, str]) -> list[str]:
-    """What is wrong with the pages under ``directory``, a line each."""
+    """Return the differences of the pages under ``directory``, a line each."""
     present = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*.md"))}
     found = [f"missing: {name}" for name in expected if name not in present]
     found += [
@@ -336,7 +336,7 @@ def differences(directory: Path, expected: Mapping[str, str]) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the pages, or with ``--check`` say which are not as the code has them; the exit status."""
+    """Write the pages, or with ``--check`` list those that are out of date. Return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m fp4graph.commands.reference", description="Write reference pages.")
     parser.add_argument("directory", type=Path)
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page is out of date")

@@ -1,4 +1,4 @@
-"""``fp4graph score``: what sweeps came to."""
+"""``fp4graph score``: the results of sweeps."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def score(
 
 
 def read(sources: list[str], only: list[str] | None) -> list[Any]:
-    """The results of the sweeps in ``sources``, all of them or those named.
+    """Return the results of all sweeps in ``sources``, or of those named.
 
     Raises:
         Error: a source cannot be read, or has no such sweep.

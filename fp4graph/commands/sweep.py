@@ -156,10 +156,10 @@ def _came_to(trial: Any) -> str:
 
 
 def known_rule(name: str) -> Any:
-    """One of the score's rules.
+    """Check the name of a score's rule.
 
     Raises:
-        Error: it is none.
+        Error: no rule has this name.
     """
     from typing import get_args
 

@@ -1,4 +1,4 @@
-"""``fp4graph train``: train a task under a policy and say what came of it."""
+"""``fp4graph train``: train a task under a policy and print the outcome."""
 
 from __future__ import annotations
 
@@ -71,6 +71,7 @@ def train(
 
     fp4graph train gaussian --policy nvfp4 --optimizer stablespam
     """
+    options = dict(locals())
     console = Console(highlight=False)
     if show:
         return _list(console, as_json)
@@ -78,29 +79,10 @@ def train(
         raise Error("say which task to train, such as gaussian; fp4graph train --list names them all")
     from fp4graph.experiments import train as training
 
+    known = {field.name for field in dataclasses.fields(training.Run)} - {"optimizer_options"}
     run = training.Run(
-        task=task,
-        policy=policy,
-        optimizer=optimizer,
+        **{name: value for name, value in options.items() if name in known},
         optimizer_options=_options(optimizer_option or []),
-        seed=seed,
-        lr=lr,
-        weight_decay=weight_decay,
-        schedule=schedule,
-        warmup=warmup,
-        clip=clip,
-        batch_size=batch_size,
-        accumulate=accumulate,
-        epochs=epochs,
-        steps=steps,
-        validate_every=validate_every,
-        validation_batches=validation_batches,
-        dtype=dtype,
-        autocast=autocast,
-        device=device,
-        backend=backend,
-        data=data,
-        workers=workers,
     )
     if resume and output is None:
         raise Error("--resume goes on with the run in a folder: give it with --output")
@@ -130,7 +112,7 @@ def _options(pairs: list[str]) -> dict[str, Any]:
 
 
 def _unused(run: Run) -> Path:
-    """A folder of its own for every run: the record of one before is never touched."""
+    """Return a folder that holds no run yet: earlier records are never touched."""
     name = "-".join(
         str(part) for part in (run.task, Path(str(run.policy)).stem, run.optimizer, run.seed) if part is not None
     )
@@ -169,7 +151,7 @@ def progress_of(
 
 
 def _summary(run: Run, outcome: Outcome) -> Table:
-    """The outcome as two columns."""
+    """Return the outcome as a table of two columns."""
     table = Table(title=f"{run.task} under {run.policy}", title_justify="left", show_header=False)
     if outcome.diverged:
         table.add_row("result", f"diverged: the loss of step {outcome.steps} or of its validation is not finite")
@@ -186,7 +168,7 @@ def _summary(run: Run, outcome: Outcome) -> Table:
 
 
 def _list(console: Console, as_json: bool) -> None:
-    """Every task with its recipe."""
+    """Print every task with its recipe."""
     from fp4graph.experiments.tasks import TASKS
 
     if as_json:

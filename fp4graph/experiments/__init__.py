@@ -1,4 +1,4 @@
-"""Comparing policies: what a run's loss is worth, given what its policy costs."""
+"""Trainings, sweeps and comparisons of policies, and the score of a policy's loss against its cost."""
 
 from fp4graph.experiments.score import Rule, gain, score
 

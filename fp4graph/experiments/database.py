@@ -16,12 +16,12 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
 from fp4graph.errors import Error
 
-#: What a database that is busy or away raises.
+#: Errors of a database that is busy or away.
 AWAY = (StorageInternalError, SQLAlchemyError)
 
 
 def url_of(source: str | Path, *, existing: bool = False) -> str:
-    """The URL of what ``source`` names: a URL, an SQLite file, or a folder with a ``sweep.db``.
+    """Return the URL of ``source``: a URL, an SQLite file, or a folder with a ``sweep.db``.
 
     Raises:
         Error: it has to be ``existing``, and there is no such file.
@@ -36,7 +36,7 @@ def url_of(source: str | Path, *, existing: bool = False) -> str:
 
 
 def open_storage(url: str, *, existing: bool = False) -> tuple[RDBStorage, str]:
-    """The storage of ``url``, and how messages call it: without its password.
+    """Open the storage of ``url``; return it with the URL that messages show, without the password.
 
     Raises:
         Error: it cannot be reached; or it has to be ``existing``, and there are no studies: nothing is written then.
@@ -106,7 +106,7 @@ def _unreachable(shown: str, error: Exception) -> Error:
 
 
 def reason(error: BaseException) -> str:
-    """What the database said, without what SQLAlchemy adds."""
+    """Return the database's own message, without SQLAlchemy's additions."""
     cause = error
     while isinstance(cause, StorageInternalError) and cause.__cause__ is not None:
         cause = cause.__cause__
@@ -114,7 +114,7 @@ def reason(error: BaseException) -> str:
 
 
 def sweeps(url: str) -> list[str]:
-    """The sweeps' studies in a database.
+    """Return the names of the sweeps in a database.
 
     Raises:
         Error: it cannot be reached, or has no studies.

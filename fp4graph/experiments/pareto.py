@@ -148,6 +148,6 @@ def _value(s: Scored, rule: Rule) -> float:
 
 
 def _titled(family: str, found: Results) -> str:
-    """How summaries call a family: what its pure configuration is called, if it has one."""
+    """Return a family's name in summaries: that of its pure configuration, if it has one."""
     pure = [s.trial.summary for s in found.trials if s.trial.family == family and s.trial.kind == "pure"]
     return pure[0] if pure and pure[0] != "plain" else family

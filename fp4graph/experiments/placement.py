@@ -1,15 +1,15 @@
-"""What ``block: true`` means in a model whose blocks are not one repeated stack, such as a U-Net."""
+"""The blocks of a model that has no single repeated stack, such as a U-Net, for ``block: true``."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
 
-from fp4graph.policy import Match, Policy, Rule
+from fp4graph.policy import Policy, Rule
 
 
 def placed(policy: Policy, blocks: Sequence[str]) -> Policy:
-    """``policy`` with each rule's ``block``, ``first_blocks`` and ``last_blocks`` written as the modules they mean.
+    """Return ``policy`` with each rule's ``block``, ``first_blocks`` and ``last_blocks`` written as module names.
 
     Args:
         policy: any, with phases or not.
@@ -42,5 +42,5 @@ def _placed(rule: Rule, blocks: Sequence[str]) -> Rule:
     if match.last_blocks is not None:
         chosen = [name for name in chosen if name in blocks[len(blocks) - match.last_blocks :]]
     names = tuple(f"{name}.*" for name in chosen)
-    new: Match = dataclasses.replace(match, module=names, block=None, first_blocks=None, last_blocks=None)
-    return dataclasses.replace(rule, match=new)
+    placed = match.model_copy(update={"module": names, "block": None, "first_blocks": None, "last_blocks": None})
+    return dataclasses.replace(rule, match=placed)

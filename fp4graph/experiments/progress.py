@@ -1,4 +1,4 @@
-"""A sweep as it goes: a table on a terminal, a line per result elsewhere."""
+"""The progress of a sweep: a table on a terminal, a line per result elsewhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rich.text import Text
 
 from fp4graph.experiments.results import Results, Scored, best, effects, reference_loss, scored
 from fp4graph.experiments.score import Rule
-from fp4graph.experiments.study import FREE, Trial
+from fp4graph.experiments.trial import FREE, Trial
 
 _COLOURS = {"complete": "green", "running": "cyan", "diverged": "red", "failed": "red", "lost": "yellow"}
 
@@ -38,7 +38,7 @@ class Progress:
             self._live.stop()
 
     def show(self, trials: Sequence[Trial], events: Sequence[str] = ()) -> None:
-        """All trials of the study, and what happened to workers since the last call."""
+        """Show all trials of the study, and the events of workers since the last call."""
         reference = reference_loss(trials)
         shown = [scored(trial, reference) for trial in trials if trial.state not in FREE]
         if self._live:
@@ -85,7 +85,7 @@ class Progress:
 
 
 def trial_table(some: Sequence[Scored], rule: Rule, title: str | None = None) -> Table:
-    """A row per trial."""
+    """Return a table with a row per trial."""
     table = Table(title=title, title_justify="left")
     for name in ("trial", "configuration", "Ω", "loss", "score", "state"):
         right = name in ("trial", "Ω", "loss", "score")
@@ -100,7 +100,7 @@ def trial_table(some: Sequence[Scored], rule: Rule, title: str | None = None) ->
 
 
 def best_table(found: Results, rule: Rule) -> Table:
-    """The baselines, and per family pure FP4, the best loss and the best scores."""
+    """Return a table of the baselines and, per family, of pure FP4, the best loss and the best scores."""
     reference = "none came through" if found.reference is None else f"{found.reference:.4g}"
     table = Table(title=f"{found.name}: best per family; loss of the better baseline {reference}", title_justify="left")
     for name in ("family", "", "trial", "configuration", "Ω", "loss", "score"):
@@ -115,7 +115,7 @@ def best_table(found: Results, rule: Rule) -> Table:
 
 
 def effects_table(found: Results) -> Table:
-    """Per family, what each choice of each parameter came to."""
+    """Return a table of every choice's losses, by family and parameter."""
     table = Table(title=f"{found.name}: every choice, over all that it was combined with", title_justify="left")
     for name in ("family", "parameter", "choice", "trials", "lost", "median loss", "best loss"):
         table.add_column(name, justify="left" if name in ("family", "parameter", "choice") else "right")
@@ -145,7 +145,7 @@ def _line(s: Scored, rule: Rule) -> str:
 
 
 def _score(s: Scored, rule: Rule) -> str:
-    """A baseline is what scores refer to, and has none."""
+    """Return a trial's score as text; baselines have none, for scores refer to them."""
     return "" if s.trial.kind == "baseline" else _figure(s.scores[rule], "+.4f")
 
 

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder, readable whatever stopped it.
+"""The record of a run in its folder, which stays readable whatever stops the run.
 
 ====================  ==========================================================================================
 ``run.json``          the run as asked for and as resolved, the policy as YAML, versions; written first
@@ -9,7 +9,7 @@
 ``tensorboard/``      the same curves as TensorBoard events, where tensorboard is installed
 ====================  ==========================================================================================
 
-A loss that is not finite is null. Whatever else is put into the folder is left alone.
+A loss that is not finite is null. Other files in the folder are left alone.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from __future__ import annotations
 import errno
 import importlib.util
 import json
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fp4graph.analysis import jsonlines
 from fp4graph.errors import Error
 from fp4graph.experiments.run import Outcome, finite
 from fp4graph.files import replacing
@@ -50,7 +50,7 @@ class Record:
         return self.folder / CHECKPOINT
 
     def begin(self, content: Mapping[str, Any], *, resume: bool) -> None:
-        """Write ``run.json``, or with ``resume`` look whether the run there is this one.
+        """Write ``run.json``, or with ``resume`` check that the run there is this one.
 
         Raises:
             Error: the folder holds a run, or another one than this, or cannot be written.
@@ -82,14 +82,14 @@ class Record:
         kept = [line for line in read_metrics(self.folder) if line["step"] <= step]
         try:
             with replacing(self.folder / METRICS) as file:
-                file.writelines(_line(line) for line in kept)
+                file.writelines(map(jsonlines.line, kept))
         except OSError as error:
             raise self._failed(METRICS, error) from error
 
     def line(self, step: int, **values: float) -> None:
         """Add a line to ``metrics.jsonl``, and its values to TensorBoard's events."""
         try:
-            _append(self.folder / METRICS, _line({"step": step, **values}))
+            jsonlines.append(self.folder / METRICS, [finite({"step": step, **values})])
         except OSError as error:
             raise self._failed(METRICS, error) from error
         events = self.events
@@ -114,7 +114,7 @@ class Record:
             self._events.close()
 
     def _holds_a_run(self) -> bool:
-        """A folder in which nothing but ``run.json`` was written can be used again."""
+        """Return whether the folder holds more than ``run.json``; a folder with that alone can be used again."""
         metrics = self.folder / METRICS
         return any((self.folder / name).exists() for name in (OUTCOME, CHECKPOINT)) or (
             metrics.exists() and metrics.stat().st_size > 0
@@ -126,7 +126,7 @@ class Record:
 
     @property
     def events(self) -> SummaryWriter | None:
-        """What writes TensorBoard's events, opened when it is first asked for; None where that is not installed."""
+        """The writer of TensorBoard's events, opened at its first use; None where TensorBoard is not installed."""
         if self._events is None and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -143,23 +143,21 @@ class Record:
         return Error(f"{what}. What was written before is readable; {remedy}")
 
 
-#: What may change when a run is resumed: where it runs, not what it computes.
+#: Settings that may change when a run is resumed: they say where it runs, not what it computes.
 FREE = {"device", "backend", "workers"}
 
 
 def read_run(folder: Path) -> dict[str, Any]:
-    """What ``run.json`` holds.
+    """Read ``run.json``.
 
     Raises:
-        Error: it is not there, not readable, or of another version.
+        Error: it is missing, unreadable, or of another version.
     """
     file = folder / RUN
     try:
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        content = _read(file)
     except OSError as error:
         raise Error(f"{folder} holds no run: {RUN} cannot be read ({error.strerror})") from None
-    except ValueError:
-        raise Error(f"{file} is not JSON; it was damaged, or something else wrote it") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise Error(f"{file} is not the record of a run")
     if content.get("version") != VERSION:
@@ -168,41 +166,19 @@ def read_run(folder: Path) -> dict[str, Any]:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl``, in the order they were written; a half line that a kill left is no line."""
-    return list(_lines(folder / METRICS))
-
-
-def _lines(file: Path) -> Iterator[dict[str, Any]]:
-    if not file.exists():
-        return
-    for number, text in enumerate(file.read_bytes().splitlines(keepends=True), 1):
-        try:
-            yield json.loads(text)
-        except ValueError:
-            if text.endswith(b"\n"):
-                raise Error(f"{file}:{number} is not JSON; it was damaged, or something else wrote it") from None
+    """Read the lines of ``metrics.jsonl``, without one that a kill cut off."""
+    file = folder / METRICS
+    return [line for _, line in jsonlines.read(file)] if file.exists() else []
 
 
 def read_outcome(folder: Path) -> dict[str, Any] | None:
-    """What ``outcome.json`` holds, or None for a run that has not ended."""
+    """Read ``outcome.json``; None for a run that has not ended."""
     file = folder / OUTCOME
-    if not file.exists():
-        return None
+    return _read(file) if file.exists() else None
+
+
+def _read(file: Path) -> Any:
     try:
-        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8"))
     except ValueError:
         raise Error(f"{file} is not JSON; it was damaged, or something else wrote it") from None
-    return content
-
-
-def _append(file: Path, line: bytes) -> None:
-    """Add a whole line or nothing."""
-    with file.open("ab", buffering=0) as opened:  # a buffer would be written once more when it is closed
-        end = opened.tell()
-        if opened.write(line) != len(line):  # the disk took a part of it
-            opened.truncate(end)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _line(values: Mapping[str, Any]) -> bytes:
-    return json.dumps(finite(values), ensure_ascii=False).encode() + b"\n"

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import fp4graph
 from fp4graph.analysis import plots, storage
-from fp4graph.analysis.storage import Record, Recorded
+from fp4graph.analysis.panels import latest
+from fp4graph.analysis.storage import Measurement, Recorded
 from fp4graph.analysis.style import LABELS, svg
 from fp4graph.errors import Error
 from fp4graph.experiments import record as runs
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Part:
-    """A picture with what to look for in it."""
+    """A picture with an explanation."""
 
     name: str
     title: str
@@ -73,7 +74,7 @@ PARTS = (
          plots.rates_of_change),
     Part("flips", "Flips", "How many quantized weights change their value in a step, on average.", plots.flips),
 )  # fmt: skip
-#: What the operands are, in the table: under a heading that names their GEMM.
+#: Symbols of the operands in the table, under a heading that names their GEMM.
 _SYMBOLS = {
     operand: f"{label.partition(' ')[0]} {symbol}"
     for (operand, label), symbol in zip(LABELS.items(), ("X", "W", "dY", "W", "dY", "X"), strict=True)
@@ -113,7 +114,7 @@ def write_report(directory: str | PathLike[str], output: str | PathLike[str] | N
 
 
 def render(directory: Path) -> str:
-    """The page."""
+    """Return the page."""
     try:
         import jinja2
     except ImportError:
@@ -171,7 +172,7 @@ def _statistics(directory: Path) -> Recorded | None:
 # ------------------------------------------------------------------ words and numbers
 
 
-def _title(run: Record | None, recorded: Recorded | None, directory: Path) -> dict[str, str]:
+def _title(run: Measurement | None, recorded: Recorded | None, directory: Path) -> dict[str, str]:
     policy = recorded.header.get("policy") if recorded is not None else None
     asked: Mapping[str, Any] = (run or {}).get("run", {})
     if run is not None and policy is None:
@@ -180,7 +181,7 @@ def _title(run: Record | None, recorded: Recorded | None, directory: Path) -> di
     return {"task": str(asked.get("task") or directory.resolve().name), "policy": Path(str(name)).stem}
 
 
-def _settings(run: Record | None) -> list[tuple[str, str]]:
+def _settings(run: Measurement | None) -> list[tuple[str, str]]:
     settings: Mapping[str, Any] = (run or {}).get("settings", {})
     return [(name.replace("_", " "), _text(settings[name])) for name in _SETTINGS if settings.get(name) is not None]
 
@@ -190,9 +191,9 @@ def _text(value: Any) -> str:
 
 
 def _cards(
-    run: Record | None, outcome: Record | None, metrics: Sequence[Record], recorded: Recorded | None
+    run: Measurement | None, outcome: Measurement | None, metrics: Sequence[Measurement], recorded: Recorded | None
 ) -> list[tuple[str, str, str]]:
-    """(value, what it is, where) of what stands out."""
+    """Return the values that stand out, each with its meaning and its place."""
     cards: list[tuple[str, str, str]] = []
     losses = [row for row in metrics if row.get("validation_loss") is not None]
     if outcome is not None and outcome.get("diverged"):
@@ -213,7 +214,7 @@ def _cards(
         ("underflowed", 1, "largest share rounded to zero", "{:.0%}"),
         ("oscillating", 1, "largest share of oscillating weights", "{:.1%}"),
     ):
-        rows = plots.latest(recorded, column)
+        rows = latest(recorded, column)
         if rows:
             row = sorted(rows, key=lambda each: sign * each[column])[-1]
             where = f"{row['site']}, {LABELS.get(row['tensor'], row['tensor'])}"
@@ -222,7 +223,7 @@ def _cards(
 
 
 def _table(recorded: Recorded) -> dict[str, Any]:
-    """The sites with what was last recorded of each."""
+    """Return the sites with the values that were last recorded for each."""
     shapes = {weight["site"]: "×".join(map(str, weight["shape"])) for weight in recorded.header.get("weights", ())}
     latest: dict[tuple[str, str], dict[str, Any]] = {}
     for row in recorded.rows:
@@ -257,17 +258,17 @@ def _table(recorded: Recorded) -> dict[str, Any]:
     }
 
 
-def _ratio(row: Record) -> float | None:
-    """Signal-to-noise in dB, infinite where there is a signal and no error."""
+def _ratio(row: Measurement) -> float | None:
+    """Return the signal-to-noise ratio in dB, infinite for a signal without an error."""
     exact = row.get("snr_db") is None and row.get("gain") is not None
     return math.inf if exact else row.get("snr_db")
 
 
 def _gemms(operands: Sequence[str]) -> list[tuple[str, int]]:
-    """The GEMMs with how many of ``operands`` each has."""
+    """Return the GEMMs, each with the number of its ``operands``."""
     names = [operand.partition(".")[0] for operand in operands]
     return [(name, names.count(name)) for name in dict.fromkeys(names)]
 
 
-def _largest(rows: Sequence[Record], column: str) -> float | None:
+def _largest(rows: Sequence[Measurement], column: str) -> float | None:
     return max((row[column] for row in rows if row.get(column) is not None), default=None)

@@ -1,4 +1,4 @@
-"""What a sweep came to: scored trials, the best of every family, the frontier of score over complexity, and exports."""
+"""Results of a sweep: scored trials, the best of every family, the frontier of score over complexity, exports."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from typing import Any
 import fp4graph
 from fp4graph.errors import Error
 from fp4graph.experiments.score import Rule, gain, score
-from fp4graph.experiments.study import Study, Trial
+from fp4graph.experiments.study import Study
+from fp4graph.experiments.trial import Trial
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,12 @@ class Results:
 
     @property
     def complete(self) -> list[Scored]:
-        """Those with a loss, baselines left out."""
+        """The trials with a loss, without baselines."""
         return [s for s in self.trials if s.trial.state == "complete" and s.trial.kind != "baseline"]
 
     @property
     def families(self) -> list[str]:
-        """In the order in which they were begun."""
+        """The families in the order in which they were begun."""
         return list(dict.fromkeys(s.trial.family for s in self.trials if s.trial.kind != "baseline"))
 
     def count(self, *states: str) -> int:
@@ -76,14 +77,14 @@ def scored(trial: Trial, reference: float | None) -> Scored:
 
 
 def results(study: Study) -> Results:
-    """All of a study, as it is now."""
+    """Return the results of a study, as it is now."""
     trials = [trial for trial in study.trials() if trial.counts or trial.state == "refused"]
     reference = reference_loss(trials)
     return Results(study.name, study.manifest.task, reference, tuple(scored(trial, reference) for trial in trials))
 
 
 def best(found: Results, rule: Rule) -> list[tuple[str, str, Scored]]:
-    """(family, what, trial), as the design-space paper's tables have it.
+    """Return (family, category, trial), as the design-space paper's tables have them.
 
     Every baseline; then per family pure FP4, the best loss, the best positive score and the best negative one. A trial
     that is several of these comes several times.
@@ -107,7 +108,7 @@ def best(found: Results, rule: Rule) -> list[tuple[str, str, Scored]]:
 
 
 def frontier(some: Sequence[Scored], rule: Rule) -> list[Scored]:
-    """Those to which no other is preferable: a higher score costs more. By Ω, ascending; the score ascends too."""
+    """Return the trials to which no other is preferable, by ascending Ω; their scores ascend too."""
     kept: list[Scored] = []
     for s in sorted(some, key=lambda s: (s.trial.complexity, -_number(s.scores[rule]), s.trial.number)):
         value = s.scores[rule]
@@ -118,7 +119,7 @@ def frontier(some: Sequence[Scored], rule: Rule) -> list[Scored]:
 
 @dataclass(frozen=True)
 class Effect:
-    """What the trials of a family came to that take one choice of one parameter.
+    """The losses of a family's trials that take one choice of one parameter.
 
     Attributes:
         trials: how many there are; those that were given up (pruned) are left out.
@@ -137,7 +138,7 @@ class Effect:
 
 
 def effects(found: Results) -> list[Effect]:
-    """By family and parameter, each of its choices: which of them pay, whatever they are combined with.
+    """Return the effect of every choice, by family and parameter, over all its combinations.
 
     Choices drawn at random are combined with the same others on average, so that their medians compare; those that a
     sampler sought out are not. A parameter of which a family has only seen one choice is left out.
@@ -160,8 +161,8 @@ def effects(found: Results) -> list[Effect]:
 # ------------------------------------------------------------------ as data
 
 
-def records(found: Results) -> list[dict[str, Any]]:
-    """One flat record per trial."""
+def flat_trials(found: Results) -> list[dict[str, Any]]:
+    """Return one flat mapping per trial."""
     return [
         {
             "study": found.name,
@@ -191,13 +192,13 @@ def records(found: Results) -> list[dict[str, Any]]:
 
 
 def to_json(all_results: Sequence[Results]) -> str:
-    """The records of several studies, with their policies and curves."""
-    data = {"fp4graph": fp4graph.__version__, "trials": [r for found in all_results for r in records(found)]}
+    """Return the trials of several studies as JSON, with their policies and curves."""
+    data = {"fp4graph": fp4graph.__version__, "trials": [r for found in all_results for r in flat_trials(found)]}
     return json.dumps(data, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def effects_json(all_results: Sequence[Results]) -> str:
-    """The effects of several studies, a record for each choice; a loss that is infinite is null."""
+    """Return the effects of several studies as JSON; an infinite loss is null."""
     data = [
         {"study": found.name, **asdict(effect), "median": _finite(effect.median), "best": _finite(effect.best)}
         for found in all_results
@@ -207,10 +208,10 @@ def effects_json(all_results: Sequence[Results]) -> str:
 
 
 def to_csv(all_results: Sequence[Results]) -> str:
-    """The records as a table: a column per choice, metric and setting; without policies and curves."""
+    """Return the trials as a table: a column per choice, metric and setting; without policies and curves."""
     rows = []
-    for record in (record for found in all_results for record in records(found)):
-        row = {key: value for key, value in record.items() if key not in ("policy", "history")}
+    for trial in (trial for found in all_results for trial in flat_trials(found)):
+        row = {key: value for key, value in trial.items() if key not in ("policy", "history")}
         for part in ("choices", "run", "metrics"):
             row.update({f"{part}.{key}": value for key, value in row.pop(part).items()})
         rows.append(row)
@@ -223,7 +224,7 @@ def to_csv(all_results: Sequence[Results]) -> str:
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Put ``content`` at ``path`` whole or not at all.
+    """Write ``content`` to ``path`` whole or not at all.
 
     Raises:
         Error: it cannot be written; what was there stays.

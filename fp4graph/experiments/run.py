@@ -1,4 +1,4 @@
-"""A training run as data: what determines it, and what it came to."""
+"""A training run as data: its settings, and its outcome."""
 
 from __future__ import annotations
 
@@ -95,12 +95,12 @@ class Run:
             raise Error("epochs and steps both say how long to train; give one of them")
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data, which :meth:`from_json` reads."""
+        """Return plain data, which :meth:`from_json` reads."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """What :meth:`to_json` wrote.
+        """Read the data that :meth:`to_json` wrote.
 
         Raises:
             Error: a key is unknown, or a value is out of its range.
@@ -133,7 +133,7 @@ class Validation:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to.
+    """The outcome of a run.
 
     Attributes:
         validation_loss: M of the score: the loss after the last step. NaN where the training diverged.
@@ -165,13 +165,13 @@ class Outcome:
     step_seconds: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As plain data; a loss that is not finite becomes None, for which JSON has a word."""
+        """Return plain data; a loss that is not finite becomes None."""
         data: dict[str, Any] = finite(dataclasses.asdict(self))
         return data
 
 
 def finite(value: Any) -> Any:
-    """``value`` with None for every number in it that is not finite."""
+    """Return ``value`` with None for every number in it that is not finite."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

@@ -22,11 +22,11 @@ from typing import Any
 import yaml
 
 from fp4graph.errors import Error, PolicyError, PolicyWarning
+from fp4graph.experiments.overlay import overlaid
 from fp4graph.experiments.run import Run
 from fp4graph.experiments.space_schema import Fragment, SpaceSection
 from fp4graph.policy import Policy, load_policy
 from fp4graph.policy.document import Node, Place, parse
-from fp4graph.policy.merge import merge
 from fp4graph.policy.resolve import resolve
 from fp4graph.policy.validation import validate
 from fp4graph.technique.registry import Registry, default_registry
@@ -60,20 +60,20 @@ class Parameter:
     node: Node
 
     def open_to(self, assignment: Assignment) -> list[str]:
-        """The labels that may be added to the choices of the parameters before this one; none where it has no say."""
+        """Return the labels that fit the choices of earlier parameters; none if the condition does not hold."""
         if not all(assignment.get(parameter) in labels for parameter, labels in self.when.items()):
             return []
         return [label for label, part in self.choices.items() if part.holds(assignment)]
 
     def shown(self, label: str) -> str:
-        """How a choice reads in a summary; the plain one does not, unless it has a title."""
+        """Return a choice's text in a summary; the plain choice has one only if it has a title."""
         plain = label == next(iter(self.choices))
         return self.choices[label].fragment.title or ("" if plain else f"{self.name} {label}")
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """What one trial trains: a policy, and what it changes of the training.
+    """The policy and the training settings of one trial.
 
     Attributes:
         kind: baseline, pure (the plain choices in one family), or trial.
@@ -99,7 +99,7 @@ class Configuration:
 
     @property
     def key(self) -> str:
-        """Of what is trained: equal for configurations that would be the same training."""
+        """A hash of the training: equal for configurations that would be the same training."""
         policy = self.document if self.policy is None else self.policy.fingerprint
         return _digest({"policy": policy, "run": dict(sorted(self.run.items()))})
 
@@ -129,7 +129,7 @@ class Space:
     # ------------------------------------------------------------------ assignments
 
     def assignments(self) -> Iterator[Assignment]:
-        """All of them, the last parameter changing fastest."""
+        """Yield all assignments, the last parameter changing fastest."""
         yield from self._completed({}, 0)
 
     def _completed(self, begun: Assignment, index: int) -> Iterator[Assignment]:
@@ -144,11 +144,11 @@ class Space:
             yield from self._completed(begun, index + 1)
 
     def size(self, limit: int = 1_000_000) -> int:
-        """How many assignments there are, counted up to ``limit``."""
+        """Return the number of assignments, counted up to ``limit``."""
         return sum(1 for _ in itertools.islice(self.assignments(), limit))
 
     def draw(self, generator: random.Random) -> Assignment:
-        """One of them: each parameter in turn takes any of its choices with equal probability."""
+        """Draw an assignment: each parameter in turn takes any of its choices with equal probability."""
         drawn: dict[str, str] = {}
         for parameter in self.parameters:
             labels = parameter.open_to(drawn)
@@ -157,7 +157,7 @@ class Space:
         return drawn
 
     def contains(self, assignment: Assignment) -> bool:
-        """Whether it is one of :meth:`assignments`."""
+        """Return whether ``assignment`` is one of :meth:`assignments`."""
         taken: dict[str, str] = {}
         for parameter in self.parameters:
             labels = parameter.open_to(taken)
@@ -171,7 +171,7 @@ class Space:
     # ------------------------------------------------------------------ configurations
 
     def first(self) -> list[Configuration]:
-        """What a sweep begins with: the baselines, then the plain choices in every family."""
+        """Return a sweep's first configurations: the baselines, then the plain choices in every family."""
         baselines = [self._baseline(name, part) for name, part in self.baselines.items()]
         plain = self._plain({})
         families = [parameter for parameter in self.parameters if parameter.name == self.family]
@@ -179,7 +179,7 @@ class Space:
         return [*baselines, *(self.configuration(assignment, "pure") for assignment in pure)]
 
     def _plain(self, chosen: Assignment) -> Assignment:
-        """The first choices, apart from those ``chosen``."""
+        """Return the first choice of every parameter that is not ``chosen``."""
         taken: dict[str, str] = {}
         for parameter in self.parameters:
             labels = parameter.open_to(taken)
@@ -189,7 +189,7 @@ class Space:
         return taken
 
     def configuration(self, assignment: Assignment, kind: str = "trial") -> Configuration:
-        """What an assignment of :meth:`assignments` comes to; its refusal where that is impossible."""
+        """Return the configuration of an assignment; it carries an error if it is impossible."""
         chosen = [(p, assignment[p.name]) for p in self.parameters if p.name in assignment]
         parts = [parameter.choices[label] for parameter, label in chosen]
         parts += [part for part in self.also if part.holds(assignment)]
@@ -200,7 +200,7 @@ class Space:
         document = self.base
         run: dict[str, Any] = {}
         for part in parts:
-            document, run = _overlaid(document, part.node), {**run, **part.fragment.run}
+            document, run = overlaid(document, part.node), {**run, **part.fragment.run}
         document = document.replacing({"name": (document.place, Node(f"{self.name}: {summary}", document.place))})
         try:
             policy, refusal = self._resolved(document), None
@@ -218,7 +218,7 @@ class Space:
         return Configuration("baseline", name, name, {}, document.plain(), policy, None, part.fragment.run)
 
     def _resolved(self, document: Node) -> Policy:
-        """The policy. Configurations that only warn are rejected, like invalid ones, unless the space takes them."""
+        """Resolve the policy. Configurations that only warn are rejected, unless the space takes them."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore" if self.inert else "error", PolicyWarning)
             try:
@@ -257,7 +257,7 @@ class Space:
         raise exact.error(f"{what} is impossible in {tried}: {first.message}")
 
     def _with(self, wanted: Mapping[str, tuple[str, ...]]) -> Iterator[Assignment]:
-        """Assignments that have one of the ``wanted`` labels of each parameter named, the plainest ones first."""
+        """Yield assignments with one of the ``wanted`` labels of each named parameter, the plainest ones first."""
         ancestors = set(wanted)
         for parameter in reversed(self.parameters):
             if parameter.name in ancestors:
@@ -276,14 +276,15 @@ class Space:
 
 
 def load_space(ref: str | Path, registry: Registry | None = None) -> Space:
-    """The space that ``ref`` refers to: the name of a shipped one (``design-space``), or a file.
+    """Load the space ``ref``: the name of a shipped one (``design-space``), or a file.
 
     Raises:
         PolicyError: with file and line, at the first thing that is wrong: what is not in the schema, a condition on a
             parameter or choice that does not exist, an unknown technique, a choice that no policy can be made with.
     """
     path = Path(ref)
-    shipped = {Path(str(item)).stem: Path(str(item)) for item in _shipped()}
+    folder = Path(str(files("fp4graph.experiments").joinpath("spaces")))
+    shipped = {file.stem: file for file in folder.glob("*.yaml")}
     if str(ref) in shipped:
         path = shipped[str(ref)]
     elif not path.is_file():
@@ -298,7 +299,7 @@ def load_space(ref: str | Path, registry: Registry | None = None) -> Space:
 
 
 def parse_space(text: str, file: str, registry: Registry | None = None) -> Space:
-    """The space in ``text``; ``file`` is what errors call it, and what a relative path of its base starts from.
+    """Parse the space in ``text``; errors name ``file``, and a relative path of the base starts from it.
 
     Raises:
         PolicyError: as :func:`load_space`.
@@ -352,12 +353,8 @@ def parse_space(text: str, file: str, registry: Registry | None = None) -> Space
 # ------------------------------------------------------------------ reading
 
 
-def _shipped() -> Sequence[Any]:
-    return [item for item in files("fp4graph.experiments").joinpath("spaces").iterdir() if item.name.endswith(".yaml")]
-
-
 def _base(root: Node, section: SpaceSection, file: str, registry: Registry) -> Node:
-    """The document of the policy that choices are laid over."""
+    """Return the document of the policy that choices are laid over."""
     node = root.get("base")
     if isinstance(section.base, str):
         path = Path(file).parent / section.base
@@ -391,7 +388,7 @@ def _check_condition(
 
 
 def _check_run(part: Part) -> None:
-    """The values of ``run``, which the run itself knows best."""
+    """Check the values of ``run`` by making a run of them."""
     try:
         Run("digits", **part.fragment.run)
     except Error as error:
@@ -399,74 +396,10 @@ def _check_run(part: Part) -> None:
 
 
 def _combinations(parameters: Sequence[Parameter], names: set[str]) -> Iterator[Assignment]:
-    """All combinations of labels of the parameters in ``names``, whether their conditions hold or not."""
+    """Yield all combinations of labels of the parameters in ``names``, whether their conditions hold or not."""
     chosen = [parameter for parameter in parameters if parameter.name in names]
     for labels in itertools.product(*(parameter.choices for parameter in chosen)):
         yield {parameter.name: label for parameter, label in zip(chosen, labels, strict=True)}
-
-
-# ------------------------------------------------------------------ laying over
-
-
-def _quantizing(rule: Node) -> bool:
-    return isinstance(rule.value, dict) and "quantize" in rule.value
-
-
-def _overlaid(document: Node, fragment: Node) -> Node:
-    """``document`` with what a fragment says of quantization and techniques."""
-    given = fragment.value
-    if "quantize" in given or "operands" in given:
-        document = _each_rule(document, given.get("quantize"), given.get("operands"))
-    if "techniques" in given:
-        added = Node({"techniques": given["techniques"]}, fragment.place, fragment.keys)
-        document = merge(document, added)
-    return document
-
-
-def _each_rule(document: Node, quantize: Node | None, operands: Node | None) -> Node:
-    """Every rule that quantizes, and the default if it does, with both laid over; those of phases too."""
-    changed: dict[str, tuple[Place, Node]] = {}
-
-    def change(key: str, node: Node) -> None:
-        changed[key] = (document.where(key), node)
-
-    rules = document.value.get("rules")
-    if rules is not None:
-        items = [_rule(rule, quantize, operands) if _quantizing(rule) else rule for rule in rules.value]
-        change("rules", Node(items, rules.place))
-    default = document.value.get("default")
-    if default is not None and isinstance(default.value, dict):
-        whole = default if quantize is None else _deep(default, quantize)
-        change("default", whole if operands is None else _deep(whole, _nested("operands", operands)))
-    phases = document.value.get("phases")
-    if phases is not None:
-        change("phases", Node([_each_rule(phase, quantize, operands) for phase in phases.value], phases.place))
-    return document.replacing(changed)
-
-
-def _rule(rule: Node, quantize: Node | None, operands: Node | None) -> Node:
-    for key, over in (("quantize", quantize), ("operands", operands)):
-        if over is not None:
-            rule = _deep(rule, _nested(key, over))
-    return rule
-
-
-def _nested(key: str, node: Node) -> Node:
-    return Node({key: node}, node.place, {key: node.place})
-
-
-def _deep(under: Node, over: Node) -> Node:
-    """Mapping over mapping, key by key at every depth; a scale's ``max`` goes with the format it belonged to."""
-    if not (isinstance(under.value, dict) and isinstance(over.value, dict)):
-        return over
-    if "format" in over.value and "max" in under.value:
-        kept = {key: item for key, item in under.value.items() if key != "max"}
-        under = Node(kept, under.place, under.keys)
-    items = {
-        key: (over.where(key), _deep(under.value[key], item) if key in under.value else item)
-        for key, item in over.value.items()
-    }
-    return under.replacing(items)
 
 
 def _digest(data: object) -> str:

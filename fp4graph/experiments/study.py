@@ -1,4 +1,4 @@
-"""A sweep's results in a database, through Optuna: who runs what, what came of it, and nothing of it twice.
+"""A sweep's trials in a database, through Optuna: claimed by one worker each, with their results.
 
 A trial is written with all that determines it in one transaction, and numbered in the order of these. Whoever reads
 trial n therefore sees all before it, and two workers that chose the same configuration agree without speaking: the
@@ -10,13 +10,12 @@ that a kill in between leaves it for the next reader to find.
 
 from __future__ import annotations
 
-import json
 import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 import optuna
@@ -33,18 +32,14 @@ from fp4graph.errors import Error
 from fp4graph.experiments.database import AWAY, answering, open_storage, reason
 from fp4graph.experiments.run import finite
 from fp4graph.experiments.space import Configuration, Space
+from fp4graph.experiments.trial import FREE, Trial, read_trial
 
-#: Of the attributes that this module writes; a later one may not be readable.
+#: The version of the attributes that this module writes; a later version may not be readable.
 FORMAT = 1
 #: Seconds for which a database that stopped answering in the middle of a sweep is asked again.
 ASK_AGAIN = 120.0
-#: The same for what only makes the next start quicker.
+#: The same for clean-up that only makes the next start quicker.
 HURRIED = 5.0
-#: States with a place among the results that were asked for: what a configuration came to, or will.
-COUNTED = ("running", "complete", "diverged", "failed", "pruned")
-#: States in which a configuration is free to be run, by others or again.
-FREE = ("lost", "withdrawn")
-
 _T = TypeVar("_T")
 
 
@@ -53,58 +48,12 @@ class Away(Error):
 
 
 class TakenOver(Exception):
-    """This worker was taken to be gone, and its trial belongs to others now: what it finds is dropped."""
-
-
-@dataclass(frozen=True)
-class Trial:
-    """One trial, as the database has it.
-
-    Attributes:
-        state: running; complete, diverged, failed, pruned or refused, which are final; lost (its worker is gone);
-            withdrawn (it does not count: another has the configuration, the sweep was interrupted, a failure excused).
-        kind, family, summary, assignment, run, key, policy: of its configuration; ``policy`` as YAML.
-        complexity: Ω.
-        result: what it came to: loss, metrics, seconds, reason, ...
-        beat: changes as long as its worker lives.
-    """
-
-    number: int
-    state: str
-    kind: str
-    family: str
-    summary: str
-    key: str
-    complexity: float | None
-    policy: str
-    assignment: Mapping[str, str]
-    run: Mapping[str, Any]
-    worker: str
-    beat: int
-    reports: tuple[float, ...] = ()
-    result: Mapping[str, Any] = field(default_factory=dict)
-    told: bool = True
-
-    @property
-    def loss(self) -> float | None:
-        """Validation loss; of a running trial the last reported."""
-        loss = self.result.get("loss")
-        return loss if loss is not None else self.reports[-1] if self.reports and self.state != "diverged" else None
-
-    @property
-    def counts(self) -> bool:
-        """Whether it has a place among the results that were asked for."""
-        return self.state in COUNTED
-
-    @property
-    def finished(self) -> bool:
-        """Whether that place is filled."""
-        return self.counts and self.state != "running"
+    """This worker was taken to be gone, and its trial belongs to others now: its result is dropped."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What all trials of a study have in common; a sweep with another one needs another study.
+    """The settings that all trials of a study share; a sweep with other settings needs another study.
 
     Attributes:
         task: what is trained.
@@ -129,7 +78,7 @@ class Manifest:
         return cls(str(run["task"]), common, space.text, space.name, space.digest, patience)
 
     def differences(self, other: Manifest) -> list[str]:
-        """How a study with ``other`` is not one with this, in words."""
+        """Return the differences between the settings of a study, ``other``, and these, in words."""
         found = []
         if self.fp4graph != other.fp4graph:
             found.append(f"version {other.fp4graph} of fp4graph, and this is {self.fp4graph}")
@@ -167,7 +116,7 @@ class Study:
 
     @classmethod
     def create(cls, url: str, name: str, manifest: Manifest, pruner: BasePruner | None = None) -> Study:
-        """The study of that name, made if there is none.
+        """Open the study of that name, or create it.
 
         Raises:
             Error: the database cannot be reached; or the study has another manifest, something else wrote it, or a
@@ -180,7 +129,7 @@ class Study:
             except DuplicatedStudyError:
                 pass
             else:
-                storage.set_study_user_attr(storage.get_study_id_from_name(name), "fp4graph", _plain(manifest))
+                storage.set_study_user_attr(storage.get_study_id_from_name(name), "fp4graph", asdict(manifest))
         study = cls.open(url, name, pruner)
         different = manifest.differences(study.manifest)
         if different:
@@ -193,7 +142,7 @@ class Study:
 
     @classmethod
     def open(cls, url: str, name: str, pruner: BasePruner | None = None) -> Study:
-        """The study of that name.
+        """Open the study of that name.
 
         Raises:
             Error: the database cannot be reached, or has no such study; or something else wrote it, or a later
@@ -228,15 +177,15 @@ class Study:
     # ------------------------------------------------------------------ reading
 
     def trials(self) -> list[Trial]:
-        """All trials, by number."""
+        """Return all trials, by number."""
         frozen = self._patiently(lambda: self._study.get_trials(deepcopy=False))
         excused = set(self._patiently(lambda: self._study.user_attrs).get("excused", ()))
-        return [_read(trial, trial.number in excused) for trial in frozen if "configuration" in trial.user_attrs]
+        return [read_trial(trial, trial.number in excused) for trial in frozen if "configuration" in trial.user_attrs]
 
     # ------------------------------------------------------------------ writing
 
     def claim(self, configuration: Configuration, space: Space, worker: str, target: int) -> Claim | None:
-        """A new trial of ``configuration``, or None where another has it, or ``target`` results have their trials."""
+        """Create a trial of ``configuration``; return None if another has it, or ``target`` trials were begun."""
         policy = configuration.policy
         attributes = {
             "kind": configuration.kind,
@@ -270,7 +219,7 @@ class Study:
         return Claim(self, number, identifier)
 
     def finish(self, number: int, result: Mapping[str, Any]) -> None:
-        """Write what a trial came to; ``result`` has at least its ``outcome``.
+        """Write a trial's result, which has at least an ``outcome``.
 
         Raises:
             TakenOver: the trial is not this worker's any more.
@@ -292,7 +241,7 @@ class Study:
         self._tell(number, {"outcome": "withdrawn"})
 
     def excuse_failed(self) -> int:
-        """Free the configurations of all failed trials, to be run again; how many there were."""
+        """Free the configurations of all failed trials, to be run again, and return their number."""
         failed = [trial.number for trial in self.trials() if trial.state == "failed"]
         excused = self._study.user_attrs.get("excused", [])
         if failed:
@@ -300,11 +249,11 @@ class Study:
         return len(failed)
 
     def lose(self, number: int) -> None:
-        """Say that the worker of a running trial is gone."""
+        """Record that the worker of a running trial is gone."""
         self._tell(number, {"outcome": "lost"})
 
     def tidy(self, trials: list[Trial], silent: Callable[[Trial], bool]) -> bool:
-        """Finish what was left half-written, and lose running trials that are ``silent``; whether there were any."""
+        """Finish half-written trials, and lose running trials that are ``silent``. Return whether any were lost."""
         tidied = False
         for trial in trials:
             if trial.result and not trial.told:
@@ -318,7 +267,7 @@ class Study:
         return self._patiently(lambda: self._storage.get_trial_id_from_study_id_trial_number(self._id, number))
 
     def _tell(self, number: int, result: Mapping[str, Any]) -> None:
-        """Optuna's own state of a trial. Only a complete trial has a value there, by its rules."""
+        """Set Optuna's own state of a trial. Optuna allows a value for complete trials only."""
         states = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED}
         state = states.get(result["outcome"], TrialState.FAIL)
         values = result["loss"] if state is TrialState.COMPLETE else None
@@ -327,7 +276,7 @@ class Study:
 
     @contextmanager
     def hurried(self) -> Iterator[None]:
-        """Within it the database is given seconds to answer: for what need not be done."""
+        """Wait only seconds for the database within this context: for work that need not be done."""
         before, self._patience = self._patience, min(HURRIED, self._patience)
         try:
             yield
@@ -335,7 +284,7 @@ class Study:
             self._patience = before
 
     def _patiently(self, action: Callable[[], _T]) -> _T:
-        """``action``, done again for a while where the database is busy or away."""
+        """Run ``action``, and repeat it for a while if the database is busy or away."""
         patience = self._patience
         deadline, delay = time.monotonic() + patience, 0.05
         while True:
@@ -352,7 +301,7 @@ class Study:
 
 
 class Claim:
-    """A running trial that this worker has; a context in which it shows that it is alive."""
+    """A running trial of this worker, as a context in which the worker gives signs of life."""
 
     def __init__(self, study: Study, number: int, identifier: int) -> None:
         self.number = number
@@ -372,7 +321,7 @@ class Claim:
         self._thread.join()
 
     def report(self, loss: float) -> None:
-        """The validation loss so far, of the next of the trial's validations.
+        """Report the loss of the trial's next validation.
 
         Raises:
             TakenOver: the trial is not this worker's any more.
@@ -386,7 +335,7 @@ class Claim:
             raise TakenOver from None
 
     def should_prune(self) -> bool:
-        """Whether the study's pruner gives it up, by its reports and those of other trials."""
+        """Return whether the study's pruner gives this trial up, by its reports and those of other trials."""
         return self._study._patiently(self._trial.should_prune)
 
     def _beat(self) -> None:
@@ -406,7 +355,7 @@ class Claim:
 
 
 class Watch:
-    """Whose beat has not changed for how long, by this process's own clock."""
+    """Finds trials whose beat has not changed for too long, by this process's own clock."""
 
     def __init__(self, patience: float) -> None:
         self._patience = patience
@@ -422,7 +371,7 @@ class Watch:
 
 
 def make_pruner(name: str) -> BasePruner:
-    """``none``, ``median`` or ``hyperband``; the unit of their steps is a validation."""
+    """Return the pruner ``none``, ``median`` or ``hyperband``; its steps are validations."""
     if name == "median":
         return optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=1)
     if name == "hyperband":
@@ -433,33 +382,6 @@ def make_pruner(name: str) -> BasePruner:
 
 
 # ------------------------------------------------------------------ as data
-
-
-def _read(trial: optuna.trial.FrozenTrial, excused: bool) -> Trial:
-    attributes = trial.user_attrs
-    result = attributes.get("result", {})
-    if excused:
-        state = "withdrawn"
-    elif result:
-        state = result["outcome"]
-    elif not trial.state.is_finished():
-        state = "running"
-    else:
-        state = "withdrawn" if "withdrawn" in attributes else "lost"
-    reports = [trial.intermediate_values[step] for step in sorted(trial.intermediate_values)]
-    return Trial(
-        number=trial.number,
-        state=state,
-        beat=attributes.get("beat", -1),
-        reports=tuple(reports),
-        result=result,
-        told=trial.state.is_finished(),
-        **attributes["configuration"],
-    )
-
-
-def _plain(manifest: Manifest) -> dict[str, Any]:
-    return json.loads(json.dumps(manifest.__dict__))  # type: ignore[no-any-return]
 
 
 def _said(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""Searching a space: which configuration is next, and the worker that trains it."""
+"""The search of a space: the choice of the next configuration, and the worker that trains it."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from optuna.trial import TrialState
 from fp4graph.errors import Error, PolicyError
 from fp4graph.experiments.run import Outcome, Run
 from fp4graph.experiments.space import Configuration, Space
-from fp4graph.experiments.study import FREE, Away, Claim, Study, TakenOver, Trial, Watch
+from fp4graph.experiments.study import Away, Claim, Study, TakenOver, Watch
+from fp4graph.experiments.trial import FREE, Trial
 
 Sampler = Literal["random", "tpe"]
 Pruner = Literal["none", "median", "hyperband"]
 #: Trains a run, calling back with (step, validation loss) after each validation.
 Objective = Callable[[Run, Callable[[int, float], None]], Outcome]
 
-#: How often a configuration may take its worker down with it before it is recorded as failed.
+#: The number of times a configuration may end its worker's process before it is recorded as failed.
 LOSSES = 3
 #: Draws of known configurations in a row after which all of the space is gone through.
 DRAWS = 1000
@@ -41,14 +42,14 @@ REPLACE = 75
 
 
 class Pruned(Exception):
-    """The study's pruner gave a trial up."""
+    """The study's pruner has given a trial up."""
 
 
 # ------------------------------------------------------------------ what comes next
 
 
 def propose(space: Space, trials: Sequence[Trial], seed: int, sampler: Sampler = "random") -> Configuration | None:
-    """The configuration to be run next, given all trials of the study; None where there is none, or none yet.
+    """Return the next configuration to run, given all trials of the study; None if there is none, or none yet.
 
     The baselines come first and alone: without one that came through nothing can be scored, and what is wrong with
     data or device shows there. Then the plain choices in every family, then what was lost with its worker, and then
@@ -96,7 +97,7 @@ def _drawn(space: Space, trials: Sequence[Trial], taken: set[str], seed: int, sa
 
 
 def _estimated(space: Space, trials: Sequence[Trial], seed: int) -> Iterator[Mapping[str, str]]:
-    """A few suggestions of Optuna's TPE from the trials so far; a running one counts as bad, so that others differ."""
+    """Yield suggestions of Optuna's TPE. A running trial counts as bad, so that suggestions differ from it."""
     estimator = optuna.samplers.TPESampler(seed=seed + len(trials), constant_liar=True, n_startup_trials=10)
     study = optuna.create_study(sampler=estimator, directions=["minimize", "minimize"])
     choices = {parameter.name: CategoricalDistribution(tuple(parameter.choices)) for parameter in space.parameters}
@@ -192,7 +193,7 @@ def work(
 
 
 def _run(study: Study, claim: Claim, configuration: Configuration, run: Run, lost: int, objective: Objective) -> None:
-    """One trial, to its end or until someone else has it."""
+    """Run one trial to its end, or until another worker has it."""
     started = time.monotonic()
     reported: list[float] = []
 
@@ -200,7 +201,7 @@ def _run(study: Study, claim: Claim, configuration: Configuration, run: Run, los
         study.finish(claim.number, {"outcome": outcome, "seconds": time.monotonic() - started, **more})
 
     def stopped(reason: str) -> Error:
-        """What is wrong with this configuration is wrong with all: it is not recorded, but said."""
+        """Withdraw the trial, and return the error: all other configurations would fail too."""
         study.withdraw(claim.number, reason)
         kind = "baseline" if configuration.kind == "baseline" else "plain configuration"
         return Error(f"the {kind} {configuration.summary!r} failed, and so would all others: {reason}")
@@ -250,7 +251,7 @@ def _run(study: Study, claim: Claim, configuration: Configuration, run: Run, los
 
 
 def _device_is_broken(error: Exception) -> bool:
-    """Whether a process can use its accelerator no more; running out of its memory is survived."""
+    """Return whether this process cannot use its accelerator any more; running out of memory is survived."""
     import torch
 
     broken = getattr(torch, "AcceleratorError", ())
@@ -258,5 +259,5 @@ def _device_is_broken(error: Exception) -> bool:
 
 
 def worker_name(pid: int, token: str) -> str:
-    """What a worker's trials are marked with; the token, for machines may have one name and begin to count alike."""
+    """Return the mark of a worker's trials. The token tells machines apart that share a name and process numbers."""
     return f"{socket.gethostname()}:{pid}:{token}"

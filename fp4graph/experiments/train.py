@@ -139,7 +139,7 @@ class _Training:
         self.sites = self.quantized = 0
 
     def description(self) -> dict[str, Any]:
-        """What a record says of a run besides the run itself."""
+        """Return the facts that a record holds besides the run."""
         return {
             "policy": self.policy.to_yaml(),
             "policy_name": self.policy.name,
@@ -160,7 +160,7 @@ class _Training:
         return self.policy.complexity + (own.complexity if own is not None else 0.0)
 
     def load(self, file: Path) -> None:
-        """Go back to where :meth:`save` was called."""
+        """Restore the state that :meth:`save` wrote."""
         progress = checkpoint.load(file, self.model, self.optimizer, scaler=self.scaler, scheduler=self.scheduler)
         self.step, self.seconds = progress["step"], progress["seconds"]
         self.sites, self.quantized = progress["sites"], progress["quantized"]
@@ -179,7 +179,7 @@ class _Training:
         )
 
     def probe(self) -> Callable[[], object]:
-        """Runs the model on a few samples of the validation, the same each time."""
+        """Return a function that runs the model on a few validation samples, the same each time."""
         batch = next(iter(self.problem.validation()), None)
         if batch is None:
             raise Error(f"task {self.settings.run.task!r} has no validation data")
@@ -187,7 +187,7 @@ class _Training:
         return lambda: self._measure(few)
 
     def statistics(self, every: int, record: Record, probe: Callable[[], object] | None) -> Statistics:
-        """Watches from here on; weights are followed at the end of a short training too."""
+        """Record statistics from here on; weights are followed at the end of a short training too."""
         window_every = min(10 * every, self.steps)
         return Statistics(
             self.model,
@@ -274,7 +274,7 @@ class _Training:
         return loss
 
     def _step(self, batches: list[Batch]) -> Tensor:
-        """One step of the optimizer; the mean loss of its batches, 0-d."""
+        """Make one step of the optimizer, and return the mean loss of its batches, 0-d."""
         total = torch.zeros((), device=self.settings.device)
         for batch in batches:
             loss = self._measure(batch)["loss"].mean() / len(batches)
@@ -296,7 +296,7 @@ class _Training:
 
     @torch.no_grad()
     def _evaluate(self) -> dict[str, float]:
-        """Means over the validation samples, quantized as in training."""
+        """Return means over the validation samples, quantized as in training."""
         self.model.eval()
         parts: dict[str, list[Tensor]] = {}
         for batch in islice(self.problem.validation(), self.settings.validation_batches):
@@ -337,7 +337,7 @@ def _mean(losses: list[Tensor]) -> float:
 
 
 def _filled(batch: Batch, size: int) -> Batch:
-    """A short batch repeated up to ``size`` samples, so that it meets the compiled shape."""
+    """Repeat a short batch up to ``size`` samples, so that it has the compiled shape."""
     if len(batch[0]) == size:
         return batch
     rows = torch.arange(size) % len(batch[0])
@@ -345,7 +345,7 @@ def _filled(batch: Batch, size: int) -> Batch:
 
 
 def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    """Matrices decay; vectors, and what the model itself names (position embeddings), do not."""
+    """Make the optimizer. Vectors, and parameters that the model exempts (position embeddings), do not decay."""
     named: Callable[[], set[str]] = getattr(model, "no_weight_decay", set)  # timm's
     exempt = named()
     decays = [p for name, p in model.named_parameters() if p.dim() >= 2 and name not in exempt]

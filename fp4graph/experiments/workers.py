@@ -21,13 +21,14 @@ import optuna
 
 from fp4graph.errors import Error
 from fp4graph.experiments.space import parse_space
-from fp4graph.experiments.study import Study, Trial, make_pruner
+from fp4graph.experiments.study import Study, make_pruner
 from fp4graph.experiments.sweep import POLL, REPLACE, Objective, Pruner, Sampler, train_once, work, worker_name
+from fp4graph.experiments.trial import Trial
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker process needs to know; the rest is in the study."""
+    """The arguments of a worker process; everything else is in the study."""
 
     url: str
     study: str
@@ -77,7 +78,7 @@ def _process(job: Job, parent: Connection) -> None:
 
 
 def _device(job: Job) -> str:
-    """The job's; where there are several accelerators, they are dealt out."""
+    """Return the job's device; several accelerators are dealt out to the workers."""
     import torch
 
     count = torch.cuda.device_count() if job.device in ("auto", "cuda") else 0
@@ -86,7 +87,7 @@ def _device(job: Job) -> str:
 
 @dataclass(frozen=True)
 class _Worker:
-    """A process, what it says before it ends, its token, and how far the study was when it began."""
+    """A process, the pipe that carries its last error, its token, and the study's progress when it began."""
 
     process: Any
     pipe: Connection
@@ -216,15 +217,18 @@ class Interrupts:
 
 
 def _to_stderr(message: str) -> None:
-    """Without Python's buffers, which a signal's handler may have interrupted."""
+    """Write without Python's buffers, which a signal's handler may have interrupted."""
     with contextlib.suppress(OSError):
         os.write(2, f"\n{message}\n".encode())
 
 
 @contextlib.contextmanager
 def _deaf_to_interrupts() -> Iterator[None]:
-    """Ctrl-C reaches all processes of a terminal, and is for the one that started the others: these, started here,
-    block it from their first moment on; a handler of their own would come after seconds of imports."""
+    """Start processes that ignore Ctrl-C, which reaches all processes of a terminal.
+
+    The signal is for the process that started the others. They block it from their first moment on; a handler of
+    their own would be installed only after seconds of imports.
+    """
     resource_tracker.ensure_running()  # it would lift the block when it is started by the first process
     with _blocked(signal.SIGINT):
         yield
@@ -232,7 +236,7 @@ def _deaf_to_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _blocked(*numbers: signal.Signals) -> Iterator[None]:
-    """These signals wait until the context ends."""
+    """Delay these signals until the context ends."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
@@ -241,7 +245,7 @@ def _blocked(*numbers: signal.Signals) -> Iterator[None]:
 
 
 def _progress(trials: Sequence[Trial]) -> int:
-    """What grows as long as workers do anything at all; bounded, as losses of one configuration are."""
+    """Return a number that grows as long as workers make progress, and is bounded."""
     return sum(trial.finished or trial.state in ("lost", "refused") for trial in trials)
 
 

@@ -1,4 +1,4 @@
-"""Finds the repeated stack of blocks of a model, what ``block: true`` and ``first_blocks`` speak of.
+"""Finds the repeated stacks of blocks of a model, to which ``block: true`` and ``first_blocks`` refer.
 
 A *stack* is a run of modules of one class that stand under numbered names of one pattern (``blocks.*``,
 ``model.layers.*``, Swin's ``layers.*.blocks.*`` flattened in order), at least two of them side by side, each with
@@ -23,14 +23,14 @@ from fp4graph.technique.site import BlockPosition
 
 @dataclass(frozen=True)
 class ModuleInfo:
-    """What the search needs to know of one module: its class and how many 2-D parameters it owns directly."""
+    """One module: its class, and the number of 2-D parameters that it owns directly."""
 
     cls: type
     matrices: int
 
 
 def describe_modules(root: nn.Module) -> dict[str, ModuleInfo]:
-    """FQN to :class:`ModuleInfo` for every module below ``root``, in registration order."""
+    """Map the name of every module below ``root`` to its :class:`ModuleInfo`, in registration order."""
     return {
         name: ModuleInfo(type(module), sum(p.ndim == 2 for p in module._parameters.values() if p is not None))
         for name, module in root.named_modules(remove_duplicate=False)
@@ -39,7 +39,7 @@ def describe_modules(root: nn.Module) -> dict[str, ModuleInfo]:
 
 
 def find_blocks(modules: Mapping[str, ModuleInfo]) -> dict[str, BlockPosition]:
-    """FQN of every block to its position; ``{"": root}`` for a model without a stack."""
+    """Map the name of every block to its position; in a model without a stack the root is the one block."""
     tree = _Tree(modules)
     stacks: dict[tuple[type, str], list[str]] = {}
     for name, info in modules.items():
@@ -59,7 +59,7 @@ def find_blocks(modules: Mapping[str, ModuleInfo]) -> dict[str, BlockPosition]:
 
 
 def block_of(name: str | None, blocks: Mapping[str, BlockPosition]) -> BlockPosition | None:
-    """The position of the block that module ``name`` is in, or None."""
+    """Return the position of the block that module ``name`` is in, or None."""
     while name is not None:
         if name in blocks:
             return blocks[name]
@@ -68,7 +68,7 @@ def block_of(name: str | None, blocks: Mapping[str, BlockPosition]) -> BlockPosi
 
 
 class _Tree:
-    """Names as a tree: direct children, and matrices at or below each name."""
+    """The tree of names: the direct children of each name, and the matrices at or below it."""
 
     def __init__(self, modules: Mapping[str, ModuleInfo]) -> None:
         self.children: dict[str, list[str]] = {}
@@ -87,15 +87,15 @@ class _Tree:
 
 
 def pattern_of(name: str) -> str:
-    """``name`` with its numbers as stars: ``layers.*.blocks.*``."""
+    """Return ``name`` with stars for its numbers: ``layers.*.blocks.*``."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def _numbered(leaf: str, parent: ModuleInfo | None) -> bool:
-    """Whether ``leaf``, a name in ``parent``, is one of a row."""
+    """Whether ``leaf``, a name in ``parent``, is numbered."""
     if leaf.isdigit():
         return True
-    # Outside containers such names are an author's: a block's two attentions are no stack.
+    # Outside containers an author chose such a name: the two attentions of a block are no stack.
     contained = parent is not None and issubclass(parent.cls, nn.Sequential | nn.ModuleList | nn.ModuleDict)
     return contained and re.fullmatch(r".+_\d+", leaf) is not None
 

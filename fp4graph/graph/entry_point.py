@@ -1,4 +1,4 @@
-"""``torch.compile(model, backend="fp4graph", options={"policy": ...})``, for policies that keep no state."""
+"""The backend of ``torch.compile(model, backend="fp4graph", options={"policy": ...})``, for policies without state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fp4graph.errors import PolicyError
 from fp4graph.graph.backend import inner_backend
 from fp4graph.graph.functions import cacheable
 from fp4graph.graph.names import Names
-from fp4graph.graph.rewrite import Rewriter
+from fp4graph.graph.rewrite import rewrite
 from fp4graph.policy import load_policy
 
 
@@ -36,9 +36,8 @@ def fp4graph_backend(
         raise PolicyError(
             f"policy {loaded.name!r} has phases, which need a count of forwards; use fp4graph.apply", file=loaded.file
         )
-    rewriter = Rewriter(loaded, Names(None), stateless=True)
-    rewriter.run(gm)
-    if rewriter.refused is not None:
-        raise rewriter.refused
+    rewritten = rewrite(gm, loaded, Names(None), stateless=True)
+    if rewritten.refused is not None:
+        raise rewritten.refused
     with cacheable(gm):
         return inner_backend(backend)(gm, example_inputs)

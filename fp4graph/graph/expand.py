@@ -1,6 +1,6 @@
 """Opens opaque nodes whose matrix products a policy may quantize: attention layers, einsum, fused attention.
 
-Each is replaced by the trace of a Python function that computes the same: torch's own where there is one.
+Each is replaced by the trace of a Python function that computes the same; torch's own function where there is one.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ aten = torch.ops.aten
 
 
 def expand_all(gm: GraphModule, expands_sdpa: Callable[[Node], bool]) -> None:
-    """Replace the opaque nodes of ``gm`` (not of its submodules) by what they compute.
+    """Replace the opaque nodes of ``gm`` (not of its submodules) by the operations that they consist of.
 
-    ``expands_sdpa`` says of each fused attention node whether a rule wants its two products; their nodes are then
-    tagged ``meta["fp4graph_op"] = "sdpa"``.
+    Args:
+        gm: the graph.
+        expands_sdpa: whether a rule wants the two products of this fused attention. Their nodes are then tagged
+            ``meta["fp4graph_op"] = "sdpa"``.
     """
     for node in list(gm.graph.nodes):
         if node.op != "call_function":
@@ -60,8 +62,8 @@ def inline(gm: GraphModule, node: Node, function: Callable[..., Any], tag: str |
         return function(*args, **kwargs)
 
     fake_mode = next(value.fake_mode for value in values if isinstance(value, FakeTensor))
-    # Before autograd and autocast, so that linear stays linear and the caller's autocast still decides dtypes. The
-    # caller may itself run on fake tensors (explain), of another mode than Dynamo's.
+    # Trace before autograd and autocast, so that linear stays linear and the caller's autocast still decides dtypes.
+    # The caller may itself run on fake tensors (explain), in another mode than Dynamo's.
     with _disable_current_modes(), fake_mode:
         traced = make_fx(on_tensors, pre_dispatch=True)(*values)
     replaced = _splice(gm, node, traced, inputs, tag)
@@ -133,11 +135,11 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """``softmax(Q Kᵀ·scale + mask) V``, what ``scaled_dot_product_attention`` is documented to compute.
+    """Compute ``softmax(Q Kᵀ·scale + mask) V`` as ``scaled_dot_product_attention`` documents it.
 
     Shapes: query ``[..., H, L, E]``, key ``[..., H', S, E]``, value ``[..., H', S, Ev]``, H' dividing H with
-    ``enable_gqa``; mask broadcastable to ``[..., L, S]``, boolean (True takes part) or additive. Keeps the O(L·S)
-    weights that the fused kernel never writes.
+    ``enable_gqa``; mask broadcastable to ``[..., L, S]``, boolean (True takes part) or additive. The O(L·S) weights,
+    which the fused kernel never writes, are kept.
     """
     if enable_gqa:
         key = key.repeat_interleave(query.size(-3) // key.size(-3), -3)
@@ -169,7 +171,7 @@ def native_attention(
     average_weights: bool = True,
     mask_type: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """What the fused inference kernel of ``nn.MultiheadAttention`` computes; batch first, mask True = left out."""
+    """Compute what the fused inference kernel of ``nn.MultiheadAttention`` does: batch first, mask True is left out."""
     attn_mask, padding_mask = _split_mask(mask, mask_type, num_heads, query)
     out, weights = F.multi_head_attention_forward(
         query.transpose(0, 1), key.transpose(0, 1), value.transpose(0, 1), embed_dim, num_heads, in_weight, in_bias,
@@ -201,7 +203,7 @@ def encoder_layer(
     mask: Tensor | None = None,
     mask_type: int | None = None,
 ) -> Tensor:
-    """What the fused inference kernel of ``nn.TransformerEncoderLayer`` computes."""
+    """Compute what the fused inference kernel of ``nn.TransformerEncoderLayer`` does."""
 
     def attend(x: Tensor) -> Tensor:
         return native_attention(
@@ -228,7 +230,7 @@ def encoder_layer(
 def _split_mask(
     mask: Tensor | None, mask_type: int | None, heads: int, query: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(attention mask, key padding mask) from the merged mask of the fused kernels: type 0, 1, or 2 for both."""
+    """Split the merged mask of the fused kernels (type 0, 1, or 2 for both) into attention and key padding mask."""
     if mask is None or mask_type == 0:
         return mask, None
     if mask_type == 1:
@@ -238,7 +240,7 @@ def _split_mask(
 
 
 def einsum_as_matmul(node: Node) -> Callable[..., Tensor] | None:
-    """A function computing the einsum at ``node`` as one matmul of permuted operands; None if it is not a product."""
+    """Return a function that computes the einsum at ``node`` as one matmul of permuted operands; None if none can."""
     equation, *operands = node.args
     if len(operands) == 1 and isinstance(operands[0], list | tuple):
         operands = list(operands[0])

@@ -1,4 +1,4 @@
-"""How much matrix work a node of a captured graph does, by torch's own FLOP counter on tensors without data."""
+"""Counts the FLOPs of a node of a captured graph, with torch's own counter on tensors without data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
 def of_product(product: Product) -> int | None:
-    """2·M·N·K of ``A[..., M, K] @ B[..., K, N]``, summed over the batch; None where a size is unknown."""
+    """Return 2·M·N·K of ``A[..., M, K] @ B[..., K, N]``, summed over the batch; None where a size is unknown."""
     a, y = value_of(product.a), value_of(product.node)
     try:
         return None if a is None or y is None else 2 * prod(_sizes(y)) * _sizes(a)[-1]
@@ -28,7 +28,7 @@ def of_product(product: Product) -> int | None:
 
 
 def of_node(node: Node) -> int | None:
-    """Forward FLOPs of any other node: 0 for one that multiplies no matrices, None where it cannot be told.
+    """Return the forward FLOPs of any other node: 0 for one that multiplies no matrices, None where unknown.
 
     Views, arithmetic and look-ups count nothing. A recurrent layer counts a product of each of its matrices with every
     token.
@@ -41,13 +41,13 @@ def of_node(node: Node) -> int | None:
         counter = FlopCounterMode(display=False)
         with _disable_current_modes(), torch.no_grad(), counter:
             operation(node)(*args, **kwargs)
-    except Exception:  # noqa: BLE001  # what a stranger's operation cannot do without data is not counted
+    except Exception:  # noqa: BLE001  # an operation that needs data is not counted
         return None
     return counter.get_total_flops()
 
 
 def _empty(node: Node) -> Any:
-    """What ``node`` stands for, tensors without data, symbolic numbers as they were at the capture."""
+    """Return the value of ``node``: tensors without data, symbolic numbers as they were at the capture."""
     value = node.meta.get("example_value", node.meta.get("val"))
     value = pytree.tree_map_only((torch.SymInt, torch.SymFloat, torch.SymBool), lambda number: number.node.hint, value)
     with _disable_current_modes():
@@ -55,5 +55,5 @@ def _empty(node: Node) -> Any:
 
 
 def _sizes(x: Tensor) -> list[int]:
-    """The shape, symbolic sizes as they were at the capture. Raises TypeError for one that depends on data."""
+    """Return the shape, symbolic sizes as they were at the capture. A size that depends on data raises TypeError."""
     return [int(size if isinstance(size, int) else size.node.hint) for size in x.shape]

@@ -1,8 +1,8 @@
-"""The functions that stand in a rewritten graph for its sites: one for each program, found by name in any process.
+"""The functions that a rewritten graph calls at its sites: one for each program, with the same name in any process.
 
-torch keeps compiled graphs in a cache on disk, under a key in which a function is only its name. So a name here says
-everything that its function does: it holds a digest of the program, of this package's source, and of the source of the
-techniques in it. A graph that calls such functions may be cached as any other (:func:`cacheable`).
+torch keeps compiled graphs in a cache on disk, and the cache key holds only the name of a function. So the name here
+identifies the function's behaviour: it holds a digest of the program, of this package's source, and of the source of
+the program's techniques. A graph that calls such functions may be cached like any other (:func:`cacheable`).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from fp4graph.ops.matmul import quantized_matmul
 
 _PREFIX = "fp4graph_site_"
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-#: What of this package computes; the rest may change without a graph becoming another.
+#: The packages whose code computes; the others may change without changing a graph.
 _COMPUTING = ("numerics", "ops", "kernels", "graph", "technique")
 
 
 def site_function(program: MatmulProgram, form: str, alpha: float, beta: float) -> Callable[..., Tensor]:
-    """The function that replaces a node, one object for all sites of equal program and form.
+    """Return the function that replaces a node: one object for all sites of equal program and form.
 
     Called as ``f(a, b, addend, key, step, salt, *state, site=...)``: for ``linear`` ``a [..., K]``, ``b [N, K]``; for
     ``matmul`` ``a [..., M, K]``, ``b [..., K, N]`` with ``torch.matmul``'s broadcasting.
@@ -61,7 +61,7 @@ def _site_function(
             slots = zip(program.state, state, strict=True)
             b, state = b.mT, tuple(entry.mT if slot.entry.weight_like else entry for slot, entry in slots)
         if b.dim() == 2:
-            # The tokens of every leading axis are one axis: blocks of the weight gradient's GEMM run across them.
+            # All leading axes become one axis of tokens: blocks of the weight gradient's GEMM run along it.
             flat = a.flatten(0, -2) if a.dim() > 2 else a.unsqueeze(0) if a.dim() == 1 else a
             y = quantized_matmul(program, flat, b, addend, key, step, state, site, alpha=alpha, beta=beta)
             return y.reshape(*a.shape[:-1], b.shape[0])
@@ -69,19 +69,19 @@ def _site_function(
         left, right = a.expand(*batch, *a.shape[-2:]), b.expand(*batch, *b.shape[-2:])
         return quantized_matmul(program, left, right, addend, key, step, state, site, alpha=alpha, beta=beta)
 
-    # Functions of techniques are in their sources; where they lie in memory differs from process to process.
+    # A function in a technique's options shows its address, which differs from process to process.
     said = _ADDRESS.sub("", repr((program, form, alpha, beta, kernels, _techniques_digest(program))))
     name = f"{_PREFIX}{form}_{hashlib.sha256(said.encode()).hexdigest()[:16]}"
-    if hasattr(sys.modules[__name__], name):  # two that differ in nothing that can be said
+    if name in globals():  # two programs whose texts are equal
         name += os.urandom(8).hex()
     fp4graph_matmul.__name__ = fp4graph_matmul.__qualname__ = name
-    setattr(sys.modules[__name__], name, fp4graph_matmul)  # where whoever reads the graph's code looks for it
+    globals()[name] = fp4graph_matmul  # the graph's code looks the function up here
     return fp4graph_matmul
 
 
 @contextmanager
 def cacheable(gm: GraphModule) -> Iterator[None]:
-    """In this context torch may take a graph with our functions from its caches and put it there."""
+    """Let torch take a graph with our functions from its caches, and put it there, in this context."""
     marked = torch._inductor.config.unsafe_marked_cacheable_functions
     ours = {f"{__name__}.{name}": torch.__version__ for name in sorted(_names(gm))}
     with torch._inductor.config.patch(unsafe_marked_cacheable_functions={**marked, **ours}):
@@ -103,8 +103,10 @@ def _techniques_digest(program: MatmulProgram) -> str:
 
 @functools.cache
 def _source(cls: type) -> bytes:
-    """What stands for the code of ``cls``: its package's files, since it may call anything there. A class made in a
-    function may hold what no file says, and one without a file what nothing says; such a class is like no other."""
+    """Return what identifies the code of ``cls``: a digest of its package's files, since it may call anything there.
+
+    For a class made in a function, or without a file, no file has all of its code: such a class equals no other.
+    """
     try:
         file = Path(inspect.getfile(cls))
     except (OSError, TypeError):
@@ -125,5 +127,5 @@ def _files_digest(places: tuple[Path, ...]) -> bytes:
 
 
 def _digest(parts: Iterable[bytes]) -> str:
-    """Of all parts, in any order."""
+    """Return a digest of all parts, whatever their order."""
     return hashlib.sha256(b"".join(sorted(hashlib.sha256(part).digest() for part in parts))).hexdigest()

@@ -1,9 +1,9 @@
 """The marker that carries a module's key and weight state into a captured graph.
 
-A forward pre-hook of every module with planned sites (:mod:`fp4graph.model.hooks`) calls ``fp4graph::mark`` while
-Dynamo traces. Dynamo lifts the tensors it is given to graph inputs, into checkpointed bodies and shared graphs too,
-where object identities do not reach. The pass reads and removes the node; a graph that another backend compiles still
-has it, and fails instead of running in silent high precision.
+While Dynamo traces, a forward pre-hook of every module with planned sites calls ``fp4graph::mark``. Dynamo lifts the
+tensors that the operator is given to graph inputs, in checkpointed bodies and shared graphs too, where object
+identities do not reach. The graph pass reads and removes the node. A graph that another backend compiles still has the
+node, and fails instead of running in silent high precision.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
@@ -43,11 +43,11 @@ class Tag:
     """The static part of a marker. Dynamo guards on it: modules with equal tags may share one graph.
 
     Attributes:
-        rules: indices of the policy's rules that the module's name and place allow; -1 is the default action.
-        weights: attribute paths of the weights the marker carries, e.g. "weight" or "out_proj.weight".
-        state: per state tensor, (index of its weight, technique, entry name).
-        plans: per weight, a number that tells its plan from the other plans of the model, for a technique may plan by
-            the name or the place of a module.
+        rules: indices of the policy's rules that the module's name and place allow.
+        weights: attribute paths of the weights that the marker carries, e.g. "weight" or "out_proj.weight".
+        state: for each state tensor, (index of its weight, technique, entry name).
+        plans: for each weight, a number that tells its plan from the model's other plans: a technique may plan by the
+            name or the place of a module.
     """
 
     rules: tuple[int, ...]
@@ -56,12 +56,12 @@ class Tag:
     plans: tuple[int, ...] = ()
 
     def encode(self) -> str:
-        """As the string that the marker takes."""
+        """Return the string that the marker takes."""
         return json.dumps([self.rules, self.weights, self.state, self.plans])
 
     @staticmethod
     def decode(text: str) -> Tag:
-        """The inverse of :meth:`encode`."""
+        """Return the tag that :meth:`encode` wrote."""
         rules, weights, state, plans = json.loads(text)
         entries = tuple((i, technique, entry) for i, technique, entry in state)
         return Tag(tuple(rules), tuple(weights), entries, tuple(plans))
@@ -69,7 +69,16 @@ class Tag:
 
 @dataclass(frozen=True)
 class Marker:
-    """A marker node, read."""
+    """A marker node, read.
+
+    Attributes:
+        tag: the static part.
+        key, step: nodes of the module's noise key and of the count of forwards.
+        weights, state: nodes of the weights and state tensors that the tag lists.
+        training: whether the module was in training mode.
+        module_id: id of the module that was called, or None.
+        module: the fully qualified name of that module, or None where it cannot be known.
+    """
 
     tag: Tag
     key: torch.fx.Node
@@ -82,17 +91,25 @@ class Marker:
 
     @staticmethod
     def read(node: torch.fx.Node) -> Marker | None:
-        """The marker at ``node``, or None for any other node."""
+        """Return the marker at ``node``, or None for any other node."""
         if node.op != "call_function" or node.target not in (MARK, MARK.default):
             return None
-        tag, key, step, weights, state, training = node.args
-        stack = module_stack(node)
-        innermost = stack[-1][0] if stack else None
-        carried: list[Any] = [key, step, weights, state, training]
-        return Marker(Tag.decode(str(tag)), carried[0], carried[1], carried[2], carried[3], carried[4], innermost)
+        arguments: tuple[Any, ...] = node.args
+        tag, key, step, weights, state, training = arguments
+        callers = module_stack(node)
+        innermost = callers[-1].id if callers else None
+        return Marker(Tag.decode(tag), key, step, weights, state, training, innermost)
 
 
-def module_stack(node: torch.fx.Node) -> list[tuple[int, str, type]]:
-    """(id, source, class) of the modules ``node`` was called in, outermost first."""
+class Caller(NamedTuple):
+    """A module that a node was called in: its id, Dynamo's source text for it, and its class."""
+
+    id: int
+    source: str
+    cls: type
+
+
+def module_stack(node: torch.fx.Node) -> list[Caller]:
+    """Return the modules that ``node`` was called in, outermost first."""
     stack = node.meta.get("nn_module_stack") or {}
-    return [(int(str(key).partition("@")[0]), source, cls) for key, (source, cls) in stack.items()]
+    return [Caller(int(str(key).partition("@")[0]), source, cls) for key, (source, cls) in stack.items()]

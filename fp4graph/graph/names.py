@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from torch import nn
 from torch.fx import Node
@@ -15,17 +16,27 @@ from fp4graph.technique.site import BlockPosition
 _SOURCE_STEP = re.compile(r"\._modules\['([^']+)'\]|\._(parameters|buffers)\['([^']+)'\]")
 
 
+class Owner(NamedTuple):
+    """Where a parameter is: the fully qualified name of its module, and its name there ("" for a module alone)."""
+
+    module: str
+    parameter: str
+
+
 class Names:
     """Resolves modules and parameters to fully qualified names: by identity, else by Dynamo's source text.
 
     Args:
         root: the model, or None where only a graph is at hand (the ``torch.compile`` entry point); names then come
             from the graph alone.
+
+    Attributes:
+        blocks: position of every block of the model, by the block's name.
     """
 
     def __init__(self, root: nn.Module | None) -> None:
         self._modules: dict[int, str] = {}
-        self._owners: dict[int, list[tuple[str, str]]] = {}
+        self._owners: dict[int, list[Owner]] = {}
         self._infos: dict[str, ModuleInfo] = {}
         self._by_name: dict[str, nn.Module] = {}
         self._root = root
@@ -36,87 +47,87 @@ class Names:
                 self._by_name[name] = module
                 for parameter_name, parameter in module._parameters.items():
                     if parameter is not None:
-                        self._owners.setdefault(id(parameter), []).append((name, parameter_name))
+                        self._owners.setdefault(id(parameter), []).append(Owner(name, parameter_name))
         self.blocks: Mapping[str, BlockPosition] = find_blocks(self._infos) if root is not None else {}
 
     def learn(self, nodes: list[Node]) -> None:
-        """Without a root: take modules, their classes and their weights from what ``nodes`` were called in."""
+        """Take modules, their classes and their weights from the places of ``nodes``, where there is no root."""
         if self._by_name:
             return
         weights: dict[str, int] = {}
         for node in nodes:
-            if node.op == "placeholder" and (found := _parse(node)) is not None and found[1]:
+            if node.op == "placeholder" and (source := _parse(node)) is not None and source.parameter:
                 value = node.meta.get("example_value")
-                weights[found[0]] = weights.get(found[0], 0) + (value is not None and value.dim() == 2)
-            for _, source, cls in module_stack(node):
-                name = _path(source)
+                weights[source.module] = weights.get(source.module, 0) + (value is not None and value.dim() == 2)
+            for caller in module_stack(node):
+                name = _path(caller.source)
                 parents = name.split(".")
                 for depth in range(1, len(parents)):
                     self._infos.setdefault(".".join(parents[:depth]), ModuleInfo(nn.Module, 0))
-                self._infos[name] = ModuleInfo(cls, 0)
+                self._infos[name] = ModuleInfo(caller.cls, 0)
         for name, count in weights.items():
             self._infos[name] = ModuleInfo(self._infos[name].cls if name in self._infos else nn.Module, count)
         self.blocks = find_blocks(self._infos)
 
     def block(self, name: str | None) -> BlockPosition | None:
-        """The position of the block that module ``name`` is in, or None."""
+        """Return the position of the block that module ``name`` is in, or None."""
         return block_of(name, self.blocks)
 
     def module(self, node: Node) -> str | None:
-        """The innermost module that ``node`` was called in."""
-        for identity, source, _ in reversed(module_stack(node)):
-            if identity in self._modules:
-                return self._modules[identity]
+        """Return the innermost module that ``node`` was called in, or None."""
+        for caller in reversed(module_stack(node)):
+            if caller.id in self._modules:
+                return self._modules[caller.id]
             if not self._by_name:
-                return _path(source)
+                return _path(caller.source)
         return None
 
     def newcomer(self, node: Node) -> str | None:
-        """The innermost module that ``node`` was called in, if that joined the model after these names were taken.
+        """Return the innermost module that ``node`` was called in, if it joined the model after the names were taken.
 
-        A module that is in no ``named_modules()`` (one kept in a list, out of the model's sight) is no newcomer.
+        A module that no ``named_modules()`` lists, such as one in a plain list, is no newcomer.
         """
         stack = module_stack(node)
-        if self._root is None or not stack or stack[-1][0] in self._modules:
+        if self._root is None or not stack or stack[-1].id in self._modules:
             return None
-        return next((name for name, module in self._root.named_modules() if id(module) == stack[-1][0]), None)
+        return next((name for name, module in self._root.named_modules() if id(module) == stack[-1].id), None)
 
-    def owner(self, weight: Node, user: Node) -> tuple[str, str] | None:
-        """(module, parameter name) of the parameter at placeholder ``weight``.
+    def owner(self, weight: Node, user: Node) -> Owner | None:
+        """Return the owner of the parameter at placeholder ``weight``, or None.
 
         A parameter that several modules share belongs to the one that ``user`` was called in, else to the first.
         """
         example = getattr(weight.meta.get("grapharg"), "example", None)
-        # An id may have been that of a parameter which fully_shard replaced: whether it still is one is looked up.
-        known = self._owners.get(id(example), [])
-        owners = [(module, name) for module, name in known if self._by_name[module]._parameters.get(name) is example]
-        if owners:
-            calling = self.module(user)
-            return next((owner for owner in owners if owner[0] == calling), owners[0])
-        found = _parse(weight)
-        if found is None or not found[1] or not self._by_name:
-            return found if found is not None and found[1] else None
-        path, parameter = found
         calling = self.module(user)
-        # A source is relative to the frame it was captured in, some module around the one that called. Trust it as it
-        # stands only where it leads nowhere inside that one: "0" of a sharded block is not "0" of the root.
+        # The id may be that of a parameter which fully_shard has replaced since.
+        known = self._owners.get(id(example), [])
+        owners = [o for o in known if self._by_name[o.module]._parameters.get(o.parameter) is example]
+        if owners:
+            return next((owner for owner in owners if owner.module == calling), owners[0])
+        source = _parse(weight)
+        if source is None or not source.parameter:
+            return None
+        if not self._by_name:
+            return source
+        path, parameter = source
+        # A source is relative to the frame that was captured, which is some module around the calling one. Try it
+        # inside the calling module first: "0" of a sharded block is not "0" of the root.
         if calling is not None:
             around = calling.split(".") if calling else []
             for depth in range(len(around), -1, -1):
                 name = ".".join([*around[:depth], path]).strip(".")
                 inside = not calling or f"{name}.".startswith(f"{calling}.")
                 if inside and self._owns(name, parameter):
-                    return name, parameter
+                    return Owner(name, parameter)
         if self._owns(path, parameter):
-            return found
-        return (calling, parameter) if calling is not None else None
+            return source
+        return Owner(calling, parameter) if calling is not None else None
 
-    def owners(self, node: Node) -> list[tuple[str, str]]:
-        """(module, parameter name) of all modules that hold the parameter at placeholder ``node``, as far as its
-        identity or its source tells."""
+    def owners(self, node: Node) -> list[Owner]:
+        """Return all owners of the parameter at placeholder ``node``, as far as its identity or its source tells."""
         example = getattr(node.meta.get("grapharg"), "example", None)
-        found = _parse(node)
-        return [*self._owners.get(id(example), ()), *([found] if found is not None and found[1] else ())]
+        source = _parse(node)
+        return [*self._owners.get(id(example), ()), *([source] if source is not None and source.parameter else ())]
 
     def _owns(self, module: str, parameter: str) -> bool:
         return module in self._by_name and parameter in self._by_name[module]._parameters
@@ -124,12 +135,12 @@ class Names:
     def is_parameter(self, node: Node) -> bool:
         """Whether placeholder ``node`` is a parameter."""
         example = getattr(node.meta.get("grapharg"), "example", None)
-        found = _parse(node)
-        return isinstance(example, nn.Parameter) or (found is not None and bool(found[1]))
+        source = _parse(node)
+        return isinstance(example, nn.Parameter) or (source is not None and bool(source.parameter))
 
 
-def _parse(node: Node) -> tuple[str, str] | None:
-    """(module path, parameter name or "") from the source of a placeholder."""
+def _parse(node: Node) -> Owner | None:
+    """Return the module path and the parameter, or "", that the source of a placeholder names."""
     source = getattr(node, "_dynamo_source", None)
     if source is None:
         return None
@@ -140,11 +151,11 @@ def _parse(node: Node) -> tuple[str, str] | None:
             modules.append(match.group(1))
         elif match.group(2) == "parameters":
             parameter = match.group(3)
-    return ".".join(modules), parameter
+    return Owner(".".join(modules), parameter)
 
 
 def _path(source: str) -> str:
-    """``L['self'].blocks.0.attn`` or ``L['self']._modules['blocks']...`` as ``blocks.0.attn``."""
+    """Return ``blocks.0.attn`` for ``L['self'].blocks.0.attn`` and ``L['self']._modules['blocks']...``."""
     if "._modules[" in source:
         return ".".join(re.findall(r"\._modules\['([^']+)'\]", source))
     return re.sub(r"^[LG]\['[^']+'\]\.?", "", source).replace("['", ".").replace("']", "").strip(".")

@@ -1,18 +1,31 @@
-"""From a site and the rule that matched it to the programs that replace it."""
+"""Decides about found matrix work: the rule, the plan, and the site that is reported.
+
+The second pass of :mod:`fp4graph.graph.rewrite`. :func:`plan_site` plans one site under one rule; :class:`Planner` asks
+the policy about the work of whole graphs.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from typing import TypeVar
 
+from torch import Tensor
+from torch.fx import Node
+
 from fp4graph.errors import CaptureError, PluginError
+from fp4graph.graph import flops
+from fp4graph.graph.blocks import pattern_of
+from fp4graph.graph.find import FoundProduct, FoundWork
+from fp4graph.graph.products import name_of, transposes, value_of
+from fp4graph.graph.site import Site, WeightUse
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops.gemm import GemmProgram, MatmulProgram
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.state import StateSlot
-from fp4graph.policy import Rule
+from fp4graph.policy import Decision, Policy, Rule, plan_specs
 from fp4graph.technique import OperandSpecs, StateEntry, Technique, checked_plan, overrides
 from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.site import SiteView
@@ -22,28 +35,35 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What happens to one site: the operands' final specs, and the program (None where nothing is quantized)."""
+    """What happens to one site.
+
+    Attributes:
+        specs: the final spec of each operand; None is high precision.
+        program: the program that replaces the product, or None where nothing is quantized.
+    """
 
     specs: tuple[tuple[Operand, QuantSpec | None], ...]
     program: MatmulProgram | None
 
 
-#: Of a site that stays in high precision.
+#: The plan of a site that stays in high precision.
 NOTHING = Plan(tuple((operand, None) for operand in Operand), None)
 
 
 def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
-    """The plan for ``site`` under ``rule``, which must be a quantizing one.
+    """Plan ``site`` under ``rule``, which must be one that quantizes.
 
-    In evaluation (``training=False``) fprop rounds to nearest, and noise added after dequantization is off unless its
-    technique ``draws_in_evaluation``.
+    In evaluation (``training=False``) fprop rounds to nearest, and a technique that adds noise after dequantization
+    does nothing unless it ``draws_in_evaluation``.
 
     Raises:
         CaptureError: a technique's options do not fit the site.
     """
-    specs: OperandSpecs = dict(rule.specs)
-    for technique in rule.techniques:
-        specs = _call(technique, site, rule, partial(checked_plan, technique, site, specs))
+
+    def plan(technique: Technique, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
+        return _call(technique, site, rule, partial(checked_plan, technique, site, specs))
+
+    specs = plan_specs(rule.techniques, site, dict(rule.specs), plan)
     techniques = rule.techniques
     if not training:
         specs = {operand: _settled(spec) if operand.gemm is Gemm.FPROP else spec for operand, spec in specs.items()}
@@ -90,12 +110,12 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
 
 @lru_cache(maxsize=4096)
 def plan_weight(site: SiteView, rule: Rule) -> Plan:
-    """:func:`plan_site` for a weight known before any capture; the optimizer's view of the site."""
+    """Plan the site of a weight for training, before or after its capture: the optimizer's view of the site."""
     return plan_site(site, rule)
 
 
 def _settled(spec: QuantSpec | None) -> QuantSpec | None:
-    """``spec`` without forward noise."""
+    """Return ``spec`` without stochastic rounding."""
     if spec is None or not spec.needs_key:
         return spec
     scale = spec.scale
@@ -105,7 +125,7 @@ def _settled(spec: QuantSpec | None) -> QuantSpec | None:
 
 
 def _members(technique: Technique, site: SiteView, rule: Rule, method: str, kind: type[T]) -> tuple[T, ...]:
-    """What a planning method lists, each of ``kind``."""
+    """Return what a technique's planning method lists, which must be members of ``kind``."""
 
     def listed() -> tuple[T, ...]:
         members = tuple(getattr(technique, method)(site))
@@ -118,15 +138,127 @@ def _members(technique: Technique, site: SiteView, rule: Rule, method: str, kind
 
 
 def _call(technique: Technique, site: SiteView, rule: Rule, method: Callable[[], T]) -> T:
-    """One planning method of a technique, its refusals as errors that name the site and the rule."""
+    """Call one planning method of a technique; an error in it names the technique, the site and the rule."""
     place = f"{rule.file}:{rule.line}: " if rule.file else ""
     try:
         return method()
     except ValueError as error:
         raise CaptureError(f"{place}technique {technique.name}: {error}", site=str(site)) from error
-    except Exception as error:  # a stranger's bug, named
+    except Exception as error:  # a bug of the technique
         raise PluginError(
             f"technique {technique.name!r}, planning: {type(error).__name__}: {error}",
             plugin=technique.plugin or technique.name,
             site=str(site),
         ) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedSite:
+    """A site that is to be quantized: what was found, its plan, and its :attr:`Site.occurrence`."""
+
+    found: FoundProduct
+    plan: Plan
+    occurrence: int
+
+
+class Planner:
+    """Asks one policy about the matrix work of captured graphs.
+
+    Args:
+        policy: the policy.
+        first_occurrence: number of sites of each module that earlier graphs of the model held. A graph break may split
+            a module's calls over several graphs, and their noise must not repeat.
+
+    Attributes:
+        sites: every place of matrix work, with the decision.
+        uses: the products whose second factor is a parameter with a known owner.
+        refused: the first error about matrix work that would otherwise run unquantized without a word, or None.
+    """
+
+    def __init__(self, policy: Policy, first_occurrence: Mapping[str, int] | None = None) -> None:
+        self.sites: list[Site] = []
+        self.uses: list[WeightUse] = []
+        self.refused: CaptureError | None = None
+        self._policy = policy
+        self._occurrences: Counter[str] = Counter(first_occurrence or {})
+
+    def plan(self, work: Iterable[FoundProduct | FoundWork]) -> list[PlannedSite]:
+        """Decide about ``work``, and return the sites that are to be quantized."""
+        planned: list[PlannedSite] = []
+        for found in work:
+            if isinstance(found, FoundWork):
+                self._work(found)
+            elif (site := self._product(found)) is not None:
+                planned.append(site)
+        return planned
+
+    def _product(self, found: FoundProduct) -> PlannedSite | None:
+        decision = self._policy.decide(found.view, found.places)
+        rule, view, node = decision.rule, found.view, found.product.node
+        if found.weight_first is not None and decision.index < 0 and not rule.quantizes:
+            self._work(found.weight_first)
+            return None
+        if self._policy.quantizes and found.newcomer is not None:
+            self._keep(node, found.newcomer, name_of(node), "its module was added after fp4graph.apply()")
+            self._refuse(
+                "this module was added to the model after fp4graph.apply(), which has not planned it; call "
+                "fp4graph.apply(model, policy) again, which keeps state where it fits, and prepare_optimizer again",
+                found.newcomer,
+            )
+            return None
+        occurrence = self._occurrences[str(view.module)]
+        self._occurrences[str(view.module)] += 1
+        if found.has_weight and found.owner is not None:
+            transposed = (found.product.form == "matmul") != transposes(found.views)
+            self.uses.append(WeightUse(*found.owner, view, decision, transposed))
+        plan = NOTHING
+        if rule.quantizes:
+            plan = plan_site(view, rule, training=found.marked is None or found.marked.marker.training)
+        quantized = plan.program is not None
+        a, b = found.product.values
+        self.sites.append(
+            Site(
+                view.module,
+                view.op,
+                (_shape(a), _shape(b)),
+                rule=rule.name if decision.index >= 0 or rule.quantizes else None,
+                reason="" if quantized else rule.keep or "every operand is kept in high precision",
+                operands=dict(plan.specs),
+                quantized=quantized,
+                occurrence=occurrence,
+                rule_index=decision.index,
+                flops=flops.of_product(found.product),
+            )
+        )
+        return PlannedSite(found, plan, occurrence) if quantized else None
+
+    def _work(self, found: FoundWork) -> None:
+        """Keep work that cannot be quantized. Where the policy would quantize a linear layer that does it, refuse."""
+        if not found.like_linear:
+            return self._keep(found.node, found.module, found.view.op, found.reason)
+        op, module, block = found.view.op, found.view.module, found.view.block
+        decision = self._policy.decide(found.view, found.places)
+        if decision.index >= 0 or not self._policy.may_quantize("linear", module, block, found.places):
+            return self._keep(found.node, found.module, op, decision.rule.keep or "", decision)
+        unsupported = "it multiplies matrices in a way that cannot be quantized yet"
+        self._keep(found.node, found.module, op, f"not supported: {unsupported}")
+        return self._refuse(
+            f"{op} multiplies with a parameter in a way that cannot be quantized yet, and would run in high precision "
+            "without a word. To keep it, put a rule before the policy's others (in a policy that extends another, "
+            f"repeat those): {{name: {op}, match: {{module: {pattern_of(module or '')!r}}}, keep: not quantized yet}}",
+            module,
+        )
+
+    def _keep(self, node: Node, module: str | None, op: str, reason: str, decision: Decision | None = None) -> None:
+        shapes = [_shape(value) for argument in node.all_input_nodes if (value := value_of(argument)) is not None]
+        rule, index = (None, None) if decision is None else (decision.rule.name, decision.index)
+        kept, work = dict(NOTHING.specs), flops.of_node(node)
+        self.sites.append(Site(module, op, tuple(shapes[:2]), rule, reason, kept, False, rule_index=index, flops=work))
+
+    def _refuse(self, message: str, module: str | None) -> None:
+        if self.refused is None:
+            self.refused = CaptureError(message, site=module or "(root)")
+
+
+def _shape(x: Tensor) -> tuple[int | str, ...]:
+    return tuple(size if isinstance(size, int) else str(size) for size in x.shape)

@@ -1,4 +1,7 @@
-"""Recognises matrix products among the nodes of a graph, and says why other matrix work is not one."""
+"""Reads single nodes: which are matrix products, and why other matrix work is not one.
+
+A new product operation is added here, to ``_READERS``.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,14 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Product:
-    """One node that computes ``A @ B`` (plus an addend).
+    """One node that computes ``beta·addend + alpha·A @ B``.
 
     Attributes:
+        node: the node.
         form: ``linear`` (B stored ``[N, K]``), or ``matmul`` (B ``[..., K, N]``).
-        a, b: the factors; addend: bias or accumulator, or None.
-        alpha, beta: of ``beta·addend + alpha·A @ B``.
+        a, b: the factors.
+        addend: the bias or accumulator, or None.
+        alpha, beta: the two constants.
     """
 
     node: Node
@@ -31,6 +36,22 @@ class Product:
     addend: Node | None = None
     alpha: float = 1
     beta: float = 1
+
+    @property
+    def values(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The fake tensors that the factors stand for."""
+        a, b = value_of(self.a), value_of(self.b)
+        assert a is not None, "read_product checked it"
+        assert b is not None, "read_product checked it"
+        return a, b
+
+
+@dataclass(frozen=True)
+class NoProduct:
+    """Matrix work that cannot be a site: the name of the operation, and why."""
+
+    op: str
+    reason: str
 
 
 def _linear(node: Node, input: Node, weight: Node, bias: Node | None = None) -> Product:  # torch's name
@@ -71,61 +92,45 @@ _READERS: Mapping[Any, Callable[..., Product]] = {
     **dict.fromkeys((torch.addmm, torch.baddbmm, aten.addmm.default, aten.baddbmm.default, "addmm", "baddbmm"), _addmm),
 }
 
-_NOT_SITES: Mapping[Any, tuple[str, str]] = {
+_CONVOLUTIONS = ["conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"]
+_RECURRENT = ["lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"]
+_NOT_SITES: Mapping[Any, NoProduct] = {
+    **{
+        getattr(library, name): NoProduct("conv", "convolutions are kept in high precision")
+        for library in (torch, nn.functional)
+        for name in _CONVOLUTIONS
+    },
+    **{
+        getattr(torch, name): NoProduct("recurrent", "recurrent layers are kept in high precision")
+        for name in _RECURRENT
+    },
+    nn.functional.bilinear: NoProduct("bilinear", "three factors"),
+    torch.addbmm: NoProduct("addbmm", "sums over the batch; write it as a matmul to quantize it"),
+    torch.tensordot: NoProduct("tensordot", "write it as a matmul or einsum to quantize it"),
+    torch.chain_matmul: NoProduct("chain_matmul", "write it as matmuls to quantize it"),
+    torch.linalg.multi_dot: NoProduct("multi_dot", "write it as matmuls to quantize it"),
+    torch.outer: NoProduct("outer", "no contraction axis"),
+    torch.mv: NoProduct("mv", "a matrix-vector product"),
+    torch.dot: NoProduct("dot", "a vector product"),
     **dict.fromkeys(
-        (torch.conv1d, torch.conv2d, torch.conv3d, nn.functional.conv1d, nn.functional.conv2d, nn.functional.conv3d),
-        ("conv", "convolutions are kept in high precision"),
+        (torch.einsum, torch.functional.einsum, aten.einsum.default),
+        NoProduct("einsum", "not a product of two matrices"),
     ),
-    **dict.fromkeys(
-        (
-            torch.conv_transpose1d,
-            torch.conv_transpose2d,
-            torch.conv_transpose3d,
-            nn.functional.conv_transpose1d,
-            nn.functional.conv_transpose2d,
-            nn.functional.conv_transpose3d,
-        ),
-        ("conv", "convolutions are kept in high precision"),
-    ),
-    nn.functional.bilinear: ("bilinear", "three factors"),
-    torch.addbmm: ("addbmm", "sums over the batch; write it as a matmul to quantize it"),
-    torch.tensordot: ("tensordot", "write it as a matmul or einsum to quantize it"),
-    torch.chain_matmul: ("chain_matmul", "write it as matmuls to quantize it"),
-    torch.linalg.multi_dot: ("multi_dot", "write it as matmuls to quantize it"),
-    torch.outer: ("outer", "no contraction axis"),
-    torch.mv: ("mv", "a matrix-vector product"),
-    torch.dot: ("dot", "a vector product"),
-    **dict.fromkeys(
-        (
-            torch.lstm,
-            torch.gru,
-            torch.rnn_tanh,
-            torch.rnn_relu,
-            torch.lstm_cell,
-            torch.gru_cell,
-            torch.rnn_tanh_cell,
-            torch.rnn_relu_cell,
-        ),
-        ("recurrent", "recurrent layers are kept in high precision"),
-    ),
-    torch.einsum: ("einsum", "not a product of two matrices"),
-    torch.functional.einsum: ("einsum", "not a product of two matrices"),
-    aten.einsum.default: ("einsum", "not a product of two matrices"),
-    nn.functional.multi_head_attention_forward: ("attention", "could not be expanded"),
+    nn.functional.multi_head_attention_forward: NoProduct("attention", "could not be expanded"),
 }
 _SDPA = (nn.functional.scaled_dot_product_attention, aten.scaled_dot_product_attention.default)
 
 
-#: Products that torch's FLOP counter does not count, by a part of their names, and by their names.
+#: Products that torch's FLOP counter does not count: parts of their names, and whole names.
 _UNCOUNTED, _UNCOUNTED_NAMES = ("grouped_mm", "scaled_mm"), ("_int_mm",)
-#: Libraries of operations that multiply no matrices but those that a reader or the FLOP counter knows.
+#: Libraries in which a reader or the FLOP counter knows every operation that multiplies matrices.
 _KNOWN_LIBRARIES = frozenset(
     {"aten", "prims", "prim", "inductor", "c10d", "_c10d_functional", "c10d_functional", "fsdp"}
 )
 
 
 def operation(node: Node) -> Callable[..., Any]:
-    """The function that ``node`` calls; a method as a function of its object."""
+    """Return the function that ``node`` calls; a method is a function of its object."""
     target: Any = node.target
     if not isinstance(target, str):
         return target  # type: ignore[no-any-return]
@@ -139,7 +144,7 @@ def is_uncounted_product(node: Node) -> bool:
 
 
 def is_foreign(node: Node) -> bool:
-    """Whether ``node`` calls an operation of a library of which nothing is known (``torch.library.custom_op``)."""
+    """Whether ``node`` calls an operation of an unknown library (``torch.library.custom_op``)."""
     target = node.target
     return isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket) and (
         _qualified(target).partition("::")[0] not in _KNOWN_LIBRARIES
@@ -155,86 +160,68 @@ def is_sdpa(node: Node) -> bool:
     return node.op == "call_function" and node.target in _SDPA
 
 
-def read_product(node: Node) -> Product | tuple[str, str] | None:
-    """The product at ``node``; (op, reason) for matrix work that cannot be a site; None for anything else."""
+def read_product(node: Node) -> Product | NoProduct | None:
+    """Read ``node``; None where it does no matrix work that is known here."""
     if node.op not in ("call_function", "call_method"):
         return None
     reader = _READERS.get(node.target)
     if reader is None:
         if is_sdpa(node):
-            return "sdpa", "fused attention is kept in high precision unless a rule targets op: sdpa"
+            return NoProduct("sdpa", "fused attention is kept in high precision unless a rule targets op: sdpa")
         return _NOT_SITES.get(node.target)
     op = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
     if "out" in node.kwargs:
-        return op, "writes into out="
+        return NoProduct(op, "writes into out=")
     product = reader(node, *node.args, **node.kwargs)
     a, b = value_of(product.a), value_of(product.b)
     if a is None or b is None or not (a.is_floating_point() and b.is_floating_point()):
-        return op, "not floating point"
+        return NoProduct(op, "not floating point")
     if a.dim() < (1 if product.form == "linear" else 2) or b.dim() < 2:
-        return op, "a matrix-vector product"
+        return NoProduct(op, "a matrix-vector product")
     return product
 
 
 def value_of(node: Any) -> torch.Tensor | None:
-    """The fake tensor that ``node`` stands for."""
+    """Return the fake tensor that ``node`` stands for, or None."""
     value = node.meta.get("example_value", node.meta.get("val")) if isinstance(node, Node) else None
     return value if isinstance(value, torch.Tensor) else None
 
 
 #: Operations that show the same numbers in another shape, layout or dtype: a weight is followed through them.
-_VIEW_NAMES = frozenset(
-    [
-        "t",
-        "transpose",
-        "permute",
-        "view",
-        "reshape",
-        "contiguous",
-        "to",
-        "float",
-        "half",
-        "bfloat16",
-        "type_as",
-        "chunk",
-        "split",
-        "unbind",
-        "narrow",
-        "select",
-        "unsqueeze",
-        "squeeze",
-        "expand",
-        "detach",
-        "clone",
-        "flatten",
-        "unflatten",
-        "swapaxes",
-        "adjoint",
-        "getitem",
-        "__getitem__",
-        "getattr",
-        "slice",
-        "alias",
-        "_to_copy",
-        "_unsafe_view",
-        "numpy_T",
-        "mT",
-        "T",
-        "tensor_split",
-        "movedim",
-    ]
-)
+_VIEW_NAMES = frozenset({
+    "t", "transpose", "permute", "view", "reshape", "contiguous", "to", "float", "half", "bfloat16", "type_as",
+    "chunk", "split", "unbind", "narrow", "select", "unsqueeze", "squeeze", "expand", "detach", "clone", "flatten",
+    "unflatten", "swapaxes", "adjoint", "getitem", "__getitem__", "getattr", "slice", "alias", "_to_copy",
+    "_unsafe_view", "numpy_T", "mT", "T", "tensor_split", "movedim",
+})  # fmt: skip
 
 
 def view_source(node: Node) -> Node | None:
-    """The node that ``node`` is a view or cast of, or None."""
+    """Return the node that ``node`` is a view or cast of, or None."""
     if node.op not in ("call_function", "call_method") or not node.args or not isinstance(node.args[0], Node):
         return None
     return node.args[0] if name_of(node) in _VIEW_NAMES else None
 
 
+#: Views that may exchange the axes of a matrix.
+_TRANSPOSITIONS = frozenset({"t", "transpose", "numpy_T", "mT", "T", "adjoint", "swapaxes", "swapdims", "permute"})
+
+
+def transposes(views: tuple[Node, ...]) -> bool:
+    """Whether a chain of views shows a matrix transposed."""
+    odd = False
+    for view in views:
+        name = str(view.args[1]) if name_of(view) == "getattr" else name_of(view)
+        if name == "permute":
+            order = [axis for axis in view.args[1:] if isinstance(axis, int)] or list(view.args[1])  # type: ignore[arg-type]
+            odd ^= [axis % 2 for axis in order] == [1, 0] if len(order) == 2 else False
+        else:
+            odd ^= name in _TRANSPOSITIONS
+    return odd
+
+
 def producer_of(node: Node) -> str | None:
-    """The name of the operation that computed ``node``, past views, casts and dropout; "swiglu" for silu(x)·y."""
+    """Return the operation that computed ``node``, past views, casts and dropout; "swiglu" for silu(x)·y."""
     while (source := view_source(node)) is not None or name_of(node) == "dropout":
         node = source if source is not None else node.args[0]  # type: ignore[assignment]
     if node.op == "placeholder":
@@ -245,7 +232,7 @@ def producer_of(node: Node) -> str | None:
 
 
 def name_of(node: Node) -> str:
-    """The name of the operation, without its library and overload."""
+    """Return the name of the operation, without its library and overload."""
     target: Any = node.target
     if isinstance(target, str):
         return target

@@ -1,5 +1,5 @@
-"""Hand-written kernels of the plain quantizer, the one that a spec describes without any technique.
+"""Hand-written kernels of the plain quantizer: the one that a spec describes without any technique.
 
-They compute what :mod:`fp4graph.numerics` computes, bit for bit, in one pass over the tensor; everything that
-techniques change is left to the tensor code, which Inductor compiles.
+They compute the same bits as :mod:`fp4graph.numerics`, in one pass over the tensor. What techniques change is left to
+the tensor code, which Inductor compiles. The engine calls :mod:`fp4graph.kernels.operators`.
 """

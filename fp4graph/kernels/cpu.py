@@ -36,7 +36,7 @@ _STORED = {torch.uint8: "u8", torch.bfloat16: "u16", torch.float32: "float"}
 _LANES = 64  # of quantize.cpp
 
 # -ffp-contract=off: a fused multiply-add rounds once where the tensor code rounds twice. The other two promise that
-# nobody reads errno or floating-point exceptions, without which rounding functions are calls.
+# nobody reads errno or floating-point exceptions; without them rounding functions are not inlined.
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 
 _QUANTIZE = """
@@ -91,12 +91,13 @@ class _Noise(ctypes.Structure):
 
 @dataclass(frozen=True)
 class Blocks:
-    """What techniques have made of the blocks of a tensor: each fp32, contiguous, one number per block or one for all.
+    """Numbers that techniques give for the blocks of a tensor: each fp32, contiguous, one per block or one for all.
 
     Attributes:
-        divisor: of the values, before anything else. factor: of the result.
-        statistic: in the place of the largest magnitude of the divided values.
-        scale: in the place of the one that the statistic gives.
+        divisor: divides the values, before anything else.
+        statistic: replaces the largest magnitude of the divided values.
+        scale: replaces the scale that the statistic gives.
+        factor: multiplies the result.
     """
 
     divisor: Tensor | None = None
@@ -106,20 +107,20 @@ class Blocks:
 
 
 def supports(spec: QuantSpec) -> bool:
-    """Whether the kernels know ``spec``: blocks of a fixed length along the contraction axis, codes of up to a byte."""
+    """True if the kernels know ``spec``: blocks of a fixed length along the contraction axis, codes of up to a byte."""
     return isinstance(spec.block, int) and spec.block <= 1024 and spec.element.code_bits <= 8
 
 
 def packs(spec: QuantSpec) -> bool:
-    """Whether what ``spec`` gives can be kept as bytes and quantized again from them."""
+    """True if the result of ``spec`` can be kept as bytes and quantized again from them."""
     return supports(spec) and isinstance(spec.block, int) and spec.block % 2 == 0 and _LANES % spec.block == 0
 
 
 @functools.cache
 def available() -> bool:
-    """Whether there is a C++ compiler that takes the kernels; warns once where there is none."""
+    """True if there is a C++ compiler that takes the kernels; warns once where there is none."""
     try:
-        # Though this one library be in the cache: those of other quantizers may not be.
+        # This library may be in the cache, and those of other quantizers not.
         if shutil.which(_compiler()) is None:
             raise FileNotFoundError(f"no such program: {_compiler()}")
         _build("")
@@ -148,7 +149,7 @@ def quantize(
 
     Args:
         x, y: ``[B, R, C]``, blocks along C, a dtype of :data:`DTYPES`; both contiguous along C, or both along R.
-        codes, scales: where the bytes go too, as of :func:`fp4graph.pack`; only if C is contiguous.
+        codes, scales: receive the bytes, laid out as by :func:`fp4graph.pack`; only if C is contiguous.
     """
     noise, kept = _noise(draw)
     run = _function(_QUANTIZE, x.dtype, Q=spec)
@@ -160,13 +161,17 @@ def quantize(
 
 
 def maxima(x: Tensor, z: Tensor, block: int) -> None:
-    """The largest magnitude of every block of ``x [B, R, C]`` along C into ``z [B, R, ceil(C/block)]``, fp32."""
+    """Write the largest magnitude of every block of ``x [B, R, C]`` along C into ``z [B, R, ceil(C/block)]``, fp32."""
     run = _function(_MAXIMA, x.dtype)
     run(_at(x), _strides(x), _at(z), _Shape(*x.shape), ctypes.c_int64(block), _threads())
 
 
 def requantize(codes: Tensor, scales: Tensor, packed: str, y: Tensor, spec: str, draw: Draw | None) -> None:
-    """Quantize into ``y [B, R, C]``, contiguous along R, the transpose of what ``packed`` packed along R."""
+    """Quantize the transpose of a packed operand into ``y [B, R, C]``, contiguous along R.
+
+    Args:
+        codes, scales: the operand's bytes, packed along R by the spec ``packed``.
+    """
     noise, kept = _noise(draw)
     run = _function(_REQUANTIZE, y.dtype, P=packed, Q=spec)
     run(_at(codes), _at(scales), _at(y), _strides(y), noise, _Shape(*y.shape), _threads())
@@ -174,7 +179,7 @@ def requantize(codes: Tensor, scales: Tensor, packed: str, y: Tensor, spec: str,
 
 
 def unpack(codes: Tensor, scales: Tensor, packed: str, y: Tensor) -> None:
-    """What ``packed`` packed along C, into the contiguous ``y [B, R, C]``."""
+    """Write the operand that the spec ``packed`` packed along C into the contiguous ``y [B, R, C]``."""
     run = _function(_UNPACK, y.dtype, P=packed)
     run(_at(codes), _at(scales), _at(y), _Shape(*y.shape), _threads())
 
@@ -237,7 +242,7 @@ def _source() -> str:
 
 
 def _build(entry: str) -> Path:
-    """The shared library of the kernels with ``entry`` at their end, built unless it is in the cache.
+    """Return the shared library of the kernels with ``entry`` at their end, built unless it is in the cache.
 
     Raises:
         OSError: there is no compiler. subprocess.SubprocessError: it refuses the source.
@@ -267,7 +272,7 @@ def _compiler() -> str:
 
 @functools.cache
 def _machine() -> str:
-    """What -march=native depends on: a cache directory may be shared between machines."""
+    """Return what -march=native depends on; a cache directory may be shared between machines."""
     try:
         flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
     except (OSError, StopIteration):

@@ -1,10 +1,11 @@
-"""The plain quantizer, a spec without techniques, as operators: opaque to compilers, run by hand-written kernels.
+"""The operators that the engine calls for a plain quantizer: opaque to compilers, run by hand-written kernels.
 
-An operator does not fuse with its neighbours, and that is the point: on a CPU the kernel of
-:mod:`fp4graph.kernels.cpu` takes a fraction of the time of what Inductor makes of the tensor code, and is compiled once
-for all sites and shapes where Inductor compiles every one. Values are those of :func:`fp4graph.fake_quantize`.
+An operator does not fuse with its neighbours, and that is intended: on a CPU the kernel of
+:mod:`fp4graph.kernels.cpu` takes a fraction of the time of the code that Inductor generates, and is compiled once for
+all sites and shapes, where Inductor compiles each. Values are those of :func:`fp4graph.fake_quantize`.
 
-A spec travels as text, so that a compiled graph in a cache names it in full.
+A spec is passed as text, so that a compiled graph in a cache names it in full; a draw is passed as its key, step and
+salts.
 """
 
 from __future__ import annotations
@@ -43,13 +44,13 @@ _enabled = os.environ.get("FP4GRAPH_KERNELS", "1") != "0"
 
 
 def enabled() -> bool:
-    """Whether kernels are used where there are any."""
+    """True if kernels are used where there are any."""
     return _enabled
 
 
 @contextmanager
 def tensor_code() -> Iterator[None]:
-    """In this context quantizers are traced and run as tensor code, which is what compilers of other devices get."""
+    """Trace and run quantizers as tensor code in this context, as compilers for other devices are given them."""
     global _enabled
     former, _enabled = _enabled, False
     try:
@@ -59,17 +60,17 @@ def tensor_code() -> Iterator[None]:
 
 
 def runs(spec: QuantSpec, device: torch.device) -> bool:
-    """Whether a kernel quantizes by ``spec`` on ``device``."""
+    """True if a kernel quantizes by ``spec`` on ``device``."""
     return cpu.supports(spec) and _on(device)
 
 
 def rounds(spec: QuantSpec, device: torch.device) -> bool:
-    """Whether a kernel rounds to the elements of ``spec`` on ``device``, given the scales of its blocks."""
+    """True if a kernel rounds to the elements of ``spec`` on ``device``, given the scales of its blocks."""
     return cpu.supports(by_runs(spec)) and _on(device)
 
 
 def by_runs(spec: QuantSpec) -> QuantSpec:
-    """``spec`` with blocks that lie along the contraction axis alone, as kernels need them: parts of its own."""
+    """Return ``spec`` with each block cut into runs along the contraction axis, as kernels need it."""
     if isinstance(spec.block, int):
         return spec
     return replace(spec, block=_RUN if isinstance(spec.block, str) else spec.block[1])
@@ -99,7 +100,7 @@ def _on(device: torch.device) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _available() -> bool:
-    """Not for Dynamo to trace, which would go into the building of the kernels, and in torch 2.11 fail at it."""
+    """Return ``cpu.available()``; Dynamo does not trace it, because in torch 2.11 tracing the build fails."""
     return cpu.available()
 
 
@@ -127,7 +128,7 @@ class PackedOperand:
     dtype: torch.dtype
 
     def unpack(self) -> Tensor:
-        """The dequantized operand, contiguous."""
+        """Return the dequantized operand, contiguous."""
         result: Tensor = torch.ops.fp4graph.unpack(
             self.codes, self.scales, self.spec.to_text(), self.length, self.dtype
         )
@@ -157,7 +158,7 @@ def quantize(x: Tensor, spec: QuantSpec, draw: Draw | None = None, given: Blocks
 
 
 def maxima(x: Tensor, block: int) -> Tensor:
-    """The largest magnitude of every block of ``x [..., C]`` along its last axis: ``[..., ceil(C/block)]``, fp32."""
+    """Return the largest magnitude of every block of ``x [..., C]`` along C: ``[..., ceil(C/block)]``, fp32."""
     result: Tensor = torch.ops.fp4graph.maxima(x if x.dtype in DTYPES else x.to(torch.float32), block)
     return result
 
@@ -289,13 +290,13 @@ def _last_two(x: Tensor) -> tuple[int, int]:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """A contiguous ``x`` that has elements as ``[B, R, C]``, of strides that say so even where an axis has length 1."""
+    """Return a contiguous, non-empty ``x`` as ``[B, R, C]``, its strides contiguous even where an axis has length 1."""
     rows, columns = _last_two(x)
     return x.as_strided((x.numel() // (rows * columns), rows, columns), (rows * columns, columns, 1))
 
 
 def _matrices(x: Tensor) -> Tensor | None:
-    """``x`` as a batch ``[B, R, C]`` of matrices that are contiguous along one axis, without a copy; else None."""
+    """Return ``x``, uncopied, as ``[B, R, C]`` contiguous along one of its last two axes; None where it is not."""
     try:
         matrices = x.view(-1, *_last_two(x))
     except RuntimeError:

@@ -1,7 +1,8 @@
 """The plain quantizer in Triton: the numerics on a tile in registers, and the kernel that moves tiles.
 
-``F``, everywhere, is a :class:`fp4graph.kernels.constants.Constants`. Statistics and spacings are handled as the
-bits of their fp32, int32: they are never negative, so that integers order them as floats do.
+Every ``F`` is a :class:`fp4graph.kernels.constants.Constants`. Statistics and spacings are held as the bits of their
+fp32, int32: they are never negative, so integers order them as floats do. The sections are named after the modules
+whose arithmetic they repeat.
 """
 
 import triton
@@ -26,7 +27,7 @@ def _hash_bits(a, b, index):
 
 @triton.jit
 def _absorb(a, b, word):
-    """The key (a, b) with a word of uint32: the hash of two counters, 2·word and 2·word + 1, spread apart."""
+    """Return the key (a, b) mixed with a word, uint32: the hash of its counters 2·word and 2·word + 1, spread apart."""
     first = word * 0x3C6EF373  # 2·golden + 1 modulo 2^32
     return _hash_bits(a, b, first), _hash_bits(a, b, first + 0x9E3779B9)
 
@@ -59,19 +60,19 @@ def _float(bits):
 
 @triton.jit
 def _step(u, MIN_EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """Bits of the distance between neighbouring values around u."""
+    """Return the bits of the distance between neighbouring values around u."""
     return tl.maximum(_bits(u) & 0x7F800000, (MIN_EXPONENT + 127) << 23) - (MANTISSA << 23)
 
 
 @triton.jit
 def _inverse(step):
-    """Bits of the reciprocal of a power of two."""
+    """Return the bits of the reciprocal of a power of two."""
     return (254 << 23) - step
 
 
 @triton.jit
 def _round_even(u, step):
-    """To a multiple of step (its bits), of 0 <= u < 2^22·step, ties to even: an fp32 around 2^23·step is one."""
+    """Round 0 <= u < 2^22·step to a multiple of step (given as bits), ties to even: fp32 around 2^23·step are such."""
     shift = _float(step + (23 << 23))
     return (u + shift) - shift
 
@@ -86,7 +87,7 @@ def _unbounded(bits):
 
 @triton.jit
 def _from_exponent(exponent, F: tl.constexpr):
-    """Bits of 2^exponent, brought into the range of the scale format."""
+    """Return the bits of 2^exponent, brought into the range of the scale format."""
     LOWEST: tl.constexpr = F.s_min_exponent - F.s_mantissa
     within = tl.minimum(tl.maximum(exponent, LOWEST), F.s_top)
     scale = (within + 127) << 23
@@ -102,7 +103,7 @@ def _from_exponent(exponent, F: tl.constexpr):
 
 @triton.jit
 def _carry(bits, noise, DROPPED: tl.constexpr, F: tl.constexpr):
-    """What to add to bits so that cutting the DROPPED low ones off rounds by the rule."""
+    """Return what to add to bits so that cutting the DROPPED low ones off rounds by the rule."""
     BELOW: tl.constexpr = (1 << DROPPED) - 1
     if F.s_rounding == "toward_positive":
         carry = tl.full(bits.shape, BELOW, tl.int32)
@@ -117,7 +118,7 @@ def _carry(bits, noise, DROPPED: tl.constexpr, F: tl.constexpr):
 
 @triton.jit
 def _to_format(ideal, noise, F: tl.constexpr):
-    """Bits of the ideal scale (its bits, of a number >= 0) rounded to the scale format."""
+    """Return the bits of the ideal scale (given as bits, not negative) rounded to the scale format."""
     ideal = tl.minimum(ideal, F.s_max_bits)
     if not F.s_has_zero:
         bits = _unbounded(ideal)
@@ -145,7 +146,7 @@ def _to_format(ideal, noise, F: tl.constexpr):
 
 @triton.jit
 def _block_scale(z, noise, F: tl.constexpr):
-    """The scale of blocks whose statistic has the bits z, fp32; NaN where that is not finite."""
+    """Return the scale, fp32, of blocks whose statistic has the bits z; NaN where the statistic is not finite."""
     finite = tl.minimum(z, 0x7F800000)  # sums of a NaN's bits would overflow
     if F.shift >= 0:
         scale = _from_exponent(((_unbounded(finite) + F.shift) >> 23) - (127 + F.emax), F)
@@ -158,7 +159,7 @@ def _block_scale(z, noise, F: tl.constexpr):
 
 @triton.jit
 def _reciprocal(scale, F: tl.constexpr):
-    """1 / scale of powers of two, from 2^-127 to 2^127, the ends of which are each other's, and of NaN; else scale."""
+    """Return 1 / scale where scales are powers of two, from 2^-127 to 2^127, or NaN; else scale."""
     if F.s_mantissa == 0:
         bits = _bits(scale)
         inverse = tl.where(bits == 1 << 22, 254 << 23, (254 << 23) - bits)
@@ -169,7 +170,7 @@ def _reciprocal(scale, F: tl.constexpr):
 
 @triton.jit
 def _divided(x, scale, reciprocal, F: tl.constexpr):
-    """x / scale. Powers of two have exact reciprocals, other scales do not."""
+    """Return x / scale. Powers of two have exact reciprocals, other scales do not."""
     return x * reciprocal if F.s_mantissa == 0 else tl.div_rn(x, tl.broadcast_to(scale, x.shape))
 
 
@@ -178,7 +179,7 @@ def _divided(x, scale, reciprocal, F: tl.constexpr):
 
 @triton.jit
 def _round_element(u, noise, F: tl.constexpr):
-    """The value of the element format that u is rounded to. Magnitudes are rounded, and the sign is put back."""
+    """Return u rounded to the element format. Magnitudes are rounded, and the sign is put back."""
     size = tl.minimum(tl.abs(u), F.qmax)
     step = _step(size, F.min_exponent, F.mantissa)
     if F.draws or F.ties != "even" or F.mantissa == 0:
@@ -206,7 +207,7 @@ def _round_element(u, noise, F: tl.constexpr):
 
 @triton.jit
 def _quantized(x, a, b, index, block_index, AXIS: tl.constexpr, F: tl.constexpr):
-    """Blocks along AXIS of x: element values, scales, and their product, the dequantized x; fp32.
+    """Return element values, scales and the dequantized x, fp32, of blocks along AXIS of x.
 
     (a, b) is the operand's key; index and block_index are those of numerics/blocking.py, uint32. Where a block is not
     finite its scale is NaN, and so is all that it multiplies or divides.
@@ -232,7 +233,7 @@ def _quantized(x, a, b, index, block_index, AXIS: tl.constexpr, F: tl.constexpr)
 
 @triton.jit
 def _place(value, MIN_EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
-    """A value's place among those of its format from zero up, its code: binades count in steps of 2^MANTISSA."""
+    """Return a value's place among those of its format from zero up: its code. Binades are 2^MANTISSA codes apart."""
     step = _step(value, MIN_EXPONENT, MANTISSA)
     binade = (step >> 23) - (MIN_EXPONENT + 127 - MANTISSA)
     return (binade << MANTISSA) + (tl.abs(value) * _float(_inverse(step))).to(tl.int32)
@@ -250,7 +251,7 @@ def _element_code(q, F: tl.constexpr):
 
 @triton.jit
 def _scale_code(scale, F: tl.constexpr):
-    """What is stored of scales: codes, or the scales themselves."""
+    """Return what is stored of scales: codes, or the scales themselves."""
     if F.s_storage == "code":
         code = _place(scale, F.s_min_exponent, F.s_mantissa) if F.s_has_zero else _bits(scale) >> 23
         scale = tl.where(scale == scale, code, F.s_nan_code)
@@ -259,7 +260,7 @@ def _scale_code(scale, F: tl.constexpr):
 
 @triton.jit
 def _packed(codes, F: tl.constexpr):
-    """Bytes of codes [lines, n], uint8: two 4-bit codes to a byte, the first in the low nibble."""
+    """Return the bytes, uint8, of codes [lines, n]: two 4-bit codes to a byte, the first in the low nibble."""
     if F.code_bits == 4:
         low, high = tl.split(tl.reshape(codes, [codes.shape[0], codes.shape[1] // 2, 2]))
         codes = low | (high << 4)
@@ -268,7 +269,7 @@ def _packed(codes, F: tl.constexpr):
 
 @triton.jit
 def _store_bytes(q, scale, codes_to, scales_to, line, inside, first, length, F: tl.constexpr):
-    """Write the bytes of q [lines, n] and scale [lines, n / block], of lines of a length, from element ``first``."""
+    """Write the bytes of q [lines, n] and scale [lines, n / block]: part of lines of ``length``, from ``first`` on."""
     LINES: tl.constexpr = q.shape[0]
     ACROSS: tl.constexpr = q.shape[1] // F.block
     PER_BYTE: tl.constexpr = 2 if F.code_bits == 4 else 1
@@ -290,7 +291,7 @@ def _store_bytes(q, scale, codes_to, scales_to, line, inside, first, length, F: 
 
 @triton.jit
 def _key(key, step, salts):
-    """The key of ``Draw.varying`` in numerics/draw.py: the site's, with this forward's, then the salts."""
+    """Return ``Draw.varying`` of numerics/draw.py: the site's key, with this forward's step, then the salts."""
     a, b = tl.load(key).to(tl.uint32, bitcast=True), tl.load(key + 1).to(tl.uint32, bitcast=True)
     if step is not None:
         for i in tl.static_range(2):
@@ -321,7 +322,7 @@ def quantize_kernel(
     CHAINED: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """One tile of ``x [batch, M, K]``, contiguous, quantized along its rows by R and along its columns by C.
+    """Quantize one tile of ``x [batch, M, K]``, contiguous, along its rows by R and along its columns by C.
 
     Args:
         row_values, column_values: of the shape and dtype of x, written unless PACK.

@@ -2,24 +2,25 @@
 
 For ``x [..., M, K]`` and two specs without techniques, :func:`quantize_both` returns ``x`` quantized in blocks along K
 and ``x`` quantized in blocks along M, both in the layout of ``x``; :func:`pack_both` gives the bytes of both instead.
-It is what training needs of an output's gradient (dgrad contracts over its columns, wgrad over its rows), and of a
-weight or an input that the backward quantizes again: there ``columns`` has ``source: fprop``, and quantizes what
-``rows`` gave. Values are those of :func:`fp4graph.fake_quantize` and :func:`fp4graph.pack`, to the last bit.
+Training needs both of an output's gradient (dgrad contracts over its columns, wgrad over its rows), and of a weight or
+an input that the backward quantizes again: there ``columns`` has ``source: fprop``, and quantizes the result of
+``rows``. Values are those of :func:`fp4graph.fake_quantize` and :func:`fp4graph.pack`, to the last bit.
 
-**Opt-in.** The engine does not call this: it gives GPUs the Triton code that Inductor writes. Nobody has run this
-kernel on a GPU. It is tested in Triton's interpreter, and compiled to machine code for compute capability 9.0 and 10.0
+**Opt-in.** The engine does not call this module: GPUs run the Triton code that Inductor writes. This kernel has never
+run on a GPU. It is tested in Triton's interpreter, and compiled to machine code for compute capability 9.0 and 10.0
 (docs/kernels.md).
 
-Why one read. The kernel is a copy with arithmetic. Of an element in bf16 it moves 2 bytes in and 2 + 2 out, where two
+Why one read. The kernel is a copy with arithmetic. For each bf16 element it moves 2 bytes in and 2 + 2 out, where two
 kernels of one direction each move 8 together; packed, 2 in and 2·(1/2 + 1/l) out, about 3.1 instead of 5.1.
 
 Why tiles of 64 x 64. Both directions need whole blocks, of up to 64 elements. A line of a bf16 tile is then one cache
 line of 128 bytes, and a line of its codes one sector of 32 in either direction, so that no sector is fetched or written
-twice. 4096 elements are 32 for each thread of four warps: enough loads in flight to hide each other's latency, few
-enough for all of a thread's to stay in registers.
+twice. 4096 elements are 32 for each thread of four warps: enough loads in flight to hide each other's latency, and few
+enough to stay in a thread's registers.
 
-Numerics, and the names of the parts, are those of ``numerics/scaling.py``, ``rounding.py`` and ``noise.py``: exponents
-as integers, no logarithm, division correctly rounded (or by exact reciprocals, where scales are powers of two).
+The numerics and the names of their parts are those of ``numerics/scaling.py``, ``rounding.py`` and ``noise.py``:
+exponents as integers, no logarithm, division correctly rounded (or by exact reciprocals, where scales are powers of
+two).
 """
 
 from __future__ import annotations
@@ -42,12 +43,12 @@ from fp4graph.numerics.spec import QuantSpec
 TILE = 64
 WARPS = 4
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-#: Of the launch: no multiply-adds, which round once where the numerics round twice; no flushing of subnormals to zero.
+#: Options of the launch: no multiply-adds, which round once where the numerics round twice; no flushing of subnormals.
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False, "enable_reflect_ftz": False}
 
 
 def supports(spec: QuantSpec) -> bool:
-    """Whether the kernel knows ``spec``: blocks of 2, 4, ... or 64 elements, codes of up to a byte."""
+    """True if the kernel knows ``spec``: blocks of 2, 4, ... or 64 elements, codes of up to a byte."""
     block = spec.block
     return isinstance(block, int) and block > 1 and TILE % block == 0 and spec.element.code_bits <= 8
 
@@ -136,7 +137,7 @@ _library.define(f"pack_both({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)")
 
 
 def empty_values(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """What ``quantize_both`` writes to."""
+    """Return the tensors that ``quantize_both`` writes to."""
     return x.new_empty(x.shape), x.new_empty(x.shape)
 
 
@@ -148,14 +149,14 @@ def empty_both(x: Tensor, rows: str, columns: str, *_: Any) -> tuple[Tensor, Ten
 
 
 def run_quantize_both(x: Tensor, rows: str, columns: str, *noise: Any) -> tuple[Tensor, Tensor]:
-    """The operator ``quantize_both``; on CPU tensors in Triton's interpreter."""
+    """Run the operator ``quantize_both``; on CPU tensors in Triton's interpreter."""
     y = empty_values(x)
     _launch(x, (y[0], x, x), (y[1], x, x), rows, columns, *noise, pack=False)
     return y
 
 
 def run_pack_both(x: Tensor, rows: str, columns: str, *noise: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The operator ``pack_both``; on CPU tensors in Triton's interpreter."""
+    """Run the operator ``pack_both``; on CPU tensors in Triton's interpreter."""
     row_codes, row_scales, column_codes, column_scales = result = empty_both(x, rows, columns)
     _launch(x, (x, row_codes, row_scales), (x, column_codes, column_scales), rows, columns, *noise, pack=True)
     return result

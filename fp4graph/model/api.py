@@ -9,12 +9,12 @@ from typing import Any, TypeVar
 from torch import nn
 
 from fp4graph.errors import Error
-from fp4graph.graph.backend import BACKENDS
+from fp4graph.graph.backend import inner_backend
 from fp4graph.model import saved, state
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.explain import rehearse
 from fp4graph.model.hooks import bypassed, mark_hooks
-from fp4graph.model.runtime import Runtime, detach, runtime_of
+from fp4graph.model.runtime import Runtime, detach, require_runtime, runtime_of
 from fp4graph.policy import Policy, check_modules, load_policy
 
 M = TypeVar("M", bound=nn.Module)
@@ -58,8 +58,7 @@ def apply(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply() takes an nn.Module; got {type(model).__name__}")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend is one of {', '.join(BACKENDS)}; got {backend!r}")
+    inner_backend(backend)  # refuses an unknown name
     root = unwrapped(model)
     loaded = load_policy(policy)
     check_modules(loaded, [name for name, _ in root.named_modules() if not state.is_ours(name)])
@@ -88,9 +87,7 @@ def set_total_forwards(model: nn.Module, total_forwards: int) -> None:
         PolicyError: the policy's phases would not be in order.
         Error: the model is not applied.
     """
-    runtime = runtime_of(model)
-    if runtime is None:
-        raise Error("set_total_forwards() takes a model that fp4graph.apply has prepared")
+    runtime = require_runtime(model, "set_total_forwards")
     _check_total(total_forwards)
     runtime.policy.phase(0, total_forwards)
     runtime.total_forwards = total_forwards
@@ -112,10 +109,7 @@ def detect_nonfinite(model: nn.Module) -> AbstractContextManager[None]:
     Raises:
         Error: the model is not applied. NonFiniteError: in the context, from the model's call or from ``backward()``.
     """
-    runtime = runtime_of(model)
-    if runtime is None:
-        raise Error("detect_nonfinite() takes a model that fp4graph.apply has prepared")
-    return runtime.watched()
+    return require_runtime(model, "detect_nonfinite").watched()
 
 
 def _check_total(total_forwards: int) -> None:

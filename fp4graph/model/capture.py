@@ -13,7 +13,8 @@ from torch._guards import CompileContext
 from fp4graph.errors import Error
 from fp4graph.graph.backend import Backend, split_for_ddp, with_own_code
 from fp4graph.graph.functions import cacheable
-from fp4graph.graph.rewrite import Rewriter, Site, WeightUse
+from fp4graph.graph.rewrite import rewrite
+from fp4graph.graph.site import Site, WeightUse
 from fp4graph.model import distributed, state
 from fp4graph.model.prepare import PhasePlan
 
@@ -62,14 +63,13 @@ class Capture:
         first = self._frames.get(frame, (self._occurrences(), []))[0]
         try:
             keys = {id(own.key): own.fqn for own in state.site_states(self._plan.root)}
-            rewriter = Rewriter(self._plan.policy, self._plan.names, first_occurrence=first, keys=keys)
-            rewriter.run(gm)
-            if rewriter.refused is not None:
+            rewritten = rewrite(gm, self._plan.policy, self._plan.names, first_occurrence=first, keys=keys)
+            if rewritten.refused is not None:
                 if not self._explains:
-                    raise rewriter.refused
-                self.problems.append(rewriter.refused)
-            self.learn(rewriter.uses)
-            self.read |= rewriter.read
+                    raise rewritten.refused
+                self.problems.append(rewritten.refused)
+            self.learn(rewritten.uses)
+            self.read |= rewritten.read
             inner = self._inner
             if self._bucket_bytes is not None:
                 inner = split_for_ddp(inner, self._bucket_bytes)
@@ -78,9 +78,9 @@ class Capture:
         except Error as error:
             self.error = error
             raise
-        self._frames[frame] = (first, rewriter.sites)
-        self.sites.extend(rewriter.sites)
-        self.marked |= rewriter.marked
+        self._frames[frame] = (first, rewritten.sites)
+        self.sites.extend(rewritten.sites)
+        self.marked |= rewritten.marked
         return compiled
 
     def learn(self, uses: Iterable[WeightUse]) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from fp4graph.errors import CaptureError, PolicyError
 from fp4graph.graph.blocks import pattern_of
-from fp4graph.graph.rewrite import Site, WeightUse
+from fp4graph.graph.site import Site, WeightUse
 from fp4graph.model import hooks
 from fp4graph.model.capture import Capture
 from fp4graph.model.prepare import PhasePlan
@@ -20,10 +20,11 @@ from fp4graph.policy import Policy
 ServedSite = tuple[Site, list[str | None]]
 
 
-def check(plan: PhasePlan, capture: Capture) -> None:
+def check(plan: PhasePlan, capture: Capture) -> list[WeightUse]:
     """Raise PolicyError or CaptureError where the captured graphs do not contain what the policy is about.
 
-    Weights of modules that share a graph are told what the graph decided about the weights of the first.
+    Returns:
+        How modules use their weights that share the graph of another module.
     """
     served = served_sites(plan.root, capture)
     check_sites(plan.policy, [dataclasses.replace(site, module=name) for site, names in served for name in names])
@@ -39,14 +40,12 @@ def check(plan: PhasePlan, capture: Capture) -> None:
                 site=module or "(root)",
             )
     served_by = {name: names[0] for _, names in served for name in names[1:] if name is not None}
-    capture.learn(
-        [
-            dataclasses.replace(use, module=name)
-            for name, first in served_by.items()
-            for (owner, _), use in list(capture.uses.items())
-            if owner == first
-        ]
-    )
+    return [
+        dataclasses.replace(use, module=name)
+        for name, first in served_by.items()
+        for (owner, _), use in capture.uses.items()
+        if owner == first
+    ]
 
 
 def served_sites(root: nn.Module, capture: Capture) -> list[ServedSite]:

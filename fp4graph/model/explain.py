@@ -24,13 +24,11 @@ from torch._subclasses.fake_tensor import (
 from torch.utils import _pytree as pytree
 
 from fp4graph.errors import CaptureError, Error
-from fp4graph.graph.rewrite import Site
-from fp4graph.model import coverage
+from fp4graph.graph.site import Site
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.runtime import Runtime, detach
-from fp4graph.numerics.spec import QuantSpec
 from fp4graph.policy import Policy, load_policy
-from fp4graph.technique.operands import Operand
+from fp4graph.policy.words import describe, summarize
 from fp4graph.technique.site import BlockPosition
 
 
@@ -40,7 +38,7 @@ class Explanation:
 
     Attributes:
         policy: the resolved policy.
-        sites: every place of matrix work, in graph order (:class:`~fp4graph.graph.rewrite.Site`): ``module``, ``op``,
+        sites: every place of matrix work, in graph order (:class:`~fp4graph.graph.site.Site`): ``module``, ``op``,
             ``shapes``, the ``rule`` that decided or None, ``reason`` where the site stays in high precision,
             ``operands`` (six specs, None for high precision) and ``quantized``.
         blocks: the position of each module in a repeated stack.
@@ -181,7 +179,7 @@ def _captured(
         _forget(runtime.capture.entry.__code__)
     problem = next(iter(runtime.capture.problems), None)
     try:
-        coverage.check(runtime.plan, runtime.capture)
+        runtime.check_coverage()
     except Error as error:
         problem = problem or error
     return runtime, problem
@@ -199,29 +197,8 @@ def _forget(code: types.CodeType) -> None:
     torch._dynamo.reset_code(code)  # type: ignore[attr-defined]  # not in its __all__
 
 
-def describe(spec: QuantSpec | None) -> str:
-    """Return one operand's spec in a few words: ``e2m1/32 e8m0 ceil SR of fprop``."""
-    if spec is None:
-        return "-"
-    block = "×".join(map(str, spec.block)) if isinstance(spec.block, tuple) else spec.block
-    words = [f"{spec.element.name}/{block}", spec.scale.format.name, spec.scale.rounding]
-    words += [spec.scale.convention] if spec.scale.convention != "decode" else []
-    words += ["SR" if spec.rounding == "stochastic" else f"RTN-{spec.ties}"]
-    words += ["of fprop"] if spec.source == "fprop" else []
-    return " ".join(words)
-
-
-def summarize(operands: Mapping[Operand, QuantSpec | None]) -> str:
-    """Return six specs in words, equal specs together: ``Q1 Q2: ...; Q3 Q5: ...``."""
-    groups: dict[str, list[str]] = {}
-    for number, operand in enumerate(Operand, 1):
-        groups.setdefault(describe(operands[operand]), []).append(f"Q{number}")
-    return "; ".join(f"{' '.join(names)}: {text}" for text, names in groups.items())
-
-
 def _blocks(blocks: Mapping[str, BlockPosition]) -> str:
     if set(blocks) == {""}:
         return "blocks: no repeated stack of modules was found, so the whole model is one block"
     stacks = {position.stack: position.total for position in blocks.values()}
     return "blocks: " + ", ".join(f"{stack} ({total})" for stack, total in stacks.items())
-

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fp4graph.errors import Error
 from fp4graph.graph.backend import inner_backend
 from fp4graph.graph.observe import Recording
-from fp4graph.graph.rewrite import Site
+from fp4graph.graph.site import Site
 from fp4graph.model import coverage, distributed, hooks, state
 from fp4graph.model.capture import Capture
 from fp4graph.model.inspection import Inspection
@@ -43,6 +43,7 @@ class Runtime:
         plan: what this phase of the policy asks of the model.
         capture: the model's compiled forward, and what its graphs came to.
         optimizers: the optimizers that techniques act through.
+        inspection: what observes the forwards.
         root_state: the count of forwards; None where no phase quantizes anything, and until :meth:`attach`.
     """
 
@@ -63,7 +64,7 @@ class Runtime:
         self.capture = Capture(self.plan, inner_backend(backend), dynamic, explains=explains)
         self.optimizers = PreparedOptimizers()
         self.root_state: state.RootState | None = None
-        self._inspection = Inspection(self.plan, dynamic)
+        self.inspection = Inspection(self.plan, dynamic)
         self._current = hooks.CurrentStep(noise.make_step(self.seed, 0, 0))
         self._checked = explains
         self._failure: Error | None = None  # of the first forward; every later one raises it again
@@ -104,14 +105,15 @@ class Runtime:
         former = {k: v for k, v in self.root.state_dict().items() if state.is_ours(k) and isinstance(v, Tensor)}
         detach(self.root)
         try:
-            self._attach(former)
+            self.install(former)
         except BaseException:
             detach(self.root)
             if replaced is not None:
-                replaced._attach(former)
+                replaced.install(former)
             raise
 
-    def _attach(self, former: dict[str, Tensor]) -> None:
+    def install(self, former: dict[str, Tensor]) -> None:
+        """Attach to a root without a policy, and take over the entries of ``former``, a state dict, where they fit."""
         self._previous = self.root._compiled_call_impl
         self.root._compiled_call_impl = self
         self.root_state = prepare(self.plan, self.policy, self._current, former)
@@ -143,9 +145,9 @@ class Runtime:
             rank, device = distributed.rank(), self.root_state.get_buffer("forwards").device
             self._current.tensor = noise.make_step(self.seed, rank, self.root_state.count, device=device)
         result = self._run(training, args, kwargs)
-        if not self._checked and not self._inspection.watching:
+        if not self._checked and not self.inspection.watching:
             try:
-                coverage.check(self.plan, self.capture)
+                self.check_coverage()
             except Error as error:
                 self._failure = error
                 raise
@@ -161,10 +163,10 @@ class Runtime:
         capture = self.capture
         run: Any = capture.run
         if isinstance(self.root.__dict__.get("forward"), hooks.ShardedForward):
-            if self._inspection.active:
+            if self.inspection.active:
                 raise Error("what fully_shard has taken over is compiled module by module, which cannot be watched")
             run = self.root._call_impl
-        elif (looked_at := self._inspection.capture(training=training, checked=self._checked)) is not None:
+        elif (looked_at := self.inspection.capture(training=training, checked=self._checked)) is not None:
             capture, run = looked_at, looked_at.run
         try:
             with capture.uncut():
@@ -192,6 +194,10 @@ class Runtime:
             distributed.synchronize(wrapper, root_state, self.weights)
             self._synchronized = weakref.ref(wrapper)
 
+    def check_coverage(self) -> None:
+        """Raise PolicyError or CaptureError where the captured graphs do not contain what the policy is about."""
+        self.capture.learn(coverage.check(self.plan, self.capture))
+
     # ------------------------------------------------------------------ phases
 
     def _due(self) -> int:
@@ -201,13 +207,13 @@ class Runtime:
 
     def _enter(self, phase: int) -> Runtime:
         """Enter another phase: apply its policy, with the present state and optimizers."""
-        if self._inspection.watching:
+        if self.inspection.watching:
             raise Error("a phase of the policy begins inside detect_nonfinite(); watch the steps of each by themselves")
         following = Runtime(
             self.root, self.policy, self.backend, self.seed, self.dynamic, self.total_forwards, phase=phase
         )
         following.attach()
-        following.observe(self._inspection.recording, training=self._inspection.training)
+        following.observe(self.inspection.recording, training=self.inspection.training)
         self.optimizers.prepare_again(self.root)
         return following
 
@@ -216,7 +222,7 @@ class Runtime:
     def watched(self) -> AbstractContextManager[None]:
         """Return a context in which forwards, and their backwards, run node by node; they raise NonFiniteError."""
         due = self._due()
-        return (self if due == self.phase else self._enter(due))._inspection.watched()
+        return (self if due == self.phase else self._enter(due)).inspection.watched()
 
     def observe(self, recording: Recording | None, *, training: bool = True) -> None:
         """Show ``recording`` the sites at work in all following forwards with gradients (``training``) or in all
@@ -225,13 +231,24 @@ class Runtime:
         Such a forward and its backward run without a compiler, to the noise and with the effects of any other. The
         very first forward, which is checked, is not observed.
         """
-        self._inspection.recording, self._inspection.training = recording, training
+        self.inspection.recording, self.inspection.training = recording, training
 
 
 def runtime_of(model: nn.Module) -> Runtime | None:
     """Return the runtime of an applied model, or None."""
     call = distributed.unwrapped(model).__dict__.get("_compiled_call_impl")
     return call if isinstance(call, Runtime) else None
+
+
+def require_runtime(model: nn.Module, caller: str) -> Runtime:
+    """Return the runtime of an applied model.
+
+    Raises:
+        Error: the model is not applied; names ``caller``.
+    """
+    if (runtime := runtime_of(model)) is None:
+        raise Error(f"{caller}() takes a model that fp4graph.apply has prepared")
+    return runtime
 
 
 def detach(root: nn.Module) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fp4graph.errors import CaptureError
 from fp4graph.graph.plan import NOTHING, Plan, plan_weight
-from fp4graph.graph.rewrite import WeightUse
+from fp4graph.graph.site import WeightUse
 from fp4graph.model import state
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.sharding import is_sharded, like, whole

@@ -1,4 +1,4 @@
-"""Blocks of a tensor as axes of a view: no transposition, no copy unless the block does not divide an axis."""
+"""The blocks of a tensor as axes of a view: without transposing, and without a copy unless an axis needs padding."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4graph.numerics.spec import Block
 
-#: Which blocks form a group: all, those of one line along the contraction axis, or those of so many elements of it.
+#: The blocks that form a group: all of the tensor, one line along the contraction axis, or so many elements of a line.
 Granularity = Literal["tensor", "row"] | int
 
 
 @dataclass(frozen=True, eq=False)
 class Blocking:
-    """How a tensor of ``shape`` falls into blocks that share a scale.
+    """The way in which a tensor of ``shape`` is cut into blocks that share a scale.
 
     In the *blocked layout* an axis of n elements cut into blocks of l becomes two axes ``[ceil(n/l), l]``, of which the
     second is reduced; an axis lying wholly inside a block stays one axis and is reduced; the others stay and are kept.
@@ -49,7 +49,7 @@ class Blocking:
 
     @property
     def _lengths(self) -> list[int | None]:
-        """Per axis of the tensor: the elements of one block along it; 0, all of them; None, the axis is not cut."""
+        """The length of a block along each axis of the tensor: 0 for the whole axis, None where the axis is not cut."""
         rank = len(self.shape)
         if self.block == "tensor":
             return [0] * rank
@@ -62,7 +62,7 @@ class Blocking:
 
     @property
     def grid(self) -> list[int]:
-        """Number of blocks along each axis of the tensor."""
+        """The number of blocks along each axis of the tensor."""
         counts: list[int] = []
         for size, length in zip(self.shape, self._lengths, strict=True):
             counts.append(size if length is None else 1 if length == 0 else (size + length - 1) // length)
@@ -107,11 +107,11 @@ class Blocking:
         return [1 if axis in axes else size for axis, size in enumerate(self.layout)]
 
     def _uneven(self, axis: int) -> bool:
-        """Whether an axis may need padding. Not a comparison where sizes are symbolic: that would be a guard."""
+        """True if an axis may need padding. Symbolic sizes are not compared, which would make a guard."""
         return not statically_known_true(self.padded_shape[axis] == self.shape[axis])
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
-        """``x`` in the blocked layout, zero-padded; a view of it where every block is full."""
+        """Return ``x`` in the blocked layout, zero-padded; a view where every block is full."""
         padded = self.padded_shape
         for axis, length in enumerate(self._lengths):
             if length is not None and self._uneven(axis):
@@ -122,7 +122,7 @@ class Blocking:
         return x.reshape(self.layout)
 
     def join(self, values: torch.Tensor) -> torch.Tensor:
-        """The inverse of :meth:`split`: the tensor's shape again, without the padding (a view that steps over it)."""
+        """Return the inverse of :meth:`split`: the tensor's shape, without the padding (a view that steps over it)."""
         padded = self.padded_shape
         x = values.reshape(padded)
         if not any(length is not None and self._uneven(axis) for axis, length in enumerate(self._lengths)):
@@ -136,47 +136,48 @@ class Blocking:
         return x.contiguous().as_strided(list(self.shape), strides)
 
     def index(self, device: torch.device | str) -> torch.Tensor:
-        """Row-major index of every element in the *unpadded* tensor, int32, in the blocked layout.
+        """Return the row-major index of every element in the *unpadded* tensor, int32, in the blocked layout.
 
         It depends neither on the block nor on the padding, so an element draws the same noise however it is blocked.
         Indices wrap around beyond 2^32 elements; those of padded positions mean nothing.
         """
         index = torch.zeros((), dtype=torch.int32, device=device)
-        rank, axis = len(self.layout), 0
-        for size, padded, length in zip(self.shape, self.padded_shape, self._lengths, strict=True):
-            shape = [1] * rank
-            shape[axis : axis + (2 if length else 1)] = [padded // length, length] if length else [padded]
-            along = torch.arange(padded, dtype=torch.int32, device=device).reshape(shape)
+        for axis, (size, padded) in enumerate(zip(self.shape, self.padded_shape, strict=True)):
             # Horner's rule keeps every factor within int32, where a stride need not be.
-            index = index * size + along
-            axis += 2 if length else 1
+            index = index * size + self._spread(torch.arange(padded, dtype=torch.int32, device=device), axis)
         return index
 
     def block_index(self, device: torch.device | str) -> torch.Tensor:
-        """Row-major number of every block, int32, in the shape of a statistic."""
+        """Return the row-major number of every block, int32, in the shape of a statistic."""
         index = torch.zeros((), dtype=torch.int32, device=device)
-        rank, axis = len(self.layout), 0
-        for count, length in zip(self.grid, self._lengths, strict=True):
-            shape = [1] * rank
-            shape[axis] = count
-            index = index * count + torch.arange(count, dtype=torch.int32, device=device).reshape(shape)
-            axis += 2 if length else 1
+        for axis, count in enumerate(self.grid):
+            along = torch.arange(count, dtype=torch.int32, device=device)
+            index = index * count + self._spread(along, axis, blocks=True)
         return index
 
     def valid(self, device: torch.device | str) -> torch.Tensor | None:
-        """1.0 for the tensor's own elements and 0.0 for padding, broadcastable to the blocked layout, fp32; None where
-        nothing is padded."""
+        """Return 1.0 for elements of the tensor and 0.0 for padding: fp32, broadcastable to the blocked layout.
+
+        Returns None where nothing is padded.
+        """
         mask: torch.Tensor | None = None
-        rank, position = len(self.layout), 0
         for axis, (size, padded, length) in enumerate(zip(self.shape, self.padded_shape, self._lengths, strict=True)):
             if length is not None and self._uneven(axis):
-                shape = [1] * rank
-                shape[position : position + (2 if length else 1)] = [padded // length, length] if length else [padded]
-                index = torch.arange(padded, device=device).reshape(shape)
-                here = (index < size).to(torch.float32)
+                here = (self._spread(torch.arange(padded, device=device), axis) < size).to(torch.float32)
                 mask = here if mask is None else mask * here
-            position += 2 if length else 1
         return mask
+
+    def _spread(self, along: torch.Tensor, axis: int, *, blocks: bool = False) -> torch.Tensor:
+        """Return numbers of the elements (with ``blocks``, of the blocks) along an axis of the padded tensor in a shape
+        that broadcasts in the blocked layout."""
+        shape: list[int] = [1] * len(self.layout)
+        position = sum(2 if length else 1 for length in self._lengths[:axis])
+        length = self._lengths[axis]
+        if blocks or not length:
+            shape[position] = along.shape[0]
+        else:
+            shape[position : position + 2] = along.shape[0] // length, length
+        return along.reshape(shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -194,11 +195,11 @@ class Groups:
 
     @property
     def run(self) -> int | None:
-        """Blocks of a group along the last axis, or None where a group is a row or the tensor."""
+        """The blocks of a group along the last axis, or None where a group is a row or the tensor."""
         return None if isinstance(self.granularity, str) else self.granularity // block_length(self.blocking.block)
 
     def reduce(self, x: torch.Tensor, op: Literal["amax", "sum"], fill: float = 0) -> torch.Tensor:
-        """``x``, of the shape of a statistic, reduced over each group; broadcastable to a statistic.
+        """Return ``x``, of the shape of a statistic, reduced over each group; broadcastable to a statistic.
 
         Args:
             fill: stands for the blocks that a last, incomplete group lacks.
@@ -225,7 +226,7 @@ def is_scalar(x: torch.Tensor) -> bool:
 
 
 def block_length(block: Block) -> int:
-    """Elements of a block along the contraction axis.
+    """Return the elements of a block along the contraction axis.
 
     Raises:
         ValueError: for blocks without a fixed length, "row" and "tensor".

@@ -16,7 +16,7 @@ from fp4graph.numerics.blocking import Blocking
 def hadamard_matrix(
     size: int, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
 ) -> torch.Tensor:
-    """The orthonormal Sylvester matrix H/√size, ``[size, size]``: entry (i, j) is (-1)^popcount(i & j) / √size.
+    """Return the orthonormal Sylvester matrix H/√size, ``[size, size]``: entry (i, j) is (-1)^popcount(i & j) / √size.
 
     Raises:
         ValueError: ``size`` is not a power of two.
@@ -31,7 +31,7 @@ def hadamard_matrix(
 
 
 def rotate(x: torch.Tensor, block: int, signs: torch.Tensor | None = None) -> torch.Tensor:
-    """``x · S · H`` on blocks of the last axis, zero-padded to whole blocks.
+    """Return ``x · S · H`` on blocks of the last axis, zero-padded to whole blocks.
 
     Computed in the dtype of ``x``; pass fp32 where the rounding of 1/√block in a shorter dtype matters.
 
@@ -52,7 +52,7 @@ def rotate(x: torch.Tensor, block: int, signs: torch.Tensor | None = None) -> to
 
 
 def unrotate(x: torch.Tensor, block: int, signs: torch.Tensor | None = None, length: int | None = None) -> torch.Tensor:
-    """``x · H · S``, the inverse of :func:`rotate`, cut to ``length`` elements along the last axis (None: all)."""
+    """Return ``x · H · S``, the inverse of :func:`rotate`, cut to ``length`` elements of the last axis (None: all)."""
     _check(block)
     blocking = Blocking((*x.shape[:-1], x.shape[-1] if length is None else length), block, -1)
     blocks = x.reshape(blocking.layout) @ hadamard_matrix(block, x.device, x.dtype)

@@ -23,7 +23,7 @@ _BLOCKS = 1 << 16  # added to a salt for per-block bits, out of the way of the s
 
 
 def make_key(*parts: int | str, device: torch.device | str | None = None) -> torch.Tensor:
-    """A key from names and numbers, the same in every process.
+    """Return a key made from names and numbers, the same in every process.
 
     Args:
         parts: hashed in order; 1 and "1" differ, and so do ("ab",) and ("a", "b").
@@ -46,7 +46,8 @@ def make_key(*parts: int | str, device: torch.device | str | None = None) -> tor
 
 
 def make_step(seed: int, rank: int, count: int, device: torch.device | str | None = None) -> torch.Tensor:
-    """One forward's part in all keys, int32 ``[5]``: a key of (seed, rank, count), a key of the seed alone, the count.
+    """Return what one forward contributes to all keys, int32 ``[5]``: a key of (seed, rank, count), a key of the seed
+    alone, the count.
 
     The second key is for what is drawn once and kept, and is the same on every rank. The count wraps at 2^31.
     """
@@ -55,33 +56,17 @@ def make_step(seed: int, rank: int, count: int, device: torch.device | str | Non
 
 
 def mix(key: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """A key that depends on all bits of both keys and on their order, int32 ``[2]``."""
+    """Return a key that depends on all bits of both keys and on their order, int32 ``[2]``."""
     return _absorb(_absorb(key, other[0]), other[1])
 
 
 def derive(key: torch.Tensor, salt: int) -> torch.Tensor:
-    """The ``salt``-th key of ``key``, int32 ``[2]``, unrelated to its other keys and to itself."""
+    """Return the ``salt``-th key of ``key``, int32 ``[2]``, unrelated to its other keys and to itself."""
     return _absorb(key, salt)
 
 
-def derive_all(keys: torch.Tensor, word: torch.Tensor | int, *further: torch.Tensor | int) -> torch.Tensor:
-    """Of keys side by side, int32 ``[2, G]``, what each becomes when derived by one word after the other; a word may
-    differ from key to key, ``[G]``.
-
-    ``mix`` is this for the one word and the other of its second key.
-    """
-    words = (word, *further)
-    if _readable(keys):
-        columns = [[word] * keys.shape[1] if isinstance(word, int) else word.tolist() for word in words]
-        chains = zip(keys.t().tolist(), zip(*columns, strict=True), strict=True)
-        return torch.tensor([_absorbed(key, *chain) for key, chain in chains], dtype=torch.int32).reshape(-1, 2).t()
-    for word in words:
-        keys = hash_bits(keys, _counters(word, keys.device).reshape(2, -1))
-    return keys
-
-
 def _absorb(key: torch.Tensor, word: torch.Tensor | int) -> torch.Tensor:
-    """A new key: the hash of the word's two counters under ``key``."""
+    """Return a new key: the hash of the word's two counters under ``key``."""
     if _readable(key):
         return torch.tensor(_absorbed(key.tolist(), int(word)), dtype=torch.int32)
     # as_strided makes Inductor write the new key to memory. Inlined into its users, each of which reads both words, a
@@ -90,7 +75,7 @@ def _absorb(key: torch.Tensor, word: torch.Tensor | int) -> torch.Tensor:
 
 
 def _readable(key: torch.Tensor) -> bool:
-    """Whether the key's numbers can be had at once: nothing is tracing, and there is no device to wait for."""
+    """True if the key's numbers can be read at once: nothing is tracing, and there is no device to wait for."""
     return (
         type(key) is torch.Tensor
         and key.device.type == "cpu"
@@ -99,17 +84,14 @@ def _readable(key: torch.Tensor) -> bool:
     )
 
 
-def _absorbed(key: list[int], *words: int) -> list[int]:
-    """``_absorb``, word after word, in Python's integers: two numbers are not worth thirty calls of PyTorch, a hundred
-    microseconds.
+def _absorbed(key: list[int], word: int) -> list[int]:
+    """Return ``_absorb`` in Python's integers: for two numbers, thirty calls of PyTorch cost a hundred microseconds.
 
     A step without a compiler derives some twenty keys per linear layer.
     """
-    for word in words:
-        first, second = key
-        hashes = (_lowbias32_of(_lowbias32_of((c + first) & _ALL) ^ (second & _ALL)) for c in _counters_of(word))
-        key = [_wrapped(one) for one in hashes]
-    return key
+    first, second = key
+    hashes = (_lowbias32_of(_lowbias32_of((c + first) & _ALL) ^ (second & _ALL)) for c in _counters_of(word))
+    return [_wrapped(one) for one in hashes]
 
 
 def _counters_of(word: int) -> tuple[int, int]:
@@ -118,21 +100,20 @@ def _counters_of(word: int) -> tuple[int, int]:
 
 
 def _counters(word: torch.Tensor | int, device: torch.device) -> torch.Tensor:
-    """The consecutive counters 2·word and 2·word + 1, spread apart: c·_GOLDEN + word modulo 2^32, int32.
+    """Return the counters 2·word and 2·word + 1, spread apart: c·_GOLDEN + word modulo 2^32, int32 ``[2]``.
 
-    ``[2]``, or ``[2, G]`` for words ``[G]``. Those of a number are worked out here: from it and torch.arange Inductor
-    would make an index expression, with numbers in it for which Triton has no room in 32 bits.
+    Those of a Python number are computed here: from the number and torch.arange Inductor would make an index
+    expression, with numbers in it that do not fit Triton's 32 bits.
     """
+    lanes = torch.arange(2, dtype=torch.int32, device=device)
     if isinstance(word, int):
         first, second = map(_wrapped, _counters_of(word))
-        lanes = torch.arange(2, dtype=torch.int32, device=device)
         return torch.where(lanes == 0, first, second).to(torch.int32)
-    lanes = torch.arange(2, dtype=torch.int32, device=device).reshape(2, *[1] * word.dim())
     return (lanes + 2 * word) * _GOLDEN + word
 
 
 def hash_bits(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """32 random bits per element of ``index``, int32: ``F(F(index + key[0]) ^ key[1])``.
+    """Return 32 random bits per element of ``index``, int32: ``F(F(index + key[0]) ^ key[1])``.
 
     F is lowbias32 (Ettinger, "Prospecting for hash functions"), a bijection with avalanche. One round is not enough:
     the set of values over an index range would be nearly the same for two keys, only its order would change.
@@ -141,7 +122,7 @@ def hash_bits(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def gaussian(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """A standard normal variate per element of ``index``, fp32: the sum of twelve 16-bit words, in integers.
+    """Return a standard normal variate per element of ``index``, fp32: the sum of twelve 16-bit words, in integers.
 
     The sum less its mean, times 2^-16, is exact, so that it is the same in compiled code (Box-Muller's is not).
     Mean 0, variance 1 - 2^-32, excess kurtosis -0.1, nothing beyond ±6: 0.0020 of the mass lies beyond ±3 and 1.7e-5
@@ -155,7 +136,7 @@ def gaussian(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def _wrapped(number: int) -> int:
-    """The number modulo 2^32, as int32 has it."""
+    """Return the number modulo 2^32, as an int32 holds it."""
     return (number + 2**31) % 2**32 - 2**31
 
 
@@ -168,7 +149,7 @@ def _lowbias32(x: torch.Tensor) -> torch.Tensor:
 
 
 def _lowbias32_of(x: int) -> int:
-    """``_lowbias32`` of a number in [0, 2^32)."""
+    """Return ``_lowbias32`` of a number in [0, 2^32)."""
     x ^= x >> 16
     x = (x * 0x7FEB352D) & _ALL
     x ^= x >> 15
@@ -177,18 +158,17 @@ def _lowbias32_of(x: int) -> int:
 
 
 def _shift_right(x: torch.Tensor, count: int) -> torch.Tensor:
-    """Logical shift: that of int32 copies the sign bit."""
+    """Shift without copying the sign bit, as int32's own shift does."""
     return (x >> count) & ((1 << (32 - count)) - 1)
 
 
 @dataclass(frozen=True, eq=False)
 class Noise:
-    """The random bits of one quantizer call.
+    """The random bits of one tensor's quantization.
 
     Attributes:
         key: int32 ``[2]``, or None where the caller gave none; asking for bits is then an error.
-        blocking: of the tensor being quantized.
-        device: of that tensor.
+        blocking, device: of the tensor.
     """
 
     key: torch.Tensor | None
@@ -196,11 +176,11 @@ class Noise:
     device: torch.device
 
     def bits(self, salt: int = 0) -> torch.Tensor:
-        """32 random bits per element, int32, in the blocked layout. Different salts give unrelated bits."""
+        """Return 32 random bits per element, int32, in the blocked layout. Different salts give unrelated bits."""
         return hash_bits(self._derived(salt), self.blocking.index(self.device))
 
     def block_bits(self, salt: int = 0) -> torch.Tensor:
-        """32 random bits per block, int32, in the shape of a statistic."""
+        """Return 32 random bits per block, int32, in the shape of a statistic."""
         return hash_bits(self._derived(salt + _BLOCKS), self.blocking.block_index(self.device))
 
     def _derived(self, salt: int) -> torch.Tensor:

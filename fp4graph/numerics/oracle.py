@@ -23,7 +23,7 @@ _NAN = float("nan")
 def quantize_block(
     values: Sequence[float], spec: QuantSpec, bits: Sequence[int] | None = None, block_bits: int | None = None
 ) -> list[float]:
-    """One block quantized and dequantized.
+    """Return one block quantized and dequantized.
 
     Args:
         values: numbers that fp32 represents.
@@ -52,7 +52,7 @@ def quantize_block(
 
 
 def round_nearest(u: float, element: ElementFormat, ties: str) -> float:
-    """The value of ``element`` nearest to ``u``, by the distances to its two neighbours."""
+    """Return the value of ``element`` nearest to ``u``, by the distances to its two neighbours."""
     lower, upper = neighbours(u, element)
     below, above = Fraction(u) - Fraction(lower), Fraction(upper) - Fraction(u)
     if lower == upper or above != below:
@@ -67,7 +67,7 @@ def round_nearest(u: float, element: ElementFormat, ties: str) -> float:
 
 
 def round_stochastic(u: float, element: ElementFormat, bits: int, random_bits: int) -> float:
-    """Of the two values around ``u``, the farther from zero where the fraction of the way to it exceeds r."""
+    """Return the value next to ``u`` away from zero if the fraction of the way to it exceeds r, else the other."""
     near, far = sorted(neighbours(u, element), key=abs)
     if near == far:
         return _signed(near, u, element)
@@ -79,7 +79,7 @@ def round_stochastic(u: float, element: ElementFormat, bits: int, random_bits: i
 
 
 def neighbours(u: float, element: ElementFormat) -> tuple[float, float]:
-    """The values of ``element`` next to ``u`` on either side, both the same on a value or out of range."""
+    """Return the values of ``element`` next to ``u`` on either side, both the same on a value or out of range."""
     grid = element.values()
     u = min(max(u, grid[0]), grid[-1])
     above = bisect.bisect_left(grid, u)
@@ -87,7 +87,7 @@ def neighbours(u: float, element: ElementFormat) -> tuple[float, float]:
 
 
 def scale_of_block(values: Sequence[float], spec: ScaleSpec, element: ElementFormat, bits: int | None = None) -> float:
-    """The stored scale of a block, in the spec's convention."""
+    """Return the stored scale of a block, in the spec's convention."""
     if not all(math.isfinite(value) for value in values):
         return _NAN
     z, qmax = max(abs(value) for value in values), element.max
@@ -121,14 +121,14 @@ def _power_of_two_scale(z: Fraction, spec: ScaleSpec, element: ElementFormat) ->
 
 
 def _round_scale(ideal: float, spec: ScaleSpec, bits: int | None) -> float:
-    """``ideal`` rounded among the values of the scale format."""
+    """Return ``ideal`` rounded to a value of the scale format."""
     number = spec.format
     if number.name == "fp32":
         return _within_range(Fraction(ideal), spec)
     if not number.has_zero:
         if ideal == 0:
             return _underflow(spec)
-        # With unbounded exponent; the range is looked at afterwards.
+        # With unbounded exponent; the range is applied afterwards.
         lower = _power(_floor_log2(Fraction(ideal)))
         upper = lower * 2
         tie = upper
@@ -166,7 +166,7 @@ def _underflow(spec: ScaleSpec) -> float:
 
 
 def _code(value: float, element: ElementFormat) -> int:
-    """The code of a value's magnitude, which for integers has the parity of the value's own code."""
+    """Return the code of a value's magnitude, which for integers has the parity of the value's own code."""
     return [v for v in element.values() if v >= 0].index(abs(value))
 
 

@@ -52,7 +52,7 @@ def pack(x: torch.Tensor, spec: QuantSpec, dim: int = -1, key: int | torch.Tenso
 
 
 def unpack(packed: Packed) -> torch.Tensor:
-    """The tensor that ``packed`` stands for: bit for bit ``fake_quantize(x, spec, dim, key)``."""
+    """Return the tensor that ``packed`` stands for: bit for bit ``fake_quantize(x, spec, dim, key)``."""
     spec, dim = packed.spec, packed.dim
     blocking = Blocking(packed.shape, spec.block, dim)
     codes = packed.codes
@@ -82,7 +82,7 @@ def empty_bytes(
 
 
 def _encode_elements(values: torch.Tensor, element: ElementFormat) -> torch.Tensor:
-    """uint8 codes of values of ``element``; NaN, which only poisoned blocks hold, gets its NaN code or 0."""
+    """Return the codes, uint8, of values of ``element``; NaN, which only poisoned blocks hold, gets its code or 0."""
     # Codes of magnitudes count up from zero, so a code is the value's place among them.
     magnitudes = torch.tensor(element.magnitudes(), dtype=torch.float32, device=values.device)
     code = torch.searchsorted(magnitudes, values.abs().contiguous(), out_int32=True)
@@ -94,7 +94,7 @@ def _encode_elements(values: torch.Tensor, element: ElementFormat) -> torch.Tens
 
 
 def _decode_elements(codes: torch.Tensor, element: ElementFormat) -> torch.Tensor:
-    """fp32 values of uint8 codes."""
+    """Return the values, fp32, of uint8 codes."""
     half = 1 << (element.code_bits - 1)
     positive = [*element.magnitudes(), *[torch.nan] * half][:half]
     if element.integer:
@@ -105,7 +105,7 @@ def _decode_elements(codes: torch.Tensor, element: ElementFormat) -> torch.Tenso
 
 
 def scale_storage(number: ScaleFormat) -> torch.dtype:
-    """The dtype in which scales of a format are stored: uint8 for codes, else the shortest float that holds them."""
+    """Return the dtype in which scales of a format are stored: uint8 for codes, else the shortest float for them."""
     if number.code_bits <= 8 and number.nan_code is not None:
         return torch.uint8
     return torch.bfloat16 if number.mantissa_bits <= 7 else torch.float32

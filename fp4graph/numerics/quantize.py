@@ -15,7 +15,7 @@ from fp4graph.numerics.spec import QuantSpec
 def fake_quantize(
     x: torch.Tensor, spec: QuantSpec, dim: int = -1, key: int | torch.Tensor | None = None
 ) -> torch.Tensor:
-    """``x`` rounded to what ``spec`` can represent, in the shape and dtype of ``x``.
+    """Return ``x`` rounded to the values that ``spec`` can represent, in the shape and dtype of ``x``.
 
     Computed in fp32, to which float64 is rounded first. A block that holds NaN or Inf becomes NaN (OCP's poisoned
     block), a block of zeros stays zero, and a value beyond the range of the dtype becomes Inf, as in any cast (the
@@ -24,10 +24,10 @@ def fake_quantize(
     Args:
         x: floating point, at least one axis, any strides.
         dim: the contraction axis, which blocks run along.
-        key: of the random bits, where ``spec`` needs any: an int, or an int32 ``[2]`` tensor.
+        key: the key of the random bits, if ``spec`` needs any: an int, or an int32 ``[2]`` tensor.
 
     Raises:
-        TypeError: ``x`` is not floating point, or ``spec`` is no :class:`QuantSpec` (a :class:`fp4graph.SpecError`).
+        TypeError: ``x`` is not floating point, or ``spec`` is not a :class:`QuantSpec` (a :class:`fp4graph.SpecError`).
         ValueError: ``spec`` needs random bits and there is no key, or ``x`` has too few axes for the block.
     """
     blocking, codes, scale = quantize(x, spec, dim, key)
@@ -37,7 +37,7 @@ def fake_quantize(
 def quantize(
     x: torch.Tensor, spec: QuantSpec, dim: int = -1, key: int | torch.Tensor | None = None
 ) -> tuple[Blocking, torch.Tensor, torch.Tensor]:
-    """The parts of :func:`fake_quantize`: the blocking, the element values and the scales, fp32, in its layout."""
+    """Return the parts of :func:`fake_quantize`: the blocking, element values and scales, fp32, in its layout."""
     if not isinstance(spec, QuantSpec):
         raise SpecError(f"spec must be a QuantSpec, such as QuantSpec('e2m1', 32); got {type(spec).__name__}")
     if not x.is_floating_point():
@@ -52,14 +52,14 @@ def quantize(
 
 
 def round_elements(u: torch.Tensor, spec: QuantSpec, noise: Noise) -> torch.Tensor:
-    """``u`` (fp32, in the blocked layout) rounded to the spec's element format by the spec's rule."""
+    """Return ``u`` (fp32, in the blocked layout) rounded to the spec's element format by the spec's rule."""
     if spec.rounding == "stochastic":
         return round_stochastic(u, spec.element, noise.bits(), spec.random_bits)
     return round_nearest(u, spec.element, spec.ties)
 
 
 def as_key(key: int | torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    """A key tensor from what users pass as one."""
+    """Return the key tensor of a user's ``key``."""
     if isinstance(key, int):
         return make_key(key, device=device)
     if key is not None and (key.dtype is not torch.int32 or key.shape != (2,)):

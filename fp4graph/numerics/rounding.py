@@ -17,7 +17,7 @@ EXPONENT_MASK = 0x7F800000  # of an fp32's bits
 
 
 def spacing(u: torch.Tensor, min_exponent: int, mantissa_bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The distance ``step`` between neighbouring values around ``u``, and its reciprocal, both exact powers of two.
+    """Return the distance ``step`` between neighbouring values around ``u``, and its reciprocal: powers of two.
 
     Args:
         u: fp32, finite and below 2^(127 - mantissa_bits) in magnitude (NaN gives garbage, to be multiplied by it).
@@ -32,7 +32,7 @@ def spacing(u: torch.Tensor, min_exponent: int, mantissa_bits: int) -> tuple[tor
 def round_nearest(
     u: torch.Tensor, element: ElementFormat, ties: Literal["even", "up", "away"] = "even"
 ) -> torch.Tensor:
-    """The value of ``element`` nearest to each of ``u``, saturating.
+    """Return the value of ``element`` nearest to each of ``u``, saturating.
 
     Args:
         u: fp32, any shape.
@@ -66,8 +66,9 @@ def round_nearest(
 def round_stochastic(
     u: torch.Tensor, element: ElementFormat, bits: torch.Tensor, random_bits: int = 24
 ) -> torch.Tensor:
-    """One of the two values of ``element`` around each of ``u``, the farther from zero with probability equal to the
-    fraction of the way that ``u`` lies towards it; saturating.
+    """Return one of the two values of ``element`` around each of ``u``, saturating.
+
+    The value farther from zero is taken with a probability equal to the fraction of the way that ``u`` lies towards it.
 
     Args:
         u: fp32, any shape.
@@ -85,13 +86,13 @@ def round_stochastic(
 
 
 def stochastic_integer(v: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
-    """The integer above ``v >= 0`` where the fraction of ``v`` exceeds ``r`` of [0, 1), else the one below."""
+    """Return the integer above ``v >= 0`` where the fraction of ``v`` exceeds ``r`` of [0, 1), else the one below."""
     lower = v.floor()
     return lower + (v - lower - r).ceil()  # in floats and not as a comparison: see round_nearest
 
 
 def uniform(bits: torch.Tensor, random_bits: int = 24) -> torch.Tensor:
-    """fp32 of [0, 1) from the top ``random_bits`` of int32 ``bits``: k·2^-24, or (k + 1/2)·2^-b for b < 24."""
+    """Return fp32 of [0, 1) from the top ``random_bits`` of int32 ``bits``: k·2^-24, or (k + 1/2)·2^-b for b < 24."""
     k = (bits >> (32 - random_bits)) & ((1 << random_bits) - 1)
     offset = 0.0 if random_bits == 24 else 2.0 ** -(random_bits + 1)
     scaled = k.to(torch.float32) * 2.0**-random_bits
@@ -99,7 +100,7 @@ def uniform(bits: torch.Tensor, random_bits: int = 24) -> torch.Tensor:
 
 
 def bracket(u: torch.Tensor, element: ElementFormat) -> tuple[torch.Tensor, torch.Tensor]:
-    """The neighbouring values ``lower <= u <= upper`` of ``element``; equal where ``u`` is a value or out of range.
+    """Return the values ``lower <= u <= upper`` of ``element``; equal where ``u`` is a value or out of range.
 
     Args:
         u: fp32, any shape.
@@ -114,12 +115,12 @@ def bracket(u: torch.Tensor, element: ElementFormat) -> tuple[torch.Tensor, torc
 
 
 def _with_sign(q: torch.Tensor, u: torch.Tensor, element: ElementFormat) -> torch.Tensor:
-    """``q``, whose sign is that of ``u`` or positive, with the sign of ``u``; an integer format's zero has none."""
+    """Return ``q``, which is positive or has the sign of ``u``, with the sign of ``u``; an integer's zero has none."""
     # The bits are at hand for the exponent; torch.copysign is a slow call in compiled code on the CPU.
     sign = u.view(torch.int32) & -(1 << 31)
     return _normal_zero((q.view(torch.int32) | sign).view(torch.float32), element)
 
 
 def _normal_zero(q: torch.Tensor, element: ElementFormat) -> torch.Tensor:
-    """An integer format has one zero, and what cannot be stored is not returned."""
+    """Return ``q`` with -0 replaced by 0 for integer formats, which have one zero."""
     return torch.where(q == 0, 0.0, q) if element.integer else q

@@ -1,4 +1,4 @@
-"""State of weights that ``fully_shard`` has spread over processes: its shards, and the whole where it is needed."""
+"""Tensors that ``fully_shard`` has spread over processes: gathering them, and sharding others in the same way."""
 
 from __future__ import annotations
 
@@ -13,24 +13,27 @@ if torch.distributed.is_available():
 
 
 def is_sharded(x: object) -> TypeGuard[DTensor]:
-    """Whether ``x`` is a DTensor."""
+    """True if ``x`` is a DTensor."""
     return torch.distributed.is_available() and isinstance(x, DTensor)
 
 
 def whole(x: Tensor) -> Tensor:
-    """``x`` on one process, gathered from all of them where it is sharded."""
+    """Return all of ``x`` on this process, gathered from all processes if it is sharded."""
     return x.full_tensor() if is_sharded(x) else x
 
 
 def like(x: Tensor, reference: Tensor) -> Tensor:
-    """``x``, the same on every process, sharded as ``reference`` is. Each process keeps its part; nothing is sent."""
+    """Return ``x``, which is the same on every process, sharded as ``reference`` is.
+
+    Each process keeps its part; nothing is sent.
+    """
     if not is_sharded(reference) or is_sharded(x):
         return x
     return distribute_tensor(x.detach(), reference.device_mesh, reference.placements, src_data_rank=None)
 
 
 def fsdp_modules(root: nn.Module) -> list[Any]:
-    """The modules in ``root`` that ``fully_shard`` was called on, each a Module and an FSDPModule."""
+    """Return the modules in ``root`` that ``fully_shard`` was called on, each a Module and an FSDPModule."""
     if not torch.distributed.is_available():
         return []
     return [module for module in root.modules() if isinstance(module, FSDPModule)]

@@ -1,7 +1,7 @@
-"""Surrogates of maxima and roundings: what stands in for a derivative that does not exist.
+"""Surrogate gradients of maxima and roundings, whose derivatives do not exist or are zero.
 
-Functions of fp32 tensors, for techniques that replace the straight-through estimator. They act in the backward pass,
-but for :func:`log_sum_exp`, which is also a forward value.
+All are functions of fp32 tensors, for techniques that replace the straight-through estimator. They act in the backward
+pass, except :func:`log_sum_exp`, which is also a forward value.
 
 Source: "Elucidating the design space of FP4 training", sec. 4 and 5, Table 1, A.13; Wang et al. 2025 (DGE).
 """
@@ -23,32 +23,41 @@ Reduce = Callable[[Tensor], Tensor]
 
 
 def soft_weights(values: Tensor, m: Tensor, beta: Tensor, valid: Tensor | None) -> Tensor:
-    """exp(β(abs(x) - m)), zero at padding; m is the maximum, so that nothing overflows."""
+    """Return exp(β(abs(x) - m)), zero at padding; m is the maximum, so that nothing overflows."""
     weights = torch.exp(beta * (values.abs() - m))
     return weights if valid is None else weights * valid
 
 
 def log_sum_exp(values: Tensor, m: Tensor, beta: Tensor, valid: Tensor | None, total: Reduce) -> Tensor:
-    """Z = m + log(Σ exp(β(abs(x) - m)))/β, at least m; where m is 0, 0.
+    """Return Z = m + log(Σ exp(β(abs(x) - m)))/β, which is at least m; 0 where m is 0.
 
     Args:
-        m: the maximum of abs(x) per block or group. beta: broadcastable to m. total: sums over a block or group.
+        m: the maximum of abs(x) of each block or group.
+        beta: broadcastable to ``m``.
+        total: sums over a block or group.
     """
     z = m + torch.log(total(soft_weights(values, m, beta, valid))) / beta
     return torch.where(m > 0, z, m)
 
 
+def relative_beta(beta: float, unit: Tensor) -> Tensor:
+    """Return β/unit, shape of ``unit``: the β of X for a β given for X/unit; β where the unit is 0."""
+    whole = torch.full_like(unit, beta)
+    return torch.where(unit > 0, whole / torch.where(unit > 0, unit, 1.0), whole)
+
+
 def softmax_gradient(values: Tensor, m: Tensor, beta: Tensor, valid: Tensor | None, total: Reduce) -> Tensor:
-    """dZ/dx = softmax(β·abs(x))·sign(x), sign(0) = 0 (Eq. 5)."""
+    """Return dZ/dx = softmax(β·abs(x))·sign(x), with sign(0) = 0 (Eq. 5)."""
     weights = soft_weights(values, m, beta, valid)
     return weights / total(weights) * values.sign()
 
 
 def absmax_gradient(values: Tensor, m: Tensor, index: Tensor, lowest: Reduce) -> Tensor:
-    """dZ/dx = sign(x*) at the first element that attains the maximum, 0 elsewhere (Eq. 4).
+    """Return dZ/dx = sign(x*) at the first element x* that attains the maximum, and 0 elsewhere (Eq. 4).
 
     Args:
-        index: of every element, int32. lowest: the smallest over a block or group.
+        index: the index of every element, int32.
+        lowest: returns the smallest value of a block or group.
     """
     candidates = torch.where(values.abs() == m, index, torch.full_like(index, _LAST))
     return torch.where(candidates == lowest(candidates), values.sign(), torch.zeros_like(values)) * (
@@ -57,13 +66,13 @@ def absmax_gradient(values: Tensor, m: Tensor, index: Tensor, lowest: Reduce) ->
 
 
 def fraction(u: Tensor, element: ElementFormat) -> Tensor:
-    """How far ``u`` lies from the value of ``element`` below it to the one above: 0 to 1; 0 at a value."""
+    """Return the place of ``u`` between its neighbours among the values of ``element``, from 0 to 1; 0 at a value."""
     lower, upper = bracket(u, element)
     return _part(u, lower, upper)
 
 
 def scale_fraction(scale: Tensor, number: ScaleFormat) -> tuple[Tensor, Tensor]:
-    """Likewise for positive scales, with whether the nearest value has an odd code (1.0 or 0.0)."""
+    """Return the same place for positive scales, and 1.0 where the nearest value has an odd code, else 0.0."""
     if not number.has_zero:
         lower = (scale.view(torch.int32) & EXPONENT_MASK).view(torch.float32)
         return _part(scale, lower, 2 * lower), torch.zeros_like(scale)
@@ -74,18 +83,18 @@ def scale_fraction(scale: Tensor, number: ScaleFormat) -> tuple[Tensor, Tensor]:
 
 
 def dge(part: Tensor, k: float) -> Tensor:
-    """(1/k)·abs(2t - 1)^(1/k - 1) with t the fraction of the interval: infinite in the middle, 1/k at its ends."""
+    """Return (1/k)·abs(2t - 1)^(1/k - 1), t the place in the interval: infinite in the middle, 1/k at the ends."""
     return (2 * part - 1).abs().pow(1 / k - 1) / k
 
 
 def sigmoid(part: Tensor, temperature: float) -> Tensor:
-    """(12/T)·σ(z)(1 - σ(z)), z = 12(t - 1/2)/T (A.13)."""
+    """Return (12/T)·σ(z)(1 - σ(z)) with z = 12(t - 1/2)/T (A.13)."""
     s = torch.sigmoid((part - 0.5) * (12 / temperature))
     return 12 / temperature * s * (1 - s)
 
 
 def ties_even_knots(element: ElementFormat) -> tuple[tuple[float, float], ...]:
-    """(threshold, its value to nearest even) for every pair of neighbours, from (0, 0) to (max, max)."""
+    """Return (threshold, its value to nearest even) for each pair of neighbours, from (0, 0) to (max, max)."""
     values = element.magnitudes()
     knots = [(0.0, 0.0)]
     for code, (low, high) in enumerate(itertools.pairwise(values)):
@@ -94,7 +103,7 @@ def ties_even_knots(element: ElementFormat) -> tuple[tuple[float, float], ...]:
 
 
 def spline(u: Tensor, knots: Sequence[tuple[float, float]]) -> Tensor:
-    """Slope at abs(u) of the line through ``knots``, right-continuous; 0 beyond the last."""
+    """Return the slope at abs(u) of the line through ``knots``, right-continuous; 0 beyond the last knot."""
     magnitude = u.abs()
     slope = torch.zeros_like(u)
     for (t, value), (following, next_value) in itertools.pairwise(knots):

@@ -99,7 +99,7 @@ class _QuantizedMatmul(torch.autograd.Function):
         y = multiply(left_terms, right_terms, addend, options.alpha, options.beta)
         keep_a = (needs_b and not rereads_a) or factors
         keep_b = (needs_a and not rereads_b) or factors
-        # Of the addend's shape only the axes along which it is repeated, because a size may be symbolic.
+        # Only the axes along which the addend is repeated are kept of its shape, because a size may be symbolic.
         ctx.options, ctx.single = options, ()
         if addend is not None:
             ctx.single = tuple(statically_known_true(size == 1) for size in addend.shape)

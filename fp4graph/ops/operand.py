@@ -26,7 +26,7 @@ from fp4graph.ops.gradient import jacobian_diagonal
 from fp4graph.ops.product import Term, Terms
 from fp4graph.ops.quantizer import Quantizer
 from fp4graph.ops.state import OperandState, StateSlot
-from fp4graph.technique import GRADIENT_STAGES, QUANTIZER_STAGES, Context, Quantization, Technique, Unrounded, overrides
+from fp4graph.technique import GRADIENT_STAGES, QUANTIZER_STAGES, Context, Quantization, Technique, overrides
 
 
 @dataclass(frozen=True)
@@ -127,12 +127,6 @@ class OperandProgram:
         acting = self.acting(x, draw, state)
         part, _ = _split(x, acting)
         return self._quantizer(acting, draw).quantize(part)
-
-    def unrounded(self, x: Tensor, draw: Draw | None = None, state: OperandState | None = None) -> Unrounded:
-        """Return the parts of :meth:`quantize` that are known before elements are rounded."""
-        acting = self.acting(x, draw, state)
-        part, _ = _split(x, acting)
-        return self._quantizer(acting, draw).unrounded(part)
 
     def observe(self, x: Tensor, draw: Draw | None, state: OperandState) -> dict[tuple[str, str], Tensor]:
         """Return new values, by technique and entry name, of the entries that the graph writes."""

@@ -71,10 +71,6 @@ class Quantizer:
         """Return all parts of the quantization of ``x [..., K]``."""
         return self._rounded(self.scaled(x))
 
-    def unrounded(self, x: Tensor) -> Unrounded:
-        """Return the parts of :meth:`quantize` that are known before elements are rounded."""
-        return self._unrounded(self.scaled(x))
-
     def scaled(self, x: Tensor) -> Scaled:
         """Return ``x [..., K]`` with the statistics and scales that techniques decide."""
         spec = self.spec

@@ -1,10 +1,13 @@
 """Policies: which sites of a model are quantized and how, as data."""
 
-from fp4graph.policy.load import PolicyRef, load_policy
+from fp4graph.policy.load import ALIASES, PolicyRef, load_policy, shipped_policies
 from fp4graph.policy.match import Match, Range
-from fp4graph.policy.policy import Decision, Expect, Phase, Policy, Rule, Specs, check_modules
+from fp4graph.policy.policy import Expect, Phase, Policy, check_modules
+from fp4graph.policy.rule import KEPT, Decision, Rule, Specs, plan_specs
 
 __all__ = [
+    "ALIASES",
+    "KEPT",
     "Decision",
     "Expect",
     "Match",
@@ -16,4 +19,6 @@ __all__ = [
     "Specs",
     "check_modules",
     "load_policy",
+    "plan_specs",
+    "shipped_policies",
 ]

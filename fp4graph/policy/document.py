@@ -1,12 +1,12 @@
-"""YAML as plain data that remembers its lines: what every error message of a policy is pinned to.
+"""YAML as plain data that remembers its lines, so that every error of a policy names one.
 
-The data is what ``yaml.safe_load`` would give (merge keys and aliases included, no tag that runs code), except that a
-key given twice, which YAML forbids and PyYAML lets pass, is an error, and that keys are text.
+The data is that of ``yaml.safe_load`` (merge keys and aliases included, no tag that runs code), with two exceptions: a
+key given twice, which YAML forbids and PyYAML accepts, is an error, and every key is text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,12 +17,13 @@ from fp4graph.errors import PolicyError
 
 @dataclass(frozen=True)
 class Place:
-    """Where something stands: a file and a 1-based line, both None in a policy given as data."""
+    """A file and a 1-based line in it; both are None in a policy given as data."""
 
     file: str | None = None
     line: int | None = None
 
     def error(self, message: str) -> PolicyError:
+        """Return an error about this place."""
         return PolicyError(message, file=self.file, line=self.line)
 
 
@@ -35,7 +36,7 @@ class Node:
     keys: Mapping[str, Place] = field(default_factory=dict)
 
     def child(self, part: object) -> Node | None:
-        """The item under one key or index, or None."""
+        """Return the item under one key or index, or None."""
         if isinstance(self.value, dict) and isinstance(part, str):
             return self.value.get(part)
         if isinstance(self.value, list) and isinstance(part, int) and part < len(self.value):
@@ -45,25 +46,29 @@ class Node:
         return None
 
     def get(self, *path: object) -> Node:
-        """The deepest node along ``path``; parts that lead nowhere are passed over."""
+        """Return the deepest node along ``path``; parts that lead nowhere are skipped."""
         node = self
         for part in path:
             node = node.child(part) or node
         return node
 
     def where(self, *path: object) -> Place:
-        """The place of the key at the end of ``path``, or the nearest there is."""
+        """Return the place of the key at the end of ``path``, or the nearest place that exists."""
         *parents, last = path
         parent = self.get(*parents)
         return parent.keys.get(str(last), parent.get(last).place)
 
     def blame(self, *path: object) -> Place:
-        """The place that an error about what is at ``path`` names: a mapping or list begins where its key stands."""
+        """Return the place that an error about ``path`` names. A mapping or list begins at the line of its key."""
         node = self.get(*path)
         return self.where(*path) if path and isinstance(node.value, dict | list) else node.place
 
+    def error(self, path: Iterable[object], message: str) -> PolicyError:
+        """Return an error about what is at ``path``."""
+        return self.blame(*path).error(message)
+
     def replacing(self, items: Mapping[str, tuple[Place, Node]]) -> Node:
-        """A mapping with ``items`` in place of, or after, those of the same key."""
+        """Return this mapping with ``items`` in place of those of the same key, or after them."""
         return replace(
             self,
             value={**self.value, **{key: node for key, (_, node) in items.items()}},
@@ -71,7 +76,7 @@ class Node:
         )
 
     def plain(self) -> Any:
-        """The data alone: dicts, lists and scalars."""
+        """Return the data alone: dicts, lists and scalars."""
         if isinstance(self.value, dict):
             return {key: item.plain() for key, item in self.value.items()}
         if isinstance(self.value, list):
@@ -80,7 +85,7 @@ class Node:
 
 
 def parse(text: str, file: str) -> Node:
-    """The one document in ``text``."""
+    """Return the one document in ``text``."""
     try:
         loader = yaml.SafeLoader(text)
         root = loader.get_single_node()
@@ -103,7 +108,7 @@ def parse(text: str, file: str) -> Node:
 
 
 def _hint(text: str, mark: yaml.Mark | None) -> str:
-    """What to do about a syntax error, where its line tells."""
+    """Return what to do about a syntax error."""
     lines = text.splitlines()
     line = lines[mark.line] if mark and mark.line < len(lines) else ""
     if "\t" in line:
@@ -113,12 +118,12 @@ def _hint(text: str, mark: yaml.Mark | None) -> str:
     return "; check indentation, colons, quotes and brackets around here"
 
 
-#: Values in a document with its aliases written out; a few lines of aliases to aliases could ask for any number.
+#: The most values of a document with its aliases written out; a few lines of aliases to aliases could make any number.
 _MOST_VALUES = 100_000
 
 
 class _Reader:
-    """Turns PyYAML's composed nodes into ours."""
+    """Converts PyYAML's composed nodes to :class:`Node`."""
 
     def __init__(self, loader: yaml.SafeLoader, file: str) -> None:
         self._loader = loader
@@ -137,7 +142,7 @@ class _Reader:
             self._open.remove(id(node))
             self._size[id(node)] = 1 + sum(self._size[id(item)] for item in _items(node))
             if self._size[id(node)] > _MOST_VALUES:
-                raise place.error("aliases make this too large; write out what is meant")
+                raise place.error("aliases make this too large; use fewer of them")
         return self._done[id(node)]
 
     def _build(self, node: yaml.Node, place: Place) -> Node:
@@ -183,7 +188,7 @@ def _items(node: yaml.Node) -> list[yaml.Node]:
 
 
 def from_data(data: object) -> Node:
-    """Data given in Python, without places."""
+    """Return data given in Python as nodes without places."""
     nowhere = Place()
     if isinstance(data, Mapping):
         for key in data:

@@ -1,73 +1,42 @@
-"""Writes a resolved policy down again, as little of it as means the same."""
+"""Writes parts of a resolved policy as a policy file has them, as short as loads to the same."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
-
-import yaml
+from typing import Any
 
 from fp4graph.numerics.formats import ScaleFormat
 from fp4graph.numerics.spec import QuantSpec, ScaleRounding, ScaleSpec
 from fp4graph.policy.match import Range
+from fp4graph.policy.rule import Rule
 from fp4graph.technique import Technique
 from fp4graph.technique.operands import GROUPS, Operand
 
-if TYPE_CHECKING:
-    from fp4graph.policy.policy import Policy, Rule
-
-_BaseFormats = dict[ScaleFormat, str]
+#: Scale formats made with ``max``, and the name of the format that each was made from.
+BaseFormats = dict[ScaleFormat, str]
 
 
-def to_yaml(policy: Policy) -> str:
-    """The YAML text of :func:`to_data`."""
-    return yaml.safe_dump(to_data(policy), sort_keys=False, allow_unicode=True, width=120)
+def default_data(rule: Rule, bases: BaseFormats) -> str | dict[str, Any]:
+    """Return a policy's ``default`` as it is written."""
+    if not rule.quantizes:
+        return "keep"
+    data = _action(rule, bases)
+    return {**data.pop("quantize"), **data}
 
 
-def to_data(policy: Policy) -> dict[str, Any]:
-    """A policy as mappings, lists and values that load as an equal policy."""
-    bases = dict(policy.base_formats)
-    default = "keep" if policy.default.keep is not None else _action(policy.default, bases)
-    if isinstance(default, dict):
-        default = {**default.pop("quantize"), **default}
-    data = {
-        "version": 1,
-        "name": policy.name,
-        "description": policy.description,
-        "default": default,
-        "rules": [_rule(rule, policy, bases) for rule in policy.rules],
-        "techniques": [_technique(technique) for technique in policy.techniques],
-        "phases": [{"at": phase.at, **_changed(phase.policy)} for phase in policy.phases],
-        "expect": {
-            name: _range(count)
-            for name, count in (("quantized", policy.expect.quantized), ("kept", policy.expect.kept))
-            if count is not None
-        },
-    }
-    return {key: value for key, value in data.items() if value not in ("", [], {}) or key == "default"}
-
-
-def _changed(policy: Policy) -> dict[str, Any]:
-    """A phase: all that it may say, its rules though there be none, which then replaces those before."""
-    data = to_data(policy)
-    return {"rules": [], **{key: data[key] for key in ("default", "rules", "techniques") if key in data}}
-
-
-def _rule(rule: Rule, policy: Policy, bases: _BaseFormats) -> dict[str, Any]:
-    match = {
-        predicate.name: _predicate(value)
-        for predicate in fields(rule.match)
-        if (value := getattr(rule.match, predicate.name)) is not None
-    }
+def rule_data(rule: Rule, shared: Collection[Technique], bases: BaseFormats) -> dict[str, Any]:
+    """Return a rule as it is written; ``shared`` are the policy's techniques, which it does not repeat."""
+    match = {name: _predicate(value) for name, value in rule.match.predicates.items()}
     data: dict[str, Any] = {"name": rule.name, "match": match}
     if rule.keep is not None:
         data["keep"] = rule.keep
     else:
         data.update(_action(rule, bases))
-    own = [technique for technique in rule.techniques if technique not in policy.techniques]
+    own = [technique_data(each) for each in rule.techniques if each not in shared]
     if own:
-        data["techniques"] = [_technique(technique) for technique in own]
+        data["techniques"] = own
     if not rule.required:
         data["required"] = False
     return data
@@ -75,20 +44,21 @@ def _rule(rule: Rule, policy: Policy, bases: _BaseFormats) -> dict[str, Any]:
 
 def _predicate(value: object) -> object:
     if isinstance(value, Range):
-        return _range(value)
+        return range_data(value)
     if isinstance(value, tuple):
         return value[0] if len(value) == 1 else list(value)
     return value
 
 
-def _range(value: Range) -> int | dict[str, int]:
+def range_data(value: Range) -> int | dict[str, int]:
+    """Return a range as it is written."""
     if value.min is not None and value.min == value.max and value.multiple_of is None:
         return value.min
-    return {bound.name: size for bound in fields(value) if (size := getattr(value, bound.name)) is not None}
+    return value.model_dump(exclude_none=True)
 
 
-def _action(rule: Rule, bases: _BaseFormats) -> dict[str, Any]:
-    """The ``quantize`` block that most operands share, and ``operands`` with the exceptions."""
+def _action(rule: Rule, bases: BaseFormats) -> dict[str, Any]:
+    """Return the ``quantize`` block that most operands share, and ``operands`` with the exceptions."""
     common = Counter(spec for spec in rule.specs.values() if spec is not None).most_common(1)[0][0]
     exceptions: dict[Operand, object] = {
         operand: ("fprop" if operand in rule.reuses else "keep") if spec is None else _difference(spec, common, bases)
@@ -107,8 +77,8 @@ def _action(rule: Rule, bases: _BaseFormats) -> dict[str, Any]:
     return {**data, "operands": written} if written else data
 
 
-def _difference(spec: QuantSpec, base: QuantSpec, bases: _BaseFormats) -> dict[str, Any]:
-    """The fields in which ``spec`` departs from ``base``."""
+def _difference(spec: QuantSpec, base: QuantSpec, bases: BaseFormats) -> dict[str, Any]:
+    """Return the fields in which ``spec`` differs from ``base``."""
     data: dict[str, Any] = {
         item.name: value for item in fields(spec) if (value := getattr(spec, item.name)) != getattr(base, item.name)
     }
@@ -121,8 +91,8 @@ def _difference(spec: QuantSpec, base: QuantSpec, bases: _BaseFormats) -> dict[s
     return data
 
 
-def _scale_difference(scale: ScaleSpec, base: ScaleSpec, bases: _BaseFormats) -> dict[str, Any]:
-    """The fields of ``scale`` to write beside those written for ``base``; none is written for ``ScaleSpec()``."""
+def _scale_difference(scale: ScaleSpec, base: ScaleSpec, bases: BaseFormats) -> dict[str, Any]:
+    """Return the fields of ``scale`` to write beside those written for ``base``, which are none for ``ScaleSpec()``."""
     data = {
         item.name: value for item in fields(scale) if (value := getattr(scale, item.name)) != getattr(base, item.name)
     }
@@ -139,10 +109,11 @@ def _scale_difference(scale: ScaleSpec, base: ScaleSpec, bases: _BaseFormats) ->
 
 
 def _own_rounding(scale: ScaleSpec) -> ScaleRounding:
-    """The rounding of ``scale`` if it were left out."""
+    """Return the rounding that ``scale`` has where none is written."""
     return ScaleSpec(scale.format, convention=scale.convention).rounding
 
 
-def _technique(technique: Technique) -> str | dict[str, Any]:
+def technique_data(technique: Technique) -> str | dict[str, Any]:
+    """Return a technique as it is written: without the options that have their default."""
     options = technique.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     return {technique.name: options} if options else technique.name

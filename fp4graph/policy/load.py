@@ -1,4 +1,4 @@
-"""From a reference to a policy: a file, a shipped name, data or a policy."""
+"""Loads the policy that a reference means: a file, a shipped name, data or a policy."""
 
 from __future__ import annotations
 
@@ -17,19 +17,27 @@ from fp4graph.technique.registry import Registry, default_registry
 from fp4graph.text import nearest
 
 PolicyRef = str | PathLike[str] | Mapping[str, Any] | Policy
+#: Other names of shipped policies: ``bf16`` quantizes nothing, and so is the baseline in any dtype.
+ALIASES = {"baseline": "bf16"}
+
+
+def shipped_policies(registry: Registry) -> dict[str, Path]:
+    """Return the file of every policy that can be called by name, :data:`ALIASES` included, sorted by name."""
+    aliases = {alias: registry.policies[name] for alias, name in ALIASES.items() if name in registry.policies}
+    return dict(sorted({**aliases, **registry.policies}.items()))
 
 
 def load_policy(ref: PolicyRef, registry: Registry | None = None) -> Policy:
-    """The policy that ``ref`` refers to.
+    """Return the policy that ``ref`` means.
 
     Args:
         ref: a path, the name of a policy that fp4graph or a plugin ships, the content of a policy file as a dict, or
             a policy, which is returned as it is. Text without a directory and without the suffix ``.yaml`` or ``.yml``
-            is a shipped name before it is a path.
+            is a shipped name before it is a path. ``baseline`` is another name of ``bf16``.
         registry: where techniques, formats and shipped policies are looked up; everything installed by default.
 
     Raises:
-        PolicyError: with file and line, at the first thing that is wrong.
+        PolicyError: at the first mistake, with file and line.
     """
     if isinstance(ref, Policy):
         return ref
@@ -44,16 +52,17 @@ def load_policy(ref: PolicyRef, registry: Registry | None = None) -> Policy:
 
 
 def _find(ref: str | PathLike[str], directory: Path, registry: Registry, place: Place) -> Path:
-    """The file of a path, relative to ``directory``, or of a shipped name; ``place`` is where it is asked for."""
+    """Return the file of a path relative to ``directory``, or of a shipped name, that is written at ``place``."""
     path = Path(ref)
     is_name = isinstance(ref, str) and path.name == ref and path.suffix not in (".yaml", ".yml")
-    if is_name and ref in registry.policies:
-        return registry.policies[str(ref)]
+    names = shipped_policies(registry)
+    if is_name and ref in names:
+        return names[str(ref)]
     if (directory / path).is_file():
         return directory / path
-    near = nearest(path.stem, registry.policies)
+    near = nearest(path.stem, names)
     shipped = f"did you mean the shipped policy {near[0]!r}? " if near else ""
-    known = f"Shipped policies: {', '.join(sorted(registry.policies)) or 'none'}"
+    known = f"Shipped policies: {', '.join(names) or 'none'}"
     what = "is a directory" if (directory / path).is_dir() else "is not a file"
     described = f"no policy {str(ref)!r} is shipped, and it {what}" if is_name else f"policy {str(ref)!r} {what}"
     raise place.error(f"{described}; {shipped}{known}")
@@ -71,13 +80,13 @@ def _read(path: Path) -> Node:
 
 
 def _extended(document: Node, directory: Path, chain: tuple[Path, ...], registry: Registry) -> Node:
-    """``document`` merged onto what it extends; ``chain`` holds the files on the way to it."""
+    """Return ``document`` merged onto the policy that it extends; ``chain`` holds the files on the way to it."""
     written = validate(PolicySection, document)
     if written.extends is None:
         return document
     place = document.get("extends").place
     path = _find(written.extends, directory, registry, place)
-    if any(path.resolve() == seen.resolve() for seen in chain):
+    if any(path.resolve() == step.resolve() for step in chain):
         names = " → ".join(step.name for step in (*chain, path))
-        raise place.error(f"extends goes round in a circle: {names}; extend another policy or none")
+        raise place.error(f"a policy extends itself: {names}; extend another policy or none")
     return merge(_extended(_read(path), path.parent, (*chain, path), registry), document)

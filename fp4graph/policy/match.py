@@ -1,23 +1,52 @@
-"""The left-hand side of a rule: which sites it speaks of."""
+"""The left-hand side of a rule: the predicates on a site."""
 
 from __future__ import annotations
 
 import fnmatch
-from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Annotated, Any, Literal, Self
 
+from pydantic import StrictBool, model_validator
+
+from fp4graph.policy.section import Count, Globs, OneOrMore, Section, Size, Texts, must_be
 from fp4graph.technique.site import BlockPosition, SiteView
 
 Op = Literal["linear", "matmul", "sdpa"]
 
 
-@dataclass(frozen=True)
-class Range:
-    """Bounds on a whole number, each optional; ``min == max`` asks for one value."""
+class Range(Section):
+    """Bounds on a whole number, each optional; ``min == max`` allows one value.
 
-    min: int | None = None
-    max: int | None = None
-    multiple_of: int | None = None
+    A policy writes ``{min, max, multiple_of}``, or the one allowed value by itself or as ``{exactly: value}``.
+    """
+
+    min: Size | None = None
+    max: Size | None = None
+    multiple_of: Count | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _exact(cls, data: Any) -> Any:
+        if isinstance(data, int) and not isinstance(data, bool):
+            return {"min": data, "max": data}
+        if isinstance(data, dict) and data.get("exactly") is not None:
+            if {"min", "max"} & data.keys():
+                raise ValueError("exactly leaves nothing for min and max to say; give one or the other")
+            others = {key: value for key, value in data.items() if key != "exactly"}
+            return {"min": data["exactly"], "max": data["exactly"], **others}
+        return data
+
+    @classmethod
+    def written_keys(cls) -> list[str]:
+        """Return the fields and ``exactly``."""
+        return [*super().written_keys(), "exactly"]
+
+    @model_validator(mode="after")
+    def _bounds_something(self) -> Self:
+        if not self.model_fields_set:
+            raise ValueError("give at least one of min, max, multiple_of and exactly")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min {self.min} is above max {self.max}: no number is in this range")
+        return self
 
     def __contains__(self, value: int | None) -> bool:
         """Whether ``value`` is known and within the bounds: a symbolic size is in no range."""
@@ -35,9 +64,8 @@ class Range:
         return " and ".join(f"{words} {bound}" for words, bound in parts.items() if bound is not None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Match:
-    """Predicates on a site, all of which must hold; one that is None holds for every site.
+class Match(Section):
+    """Predicates on a site, all of which must hold; a predicate that is None holds for every site.
 
     Attributes:
         op: kinds of operation. None is linear and matmul for a rule that quantizes: fused attention is taken apart only
@@ -49,34 +77,45 @@ class Match:
             ask for both; write two rules for either.
         in_features, out_features, min_numel: sizes K and N of the product, and elements of its second factor. A size
             that is symbolic in the captured graph satisfies none of them.
-        producer: operations that may have made the input.
+        producer: operations that may have computed the input.
     """
 
-    op: tuple[Op, ...] | None = None
-    module: tuple[str, ...] | None = None
-    block: bool | None = None
-    first_blocks: int | None = None
-    last_blocks: int | None = None
+    op: Annotated[OneOrMore[Op], must_be("linear, matmul, sdpa or a list of these")] | None = None
+    module: Globs | None = None
+    block: StrictBool | None = None
+    first_blocks: Count | None = None
+    last_blocks: Count | None = None
     in_features: Range | None = None
     out_features: Range | None = None
-    min_numel: int | None = None
-    producer: tuple[str, ...] | None = None
+    min_numel: Count | None = None
+    producer: Texts | None = None
+
+    @model_validator(mode="after")
+    def _can_match(self) -> Self:
+        if self.block is False and (self.first_blocks or self.last_blocks):
+            raise ValueError("block: false contradicts first_blocks and last_blocks; remove one of them")
+        if self.op == ():
+            raise ValueError("an empty op matches nothing; leave it out for linear and matmul")
+        return self
 
     def __str__(self) -> str:
-        predicates = {item.name: getattr(self, item.name) for item in fields(self)}
         words = [
             f"{name} {' or '.join(value) if isinstance(value, tuple) else str(value).lower()}"
-            for name, value in predicates.items()
-            if value is not None
+            for name, value in self.predicates.items()
         ]
         return ", ".join(words) or "every site"
 
+    @property
+    def predicates(self) -> dict[str, Any]:
+        """The predicates that are given, by name."""
+        return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
+
     def fits(self, site: SiteView) -> bool:
-        """Whether every predicate holds for ``site`` but those on the kind of operation and on the place."""
+        """Whether every predicate holds for ``site``, except those on the kind of operation and on the place."""
         return (
             (self.in_features is None or site.in_features in self.in_features)
             and (self.out_features is None or site.out_features in self.out_features)
-            and (self.min_numel is None or site.numel in Range(min=self.min_numel))
+            and (self.min_numel is None or (site.numel is not None and site.numel >= self.min_numel))
             and (self.producer is None or site.producer in self.producer)
         )
 
@@ -97,7 +136,7 @@ class Match:
 
     @property
     def needs_blocks(self) -> bool:
-        """Whether it asks for a site inside a repeated stack of blocks."""
+        """Whether a predicate asks for a site inside a repeated stack of blocks."""
         return bool(self.block) or self.first_blocks is not None or self.last_blocks is not None
 
     def names(self, module: str | None) -> bool:

@@ -1,4 +1,4 @@
-"""One policy document over another: what ``extends`` and phases do."""
+"""Merges one policy document over another, for ``extends`` and phases."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from fp4graph.policy.document import Node
 
 
 def merge(parent: Node, child: Node) -> Node:
-    """``child`` over ``parent``: its keys win, its techniques come after the parent's or replace their namesakes.
+    """Merge ``child`` over ``parent``: its keys win, its techniques replace their namesakes or follow the parent's.
 
-    The parent's name is not inherited, nor is its ``extends``, which is done.
+    The parent's name is not inherited, and neither is ``extends``, which has been followed.
     """
     items = {key: (child.where(key), node) for key, node in child.value.items() if key != "extends"}
     if "techniques" in items and "techniques" in parent.value:
@@ -18,17 +18,15 @@ def merge(parent: Node, child: Node) -> Node:
 
 
 def _append(parent: Node, child: Node) -> Node:
-    """Two lists of techniques as one, in which the child's entry stands where the parent has its namesake."""
-    own = {_technique_name(entry) for entry in child.value}
-    replaced = {_technique_name(entry) for entry in parent.value} & own
-    child_entries = list(child.value)
-    merged: list[Node] = []
-    for entry in parent.value:
-        name = _technique_name(entry)
-        merged.append(next(e for e in child_entries if _technique_name(e) == name) if name in replaced else entry)
-    placed = {id(entry) for entry in merged}
-    return Node([*merged, *(entry for entry in child_entries if id(entry) not in placed)], child.place)
+    """Join two lists of techniques; a child's technique takes the place of the parent's namesake."""
+    inherited = {_technique_name(node) for node in parent.value}
+    replacing: dict[str, Node] = {}
+    for node in child.value:
+        replacing.setdefault(_technique_name(node), node)
+    merged = [replacing.get(_technique_name(node), node) for node in parent.value]
+    added = [n for n in child.value if _technique_name(n) not in inherited or n is not replacing[_technique_name(n)]]
+    return Node([*merged, *added], child.place)
 
 
-def _technique_name(entry: Node) -> str:
-    return entry.value if isinstance(entry.value, str) else str(next(iter(entry.value)))
+def _technique_name(node: Node) -> str:
+    return node.value if isinstance(node.value, str) else str(next(iter(node.value)))

@@ -7,95 +7,27 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
-from fp4graph.errors import PolicyError
+import yaml
+
 from fp4graph.numerics.formats import ScaleFormat
-from fp4graph.numerics.spec import QuantSpec
 from fp4graph.policy import dump
 from fp4graph.policy.document import Place
-from fp4graph.policy.match import Match, Range
+from fp4graph.policy.match import Range
+from fp4graph.policy.rule import DEFAULT, DISTINGUISHED_PRODUCERS, KEPT, Decision, Rule
 from fp4graph.technique import Technique
-from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import BlockPosition, SiteView
 from fp4graph.text import nearest
 
-
-@dataclass(frozen=True)
-class Specs(Mapping[Operand, QuantSpec | None]):
-    """The specs of the six operands, in the order of :class:`Operand`; None is high precision."""
-
-    six: tuple[QuantSpec | None, ...]
-
-    def __getitem__(self, operand: Operand) -> QuantSpec | None:
-        return self.six[list(Operand).index(operand)]
-
-    def __iter__(self) -> Iterator[Operand]:
-        return iter(Operand)
-
-    def __len__(self) -> int:
-        return len(self.six)
-
-
-KEPT = Specs((None,) * len(Operand))
-#: Producers that some technique tells from others, whatever the rules say.
-DISTINGUISHED_PRODUCERS = ("swiglu",)
 _NOT_BY_DEFAULT = "the default action quantizes linear and matmul alone; write a rule with op: sdpa for fused attention"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """What happens to the sites that ``match`` speaks of.
-
-    Attributes:
-        keep: why they stay in high precision, or None where they are quantized.
-        specs: of the six operands; all None for a rule that keeps.
-        reuses: those in high precision that read the dequantized fprop operand in place of the original.
-        techniques: the policy's and then the rule's own, one of the rule's taking the place of its namesake.
-        required: whether it is an error that the rule matches nothing.
-    """
-
-    name: str
-    match: Match = field(default_factory=Match)
-    keep: str | None = None
-    specs: Specs = KEPT
-    reuses: frozenset[Operand] = frozenset()
-    techniques: tuple[Technique, ...] = ()
-    required: bool = True
-    file: str | None = field(default=None, compare=False)
-    line: int | None = field(default=None, compare=False)
-
-    @property
-    def quantizes(self) -> bool:
-        return self.keep is None
-
-    def speaks_of(self, op: str) -> bool:
-        """Whether it decides about operations of kind ``op``; without ``op``, one that keeps decides about all."""
-        if self.match.op is None:
-            return not self.quantizes or op in ("linear", "matmul")
-        return op in self.match.op
-
-    def error(self, message: str) -> PolicyError:
-        """An error of this rule, with its place and name."""
-        return Place(self.file, self.line).error(f"rule {self.name!r}: {message}")
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What a policy decides of one site.
-
-    Attributes:
-        rule: the one that decides. index: its position in the policy, -1 for the default.
-    """
-
-    rule: Rule
-    index: int
 
 
 @dataclass(frozen=True)
 class Expect:
-    """Assertions about the captured graphs of a model: how many of its sites are quantized and how many kept."""
+    """Assertions about the captured graphs of a model: how many sites are quantized, and how many are kept."""
 
     quantized: Range | None = None
     kept: Range | None = None
@@ -117,11 +49,12 @@ class Expect:
 
 @dataclass(frozen=True)
 class Phase:
-    """What a policy becomes in the course of a training.
+    """A change of the policy in the course of a training.
 
     Attributes:
-        at: training forwards before it begins (int), or their share of all of a training's (float).
-        policy: in force from then on, until the next phase; it has no phases itself.
+        at: training forwards before the phase begins (int), or their share of all training forwards (float).
+        policy: the policy in force from then on, until the next phase; it has no phases itself.
+        place: where the phase is written.
     """
 
     at: int | float
@@ -129,10 +62,10 @@ class Phase:
     place: Place = field(default=Place(), compare=False)
 
     def start(self, total_forwards: int | None) -> int:
-        """Training forwards before it begins.
+        """Return the number of training forwards before the phase begins.
 
         Raises:
-            PolicyError: it is a share, and the number of all is not known.
+            PolicyError: ``at`` is a share, and the number of all training forwards is not known.
         """
         if isinstance(self.at, int):
             return self.at
@@ -148,21 +81,24 @@ class Phase:
 class Policy:
     """Which sites of a model are quantized and how.
 
-    Equality and hash go by content; where a policy was read from is no part of it.
+    Equality and hash go by content; the file that a policy was read from is not part of it.
 
     Attributes:
-        rules: in order; the first that matches a site decides.
-        default: what a site gets that no rule matches.
-        techniques: those declared for the whole policy.
-        phases: what it becomes later, in order.
-        implied: techniques that the specs amount to although nobody declared them, as ``rounding: stochastic`` does.
-        file: where it was read from, or None.
+        name: the policy's name.
+        description: one sentence.
+        rules: the rules in order; the first that matches a site decides.
+        default: the rule for a site that no other matches.
+        techniques: the techniques declared for the whole policy.
+        phases: the later phases of a training, in order.
+        expect: assertions about the captured graphs.
+        implied: techniques that the specs amount to although none is declared, as ``rounding: stochastic`` does.
+        file: the file that the policy was read from, or None.
     """
 
     name: str
     description: str = ""
     rules: tuple[Rule, ...] = ()
-    default: Rule = Rule(name="default", keep="no rule matches", required=False)
+    default: Rule = DEFAULT
     techniques: tuple[Technique, ...] = ()
     phases: tuple[Phase, ...] = ()
     expect: Expect = Expect()
@@ -172,31 +108,35 @@ class Policy:
     base_formats: tuple[tuple[ScaleFormat, str], ...] = field(default=(), compare=False, repr=False)
 
     def places(self, module: str | None, block: BlockPosition | None) -> tuple[int, ...]:
-        """The rules, by index, whose predicates on the place hold for sites of ``module``."""
+        """Return the indices of the rules whose predicates on the place hold for sites of ``module``."""
         return tuple(index for index, rule in enumerate(self.rules) if rule.match.holds_at(module, block))
 
     def decide(self, site: SiteView, places: Collection[int] | None = None) -> Decision:
-        """The first rule that matches ``site``, or the default: the one lookup from a site to what happens to it.
+        """Return the first rule that matches ``site``, or the default. This is the one lookup from site to rule.
 
         Args:
-            site: with all that is known of it; a predicate on something unknown does not hold.
-            places: what :meth:`places` gave for its module, where ``site`` does not name that.
+            site: the site, with all that is known of it; a predicate on something unknown does not hold.
+            places: what :meth:`places` returned for the site's module, where ``site`` does not name it.
         """
-        if places is None:
-            places = self.places(site.module, site.block)
-        for index in places:
-            rule = self.rules[index]
-            if rule.speaks_of(site.op) and rule.match.fits(site):
-                return Decision(rule, index)
-        if self.default.quantizes and not self.default.speaks_of(site.op):
-            return Decision(dataclasses.replace(self.default, keep=_NOT_BY_DEFAULT, specs=KEPT, techniques=()), -1)
-        return Decision(self.default, -1)
+        for decision in self._candidates(site.op, site.module, site.block, places):
+            if decision.rule.match.fits(site):
+                return decision
+        return Decision(dataclasses.replace(self.default, keep=_NOT_BY_DEFAULT, specs=KEPT, techniques=()), -1)
+
+    def _candidates(
+        self, op: str, module: str | None, block: BlockPosition | None, places: Collection[int] | None
+    ) -> Iterator[Decision]:
+        """Yield, in order, the rules that may decide about operations of kind ``op`` in ``module``, and the default."""
+        for index in (*(self.places(module, block) if places is None else places), -1):
+            rule = self.default if index < 0 else self.rules[index]
+            if rule.speaks_of(op):
+                yield Decision(rule, index)
 
     def decide_weight(self, site: SiteView) -> tuple[tuple[SiteView, Decision], ...]:
-        """What may be decided of a weight before its graph is captured, each with the site that it would be.
+        """Return the possible decisions about a weight before its graph is captured, each with the site it is about.
 
-        Only the graph tells what computes the input of its product. So this asks once for every producer that a rule
-        names or a technique may tell from others, and once for any other.
+        Only the graph shows what computes the input of the weight's product. So the policy is asked once for every
+        producer that a rule names or some technique distinguishes, and once for any other.
         """
         named = {producer for rule in self.rules for producer in rule.match.producer or ()}
         sites = [dataclasses.replace(site, producer=p) for p in (None, *sorted({*named, *DISTINGUISHED_PRODUCERS}))]
@@ -212,20 +152,18 @@ class Policy:
         """Whether some site of kind ``op`` in ``module`` could be quantized, its sizes and producer being unknown.
 
         Args:
-            places: as of :meth:`decide`.
+            places: as for :meth:`decide`.
         """
-        if places is None:
-            places = self.places(module, block)
-        for rule in (*(self.rules[index] for index in places), self.default):
-            if rule.speaks_of(op) and (rule.quantizes or rule.match.fits_all):
-                return rule.quantizes
+        for decision in self._candidates(op, module, block, places):
+            if decision.rule.quantizes or decision.rule.match.fits_all:
+                return decision.rule.quantizes
         return False
 
     def phase(self, count: int, total_forwards: int | None) -> int:
-        """How many phases have begun after ``count`` training forwards.
+        """Return the number of phases that have begun after ``count`` training forwards.
 
         Raises:
-            PolicyError: a phase begins before the one above it, or when cannot be told.
+            PolicyError: a phase begins before the one above it, or the start of one is not known.
         """
         starts = [phase.start(total_forwards) for phase in self.phases]
         for earlier, later, phase in zip(starts, starts[1:], self.phases[1:], strict=False):
@@ -236,7 +174,7 @@ class Policy:
         return sum(start <= count for start in starts)
 
     def in_phase(self, index: int) -> Policy:
-        """The policy in force after ``index`` phases have begun: 0 is the one before all of them."""
+        """Return the policy in force after ``index`` phases have begun; 0 is the one before all phases."""
         return self.phases[index - 1].policy if index else self
 
     @property
@@ -255,7 +193,7 @@ class Policy:
 
     @property
     def weights(self) -> dict[str, float]:
-        """What each technique in use adds to Ω, by name; the largest weight where options differ from rule to rule."""
+        """The weight of each technique in use, by name; the largest where options differ from rule to rule."""
         weights: dict[str, float] = {}
         for technique in self._counted:
             weights[technique.name] = max(technique.complexity, weights.get(technique.name, technique.complexity))
@@ -268,7 +206,7 @@ class Policy:
 
     @property
     def _counted(self) -> tuple[Technique, ...]:
-        """What Ω counts: what any phase uses."""
+        """The techniques that Ω counts: those that any phase uses."""
         later = (technique for phase in self.phases for technique in phase.policy._counted)
         return tuple(dict.fromkeys((*self._declared, *self.implied, *later)))
 
@@ -278,18 +216,42 @@ class Policy:
         own = (technique for rule in (*self.rules, self.default) for technique in rule.techniques)
         return tuple(dict.fromkeys((*self.techniques, *own)))
 
+    def to_data(self) -> dict[str, Any]:
+        """Return the policy as mappings, lists and values that load as an equal policy."""
+        bases = dict(self.base_formats)
+        data = {
+            "version": 1,
+            "name": self.name,
+            "description": self.description,
+            "default": dump.default_data(self.default, bases),
+            "rules": [dump.rule_data(rule, self.techniques, bases) for rule in self.rules],
+            "techniques": [dump.technique_data(technique) for technique in self.techniques],
+            "phases": [{"at": phase.at, **phase.policy._changes()} for phase in self.phases],
+            "expect": {
+                name: dump.range_data(count)
+                for name, count in (("quantized", self.expect.quantized), ("kept", self.expect.kept))
+                if count is not None
+            },
+        }
+        return {key: value for key, value in data.items() if value not in ("", [], {}) or key == "default"}
+
+    def _changes(self) -> dict[str, Any]:
+        """Return what a phase may say. Rules are there even if empty: they replace the rules before the phase."""
+        data = self.to_data()
+        return {"rules": [], **{key: data[key] for key in ("default", "rules", "techniques") if key in data}}
+
     def to_yaml(self) -> str:
-        """The whole policy, ``extends`` resolved and defaults left out: text that loads as an equal policy."""
-        return dump.to_yaml(self)
+        """Return the whole policy as text that loads as an equal policy: ``extends`` resolved, defaults left out."""
+        return yaml.safe_dump(self.to_data(), sort_keys=False, allow_unicode=True, width=120)
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """SHA-256 of everything that changes behaviour: all but the policy's name, description and file.
 
-        Formats count with all their numbers, so that a plugin's format that changes under its name is noticed. The
-        code of techniques does not count; whoever caches compiled code adds it.
+        Formats count with all their numbers, since a plugin may change a format under its name. The code of techniques
+        does not count; a cache of compiled code adds it.
         """
-        content = dump.to_data(self)
+        content = self.to_data()
         del content["name"]
         content.pop("description", None)
         policies = (self, *(phase.policy for phase in self.phases))
@@ -302,7 +264,7 @@ class Policy:
 def check_modules(policy: Policy, names: Iterable[str]) -> None:
     """Raise a PolicyError at the first required rule whose ``module`` globs fit none of a model's module ``names``.
 
-    One glob of a list is enough: lists are how a policy fits several families of models.
+    One glob of a list is enough: with lists a policy fits several families of models.
     """
     known = list(names)
     for rule in policy.rules:

@@ -1,18 +1,20 @@
-"""Checks nodes against pydantic models, and says what pydantic found in plain words with its line."""
+"""Validates nodes against pydantic models; an error is in plain words and names its line."""
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from fp4graph.policy.document import Node
+from fp4graph.technique.registry import Registry
 from fp4graph.text import suggest
 
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
-
+#: Keys and indices that lead to a node of a document.
+Path = tuple[str | int, ...]
 _Model = TypeVar("_Model", bound=BaseModel)
 
 #: pydantic's error types whose own words are too technical for a policy's author.
@@ -38,22 +40,24 @@ _WORDS = {
 }
 
 
-def validate(model: type[_Model], node: Node, path: tuple[str | int, ...] = (), what: str = "key") -> _Model:
-    """``node`` as a ``model``.
+def validate(model: type[_Model], node: Node, path: Path = (), what: str = "key") -> _Model:
+    """Return ``node`` as a ``model``.
 
     Args:
-        path: where ``node`` stands in the policy, for messages.
+        model: the model.
+        node: the node.
+        path: where ``node`` is in the policy, for messages.
         what: the word for a key: "key", or "option" of a technique.
 
     Raises:
-        PolicyError: at the first thing that is wrong.
+        PolicyError: at the first mistake.
     """
     try:
         return model.model_validate(node.plain())
     except ValidationError as error:
         details = error.errors(include_url=False)
     located = [(_steps(node, detail), detail) for detail in details]
-    # A union reports on each of its members; what was found deepest inside is about the one that was meant.
+    # A union reports on each of its members. The deepest report is about the member that was meant.
     deepest = [
         (steps, detail)
         for steps, detail in located
@@ -72,8 +76,14 @@ def validate(model: type[_Model], node: Node, path: tuple[str | int, ...] = (), 
     raise place.error(" or ".join(messages)) from None
 
 
-def _steps(node: Node, detail: ErrorDetails) -> tuple[str | int, ...]:
-    """The part of pydantic's location that exists in ``node``: without its tags of unions."""
+def refuse_contested(document: Node, registry: Registry, name: str, path: Path) -> None:
+    """Raise PolicyError where two plugins offer the technique or format ``name``, which is written at ``path``."""
+    if name in registry.contested:
+        raise document.error(path, f"{registry.contested[name]}; uninstall or rename one of the two")
+
+
+def _steps(node: Node, detail: ErrorDetails) -> Path:
+    """Return the part of pydantic's location that exists in ``node``: without the tags of unions."""
     steps: list[str | int] = []
     for part in detail["loc"]:
         child = node.child(part)
@@ -118,10 +128,10 @@ def _shown(value: Any) -> str:
 
 
 def keys(model: type[BaseModel]) -> list[str]:
-    """How the fields of ``model`` are written: by alias where they have one."""
+    """Return the fields of ``model`` as they are written: by alias where they have one."""
     return [field.alias or name for name, field in model.model_fields.items()]
 
 
-def dotted(path: list[str | int] | tuple[str | int, ...]) -> str:
-    """``("rules", 0, "match", "block")`` as ``rules[0].match.block``."""
+def dotted(path: Sequence[str | int]) -> str:
+    """Return ``rules[0].match.block`` for ``("rules", 0, "match", "block")``."""
     return re.sub(r"\.\[", "[", ".".join(f"[{part}]" if isinstance(part, int) else part for part in path))

@@ -5,7 +5,8 @@ A plugin imports from this package and from the other modules of :data:`IMPORTAB
 
 from fp4graph.technique.context import Context, GroupScale, Quantization, Unrounded
 from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.operands import ADDRESSES, GROUPS, ForwardOperands, Gemm, Operand, OperandList, Operands
+from fp4graph.technique.operands import ADDRESSES, GROUPS, Gemm, Operand
+from fp4graph.technique.options import ForwardOperands, OperandList, Operands, Positive, Share, check_kind
 from fp4graph.technique.site import BlockPosition, SiteView
 from fp4graph.technique.technique import (
     GRADIENT_STAGES,
@@ -61,12 +62,15 @@ __all__ = [
     "Operands",
     "OptimizerStep",
     "Overhead",
+    "Positive",
     "Quantization",
+    "Share",
     "SiteView",
     "StateEntry",
     "Technique",
     "Unrounded",
     "WeightUpdate",
+    "check_kind",
     "checked_plan",
     "hookimpl",
     "overrides",

@@ -13,12 +13,7 @@ Numbering: Q1 to Q6 of TetraJet (Chen et al. 2025, Eq. 3-5). Blocks run along th
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from enum import StrEnum
-from typing import Annotated, Any
-
-from pydantic import GetCoreSchemaHandler
-from pydantic_core import CoreSchema, core_schema
 
 
 class Gemm(StrEnum):
@@ -90,37 +85,3 @@ def select(names: Iterable[str], among: Collection[Operand] = tuple(Operand)) ->
     if not names:
         raise ValueError("an empty list of operands; leave the option out, or drop the technique")
     return frozenset(chosen)
-
-
-@dataclass(frozen=True)
-class OperandList:
-    """Marks an option of a technique as a list of addresses of operands, and checks the list.
-
-    The engine recognises such options by this mark and not by their names: a policy that lists an operand which stays
-    in high precision is an error, and :meth:`Technique.acts_on` returns the listed operands by default.
-
-    Attributes:
-        among: the operands that the technique can act on.
-        scopes: further values of the option, each a word that a policy may write in place of a list, with the operands
-            that the word means.
-    """
-
-    among: tuple[Operand, ...] = tuple(Operand)
-    scopes: tuple[tuple[str, tuple[Operand, ...]], ...] = ()
-
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._checked, handler(source))
-
-    def _checked(self, value: str | tuple[str, ...]) -> str | tuple[str, ...]:
-        self.select(value)
-        return value
-
-    def select(self, value: str | tuple[str, ...]) -> frozenset[Operand]:
-        """Return the operands that a value of the option means."""
-        return frozenset(dict(self.scopes)[value]) if isinstance(value, str) else select(value, self.among)
-
-
-#: The type of a technique's option that lists operands, by address: ``operands: Operands = Field(("forward",), ...)``.
-Operands = Annotated[tuple[str, ...], OperandList()]
-#: The same for a technique that acts on operands of fprop alone.
-ForwardOperands = Annotated[tuple[str, ...], OperandList(GROUPS["forward"])]

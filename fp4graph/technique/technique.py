@@ -10,20 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
+from torch import Tensor
 
+from fp4graph.numerics.blocking import Granularity, Groups
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.technique.context import Context, Quantization
-from fp4graph.technique.operands import Gemm, Operand, OperandList
+from fp4graph.technique.operands import Gemm, Operand
+from fp4graph.technique.options import OperandList
 from fp4graph.technique.site import SiteView
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from fp4graph.numerics.blocking import Granularity, Groups
-    from fp4graph.technique.updates import OptimizerStep, WeightUpdate
+from fp4graph.technique.updates import OptimizerStep, WeightUpdate
 
 #: Specs of one site's six operands; None is high precision.
 OperandSpecs = Mapping[Operand, "QuantSpec | None"]

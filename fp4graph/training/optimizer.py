@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fp4graph.errors import Error
-from fp4graph.model.runtime import Runtime, runtime_of
+from fp4graph.model.runtime import Runtime, require_runtime, runtime_of
 from fp4graph.model.weight import Weight
 from fp4graph.ops import contract
 from fp4graph.technique import Technique, overrides
@@ -55,9 +55,7 @@ def prepare_optimizer(model: nn.Module, optimizer: O) -> O:
             dtype. Two uses of one parameter have different techniques or quantizers. A technique that acts on the whole
             optimizer has several sets of options. Several models order their techniques differently.
     """
-    runtime = runtime_of(model)
-    if runtime is None:
-        raise Error("prepare_optimizer() takes a model that fp4graph.apply has prepared")
+    runtime = require_runtime(model, "prepare_optimizer")
     former: _Hooks | None = optimizer.__dict__.get("_fp4graph")
     others = [] if former is None else [r for r in former.runtimes if _is_live(r) and r.root is not runtime.root]
     for phase in range(runtime.phase, len(runtime.policy.phases) + 1):

@@ -25,7 +25,6 @@ def write(directory, rows, **header):
     log = Log(directory, {"step": 0, **header})
     for each in rows:
         log.append([each])
-    log.close()
 
 
 def test_written_and_read(tmp_path):
@@ -127,7 +126,7 @@ def test_a_disk_that_fills_up_is_an_error_and_what_was_written_stays(tmp_path):
         ("", "no statistics are in it"),
         ('{"a": 1}\n', "not a line of statistics"),
         ('{"format": "fp4graph.statistics", "version": 99}\n', "another version"),
-        ('{"format": "fp4graph.statistics", "version": 1}\n{oops\n', ":2: this line is damaged"),
+        ('{"format": "fp4graph.statistics", "version": 1}\n{oops\n', ":2 is not JSON"),
         ('{"format": "fp4graph.statistics", "version": 1}\n[1]\n', ":2: this is not a line"),
     ],
 )

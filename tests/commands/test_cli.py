@@ -59,6 +59,7 @@ def test_policies_as_json(fp4graph: Any) -> None:
     assert rows["tetrajet"]["complexity"] == 0.5
     assert rows["tetrajet"]["techniques"] == ["stochastic_rounding"]
     assert rows["tetrajet"]["file"].endswith("tetrajet.yaml")
+    assert rows["baseline"] == rows["bf16"] | {"name": "baseline", "description": "another name of bf16"}
 
 
 def test_techniques(fp4graph: Any) -> None:

@@ -15,7 +15,8 @@ from pydantic import Field
 from fp4graph import hookimpl, load_policy
 from fp4graph.commands import catalogue, reference
 from fp4graph.technique import Overhead, Technique, registry
-from fp4graph.technique.operands import Gemm, OperandList, Operands
+from fp4graph.technique.operands import Gemm
+from fp4graph.technique.options import OperandList, Operands
 from fp4graph.technique.registry import Registry
 
 DOCS = Path(__file__).parents[2] / "docs/reference"

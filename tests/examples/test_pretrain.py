@@ -45,7 +45,7 @@ def identical(left: Any, right: Any) -> bool:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("pretrain_vit.py", ["--backend=eager", "--policy=tetrajet-qema", "--epochs=2", "--grad-checkpointing"]),
+        ("pretrain_vit.py", ["--backend=eager", "--policy=tetrajet-qema", "--epochs=2", "--batch-size=16"]),
         ("pretrain_llama.py", [*LLAMA, "--steps=6"]),
         ("pretrain_llama.py", [*LLAMA, "--steps=6", "--optimizer=stablespam", "--accumulate=2", "--amp=bf16"]),
     ],
@@ -82,7 +82,14 @@ def test_vit_trains_from_a_folder(example: Any, tmp_path: Path) -> None:
             for number in range(2):
                 pixels = random.integers(0, 256, (40, 40, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(tmp_path / part / label / f"{number}.png")
-    options = ["--backend=eager", "--model=test_vit3", "--epochs=1", "--batch-size=3", "--amp=bf16"]
+    options = [
+        "--backend=eager",
+        "--model=test_vit3",
+        "--epochs=1",
+        "--batch-size=3",
+        "--amp=bf16",
+        "--grad-checkpointing",
+    ]
     printed = example("pretrain_vit.py", *options, f"--data={tmp_path}", f"--checkpoint={tmp_path}/run.pt")
     assert len(validation_losses(printed)) == 1
 

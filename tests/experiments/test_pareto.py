@@ -35,7 +35,7 @@ from fp4graph.experiments.results import (
     to_json,
     write,
 )
-from fp4graph.experiments.study import Trial
+from fp4graph.experiments.trial import Trial
 
 RULES = ("text", "table")
 

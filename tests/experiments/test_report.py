@@ -193,7 +193,7 @@ def test_the_command(run, tmp_path):
         (lambda folder: None, "no run and no statistics there"),
         (lambda folder: folder.rmdir(), "there is no such folder"),
         (lambda folder: (folder / "run.json").write_text("{"), "is not JSON"),
-        (lambda folder: (folder / "statistics.jsonl").write_text("x\n"), "this line is damaged"),
+        (lambda folder: (folder / "statistics.jsonl").write_text("x\n"), "delete this line"),
     ],
 )
 def test_folders_that_hold_something_else(tmp_path, make, message):

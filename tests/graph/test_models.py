@@ -110,6 +110,16 @@ def test_llama_knows_its_swiglu():
     assert [s.module for s in explanation.sites if s.quantized] == [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
 
 
+def test_a_quantized_linear_layer_is_known_as_a_producer():
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    rules = [
+        {"name": "after linear", "match": {"producer": "linear"}, "keep": "its input is a linear layer's output"},
+        {"name": "rest", "match": {"op": "linear"}, "quantize": QUANTIZE},
+    ]
+    explanation = fp4graph.explain(model, {"version": 1, "name": "p", "rules": rules}, (torch.randn(4, 32),))
+    assert [(s.module, s.rule) for s in explanation.sites] == [("0", "rest"), ("1", "after linear"), ("3", "rest")]
+
+
 def test_first_and_last_blocks():
     model, args, _ = deit()
     rules = [

@@ -10,9 +10,9 @@ import yaml
 from torch import nn
 
 import fp4graph
-from fp4graph.errors import PolicyError, PolicyWarning
+from fp4graph.errors import PolicyWarning
+from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
-from fp4graph.graph.rewrite import site_function
 from fp4graph.numerics import noise
 from fp4graph.numerics.draw import Draw
 from fp4graph.technique.operands import Operand
@@ -201,30 +201,6 @@ def test_a_model_is_noisy_in_training_and_not_in_evaluation():
     assert torch.equal(*calm)
     q = [fp4graph.fake_quantize(t.detach(), NEAREST) for t in (x, model.weight)]
     torch.testing.assert_close(calm[0], q[0] @ q[1].mT + model.bias.detach())
-
-
-def without(name):
-    return {key: value for key, value in SCHEDULE.items() if key != name}
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (None, "needs options sigma_start, sigma_end, stages and steps_per_stage; add them"),
-        (without("sigma_end"), "has no option 'sigma_end'; add it"),
-        (without("stages"), "has no option 'stages'; add it"),
-        (without("steps_per_stage"), "has no option 'steps_per_stage'; add it"),
-        ({**SCHEDULE, "sigma_start": 0}, "sigma_start must be above 0"),
-        ({**SCHEDULE, "sigma_end": math.inf}, "sigma_end must be"),
-        ({**SCHEDULE, "sigma_end": 0.06}, "sigma_end 0.06 is above sigma_start 0.05"),
-        ({**SCHEDULE, "stages": 1}, "at least 2"),
-        ({**SCHEDULE, "steps_per_stage": 0}, "at least 1"),
-        ({**SCHEDULE, "kind": "multiplied"}, "did you mean 'multiplicative'"),
-    ],
-)
-def test_wrong_options_are_named(options, message):
-    with pytest.raises(PolicyError, match=message):
-        policy(options)
 
 
 def test_the_policy_writes_its_options_down():

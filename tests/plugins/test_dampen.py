@@ -157,21 +157,6 @@ def test_it_shares_a_rule_with_q_ema():
     torch.testing.assert_close(applied.weight.grad[:, 1], torch.full((6,), 2.4 - 3.0))
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"strength": 0}, "strength"),
-        ({"strength": math.inf}, "strength"),
-        ({"total_steps": 0}, "total_steps"),
-        ({"start": 1.0, "total_steps": 5}, "start"),
-        ({"start": 0.5}, "set total_steps"),
-    ],
-)
-def test_wrong_options(options, message):
-    with pytest.raises(PolicyError, match=message):
-        fp4graph.load_policy(policy(options))
-
-
 def test_a_stochastic_weight_is_refused_however_it_came_about():
     with pytest.raises(PolicyError, match="noise of mean zero"):
         fp4graph.load_policy(policy(operands={"fprop.weight": {"rounding": "stochastic"}}))

@@ -248,22 +248,6 @@ def test_where_the_weight_stays_in_high_precision_nothing_is_watched():
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"momentum": 0}, "momentum"),
-        ({"momentum": 1}, "momentum"),
-        ({"threshold": 0}, "threshold"),
-        ({"final_threshold": 0.1}, "set total_steps"),
-        ({"start": 0.1}, "set total_steps"),
-        ({"total_steps": 100}, "set final_threshold or start"),
-    ],
-)
-def test_wrong_options(options, message):
-    with pytest.raises(PolicyError, match=message):
-        fp4graph.load_policy(policy(options))
-
-
-@pytest.mark.parametrize(
     ("where", "message"),
     [
         ({"operands": {"fprop.weight": {"rounding": "stochastic"}}}, "rounds stochastically"),

@@ -7,8 +7,8 @@ import torch
 
 import fp4graph
 from fp4graph.errors import PolicyError
+from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
-from fp4graph.graph.rewrite import site_function
 from fp4graph.numerics import noise
 from fp4graph.numerics.draw import Draw
 from fp4graph.ops.product import total
@@ -165,22 +165,6 @@ def test_what_reads_an_fprop_operand_gets_it_rotated_back(data):
     back = on_blocks(fp4graph.fake_quantize(on_blocks(x, h), SPEC), h.T)
     torch.testing.assert_close(dw, dy.T @ back, rtol=1e-5, atol=1e-5)  # float sums in another order
     torch.testing.assert_close(dx, dy @ w, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"block": 24}, "power of two"),
-        ({"block": 1}, "power of two"),
-        ({"scope": []}, "empty scope"),
-        ({"scope": ["fprp"]}, "fprop"),
-        ({"kind": "deterministic", "resample": "step"}, "draws no signs"),
-        ({"kind": "signs"}, "deterministic"),
-    ],
-)
-def test_wrong_options(options, message):
-    with pytest.raises(PolicyError, match=message):
-        program(options)
 
 
 def test_a_block_that_does_not_divide_is_refused_at_load():

@@ -163,21 +163,6 @@ def test_a_resumed_run_is_the_run(tmp_path):
     assert torch.equal(model.weight, other.weight)
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"init_scale": 0}, "init_scale"),
-        ({"init_scale": float("inf")}, "init_scale"),
-        ({"growth_factor": 1.0}, "growth_factor"),
-        ({"backoff_factor": 1.0}, "backoff_factor"),
-        ({"growth_interval": 0}, "growth_interval"),
-    ],
-)
-def test_wrong_options(options, name):
-    with pytest.raises(PolicyError, match=name):
-        fp4graph.load_policy(policy(options))
-
-
 def test_it_belongs_to_the_policy_not_to_a_rule():
     data = policy()
     data["rules"][0]["techniques"] = data.pop("techniques")

@@ -12,8 +12,8 @@ import yaml
 
 import fp4graph
 from fp4graph.errors import PolicyError
+from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
-from fp4graph.graph.rewrite import site_function
 from fp4graph.numerics import noise
 from fp4graph.numerics.draw import Draw
 from fp4graph.ops.draw import operand_draw
@@ -318,22 +318,6 @@ def test_what_dgrad_reads_from_fprop_has_both_terms():
     dy = torch.randn(40, 64)
     y.backward(dy)
     torch.testing.assert_close(x.grad, dy @ sum(terms(w, draw=OF_WEIGHT)), rtol=1e-6, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"rank": 0}, "at least 1"),
-        ({"rank": 1.5}, "rank"),
-        ({"iterations": -1}, "at least 0"),
-        ({"operands": []}, "empty list of operands"),
-        ({"operands": ["fprop.wieght"]}, "unknown operand 'fprop.wieght'"),
-        ({"ranks": 4}, "unknown option 'ranks'"),
-    ],
-)
-def test_wrong_options_are_named(options, message):
-    with pytest.raises(PolicyError, match=message):
-        policy(options)
 
 
 def test_a_moving_average_of_the_weight_does_not_round_its_remainder():

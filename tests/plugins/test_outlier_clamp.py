@@ -10,9 +10,8 @@ import torch
 import yaml
 
 import fp4graph
-from fp4graph.errors import PolicyError
+from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
-from fp4graph.graph.rewrite import site_function
 from fp4graph.numerics import noise
 from fp4graph.numerics.draw import Draw
 from fp4graph.ops.product import total
@@ -233,22 +232,6 @@ def test_what_wgrad_reads_from_fprop_has_both_terms():
     dy = torch.randn(40, 64)
     y.backward(dy)
     torch.testing.assert_close(w.grad, dy.mT @ sum(terms(x)), rtol=1e-6, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"quantile": 0.5}, "above 0.5"),
-        ({"quantile": 1}, "below 1"),
-        ({"quantile": math.nan}, "quantile"),
-        ({"operands": []}, "empty list of operands"),
-        ({"operands": ["fprop.imput"]}, "unknown operand 'fprop.imput'"),
-        ({"residuals": True}, "unknown option 'residuals'"),
-    ],
-)
-def test_wrong_options_are_named(options, message):
-    with pytest.raises(PolicyError, match=message):
-        policy(options)
 
 
 def test_the_policy_writes_its_options_down():

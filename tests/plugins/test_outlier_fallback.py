@@ -10,9 +10,8 @@ import torch
 import yaml
 
 import fp4graph
-from fp4graph.errors import PolicyError
+from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
-from fp4graph.graph.rewrite import site_function
 from fp4graph.numerics import noise
 from fp4graph.numerics.draw import Draw
 from fp4graph.technique.operands import Operand
@@ -199,23 +198,6 @@ def test_the_gradient_is_straight_through():
     y.backward(dy)
     torch.testing.assert_close(x.grad, dy @ w.detach(), rtol=0, atol=0)
     torch.testing.assert_close(w.grad, dy.mT @ x.detach(), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"fraction": 0.1, "threshold": 0.1}, "two ways to choose blocks"),
-        ({"fraction": 0}, "above 0"),
-        ({"fraction": 1.5}, "at most 1"),
-        ({"threshold": -1}, "at least 0"),
-        ({"operands": []}, "empty list of operands"),
-        ({"operands": ["fprop.imput"]}, "unknown operand 'fprop.imput'"),
-        ({"fractoin": 0.1}, "unknown option 'fractoin'"),
-    ],
-)
-def test_wrong_options_are_named(options, message):
-    with pytest.raises(PolicyError, match=message):
-        policy(options)
 
 
 def test_the_policy_writes_its_options_down():

@@ -161,12 +161,6 @@ def test_a_weight_that_wanders_about_a_threshold_stays():
     assert flips == 0
 
 
-@pytest.mark.parametrize("beta", [0, 1, -0.1, 1.5])
-def test_beta_outside_its_range(beta):
-    with pytest.raises(PolicyError, match="beta"):
-        policy({"beta": beta})
-
-
 def test_a_stochastic_weight_is_refused_however_it_came_about():
     with pytest.raises(PolicyError, match=r"fprop\.weight already rounds stochastically"):
         policy(operands={"fprop.weight": {"rounding": "stochastic"}})

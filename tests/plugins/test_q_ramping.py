@@ -436,11 +436,6 @@ def test_frozen_weights_and_missing_gradients_are_skipped():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (policy({}), "t_update"),
-        (policy({"t_update": 30, "n_max": 3}), "leaves nothing"),
-        (policy({**OPTIONS, "n_max": 13}), r"n_max 13.*12 steps.*never be stepped"),
-        (policy({**OPTIONS, "k1": 0}), "k1"),
-        (policy({**OPTIONS, "n_max": 0}), "n_max"),
         (policy(operands={"fprop.weight": {"rounding": "stochastic"}}), "rounds stochastically"),
         (policy(more=["q_ema"]), "'q_ramping' and 'q_ema' cannot share a site"),
     ],

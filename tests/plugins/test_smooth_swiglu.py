@@ -11,8 +11,8 @@ from torch import nn
 
 import fp4graph
 from fp4graph.errors import PolicyError, PolicyWarning
+from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
-from fp4graph.graph.rewrite import site_function
 from fp4graph.numerics import noise
 from fp4graph.technique.operands import Gemm
 from fp4graph.technique.site import SiteView
@@ -222,7 +222,3 @@ def test_it_is_warned_about_where_it_has_no_effect():
 
 def test_options_and_cost():
     assert policy().complexity == 0.5
-    with pytest.raises(PolicyError, match="must be true or false"):
-        policy({"power_of_two": "sometimes"})
-    with pytest.raises(PolicyError, match="unknown option 'power'"):
-        policy({"power": 2})

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import fp4graph
-from fp4graph.errors import PolicyError
 from fp4graph.graph.plan import plan_site
 from fp4graph.numerics import noise
 from fp4graph.numerics.draw import Draw
@@ -101,19 +100,3 @@ def test_compiled_bits():
         torch._dynamo.reset()
         compiled = torch.compile(lambda t, p=program: total(p(t, draw())))(x)
         assert torch.equal(compiled, total(program(x, draw())))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"operands": ["sideways"]}, "unknown operand 'sideways'"),
-        ({"operands": []}, "empty list"),
-        ({"operands": "forward"}, "backward"),
-        ({"range_guard": 1}, "guards nothing"),
-        ({"range_guard": 0}, "above 0"),
-        ({"bits": 25}, "at most 24"),
-    ],
-)
-def test_refusals(options, message):
-    with pytest.raises(PolicyError, match=message):
-        plan([{"stochastic_rounding": options}])

@@ -155,24 +155,6 @@ def test_compiled_bits(x):
         assert torch.equal(torch.compile(lambda t, f=f: total(f(t)))(x), total(f(x))), options
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"granularity": 24}, "24 is not a multiple of the block of fprop.input, 16"),
-        ({"granularity": 0}, "at least one element"),
-        ({"granularity": "row", "hold_steps": 5}, "use granularity: tensor"),
-        ({"headroom": 0}, "above 0"),
-        ({"headroom": 2}, "at most 1"),
-        ({"hold_steps": 0}, "at least 1"),
-        ({"operands": []}, "empty list of operands"),
-        ({"operands": ["fprop.wieght"]}, "unknown operand"),
-    ],
-)
-def test_refusals(options, message):
-    with pytest.raises(PolicyError, match=message):
-        policy(options)
-
-
 def test_the_encode_scale_of_the_largest_block_must_fit():
     encode = {**NVFP4, "scale": {**NVFP4["scale"], "convention": "encode"}}
     with pytest.raises(PolicyError, match=r"target 0.001 makes the encode scale .* 1000, and e4m3 ends at 448"):

@@ -183,3 +183,8 @@ def test_merge_keys_and_aliases_are_yaml(tmp_path: Path, registry: Registry) -> 
     policy = load_policy(path, registry)
     specs = [next(iter(rule.specs.values())) for rule in policy.rules]
     assert [(spec.block, spec.ties) for spec in specs if spec] == [(16, "away"), (16, "up")]
+
+
+def test_an_alias_is_the_policy_that_it_names() -> None:
+    assert load_policy("baseline") == load_policy("bf16")
+    assert not load_policy("baseline").quantizes

@@ -136,8 +136,8 @@ def test_places_look_at_modules_only(registry: Registry) -> None:
 
 
 def test_range_in_words() -> None:
-    assert str(Range(3, 3)) == "3"
-    assert str(Range(1, 5)) == "at least 1 and at most 5"
+    assert str(Range(min=3, max=3)) == "3"
+    assert str(Range(min=1, max=5)) == "at least 1 and at most 5"
     assert str(Range(multiple_of=32)) == "a multiple of 32"
 
 

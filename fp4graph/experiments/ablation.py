@@ -1,4 +1,4 @@
-"""Which operand hurts most: trainings that quantize one operand, or one GEMM, and nothing else.
+"""Ablations: trainings that quantize one operand, or one GEMM, and nothing else.
 
 TetraJet (Chen et al. 2025) Table 1 enables its quantizers Q1 to Q6 one at a time and compares what trainings reach;
 "Pretraining Large Language Models with MXFP4 on Native FP4 Hardware" enables fprop, dgrad and wgrad, and counts how
@@ -23,8 +23,7 @@ from rich.table import Table
 from fp4graph.errors import Error
 from fp4graph.files import replacing
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.policy import Policy, Rule, Specs, load_policy
-from fp4graph.policy.policy import KEPT, Expect
+from fp4graph.policy import KEPT, Expect, Policy, Rule, Specs, load_policy
 from fp4graph.technique import Technique, overrides
 from fp4graph.technique.operands import ADDRESSES, Gemm, Operand
 from fp4graph.technique.site import SiteView
@@ -35,7 +34,7 @@ Curve = Sequence[tuple[float, float]]
 Train = Callable[[Policy, int], Curve]
 
 _OF_GEMM = {gemm.value: frozenset(operand for operand in Operand if operand.gemm is gemm) for gemm in Gemm}
-#: What each variant quantizes, by name.
+#: The operands that each variant quantizes, by the variant's name.
 VARIANTS: dict[str, frozenset[Operand]] = {
     "none": frozenset(),
     **{f"Q{number}": frozenset({operand}) for number, operand in enumerate(Operand, 1)},
@@ -47,7 +46,7 @@ FORMAT, VERSION = "fp4graph.ablation", 1
 
 
 def only(policy: Policy, operands: Collection[Operand], name: str | None = None) -> Policy:
-    """``policy`` with all operands but these in high precision, wherever it quantizes.
+    """Return ``policy`` with all operands but these in high precision, wherever it quantizes.
 
     An operand that requantizes what fprop multiplied (``source: fprop``) takes the original where fprop's is exact, and
     reads what fprop multiplied as it is where only its own quantizer is off: the straight-through gradient of the
@@ -71,7 +70,7 @@ def only(policy: Policy, operands: Collection[Operand], name: str | None = None)
 
 
 def _left_with_work(techniques: Iterable[Technique], specs: Sequence[Specs]) -> tuple[Technique, ...]:
-    """Those that still act on something, their lists of operands without those that are exact."""
+    """Return the techniques that still act on something; exact operands are removed from their lists of operands."""
     site = SiteView(None, "linear", None, None, None, producer="swiglu")
     quantized = {operand for each in specs for operand, spec in each.items() if spec is not None}
     gemms = {operand.gemm for operand in quantized}
@@ -116,7 +115,7 @@ def _only(rule: Rule, operands: Collection[Operand]) -> Rule:
 
 @dataclass(frozen=True)
 class Result:
-    """What one variant came to, over seeds.
+    """The results of one variant over seeds.
 
     Attributes:
         final: loss at the end, mean over seeds; NaN where one diverged. spread: its standard deviation, 0 for one seed.
@@ -155,7 +154,7 @@ class Ablation:
         object.__setattr__(self, "results", tuple(self._result(variant) for variant in self.curves))
 
     def mean(self, variant: str) -> list[tuple[float, float]]:
-        """The curve of a variant, mean over its seeds."""
+        """Return the mean curve of a variant over its seeds."""
         return mean_curve(list(self.curves[variant].values()))
 
     def _result(self, variant: str) -> Result:
@@ -175,7 +174,7 @@ class Ablation:
         )
 
     def table(self) -> Table:
-        """For a terminal."""
+        """Return a table for a terminal."""
         seeds = max(len(curves) for curves in self.curves.values())
         title = f"{self.policy}, one part at a time: {seeds} seed{'s' * (seeds > 1)}, target loss {self.target:.4g}"
         table = Table(title=title, title_justify="left")
@@ -205,7 +204,7 @@ def ablation(
     progress: str = "step",
     directory: str | PathLike[str] | None = None,
 ) -> Ablation:
-    """Train under each part of ``policy`` by itself and compare.
+    """Train under each part of ``policy`` by itself, and compare the results.
 
     Args:
         policy: as for :func:`fp4graph.apply`.
@@ -244,14 +243,14 @@ def ablation(
 
 
 def mean_curve(curves: Sequence[Curve]) -> list[tuple[float, float]]:
-    """Mean loss at each progress that all curves have."""
+    """Return the mean loss at each progress that all curves have."""
     tables = [dict(curve) for curve in curves]
     shared = [at for at, _ in curves[0] if all(at in table for table in tables)]
     return [(at, statistics.fmean(table[at] for table in tables)) for at in shared]
 
 
 def reaches(curve: Curve, target: float) -> float | None:
-    """Progress at which ``curve`` first is at ``target`` or below, linear between its points; None if it never is."""
+    """Return the progress at which ``curve`` first reaches ``target``, linear between its points, or None."""
     former: tuple[float, float] | None = None
     for at, loss in curve:
         if loss <= target:

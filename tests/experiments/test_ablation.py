@@ -11,8 +11,7 @@ import torch
 from torch import nn
 
 import fp4graph
-from fp4graph.analysis import VARIANTS, Ablation, ablation, only
-from fp4graph.analysis.ablation import reaches
+from fp4graph.experiments.ablation import VARIANTS, Ablation, ablation, only, reaches
 from fp4graph.model.runtime import runtime_of
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.registry import default_registry

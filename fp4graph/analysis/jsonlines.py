@@ -1,0 +1,66 @@
+"""Files of JSON lines that are only appended to, and stay readable whatever stops the process.
+
+A kill may cut off the last line. It is left out in reading, and cut away before anything is appended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from fp4graph.errors import Error
+
+
+def line(values: Mapping[str, Any]) -> bytes:
+    return json.dumps(values, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+
+
+def append(file: Path, several: Iterable[Mapping[str, Any]]) -> None:
+    """Append all lines or none.
+
+    Raises:
+        OSError: the file cannot be written; its former lines are as they were.
+    """
+    unwritten = memoryview(b"".join(map(line, several)))
+    with file.open("ab", buffering=0) as out:  # a buffer would be written once more when it is closed
+        end = out.seek(0, os.SEEK_END)
+        try:
+            while unwritten:
+                unwritten = unwritten[out.write(unwritten) :]
+        except OSError:
+            with contextlib.suppress(OSError):
+                out.truncate(end)
+            raise
+
+
+def cut_torn_line(file: Path) -> None:
+    """Cut away what a kill left behind the last whole line."""
+    if file.exists():
+        with file.open("r+b") as out:
+            kept = out.seek(0, os.SEEK_END)
+            while kept and out.seek(kept - 1) >= 0 and out.read(1) != b"\n":
+                kept -= 1
+            out.truncate(kept)
+
+
+def read(file: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the number and the content of every whole line.
+
+    Raises:
+        Error: a whole line is not JSON.
+    """
+    with file.open("rb") as lines:
+        for number, text in enumerate(lines, 1):
+            if text.endswith(b"\n"):
+                try:
+                    content = json.loads(text)
+                except ValueError:
+                    raise Error(
+                        f"{file}:{number} is not JSON; it was damaged, or something else wrote it; delete this line to "
+                        "read the rest"
+                    ) from None
+                yield number, content

@@ -1,0 +1,84 @@
+"""A trial of a sweep as data: one configuration, and the state of its training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from optuna.trial import FrozenTrial
+
+#: States that count towards the requested number of results.
+COUNTED = ("running", "complete", "diverged", "failed", "pruned")
+#: States in which a trial's configuration is free to be run again.
+FREE = ("lost", "withdrawn")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One trial, as the database has it.
+
+    Attributes:
+        state: running; complete, diverged, failed, pruned or refused, which are final; lost (its worker is gone);
+            withdrawn (it does not count: another has the configuration, the sweep was interrupted, a failure excused).
+        kind, family, summary, assignment, run, key, policy: of its configuration; ``policy`` as YAML.
+        complexity: Ω.
+        result: loss, metrics, seconds, reason, ...
+        beat: changes as long as its worker lives.
+    """
+
+    number: int
+    state: str
+    kind: str
+    family: str
+    summary: str
+    key: str
+    complexity: float | None
+    policy: str
+    assignment: Mapping[str, str]
+    run: Mapping[str, Any]
+    worker: str
+    beat: int
+    reports: tuple[float, ...] = ()
+    result: Mapping[str, Any] = field(default_factory=dict)
+    told: bool = True
+
+    @property
+    def loss(self) -> float | None:
+        """Validation loss; of a running trial the last reported."""
+        loss = self.result.get("loss")
+        return loss if loss is not None else self.reports[-1] if self.reports and self.state != "diverged" else None
+
+    @property
+    def counts(self) -> bool:
+        """Whether the trial counts towards the requested number of results."""
+        return self.state in COUNTED
+
+    @property
+    def finished(self) -> bool:
+        """Whether the trial counts and has ended."""
+        return self.counts and self.state != "running"
+
+
+def read_trial(trial: FrozenTrial, excused: bool) -> Trial:
+    """Read one of Optuna's trials; ``excused`` failures count as withdrawn."""
+    attributes = trial.user_attrs
+    result = attributes.get("result", {})
+    if excused:
+        state = "withdrawn"
+    elif result:
+        state = result["outcome"]
+    elif not trial.state.is_finished():
+        state = "running"
+    else:
+        state = "withdrawn" if "withdrawn" in attributes else "lost"
+    reports = [trial.intermediate_values[step] for step in sorted(trial.intermediate_values)]
+    return Trial(
+        number=trial.number,
+        state=state,
+        beat=attributes.get("beat", -1),
+        reports=tuple(reports),
+        result=result,
+        told=trial.state.is_finished(),
+        **attributes["configuration"],
+    )

@@ -1,0 +1,358 @@
+"""Finds the matrix work of a captured graph: the first pass of :mod:`fp4graph.graph.rewrite`.
+
+The pass opens opaque nodes (:mod:`fp4graph.graph.expand`), takes the markers out of the graph, and describes every
+matrix operation: a :class:`FoundProduct` may become a site, a :class:`FoundWork` cannot. The policy is asked about
+nothing but fused attention, which is taken apart only for a rule that wants it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeGuard
+
+import torch
+from torch.fx import GraphModule, Node
+
+from fp4graph.graph import flops
+from fp4graph.graph.expand import expand_all
+from fp4graph.graph.marker import Marker, module_stack
+from fp4graph.graph.names import Names, Owner
+from fp4graph.graph.products import (
+    NoProduct,
+    Product,
+    is_foreign,
+    is_sdpa,
+    is_uncounted_product,
+    name_of,
+    producer_of,
+    read_product,
+    value_of,
+    view_source,
+)
+from fp4graph.technique.site import SiteView
+
+#: Higher-order ops whose bodies run once, as written, on the operands at the end of their arguments.
+_TRANSPARENT = frozenset({
+    "tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint", "wrap_with_set_grad_enabled",
+    "wrap_with_autocast", "invoke_subgraph", "hints_wrapper",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Marked:
+    """The marker that speaks for a product.
+
+    Attributes:
+        marker: the marker of the weight, or of the innermost module around the product that has one.
+        weight: index of the product's weight among those that the marker carries; None where it carries no such weight.
+    """
+
+    marker: Marker
+    weight: int | None = None
+
+    @property
+    def path(self) -> str | None:
+        """The attribute path of the weight, from the marker's module."""
+        return None if self.weight is None else self.marker.tag.weights[self.weight]
+
+    @property
+    def owner(self) -> Owner | None:
+        """The owner of the weight, where the marker's own module is known."""
+        if self.path is None or self.marker.module is None:
+            return None
+        path, _, name = self.path.rpartition(".")
+        return Owner(f"{self.marker.module}.{path}".strip("."), name)
+
+
+@dataclass(frozen=True)
+class FoundWork:
+    """Matrix work that cannot be quantized.
+
+    Attributes:
+        node: the node that does it.
+        module: the module that the node was called in, or None.
+        view: the work as the policy sees it, without sizes.
+        places: indices of the rules whose predicates on the place hold, where only a marker knows the module.
+        reason: why it cannot be quantized; "" where ``like_linear``.
+        like_linear: whether a linear layer could have been written in its place. Such work is kept as the policy keeps
+            a linear layer, and is an error where the policy would quantize one.
+    """
+
+    node: Node
+    module: str | None
+    view: SiteView
+    places: tuple[int, ...] | None = None
+    reason: str = ""
+    like_linear: bool = False
+
+
+@dataclass(frozen=True)
+class FoundProduct:
+    """A product of two matrices, which may become a site.
+
+    Attributes:
+        product: the node and its factors.
+        view: the product as policies and techniques see it.
+        marked: the marker that speaks for it, or None.
+        owner: owner of the parameter that is the second factor, or None.
+        views: the chain of views from the parameter to the second factor, the first one applied first.
+        has_weight: whether the second factor is a parameter.
+        weight_first: the product as work that cannot be quantized, where the first factor is a parameter and the second
+            is none; None elsewhere.
+        newcomer: name of the module, if it joined the model after the names were taken.
+    """
+
+    product: Product
+    view: SiteView
+    marked: Marked | None
+    owner: Owner | None
+    views: tuple[Node, ...]
+    has_weight: bool
+    weight_first: FoundWork | None
+    newcomer: str | None
+
+    @property
+    def places(self) -> tuple[int, ...] | None:
+        """Indices of the rules whose predicates on the place hold, where the marker knows it; None asks the policy."""
+        return None if self.owner is not None or self.marked is None else self.marked.marker.tag.rules
+
+
+@dataclass
+class Found:
+    """What a captured graph holds.
+
+    Attributes:
+        work: the matrix work of the graph and of the bodies inside it, in the order of the graph.
+        read: the parameters that the graph takes.
+        marked: the modules whose markers were found; None is a module that cannot be known.
+        bodies: the graph and the bodies in it whose nodes may be replaced.
+    """
+
+    work: list[FoundProduct | FoundWork] = field(default_factory=list)
+    read: set[Owner] = field(default_factory=set)
+    marked: set[str | None] = field(default_factory=set)
+    bodies: list[GraphModule] = field(default_factory=list)
+
+
+def find(
+    gm: GraphModule,
+    names: Names,
+    expands_sdpa: Callable[[SiteView], bool],
+    keys: Mapping[int, str] | None = None,
+) -> Found:
+    """Find the matrix work of ``gm`` and of the bodies inside it, and take their markers out.
+
+    Args:
+        gm: a graph as Dynamo hands it to a backend.
+        names: names of the model's modules and parameters.
+        expands_sdpa: whether a rule wants the two products of this fused attention.
+        keys: fully qualified name of the module that a marker's key belongs to, by the key's id.
+    """
+    finder = _Finder(names, expands_sdpa, keys or {})
+    graphs = [module for module in gm.modules() if isinstance(module, GraphModule)]
+    names.learn([node for module in graphs for node in module.graph.nodes])
+    for node in gm.graph.find_nodes(op="placeholder"):
+        finder.found.read.update(names.owners(node))
+    finder.walk(_Body(gm, {}))
+    return finder.found
+
+
+class _Body:
+    """A captured graph, or the body of a higher-order op in it, with the markers found in it so far.
+
+    Args:
+        gm: the graph.
+        outer: the node of the captured graph that a placeholder of the body stands for.
+    """
+
+    def __init__(self, gm: GraphModule, outer: Mapping[Node, Node]) -> None:
+        self.gm = gm
+        self._outer = outer
+        self._by_weight: dict[Node, Marked] = {}
+        self._by_module: dict[int | None, Marker] = {}  # None: the module whose forward the graph is
+
+    def outside(self, node: Node) -> Node:
+        """Return the node of the captured graph that ``node`` stands for."""
+        return self._outer.get(node, node)
+
+    def add(self, marker: Marker) -> None:
+        """Take down a marker, which speaks for the nodes after it."""
+        for index, weight in enumerate(marker.weights):
+            self._by_weight[weight] = Marked(marker, index)
+        self._by_module[marker.module_id] = marker
+
+    def marker_of_weight(self, weight: Node) -> Marked | None:
+        """Return the marker that carries ``weight``."""
+        return self._by_weight.get(weight)
+
+    def marker_of_call(self, node: Node) -> Marked | None:
+        """Return the marker of the innermost module around ``node`` that has one."""
+        for identity in (*(caller.id for caller in reversed(module_stack(node))), None):
+            if identity in self._by_module:
+                return Marked(self._by_module[identity])
+        return None
+
+
+class _Finder:
+    """Walks graphs and describes their matrix work; the arguments are those of :func:`find`."""
+
+    def __init__(self, names: Names, expands_sdpa: Callable[[SiteView], bool], keys: Mapping[int, str]) -> None:
+        self.found = Found()
+        self._names = names
+        self._expands_sdpa = expands_sdpa
+        self._keys = keys
+        self._visited: set[int] = set()  # a body may be shared
+
+    def walk(self, body: _Body) -> None:
+        """Describe the matrix work of ``body`` and of the bodies inside it."""
+        self.found.bodies.append(body.gm)
+        expand_all(body.gm, self._wants_sdpa)
+        for node in list(body.gm.graph.nodes):
+            if (marker := Marker.read(node)) is not None:
+                key = body.outside(marker.key).meta.get("grapharg")
+                marker = dataclasses.replace(marker, module=self._keys.get(id(getattr(key, "example", None))))
+                body.add(marker)
+                self.found.marked.add(marker.module)
+                body.gm.graph.erase_node(node)
+            elif node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
+                self._higher_order(node, body)
+            elif (work := self._described(node, body)) is not None:
+                self.found.work.append(work)
+
+    def _higher_order(self, node: Node, body: _Body) -> None:
+        """Walk the bodies of a higher-order op where rewriting them is sound, else list the products inside.
+
+        An op that is given a matrix parameter and holds products, such as an ``autograd.Function``, is itself a product
+        that cannot be quantized.
+        """
+        name = getattr(node.target, "_name", str(node.target))
+        multiplies = False
+        for argument in node.args:
+            inner = getattr(body.gm, str(argument.target), None) if _is_attribute(argument) else None
+            if not isinstance(inner, GraphModule) or id(inner) in self._visited:
+                continue
+            self._visited.add(id(inner))
+            if name in _TRANSPARENT:
+                self.walk(_Body(inner, _placeholders(node, inner, body)))
+                continue
+            for inside in list(inner.graph.nodes):
+                if Marker.read(inside) is not None:
+                    inner.graph.erase_node(inside)
+                elif (read := read_product(inside)) is not None:
+                    op = read.op if isinstance(read, NoProduct) else "matmul"
+                    self.found.work.append(self._work(inside, op, f"inside {name}, which is not rewritten"))
+                    multiplies |= isinstance(read, Product)
+            inner.recompile()
+        if multiplies and self._multiplies_parameter(node, body):
+            self.found.work.append(self._like_linear(node, name, body))
+
+    def _described(self, node: Node, body: _Body) -> FoundProduct | FoundWork | None:
+        """Return what ``node`` is, or None where it does no matrix work."""
+        read = read_product(node)
+        if isinstance(read, Product):
+            return self._product(read, body)
+        if read is not None:
+            # A convolution, a recurrent layer or an attention is kept by every policy; all else that multiplies with a
+            # parameter could have been written as a linear layer.
+            if read.op not in ("conv", "recurrent", "sdpa", "attention") and self._multiplies_parameter(node, body):
+                return self._like_linear(node, name_of(node), body)
+            return self._work(node, read.op, read.reason)
+        if node.op not in ("call_function", "call_method") or view_source(node) is not None:
+            return None
+        if is_uncounted_product(node) or (
+            self._multiplies_parameter(node, body) and (is_foreign(node) or flops.of_node(node))
+        ):
+            return self._like_linear(node, name_of(node), body)
+        return None
+
+    def _work(self, node: Node, op: str, reason: str) -> FoundWork:
+        module = self._names.module(node)
+        return FoundWork(node, module, self._view(module, op), reason=reason)
+
+    def _like_linear(self, node: Node, op: str, body: _Body) -> FoundWork:
+        module = self._names.module(node)
+        marked = body.marker_of_call(node) if module is None else None
+        if marked is None:
+            return FoundWork(node, module, self._view(module, op), like_linear=True)
+        view = self._view(marked.marker.module, op)
+        return FoundWork(node, module, view, marked.marker.tag.rules, like_linear=True)
+
+    def _product(self, product: Product, body: _Body) -> FoundProduct:
+        node = product.node
+        weight, views = _origin(product.b)
+        placeholder = body.outside(weight)
+        is_parameter = self._names.is_parameter(placeholder)
+        marked = body.marker_of_weight(weight) or body.marker_of_call(node)
+        owner = marked.owner if marked is not None else None
+        if owner is None and is_parameter:
+            owner = self._names.owner(placeholder, node)
+        module = owner.module if owner is not None else self._names.module(node)
+        if module is None and marked is not None:
+            module = marked.marker.module
+        has_weight = product.form == "linear" or is_parameter
+        a, b = product.values
+        weight_first = (
+            product.form == "matmul"
+            and self._is_matrix_parameter(product.a, body)
+            and not self._is_matrix_parameter(product.b, body)
+        )
+        return FoundProduct(
+            product,
+            SiteView(
+                module=module,
+                op=node.meta.get("fp4graph_op") or ("linear" if has_weight else "matmul"),
+                in_features=_static(a.shape[-1]),
+                out_features=_static(b.shape[0 if product.form == "linear" else -1]),
+                numel=_static(b.numel()),
+                block=self._names.block(module),
+                producer=producer_of(product.a),
+            ),
+            marked,
+            owner,
+            views,
+            has_weight,
+            self._like_linear(node, name_of(node), body) if weight_first else None,
+            self._names.newcomer(node),
+        )
+
+    def _wants_sdpa(self, node: Node) -> bool:
+        return is_sdpa(node) and self._expands_sdpa(self._view(self._names.module(node), "sdpa"))
+
+    def _view(self, module: str | None, op: str) -> SiteView:
+        return SiteView(module, op, None, None, None, self._names.block(module))
+
+    def _multiplies_parameter(self, node: Node, body: _Body) -> bool:
+        """Whether an input of ``node`` is a parameter of two or more axes, or a view of one."""
+        return any(self._is_matrix_parameter(argument, body) for argument in node.all_input_nodes)
+
+    def _is_matrix_parameter(self, node: Node, body: _Body) -> bool:
+        value = value_of(node)
+        return value is not None and value.dim() >= 2 and self._names.is_parameter(body.outside(_origin(node)[0]))
+
+
+def _is_attribute(argument: object) -> TypeGuard[Node]:
+    return isinstance(argument, Node) and argument.op == "get_attr"
+
+
+def _placeholders(node: Node, inner: GraphModule, body: _Body) -> dict[Node, Node]:
+    """Map each placeholder of ``inner``, the body of the higher-order op ``node``, to the node that it stands for."""
+    places = [n for n in inner.graph.nodes if n.op == "placeholder"]
+    given = [argument for argument in node.args if isinstance(argument, Node) or argument is None]
+    operands = given[-len(places) :] if places else []
+    pairs = zip(places, operands, strict=True)
+    return {place: body.outside(operand) for place, operand in pairs if isinstance(operand, Node)}
+
+
+def _origin(node: Node) -> tuple[Node, tuple[Node, ...]]:
+    """Return the node that ``node`` is a chain of views of, and the chain from there, the first view first."""
+    chain: list[Node] = []
+    while (source := view_source(node)) is not None:
+        chain.append(node)
+        node = source
+    return node, tuple(reversed(chain))
+
+
+def _static(size: int | torch.SymInt) -> int | None:
+    return size if isinstance(size, int) else None

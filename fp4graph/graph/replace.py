@@ -1,0 +1,90 @@
+"""Replaces planned sites by calls of their programs: the third pass of :mod:`fp4graph.graph.rewrite`."""
+
+from __future__ import annotations
+
+import zlib
+
+from torch.fx import Node
+
+from fp4graph.errors import CaptureError
+from fp4graph.graph.find import FoundProduct
+from fp4graph.graph.functions import site_function
+from fp4graph.graph.plan import PlannedSite
+from fp4graph.graph.products import Product, read_product
+from fp4graph.numerics.sharding import is_sharded
+from fp4graph.ops.state import StateSlot
+
+
+def replace(site: PlannedSite) -> None:
+    """Replace the node of ``site`` by a call of the function that stands for its program.
+
+    Raises:
+        CaptureError: the operands are sharded, or the graph lacks what the program needs: a marker with the key, or the
+            state of the weight.
+    """
+    found, program = site.found, site.plan.program
+    assert program is not None
+    product = read_product(found.product.node)  # again: its factors may be sites that were replaced since
+    assert isinstance(product, Product)
+    marked, where = found.marked, str(found.view)
+    if any(map(is_sharded, product.values)):
+        raise CaptureError(
+            "its operands are DTensors (tensor parallelism), and quantizers do not reach across shards; keep this "
+            "site in high precision, or use fully_shard or DistributedDataParallel instead",
+            site=where,
+        )
+    key = step = None
+    if program.draws:
+        if marked is None:
+            raise CaptureError(
+                "its quantizers draw noise, but no module that fp4graph prepared was called in its graph (a graph "
+                "break inside the module's forward?); remove the break, or keep this site in high precision",
+                site=where,
+            )
+        key, step = marked.marker.key, marked.marker.step
+    entries = [(slot, _entry(slot, found)) for slot in program.state]
+    graph = product.node.graph
+    with graph.inserting_before(product.node):
+        state = [_same_view(node, found.views) if slot.entry.weight_like else node for slot, node in entries]
+        function = site_function(program, product.form, float(product.alpha), float(product.beta))
+        args = (product.a, product.b, product.addend, key, step, _salt(site), *state)
+        new = graph.call_function(function, args, {"site": where})
+        new.meta = dict(product.node.meta)
+    product.node.replace_all_uses_with(new)
+    graph.erase_node(product.node)
+
+
+def _entry(slot: StateSlot, found: FoundProduct) -> Node:
+    """Return the node of a technique's state for the weight of ``found``."""
+    if found.marked is not None and found.marked.weight is not None:
+        marker, wanted = found.marked.marker, (found.marked.weight, slot.technique, slot.label)
+        for tagged, node in zip(marker.tag.state, marker.state, strict=True):
+            if tagged == wanted:
+                return node
+    raise CaptureError(
+        f"technique {slot.technique} keeps state for its weight, which is not known as one: make it the "
+        "weight of an nn.Linear or call the parameter '...weight', or drop the technique for it",
+        site=str(found.view),
+    )
+
+
+def _same_view(node: Node, views: tuple[Node, ...]) -> Node:
+    """Show ``node`` through the same chain of views as the weight that it belongs to."""
+    for view in views:
+        node = node.graph.create_node(view.op, view.target, (node, *view.args[1:]), dict(view.kwargs))
+    return node
+
+
+def _salt(site: PlannedSite) -> int:
+    """Return the salt that makes the noise of two products under one key independent.
+
+    The salt holds the weight's path, or what tells the product from others of the module, and the occurrence. The first
+    weight of a marker has salt 0.
+    """
+    marked, view, owner = site.found.marked, site.found.view, site.found.owner
+    if marked is None or (marked.weight == 0 and site.occurrence == 0):
+        return 0
+    path = marked.path
+    if path is None:
+        path = f"{view.op}:{owner.parameter if owner else ''}:{(view.module or '').rpartition('.')[2]}"
+    return zlib.crc32(f"{path}#{site.occurrence}".encode()) & 0x3FFFFFFF | 1

@@ -1,0 +1,65 @@
+"""What the graph pass reports: the sites of a captured graph, and where its weights are used."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fp4graph.numerics.spec import QuantSpec
+from fp4graph.policy import Decision
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.site import SiteView
+
+
+@dataclass(frozen=True)
+class Site:
+    """One place of matrix work in a captured graph, and what the policy decided about it.
+
+    ``fp4graph.explain(model, policy, args).sites`` lists the sites of a model. A convolution, a fused attention and
+    other matrix work that cannot be quantized is listed too, with the reason.
+
+    Attributes:
+        module: fully qualified name of the module that owns the weight, or that computes a product of activations; ""
+            is the root, None a module that cannot be known.
+        op: "linear" (the second factor is a parameter), "matmul" (both are activations), "sdpa" (a product of a fused
+            attention that a rule takes apart), or the name of an operation that cannot be quantized.
+        shapes: shapes of the two factors as the graph has them; a symbolic size is text.
+        rule: name of the rule that decided, or None where no rule did.
+        reason: why the site stays in high precision; "" for a quantized site.
+        operands: the spec of each of the six operands after all techniques planned; None is high precision.
+        quantized: True where at least one operand is quantized.
+        occurrence: number of earlier sites of the same module in the graph; tells their noise apart.
+        rule_index: position of the rule in ``policy.rules``; -1 is the policy's default, None an operation about which
+            policies do not decide.
+        flops: FLOPs of the forward at the sizes of the capture, or None where they are unknown.
+    """
+
+    module: str | None
+    op: str
+    shapes: tuple[tuple[int | str, ...], ...]
+    rule: str | None
+    reason: str
+    operands: Mapping[Operand, QuantSpec | None]
+    quantized: bool
+    occurrence: int = 0
+    rule_index: int | None = None
+    flops: int | None = None
+
+
+@dataclass(frozen=True)
+class WeightUse:
+    """A captured product whose second factor is a parameter, for whoever quantizes that parameter outside the graph.
+
+    Attributes:
+        module: fully qualified name of the parameter's owner.
+        parameter: the parameter's name in its owner.
+        site: the product as the graph shows it.
+        decision: the policy's decision about the product.
+        transposed: True where the parameter is stored ``[K, N]`` rather than ``[N, K]``.
+    """
+
+    module: str
+    parameter: str
+    site: SiteView
+    decision: Decision
+    transposed: bool

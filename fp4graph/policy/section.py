@@ -1,0 +1,92 @@
+"""The base of every section of a policy file, and the types that sections share."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Annotated, Any, TypeVar
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictInt,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from fp4graph.text import suggest
+
+_Item = TypeVar("_Item")
+
+
+class Section(BaseModel):
+    """A frozen mapping with known keys, each of them given a value or left out."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_keys(cls, data: Any) -> Any:
+        return only_known(data, cls.written_keys(), "key")
+
+    @classmethod
+    def written_keys(cls) -> list[str]:
+        """Return the keys that a policy may write."""
+        return list(cls.model_fields)
+
+
+def only_known(data: Any, known: Collection[str], kind: str) -> Any:
+    """Return ``data`` if each of its keys is ``known`` and has a value; this is checked before anything else."""
+    errors = [
+        InitErrorDetails(type=_EMPTY if key in known else _unknown(kind, key, known), loc=(key,), input=value)
+        for key, value in (data.items() if isinstance(data, dict) else ())
+        if key not in known or value is None
+    ]
+    if errors:
+        raise ValidationError.from_exception_data("policy", errors)
+    return data
+
+
+_EMPTY = PydanticCustomError("must_be", "must have a value, or be left out")
+
+
+def _unknown(kind: str, key: str, known: Collection[str]) -> PydanticCustomError:
+    context = {"kind": kind, "key": repr(key), "hint": suggest(key, known)}
+    return PydanticCustomError("unknown", "unknown {kind} {key}; {hint}", context)
+
+
+def wrong(what: str) -> PydanticCustomError:
+    """Return the error that a value must be ``what``."""
+    return PydanticCustomError("must_be", "must be {what}", {"what": what})
+
+
+def must_be(what: str) -> WrapValidator:
+    """Say ``what`` a value must be, in place of one message for each member of a union."""
+
+    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise wrong(what) from None
+
+    return WrapValidator(validate)
+
+
+def _listed(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+Text = Annotated[str, Field(strict=True, min_length=1)]
+Count = Annotated[StrictInt, Field(ge=1)]
+Size = Annotated[StrictInt, Field(ge=0)]
+#: One item, or several as a list.
+OneOrMore = Annotated[tuple[_Item, ...], BeforeValidator(_listed)]
+Texts = Annotated[OneOrMore[Text], Field(min_length=1), must_be("text, or a list of at least one text")]
+#: The root module is called "", hence an empty text is a glob.
+Globs = Annotated[
+    OneOrMore[Annotated[str, Field(strict=True)]], Field(min_length=1), must_be("text, or a list of at least one text")
+]

@@ -1,0 +1,169 @@
+"""Resolves a quantize block and its exceptions to the specs of the six operands; formats are looked up by name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fp4graph.numerics.formats import ElementFormat, ScaleFormat
+from fp4graph.numerics.spec import QuantSpec, ScaleSpec
+from fp4graph.policy.document import Node
+from fp4graph.policy.rule import Specs
+from fp4graph.policy.schema import OperandException, QuantizeSection, ScaleSection
+from fp4graph.policy.validation import Path, dotted, refuse_contested
+from fp4graph.technique.operands import ADDRESSES, GROUPS, Operand
+from fp4graph.technique.registry import Registry
+from fp4graph.text import suggest
+
+#: The fields that blocks give, each with the place where it is written.
+_Given = dict[str, tuple[Any, Path]]
+
+
+@dataclass(frozen=True)
+class Exceptions:
+    """Exceptions for operands, by address, and where they are written."""
+
+    given: Mapping[str, OperandException]
+    path: Path
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One quantize block and where it is written; ``section`` None says ``keep``, or ``fprop`` where it ``reuses``."""
+
+    section: QuantizeSection | None
+    path: Path
+    reuses: bool = False
+
+
+class SpecResolver:
+    """Resolves the quantize blocks of one document.
+
+    Args:
+        document: the policy as written.
+        registry: where formats are looked up.
+        late: a phase's exceptions, which act after those of every rule.
+
+    Attributes:
+        base_formats: scale formats made with ``max``, and the name of the format that each was made from.
+    """
+
+    def __init__(self, document: Node, registry: Registry, late: Exceptions | None = None) -> None:
+        self.base_formats: dict[ScaleFormat, str] = {}
+        self._document = document
+        self._registry = registry
+        self._late = late
+
+    def resolve(self, base: QuantizeSection, path: Path, exceptions: Exceptions) -> tuple[Specs, frozenset[Operand]]:
+        """Return the six specs, and the operands in high precision that read fprop's dequantized operand.
+
+        Groups act in the order in which they are written, then single operands: the most particular last.
+        """
+        layers = {operand: [_Layer(base, path)] for operand in Operand}
+        for address, exception, where in self._ordered(exceptions):
+            section = exception if isinstance(exception, QuantizeSection) else None
+            for operand in ADDRESSES[address]:
+                if section is None or layers[operand][-1].section is None:
+                    del layers[operand][1:]  # keep forgets the exceptions so far; what follows it starts from the base
+                layers[operand].append(_Layer(section, where, exception == "fprop"))
+                if exception == "fprop" and operand.fprop is None:
+                    raise self._document.error(
+                        where,
+                        f"fprop has no meaning for {operand}: fprop multiplies no such tensor. Only dgrad.weight and "
+                        "wgrad.input may say it; write keep for the others",
+                    )
+        specs = Specs(tuple(self._spec(operand, layers[operand]) for operand in Operand))
+        if not any(specs.values()):
+            last = self._late if self._late and self._late.given else exceptions
+            raise self._document.error(
+                last.path, "all six operands are kept; write keep: with a reason instead of quantize"
+            )
+        return specs, frozenset(operand for operand in Operand if layers[operand][-1].reuses)
+
+    def _ordered(self, exceptions: Exceptions) -> Iterator[tuple[str, OperandException, Path]]:
+        for each in (exceptions, *([self._late] if self._late else [])):
+            for address in sorted(each.given, key=lambda address: address not in GROUPS):  # stable: groups keep order
+                yield address, each.given[address], (*each.path, address)
+
+    def _spec(self, operand: Operand, layers: list[_Layer]) -> QuantSpec | None:
+        if layers[-1].section is None:
+            return None
+        given: _Given = {}
+        scale: _Given = {}
+        for layer in layers:
+            if layer.section is None:
+                continue
+            given.update(_fields(layer.section, layer.path, without=("scale", "operands")))
+            if layer.section.scale is not None:
+                if layer.section.scale.format is not None:
+                    scale.pop("max", None)  # belonged to the format that is replaced
+                scale.update(_fields(layer.section.scale, (*layer.path, "scale")))
+        if "element" in given:
+            name, path = given["element"]
+            given["element"] = (self._format(name, path, "element"), path)
+        scale_spec = self._scale(scale, layers[-1].path)
+        source, source_path = given.get("source", ("original", ()))
+        if source == "fprop" and operand.fprop is None:
+            raise self._document.error(
+                source_path,
+                f"source: fprop has no meaning for {operand}: fprop quantizes no such tensor before it. "
+                "Only dgrad.weight and wgrad.input may say it",
+            )
+        try:
+            return QuantSpec(scale=scale_spec, **{name: value for name, (value, _) in given.items()})
+        except (TypeError, ValueError) as error:
+            raise self._document.error(layers[-1].path, f"{dotted(layers[-1].path)}: {error}") from None
+
+    def _scale(self, given: _Given, fallback: Path) -> ScaleSpec:
+        values = {name: value for name, (value, _) in given.items() if name not in ("format", "max")}
+        name, path = given.get("format", ("e8m0", fallback))
+        number_format = self._format(name, path, "scale")
+        if "max" in given:
+            largest, path = given["max"]
+            number_format = self._with_max(number_format, largest, path)
+        try:
+            return ScaleSpec(format=number_format, **values)
+        except ValueError as error:
+            _, path = given.get("rounding", given.get("convention", ("", fallback)))
+            raise self._document.error(path, f"{dotted(path[:-1])}: {error}") from None
+
+    def _with_max(self, number_format: ScaleFormat, largest: float, path: Path) -> ScaleFormat:
+        if largest == number_format.max:
+            return number_format
+        try:
+            variant = number_format.with_max(largest)
+        except ValueError as error:
+            below = _below(number_format, largest)
+            raise self._document.error(path, f"{dotted(path)}: {error}{below}") from None
+        if self._registry.scales.get(variant.name) != variant:
+            self.base_formats[variant] = number_format.name
+        return variant
+
+    def _format(self, name: str, path: Path, kind: str) -> Any:
+        tables: dict[str, Mapping[str, ElementFormat] | Mapping[str, ScaleFormat]] = {
+            "element": self._registry.elements,
+            "scale": self._registry.scales,
+        }
+        table = tables.pop(kind)
+        if name in table:
+            refuse_contested(self._document, self._registry, name, path)
+            return table[name]
+        for other, others in tables.items():
+            if name in others:
+                known = ", ".join(sorted(table))
+                raise self._document.error(path, f"{name!r} is a format of {other}s, not of {kind}s; known: {known}")
+        raise self._document.error(path, f"unknown {kind} format {name!r}; {suggest(name.lower(), table)}")
+
+
+def _fields(section: QuantizeSection | ScaleSection, path: Path, without: tuple[str, ...] = ()) -> _Given:
+    """Return the fields that a block gives, each with its path."""
+    return {name: (getattr(section, name), (*path, name)) for name in section.model_fields_set if name not in without}
+
+
+def _below(number_format: ScaleFormat, largest: float) -> str:
+    try:
+        below = max((value for value in number_format.values() if 0 < value <= largest), default=None)
+    except ValueError:  # too many to list: such a format takes no other max
+        return "; leave max out"
+    return f"; the nearest below is {below:g}" if below is not None else ""

@@ -1,0 +1,234 @@
+"""Resolves the techniques that a policy declares, and checks them: conflicts, requirements, fit, and effect."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+from fp4graph.errors import Error, PluginError, PolicyWarning
+from fp4graph.numerics.spec import QuantSpec
+from fp4graph.policy.document import Node
+from fp4graph.policy.match import Match
+from fp4graph.policy.rule import DISTINGUISHED_PRODUCERS, Specs, plan_specs
+from fp4graph.policy.schema import TechniqueEntry
+from fp4graph.policy.validation import Path, dotted, refuse_contested, validate
+from fp4graph.technique import OperandSpecs, Technique, checked_plan, overrides
+from fp4graph.technique.operands import ADDRESSES
+from fp4graph.technique.registry import Registry
+from fp4graph.technique.site import SiteView
+from fp4graph.text import suggest
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Declared:
+    """A technique, and where it is declared."""
+
+    technique: Technique
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The technique's name."""
+        return self.technique.name
+
+
+def override(techniques: Sequence[Declared], by: Sequence[Declared]) -> list[Declared]:
+    """Return ``techniques`` with namesakes from ``by`` in their place, and the rest of ``by`` after them."""
+    replacing = {declared.name: declared for declared in by}
+    first = [replacing.pop(declared.name, declared) for declared in techniques]
+    return [*first, *replacing.values()]
+
+
+class TechniqueResolver:
+    """Resolves and checks the techniques of one document.
+
+    Args:
+        document: the policy as written.
+        registry: where techniques are looked up.
+    """
+
+    def __init__(self, document: Node, registry: Registry) -> None:
+        self._document = document
+        self._registry = registry
+        self._inert: dict[Path, list[str | None]] = {}  # why a technique has no effect, for each rule
+        self._kept: dict[Path, set[str]] = {}  # operands named in options that no rule quantizes
+
+    # ------------------------------------------------------------------ looking up
+
+    def declared(self, entries: Iterable[TechniqueEntry], path: Path) -> list[Declared]:
+        """Return the techniques of the list at ``path``."""
+        declared: list[Declared] = []
+        for index, entry in enumerate(entries):
+            here = (*path, index)
+            if any(other.name == entry.name for other in declared):
+                raise self._document.error(here, f"technique {entry.name!r} is listed twice; keep one of them")
+            declared.append(Declared(self._technique(entry, here), here))
+        return declared
+
+    def _technique(self, entry: TechniqueEntry, path: Path) -> Technique:
+        refuse_contested(self._document, self._registry, entry.name, path)
+        if entry.name not in self._registry.techniques:
+            failure = self._registry.failures.get(entry.name)
+            cause = f" ({failure})" if failure else ""
+            hint = suggest(entry.name, self._registry.techniques)
+            raise self._document.error(path, f"unknown technique {entry.name!r}{cause}; {hint}")
+        node = self._document.get(*path)
+        options = node.child(entry.name) or Node({}, node.place)
+        options = Node({}, options.place) if options.value is None else options
+        technique = validate(self._registry.techniques[entry.name], options, (*path, entry.name), "option")
+        for name, field in type(technique).model_fields.items():
+            written = entry.options.get(field.alias or name)
+            if isinstance(written, bool) and type(getattr(technique, name)) in (int, float):  # pydantic reads true as 1
+                option = (*path, entry.name, field.alias or name)
+                raise self._document.error(option, f"{dotted(option)} must be a number; got {str(written).lower()}")
+        try:
+            hash(technique)
+        except TypeError as error:
+            raise PluginError(
+                f"options of technique {entry.name!r} cannot be hashed ({error}); declare tuples, not lists or dicts",
+                plugin=self._registry.origin(entry.name),
+            ) from None
+        return technique
+
+    def implied(self, specs: Specs) -> list[Technique]:
+        """Return the techniques that ``specs`` amount to, whether or not they are declared."""
+        found = (
+            self._implied_by(technique, spec)
+            for technique in self._registry.techniques.values()
+            for spec in dict.fromkeys(specs.six)
+            if spec is not None
+        )
+        return [technique for technique in found if technique is not None]
+
+    def _implied_by(self, technique: type[Technique], spec: QuantSpec) -> Technique | None:
+        """Ask one technique. A failure only warns: every technique is asked, also those that the policy never names."""
+        try:
+            return technique.implied_by(spec)
+        except Exception as error:  # noqa: BLE001  # a bug of the technique
+            cause = f"technique {technique.name!r}, implied_by: {type(error).__name__}: {error}"
+            warning = PluginError(f"{cause}; it is left out of Ω", plugin=self._registry.origin(technique.name))
+            warnings.warn(str(warning), PolicyWarning, stacklevel=2)
+            return None
+
+    # ------------------------------------------------------------------ checking
+
+    def check_together(self, techniques: Sequence[Declared], specs: Specs) -> None:
+        """Raise PolicyError where techniques that meet at one site conflict, or one lacks another that it requires.
+
+        Techniques that the specs amount to count as well.
+        """
+        named = {declared.name for declared in techniques}
+        implied = {technique.name: technique for technique in self.implied(specs) if technique.name not in named}
+        present = {**{declared.name: declared.technique for declared in techniques}, **implied}
+        for index, declared in enumerate(techniques):
+            mine = declared.technique
+            rivals = {*(other.name for other in techniques[:index]), *implied}
+            for rival in sorted(rivals):
+                if rival in mine.conflicts or mine.name in present[rival].conflicts:
+                    spelled = " (what the specs amount to)" if rival in implied else ""
+                    raise self._document.error(
+                        declared.path,
+                        f"techniques {mine.name!r} and {rival!r}{spelled} cannot share a site; remove one of them",
+                    )
+            missing = sorted(mine.requires - present.keys())
+            if missing:
+                raise self._document.error(
+                    declared.path,
+                    f"technique {mine.name!r} requires {' and '.join(map(repr, missing))}; add it to techniques",
+                )
+
+    def check_fit(self, techniques: Sequence[Declared], specs: Specs, match: Match) -> None:
+        """Plan sites of which only the rule is known, so that a technique's refusal comes at load and names its line.
+
+        The pass also takes down which techniques have no effect under the rule, for :meth:`check_effect`.
+        """
+        acting = {technique.name for technique in self.implied(specs)}
+        sites = [
+            SiteView(None, op, None, None, None, None, producer)
+            for op in match.op or ("linear", "matmul")
+            for producer in match.producer or (None, *DISTINGUISHED_PRODUCERS)
+        ]
+        plans = [self._probe(site, techniques, specs, acting) for site in sites]
+        by_name = {declared.name: declared.technique for declared in techniques}
+        for declared in techniques:
+            reason = self._call(declared, "inert", partial(declared.technique.inert, plans[0], by_name))
+            if reason is None and declared.name not in acting:
+                reason = "it acts on no operand that is quantized"
+            self._inert.setdefault(declared.path, []).append(reason)
+        quantized = {operand for operand, spec in plans[0].items() if spec is not None}
+        for declared in techniques:
+            for named in declared.technique.addresses_given.values():
+                kept = {name for name in named if not {*ADDRESSES[name]} & quantized}
+                self._kept[declared.path] = kept & self._kept.get(declared.path, kept)
+
+    def _probe(self, site: SiteView, techniques: Sequence[Declared], specs: Specs, acting: set[str]) -> OperandSpecs:
+        """Return the specs planned for one site; the techniques that do something there join ``acting``."""
+        by_name = {declared.name: declared.technique for declared in techniques}
+        declarations = {declared.name: declared for declared in techniques}
+
+        def plan(technique: Technique, site: SiteView, before: OperandSpecs) -> OperandSpecs:
+            after = self._call(declarations[technique.name], "plan", partial(checked_plan, technique, site, before))
+            if dict(before) != dict(after):
+                acting.add(technique.name)
+            return after
+
+        planned = plan_specs(by_name.values(), site, specs, plan)
+        for declared in techniques:
+            self._call(declared, "check", partial(declared.technique.check, planned, by_name))
+        for declared in techniques:
+            if self._call(declared, "acts_on", partial(_acts, declared.technique, site, planned)):
+                acting.add(declared.name)
+        return planned
+
+    def check_effect(self, shared: Iterable[Declared]) -> None:
+        """Warn about techniques without effect under any rule, of which ``shared`` belong to the whole policy.
+
+        Ω counts them all the same, as the papers do.
+
+        Raises:
+            PolicyError: an option names an operand that no rule quantizes.
+        """
+        for path, kept in self._kept.items():
+            if kept:
+                raise self._document.error(
+                    path, f"operand {sorted(kept)[0]!r} stays in high precision, where it has nothing to act on"
+                )
+        for declared in shared:
+            self._inert.setdefault(declared.path, [])
+        for path, reasons in self._inert.items():
+            if all(reasons):
+                entry = self._document.get(*path).plain()
+                name = entry if isinstance(entry, str) else next(iter(entry))
+                why = reasons[0] if reasons else "no rule that it belongs to quantizes"
+                warning = self._document.error(path, f"technique {name!r} has no effect here: {why}; remove it")
+                warnings.warn(str(warning), PolicyWarning, stacklevel=2)
+
+    def _call(self, declared: Declared, stage: str, method: Callable[[], _T]) -> _T:
+        """Call one method of a technique; its refusal is an error with the technique's line."""
+        try:
+            return method()
+        except ValueError as error:
+            raise self._document.error(declared.path, f"technique {declared.name!r}: {error}") from None
+        except Error:
+            raise
+        except Exception as error:
+            plugin = self._registry.origin(declared.name)
+            raise PluginError(f"{stage}() failed: {type(error).__name__}: {error}", plugin=plugin) from error
+
+
+def _acts(technique: Technique, site: SiteView, planned: OperandSpecs) -> bool:
+    """Whether a technique acts on a quantized operand or GEMM of ``site``, on its weight, or on the whole model."""
+    quantized = {operand for operand, spec in planned.items() if spec is not None}
+    operands = technique.acts_on(site)
+    # A technique that names no operands and has the optimizer's hooks acts on weights, which a product of activations
+    # does not have.
+    on_weight = (
+        not operands and site.op == "linear" and any(overrides(technique, s) for s in ("before_step", "after_step"))
+    )
+    gemms = {operand.gemm for operand in quantized}
+    return bool(operands & quantized or technique.pairs(site) & gemms) or on_weight or technique.per_model

@@ -1,0 +1,49 @@
+"""Puts specs into words, for tables and messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fp4graph.numerics.formats import FP32
+from fp4graph.numerics.spec import QuantSpec
+from fp4graph.technique.operands import Operand
+
+
+def spec_words(spec: QuantSpec | None) -> dict[str, str] | None:
+    """Return one operand's spec column by column; None for high precision."""
+    if spec is None:
+        return None
+    scale = [spec.scale.format.name] + ([spec.scale.rounding] if spec.scale.format != FP32 else ["unrounded"])
+    scale += [spec.scale.convention] if spec.scale.convention != "decode" else []
+    scale += [spec.scale.zero] if spec.scale.zero != "nearest_subnormal" else []
+    bits = f", {spec.random_bits} bits" if spec.random_bits != 24 else ""
+    return {
+        "element": spec.element.name,
+        "block": _block(spec),
+        "scale": " ".join(scale),
+        "rounding": f"nearest, ties {spec.ties}" if spec.rounding == "nearest" else f"stochastic{bits}",
+        "source": spec.source + (", from master" if spec.from_master else ""),
+    }
+
+
+def describe(spec: QuantSpec | None) -> str:
+    """Return one operand's spec in a few words: ``e2m1/32 e8m0 ceil SR of fprop``; "-" for high precision."""
+    if spec is None:
+        return "-"
+    words = [f"{spec.element.name}/{_block(spec)}", spec.scale.format.name, spec.scale.rounding]
+    words += [spec.scale.convention] if spec.scale.convention != "decode" else []
+    words += ["SR" if spec.rounding == "stochastic" else f"RTN-{spec.ties}"]
+    words += ["of fprop"] if spec.source == "fprop" else []
+    return " ".join(words)
+
+
+def summarize(operands: Mapping[Operand, QuantSpec | None]) -> str:
+    """Return six specs in words, equal ones together: ``Q1 Q2: ..., Q3 Q5: ...``."""
+    groups: dict[str, list[str]] = {}
+    for number, operand in enumerate(Operand, 1):
+        groups.setdefault(describe(operands[operand]), []).append(f"Q{number}")
+    return "; ".join(f"{' '.join(names)}: {text}" for text, names in groups.items())
+
+
+def _block(spec: QuantSpec) -> str:
+    return "×".join(map(str, spec.block)) if isinstance(spec.block, tuple) else str(spec.block)
