@@ -4,44 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import timm
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import fp4graph
+from tests.helpers import models
+from tests.helpers.models import llama
 
 Loss = Callable[[nn.Module, int], Tensor]
 
 
 def vit(**options: object) -> nn.Module:
     """Two blocks of width 64, 16 patches without a class token: two images are 32 tokens, one block of a scale."""
-    torch.manual_seed(0)
-    settings = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 64, "num_heads": 2, "num_classes": 10}
-    plain = {"class_token": False, "global_pool": "avg"}
-    return timm.create_model("vit_tiny_patch16_224", **{**settings, **plain, **options})
-
-
-def llama() -> nn.Module:
-    """Two layers of width 64."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            vocab_size=97,
-            max_position_embeddings=32,
-            bos_token_id=0,
-            eos_token_id=0,
-            use_cache=False,
-        )
-    )
+    return models.vit(**{"class_token": False, "global_pool": "avg", **options})
 
 
 def rank() -> int:

@@ -90,8 +90,8 @@ def run_ranks(command: Sequence[str | Path], folder: Path, ranks: int = 2) -> li
     failures = []
     for rank, (process, log) in enumerate(zip(running, logs, strict=True)):
         how = "did not end and was killed" if rank in stopped else ending(process.wait())
-        said = _tail(log.read_text(errors="replace"))
-        failures.append(f"rank {rank} {how}; it said:\n{said}" if process.returncode else "")
+        printed = _tail(log.read_text(errors="replace"))
+        failures.append(f"rank {rank} {how}; it said:\n{printed}" if process.returncode else "")
     return failures
 
 

@@ -11,22 +11,13 @@ from fp4graph.kernels import operators
 from fp4graph.model.runtime import runtime_of
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.technique.operands import Operand
+from tests.helpers.models import Mlp
 
 pytestmark = pytest.mark.inductor
 
 
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.fc1, self.fc2 = nn.Linear(64, 96), nn.Linear(96, 64)
-
-    def forward(self, x):
-        return self.fc2(torch.relu(self.fc1(x)))
-
-
 def train(backend, x, policy, steps=3, ulp=False):
-    model = fp4graph.apply(Mlp(), policy, backend=backend)
+    model = fp4graph.apply(Mlp(64, 96, 64), policy, backend=backend)
     optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     if ulp:
         x = torch.nextafter(x, torch.full_like(x, torch.inf))

@@ -15,6 +15,7 @@ from fp4graph.ops import contract
 from fp4graph.technique import Overhead, StateEntry, Technique
 from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.registry import Registry
+from tests.helpers.models import Mlp
 
 FREE = Overhead("O(1)", "O(1)", fusable=True)
 FPROP = frozenset({Operand.FPROP_INPUT, Operand.FPROP_WEIGHT})
@@ -52,16 +53,6 @@ def policy(used: str, *classes: type[Technique], element: str = "e2m1") -> fp4gr
         "techniques": [used],
     }
     return fp4graph.load_policy(data, registry)
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(48, 64), nn.Linear(64, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.second(torch.relu(self.first(x)))
 
 
 def train(model: nn.Module, chosen: fp4graph.policy.Policy, backend: str = "eager") -> Tensor:
@@ -200,11 +191,11 @@ def healthy() -> type[Technique]:
 @pytest.fixture
 def model() -> Iterator[nn.Module]:
     """A model that another plugin's technique still trains after the test, to the same loss as a fresh one."""
-    model = Mlp()
+    model = Mlp(48, 64, 32)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     yield model
     model.load_state_dict(before)
-    assert torch.equal(train(model, policy("healthy", healthy())), train(Mlp(), policy("healthy", healthy())))
+    assert torch.equal(train(model, policy("healthy", healthy())), train(Mlp(48, 64, 32), policy("healthy", healthy())))
 
 
 def check(error: fp4graph.PluginError, stage: str, *, site: str | None = None) -> None:
