@@ -88,5 +88,5 @@ def _extended(document: Node, directory: Path, chain: tuple[Path, ...], registry
     path = _find(written.extends, directory, registry, place)
     if any(path.resolve() == step.resolve() for step in chain):
         names = " → ".join(step.name for step in (*chain, path))
-        raise place.error(f"a policy extends itself: {names}; extend another policy or none")
+        raise place.error(f"policies extend each other in a circle: {names}; extend another policy or none")
     return merge(_extended(_read(path), path.parent, (*chain, path), registry), document)
