@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from fp4graph.numerics.noise import gaussian
 from fp4graph.technique import Context, Operand, Overhead, Positive, SiteView, Technique, hookimpl
@@ -88,7 +89,7 @@ class AdaptiveQuantizationNoise(Technique):
         """Return the forward weight; an activation in its place is no parameter to explore."""
         return frozenset({Operand.FPROP_WEIGHT}) if site.op == "linear" else frozenset()
 
-    def after(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+    def after(self, x: Tensor, context: Context) -> Tensor:
         """Return Ŵ, computed in fp32."""
         assert context.count is not None
         assert context.noise.key is not None

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from fp4graph.numerics.blocking import Granularity, Groups
 from fp4graph.numerics.exact import root
@@ -67,9 +68,7 @@ class ConditionalScaling(Technique):
                     f"its scales multiply before rounding: write scale: {{convention: encode}} for {operand}"
                 )
 
-    def group_scale(
-        self, z: torch.Tensor, group: Callable[[Granularity], torch.Tensor], context: Context
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def group_scale(self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context) -> tuple[Tensor, Tensor]:
         """Return γ, one for the tensor, and the block statistic whose encode scale is C·s_p or s̃_p."""
         assert context.spec is not None
         qmax, number = context.spec.element.max, context.spec.scale.format

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from fp4graph.technique import Operand, OperandSpecs, Overhead, Positive, SiteView, Technique, WeightUpdate, hookimpl
 
@@ -77,7 +78,7 @@ class Dampen(Technique):
         error = weight.to(torch.float32) - update.quantize(weight).to(torch.float32)
         grad.add_(error * (2 * self._strength(update.memory, weight.device)))
 
-    def _strength(self, memory: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor | float:
+    def _strength(self, memory: dict[str, Tensor], device: torch.device) -> Tensor | float:
         """Count the step and return its λ, as a tensor, so that nothing waits for an accelerator."""
         if self.total_steps is None:
             return self.strength

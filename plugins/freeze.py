@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from fp4graph.technique import Gemm, Operand, OperandSpecs, Overhead, Share, SiteView, Technique, WeightUpdate, hookimpl
 
@@ -130,7 +131,7 @@ class Freeze(Technique):
         memory["mean"] = torch.where(frozen, mean, mean.lerp(q, self.momentum))
         memory["frozen"] = frozen
 
-    def _threshold(self, memory: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor | float:
+    def _threshold(self, memory: dict[str, Tensor], device: torch.device) -> Tensor | float:
         """Count the step and return its θ, as a tensor, so that nothing waits for an accelerator."""
         if self.total_steps is None:
             return self.threshold

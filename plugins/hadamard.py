@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, field_validator, model_validator
+from torch import Tensor
 
 from fp4graph.numerics.blocking import block_length
 from fp4graph.numerics.hadamard import rotate, unrotate
@@ -108,7 +109,7 @@ class Hadamard(Technique):
         """Return the GEMMs of ``scope``."""
         return self._gemms
 
-    def pair_context(self, left: torch.Tensor, right: torch.Tensor, context: Context) -> tuple[torch.Tensor, ...]:
+    def pair_context(self, left: Tensor, right: Tensor, context: Context) -> tuple[Tensor, ...]:
         """Return the signs, fp32 ``[g]``."""
         if self.kind == "deterministic" or (self.kind == "random_backward" and context.gemm is Gemm.FPROP):
             return ()
@@ -118,15 +119,11 @@ class Hadamard(Technique):
         bits = hash_bits(noise.key, torch.arange(self.block, dtype=torch.int32, device=left.device))
         return (1.0 - 2.0 * (bits & 1).to(torch.float32),)
 
-    def transform(
-        self, x: torch.Tensor, side: Literal["left", "right"], shared: tuple[torch.Tensor, ...]
-    ) -> torch.Tensor:
+    def transform(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:
         """Return x·S·H in fp32, because 1/√g is not exact in shorter dtypes."""
         return rotate(x.to(torch.float32), self.block, shared[0] if shared else None)
 
-    def inverse(
-        self, x: torch.Tensor, side: Literal["left", "right"], shared: tuple[torch.Tensor, ...]
-    ) -> torch.Tensor:
+    def inverse(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:
         """Return x·H·S in fp32, still padded."""
         return unrotate(x.to(torch.float32), self.block, shared[0] if shared else None)
 

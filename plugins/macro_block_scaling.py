@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from fp4graph.numerics.blocking import Granularity
 from fp4graph.numerics.scaling import constant
@@ -75,9 +76,7 @@ class MacroBlockScaling(Technique):
                 "one; drop one of them, or use granularity: tensor there"
             )
 
-    def group_scale(
-        self, z: torch.Tensor, group: Callable[[Granularity], torch.Tensor], context: Context
-    ) -> torch.Tensor:
+    def group_scale(self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context) -> Tensor:
         """Return γ of each macro block, fp32, shape of ``z``."""
         assert context.spec is not None
         g = group(self.block)

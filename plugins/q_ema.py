@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from fp4graph.numerics.rounding import bracket, round_nearest
 from fp4graph.numerics.scaling import ratio as scaled
@@ -24,7 +25,7 @@ from fp4graph.technique import (
 )
 
 
-def _as_fp32(weight: torch.Tensor) -> torch.Tensor:
+def _as_fp32(weight: Tensor) -> Tensor:
     return weight.to(torch.float32).clone()
 
 
@@ -84,7 +85,7 @@ class QEma(Technique):
         """Return e, fp32, of the weight's shape."""
         return (StateEntry("weight", Operand.FPROP_WEIGHT, _as_fp32),)
 
-    def round(self, ratio: torch.Tensor, scale: torch.Tensor, context: Context) -> torch.Tensor:
+    def round(self, ratio: Tensor, scale: Tensor, context: Context) -> Tensor:
         """Round by Algorithm 1, lines 4 to 11."""
         assert context.spec is not None
         lower, upper = bracket(ratio, context.spec.element)

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from fp4graph.errors import Error
 from fp4graph.optim import StableSPAM
@@ -110,17 +111,17 @@ class StableSpam(Technique):
                     reset_moments(optimizer.state.get(parameter, {}))
 
         options = {"gamma1": self.gamma1 * c, "gamma2": self.gamma2, "theta": self.theta, "eps": self.eps}
-        memories: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        memories: dict[Tensor, dict[str, Tensor]] = {}
         for parameter, _ in step.parameters():
             if (grad := parameter.grad) is not None and grad.numel():
                 memories[grad] = step.memory(parameter)
                 if not memories[grad]:
                     memories[grad].update(new_statistics(grad))
-        plain = [grad for grad in memories if type(grad) is torch.Tensor]
+        plain = [grad for grad in memories if type(grad) is Tensor]
         for batch in batches(plain):
             torch._foreach_copy_(batch, condition_foreach(batch, [memories[grad] for grad in batch], **options))
         for grad, memory in memories.items():
-            if type(grad) is not torch.Tensor:  # a DTensor
+            if type(grad) is not Tensor:  # a DTensor
                 grad.copy_(condition(grad, memory, **options))
 
     def after_optimizer(self, step: OptimizerStep) -> None:

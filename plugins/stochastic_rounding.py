@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, field_validator
+from torch import Tensor
 
 from fp4graph.numerics.blocking import Granularity
 from fp4graph.numerics.spec import QuantSpec
@@ -95,13 +96,13 @@ class StochasticRounding(Technique):
         """Return the listed operands if they are guarded."""
         return frozenset() if self.range_guard is None else self.operands_listed
 
-    def block_statistic(self, values: torch.Tensor, z: torch.Tensor, context: Context) -> torch.Tensor:
+    def block_statistic(self, values: Tensor, z: Tensor, context: Context) -> Tensor:
         """Return f·Z for f > 1."""
         return z if self.range_guard is None or self.range_guard < 1 else z * self.range_guard
 
     def group_scale(
-        self, z: torch.Tensor, group: Callable[[Granularity], torch.Tensor], context: Context
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context
+    ) -> tuple[Tensor, Tensor] | None:
         """Return γ = 1/f with an unchanged Z for f < 1."""
         if self.range_guard is None or self.range_guard > 1:
             return None

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, field_validator
+from torch import Tensor
 
 from fp4graph.numerics.blocking import Granularity, block_length
 from fp4graph.numerics.scaling import constant
@@ -142,9 +143,7 @@ class TensorScaling(Technique):
             return 1.0
         return spec.element.max * (number.max if self.target is None else self.target) * self.headroom
 
-    def group_scale(
-        self, z: torch.Tensor, group: Callable[[Granularity], torch.Tensor], context: Context
-    ) -> torch.Tensor:
+    def group_scale(self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context) -> Tensor:
         """Return γ of each group, fp32, broadcastable to ``z``."""
         assert context.spec is not None
         g = group(self.granularity)
@@ -154,7 +153,7 @@ class TensorScaling(Technique):
         assert context.count is not None
         return torch.where(context.count % self.hold_steps == 0, gamma, context.state["gamma"])
 
-    def observe(self, quantization: Quantization, context: Context) -> dict[str, torch.Tensor]:
+    def observe(self, quantization: Quantization, context: Context) -> dict[str, Tensor]:
         """Return the γ in use, which is held."""
         if self.hold_steps == 1:
             return {}
@@ -162,7 +161,7 @@ class TensorScaling(Technique):
         return {"gamma": mine.scale.reshape(())}
 
 
-def _one(weight: torch.Tensor) -> torch.Tensor:
+def _one(weight: Tensor) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=weight.device)
 
 

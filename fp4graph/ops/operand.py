@@ -17,7 +17,7 @@ from torch import Tensor
 from fp4graph.kernels import operators
 from fp4graph.numerics.blocking import Blocking, is_scalar
 from fp4graph.numerics.draw import Draw
-from fp4graph.numerics.rounding import EXPONENT_MASK
+from fp4graph.numerics.rounding import power_of_two
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops import contract
 from fp4graph.ops.contract import Acting, at_stage
@@ -110,7 +110,7 @@ class OperandProgram:
                 # is not. Its power of two goes before. That is exact too, and both sides stay in range: the operand
                 # is as large as X, where codes times scales of UE5M3 would overflow fp16, and the product of two
                 # multipliers lies in [1, 4), where γ_a·γ_b may underflow fp32.
-                factor = _power_of_two(gamma)
+                factor = power_of_two(gamma)
                 multiplier = (gamma / factor).reshape(())
             return quantizer.dequantized(part, scaled, factor)
 
@@ -164,9 +164,8 @@ class OperandProgram:
         normalized = next((t.divides_by for t in self.techniques if t.divides_by is not None), None)
         acting: list[tuple[Technique, Context]] = []
         for index, technique in enumerate(self.techniques):
-            like = {
-                slot.entry.name for slot in self.state if slot.technique == technique.name and slot.entry.weight_like
-            }
+            mine = (slot.entry for slot in self.state if slot.technique == technique.name)
+            like = {entry.name for entry in mine if entry.weight_like}
             entries = (state or {}).get(technique.name, {})
             own = {name: blocking.split(entry) if name in like else entry for name, entry in entries.items()}
             drawn = technique_draw(draw, index)
@@ -200,8 +199,3 @@ def _wrap(technique: Technique, inner: Callable[[Tensor], Tensor], context: Cont
         return contract.same(technique, "around", result, x, any_float=True)
 
     return wrapped
-
-
-def _power_of_two(x: Tensor) -> Tensor:
-    """Return the largest power of two up to each positive normal fp32; Inf of Inf and NaN."""
-    return (x.view(torch.int32) & EXPONENT_MASK).view(torch.float32)

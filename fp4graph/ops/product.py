@@ -22,12 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """One summand of an operand.
-
-    Attributes:
-        values: the summand, up to the multiplier.
-        multiplier: a scalar that is applied to the GEMM's accumulator, or None.
-    """
+    """One summand of an operand: ``values`` times a scalar that waits for the GEMM's accumulator, if there is one."""
 
     values: Tensor
     multiplier: Tensor | None = None

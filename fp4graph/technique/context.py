@@ -65,8 +65,10 @@ class GroupScale:
 
 
 @dataclass(frozen=True, eq=False)
-class Unrounded:
-    """The parts of one operand's quantization before its elements are rounded: fp32, in the blocked layout.
+class Quantization:
+    """All parts of one operand's quantization: fp32, in the blocked layout.
+
+    The dequantized operand is ``γ · elements · S`` (``γ · elements / s`` for an encode scale).
 
     Attributes:
         spec, blocking: of the operand.
@@ -74,6 +76,7 @@ class Unrounded:
         z: the statistic of ``values``, with the axes inside a block of size 1.
         scale: the stored scale, in the spec's convention and the shape of ``z``.
         ratio: ``values`` divided by the scale, in the shape of ``values``: what is rounded to elements.
+        elements: the values of the element format that ``ratio`` was rounded to, in its shape.
         statistic: Z before it was divided by γ, in the shape of ``z``.
         group_scales: of the techniques that have one, in the order in which they divide.
     """
@@ -84,6 +87,7 @@ class Unrounded:
     z: Tensor
     scale: Tensor
     ratio: Tensor
+    elements: Tensor
     statistic: Tensor
     group_scales: tuple[GroupScale, ...]
 
@@ -91,19 +95,6 @@ class Unrounded:
     def group_scale(self) -> Tensor | None:
         """γ, the product of all group scales; None where there are none."""
         return product_of(self.group_scales)
-
-
-@dataclass(frozen=True, eq=False)
-class Quantization(Unrounded):
-    """All parts of one operand's quantization.
-
-    The dequantized operand is ``γ · elements · S`` (``γ · elements / s`` for an encode scale).
-
-    Attributes:
-        elements: the values of the element format that ``ratio`` was rounded to, in its shape.
-    """
-
-    elements: Tensor
 
     def dequantized(self) -> Tensor:
         """Return the dequantized operand divided by γ: fp32, in the blocked layout."""
