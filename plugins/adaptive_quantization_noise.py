@@ -44,6 +44,8 @@ class AdaptiveQuantizationNoise(Technique):
 
     name: ClassVar[str] = "adaptive_quantization_noise"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
+    complexity: ClassVar[float] = 0.5
+    draws: ClassVar[bool] = True
 
     sigma_start: Positive = Field(description="σ of the first stage.")
     sigma_end: Positive = Field(description="σ of the last stage, at most sigma_start.")
@@ -64,15 +66,6 @@ class AdaptiveQuantizationNoise(Technique):
                 f"the noise decays; sigma_end {self.sigma_end:g} is above sigma_start {self.sigma_start:g}"
             )
         return self
-
-    @property
-    def complexity(self) -> float:
-        """0.5, ours: fusable O(n)."""
-        return 0.5
-
-    @property
-    def draws(self) -> bool:
-        return True
 
     @property
     def draws_in_evaluation(self) -> bool:

@@ -48,17 +48,13 @@ class ConditionalScaling(Technique):
 
     name: ClassVar[str] = "conditional_scaling"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
+    complexity: ClassVar[float] = 0.5
     #: Techniques that scale a tensor or a part of it, and the gradient of the block scale, which case 2 replaces.
     conflicts: ClassVar[frozenset[str]] = frozenset({"tensor_scaling", "macro_block_scaling", "smooth_max"})
 
     operands: Operands = Field(
         ("forward", "backward"), description="Which operands are scaled so: operands or groups of them."
     )
-
-    @property
-    def complexity(self) -> float:
-        """0.5, ours: as tensor_scaling."""
-        return 0.5
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse decode scales, because the formulas are of encode scales."""

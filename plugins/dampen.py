@@ -42,6 +42,7 @@ class Dampen(Technique):
 
     name: ClassVar[str] = "dampen"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=False)
+    complexity: ClassVar[float] = 0.5
 
     strength: Positive = Field(0.01, description="λ, or the value at which it ends.")
     total_steps: int | None = Field(None, ge=1, description="T, steps in which λ rises; null for a constant λ.")
@@ -52,11 +53,6 @@ class Dampen(Technique):
         if self.start > 0 and self.total_steps is None:
             raise ValueError("start is a share of total_steps; set total_steps")
         return self
-
-    @property
-    def complexity(self) -> float:
-        """0.5, ours: unfusable O(n), O(1) memory."""
-        return 0.5
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse a stochastic weight quantizer, whose error is noise of mean zero and pulls nowhere."""

@@ -49,16 +49,12 @@ class FourOverSix(Technique):
 
     name: ClassVar[str] = "four_over_six"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
+    complexity: ClassVar[float] = 0.5
     #: smooth_max differentiates the block scale as Z/6 everywhere.
     conflicts: ClassVar[frozenset[str]] = frozenset({"smooth_max"})
 
     measure: Literal["mse", "mae", "amax"] = Field("mse", description="Error by which a block chooses its scale.")
     operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, whose blocks choose.")
-
-    @property
-    def complexity(self) -> float:
-        """0.5, ours: fusable O(n)."""
-        return 0.5
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse elements other than E2M1, and scales that are drawn, which cannot be compared."""

@@ -50,6 +50,7 @@ class Freeze(Technique):
 
     name: ClassVar[str] = "freeze"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=False)
+    complexity: ClassVar[float] = 3.0
     # q_ramping stretches the step that it sees, including the way back to the mean; noise on q flips at random.
     conflicts: ClassVar[frozenset[str]] = frozenset({"q_ramping", "adaptive_quantization_noise"})
 
@@ -69,11 +70,6 @@ class Freeze(Technique):
         if not scheduled and self.total_steps is not None:
             raise ValueError("total_steps is of a schedule; set final_threshold or start")
         return self
-
-    @property
-    def complexity(self) -> float:
-        """3.0, ours: unfusable, O(n) persistent memory several times over."""
-        return 3.0
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse quantizers under which a flip of q is no sign of an oscillating weight."""

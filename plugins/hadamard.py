@@ -35,8 +35,8 @@ class Hadamard(Technique):
     Stage: pair transform, in fp32. An operand with ``source: fprop`` is the fprop operand rotated back, and surrogate
     gradients act in the rotated basis.
 
-    Cost: a product with a g×g matrix per block on both operands. Two GEMMs that read one tensor can no longer share
-    its quantization.
+    Cost: a product with a g×g matrix per block on both operands. Two GEMMs that read one tensor can no longer share its
+    quantization. The complexity weight is that of the paper's Table 9.
 
     Use it where blocks hold outliers: E8M0 scales in blocks of 32, gradients, activations of large models. 2-D blocks
     profit less, because H mixes one axis only.
@@ -44,6 +44,7 @@ class Hadamard(Technique):
 
     name: ClassVar[str] = "hadamard"
     overhead: ClassVar[Overhead] = Overhead("O(n log l)", "O(1)", fusable=True)
+    complexity: ClassVar[float] = 1.0
 
     scope: Literal["all", "backward"] | tuple[Gemm, ...] = Field(
         "all", description="Whose operands are rotated: all GEMMs, dgrad and wgrad (backward), or a list of GEMMs."
@@ -77,11 +78,6 @@ class Hadamard(Technique):
         if self.kind == "deterministic" and "resample" in self.model_fields_set:
             raise ValueError("kind: deterministic draws no signs; leave resample out")
         return self
-
-    @property
-    def complexity(self) -> float:
-        """1.0 (design-space paper, Table 9)."""
-        return 1.0
 
     @property
     def draws(self) -> bool:

@@ -58,6 +58,8 @@ class LowRankResidual(Technique):
 
     name: ClassVar[str] = "low_rank_residual"
     overhead: ClassVar[Overhead] = Overhead("O(nk)", "O(k^2)", fusable=False)
+    complexity: ClassVar[float] = 3.0
+    draws: ClassVar[bool] = True  # Ω
 
     rank: int = Field(16, ge=1, description="k, the rank of the part that is multiplied apart.")
     iterations: int = Field(
@@ -69,16 +71,6 @@ class LowRankResidual(Technique):
     operands: Operands = Field(
         ("fprop.weight",), description="Which operands are decomposed: operands or groups of them."
     )
-
-    @property
-    def complexity(self) -> float:
-        """3.0, ours: O(nk), unfusable."""
-        return 3.0
-
-    @property
-    def draws(self) -> bool:
-        """True: Ω is drawn."""
-        return True
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse q_ema on a decomposed weight: the average is of W, and W − L is rounded."""

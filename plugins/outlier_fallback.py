@@ -44,6 +44,7 @@ class OutlierFallback(Technique):
 
     name: ClassVar[str] = "outlier_fallback"
     overhead: ClassVar[Overhead] = Overhead("O(2n)", "O(n/l)", fusable=False)
+    complexity: ClassVar[float] = 1.5
 
     operands: Operands = Field(("forward",), description="Which operands fall back: operands or groups of them.")
     fraction: float | None = Field(
@@ -65,11 +66,6 @@ class OutlierFallback(Technique):
         if self.fraction is not None and self.threshold is not None:
             raise ValueError("fraction and threshold are two ways to choose blocks; give one of them")
         return self
-
-    @property
-    def complexity(self) -> float:
-        """1.5, ours: memory for n/l scores and second scales."""
-        return 1.5
 
     def around(self, quantize: Callable[[Tensor], Tensor], x: Tensor, context: Context) -> Tensor:
         """Return the sum of both passes, taken in fp32, where the residual is exact unless a value was clipped."""

@@ -55,16 +55,12 @@ class QEma(Technique):
 
     name: ClassVar[str] = "q_ema"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=True)
+    complexity: ClassVar[float] = 2.0
     conflicts: ClassVar[frozenset[str]] = frozenset({"q_ramping"})
     by_block: ClassVar[bool] = True
 
     beta: Share = Field(0.998, description="β, the share of e that a step keeps.")
     start_after: int = Field(0, ge=0, description="Training forwards that round to nearest first.")
-
-    @property
-    def complexity(self) -> float:
-        """2.0, ours: fusable O(n) work, but O(n) persistent memory."""
-        return 2.0
 
     @property
     def draws(self) -> bool:

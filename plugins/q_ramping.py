@@ -74,6 +74,7 @@ class QRamping(Technique):
 
     name: ClassVar[str] = "q_ramping"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=False)
+    complexity: ClassVar[float] = 2.5
     conflicts: ClassVar[frozenset[str]] = frozenset({"q_ema"})
 
     t_update: int = Field(
@@ -96,11 +97,6 @@ class QRamping(Technique):
                 "lower n_max or raise t_update"
             )
         return self
-
-    @property
-    def complexity(self) -> float:
-        """2.5, ours: unfusable, O(n) persistent memory."""
-        return 2.5
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse a stochastic weight quantizer, under which every weight seems to oscillate."""

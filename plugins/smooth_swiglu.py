@@ -40,13 +40,9 @@ class SmoothSwiglu(Technique):
 
     name: ClassVar[str] = "smooth_swiglu"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=False)
+    complexity: ClassVar[float] = 0.5
 
     power_of_two: bool = Field(False, description="Whether s is rounded up to a power of two.")
-
-    @property
-    def complexity(self) -> float:
-        """0.5, ours: unfusable O(n), O(1) memory."""
-        return 0.5
 
     def pairs(self, site: SiteView) -> frozenset[Gemm]:
         """Return fprop after a SwiGLU."""

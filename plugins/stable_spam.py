@@ -58,7 +58,7 @@ class StableSpam(Technique):
 
     Stage: optimizer, before and after the step of all parameters together.
 
-    Cost: three passes over each gradient; four scalars per parameter.
+    Cost: three passes over each gradient; four scalars per parameter. The complexity weight is 0.5.
 
     Use it with an optimizer of Adam's kind if training in FP4 diverges from spikes in the gradient. After
     ``clip_grad_norm_`` it follows the clipped norms.
@@ -66,6 +66,7 @@ class StableSpam(Technique):
 
     name: ClassVar[str] = "stable_spam"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=False)
+    complexity: ClassVar[float] = 0.5
     per_model: ClassVar[bool] = True
 
     gamma1: float = Field(0.7, ge=0, lt=1, description="γ1, the momentum of m_norm.")
@@ -75,11 +76,6 @@ class StableSpam(Technique):
     total_steps: int | None = Field(None, ge=1, description="Steps of the whole training; null for c_t = 1.")
     eta_min: float = Field(0.5, ge=0, le=1, description="The value at which c ends, and stays.")
     reset_interval: int | None = Field(1000, ge=1, description="Steps between resets; null for none.")
-
-    @property
-    def complexity(self) -> float:
-        """0.5."""
-        return 0.5
 
     def before_optimizer(self, step: OptimizerStep) -> None:
         """Apply MoRet, AdaClip and AdaGN, and set the momentum for this step."""

@@ -45,13 +45,15 @@ class StochasticRounding(Technique):
 
     Stages: plan; with a guard also scale (group scale or block statistic).
 
-    Cost: one hash and one comparison per element, fused into the rounding.
+    Cost: one hash and one comparison per element, fused into the rounding. The complexity weight is that of the paper's
+    Table 9.
 
     Use it on gradients: nearest rounding biases them, and the bias does not average out over steps.
     """
 
     name: ClassVar[str] = "stochastic_rounding"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
+    complexity: ClassVar[float] = 0.5
 
     operands: Annotated[Literal["backward", "all_activation"] | tuple[str, ...], _SCOPES] = Field(
         "backward", description="Operands that round stochastically: a scope of the paper, or operands and groups."
@@ -74,11 +76,6 @@ class StochasticRounding(Technique):
         differentiated = smooth is not None and getattr(smooth, "kind", "ste") != "ste"
         if self.range_guard is not None and differentiated and any(o.gemm is Gemm.FPROP for o in self.operands_listed):
             raise ValueError("range_guard on an operand of fprop and smooth_max do not go together; drop one of them")
-
-    @property
-    def complexity(self) -> float:
-        """0.5 (design-space paper, Table 9)."""
-        return 0.5
 
     @classmethod
     def implied_by(cls, spec: QuantSpec) -> StochasticRounding | None:

@@ -127,7 +127,10 @@ class Technique(BaseModel):
 
     @property
     def complexity(self) -> float:
-        """The weight that the technique adds to a policy's Ω (paper Table 9); may depend on the options."""
+        """The weight that the technique adds to a policy's Ω (paper Table 9).
+
+        A class declares it as a constant, or as a property if it depends on the options.
+        """
         raise NotImplementedError(f"{type(self).__name__} declares no complexity")
 
     @classmethod
