@@ -17,10 +17,10 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,8 +83,7 @@ class _Noise(ctypes.Structure):
     _fields_ = [*((name, ctypes.c_void_p) for name in ("key", "step", "salts")), ("count", ctypes.c_int64)]
 
 
-@dataclass(frozen=True)
-class Blocks:
+class Blocks(NamedTuple):
     """Numbers that techniques give for the blocks of a tensor: each fp32, contiguous, one per block or one for all.
 
     Attributes:
@@ -147,7 +146,7 @@ def quantize(
     """
     noise, kept = _noise(draw)
     run = _function(_QUANTIZE, x.dtype, Q=spec)
-    blocks = _Blocks(*map(_blockwise, (given.divisor, given.statistic, given.scale, given.factor)))
+    blocks = _Blocks(*map(_blockwise, given))
     tensors = _at(x), _Strides(*x.stride()), _at(y), _Strides(*y.stride()), _at(codes), _at(scales)
     run(*tensors, blocks, noise, _Shape(*x.shape), torch.get_num_threads())
     del kept

@@ -150,9 +150,7 @@ def quantize(x: Tensor, spec: QuantSpec, draw: Draw | None = None, given: Blocks
     """
     if x.dtype not in DTYPES:
         return quantize(x.to(torch.float32), spec, draw, given).to(x.dtype)
-    given = given or Blocks()
-    blocks = given.divisor, given.statistic, given.scale, given.factor
-    result: Tensor = torch.ops.fp4graph.quantize(x, spec.to_text(), *_flat(spec, draw), *blocks)
+    result: Tensor = torch.ops.fp4graph.quantize(x, spec.to_text(), *_flat(spec, draw), *(given or Blocks()))
     return result
 
 
@@ -194,9 +192,8 @@ def _fake_maxima(x: Tensor, block: int) -> Tensor:
 
 
 def _fake_quantize_and_pack(x: Tensor, spec: str, *draw: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x, memory_format=torch.contiguous_format), *empty_bytes(
-        x, x.shape, QuantSpec.from_text(spec)
-    )
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return y, *empty_bytes(x, x.shape, QuantSpec.from_text(spec))
 
 
 def _fake_requantize(

@@ -64,10 +64,8 @@ class Blocking:
     @property
     def grid(self) -> list[int]:
         """The number of blocks along each axis of the tensor."""
-        counts: list[int] = []
-        for size, length in zip(self.shape, self._lengths, strict=True):
-            counts.append(size if length is None else 1 if length == 0 else (size + length - 1) // length)
-        return counts
+        pairs = zip(self.shape, self._lengths, strict=True)
+        return [size if n is None else 1 if n == 0 else (size + n - 1) // n for size, n in pairs]
 
     @property
     def padded_shape(self) -> list[int]:

@@ -54,7 +54,7 @@ def _shown(value: object) -> str:
 
 @dataclass(frozen=True)
 class ScaleSpec:
-    """How one block's scale is chosen from its block statistic Z, the block amax unless a technique changes it.
+    """The rule by which a block's scale is chosen from its statistic Z, the block amax unless a technique changes it.
 
     Attributes:
         format: the values that a stored scale may have, as a name or a :class:`ScaleFormat`.

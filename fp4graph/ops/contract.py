@@ -1,4 +1,4 @@
-"""How the engine calls tensor stages: the context it hands them, and the checks of what they return.
+"""Calls of tensor stages: the context that a stage is handed, and the checks of what the stage returns.
 
 An error names the plugin that breaks its contract, and the stage. The checks look at shapes and dtypes alone, so that
 they cost nothing in compiled code and trace with symbolic sizes.

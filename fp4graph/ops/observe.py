@@ -1,5 +1,4 @@
-"""What a product shows to code that watches it: both operands of each GEMM, as they were given and as they were
-multiplied."""
+"""Observers of products: they are shown both operands of each GEMM, as given and as multiplied."""
 
 from __future__ import annotations
 

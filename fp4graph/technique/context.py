@@ -1,9 +1,11 @@
-"""What the tensor stages of a technique are handed: their context, and the parts of an operand's quantization."""
+"""The context that tensor stages of a technique are handed, and the parts of an operand's quantization."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import mul
 
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from fp4graph.technique.operands import Gemm
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """What a tensor stage may read besides its arguments.
+    """The data that a tensor stage may read besides its arguments.
 
     Attributes:
         blocking: how the operand is cut into blocks.
@@ -103,7 +105,4 @@ class Quantization:
 
 def product_of(group_scales: tuple[GroupScale, ...]) -> Tensor | None:
     """Return γ, the product of ``group_scales``; None if there are none."""
-    gamma: Tensor | None = None
-    for part in group_scales:
-        gamma = part.scale if gamma is None else gamma * part.scale
-    return gamma
+    return reduce(mul, [part.scale for part in group_scales]) if group_scales else None
