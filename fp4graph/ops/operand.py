@@ -27,6 +27,7 @@ from fp4graph.ops.product import Term, Terms
 from fp4graph.ops.quantizer import Quantizer
 from fp4graph.ops.state import OperandState, StateSlot
 from fp4graph.technique import GRADIENT_STAGES, QUANTIZER_STAGES, Context, Quantization, Technique, overrides
+from fp4graph.technique.context import product_of
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class OperandProgram:
             quantizer = self._quantizer(acting if calls == 0 else self.acting(part, own, state), own, calls > 0)
             calls += 1
             scaled = quantizer.scaled(part)
-            factor = gamma = scaled.group_scale
+            factor = gamma = product_of(scaled.group_scales)
             if gamma is not None and not wrapped and is_scalar(gamma):
                 # A scalar γ multiplies the GEMM's accumulator: FP4 code times block scale is exact in bf16, times γ it
                 # is not. Its power of two goes before. That is exact too, and both sides stay in range: the operand

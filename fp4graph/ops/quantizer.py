@@ -42,11 +42,6 @@ class Scaled:
     scale: Tensor | None
     group_scales: tuple[GroupScale, ...]
 
-    @property
-    def group_scale(self) -> Tensor | None:
-        """γ, the product of all group scales; None where there are none."""
-        return product_of(self.group_scales)
-
 
 @dataclass(frozen=True, eq=False)
 class Quantizer:
@@ -161,7 +156,7 @@ class Quantizer:
         if scale is None and not isinstance(spec.block, int):
             scale = self._scale(scaled, x.device)
         statistic = scaled.z if scale is None else None
-        parts = (scaled.group_scale, statistic, scale, factor)
+        parts = (product_of(scaled.group_scales), statistic, scale, factor)
         given = operators.Blocks(*(None if part is None else operators.by_run(part, blocking) for part in parts))
         return operators.quantize(x, operators.by_runs(spec), self.draw, given)
 
