@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeGuard
 
 import torch
 from torch.fx import GraphModule, Node
@@ -23,7 +22,6 @@ from fp4graph.graph.products import (
     NoProduct,
     Product,
     is_foreign,
-    is_sdpa,
     is_uncounted_product,
     name_of,
     producer_of,
@@ -121,10 +119,10 @@ class FoundProduct:
 
 @dataclass
 class Found:
-    """What a captured graph holds.
+    """The content of a captured graph, and of the bodies inside it.
 
     Attributes:
-        work: the matrix work of the graph and of the bodies inside it, in the order of the graph.
+        work: the matrix work, in the order of the graph.
         read: the parameters that the graph takes.
         marked: the modules whose markers were found; None is a module that cannot be known.
         bodies: the graph and the bodies in it whose nodes may be replaced.
@@ -137,16 +135,13 @@ class Found:
 
 
 def find(
-    gm: GraphModule,
-    names: Names,
-    expands_sdpa: Callable[[SiteView], bool],
-    keys: Mapping[int, str] | None = None,
+    gm: GraphModule, names: Names, expands_sdpa: Callable[[SiteView], bool], keys: Mapping[int, str] | None = None
 ) -> Found:
     """Find the matrix work of ``gm`` and of the bodies inside it, and take their markers out.
 
     Args:
         gm: a graph as Dynamo hands it to a backend.
-        names: names of the model's modules and parameters.
+        names: of the model's modules and parameters.
         expands_sdpa: whether a rule wants the two products of this fused attention.
         keys: fully qualified name of the module that a marker's key belongs to, by the key's id.
     """
@@ -183,12 +178,10 @@ class _Body:
             self._by_weight[weight] = Marked(marker, index)
         self._by_module[marker.module_id] = marker
 
-    def marker_of_weight(self, weight: Node) -> Marked | None:
-        """Return the marker that carries ``weight``."""
-        return self._by_weight.get(weight)
-
-    def marker_of_call(self, node: Node) -> Marked | None:
-        """Return the marker of the innermost module around ``node`` that has one."""
+    def marker_of(self, node: Node, weight: Node | None = None) -> Marked | None:
+        """Return the marker that carries ``weight``, else that of the innermost module around ``node`` that has one."""
+        if weight is not None and weight in self._by_weight:
+            return self._by_weight[weight]
         for identity in (*(caller.id for caller in reversed(module_stack(node))), None):
             if identity in self._by_module:
                 return Marked(self._by_module[identity])
@@ -230,7 +223,8 @@ class _Finder:
         name = getattr(node.target, "_name", str(node.target))
         multiplies = False
         for argument in node.args:
-            inner = getattr(body.gm, str(argument.target), None) if _is_attribute(argument) else None
+            is_body = isinstance(argument, Node) and argument.op == "get_attr"
+            inner = getattr(body.gm, str(argument.target), None) if is_body else None
             if not isinstance(inner, GraphModule) or id(inner) in self._visited:
                 continue
             self._visited.add(id(inner))
@@ -273,7 +267,7 @@ class _Finder:
 
     def _like_linear(self, node: Node, op: str, body: _Body) -> FoundWork:
         module = self._names.module(node)
-        marked = body.marker_of_call(node) if module is None else None
+        marked = body.marker_of(node) if module is None else None
         if marked is None:
             return FoundWork(node, module, self._view(module, op), like_linear=True)
         view = self._view(marked.marker.module, op)
@@ -284,7 +278,7 @@ class _Finder:
         weight, views = _origin(product.b)
         placeholder = body.outside(weight)
         is_parameter = self._names.is_parameter(placeholder)
-        marked = body.marker_of_weight(weight) or body.marker_of_call(node)
+        marked = body.marker_of(node, weight)
         owner = marked.owner if marked is not None else None
         if owner is None and is_parameter:
             owner = self._names.owner(placeholder, node)
@@ -318,22 +312,18 @@ class _Finder:
         )
 
     def _wants_sdpa(self, node: Node) -> bool:
-        return is_sdpa(node) and self._expands_sdpa(self._view(self._names.module(node), "sdpa"))
+        return self._expands_sdpa(self._view(self._names.module(node), "sdpa"))
 
     def _view(self, module: str | None, op: str) -> SiteView:
         return SiteView(module, op, None, None, None, self._names.block(module))
 
     def _multiplies_parameter(self, node: Node, body: _Body) -> bool:
-        """Whether an input of ``node`` is a parameter of two or more axes, or a view of one."""
+        """Return whether an input of ``node`` is a parameter of two or more axes, or a view of one."""
         return any(self._is_matrix_parameter(argument, body) for argument in node.all_input_nodes)
 
     def _is_matrix_parameter(self, node: Node, body: _Body) -> bool:
         value = value_of(node)
         return value is not None and value.dim() >= 2 and self._names.is_parameter(body.outside(_origin(node)[0]))
-
-
-def _is_attribute(argument: object) -> TypeGuard[Node]:
-    return isinstance(argument, Node) and argument.op == "get_attr"
 
 
 def _placeholders(node: Node, inner: GraphModule, body: _Body) -> dict[Node, Node]:

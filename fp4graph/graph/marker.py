@@ -18,17 +18,15 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from fp4graph.errors import UncompiledError
 
-_FOREIGN = (
-    "a module that fp4graph.apply prepared was compiled by another torch.compile backend, which would run it in high "
-    "precision; call the applied model, or fp4graph.remove(model) first"
-)
-
 _library: Any = torch.library.Library("fp4graph", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("mark(str tag, Tensor key, Tensor step, Tensor[] weights, Tensor[] state, bool training) -> ()")
 
 
 def _refuse(*args: object) -> None:
-    raise UncompiledError(_FOREIGN)
+    raise UncompiledError(
+        "a module that fp4graph.apply prepared was compiled by another torch.compile backend, which would run it in "
+        "high precision; call the applied model, or fp4graph.remove(model) first"
+    )
 
 
 _library.impl("mark", _refuse, "CompositeExplicitAutograd")

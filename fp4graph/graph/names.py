@@ -17,7 +17,7 @@ _SOURCE_STEP = re.compile(r"\._modules\['([^']+)'\]|\._(parameters|buffers)\['([
 
 
 class Owner(NamedTuple):
-    """Where a parameter is: the fully qualified name of its module, and its name there ("" for a module alone)."""
+    """The place of a parameter: the fully qualified name of its module, and its name there ("" for a module alone)."""
 
     module: str
     parameter: str
@@ -133,7 +133,7 @@ class Names:
         return module in self._by_name and parameter in self._by_name[module]._parameters
 
     def is_parameter(self, node: Node) -> bool:
-        """Whether placeholder ``node`` is a parameter."""
+        """Return whether placeholder ``node`` is a parameter."""
         example = getattr(node.meta.get("grapharg"), "example", None)
         source = _parse(node)
         return isinstance(example, nn.Parameter) or (source is not None and bool(source.parameter))

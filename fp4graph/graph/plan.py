@@ -35,12 +35,8 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What happens to one site.
-
-    Attributes:
-        specs: the final spec of each operand; None is high precision.
-        program: the program that replaces the product, or None where nothing is quantized.
-    """
+    """The decision about one site: the final spec of each operand, None for high precision, and the program that
+    replaces the product, None where nothing is quantized."""
 
     specs: tuple[tuple[Operand, QuantSpec | None], ...]
     program: MatmulProgram | None

@@ -99,10 +99,7 @@ class Explanation:
 
 
 def explain(
-    model: nn.Module,
-    policy: Any,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    model: nn.Module, policy: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Explanation:
     """Capture ``model(*args, **kwargs)`` on fake tensors and report every site; model and RNG stay untouched.
 

@@ -28,12 +28,12 @@ class Inspection:
 
     @property
     def watching(self) -> bool:
-        """Whether a search is on."""
+        """Return whether a search is on."""
         return self._watched is not None
 
     @property
     def active(self) -> bool:
-        """Whether a search is on, or a recording is given."""
+        """Return whether a search is on, or a recording is given."""
         return self.watching or self.recording is not None
 
     @contextmanager

@@ -67,9 +67,7 @@ def _kept_or_quantized(value: Any) -> str:
 _Keep = Annotated[Literal["keep"], must_be("keep, or a quantize block such as {rounding: stochastic}"), Tag("kept")]
 #: ``keep`` is the original in high precision, ``fprop`` the dequantized fprop operand in high precision.
 _Exact = Annotated[
-    Literal["keep", "fprop"],
-    must_be("keep, fprop, or a quantize block such as {rounding: stochastic}"),
-    Tag("kept"),
+    Literal["keep", "fprop"], must_be("keep, fprop, or a quantize block such as {rounding: stochastic}"), Tag("kept")
 ]
 OperandException = Annotated[_Exact | Annotated[QuantizeSection, Tag("quantized")], Discriminator(_kept_or_quantized)]
 
