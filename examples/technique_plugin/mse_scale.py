@@ -13,7 +13,7 @@ E1M2 = fp4graph.formats.ElementFormat("e1m2", exponent_bits=1, mantissa_bits=2, 
 
 
 class MseScale(fp4graph.Technique):
-    """Of the block scales for c·Z, a few factors c, each block of fprop takes that of least Σ(Q(x) - x)².
+    """Chooses each block's scale in fprop: of those for c·Z, with a few factors c, the one of least Σ(Q(x) - x)².
 
     Use it where one value of a block is much larger than the rest: clipping it leaves the others a finer grid.
     """
@@ -33,8 +33,8 @@ class MseScale(fp4graph.Technique):
         spec, best, least = context.spec, None, torch.full_like(z, torch.inf)
         for factor in self.factors:
             scale = block_scale(z * factor, spec.scale, spec.element)
-            codes = round_nearest(ratio(values, scale, spec), spec.element, spec.ties)
-            error = (dequantize(codes, scale, spec) - values).square().sum(context.axes, keepdim=True)
+            elements = round_nearest(ratio(values, scale, spec), spec.element, spec.ties)
+            error = (dequantize(elements, scale, spec) - values).square().sum(context.axes, keepdim=True)
             best = scale if best is None else torch.where(error < least, scale, best)
             least = torch.minimum(error, least)
         return best
