@@ -254,7 +254,8 @@ def einsum_as_matmul(node: Node) -> Callable[..., Tensor] | None:
 
         def matrix(x: Tensor, labels: str, first: list[str], second: list[str]) -> Tensor:
             x = x.permute([labels.index(i) for i in (*batch, *first, *second)])
-            return x.reshape(*(sizes[i] for i in batch), *(math.prod(sizes[i] for i in axis) for axis in (first, second)))
+            shape = (*(sizes[i] for i in batch), *(math.prod(sizes[i] for i in axis) for axis in (first, second)))
+            return x.reshape(shape)
 
         product = torch.matmul(matrix(a, left, rows, summed), matrix(b, right, summed, columns))
         order = [*batch, *rows, *columns]

@@ -292,24 +292,11 @@ class _Finder:
             and self._is_matrix_parameter(product.a, body)
             and not self._is_matrix_parameter(product.b, body)
         )
-        return FoundProduct(
-            product,
-            SiteView(
-                module=module,
-                op=node.meta.get("fp4graph_op") or ("linear" if has_weight else "matmul"),
-                in_features=_static(a.shape[-1]),
-                out_features=_static(b.shape[0 if product.form == "linear" else -1]),
-                numel=_static(b.numel()),
-                block=self._names.block(module),
-                producer=producer_of(product.a),
-            ),
-            marked,
-            owner,
-            views,
-            has_weight,
-            self._like_linear(node, name_of(node), body) if weight_first else None,
-            self._names.newcomer(node),
-        )
+        op = node.meta.get("fp4graph_op") or ("linear" if has_weight else "matmul")
+        sizes = _static(a.shape[-1]), _static(b.shape[0 if product.form == "linear" else -1]), _static(b.numel())
+        view = SiteView(module, op, *sizes, self._names.block(module), producer_of(product.a))
+        work = self._like_linear(node, name_of(node), body) if weight_first else None
+        return FoundProduct(product, view, marked, owner, views, has_weight, work, self._names.newcomer(node))
 
     def _wants_sdpa(self, node: Node) -> bool:
         return self._expands_sdpa(self._view(self._names.module(node), "sdpa"))

@@ -190,8 +190,8 @@ class Planner:
 
     def _product(self, found: FoundProduct) -> PlannedSite | None:
         decision = self._policy.decide(found.view, found.places)
-        rule, view, node = decision.rule, found.view, found.product.node
-        if found.weight_first is not None and decision.index < 0 and not rule.quantizes:
+        rule, index, view, node = decision.rule, decision.index, found.view, found.product.node
+        if found.weight_first is not None and index < 0 and not rule.quantizes:
             self._work(found.weight_first)
             return None
         if self._policy.quantizes and found.newcomer is not None:
@@ -211,20 +211,11 @@ class Planner:
         if rule.quantizes:
             plan = plan_site(view, rule, training=found.marked is None or found.marked.marker.training)
         quantized = plan.program is not None
-        a, b = found.product.values
+        shapes, work = tuple(map(_shape, found.product.values)), flops.of_product(found.product)
+        name = rule.name if index >= 0 or rule.quantizes else None
+        reason = "" if quantized else rule.keep or "every operand is kept in high precision"
         self.sites.append(
-            Site(
-                view.module,
-                view.op,
-                (_shape(a), _shape(b)),
-                rule=rule.name if decision.index >= 0 or rule.quantizes else None,
-                reason="" if quantized else rule.keep or "every operand is kept in high precision",
-                operands=dict(plan.specs),
-                quantized=quantized,
-                occurrence=occurrence,
-                rule_index=decision.index,
-                flops=flops.of_product(found.product),
-            )
+            Site(view.module, view.op, shapes, name, reason, dict(plan.specs), quantized, occurrence, index, work)
         )
         return PlannedSite(found, plan, occurrence) if quantized else None
 

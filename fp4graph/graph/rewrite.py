@@ -27,7 +27,7 @@ from fp4graph.policy import Policy
 
 @dataclass(frozen=True)
 class Rewritten:
-    """The report on a rewritten graph, with the fields of :class:`~fp4graph.graph.find.Found` and of :class:`Planner`."""
+    """The report on a rewritten graph; its fields are those of ``Found`` and of ``Planner``."""
 
     sites: list[Site]
     uses: list[WeightUse]

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,13 +31,13 @@ class Expect:
 
     quantized: Range | None = None
     kept: Range | None = None
-    places: tuple[tuple[str, Place], ...] = field(default=(), compare=False)
+    places: Mapping[str, Place] = field(default_factory=dict, compare=False)
 
     def check(self, quantized: int, total: int) -> None:
         """Raise a PolicyError unless ``quantized`` of ``total`` sites is as expected."""
         for name, expected, found in (("quantized", self.quantized, quantized), ("kept", self.kept, total - quantized)):
             if expected is not None and found not in expected:
-                raise dict(self.places).get(name, Place()).error(
+                raise self.places.get(name, Place()).error(
                     f"expected {expected} {name} site(s), found {found} of {total}; "
                     "fp4graph.explain shows the rule of each site: correct the rules or the expectation"
                 )

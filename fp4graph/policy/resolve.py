@@ -25,7 +25,7 @@ def resolve(document: Node, name: str, file: str | None, registry: Registry) -> 
     phases = tuple(
         _phase(document, registry, written.name or "policy", i, section) for i, section in enumerate(written.phases)
     )
-    places = tuple((name, document.where("expect", name)) for name in ("quantized", "kept"))
+    places = {name: document.where("expect", name) for name in ("quantized", "kept")}
     expect = Expect(written.expect.quantized, written.expect.kept, places)
     return replace(resolver.policy(name, file), phases=phases, expect=expect)
 

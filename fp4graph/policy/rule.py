@@ -65,7 +65,7 @@ class Rule:
         return self.keep is None
 
     def speaks_of(self, op: str) -> bool:
-        """Return whether the rule decides about operations of kind ``op``; one that keeps, without ``op``, about all."""
+        """Return whether the rule decides about operations of kind ``op``; one that keeps and names none, about all."""
         if self.match.op is None:
             return not self.quantizes or op in ("linear", "matmul")
         return op in self.match.op

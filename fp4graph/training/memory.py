@@ -40,9 +40,8 @@ class Memory:
     def mirror(self, *, stepping: bool = False) -> None:
         """Write the entries into the optimizer's state.
 
-        Args:
-            stepping: inside a step. Parameters of which the optimizer keeps nothing itself are left out then: the
-                optimizer would take them for parameters whose moments exist.
+        Inside a step (``stepping``) parameters of which the optimizer keeps nothing itself are left out: the optimizer
+        would take them for parameters whose moments exist.
         """
         for parameter in self._entries:
             flat = dict(self._flat(parameter))
