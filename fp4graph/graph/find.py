@@ -42,9 +42,8 @@ _TRANSPARENT = frozenset({
 class Marked:
     """The marker that speaks for a product.
 
-    Attributes:
-        marker: the marker of the weight, or of the innermost module around the product that has one.
-        weight: index of the product's weight among those that the marker carries; None where it carries no such weight.
+    It is the marker of the weight, with the weight's index among those that it carries, or that of the innermost module
+    around the product that has one.
     """
 
     marker: Marker
@@ -69,7 +68,6 @@ class FoundWork:
     """Matrix work that cannot be quantized.
 
     Attributes:
-        node: the node that does it.
         module: the module that the node was called in, or None.
         view: the work as the policy sees it, without sizes.
         places: indices of the rules whose predicates on the place hold, where only a marker knows the module.
@@ -91,9 +89,7 @@ class FoundProduct:
     """A product of two matrices, which may become a site.
 
     Attributes:
-        product: the node and its factors.
         view: the product as policies and techniques see it.
-        marked: the marker that speaks for it, or None.
         owner: owner of the parameter that is the second factor, or None.
         views: the chain of views from the parameter to the second factor, the first one applied first.
         has_weight: whether the second factor is a parameter.

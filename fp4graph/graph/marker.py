@@ -70,12 +70,10 @@ class Marker:
     """A marker node, read.
 
     Attributes:
-        tag: the static part.
         key, step: nodes of the module's noise key and of the count of forwards.
         weights, state: nodes of the weights and state tensors that the tag lists.
         training: whether the module was in training mode.
-        module_id: id of the module that was called, or None.
-        module: the fully qualified name of that module, or None where it cannot be known.
+        module_id, module: id and fully qualified name of the module that was called; None where unknown.
     """
 
     tag: Tag

@@ -161,7 +161,6 @@ class Planner:
     """Asks one policy about the matrix work of captured graphs.
 
     Args:
-        policy: the policy.
         first_occurrence: number of sites of each module that earlier graphs of the model held. A graph break may split
             a module's calls over several graphs, and their noise must not repeat.
 

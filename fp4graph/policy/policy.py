@@ -190,14 +190,9 @@ class Policy:
     @property
     def _counted(self) -> tuple[Technique, ...]:
         """The techniques that Ω counts: those that any phase uses."""
-        later = (technique for phase in self.phases for technique in phase.policy._counted)
-        return tuple(dict.fromkeys((*self._declared, *self.implied, *later)))
-
-    @property
-    def _declared(self) -> tuple[Technique, ...]:
-        """The techniques of the policy and of its rules, each once."""
         own = (technique for rule in (*self.rules, self.default) for technique in rule.techniques)
-        return tuple(dict.fromkeys((*self.techniques, *own)))
+        later = (technique for phase in self.phases for technique in phase.policy._counted)
+        return tuple(dict.fromkeys((*self.techniques, *own, *self.implied, *later)))
 
     def to_data(self) -> dict[str, Any]:
         """Return the policy as mappings, lists and values that load as an equal policy."""

@@ -1,4 +1,4 @@
-"""The hooks through which techniques act around the user's own ``optimizer.step()``.
+"""The hooks through which techniques act around the user's own ``optimizer.step()``, and the loss scaler.
 
 A technique acts on a parameter once per step, however many sites, modules or models use the parameter. What the
 technique keeps for the parameter is in ``optimizer.state[parameter]``, under keys that begin with ``fp4graph.``
@@ -73,6 +73,17 @@ def prepare_optimizer(model: nn.Module, optimizer: O) -> O:
     parameters = {id(weight.parameter) for weight in runtime.weights if id(weight.parameter) in held}
     runtime.optimizers.add(optimizer, parameters, prepare_optimizer)
     return optimizer
+
+
+def grad_scaler(model: nn.Module) -> torch.amp.GradScaler:
+    """Return torch's dynamic loss scaler for an applied model, disabled (a no-op) unless a technique scales the loss.
+
+    Source: Micikevicius et al. 2018.
+    """
+    runtime = require_runtime(model, "grad_scaler")
+    asked = [technique.loss_scaler for technique in runtime.plan.techniques() if technique.loss_scaler is not None]
+    options = asked[0] if asked else {}
+    return torch.amp.GradScaler(runtime.device.type, enabled=bool(asked), **options)  # type: ignore[arg-type]
 
 
 def _is_live(runtime: Runtime) -> bool:
