@@ -87,27 +87,17 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
             reuses=spec is None and which in rule.reuses,
         )
 
-    def gemm(which: Gemm, left: Operand, right: Operand) -> GemmProgram:
+    def gemm(which: Gemm) -> GemmProgram:
+        left, right = (one for one in Operand if one.gemm is which)
         quantized = specs.get(left) is not None or specs.get(right) is not None
-        return GemmProgram(
-            which, operand(left), operand(right), tuple(t for t in techniques if quantized and which in pairs[t])
-        )
+        transforms = tuple(t for t in techniques if quantized and which in pairs[t])
+        return GemmProgram(which, operand(left), operand(right), transforms)
 
-    return Plan(
-        ordered,
-        MatmulProgram(
-            fprop=gemm(Gemm.FPROP, Operand.FPROP_INPUT, Operand.FPROP_WEIGHT),
-            dgrad=gemm(Gemm.DGRAD, Operand.DGRAD_GRAD_OUTPUT, Operand.DGRAD_WEIGHT),
-            wgrad=gemm(Gemm.WGRAD, Operand.WGRAD_GRAD_OUTPUT, Operand.WGRAD_INPUT),
-            state=slots,
-        ),
-    )
+    return Plan(ordered, MatmulProgram(gemm(Gemm.FPROP), gemm(Gemm.DGRAD), gemm(Gemm.WGRAD), slots))
 
 
-@lru_cache(maxsize=4096)
-def plan_weight(site: SiteView, rule: Rule) -> Plan:
-    """Plan the site of a weight for training, before or after its capture: the optimizer's view of the site."""
-    return plan_site(site, rule)
+#: Plans the site of a weight for training, before or after its capture: the optimizer's view of the site.
+plan_weight = lru_cache(maxsize=4096)(plan_site)
 
 
 def _settled(spec: QuantSpec | None) -> QuantSpec | None:
