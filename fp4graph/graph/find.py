@@ -14,21 +14,11 @@ from dataclasses import dataclass, field
 import torch
 from torch.fx import GraphModule, Node
 
-from fp4graph.graph import flops
+from fp4graph.graph import flops, products
 from fp4graph.graph.expand import expand_all
 from fp4graph.graph.marker import Marker, module_stack
 from fp4graph.graph.names import Names, Owner
-from fp4graph.graph.products import (
-    NoProduct,
-    Product,
-    is_foreign,
-    is_uncounted_product,
-    name_of,
-    producer_of,
-    read_product,
-    value_of,
-    view_source,
-)
+from fp4graph.graph.products import NoProduct, Product, name_of, read_product, value_of, view_source
 from fp4graph.technique.site import SiteView
 
 #: Higher-order ops whose bodies run once, as written, on the operands at the end of their arguments.
@@ -251,8 +241,8 @@ class _Finder:
             return self._work(node, read.op, read.reason)
         if node.op not in ("call_function", "call_method") or view_source(node) is not None:
             return None
-        if is_uncounted_product(node) or (
-            self._multiplies_parameter(node, body) and (is_foreign(node) or flops.of_node(node))
+        if products.is_uncounted_product(node) or (
+            self._multiplies_parameter(node, body) and (products.is_foreign(node) or flops.of_node(node))
         ):
             return self._like_linear(node, name_of(node), body)
         return None
@@ -290,7 +280,7 @@ class _Finder:
         )
         op = node.meta.get("fp4graph_op") or ("linear" if has_weight else "matmul")
         sizes = _static(a.shape[-1]), _static(b.shape[0 if product.form == "linear" else -1]), _static(b.numel())
-        view = SiteView(module, op, *sizes, self._names.block(module), producer_of(product.a))
+        view = SiteView(module, op, *sizes, self._names.block(module), products.producer_of(product.a))
         work = self._like_linear(node, name_of(node), body) if weight_first else None
         return FoundProduct(product, view, marked, owner, views, has_weight, work, self._names.newcomer(node))
 

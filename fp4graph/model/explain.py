@@ -14,12 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeCopyMode,
-    FakeTensorMode,
-)
+from torch._subclasses import fake_tensor
 from torch.utils import _pytree as pytree
 
 from fp4graph.errors import CaptureError, Error
@@ -134,15 +129,15 @@ def _captured(
     model: nn.Module, policy: Policy, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, backward: bool = False
 ) -> tuple[Runtime, Error | None]:
     """Return a runtime that has captured a fake copy of ``model``, and the error that training it would raise."""
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake_mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     python_state = random.getstate()
-    with torch.random.fork_rng(), FakeCopyMode(fake_mode):
+    with torch.random.fork_rng(), fake_tensor.FakeCopyMode(fake_mode):
         twin = copy.deepcopy(unwrapped(model))
     detach(twin)
     twin._compiled_call_impl = None
     fake_args, fake_kwargs = pytree.tree_map_only(
         torch.Tensor,
-        lambda t: t if isinstance(t, torch._subclasses.FakeTensor) else fake_mode.from_tensor(t),
+        lambda t: t if isinstance(t, fake_tensor.FakeTensor) else fake_mode.from_tensor(t),
         (args, dict(kwargs)),
     )
     runtime = Runtime(twin, policy, "eager", explains=True)
@@ -154,7 +149,7 @@ def _captured(
             outputs = [leaf for leaf in leaves if backward and leaf.requires_grad]
             if outputs:
                 torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+    except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as error:
         raise CaptureError(
             f"the forward depends on the values of tensors ({error.func}), which the fake tensors of explain() and "
             "example_inputs do not have; leave example_inputs out, and errors show at the first call"
