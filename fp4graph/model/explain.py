@@ -76,15 +76,9 @@ class Explanation:
             "graphs": self.graphs,
             "problem": self.problem,
             "sites": [
-                {
-                    "module": site.module,
-                    "op": site.op,
-                    "shapes": [list(shape) for shape in site.shapes],
-                    "rule": site.rule,
-                    "reason": site.reason,
-                    "quantized": site.quantized,
-                    "operands": {o.value: describe(spec) for o, spec in site.operands.items()},
-                }
+                {name: getattr(site, name) for name in ("module", "op", "rule", "reason", "quantized")}
+                | {"shapes": [list(shape) for shape in site.shapes]}
+                | {"operands": {operand.value: describe(spec) for operand, spec in site.operands.items()}}
                 for site in self.sites
             ],
         }
