@@ -30,10 +30,10 @@ _TRANSPARENT = frozenset({
 
 @dataclass(frozen=True)
 class Marked:
-    """The marker that speaks for a product.
+    """The marker that belongs to a product.
 
-    It is the marker of the weight, with the weight's index among those that it carries, or that of the innermost module
-    around the product that has one.
+    It is the one that carries the product's weight, with the index of that weight, or else the one of the innermost
+    module around the product.
     """
 
     marker: Marker
@@ -159,7 +159,7 @@ class _Body:
         return self._outer.get(node, node)
 
     def add(self, marker: Marker) -> None:
-        """Take down a marker, which speaks for the nodes after it."""
+        """Record a marker, which belongs to the nodes after it."""
         for index, weight in enumerate(marker.weights):
             self._by_weight[weight] = Marked(marker, index)
         self._by_module[marker.module_id] = marker

@@ -171,7 +171,7 @@ class Runtime:
             raise error
 
     def _settle(self, root_state: state.RootState, training: bool) -> None:
-        """Before the first forwards, start state at the weights as they are now (initialized after apply(), sharded, or
+        """Start state before the first forwards at the weights as they are now (initialized after apply(), sharded, or
         received from another rank), and make it the same on all ranks of a DDP."""
         if not self._trained:
             distributed.compile_sharded(self.root, self.weights, self.capture.backend, self.dynamic)

@@ -70,7 +70,7 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Which sites of a model are quantized and how.
+    """The rules that say which sites of a model are quantized, and how.
 
     Equality and hash go by content; the file that a policy was read from is not part of it.
 

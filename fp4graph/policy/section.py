@@ -53,7 +53,7 @@ def wrong(what: str) -> PydanticCustomError:
 
 
 def must_be(what: str) -> WrapValidator:
-    """Say ``what`` a value must be, in place of one message for each member of a union."""
+    """Return a validator whose error says ``what`` a value must be, in place of one message for each union member."""
 
     def validate(value: Any, handler: Callable[[Any], Any]) -> Any:
         try:

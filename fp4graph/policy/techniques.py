@@ -135,7 +135,7 @@ class TechniqueResolver:
     def check_fit(self, techniques: Sequence[Declared], specs: Specs, match: Match) -> None:
         """Plan sites of which only the rule is known, so that a technique's refusal comes at load and names its line.
 
-        The pass also takes down which techniques have no effect under the rule, for :meth:`check_effect`.
+        The pass also records which techniques have no effect under the rule, for :meth:`check_effect`.
         """
         acting = {technique.name for technique in self.implied(specs)}
         sites = [

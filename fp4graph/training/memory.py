@@ -60,7 +60,7 @@ class Memory:
         self.mirror()
 
     def reload(self, saved: dict[str, Any]) -> None:
-        """After ``load_state_dict(saved)``: take the entries from ``saved``; torch would cast them to the parameter."""
+        """Take the entries from ``saved`` after ``load_state_dict(saved)``; torch would cast them to the parameter."""
         self._entries.clear()
         keys = chain.from_iterable(group["params"] for group in saved["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self._optimizer.param_groups)

@@ -200,7 +200,7 @@ def _step_single(p: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) 
 
 
 def _steps_foreach(params: list[Tensor], states: list[dict[str, Tensor]], group: Mapping[str, Any]) -> None:
-    """The same for many parameters of one device and dtype, contiguous or not."""
+    """The equations for many parameters of one device and dtype, contiguous or not."""
     lr, beta1, beta2, options = _options(group)
     decay, eps = group["weight_decay"], group["eps"]
     grads = conditioning.condition_foreach([p.grad for p in params if p.grad is not None], states, **options)
