@@ -100,6 +100,7 @@ def test_rows_of_the_papers_tables_are_configurations_of_the_printed_complexity(
     assert deviant == CONTRADICTORY
 
 
+@pytest.mark.filterwarnings("ignore:.*has no effect here:fp4graph.PolicyWarning")
 def test_every_drawn_configuration_is_possible_and_counts_what_table_9_says(table10: Space) -> None:
     """Ω from the labels alone, by the table's weights."""
     generator = random.Random(0)

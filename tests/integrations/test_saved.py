@@ -87,6 +87,7 @@ def test_files_of_every_kind(trained: nn.Module, tmp_path: Path, options) -> Non
     assert all(torch.equal(entries(again)[key], value) for key, value in entries(trained).items())
 
 
+@pytest.mark.filterwarnings("ignore:this state was saved under policy:fp4graph.PolicyWarning")
 def test_what_another_policy_does_not_keep_is_said(trained: nn.Module, tmp_path: Path) -> None:
     match = r"14 of its entries are left out .*keeps nothing under these names"
     with pytest.warns(fp4graph.PolicyWarning, match=match):

@@ -11,6 +11,7 @@ import torchvision
 from torch import nn
 
 import fp4graph
+from fp4graph.model import prepare
 from fp4graph.model.runtime import runtime_of
 
 
@@ -345,9 +346,16 @@ def test_an_error_stays_one_where_a_later_forward_would_have_passed():
 def test_an_application_that_fails_leaves_the_one_before(vit, images, monkeypatch):
     model = fp4graph.apply(vit(), "tetrajet-qema", backend="eager")
     expected, state = model(images), {k: v.clone() for k, v in model.state_dict().items()}
+    tag, failures = prepare.Tag, iter([TypeError("the first tag fails; those of the restored policy do not")])
+
+    def first_fails(*arguments, **named):
+        for failure in failures:
+            raise failure
+        return tag(*arguments, **named)
+
     with monkeypatch.context() as patch:
-        patch.setattr("fp4graph.model.prepare.Tag", None)
-        with pytest.raises(TypeError):
+        patch.setattr(prepare, "Tag", first_fails)
+        with pytest.raises(TypeError, match="the first tag"):
             fp4graph.apply(model, "microscaling", backend="eager")
     assert runtime_of(model).policy.name == "tetrajet-qema"
     assert all(torch.equal(value, state[key]) for key, value in model.state_dict().items())

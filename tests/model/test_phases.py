@@ -99,7 +99,7 @@ def test_the_length_of_the_training_is_needed_for_a_share_of_it() -> None:
     assert runtime_of(applied).phase == 0
     gradients(applied, 1)
     assert runtime_of(applied).phase == 1
-    with pytest.raises(ValueError, match="from 1"):
+    with pytest.raises(ValueError, match="at least 1; got"):
         fp4graph.set_total_forwards(applied, 0)
     with pytest.raises(fp4graph.Error, match="prepared"):
         fp4graph.set_total_forwards(model(), 3)

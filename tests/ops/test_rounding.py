@@ -5,6 +5,8 @@ Expected values are float64 products of the operands that were multiplied, as :f
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -267,3 +269,16 @@ def test_its_operations_are_counted():
     with FlopCounterMode(display=False) as torchs:
         F.linear(x, w).backward(dy)
     assert ours.get_total_flops() == torchs.get_total_flops()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_scalar_multiplies_the_accumulator_in_every_layout(dtype):
+    """The sums of these whole numbers are exact in fp32, so that no order of theirs matters."""
+    generator, scale = torch.Generator().manual_seed(0), torch.tensor(1.37)
+    a, b = (torch.randint(-6, 7, (rows, 96), generator=generator).to(dtype) for rows in (64, 128))
+    expected = ((a.double() @ b.double().mT).float() * scale).to(dtype)
+    layouts = [(x, x.mT.contiguous().mT) for x in (a, b)]
+    for left, right in itertools.product(*layouts):
+        assert torch.equal(product.scaled_product(left, right, scale, None, 1.0), expected)
+        batches = product.scaled_product(left.expand(2, -1, -1), right.expand(2, -1, -1), scale, None, 1.0)
+        assert torch.equal(batches, expected.expand(2, -1, -1))

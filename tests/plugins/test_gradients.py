@@ -174,6 +174,7 @@ def test_low_range_scale_gradient(x):
         close(got, torch.cat(expected))
 
 
+@pytest.mark.filterwarnings("ignore:.*has no effect here:fp4graph.PolicyWarning")
 @pytest.mark.parametrize("kind", ["absmax", "softmax", "hybrid", "ste"])
 @pytest.mark.parametrize(("max_kind", "step"), [("ste", "ste"), ("ste", "dge"), ("absmax", "spline")])
 @pytest.mark.parametrize("headroom", [None, 0.5])

@@ -8,12 +8,12 @@ import io
 import pytest
 import timm.optim
 import torch
-from fp4graph_plugins import stable_spam
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import fp4graph
 from fp4graph.optim import StableSPAM
+from fp4graph.training import conditioning
 
 CONDITIONING = {
     "gamma1": 0.6, "gamma2": 0.8, "theta": 0.97, "total_steps": 31, "eta_min": 0.3, "reset_interval": 10,
@@ -132,7 +132,7 @@ def test_gradients_are_conditioned_in_place_and_in_batches(monkeypatch):
     expected, optimizer = prepared(fused_adamw, CONDITIONING)
     stream = list(gradients(12, expected))
     drive(expected, optimizer, stream)
-    monkeypatch.setattr(stable_spam, "CPU_BATCH", 100)
+    monkeypatch.setattr(conditioning, "CPU_BATCH", 100)
     model, its = prepared(fused_adamw, CONDITIONING)
     drive(model, its, stream[:-1])
     for p, g in zip(model.parameters(), stream[-1], strict=True):

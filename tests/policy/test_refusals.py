@@ -25,10 +25,10 @@ def policy(*techniques: Any, scale: Any = E4M3, match: Any = None, operands: Any
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (policy({"smooth_max": {"kind": "absmax", "beta": 3.0}}), "kind: absmax has no β"),
+        (policy({"smooth_max": {"kind": "absmax", "beta": 3.0}}), "beta belongs to kind: softmax or hybrid, and kind is absmax"),
         (
             policy("tensor_scaling", {"tensor_scaling_gradient": {"kind": "ste", "relative": True}}),
-            "kind: ste has no β",
+            "relative belongs to kind: softmax or hybrid, and kind is ste",
         ),
         (policy({"step_gradient": {"kind": "spline", "k": 3.0}}), "k belongs to kind: dge, and kind is spline"),
         (policy({"step_gradient": {"kind": "dge", "knots": [[0, 0], [6, 6]]}}), "knots belongs to kind: spline"),

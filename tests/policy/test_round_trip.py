@@ -96,6 +96,7 @@ POLICIES = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.filterwarnings("ignore:.*has no effect here:fp4graph.PolicyWarning")
 @pytest.mark.slow
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(content=POLICIES)
