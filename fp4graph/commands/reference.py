@@ -43,10 +43,9 @@ def technique_page(technique: type[Technique], registry: Registry) -> str:
     data = catalogue.technique_data(technique, registry)
     parts = docstring_parts(technique)
     fusable = "fusable" if data["fusable"] else "not fusable"
-    weight_doc = technique.complexity.__doc__ if overrides(technique, "complexity") else None
     facts = {
         "complexity weight": _weights(technique),
-        "weight declared as": _markdown(one_line(weight_doc or "")) or "nothing said",
+        **_weight_doc(technique),
         "overhead": f"compute {data['compute']}, memory {data['memory']}, {fusable}",
         "stages": ", ".join(f"`{stage}`" for stage in data["stages"]) or "none",
         "acts on": _acts_on(technique),
@@ -153,6 +152,14 @@ def _weights(technique: type[Technique]) -> str:
                 others.setdefault(f"{weight:g}", []).append(f"`{key}: {_flow(to_jsonable_python(value))}`")
     said = [f"{weight} with {' or '.join(names)}" for weight, names in others.items()]
     return "; ".join([_default_weight(technique), *said])
+
+
+def _weight_doc(technique: type[Technique]) -> dict[str, str]:
+    """Return the row for a weight that depends on the options; a constant weight has none."""
+    if not isinstance(technique.complexity, property):
+        return {}
+    doc = technique.complexity.__doc__ if overrides(technique, "complexity") else None
+    return {"weight declared as": _markdown(one_line(doc or "")) or "nothing said"}
 
 
 def _default_weight(technique: type[Technique]) -> str:

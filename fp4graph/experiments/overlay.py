@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 
-from fp4graph.policy.document import Node
-from fp4graph.policy.merge import merge
+from fp4graph.policy.document import Node, merge
 
 
 def overlaid(document: Node, fragment: Node) -> Node:
