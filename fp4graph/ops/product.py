@@ -128,11 +128,20 @@ def _fake(left: Tensor, right: Tensor, scale: Tensor, addend: Tensor | None, bet
     return left.new_empty((*left.shape[:-1], right.shape[-2]))
 
 
+def _by_onednn(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN multiplies matrices of ``dtype`` on this processor; torch's own kernel does elsewhere."""
+    if dtype is torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    return dtype is torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
 def _on_cpu(left: Tensor, right: Tensor, scale: Tensor, addend: Tensor | None, beta: float) -> Tensor:
     alpha = scale.item()
     if addend is None or beta == 0:
         # baddbmm leaves its result unwritten where alpha and beta are both 0.
         addend, beta = left.new_zeros(()), float(alpha == 0)
+    if left.stride(-1) != 1 and right.stride(-1) != 1 and not _by_onednn(left.dtype):
+        left = left.contiguous()  # torch's own kernel would multiply each summand by alpha, and not the accumulator
     if left.dim() == 2:
         return torch.addmm(addend, left, right.mT, beta=beta, alpha=alpha)
     shape = (*left.shape[:-1], right.shape[-2])
