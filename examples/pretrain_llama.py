@@ -62,9 +62,8 @@ def train(args):
     model = fp4graph.apply(model, args.policy, backend=args.backend, **options)  # fp4graph
     wrapped, waiting = model, nullcontext
     if world > 1 and args.fsdp:
-        for layer in model.model.layers:
-            fully_shard(layer)
-        fully_shard(model)
+        for module in (*model.model.layers, model):
+            fully_shard(module)
     elif world > 1:
         waiting = (wrapped := DistributedDataParallel(model)).no_sync
     if args.optimizer == "stablespam":
@@ -77,9 +76,8 @@ def train(args):
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(10 * (step + 1) / steps, 0.1 + 0.9 * (1 + math.cos(math.pi * step / steps)) / 2)
     )
-    first = 0
-    if args.resume and args.checkpoint.exists():
-        first = checkpoint.load(args.checkpoint, wrapped, optimizer, scaler=scaler, scheduler=scheduler)["steps"]
+    states, resumes = {"scaler": scaler, "scheduler": scheduler}, args.resume and args.checkpoint.exists()
+    first = checkpoint.load(args.checkpoint, wrapped, optimizer, **states)["steps"] if resumes else 0  # fp4graph
 
     def loss_of(tokens):
         with torch.autocast(device.type, DTYPES[args.amp], enabled=args.amp != "none"):
@@ -112,8 +110,7 @@ def train(args):
             if rank == 0:
                 args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
                 print(f"step {step}/{steps}: loss {total[0] / world:.3f}, val. {total[1] / world:.3f}", flush=True)
-            states = {"scaler": scaler, "scheduler": scheduler, "progress": {"steps": step}}
-            checkpoint.save(args.checkpoint, wrapped, optimizer, **states)  # fp4graph
+            checkpoint.save(args.checkpoint, wrapped, optimizer, **states, progress={"steps": step})  # fp4graph
     if world > 1:
         distributed.destroy_process_group()
 
@@ -127,9 +124,8 @@ if __name__ == "__main__":
     parser.add_argument("--optimizer", default="adamw", choices=["adamw", "stablespam"])
     parser.add_argument("--amp", default="none", choices=DTYPES)
     numbers = {"steps": 500, "batch-size": 16, "accumulate": 1, "context": 128, "validate-every": 50, "seed": 0}
-    for name, default in numbers.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    for name, default in {**numbers, "lr": 1e-3}.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--checkpoint", type=Path, default=Path("runs/pretrain_llama.pt"))
     for name in ("fsdp", "grad-checkpointing", "resume"):
         parser.add_argument(f"--{name}", action="store_true")

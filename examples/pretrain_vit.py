@@ -72,9 +72,8 @@ def train(args):
     scheduler = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(20 * (step + 1) / steps, 0.01 + 0.99 * (1 + math.cos(math.pi * step / steps)) / 2)
     )
-    first = 0
-    if args.resume and args.checkpoint.exists():
-        first = checkpoint.load(args.checkpoint, wrapped, optimizer, scaler=scaler, scheduler=scheduler)["epochs"]
+    states, resumes = {"scaler": scaler, "scheduler": scheduler}, args.resume and args.checkpoint.exists()
+    first = checkpoint.load(args.checkpoint, wrapped, optimizer, **states)["epochs"] if resumes else 0  # fp4graph
 
     for epoch in range(first, args.epochs):
         random_seed(args.seed + epoch, rank)
@@ -103,8 +102,7 @@ def train(args):
             loss, held_out, hits = total[0], *(total[1:3] / total[3])
             print(f"epoch {epoch + 1}/{args.epochs}: loss {loss:.3f}, val. {held_out:.3f}, top-1 {100 * hits:.1f} %")
             args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-        states = {"scaler": scaler, "scheduler": scheduler, "progress": {"epochs": epoch + 1}}
-        checkpoint.save(args.checkpoint, wrapped, optimizer, **states)  # fp4graph
+        checkpoint.save(args.checkpoint, wrapped, optimizer, **states, progress={"epochs": epoch + 1})  # fp4graph
     if world > 1:
         distributed.destroy_process_group()
 
@@ -117,9 +115,8 @@ if __name__ == "__main__":
     parser.add_argument("--backend", default="inductor", choices=["inductor", "aot_eager", "eager"])
     parser.add_argument("--amp", default="none", choices=DTYPES)
     parser.add_argument("--grad-checkpointing", action="store_true")
-    for name, default in {"epochs": 20, "batch-size": 64, "workers": 0, "seed": 0}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--lr", type=float, default=2e-3)
+    for name, default in {"epochs": 20, "batch-size": 64, "workers": 0, "seed": 0, "lr": 2e-3}.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--checkpoint", type=Path, default=Path("runs/pretrain_vit.pt"))
     parser.add_argument("--resume", action="store_true", help="go on from --checkpoint, if it is there")
     train(parser.parse_args())

@@ -26,9 +26,9 @@ from fp4graph.experiments.tasks.regression import Gaussian
 from fp4graph.experiments.train import Run, train
 
 
-def extended(base: str, *, scale: dict[str, Any] | None = None, techniques: list[Any] | None = None) -> dict[str, Any]:
+def extended(base: str, *techniques: Any, scale: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return a shipped pure policy with other scales, or with techniques."""
-    policy: dict[str, Any] = {"version": 1, "name": base, "extends": base, "techniques": techniques or []}
+    policy: dict[str, Any] = {"version": 1, "name": base, "extends": base, "techniques": list(techniques)}
     if scale is not None:
         (rule,) = yaml.safe_load(fp4graph.load_policy(base).to_yaml())["rules"]
         rule["quantize"]["scale"] |= scale
@@ -37,8 +37,13 @@ def extended(base: str, *, scale: dict[str, Any] | None = None, techniques: list
 
 
 DECODE = {"convention": "decode", "rounding": "nearest_even"}
-BACKWARD_HADAMARD = {"hadamard": {"scope": "backward", "block": 16}}
 SPLINE = {"step_gradient": {"kind": "spline"}}
+#: The techniques of the best NVFP4 recipe besides the spline.
+WITHOUT_SPLINE = (
+    {"hadamard": {"scope": "backward", "block": 16}}, {"tensor_scaling": {"headroom": 0.5}},
+    {"tensor_scaling_gradient": {"kind": "absmax"}}, "loss_scaling",
+)  # fmt: skip
+STABLE = ("stablespam",)
 
 
 @dataclass(frozen=True)
@@ -59,51 +64,18 @@ ROWS = (
     Row("`mxfp4`, decode scales", extended("mxfp4", scale=DECODE), {"adam": 34.0}),
     Row("`mxfp4-round-up`", "mxfp4-round-up", {}),
     Row("`ue5m3`", "ue5m3", {"adam": 31.375}),
-    Row(
-        "`nvfp4`, stochastic scales",
-        extended("nvfp4", techniques=["stochastic_scale_rounding"]),
-        {"stablespam": 25.5},
-        optimizers=("stablespam",),
-    ),
+    Row("`nvfp4`, stochastic scales", extended("nvfp4", "stochastic_scale_rounding"), {"stablespam": 25.5}, STABLE),
     Row(
         "`nvfp4`, best loss: spline, backward Hadamard, tensor scale with gradient, loss scaling",
-        extended(
-            "nvfp4",
-            techniques=[
-                SPLINE, BACKWARD_HADAMARD, {"tensor_scaling": {"headroom": 0.5}},
-                {"tensor_scaling_gradient": {"kind": "absmax"}}, "loss_scaling",
-            ],
-        ),
-        {"stablespam": 22.875},
-        optimizers=("stablespam",),
+        extended("nvfp4", SPLINE, *WITHOUT_SPLINE), {"stablespam": 22.875}, STABLE,
     ),
-    Row(
-        "`nvfp4`, the same without the spline",
-        extended(
-            "nvfp4",
-            techniques=[
-                BACKWARD_HADAMARD, {"tensor_scaling": {"headroom": 0.5}},
-                {"tensor_scaling_gradient": {"kind": "absmax"}}, "loss_scaling",
-            ],
-        ),
-        {},
-        optimizers=("stablespam",),
-    ),
-    Row("`nvfp4`, the spline alone", extended("nvfp4", techniques=[SPLINE]), {}, optimizers=("stablespam",)),
-    Row(
-        "`mxfp4-round-up`, tensor scale",
-        extended("mxfp4-round-up", techniques=["tensor_scaling"]),
-        {"stablespam": 27.875},
-        optimizers=("stablespam",),
-    ),
+    Row("`nvfp4`, the same without the spline", extended("nvfp4", *WITHOUT_SPLINE), {}, STABLE),
+    Row("`nvfp4`, the spline alone", extended("nvfp4", SPLINE), {}, STABLE),
+    Row("`mxfp4-round-up`, tensor scale", extended("mxfp4-round-up", "tensor_scaling"), {"stablespam": 27.875}, STABLE),
     Row(
         "`mxfp4-round-up`, best loss: spline, backward Hadamard, tensor scale",
-        extended(
-            "mxfp4-round-up",
-            techniques=[SPLINE, {"hadamard": {"scope": "backward", "block": 32}}, "tensor_scaling"],
-        ),
-        {"stablespam": 27.25},
-        optimizers=("stablespam",),
+        extended("mxfp4-round-up", SPLINE, {"hadamard": {"scope": "backward", "block": 32}}, "tensor_scaling"),
+        {"stablespam": 27.25}, STABLE,
     ),
 )  # fmt: skip
 DTYPES = ("bf16", "fp32")
@@ -138,8 +110,8 @@ def table(found: dict[tuple[Any, ...], dict[str, Any]], seeds: int) -> str:
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in ROWS:
-        floor = statistics.fmean(found[row.label, NONE, "fp32", seed]["outcome"]["validation_loss"]
-                                 for seed in range(seeds))  # fmt: skip
+        exact = (found[row.label, NONE, "fp32", seed]["outcome"] for seed in range(seeds))
+        floor = statistics.fmean(outcome["validation_loss"] for outcome in exact)
         for optimizer in row.optimizers:
             cells = []
             for dtype in DTYPES:
@@ -149,9 +121,8 @@ def table(found: dict[tuple[Any, ...], dict[str, Any]], seeds: int) -> str:
                 cells.append(f"{statistics.fmean(losses):.3g}{spread}")
             paper = f"{row.paper[optimizer]:g}" if optimizer in row.paper else ""
             complexity = found[row.label, optimizer, DTYPES[0], 0]["outcome"]["complexity"]
-            lines.append(
-                f"| {row.label} | {optimizer} | {complexity:g} | {paper} | {' | '.join(cells)} | {floor:.3g} |"
-            )
+            cells = [row.label, optimizer, f"{complexity:g}", paper, *cells, f"{floor:.3g}"]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

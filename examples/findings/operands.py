@@ -9,7 +9,7 @@ started again, it runs the missing ones only.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import yaml
@@ -22,16 +22,9 @@ from fp4graph.policy import Policy
 
 def curve(policy: Policy, seed: int) -> list[tuple[float, float]]:
     """Return the validation losses of one training, by step."""
-    run = Run(
-        "digits",
-        policy=yaml.safe_load(policy.to_yaml()),
-        seed=seed,
-        steps=440,
-        validate_every=44,
-        schedule="cosine",
-        device="cpu",
-        backend="eager",
-    )
+    schedule: dict[str, Any] = {"steps": 440, "validate_every": 44, "schedule": "cosine"}
+    document = yaml.safe_load(policy.to_yaml())
+    run = Run("digits", policy=document, seed=seed, device="cpu", backend="eager", **schedule)
     return [(entry.step, entry.validation_loss) for entry in train(run).history]
 
 

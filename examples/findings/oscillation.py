@@ -27,9 +27,8 @@ STEPS, WINDOW = 440, 100
 #: Schedules are of this training's length; the last detection of Q-Ramping ends before the window begins.
 RAMPING = {"q_ramping": {"t_update": 150, "n_max": 120, "t0": 30}}
 DAMPEN = {"dampen": {"strength": 0.01, "total_steps": STEPS, "start": 0.25}}
-FREEZE = {
-    "freeze": {"momentum": 0.02, "threshold": 0.1, "final_threshold": 0.02, "total_steps": STEPS, "start": 0.25},
-}
+FALLING = {"threshold": 0.1, "final_threshold": 0.02, "total_steps": STEPS, "start": 0.25}
+FREEZE = {"freeze": {"momentum": 0.02, **FALLING}}
 
 
 def extended(*techniques: Any) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Techniques and policies as data: what the commands list and the reference pages show."""
+"""Techniques and policies as data, for the commands and the reference pages."""
 
 from __future__ import annotations
 
@@ -29,9 +29,6 @@ from fp4graph.technique.site import SiteView
 _SHIPPED_PLUGINS = "fp4graph_plugins"
 
 
-# ------------------------------------------------------------------ registries
-
-
 @functools.lru_cache(maxsize=4)
 def loadable_policies(registry: Registry) -> dict[str, Policy]:
     """Return every policy of ``registry`` that can be loaded, by name."""
@@ -50,19 +47,20 @@ def shipped_registry() -> Registry:
     return Registry([(point.name, point) for point in points], entry_point_group=None)
 
 
-# ------------------------------------------------------------------ techniques and policies
-
-
 def technique_data(technique: type[Technique], registry: Registry) -> dict[str, Any]:
     """Return a technique as JSON data; ``complexity`` is None where it depends on a required option."""
-    fields = zip(keys(technique), technique.model_fields.values(), strict=True)
     return technique_row(technique, registry) | {
         "doc": docstring(technique),
-        "options": {key: _option(field) for key, field in fields},
+        "options": {key: _option(field) for key, field in option_fields(technique).items()},
         "stages": [stage for stage in STAGES if overrides(technique, stage)],
         "conflicts": sorted(technique.conflicts),
         "requires": sorted(technique.requires),
     }
+
+
+def option_fields(technique: type[Technique]) -> dict[str, FieldInfo]:
+    """Return the options of a technique by the keys that policies use."""
+    return dict(zip(keys(technique), technique.model_fields.values(), strict=True))
 
 
 def technique_row(technique: type[Technique], registry: Registry) -> dict[str, Any]:
@@ -124,12 +122,11 @@ def planned(rule: Rule) -> OperandSpecs:
 
 
 def _option(field: FieldInfo) -> dict[str, Any]:
-    default = {} if field.is_required() else {"default": to_jsonable_python(default_of(field))}
-    words = option_words(field.annotation, field.metadata)
+    required = field.is_required()
     return {
-        "type": words,
-        "required": field.is_required(),
-        **default,
+        "type": option_words(field.annotation, field.metadata),
+        "required": required,
+        **({} if required else {"default": to_jsonable_python(default_of(field))}),
         "description": one_line(field.description or ""),
     }
 
@@ -147,9 +144,6 @@ def weight_of(technique: type[Technique], options: Mapping[str, Any]) -> float |
         return technique.model_construct(**options).complexity
     except AttributeError:  # it depends on that option
         return None
-
-
-# ------------------------------------------------------------------ rules, for tables
 
 
 #: Columns of a rule's operand table.
@@ -184,9 +178,6 @@ def spelled(technique: Technique) -> str:
     """Return a technique with its options, as a call."""
     options = technique.model_dump(mode="json", by_alias=True)
     return f"{technique.name}({', '.join(f'{key}={value!r}' for key, value in options.items())})"
-
-
-# ------------------------------------------------------------------ options in words
 
 
 def option_words(annotation: Any, metadata: Sequence[Any] = (), *, plural: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""``fp4graph explain``: what a policy would do to a timm model."""
+"""``fp4graph explain``: the effect of a policy on a timm model."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import typer
 
 from fp4graph.commands.output import AsJson, PolicyArgument, installed_registry, show
 from fp4graph.errors import Error
+from fp4graph.experiments.data.extras import needs
 from fp4graph.policy import Policy, load_policy
 from fp4graph.text import suggest
 
@@ -32,10 +33,8 @@ def explanation_of(model: str, policy: Policy, input_size: str | None, batch_siz
     Raises:
         Error: timm is not installed or has no such model, or ``input_size`` is not a shape.
     """
-    try:
-        import timm
-    except ImportError:
-        raise Error("models are made by timm, which is not installed; pip install 'fp4graph[vision]'") from None
+    needs("timm", "models are made by timm", "vision")
+    import timm
     import torch
 
     import fp4graph

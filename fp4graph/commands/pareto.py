@@ -34,9 +34,7 @@ def pareto(
     write(output, png(found, chosen, form))
     for one in found:
         for family in one.families:
-            for s in frontier([s for s in one.complete if s.trial.family == family], chosen):
-                score = s.scores[chosen]
-                points, loss = s.trial.complexity, s.trial.loss
-                print(f"{one.name}  {family}  trial {s.trial.number}  {s.trial.summary}  Ω {points:g}  "
-                      f"score {score:+.4f}  loss {loss:.4g}")  # fmt: skip
+            for s in frontier(one.complete_of(family), chosen):
+                figures = f"Ω {s.trial.complexity:g}  score {s.scores[chosen]:+.4f}  loss {s.trial.loss:.4g}"
+                print(f"{one.name}  {family}  trial {s.trial.number}  {s.trial.summary}  {figures}")
     print(output)

@@ -18,23 +18,10 @@ from typing import Any, Literal
 import yaml
 from pydantic_core import to_jsonable_python
 
-from fp4graph.commands.catalogue import (
-    COLUMNS,
-    default_of,
-    docstring,
-    loadable_policies,
-    one_line,
-    phase_heading,
-    rule_heading,
-    rule_rows,
-    shipped_registry,
-    spelled,
-    technique_data,
-    weight_of,
-)
+from fp4graph.commands import catalogue
+from fp4graph.commands.catalogue import COLUMNS, default_of, loadable_policies, one_line, option_fields, weight_of
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.policy import Policy
-from fp4graph.policy.validation import keys
 from fp4graph.technique import Technique, overrides
 from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.registry import Registry
@@ -51,12 +38,9 @@ PARTS = {
 }
 
 
-# ------------------------------------------------------------------ pages
-
-
 def technique_page(technique: type[Technique], registry: Registry) -> str:
     """Return the reference page of one technique, Markdown."""
-    data = technique_data(technique, registry)
+    data = catalogue.technique_data(technique, registry)
     parts = docstring_parts(technique)
     fusable = "fusable" if data["fusable"] else "not fusable"
     facts = {
@@ -73,19 +57,11 @@ def technique_page(technique: type[Technique], registry: Registry) -> str:
     for heading, text in parts.items():
         lines += [f"## {heading}", "", text, ""]
     lines += ["## Options", ""]
-    if data["options"]:
-        rows = [
-            (
-                f"`{key}`",
-                option["type"],
-                "required" if option["required"] else f"`{_flow(option['default'])}`",
-                _markdown(option["description"]),
-            )
-            for key, option in data["options"].items()
-        ]
-        lines += _table(("option", "type", "default", "meaning"), rows)
-    else:
-        lines += ["None."]
+    rows = []
+    for key, option in data["options"].items():
+        default = "required" if option["required"] else f"`{_flow(option['default'])}`"
+        rows.append((f"`{key}`", option["type"], default, _markdown(option["description"])))
+    lines += _table(("option", "type", "default", "meaning"), rows) if rows else ["None."]
     lines += ["", "In a policy:", "", "```yaml", _example(technique).rstrip(), "```", ""]
     users = [name for name, policy in loadable_policies(registry).items() if technique.name in policy.weights]
     links = ", ".join(f"[{name}](../policies/{name}.md)" for name in users)
@@ -103,7 +79,7 @@ def policy_page(policy: Policy) -> str:
     lines += [_comment_prose(comment), ""] if comment else []
     lines += ["## Rules", "", *_rules_lines(policy)]
     for phase in policy.phases:
-        lines += [f"## Rules {phase_heading(phase)}", "", *_rules_lines(phase.policy)]
+        lines += [f"## Rules {catalogue.phase_heading(phase)}", "", *_rules_lines(phase.policy)]
     if written:
         lines += ["## YAML", "", "```yaml", written.rstrip(), "```", ""]
     if not written or re.search(r"^extends:", written, re.MULTILINE):
@@ -115,13 +91,14 @@ def policy_page(policy: Policy) -> str:
 def _rules_lines(policy: Policy) -> list[str]:
     lines: list[str] = []
     for rule in (*policy.rules, policy.default):
-        lines += [f"### {_markdown(rule_heading(rule))}", ""]
+        lines += [f"### {_markdown(catalogue.rule_heading(rule))}", ""]
         if rule.keep is not None:
             lines += [f"Kept in high precision: {_markdown(rule.keep)}.", ""]
             continue
-        lines += [*_table(COLUMNS, (_filled(row) for row in rule_rows(rule))), ""]
+        rows = ((*row, *[""] * (len(COLUMNS) - len(row))) for row in catalogue.rule_rows(rule))
+        lines += [*_table(COLUMNS, rows), ""]
         if rule.techniques:
-            used = "`, `".join(map(spelled, rule.techniques))
+            used = "`, `".join(map(catalogue.spelled, rule.techniques))
             lines += [f"Techniques: `{used}`.", ""]
     return lines
 
@@ -130,33 +107,22 @@ def index_page(registry: Registry) -> str:
     """Return the page that lists the others."""
     lines = ["# Reference", ""]
     lines += ["Generated from the code by `make docs`; change the docstring, option or policy file, not the page.", ""]
-    lines += ["## Techniques", ""]
-    lines += _table(
-        ("technique", "Ω", "what it does"),
-        (
-            (f"[{name}](techniques/{name}.md)", _default_weight(cls), docstring_parts(cls).get("Summary", ""))
-            for name, cls in sorted(registry.techniques.items())
-        ),
+    techniques = (
+        (f"[{name}](techniques/{name}.md)", _default_weight(cls), docstring_parts(cls).get("Summary", ""))
+        for name, cls in sorted(registry.techniques.items())
     )
-    lines += ["", "## Policies", ""]
-    lines += _table(
-        ("policy", "Ω", "techniques", "what it is"),
-        (
-            (
-                f"[{name}](policies/{name}.md)",
-                f"{policy.complexity:g}",
-                ", ".join(sorted(policy.weights)),
-                _markdown(policy.description),
-            )
-            for name, policy in loadable_policies(registry).items()
-        ),
+    lines += ["## Techniques", "", *_table(("technique", "Ω", "what it does"), techniques)]
+    policies = (
+        (f"[{name}](policies/{name}.md)", f"{p.complexity:g}", ", ".join(sorted(p.weights)), _markdown(p.description))
+        for name, p in loadable_policies(registry).items()
     )
+    lines += ["", "## Policies", "", *_table(("policy", "Ω", "techniques", "what it is"), policies)]
     return _page(lines)
 
 
 def docstring_parts(technique: type[Technique]) -> dict[str, str]:
     """Return a technique's docstring by heading, Markdown: ``Summary``, ``Definition``, then those of :data:`PARTS`."""
-    summary, *rest = re.split(r"\n\s*\n", docstring(technique))
+    summary, *rest = re.split(r"\n\s*\n", catalogue.docstring(technique))
     parts = {"Summary": [summary]} if summary else {}
     heading = "Definition"
     for paragraph in rest:
@@ -179,18 +145,17 @@ def _weights(technique: type[Technique]) -> str:
     """Return the weight under the default options, and the options that change it."""
     default = weight_of(technique, {})
     others: dict[str, list[str]] = {}
-    for key, field in zip(keys(technique), technique.model_fields.values(), strict=True):
+    for key, field in option_fields(technique).items():
         for value in _choices(field.annotation):
             weight = weight_of(technique, {key: value})
             if weight is not None and weight != default:
                 others.setdefault(f"{weight:g}", []).append(f"`{key}: {_flow(to_jsonable_python(value))}`")
-    return "; ".join(
-        [_default_weight(technique), *(f"{weight} with {' or '.join(names)}" for weight, names in others.items())]
-    )
+    said = [f"{weight} with {' or '.join(names)}" for weight, names in others.items()]
+    return "; ".join([_default_weight(technique), *said])
 
 
 def _weight_doc(technique: type[Technique]) -> dict[str, str]:
-    """Return what a weight that depends on the options says of itself, as a row; the text explains a constant."""
+    """Return the row for a weight that depends on the options; a constant weight has none."""
     if not isinstance(technique.complexity, property):
         return {}
     doc = technique.complexity.__doc__ if overrides(technique, "complexity") else None
@@ -238,7 +203,7 @@ def _acts_on(technique: type[Technique]) -> str:
 def _example(technique: type[Technique]) -> str:
     """Return a technique with its options written out, as in a policy."""
     options: dict[str, Any] = {}
-    for key, field in zip(keys(technique), technique.model_fields.values(), strict=True):
+    for key, field in option_fields(technique).items():
         if field.is_required():
             options[key] = to_jsonable_python(field.examples[0]) if field.examples else "..."
         elif default_of(field) is not None:
@@ -247,19 +212,12 @@ def _example(technique: type[Technique]) -> str:
     return "techniques:\n" + "".join(f"  - {_flow(entry, brackets=False)}\n" for entry in entries)
 
 
-# ------------------------------------------------------------------ Markdown
-
-
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     return [_line(header), _line(["---"] * len(header)), *map(_line, rows)]
 
 
 def _line(cells: Sequence[str]) -> str:
     return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
-
-
-def _filled(row: tuple[str, ...]) -> tuple[str, ...]:
-    return (*row, *[""] * (len(COLUMNS) - len(row)))
 
 
 def _technique_links(names: Iterable[str], registry: Registry) -> str:
@@ -314,9 +272,6 @@ def _page(lines: Iterable[str]) -> str:
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip("\n") + "\n"
 
 
-# ------------------------------------------------------------------ the command
-
-
 def pages(registry: Registry) -> dict[str, str]:
     """Return every page by its path below the reference's folder."""
     return {
@@ -330,11 +285,8 @@ def differences(directory: Path, expected: Mapping[str, str]) -> list[str]:
     """Return the differences of the pages under ``directory``, a line each."""
     present = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*.md"))}
     found = [f"missing: {name}" for name in expected if name not in present]
-    found += [
-        f"stale: {name}"
-        for name, text in expected.items()
-        if name in present and present[name].read_text(encoding="utf-8") != text
-    ]
+    there = {name: present[name].read_text(encoding="utf-8") for name in expected if name in present}
+    found += [f"stale: {name}" for name, text in there.items() if text != expected[name]]
     return found + [f"superfluous: {name}" for name in present if name not in expected]
 
 
@@ -344,7 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("directory", type=Path)
     parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page is out of date")
     options = parser.parse_args(arguments)
-    registry = shipped_registry()
+    registry = catalogue.shipped_registry()
     failures = [str(failure) for failure in registry.failures.values()]
     missing = registry.policies.keys() - loadable_policies(registry).keys()
     failures += [f"policy {name!r} cannot be loaded" for name in sorted(missing)]

@@ -8,8 +8,11 @@ from typing import Annotated, Any
 
 import typer
 
+from fp4graph.commands.output import AsJson, wide_console
 from fp4graph.commands.sweep import known_rule
 from fp4graph.errors import Error
+from fp4graph.experiments.data.extras import needs
+from fp4graph.experiments.score import score as score_of
 
 Sources = Annotated[
     list[str] | None, typer.Argument(metavar="[SWEEP]...", help="A sweep's folder, an SQLite file, or a database URL.")
@@ -29,14 +32,12 @@ def score(
     export: Annotated[
         list[Path] | None, typer.Option(help="Write all trials to this .csv or .json file; may be given twice.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: AsJson = False,
     loss: Annotated[float | None, typer.Option(help="Without a sweep: the validation loss of a run,")] = None,
     reference: Annotated[float | None, typer.Option(help="that of the better unquantized baseline,")] = None,
     complexity: Annotated[float | None, typer.Option(help="and Ω of its policy.")] = None,
 ) -> None:
-    """The best of each family in sweeps, or the score of three numbers."""
-    from rich.console import Console
-
+    """Print the best of each family in sweeps, or the score of three numbers."""
     chosen = known_rule(rule)
     numbers = (loss, reference, complexity)
     if sources and any(number is not None for number in numbers):
@@ -44,10 +45,8 @@ def score(
     if not sources:
         if loss is None or reference is None or complexity is None:
             raise Error("name a sweep's folder or database, or give --loss, --reference and --complexity")
-        from fp4graph.experiments.score import score as scored_by
-
         try:
-            print(f"{scored_by(loss, reference, complexity, chosen):.6g}")
+            print(f"{score_of(loss, reference, complexity, chosen):.6g}")
         except ValueError as error:
             raise Error(str(error)) from None
         return
@@ -65,7 +64,7 @@ def score(
     if as_json:
         print(effects_json(found) if choices else to_json(found), end="")
         return
-    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
+    console = wide_console(markup=False)
     for one in found:
         if choices:
             console.print(effects_table(one))
@@ -82,10 +81,9 @@ def read(sources: list[str], only: list[str] | None) -> list[Any]:
     Raises:
         Error: a source cannot be read, or has no such sweep.
     """
-    try:
-        import optuna
-    except ImportError:
-        raise Error("sweeps are read by Optuna, which is not installed; pip install 'fp4graph[sweep]'") from None
+    needs("optuna", "sweeps are read by Optuna", "sweep")
+    import optuna
+
     import fp4graph
     from fp4graph.experiments import database
     from fp4graph.experiments.results import results
@@ -101,10 +99,9 @@ def read(sources: list[str], only: list[str] | None) -> list[Any]:
         for name in names:
             if only is None or name in only:
                 study = Study.open(url, name)
-                if study.manifest.fp4graph != fp4graph.__version__:
-                    made = study.manifest.fp4graph
-                    print(f"note: study {name!r} was made by fp4graph {made}; this is {fp4graph.__version__}",
-                          file=sys.stderr)  # fmt: skip
+                made, here = study.manifest.fp4graph, fp4graph.__version__
+                if made != here:
+                    print(f"note: study {name!r} was made by fp4graph {made}; this is {here}", file=sys.stderr)
                 found.append(results(study))
     missing = [name for name in only or [] if name not in seen]
     if not seen:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import typer
 
+from fp4graph.commands.output import wide_console
+from fp4graph.commands.run_options import run_options
 from fp4graph.errors import Error
+from fp4graph.experiments.data.extras import needs
+from fp4graph.experiments.score import Rule
 
 
+@run_options
 def sweep(
     task: Annotated[str, typer.Option(help="What to train; `fp4graph train --list` names the tasks.")],
     trials: Annotated[int, typer.Option(min=1, help="Results in all, baselines and earlier ones included.")] = 40,
@@ -25,24 +28,6 @@ def sweep(
     sampler: Annotated[str, typer.Option(help="random, or tpe.")] = "random",
     pruner: Annotated[str, typer.Option(help="none, median or hyperband: when to give up a trial.")] = "none",
     rule: Annotated[str, typer.Option(help="Rule of the score: text or table.")] = "table",
-    seed: Annotated[int, typer.Option(min=0, help="Of the training, and of what is drawn from the space.")] = 0,
-    steps: Annotated[int | None, typer.Option(min=1, help="Length of each training, in steps.")] = None,
-    epochs: Annotated[float | None, typer.Option(help="Length of each training, in epochs.")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate.")] = None,
-    batch_size: Annotated[int | None, typer.Option(min=1, help="Samples per forward pass.")] = None,
-    accumulate: Annotated[int | None, typer.Option(min=1, help="Forward passes per step.")] = None,
-    optimizer: Annotated[str | None, typer.Option(help="adam, adamw, sgd or stablespam.")] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="Of matrices.")] = None,
-    schedule: Annotated[str | None, typer.Option(help="constant, cosine or timm.")] = None,
-    warmup: Annotated[float | None, typer.Option(help="Share of the steps.")] = None,
-    clip: Annotated[float | None, typer.Option(help="Norm of the gradient; 0 for none.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="Of parameters: fp32 or bf16.")] = None,
-    autocast: Annotated[bool | None, typer.Option("--autocast/--no-autocast", help="GEMMs in bf16.")] = None,
-    validate_every: Annotated[int | None, typer.Option(min=1, help="Steps between validations.")] = None,
-    validation_batches: Annotated[int | None, typer.Option(min=1, help="At most so many per validation.")] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...; workers share several GPUs out.")] = "auto",
-    backend: Annotated[str | None, typer.Option(help="Of torch.compile: inductor, aot_eager or eager.")] = None,
-    data: Annotated[str | None, typer.Option(help="Where the task's data is.")] = None,
     patience: Annotated[
         float, typer.Option(min=1, help="Of a new study: seconds without a sign after which a worker counts as gone.")
     ] = 60.0,
@@ -50,18 +35,14 @@ def sweep(
     export_policy: Annotated[
         int | None, typer.Option(metavar="TRIAL", help="Only write the policy file of this trial.")
     ] = None,
+    **settings: Any,
 ) -> None:
-    """Search a space of policies on a task, for what little costs little loss.
+    """Search a space of policies on a task for those with low cost and low loss.
 
-    Stopped or killed, the same command goes on. Run it on several machines with one --storage URL, and they share the
-    work.
+    After a stop or a kill the same command goes on. Several machines that run it with one --storage URL share the work.
     """
-    options = dict(locals())
-    try:
-        import optuna
-    except ImportError:
-        raise Error("sweeps need Optuna, which is not installed; pip install 'fp4graph[sweep]'") from None
-    from rich.console import Console
+    needs("optuna", "sweeps need Optuna", "sweep")
+    import optuna
 
     from fp4graph.experiments import study as studies
     from fp4graph.experiments.database import url_of
@@ -82,12 +63,11 @@ def sweep(
         print(export(studies.Study.open(url, name), export_policy, folder))
         return
 
-    known = {field.name for field in dataclasses.fields(Run)} - {"workers"}  # those are of its data
-    run = Run(**{name: value for name, value in options.items() if name in known})
+    run = Run(task, **settings)
     task_named(task).settings(run)  # says what is wrong before anything is begun
     searched = load_space(space)
     logs = folder / "logs"
-    job = Job(url, name, trials, sampler, pruner, device, str(logs), workers)  # type: ignore[arg-type]  # it looks
+    job = Job(url, name, trials, sampler, pruner, run.device, str(logs), workers)  # type: ignore[arg-type]  # it looks
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -98,7 +78,7 @@ def sweep(
     if retry_failed:
         made.excuse_failed()
 
-    console = Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 140)
+    console = wide_console(markup=False)
     size = searched.size()
     title = f"{task} over {searched.name}, {size:,}{'+' if size == 1_000_000 else ''} configurations"
     interrupts = Interrupts()
@@ -140,19 +120,16 @@ def export(study: Any, number: int, folder: Path) -> Path:
         raise Error(f"study {study.name!r} has no trial {number}; {known}")
     trial = trials[number]
     settings = "".join(f", {key} {value}" for key, value in trial.run.items())
+    outcome = trial.state + (f": {trial.result['reason']}" if trial.result.get("reason") else "")
+    if trial.state == "complete":
+        outcome = f"validation loss {trial.loss:.6g}"
     note = [
         f"# Trial {number} of the sweep {study.name!r}: {trial.summary}",
-        f"# Trained on {study.manifest.task!r} with fp4graph {study.manifest.fp4graph}{settings}: {_came_to(trial)}",
+        f"# Trained on {study.manifest.task!r} with fp4graph {study.manifest.fp4graph}{settings}: {outcome}",
     ]
     path = folder / "policies" / f"trial-{number}.yaml"
     write(path, "\n".join([*note, trial.policy]))
     return path
-
-
-def _came_to(trial: Any) -> str:
-    if trial.state == "complete":
-        return f"validation loss {trial.loss:.6g}"
-    return f"{trial.state}: {trial.result['reason']}" if trial.result.get("reason") else str(trial.state)
 
 
 def known_rule(name: str) -> Any:
@@ -161,10 +138,6 @@ def known_rule(name: str) -> Any:
     Raises:
         Error: no rule has this name.
     """
-    from typing import get_args
-
-    from fp4graph.experiments.score import Rule
-
     if name not in get_args(Rule):
         raise Error(f"unknown rule {name!r} of the score; known: {', '.join(get_args(Rule))}")
     return name

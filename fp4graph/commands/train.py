@@ -16,46 +16,26 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
+from fp4graph.commands.output import AsJson, print_json, wide_console
+from fp4graph.commands.run_options import run_options
 from fp4graph.errors import Error
 
 if TYPE_CHECKING:
     from fp4graph.experiments.run import Outcome, Run
 
+#: The functions that a training calls with (step, steps, loss) and with (step, validation loss).
 Tick = Callable[[int, int, float], None]
 Report = Callable[[int, float], None]
 
 
+@run_options
 def train(
     task: Annotated[str | None, typer.Argument(metavar="TASK", help="What to train; --list names the tasks.")] = None,
     show: Annotated[bool, typer.Option("--list", help="List the tasks with their recipes.")] = False,
     policy: Annotated[str, typer.Option(help="A shipped policy's name, or a policy file.")] = "bf16",
-    optimizer: Annotated[str | None, typer.Option(help="adam, adamw, sgd or stablespam. [the task's]")] = None,
     optimizer_option: Annotated[
         list[str] | None, typer.Option(help="name=value for the optimizer's constructor; repeat it for more.")
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, data order and noise.")] = 0,
-    lr: Annotated[float | None, typer.Option(help="Learning rate. [the task's]")] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="Of matrices. [the task's]")] = None,
-    schedule: Annotated[str | None, typer.Option(help="constant, cosine or timm. [the task's]")] = None,
-    warmup: Annotated[float | None, typer.Option(help="Share of the steps. [the task's]")] = None,
-    clip: Annotated[float | None, typer.Option(help="Norm of the gradient; 0 for none. [the task's]")] = None,
-    batch_size: Annotated[int | None, typer.Option(help="Samples per forward pass. [the task's]")] = None,
-    accumulate: Annotated[int | None, typer.Option(help="Forward passes per step. [the task's]")] = None,
-    epochs: Annotated[float | None, typer.Option(help="Length of the training. [the task's]")] = None,
-    steps: Annotated[int | None, typer.Option(help="The same in steps of the optimizer.")] = None,
-    validate_every: Annotated[int | None, typer.Option(help="Steps. [about 20 times in all]")] = None,
-    validation_batches: Annotated[int | None, typer.Option(help="At most so many. [all]")] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="Of the parameters: fp32, or bf16 without an fp32 copy. [the task's]")
-    ] = None,
-    autocast: Annotated[
-        bool | None, typer.Option("--autocast/--no-autocast", help="GEMMs in bf16, parameters in fp32. [the task's]")
-    ] = None,
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:1, ...; auto is CUDA where there is one.")] = "auto",
-    backend: Annotated[
-        str | None, typer.Option(help="eager, aot_eager or inductor. [inductor on CUDA, eager elsewhere]")
-    ] = None,
-    data: Annotated[str | None, typer.Option(help="Where the data is; --list says what a task takes.")] = None,
     workers: Annotated[int, typer.Option(min=0, help="Processes that load data.")] = 0,
     output: Annotated[
         Path | None, typer.Option(help="Folder of the run's record. [runs/TASK-POLICY-OPTIMIZER-SEED]")
@@ -65,25 +45,21 @@ def train(
         typer.Option(min=1, metavar="STEPS", help="Every so many steps, record what quantization does at each site."),
     ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --output.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    as_json: AsJson = False,
+    **settings: Any,
 ) -> None:
     """Train a task under a policy: the papers' tasks, and small ones that run anywhere.
 
     fp4graph train gaussian --policy nvfp4 --optimizer stablespam
     """
-    options = dict(locals())
-    console = Console(highlight=False)
     if show:
-        return _list(console, as_json)
+        return _list(as_json)
     if task is None:
         raise Error("say which task to train, such as gaussian; fp4graph train --list names them all")
     from fp4graph.experiments import train as training
 
-    known = {field.name for field in dataclasses.fields(training.Run)} - {"optimizer_options"}
-    run = training.Run(
-        **{name: value for name, value in options.items() if name in known},
-        optimizer_options=_options(optimizer_option or []),
-    )
+    options = _options(optimizer_option or [])
+    run = training.Run(task, policy, workers=workers, optimizer_options=options, **settings)
     if resume and output is None:
         raise Error("--resume goes on with the run in a folder: give it with --output")
     folder = output or _unused(run)
@@ -92,13 +68,14 @@ def train(
     if as_json:
         print(json.dumps({"run": run.to_json(), "outcome": outcome.to_json(), "record": str(folder)}, indent=2))
     else:
+        console = Console(highlight=False)
         console.print(_summary(run, outcome))
         console.print(f"record: {folder}", soft_wrap=True)
     return None
 
 
 def _options(pairs: list[str]) -> dict[str, Any]:
-    """``["betas=[0.9, 0.95]", "eps=1e-6"]`` as keyword arguments; values are JSON where they can be, else text."""
+    """Return ``["betas=[0.9, 0.95]", "eps=1e-6"]`` as keyword arguments; values that are not JSON are text."""
     options: dict[str, Any] = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
@@ -113,22 +90,15 @@ def _options(pairs: list[str]) -> dict[str, Any]:
 
 def _unused(run: Run) -> Path:
     """Return a folder that holds no run yet: earlier records are never touched."""
-    name = "-".join(
-        str(part) for part in (run.task, Path(str(run.policy)).stem, run.optimizer, run.seed) if part is not None
-    )
+    parts = run.task, Path(str(run.policy)).stem, run.optimizer, run.seed
+    name = "-".join(str(part) for part in parts if part is not None)
     folders = itertools.chain([Path("runs") / name], (Path("runs") / f"{name}.{n}" for n in itertools.count(2)))
     return next(folder for folder in folders if not folder.exists())
 
 
 @contextmanager
-def progress_of(
-    run: Run, *, quiet: bool
-) -> Iterator[tuple[Callable[[int, int, float], None], Callable[[int, float], None]]]:
-    """Show a training on stderr: a bar on a terminal, elsewhere a line per validation.
-
-    Yields:
-        The functions that the training calls with (step, steps, loss) and with (step, validation loss).
-    """
+def progress_of(run: Run, *, quiet: bool) -> Iterator[tuple[Tick, Report]]:
+    """Show a training on stderr: a bar on a terminal, elsewhere a line per validation."""
     console = Console(stderr=True, highlight=False, quiet=quiet)
     bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     validation = ""
@@ -167,42 +137,21 @@ def _summary(run: Run, outcome: Outcome) -> Table:
     return table
 
 
-def _list(console: Console, as_json: bool) -> None:
+def _list(as_json: bool) -> None:
     """Print every task with its recipe."""
     from fp4graph.experiments.tasks import TASKS
 
     if as_json:
-        rows = [
-            {
-                "name": task.name,
-                "family": task.family,
-                "description": task.description,
-                "source": task.source,
-                "embedded": task.embedded,
-                "data": task.data,
-                "recipe": dataclasses.asdict(task.recipe),
-            }
-            for task in TASKS.values()
-        ]
-        print(json.dumps(rows, indent=2, ensure_ascii=False))
+        keys = ("name", "family", "description", "source", "embedded", "data")
+        rows = [{key: getattr(task, key) for key in keys} for task in TASKS.values()]
+        print_json([row | {"recipe": dataclasses.asdict(TASKS[row["name"]].recipe)} for row in rows])
         return
-    wide = console if console.is_terminal else Console(highlight=False, width=140)
-    table = Table(
-        Column("task", no_wrap=True),
-        "family",
-        "what",
-        "data",
-        "batch",
-        "lr",
-        "length",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
-    )
+    columns = (Column("task", no_wrap=True), "family", "what", "data", "batch", "lr", "length")
+    table = Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
     for task in TASKS.values():
         recipe = task.recipe
         batch = str(recipe.batch_size) + (f" × {recipe.accumulate}" if recipe.accumulate > 1 else "")
         length = f"{recipe.epochs:g} epochs" if recipe.epochs else f"{recipe.steps} steps"
         length = f"{recipe.tokens / 1e9:g}B tokens" if recipe.tokens else length
-        data = "" if task.data is None else task.data
-        table.add_row(task.name, task.family, task.description, data, batch, f"{recipe.lr:g}", length)
-    wide.print(table)
+        table.add_row(task.name, task.family, task.description, task.data or "", batch, f"{recipe.lr:g}", length)
+    wide_console().print(table)

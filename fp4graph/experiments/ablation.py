@@ -1,8 +1,8 @@
 """Ablations: trainings that quantize one operand, or one GEMM, and nothing else.
 
-TetraJet (Chen et al. 2025) Table 1 enables its quantizers Q1 to Q6 one at a time and compares what trainings reach;
+TetraJet (Chen et al. 2025) Table 1 enables its quantizers Q1 to Q6 one at a time and compares final results.
 "Pretraining Large Language Models with MXFP4 on Native FP4 Hardware" enables fprop, dgrad and wgrad, and counts how
-many more tokens a training needs to reach a target loss. Both work with any policy, model and data here.
+many more tokens a training needs to reach a target loss. Both work here with any policy, model and data.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import yaml
 from rich.table import Table
 
 from fp4graph.errors import Error
+from fp4graph.experiments.run import finite
 from fp4graph.files import replacing
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.policy import KEPT, Expect, Policy, Rule, Specs, load_policy
@@ -48,9 +49,9 @@ FORMAT, VERSION = "fp4graph.ablation", 1
 def only(policy: Policy, operands: Collection[Operand], name: str | None = None) -> Policy:
     """Return ``policy`` with all operands but these in high precision, wherever it quantizes.
 
-    An operand that requantizes what fprop multiplied (``source: fprop``) takes the original where fprop's is exact, and
-    reads what fprop multiplied as it is where only its own quantizer is off: the straight-through gradient of the
-    network that is left. Techniques that are left without anything to act on are dropped.
+    An operand with ``source: fprop`` quantizes the original where fprop's operand is exact. Where only its own
+    quantizer is off, it reads fprop's quantized operand: the straight-through gradient of the remaining network.
+    Techniques that have nothing left to act on are dropped.
     """
     phases = tuple(dataclasses.replace(phase, policy=only(phase.policy, operands)) for phase in policy.phases)
     rules = [_only(rule, operands) for rule in (*policy.rules, policy.default)]
@@ -110,19 +111,15 @@ def _only(rule: Rule, operands: Collection[Operand]) -> Rule:
     return dataclasses.replace(rule, specs=Specs(tuple(specs)), reuses=frozenset(reuses))
 
 
-# ------------------------------------------------------------------ results
-
-
 @dataclass(frozen=True)
 class Result:
     """The results of one variant over seeds.
 
     Attributes:
-        final: loss at the end, mean over seeds; NaN where one diverged. spread: its standard deviation, 0 for one seed.
-        excess: mean over seeds of the difference of final losses to the variant "none" of the same seed;
-            excess_spread: its standard deviation.
-        reached: progress at which the mean curve reaches the target, None where it does not. extra: how much more that
-            is than "none" needs, as a share.
+        final, spread: mean and standard deviation (0 for one seed) of the last loss; NaN where a seed diverged.
+        excess, excess_spread: the same of the difference to the last loss of the variant "none" and the same seed.
+        reached: progress at which the mean curve reaches the target, None where it does not.
+        extra: the share by which ``reached`` exceeds that of "none".
     """
 
     variant: str
@@ -136,12 +133,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Ablation:
-    """The curves of all variants and seeds.
+    """The curves of ``policy``, by variant and seed, over a ``progress`` such as "step".
 
-    Attributes:
-        policy: what was taken apart. curves: by variant and seed. progress: what it is counted in.
-        target: the loss to be reached; by default the highest of what the variants' mean curves have at their best, so
-            that all of them reach it.
+    ``target`` is the loss to be reached. Its default is the highest of the lowest losses of the variants' mean curves,
+    so that all of them reach it.
     """
 
     policy: str
@@ -182,15 +177,9 @@ class Ablation:
                        "extra"):  # fmt: skip
             table.add_column(column, justify="left" if column == "quantized" else "right")
         for each in self.results:
-            table.add_row(
-                each.variant,
-                f"{each.final:.4f}",
-                f"{each.spread:.4f}",
-                f"{each.excess:+.4f}",
-                f"{each.excess_spread:.4f}",
-                "never" if each.reached is None else f"{each.reached:,.0f}",
-                "-" if each.extra is None else f"{each.extra:+.0%}",
-            )
+            losses = f"{each.final:.4f}", f"{each.spread:.4f}", f"{each.excess:+.4f}", f"{each.excess_spread:.4f}"
+            reached = "never" if each.reached is None else f"{each.reached:,.0f}"
+            table.add_row(each.variant, *losses, reached, "-" if each.extra is None else f"{each.extra:+.0%}")
         return table
 
 
@@ -235,9 +224,8 @@ def ablation(
                     _save(file, loaded, curves)
     wanted = {name: {seed: curves[name][seed] for seed in seeds} for name in chosen}
     if target is None:
-        lowest = [
-            min((loss for _, loss in mean_curve(list(each.values()))), default=math.nan) for each in wanted.values()
-        ]
+        means = [mean_curve(list(each.values())) for each in wanted.values()]
+        lowest = [min((loss for _, loss in mean), default=math.nan) for mean in means]
         target = max((loss for loss in lowest if math.isfinite(loss)), default=math.nan)
     return Ablation(loaded.name, wanted, target, progress)
 
@@ -269,27 +257,12 @@ def _deviation(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
-# ------------------------------------------------------------------ on disk
-
-
 def _save(file: Path, policy: Policy, curves: Mapping[str, Mapping[int, Curve]]) -> None:
-    content: dict[str, Any] = {
-        "format": FORMAT,
-        "version": VERSION,
-        "policy": policy.name,
-        "fingerprint": policy.fingerprint,
-    }
-    content["curves"] = {
-        name: {
-            str(seed): [[at, loss if math.isfinite(loss) else None] for at, loss in curve]
-            for seed, curve in own.items()
-        }
-        for name, own in curves.items()
-    }
+    content = {"format": FORMAT, "version": VERSION, "policy": policy.name, "fingerprint": policy.fingerprint}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with replacing(file) as out:
-            out.write(json.dumps(content, indent=1).encode() + b"\n")
+            out.write(json.dumps(finite({**content, "curves": curves}), indent=1).encode() + b"\n")
     except OSError as error:
         raise Error(f"cannot write {file}: {error}. The trainings before this one are in it") from error
 
@@ -306,8 +279,6 @@ def _saved(file: Path, policy: Policy) -> dict[str, dict[int, Curve]]:
     if content["fingerprint"] != policy.fingerprint:
         raise Error(f"{file} is of policy {content['policy']!r} as it was then, which differs; give another directory")
     return {
-        name: {
-            int(seed): [(at, math.nan if loss is None else loss) for at, loss in curve] for seed, curve in own.items()
-        }
+        name: {int(seed): [(at, math.nan if loss is None else loss) for at, loss in own[seed]] for seed in own}
         for name, own in content["curves"].items()
     }

@@ -35,14 +35,7 @@ Progress = Callable[[Run], AbstractContextManager[tuple[Any, Any]]]
 
 @dataclass(frozen=True)
 class Result:
-    """One run of a comparison.
-
-    Attributes:
-        policy: the policy's name.
-        seed: of weights, order of the data, and noise.
-        record: contents of ``run.json``.
-        outcome: contents of ``outcome.json``; a number that is not finite is None.
-    """
+    """One run of a comparison, with the policy's name and the contents of ``run.json`` and ``outcome.json``."""
 
     policy: str
     seed: int
@@ -58,8 +51,7 @@ def compare(runs: Sequence[Run], folder: Path, *, resume: bool = False, progress
     """Train every run, and keep results and a picture of the losses in ``folder``.
 
     Args:
-        runs: of one task; they differ in policy or seed.
-        folder: where the comparison is kept.
+        runs: runs of one task, which differ in policy or seed.
         resume: take over the runs in ``folder`` that have ended, and go on with one that has not.
         progress: shows a run while it trains.
 
@@ -87,13 +79,11 @@ def compare(runs: Sequence[Run], folder: Path, *, resume: bool = False, progress
 
 def _keep(results: Sequence[Result], folder: Path) -> None:
     kept = ("settings", "steps", "complexity", "parameters", "versions", "machine")
+    runs = [{"policy": one.policy, **{key: one.record[key] for key in kept}, **one.outcome} for one in results]
     content = {
         "task": results[0].record["run"]["task"],
         "timing": "step_seconds: median of steps, the first ones left out, reading of the data not counted",
-        "runs": [
-            {"policy": result.policy, **{key: result.record[key] for key in kept}, **result.outcome}
-            for result in results
-        ],
+        "runs": runs,
     }
     with replacing(folder / RESULTS) as file:
         file.write(json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
@@ -146,7 +136,7 @@ def table(results: Sequence[Result]) -> Table:
 
 
 def _cell(values: Sequence[float | None], metric: str = "") -> str:
-    """The mean of ``values``, with the standard deviation of several; a run that diverged has no value."""
+    """Return the mean of ``values``, with the standard deviation of several; a run that diverged has no value."""
     numbers = [value for value in values if value is not None]
     if len(numbers) < len(values):
         return "diverged"

@@ -1,4 +1,4 @@
-"""The database behind a study: SQLite or whatever SQLAlchemy knows, opened with errors that say what to do."""
+"""The database behind a study: SQLite, or another that SQLAlchemy supports, with errors that say what to do."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def open_storage(url: str, *, existing: bool = False) -> tuple[RDBStorage, str]:
     """Open the storage of ``url``; return it with the URL that messages show, without the password.
 
     Raises:
-        Error: it cannot be reached; or it has to be ``existing``, and there are no studies: nothing is written then.
+        Error: the database cannot be reached; or it has to be ``existing`` and has no studies: nothing is written then.
     """
     try:
         parsed = make_url(url)
@@ -66,7 +66,7 @@ def open_storage(url: str, *, existing: bool = False) -> tuple[RDBStorage, str]:
         except RuntimeError as error:  # the schema of another Optuna
             raise Error(f"{shown}: {error}") from None
         except AWAY as error:
-            # Two processes that find an empty database both make its tables, and one of them fails.
+            # Of two processes that find an empty database and make its tables, one fails.
             if attempt == 4:
                 raise _unreachable(shown, error) from error
             time.sleep(0.2)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from fp4graph.policy.document import Node, Place, merge
+import functools
 
-
-def _quantizing(rule: Node) -> bool:
-    return isinstance(rule.value, dict) and "quantize" in rule.value
+from fp4graph.policy.document import Node, merge
 
 
 def overlaid(document: Node, fragment: Node) -> Node:
@@ -22,30 +20,26 @@ def overlaid(document: Node, fragment: Node) -> Node:
 
 def _each_rule(document: Node, quantize: Node | None, operands: Node | None) -> Node:
     """Lay both over every rule that quantizes, the default and the rules of phases included."""
-    changed: dict[str, tuple[Place, Node]] = {}
+    exceptions = None if operands is None else _nested("operands", operands)
 
-    def change(key: str, node: Node) -> None:
-        changed[key] = (document.where(key), node)
+    def rule_over(rule: Node) -> Node:
+        if not (isinstance(rule.value, dict) and "quantize" in rule.value):
+            return rule
+        return _over(rule, None if quantize is None else _nested("quantize", quantize), exceptions)
 
-    rules = document.value.get("rules")
+    changed: dict[str, Node] = {}
+    rules, default, phases = (document.value.get(key) for key in ("rules", "default", "phases"))
     if rules is not None:
-        items = [_rule(rule, quantize, operands) if _quantizing(rule) else rule for rule in rules.value]
-        change("rules", Node(items, rules.place))
-    default = document.value.get("default")
+        changed["rules"] = Node([rule_over(rule) for rule in rules.value], rules.place)
     if default is not None and isinstance(default.value, dict):
-        whole = default if quantize is None else _deep(default, quantize)
-        change("default", whole if operands is None else _deep(whole, _nested("operands", operands)))
-    phases = document.value.get("phases")
+        changed["default"] = _over(default, quantize, exceptions)
     if phases is not None:
-        change("phases", Node([_each_rule(phase, quantize, operands) for phase in phases.value], phases.place))
-    return document.replacing(changed)
+        changed["phases"] = Node([_each_rule(phase, quantize, operands) for phase in phases.value], phases.place)
+    return document.replacing({key: (document.where(key), node) for key, node in changed.items()})
 
 
-def _rule(rule: Node, quantize: Node | None, operands: Node | None) -> Node:
-    for key, over in (("quantize", quantize), ("operands", operands)):
-        if over is not None:
-            rule = _deep(rule, _nested(key, over))
-    return rule
+def _over(under: Node, *several: Node | None) -> Node:
+    return functools.reduce(_deep, (over for over in several if over is not None), under)
 
 
 def _nested(key: str, node: Node) -> Node:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fp4graph.errors import Error
+from fp4graph.experiments.data.extras import needs
 from fp4graph.experiments.results import Results, Scored, frontier
 from fp4graph.experiments.score import Rule
 
@@ -19,22 +20,17 @@ _LINE = 100
 
 
 def figure(studies: Sequence[Results], rule: Rule = "table") -> Any:
-    """One panel per study: Ω along x, S along y, a marker per family, the frontier of each as steps.
+    """Return a matplotlib figure, a panel per study: Ω along x, S along y, a marker and a stepped frontier per family.
 
-    The points of every family's frontier are numbered, and named below the panel. S = 0 is the better unquantized
-    baseline. Scores are spread linearly around it and logarithmically beyond, so that the frontier can be read beside
-    what fails by far.
-
-    Returns:
-        A ``matplotlib.figure.Figure``.
+    The points of every frontier are numbered, and named below the panel. S = 0 is the better unquantized baseline.
+    Scores are linear around it and logarithmic beyond, so that the frontier stays readable beside large failures.
 
     Raises:
         Error: a study has no score to show, or matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise Error("figures are drawn by matplotlib, which is not installed; pip install 'fp4graph[sweep]'") from None
+    needs("matplotlib", "figures are drawn by matplotlib", "sweep")
+    from matplotlib.figure import Figure
+
     for found in studies:
         if not _points(found, rule):
             raise Error(
@@ -45,15 +41,13 @@ def figure(studies: Sequence[Results], rule: Rule = "table") -> Any:
     height = 3.6 + 0.17 * (lines + 2)
     drawn = Figure(figsize=(6.4 * len(studies), height), dpi=150)
     for column, found in enumerate(studies):
-        left = (column + 0.13) / len(studies)
-        bottom = 1 - 3.2 / height
-        axes = drawn.add_axes((left, bottom, 0.83 / len(studies), 2.8 / height))
-        _panel(axes, found, rule)
+        place = (column + 0.13) / len(studies), 1 - 3.2 / height, 0.83 / len(studies), 2.8 / height
+        _panel(drawn.add_axes(place), found, rule)
     return drawn
 
 
 def png(studies: Sequence[Results], rule: Rule = "table", format: str = "png") -> bytes:
-    """The figure as the bytes of a PNG, or of another ``format`` that matplotlib writes."""
+    """Return the figure as the bytes of a PNG, or of another ``format`` that matplotlib writes."""
     buffer = io.BytesIO()
     figure(studies, rule).savefig(buffer, format=format)
     return buffer.getvalue()
@@ -65,8 +59,7 @@ def _panel(axes: Any, found: Results, rule: Rule) -> None:
         some = [s for s in points if s.trial.family == family]
         if not some:
             continue
-        colour = _colour(index)
-        marker = _MARKERS[index % len(_MARKERS)]
+        colour, marker = f"C{index}", _MARKERS[index % len(_MARKERS)]
         axes.scatter(
             [s.trial.complexity for s in some], [_value(s, rule) for s in some],
             color=colour, marker=marker, s=18, alpha=0.45, linewidths=0, label=_titled(family, found),
@@ -79,7 +72,7 @@ def _panel(axes: Any, found: Results, rule: Rule) -> None:
         right = index % 2 == 0  # of two families that meet, one is numbered on each side
         axes.annotate(
             str(number), (s.trial.complexity, _value(s, rule)), xytext=(5 if right else -5, 4),
-            ha="left" if right else "right", textcoords="offset points", fontsize=8, color=_colour(index),
+            ha="left" if right else "right", textcoords="offset points", fontsize=8, color=f"C{index}",
             weight="bold", zorder=4,
         )  # fmt: skip
     axes.axhline(0, color="grey", linewidth=0.8, linestyle="--", label="unquantized")
@@ -88,9 +81,8 @@ def _panel(axes: Any, found: Results, rule: Rule) -> None:
     title = found.task if found.name == found.task else f"{found.name} ({found.task})"
     axes.set_title(f"{title}, {len(points)} configurations" + f", {lost} diverged" * bool(lost), fontsize=10)
     axes.set_xlabel("complexity Ω [points]")
-    axes.set_ylabel(
-        {"text": "score S = G/(1 + Ω)", "table": "score S = G/max(1, Ω), below 0 G·max(1, Ω)"}[rule], fontsize=9
-    )
+    labels = {"text": "score S = G/(1 + Ω)", "table": "score S = G/max(1, Ω), below 0 G·max(1, Ω)"}
+    axes.set_ylabel(labels[rule], fontsize=9)
     axes.grid(alpha=0.25)
     axes.legend(fontsize=8, loc="best", framealpha=0.9)
     for row, (text, colour) in enumerate(_named(found, rule)):
@@ -101,23 +93,19 @@ def _panel(axes: Any, found: Results, rule: Rule) -> None:
 
 
 def _numbered(found: Results, rule: Rule) -> list[tuple[int, int, Scored]]:
-    """(number, index of the family, trial) of all families' frontiers."""
-    best = [(index, s) for index, f in enumerate(found.families) for s in frontier(_family(found, f), rule)]
+    """Return (number, index of the family, trial) of all families' frontiers."""
+    best = [(index, s) for index, f in enumerate(found.families) for s in frontier(found.complete_of(f), rule)]
     return [(number, index, s) for number, (index, s) in enumerate(best, 1)]
 
 
 def _named(found: Results, rule: Rule) -> list[tuple[str, str]]:
-    """The lines below a panel, with their colours: every family's frontier, numbered, its names whole."""
+    """Return the lines below a panel with their colours: the numbered frontiers, with names in full."""
     lines: list[tuple[str, str]] = []
     for number, index, s in _numbered(found, rule):
         figures = f"Ω {s.trial.complexity:g}, S {_value(s, rule):+.3g}, loss {s.trial.loss:.4g}"
         name = f"{number}  trial {s.trial.number}, {figures}: {s.trial.summary}"
-        lines += [(line, _colour(index)) for line in textwrap.wrap(name, _LINE, subsequent_indent=" " * 6)]
+        lines += [(line, f"C{index}") for line in textwrap.wrap(name, _LINE, subsequent_indent=" " * 6)]
     return lines
-
-
-def _colour(index: int) -> str:
-    return f"C{index % 10}"
 
 
 def _scale(axes: Any, found: Results, rule: Rule) -> None:
@@ -136,10 +124,6 @@ def _scale(axes: Any, found: Results, rule: Rule) -> None:
 
 def _points(found: Results, rule: Rule) -> list[Scored]:
     return [s for s in found.complete if s.scores[rule] is not None and math.isfinite(_value(s, rule))]
-
-
-def _family(found: Results, family: str) -> list[Scored]:
-    return [s for s in found.complete if s.trial.family == family]
 
 
 def _value(s: Scored, rule: Rule) -> float:

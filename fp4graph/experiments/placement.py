@@ -11,20 +11,14 @@ from fp4graph.policy import Policy, Rule
 def placed(policy: Policy, blocks: Sequence[str]) -> Policy:
     """Return ``policy`` with each rule's ``block``, ``first_blocks`` and ``last_blocks`` written as module names.
 
-    Args:
-        policy: any, with phases or not.
-        blocks: names of the modules that are the model's blocks, in the order in which they run.
+    ``blocks`` names the modules that are the model's blocks, in the order in which they run.
 
     Raises:
         PolicyError: a rule says ``block: false``, or ``module`` besides, which a list of modules cannot express.
     """
-    return dataclasses.replace(
-        policy,
-        rules=tuple(_placed(rule, blocks) for rule in policy.rules),
-        phases=tuple(
-            dataclasses.replace(phase, policy=placed(phase.policy, blocks)) for phase in policy.phases
-        ),
-    )  # fmt: skip
+    rules = tuple(_placed(rule, blocks) for rule in policy.rules)
+    phases = tuple(dataclasses.replace(phase, policy=placed(phase.policy, blocks)) for phase in policy.phases)
+    return dataclasses.replace(policy, rules=rules, phases=phases)
 
 
 def _placed(rule: Rule, blocks: Sequence[str]) -> Rule:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from types import TracebackType
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -33,7 +32,7 @@ class Progress:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._live:
             self._live.stop()
 
@@ -41,13 +40,11 @@ class Progress:
         """Show all trials of the study, and the events of workers since the last call."""
         reference = reference_loss(trials)
         shown = [scored(trial, reference) for trial in trials if trial.state not in FREE]
+        for event in events:
+            self._console.print(event, style="yellow" if self._live else None, highlight=False)
         if self._live:
-            for event in events:
-                self._console.print(event, style="yellow", highlight=False)
             self._live.update(self._screen(shown), refresh=True)
             return
-        for event in events:
-            self._console.print(event, highlight=False)
         done = sum(s.trial.finished for s in shown)
         for s in shown:
             if s.trial.state != "running" and s.trial.number not in self._said:
@@ -74,14 +71,11 @@ class Progress:
 
     def _best(self, shown: Sequence[Scored]) -> list[Text]:
         complete = [s for s in shown if s.trial.state == "complete" and s.trial.kind != "baseline"]
-        lines = []
-        if complete:
-            lines.append(Text(f"best loss   {_line(min(complete, key=lambda s: s.trial.loss or 0.0), self._rule)}"))
         ranked = [s for s in complete if s.scores[self._rule] is not None]
-        if ranked:
-            top = max(ranked, key=lambda s: s.scores[self._rule] or 0.0)
-            lines.append(Text(f"best score  {_line(top, self._rule)}"))
-        return lines
+        lowest = sorted(complete, key=lambda s: s.trial.loss or 0.0)[:1]
+        highest = sorted(ranked, key=lambda s: -(s.scores[self._rule] or 0.0))[:1]
+        lines = [("best loss ", s) for s in lowest] + [("best score", s) for s in highest]
+        return [Text(f"{what}  {_line(s, self._rule)}") for what, s in lines]
 
 
 def trial_table(some: Sequence[Scored], rule: Rule, title: str | None = None) -> Table:
@@ -107,10 +101,8 @@ def best_table(found: Results, rule: Rule) -> Table:
         table.add_column(name, justify="right" if name in ("trial", "Ω", "loss", "score") else "left")
     for family, what, s in best(found, rule):
         loss = _figure(s.trial.loss, ".4g") if s.trial.state == "complete" else s.trial.state
-        summary = s.trial.summary
-        table.add_row(
-            family, what, str(s.trial.number), summary, _figure(s.trial.complexity, "g"), loss, _score(s, rule)
-        )
+        points = _figure(s.trial.complexity, "g")
+        table.add_row(family, what, str(s.trial.number), s.trial.summary, points, loss, _score(s, rule))
     return table
 
 
@@ -125,9 +117,8 @@ def effects_table(found: Results) -> Table:
         if place != before and before[0]:
             table.add_section()
         named = ("", "") if place == before else place
-        table.add_row(
-            *named, effect.choice, str(effect.trials), str(effect.lost), f"{effect.median:.4g}", f"{effect.best:.4g}"
-        )
+        losses = f"{effect.median:.4g}", f"{effect.best:.4g}"
+        table.add_row(*named, effect.choice, str(effect.trials), str(effect.lost), *losses)
         before = place
     return table
 

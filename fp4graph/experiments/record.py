@@ -1,11 +1,11 @@
-"""The record of a run in its folder, which stays readable whatever stops the run.
+"""The record of a run in its folder, which stays readable after a crash or a kill.
 
 ====================  ==========================================================================================
 ``run.json``          the run as asked for and as resolved, the policy as YAML, versions; written first
 ``metrics.jsonl``     one JSON object per line, flushed: ``step`` with ``train_loss``, ``lr``, ``seconds``, and after
                       a validation ``step`` with ``train_loss``, ``validation_loss`` and the task's metrics
 ``checkpoint.pt``     the state after the last validation (:mod:`fp4graph.training.checkpoint`)
-``outcome.json``      what the run came to; there once it has ended
+``outcome.json``      the outcome, once the run has ended
 ``tensorboard/``      the same curves as TensorBoard events, where tensorboard is installed
 ====================  ==========================================================================================
 
@@ -17,7 +17,8 @@ from __future__ import annotations
 import errno
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,42 +72,28 @@ class Record:
             if (self.folder / OUTCOME).exists():
                 raise Ended(f"{self.folder} holds this run, and it has ended: {OUTCOME} says with what")
         started = datetime.now(UTC).isoformat(timespec="seconds")
-        try:
+        with self._writing(RUN):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._replace(RUN, {"format": FORMAT, "version": VERSION, "started": started, **content})
-        except OSError as error:
-            raise self._failed(RUN, error) from error
+        self._replace(RUN, {"format": FORMAT, "version": VERSION, "started": started, **content})
 
     def keep_until(self, step: int) -> None:
         """Drop the lines after ``step``: a run that is resumed there writes them again."""
         kept = [line for line in read_metrics(self.folder) if line["step"] <= step]
-        try:
-            with replacing(self.folder / METRICS) as file:
-                file.writelines(map(jsonlines.line, kept))
-        except OSError as error:
-            raise self._failed(METRICS, error) from error
+        with self._writing(METRICS), replacing(self.folder / METRICS) as file:
+            file.writelines(map(jsonlines.line, kept))
 
     def line(self, step: int, **values: float) -> None:
         """Add a line to ``metrics.jsonl``, and its values to TensorBoard's events."""
-        try:
+        with self._writing(METRICS):
             jsonlines.append(self.folder / METRICS, [finite({"step": step, **values})])
-        except OSError as error:
-            raise self._failed(METRICS, error) from error
-        events = self.events
-        if events is None:
-            return
-        try:
-            for name, value in values.items():
-                events.add_scalar(name, value, step)
-        except OSError as error:
-            raise self._failed(EVENTS, error) from error
+        if self.events is not None:
+            with self._writing(EVENTS):
+                for name, value in values.items():
+                    self.events.add_scalar(name, value, step)
 
     def end(self, outcome: Outcome) -> None:
         """Write ``outcome.json``."""
-        try:
-            self._replace(OUTCOME, outcome.to_json())
-        except OSError as error:
-            raise self._failed(OUTCOME, error) from error
+        self._replace(OUTCOME, outcome.to_json())
 
     def close(self) -> None:
         """Flush TensorBoard's events."""
@@ -121,7 +108,7 @@ class Record:
         )
 
     def _replace(self, name: str, content: Mapping[str, Any]) -> None:
-        with replacing(self.folder / name) as file:
+        with self._writing(name), replacing(self.folder / name) as file:
             file.write(json.dumps(finite(content), indent=1, ensure_ascii=False).encode() + b"\n")
 
     @property
@@ -130,17 +117,20 @@ class Record:
         if self._events is None and importlib.util.find_spec("tensorboard") is not None:
             from torch.utils.tensorboard import SummaryWriter
 
-            try:
+            with self._writing(EVENTS):
                 self._events = SummaryWriter(str(self.folder / EVENTS))
-            except OSError as error:
-                raise self._failed(EVENTS, error) from error
         return self._events
 
-    def _failed(self, name: str, error: OSError) -> Error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        remedy = "make room and resume the run" if full else "see that the folder is one and can be written"
-        what = f"cannot write {self.folder / name}: {error.strerror or error}"
-        return Error(f"{what}. What was written before is readable; {remedy}")
+    @contextmanager
+    def _writing(self, name: str) -> Iterator[None]:
+        """Turn the system's errors into ours while ``name`` is written."""
+        try:
+            yield
+        except OSError as error:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            remedy = "make room and resume the run" if full else "see that the folder is one and can be written"
+            what = f"cannot write {self.folder / name}: {error.strerror or error}"
+            raise Error(f"{what}. What was written before is readable; {remedy}") from error
 
 
 #: Settings that may change when a run is resumed: they say where it runs, not what it computes.

@@ -18,6 +18,7 @@ from fp4graph.analysis.storage import Measurement, Recorded
 from fp4graph.analysis.style import LABELS, svg
 from fp4graph.errors import Error
 from fp4graph.experiments import record as runs
+from fp4graph.experiments.data.extras import needs
 from fp4graph.files import replacing
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ PARTS = (
          "Bias does not average out over steps; noise (the standard deviation over the random bits of stochastic "
          "rounding) does.", plots.gradients),
     Part("oscillation", "Oscillation",
-         "R_w is the way of a weight's quantized value over that of the weight itself. Above 16 the weight sits at a "
+         "R_w is the path length of a weight's quantized value over that of the weight. Above 16 the weight sits at a "
          "rounding threshold and its quantized value jumps to and fro.", plots.oscillation),
     Part("trajectories", "Weights that oscillate",
          "Those with the largest R_w of the last window, among a few hundred of each site that are followed.",
@@ -81,27 +82,18 @@ _SYMBOLS = {
 }
 #: Settings shown under the title, in this order.
 _SETTINGS = (
-    "optimizer",
-    "lr",
-    "batch_size",
-    "accumulate",
-    "schedule",
-    "dtype",
-    "autocast",
-    "device",
-    "backend",
-    "seed",
-)
+    "optimizer", "lr", "batch_size", "accumulate", "schedule", "dtype", "autocast", "device", "backend", "seed",
+)  # fmt: skip
 
 
 def write_report(directory: str | PathLike[str], output: str | PathLike[str] | None = None) -> Path:
-    """Write the report of the run in ``directory``, to ``report.html`` there or to ``output``; returns where.
+    """Write the report of the run in ``directory`` to ``report.html`` there, or to ``output``; return the path.
 
     Args:
-        directory: of ``fp4graph train``, or any that has statistics.
+        directory: the folder of a run of ``fp4graph train``, or any folder with statistics.
 
     Raises:
-        Error: there is no run, what there is is damaged, or the report cannot be written.
+        Error: there is no run, its files are damaged, or the report cannot be written.
     """
     page = render(Path(directory))
     path = Path(output) if output is not None else Path(directory) / "report.html"
@@ -115,12 +107,12 @@ def write_report(directory: str | PathLike[str], output: str | PathLike[str] | N
 
 def render(directory: Path) -> str:
     """Return the page."""
-    try:
-        import jinja2
-    except ImportError:
-        raise Error("reports need jinja2; pip install 'fp4graph[analysis]'") from None
+    needs("jinja2", "reports need jinja2", "analysis")
+    import jinja2
+
     run, metrics, outcome = _run(directory)
-    recorded = _statistics(directory)
+    has_statistics = any((directory / place).is_file() for place in (storage.FILE, f"statistics/{storage.FILE}"))
+    recorded = storage.read(directory) if has_statistics else None
     if run is None and recorded is None:
         raise Error(
             f"{directory}: no run and no statistics there; fp4graph train writes the one, "
@@ -163,31 +155,21 @@ def _run(directory: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]], 
     return runs.read_run(directory), runs.read_metrics(directory), runs.read_outcome(directory)
 
 
-def _statistics(directory: Path) -> Recorded | None:
-    if not any((directory / place).is_file() for place in (storage.FILE, Path("statistics") / storage.FILE)):
-        return None
-    return storage.read(directory)
-
-
 # ------------------------------------------------------------------ words and numbers
 
 
 def _title(run: Measurement | None, recorded: Recorded | None, directory: Path) -> dict[str, str]:
     policy = recorded.header.get("policy") if recorded is not None else None
     asked: Mapping[str, Any] = (run or {}).get("run", {})
-    if run is not None and policy is None:
-        policy = asked.get("policy")
+    policy = asked.get("policy") if policy is None else policy
     name = policy if isinstance(policy, str) else "a policy of its own"
     return {"task": str(asked.get("task") or directory.resolve().name), "policy": Path(str(name)).stem}
 
 
 def _settings(run: Measurement | None) -> list[tuple[str, str]]:
     settings: Mapping[str, Any] = (run or {}).get("settings", {})
-    return [(name.replace("_", " "), _text(settings[name])) for name in _SETTINGS if settings.get(name) is not None]
-
-
-def _text(value: Any) -> str:
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    said = {name: value for name in _SETTINGS if (value := settings.get(name)) is not None}
+    return [(name.replace("_", " "), f"{v:g}" if isinstance(v, float) else str(v)) for name, v in said.items()]
 
 
 def _cards(

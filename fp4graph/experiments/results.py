@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import fp4graph
 from fp4graph.errors import Error
@@ -22,7 +22,7 @@ from fp4graph.experiments.trial import Trial
 
 @dataclass(frozen=True)
 class Scored:
-    """A trial with its score, or None where it has none: it did not come through, or no baseline did."""
+    """A trial with its scores, which are None where the trial or all baselines did not complete."""
 
     trial: Trial
     gain: float | None
@@ -31,12 +31,9 @@ class Scored:
 
 @dataclass(frozen=True)
 class Results:
-    """A study's trials, scored.
+    """A study's trials, scored: those that count, baselines included, and those that were refused.
 
-    Attributes:
-        name, task: of the study.
-        reference: M_ref, the validation loss of its better baseline; None where none came through.
-        trials: those that count, baselines included, and those that were refused.
+    ``reference`` is M_ref, the validation loss of the better baseline, or None where none came through.
     """
 
     name: str
@@ -54,25 +51,25 @@ class Results:
         """The families in the order in which they were begun."""
         return list(dict.fromkeys(s.trial.family for s in self.trials if s.trial.kind != "baseline"))
 
+    def complete_of(self, family: str) -> list[Scored]:
+        return [s for s in self.complete if s.trial.family == family]
+
     def count(self, *states: str) -> int:
         return sum(s.trial.state in states for s in self.trials)
 
 
 def reference_loss(trials: Sequence[Trial]) -> float | None:
-    """M_ref: the lower loss of the baselines that came through, if it can divide."""
+    """Return M_ref: the lowest loss of the complete baselines, or None unless it is positive."""
     losses = [t.loss for t in trials if t.kind == "baseline" and t.state == "complete" and t.loss is not None]
     return min(losses) if losses and min(losses) > 0 else None
 
 
 def scored(trial: Trial, reference: float | None) -> Scored:
-    """A complete trial's scores by both rules; a diverged one's are -inf."""
+    """Return a complete trial with its scores by both rules; a diverged trial's are -inf."""
     if reference is None or trial.complexity is None or trial.state not in ("complete", "diverged"):
         return Scored(trial, None, {"text": None, "table": None})
     loss = math.nan if trial.loss is None else trial.loss
-    scores: dict[Rule, float | None] = {
-        "text": score(loss, reference, trial.complexity, "text"),
-        "table": score(loss, reference, trial.complexity, "table"),
-    }
+    scores: dict[Rule, float | None] = {r: score(loss, reference, trial.complexity, r) for r in get_args(Rule)}
     return Scored(trial, gain(loss, reference), scores)
 
 
@@ -86,17 +83,14 @@ def results(study: Study) -> Results:
 def best(found: Results, rule: Rule) -> list[tuple[str, str, Scored]]:
     """Return (family, category, trial), as the design-space paper's tables have them.
 
-    Every baseline; then per family pure FP4, the best loss, the best positive score and the best negative one. A trial
-    that is several of these comes several times.
+    The list has every baseline, then per family pure FP4, the best loss, the best positive and the best negative score.
+    A trial may appear several times.
     """
     rows = [(s.trial.family, "baseline", s) for s in found.trials if s.trial.kind == "baseline" and s.trial.finished]
     for family in found.families:
-        here = [s for s in found.complete if s.trial.family == family]
-        rows += [
-            (family, "pure FP4", s)
-            for s in found.trials
-            if s.trial.family == family and s.trial.kind == "pure" and s.trial.finished
-        ]
+        here = found.complete_of(family)
+        own = [s for s in found.trials if s.trial.family == family and s.trial.kind == "pure"]
+        rows += [(family, "pure FP4", s) for s in own if s.trial.finished]
         if here:
             rows.append((family, "best loss", min(here, key=lambda s: s.trial.loss or 0.0)))
         positive = [s for s in here if (s.scores[rule] or 0.0) > 0]
@@ -121,11 +115,8 @@ def frontier(some: Sequence[Scored], rule: Rule) -> list[Scored]:
 class Effect:
     """The losses of a family's trials that take one choice of one parameter.
 
-    Attributes:
-        trials: how many there are; those that were given up (pruned) are left out.
-        lost: how many of them diverged or failed.
-        median: of their validation losses; a lost trial's counts as infinite.
-        best: the lowest of these.
+    Pruned trials are left out of ``trials``. ``lost`` ones diverged or failed, and their loss counts as infinite in
+    ``median`` and ``best``.
     """
 
     family: str
@@ -140,8 +131,8 @@ class Effect:
 def effects(found: Results) -> list[Effect]:
     """Return the effect of every choice, by family and parameter, over all its combinations.
 
-    Choices drawn at random are combined with the same others on average, so that their medians compare; those that a
-    sampler sought out are not. A parameter of which a family has only seen one choice is left out.
+    Medians of choices drawn at random compare, because these are combined with the same others on average. Medians of
+    choices that a sampler sought out do not. A parameter with a single choice seen in a family is left out.
     """
     losses: dict[tuple[str, str], dict[str, list[float]]] = {}
     for s in found.trials:
@@ -168,11 +159,7 @@ def flat_trials(found: Results) -> list[dict[str, Any]]:
             "study": found.name,
             "task": found.task,
             "trial": s.trial.number,
-            "state": s.trial.state,
-            "kind": s.trial.kind,
-            "family": s.trial.family,
-            "summary": s.trial.summary,
-            "complexity": s.trial.complexity,
+            **{name: getattr(s.trial, name) for name in ("state", "kind", "family", "summary", "complexity")},
             "validation_loss": s.trial.loss,
             "train_loss": s.trial.result.get("train_loss"),
             "reference_loss": found.reference,
@@ -224,7 +211,7 @@ def to_csv(all_results: Sequence[Results]) -> str:
 
 
 def write(path: Path, content: str | bytes) -> None:
-    """Write ``content`` to ``path`` whole or not at all.
+    """Write ``content`` to ``path`` whole or not at all; several processes may write the same path at once.
 
     Raises:
         Error: it cannot be written; what was there stays.

@@ -19,11 +19,11 @@ SCHEDULES = ("constant", "cosine", "timm")
 
 @dataclass(frozen=True)
 class Run:
-    """Everything that determines a training run, as plain data. What is None is the task's to choose.
+    """Everything that determines a training run, as plain data. The task's recipe chooses what is None.
 
     Attributes:
         task: name of a task (``fp4graph train --list``).
-        policy: a shipped policy's name, a policy file's path, or a policy as data. Loss scaling is its to ask for.
+        policy: a shipped policy's name, a policy file's path, or a policy as data; loss scaling is a technique of it.
         optimizer: adam, adamw, sgd or stablespam. The last counts in Ω as the technique ``stable_spam`` does.
         optimizer_options: arguments of the optimizer's constructor besides lr and weight_decay.
         seed: of weights, order of the data, what the model draws, and the policy's noise; of synthetic data too.
@@ -109,20 +109,17 @@ class Run:
         unknown = sorted(set(data) - known)
         if unknown or "task" not in data:
             what = f"it has {', '.join(map(repr, unknown))}" if unknown else "it names no task"
-            raise Error(
-                f"this is not a run of this version of fp4graph: {what}; known keys: {', '.join(sorted(known))}"
-            )
+            known_keys = ", ".join(sorted(known))
+            raise Error(f"this is not a run of this version of fp4graph: {what}; known keys: {known_keys}")
         return cls(**data)
 
 
 @dataclass(frozen=True)
 class Validation:
-    """The state of a training after ``step`` steps.
+    """Means after ``step`` steps.
 
-    Attributes:
-        train_loss: mean over the samples seen since the validation before.
-        validation_loss: mean over the validation samples.
-        metrics: other means over them, by name: ``accuracy``, ...
+    ``train_loss`` is over the samples since the validation before, ``validation_loss`` and ``metrics`` (by name:
+    ``accuracy``, ...) over the validation samples.
     """
 
     step: int
@@ -138,16 +135,12 @@ class Outcome:
     Attributes:
         validation_loss: M of the score: the loss after the last step. NaN where the training diverged.
         train_loss: mean over the steps since the validation before the last; NaN likewise.
-        metrics: of the last validation.
-        steps: of the optimizer, done.
         seconds: wall time of training and validations, compilation included, making data and model not.
         first_step_seconds: of the first step that this process did: with compilation, without reading the data.
         step_seconds: median of the steps whose loss was looked at, the first five left out; None before.
         diverged: a loss became NaN or infinite, and the training was ended there.
         complexity: Ω, of the policy and the optimizer.
         quantized, sites: matrix products of the model that are quantized, and all of them.
-        parameters: of the model.
-        history: one entry per validation.
     """
 
     validation_loss: float

@@ -1,4 +1,4 @@
-"""The efficiency score of "Elucidating the design space of FP4 training": what a policy gains for what it costs."""
+"""The efficiency score of "Elucidating the design space of FP4 training": the gain of a policy for its cost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ Rule = Literal["text", "table"]
 
 
 def gain(loss: float, reference: float) -> float:
-    """G = (M_ref − M)/M_ref: the share of the reference's loss that a run saves; negative where it loses more.
+    """Return G = (M_ref − M)/M_ref: the share of the reference's loss that a run saves; negative where it loses more.
 
     Source: "Elucidating the design space of FP4 training", sec. 7; there M is the validation loss.
 
@@ -29,7 +29,7 @@ def gain(loss: float, reference: float) -> float:
 
 
 def score(loss: float, reference: float, complexity: float, rule: Rule = "text") -> float:
-    """S: the gain of a run, the less the more its techniques cost.
+    """Return S, the gain of a run reduced by the cost of its techniques.
 
     - ``text``: S = G/(1 + Ω), as the paper defines it (sec. 7). It shrinks negative gains too: of two policies that
       lose equally much the costlier one scores higher.
@@ -40,7 +40,6 @@ def score(loss: float, reference: float, complexity: float, rule: Rule = "text")
         loss: M, of the run. NaN or infinite where it diverged.
         reference: M_ref, in the same units: the loss of the better unquantized baseline.
         complexity: Ω in points, the weights of the techniques in use summed (``Policy.complexity``).
-        rule: which of the two.
 
     Returns:
         S, a fraction of ``reference``; -inf for a diverged run.

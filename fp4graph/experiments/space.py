@@ -15,7 +15,6 @@ import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +38,19 @@ Assignment = Mapping[str, str]
 TRIED = 200
 
 
+def _holds(when: Mapping[str, tuple[str, ...]], assignment: Assignment) -> bool:
+    return all(assignment.get(parameter) in labels for parameter, labels in when.items())
+
+
 @dataclass(frozen=True)
 class Part:
-    """A fragment, where it was written, and when it counts."""
+    """A fragment, and where it was written."""
 
     fragment: Fragment
     node: Node
 
     def holds(self, assignment: Assignment) -> bool:
-        return all(assignment.get(parameter) in labels for parameter, labels in self.fragment.when.items())
+        return _holds(self.fragment.when, assignment)
 
 
 @dataclass(frozen=True)
@@ -61,7 +64,7 @@ class Parameter:
 
     def open_to(self, assignment: Assignment) -> list[str]:
         """Return the labels that fit the choices of earlier parameters; none if the condition does not hold."""
-        if not all(assignment.get(parameter) in labels for parameter, labels in self.when.items()):
+        if not _holds(self.when, assignment):
             return []
         return [label for label, part in self.choices.items() if part.holds(assignment)]
 
@@ -78,10 +81,9 @@ class Configuration:
     Attributes:
         kind: baseline, pure (the plain choices in one family), or trial.
         family: the choice of the space's family parameter, or a baseline's name.
-        policy: None where it is impossible.
         document: the policy as data.
-        error: why it is impossible, or None.
-        run: fields of :class:`~fp4graph.experiments.run.Run` that it sets.
+        policy: the policy, or None where it is impossible; then ``error`` says why.
+        run: the fields of :class:`~fp4graph.experiments.run.Run` that it sets.
     """
 
     kind: str
@@ -108,10 +110,8 @@ class Configuration:
 class Space:
     """A search space, as :func:`load_space` reads it.
 
-    Attributes:
-        inert: whether policies that are only warned about, for a technique without effect, are configurations.
-        text: all of it as YAML, the base written out, so that it can be read where no other file is.
-        digest: of that.
+    ``inert`` accepts policies with a warning, about a technique without effect. ``text`` is the space as YAML with the
+    base written out, readable without other files; ``digest`` is its hash.
     """
 
     name: str
@@ -125,8 +125,6 @@ class Space:
     inert: bool
     text: str
     digest: str
-
-    # ------------------------------------------------------------------ assignments
 
     def assignments(self) -> Iterator[Assignment]:
         """Yield all assignments, the last parameter changing fastest."""
@@ -168,14 +166,11 @@ class Space:
                 taken[parameter.name] = label
         return len(taken) == len(assignment)
 
-    # ------------------------------------------------------------------ configurations
-
     def first(self) -> list[Configuration]:
         """Return a sweep's first configurations: the baselines, then the plain choices in every family."""
         baselines = [self._baseline(name, part) for name, part in self.baselines.items()]
-        plain = self._plain({})
         families = [parameter for parameter in self.parameters if parameter.name == self.family]
-        pure = [self._plain({p.name: label}) for p in families for label in p.choices] or [plain]
+        pure = [self._plain({p.name: label}) for p in families for label in p.choices] or [self._plain({})]
         return [*baselines, *(self.configuration(assignment, "pure") for assignment in pure)]
 
     def _plain(self, chosen: Assignment) -> Assignment:
@@ -226,8 +221,6 @@ class Space:
             except PolicyWarning as warning:
                 raise PolicyError(str(warning)) from None
 
-    # ------------------------------------------------------------------ checking
-
     def check(self) -> None:
         """Raise a PolicyError at the first choice or condition that no policy can be made with."""
         for part in self.baselines.values():
@@ -270,7 +263,7 @@ class Space:
         seen: set[tuple[tuple[str, str], ...]] = set()
         for assignment in itertools.chain(plain, drawn):
             found = tuple(assignment.items())
-            if found not in seen and all(assignment.get(name) in labels for name, labels in wanted.items()):
+            if found not in seen and _holds(wanted, assignment):
                 seen.add(found)
                 yield assignment
 
@@ -279,15 +272,12 @@ def load_space(ref: str | Path, registry: Registry | None = None) -> Space:
     """Load the space ``ref``: the name of a shipped one (``design-space``), or a file.
 
     Raises:
-        PolicyError: with file and line, at the first thing that is wrong: what is not in the schema, a condition on a
-            parameter or choice that does not exist, an unknown technique, a choice that no policy can be made with.
+        PolicyError: with file and line, at the first fault: a key that is not in the schema, a condition on a parameter
+            or choice that does not exist, an unknown technique, a choice that no policy can be made with.
     """
-    path = Path(ref)
-    folder = Path(str(files("fp4graph.experiments").joinpath("spaces")))
-    shipped = {file.stem: file for file in folder.glob("*.yaml")}
-    if str(ref) in shipped:
-        path = shipped[str(ref)]
-    elif not path.is_file():
+    shipped = {file.stem: file for file in Path(__file__).with_name("spaces").glob("*.yaml")}
+    path = shipped.get(str(ref), Path(ref))
+    if not path.is_file():
         raise PolicyError(
             f"no search space {str(ref)!r} is shipped, and it is not a file; {suggest(str(ref), shipped)}"
         )
@@ -349,9 +339,6 @@ def parse_space(text: str, file: str, registry: Registry | None = None) -> Space
     return space
 
 
-# ------------------------------------------------------------------ reading
-
-
 def _base(root: Node, section: SpaceSection, file: str, registry: Registry) -> Node:
     """Return the document of the policy that choices are laid over."""
     node = root.get("base")
@@ -396,9 +383,9 @@ def _check_run(part: Part) -> None:
 
 def _combinations(parameters: Sequence[Parameter], names: set[str]) -> Iterator[Assignment]:
     """Yield all combinations of labels of the parameters in ``names``, whether their conditions hold or not."""
-    chosen = [parameter for parameter in parameters if parameter.name in names]
-    for labels in itertools.product(*(parameter.choices for parameter in chosen)):
-        yield {parameter.name: label for parameter, label in zip(chosen, labels, strict=True)}
+    choices = {parameter.name: parameter.choices for parameter in parameters if parameter.name in names}
+    for labels in itertools.product(*choices.values()):
+        yield dict(zip(choices, labels, strict=True))
 
 
 def _digest(data: object) -> str:

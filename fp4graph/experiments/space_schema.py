@@ -1,4 +1,4 @@
-"""The shape of a search space's file: which keys there are, and of what type."""
+"""The keys of a search space's file, and their types."""
 
 from __future__ import annotations
 
@@ -13,19 +13,9 @@ VERSION = 1
 
 #: Settings of the training that a choice may change. All others are the sweep's, so that losses compare.
 RUN_KEYS = (
-    "optimizer",
-    "optimizer_options",
-    "seed",
-    "lr",
-    "weight_decay",
-    "schedule",
-    "warmup",
-    "clip",
-    "batch_size",
-    "accumulate",
-    "dtype",
-    "autocast",
-)
+    "optimizer", "optimizer_options", "seed", "lr", "weight_decay", "schedule", "warmup", "clip", "batch_size",
+    "accumulate", "dtype", "autocast",
+)  # fmt: skip
 
 
 def _labels(value: Any) -> Any:
@@ -76,9 +66,7 @@ class SpaceSection(Section):
     family: Text | None = None
     #: True accepts techniques without effect, as a published space may need; otherwise they are refused.
     inert: StrictBool = False
-    baselines: Annotated[dict[str, Fragment], Field(min_length=1)] = Field(
-        default_factory=lambda: {"bf16": Fragment()}
-    )
+    baselines: dict[str, Fragment] = Field(default_factory=lambda: {"bf16": Fragment()}, min_length=1)
     parameters: Annotated[dict[str, ParameterSection], Field(min_length=1)]
     also: tuple[Fragment, ...] = ()
 

@@ -1,11 +1,11 @@
 """A sweep's trials in a database, through Optuna: claimed by one worker each, with their results.
 
-A trial is written with all that determines it in one transaction, and numbered in the order of these. Whoever reads
-trial n therefore sees all before it, and two workers that chose the same configuration agree without speaking: the
-lower number runs, the other withdraws. A worker gives a sign of life every now and then (``beat``); one whose beat has
-not changed for ``patience`` seconds, as its observers' own clocks measure them, is taken to be gone, and its trial is
-lost: its configuration is free again. What a trial came to is one value (``result``), written before Optuna is told, so
-that a kill in between leaves it for the next reader to find.
+A trial is written with all that determines it in one transaction; transactions number the trials. A reader of trial n
+therefore sees all trials before it, and two workers that chose the same configuration agree without speaking: the lower
+number runs, the other withdraws. A worker writes a sign of life regularly (``beat``). If the beat does not change for
+``patience`` seconds by an observer's clock, the worker counts as gone, and its trial as lost: the configuration is free
+again. A trial's ``result`` is one value, written before Optuna is told, so that after a kill in between the next reader
+finds it.
 """
 
 from __future__ import annotations
@@ -55,12 +55,8 @@ class TakenOver(Exception):
 class Manifest:
     """The settings that all trials of a study share; a sweep with other settings needs another study.
 
-    Attributes:
-        task: what is trained.
-        run: the run that configurations are laid over, without what only says where and how fast.
-        space: the search space, as YAML.
-        space_name, space_digest: its name, and its content's.
-        patience: seconds without a beat after which a worker is taken to be gone.
+    ``run`` is the run that configurations are laid over, without device and workers. ``space`` is the search space as
+    YAML. ``patience`` is the seconds without a beat after which a worker counts as gone.
     """
 
     task: str
@@ -78,7 +74,7 @@ class Manifest:
         return cls(str(run["task"]), common, space.text, space.name, space.digest, patience)
 
     def differences(self, other: Manifest) -> list[str]:
-        """Return the differences between the settings of a study, ``other``, and these, in words."""
+        """Return in words the differences between the settings of a study, ``other``, and these."""
         found = []
         if self.fp4graph != other.fp4graph:
             found.append(f"version {other.fp4graph} of fp4graph, and this is {self.fp4graph}")
@@ -87,10 +83,11 @@ class Manifest:
         if self.space_digest != other.space_digest:
             same = " under the same name" if self.space_name == other.space_name else ""
             found.append(f"another search space{same} ({other.space_name!r}, and now it is {self.space_name!r})")
-        for key in sorted(set(self.run) | set(other.run)):
+        for key in sorted({*self.run, *other.run} - {"task"}):
             mine, theirs = self.run.get(key), other.run.get(key)
-            if mine != theirs and key != "task":
-                found.append(f"{key} {_said(theirs)}, and now it is {_said(mine)}")
+            if mine != theirs:
+                was, is_now = ("unset" if value is None else repr(value) for value in (theirs, mine))
+                found.append(f"{key} {was}, and now it is {is_now}")
         return found
 
 
@@ -112,8 +109,6 @@ class Study:
     def name(self) -> str:
         return self._study.study_name
 
-    # ------------------------------------------------------------------ opening
-
     @classmethod
     def create(cls, url: str, name: str, manifest: Manifest, pruner: BasePruner | None = None) -> Study:
         """Open the study of that name, or create it.
@@ -123,13 +118,9 @@ class Study:
                 later fp4graph did.
         """
         storage, shown = open_storage(url)
-        with answering(shown):
-            try:
-                optuna.create_study(storage=storage, study_name=name, direction="minimize", sampler=RandomSampler())
-            except DuplicatedStudyError:
-                pass
-            else:
-                storage.set_study_user_attr(storage.get_study_id_from_name(name), "fp4graph", asdict(manifest))
+        with answering(shown), suppress(DuplicatedStudyError):
+            made = optuna.create_study(storage=storage, study_name=name, direction="minimize", sampler=RandomSampler())
+            made.set_user_attr("fp4graph", asdict(manifest))
         study = cls.open(url, name, pruner)
         different = manifest.differences(study.manifest)
         if different:
@@ -174,24 +165,16 @@ class Study:
             )
         return cls(storage, study, Manifest(**manifest), shown)
 
-    # ------------------------------------------------------------------ reading
-
     def trials(self) -> list[Trial]:
         """Return all trials, by number."""
         frozen = self._patiently(lambda: self._study.get_trials(deepcopy=False))
         excused = set(self._patiently(lambda: self._study.user_attrs).get("excused", ()))
         return [read_trial(trial, trial.number in excused) for trial in frozen if "configuration" in trial.user_attrs]
 
-    # ------------------------------------------------------------------ writing
-
     def claim(self, configuration: Configuration, space: Space, worker: str, target: int) -> Claim | None:
         """Create a trial of ``configuration``; return None if another has it, or ``target`` trials were begun."""
         policy = configuration.policy
-        attributes = {
-            "kind": configuration.kind,
-            "family": configuration.family,
-            "summary": configuration.summary,
-            "key": configuration.key,
+        attributes = {name: getattr(configuration, name) for name in ("kind", "family", "summary", "key")} | {
             "complexity": None if policy is None else policy.complexity,
             "policy": policy.to_yaml() if policy else yaml.safe_dump(configuration.document, sort_keys=False),
             "assignment": dict(configuration.assignment),
@@ -224,21 +207,14 @@ class Study:
         Raises:
             TakenOver: the trial is not this worker's any more.
         """
-        identifier = self._identifier(number)
-        try:
-            self._patiently(lambda: self._storage.set_trial_user_attr(identifier, "result", finite(result)))
-        except UpdateFinishedTrialError:
-            raise TakenOver from None
+        if not self._set(number, "result", finite(result)):
+            raise TakenOver
         self._tell(number, result)
 
     def withdraw(self, number: int, reason: str) -> None:
         """Take a trial back, as if it had never been begun."""
-        identifier = self._identifier(number)
-        try:
-            self._patiently(lambda: self._storage.set_trial_user_attr(identifier, "withdrawn", reason))
-        except UpdateFinishedTrialError:
-            return
-        self._tell(number, {"outcome": "withdrawn"})
+        if self._set(number, "withdrawn", reason):
+            self._tell(number, {"outcome": "withdrawn"})
 
     def excuse_failed(self) -> int:
         """Free the configurations of all failed trials, to be run again, and return their number."""
@@ -263,11 +239,17 @@ class Study:
                 tidied = True
         return tidied
 
-    def _identifier(self, number: int) -> int:
-        return self._patiently(lambda: self._storage.get_trial_id_from_study_id_trial_number(self._id, number))
+    def _set(self, number: int, name: str, value: object) -> bool:
+        """Write an attribute of a trial, and return whether the trial could be written: it had not ended."""
+        identifier = self._patiently(lambda: self._storage.get_trial_id_from_study_id_trial_number(self._id, number))
+        try:
+            self._patiently(lambda: self._storage.set_trial_user_attr(identifier, name, value))
+        except UpdateFinishedTrialError:
+            return False
+        return True
 
     def _tell(self, number: int, result: Mapping[str, Any]) -> None:
-        """Set Optuna's own state of a trial. Optuna allows a value for complete trials only."""
+        """Set Optuna's own state of a trial; only a complete trial may have a value."""
         states = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED}
         state = states.get(result["outcome"], TrialState.FAIL)
         values = result["loss"] if state is TrialState.COMPLETE else None
@@ -379,10 +361,3 @@ def make_pruner(name: str) -> BasePruner:
     if name == "none":
         return NopPruner()
     raise Error(f"unknown pruner {name!r}; known: none, median, hyperband")
-
-
-# ------------------------------------------------------------------ as data
-
-
-def _said(value: Any) -> str:
-    return "unset" if value is None else repr(value)

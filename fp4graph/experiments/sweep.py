@@ -51,17 +51,17 @@ class Pruned(Exception):
 def propose(space: Space, trials: Sequence[Trial], seed: int, sampler: Sampler = "random") -> Configuration | None:
     """Return the next configuration to run, given all trials of the study; None if there is none, or none yet.
 
-    The baselines come first and alone: without one that came through nothing can be scored, and what is wrong with
-    data or device shows there. Then the plain choices in every family, then what was lost with its worker, and then
-    what the sampler says: ``random`` gives the same configurations in the same order for equal seeds, however many
-    workers there are and whatever became of them; ``tpe`` asks Optuna's tree-structured Parzen estimator for such as
-    may have a low loss or a low Ω.
+    The baselines come first and alone: without a finished one nothing can be scored, and faults of data or device show
+    there. Then come the plain choices in every family, the lost trials, and the sampler's choices. ``random`` draws the
+    same configurations in the same order for equal seeds, whatever the number and the fate of the workers. ``tpe`` asks
+    Optuna's tree-structured Parzen estimator for configurations that may have a low loss or a low Ω.
     """
     taken = {trial.key for trial in trials if trial.state not in FREE}
     first = space.first()
-    baselines = [configuration for configuration in first if configuration.kind == "baseline"]
+    baselines = {configuration.key for configuration in first if configuration.kind == "baseline"}
+    has_baseline = any(trial.key in baselines and trial.finished for trial in trials)
     for configuration in first:
-        if configuration.kind != "baseline" and not _came_through(trials, baselines):
+        if configuration.kind != "baseline" and not has_baseline:
             return None
         if configuration.key not in taken:
             return configuration
@@ -69,11 +69,6 @@ def propose(space: Space, trials: Sequence[Trial], seed: int, sampler: Sampler =
         if trial.state == "lost" and trial.key not in taken:
             return space.configuration(trial.assignment, trial.kind)
     return _drawn(space, trials, taken, seed, sampler)
-
-
-def _came_through(trials: Sequence[Trial], baselines: Sequence[Configuration]) -> bool:
-    keys = {baseline.key for baseline in baselines}
-    return any(trial.key in keys and trial.finished for trial in trials)
 
 
 def _drawn(space: Space, trials: Sequence[Trial], taken: set[str], seed: int, sampler: Sampler) -> Configuration | None:
@@ -155,16 +150,15 @@ def work(
     Any number of processes, on any number of machines, may do so at once.
 
     Args:
-        study: its manifest says what is trained.
-        space: its manifest's space.
-        target: results in all, those that were there before included; refused configurations do not count.
-        worker: what its trials are marked with, like no other's.
+        space: the space of the study's manifest.
+        target: results in all, earlier ones included; refused configurations do not count.
+        worker: a unique mark of this worker's trials.
         device: in place of the run's.
-        going: asked before each trial; the worker returns where it says no.
+        going: asked before each trial; False ends the worker.
 
     Raises:
-        Error: a baseline failed, or the policy of a plain configuration does not fit: so would everything else; or the
-            database went away.
+        Error: a baseline failed, or the policy of a plain configuration does not fit, and so would everything else; or
+            the database went away.
     """
     run = Run(**study.manifest.run)
     if device is not None:

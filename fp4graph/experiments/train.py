@@ -64,13 +64,13 @@ def train(
 
     Args:
         run: what to train.
-        report: called with (step, validation loss) after each validation; an exception it raises ends the training
+        report: called with (step, validation loss) after each validation; an exception that it raises ends the training
             and passes through.
-        directory: where the record of the run is kept (:mod:`fp4graph.experiments.record`).
+        directory: folder for the record of the run (:mod:`fp4graph.experiments.record`).
         resume: go on from the checkpoint in ``directory``, if there is one, to the last bit as if nothing had happened.
         checkpoints: write one into ``directory`` after each validation.
         tick: called with (step, steps of the whole training, last training loss) whenever the loss is looked at.
-        watch: called with the prepared model and optimizer; what it returns is entered while the training lasts.
+        watch: called with the prepared model and optimizer; returns a context, entered while the training lasts.
         statistics: steps from one record of what quantization does at every site to the next
             (:class:`fp4graph.analysis.Statistics`), kept in ``directory / "statistics"`` and TensorBoard's events.
 
@@ -119,11 +119,11 @@ class _Training:
 
     def __init__(self, settings: Settings, problem: Problem, policy: Policy) -> None:
         self.settings, self.problem, self.policy = settings, problem, policy
-        self.steps = settings.steps(problem)
-        self.every = settings.run.validate_every or math.ceil(self.steps / settings.recipe.validations)
+        self.steps = settings.total_steps(problem)
+        self.every = settings.run.validate_every or math.ceil(self.steps / settings.validations)
         self.model = problem.model.to(settings.device)
-        if settings.dtype != torch.float32:
-            self.model.to(settings.dtype)
+        if settings.parameter_dtype != torch.float32:
+            self.model.to(settings.parameter_dtype)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         forwards = self.steps * settings.accumulate
         fp4graph.apply(self.model, policy, backend=settings.backend, seed=settings.seed, total_forwards=forwards)
@@ -167,16 +167,10 @@ class _Training:
         self.history = [Validation(**entry) for entry in progress["history"]]
 
     def save(self, file: Path) -> None:
-        progress = {
-            "step": self.step,
-            "seconds": self.seconds,
-            "sites": self.sites,
-            "quantized": self.quantized,
-            "history": [dataclasses.asdict(entry) for entry in self.history],
-        }
-        checkpoint.save(
-            file, self.model, self.optimizer, scaler=self.scaler, scheduler=self.scheduler, progress=progress
-        )
+        progress = {name: getattr(self, name) for name in ("step", "seconds", "sites", "quantized")}
+        progress["history"] = [dataclasses.asdict(entry) for entry in self.history]
+        states: dict[str, Any] = {"scaler": self.scaler, "scheduler": self.scheduler, "progress": progress}
+        checkpoint.save(file, self.model, self.optimizer, **states)
 
     def probe(self) -> Callable[[], object]:
         """Return a function that runs the model on a few validation samples, the same each time."""
@@ -315,12 +309,8 @@ class _Training:
             train_loss=last.train_loss,
             metrics=last.metrics,
             steps=self.step,
-            seconds=self.seconds,
             diverged=diverged,
-            complexity=self.complexity,
-            quantized=self.quantized,
-            sites=self.sites,
-            parameters=self.parameters,
+            **{name: getattr(self, name) for name in ("seconds", "complexity", "quantized", "sites", "parameters")},
             history=tuple(self.history),
             first_step_seconds=self.step_seconds[0] if self.step_seconds else None,
             step_seconds=median(timed) if timed else None,
@@ -350,16 +340,10 @@ def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     exempt = named()
     decays = [p for name, p in model.named_parameters() if p.dim() >= 2 and name not in exempt]
     others = [p for name, p in model.named_parameters() if p.dim() < 2 or name in exempt]
-    groups = [
-        {"params": decays, "weight_decay": settings.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    groups = [{"params": decays, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
     kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
-        "adam": torch.optim.Adam,
-        "adamw": torch.optim.AdamW,
-        "sgd": torch.optim.SGD,
-        "stablespam": StableSPAM,
-    }
+        "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "stablespam": StableSPAM,
+    }  # fmt: skip
     options = dict(settings.run.optimizer_options)
     try:
         return kinds[settings.optimizer]([group for group in groups if group["params"]], lr=settings.lr, **options)

@@ -21,10 +21,9 @@ class Trial:
     Attributes:
         state: running; complete, diverged, failed, pruned or refused, which are final; lost (its worker is gone);
             withdrawn (it does not count: another has the configuration, the sweep was interrupted, a failure excused).
-        kind, family, summary, assignment, run, key, policy: of its configuration; ``policy`` as YAML.
-        complexity: Ω.
+        kind, family, summary, assignment, run, key, policy: of its configuration; ``policy`` is YAML.
         result: loss, metrics, seconds, reason, ...
-        beat: changes as long as its worker lives.
+        beat: a number that changes as long as the worker lives.
     """
 
     number: int
@@ -51,12 +50,12 @@ class Trial:
 
     @property
     def counts(self) -> bool:
-        """Whether the trial counts towards the requested number of results."""
+        """True for a trial that counts towards the requested number of results."""
         return self.state in COUNTED
 
     @property
     def finished(self) -> bool:
-        """Whether the trial counts and has ended."""
+        """True for a trial that counts and has ended."""
         return self.counts and self.state != "running"
 
 

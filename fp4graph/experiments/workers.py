@@ -50,7 +50,7 @@ class Job:
 
 
 def _process(job: Job, parent: Connection) -> None:
-    """A worker process. What it prints goes to its log; an Error is sent to the process that started it."""
+    """Run a worker process. Its output goes to its log; an Error is sent to the process that started it."""
     with Path(job.log).open("a", encoding="utf-8", buffering=1) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -87,7 +87,7 @@ def _device(job: Job) -> str:
 
 @dataclass(frozen=True)
 class _Worker:
-    """A process, the pipe that carries its last error, its token, and the study's progress when it began."""
+    """A process, the pipe for its last error, its token, and the study's progress when the process began."""
 
     process: Any
     pipe: Connection
@@ -115,14 +115,13 @@ class Workers:
     def __exit__(self, *_: object) -> None:
         with _blocked(signal.SIGINT, signal.SIGTERM):  # an impatient signal must not leave one of them at work
             for worker in self._running.values():
-                worker.process.terminate()  # in the middle of whatever it does: what it had begun is taken back here
+                worker.process.terminate()  # at any point: its running trial is withdrawn below
         for worker in self._running.values():
             worker.process.join()
         names = {worker_name(worker.process.pid, worker.token) for worker in self._running.values()}
         with contextlib.suppress(Error), self._study.hurried():  # where it is away, their silence tells
-            for trial in self._study.trials() if names else ():
-                if trial.worker in names and trial.state == "running":
-                    self._study.withdraw(trial.number, "interrupted")
+            for number in self._running_trials(names) if names else ():
+                self._study.withdraw(number, "interrupted")
 
     def _start(self, index: int) -> None:
         ours, theirs = self._context.Pipe(duplex=False)
@@ -135,16 +134,13 @@ class Workers:
         self._running[index] = _Worker(process, ours, job.token, _progress(self._study.trials()))
 
     def watch(self, stop: Callable[[], bool] = lambda: False) -> Iterator[tuple[list[Trial], list[str]]]:
-        """The trials, and what happened to workers meanwhile, about once a second until all workers are through.
+        """Yield the trials and the events of workers about once a second, until all workers have ended.
 
-        A worker that was killed is replaced, as long as trials go on: its own is at once free for others.
-
-        Args:
-            stop: asked before workers are looked at. A signal to the whole process group ends them as well, and such
-                an end is no loss.
+        A killed worker is replaced as long as trials make progress, and its trial is free at once. ``stop`` is asked
+        before workers are looked at: a signal to the whole process group ends the workers too, which is no loss.
 
         Raises:
-            Error: what a worker could not go on after, or that they end without doing anything.
+            Error: of a worker that cannot go on; or workers end without making progress.
         """
         while self._running:
             if stop():
@@ -161,7 +157,8 @@ class Workers:
                         raise Error(worker.pipe.recv())
                 if worker.process.exitcode == 0:
                     continue
-                self._release(worker_name(worker.process.pid, worker.token))
+                for number in self._running_trials({worker_name(worker.process.pid, worker.token)}):
+                    self._study.lose(number)
                 events.append(f"worker {index} ended ({_ending(worker.process.exitcode)}); its trial is free again")
                 if _progress(self._study.trials()) == worker.progress:
                     raise Error(f"{events[-1]}; {self._job.log}/worker-{index}.log may say why")
@@ -170,25 +167,18 @@ class Workers:
             time.sleep(POLL)
         yield self._study.trials(), []
 
-    def _release(self, worker: str) -> None:
-        for trial in self._study.trials():
-            if trial.worker == worker and trial.state == "running":
-                self._study.lose(trial.number)
+    def _running_trials(self, workers: set[str]) -> list[int]:
+        running = (trial for trial in self._study.trials() if trial.state == "running")
+        return [trial.number for trial in running if trial.worker in workers]
 
 
 class Interrupts:
-    """Ctrl-C and SIGTERM while it is entered: the first one is noted, for whoever asks next, and said to the user.
+    """A context in which the first Ctrl-C or SIGTERM sets ``asked`` and tells the user, through ``say`` or on stderr.
 
-    A KeyboardInterrupt may fall between any two instructions. Inside SQLAlchemy or Optuna's cache it leaves a session
-    or a list of trials behind that is wrong, and the running trials must still be taken back through them; inside a
-    finalizer it is lost. A further signal, a second or more later, raises KeyboardInterrupt, for users who do not wait
-    for a database that is away.
-
-    Args:
-        say: is given the message; by default it goes to standard error.
-
-    Attributes:
-        asked: whether there was one.
+    A KeyboardInterrupt may fall between any two instructions. Inside SQLAlchemy or Optuna's cache it would leave a
+    wrong session or list of trials, through which the running trials must still be taken back; inside a finalizer it
+    is lost. A further signal, a second or more later, raises KeyboardInterrupt, for users who do not wait for a
+    database that is away.
     """
 
     def __init__(self, say: Callable[[str], object] | None = None) -> None:
@@ -224,10 +214,9 @@ def _to_stderr(message: str) -> None:
 
 @contextlib.contextmanager
 def _deaf_to_interrupts() -> Iterator[None]:
-    """Start processes that ignore Ctrl-C, which reaches all processes of a terminal.
+    """Start processes that block Ctrl-C, which reaches all processes of a terminal but is for the first one.
 
-    The signal is for the process that started the others. They block it from their first moment on; a handler of
-    their own would be installed only after seconds of imports.
+    A handler in the new processes would be installed only after seconds of imports.
     """
     resource_tracker.ensure_running()  # it would lift the block when it is started by the first process
     with _blocked(signal.SIGINT):

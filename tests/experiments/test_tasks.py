@@ -56,7 +56,7 @@ def test_the_recipes_are_table_11(name: str) -> None:
 def test_a_length_in_tokens_counts_whole_steps(task: str, steps: int) -> None:
     """0.9e9 tokens in steps of 4096 · 128 are 1716.6 steps, and so on."""
     problem = type("Counted", (), {"tokens_per_sample": TABLE_11[task][5], "samples": 1})()
-    assert settings(task).steps(problem) == steps
+    assert settings(task).total_steps(problem) == steps
 
 
 @pytest.mark.parametrize(

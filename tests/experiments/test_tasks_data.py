@@ -101,7 +101,7 @@ def test_the_schedule_is_timms() -> None:
     from timm.scheduler import create_scheduler_v2
 
     chosen, steps = settings("digits-augmented"), 528
-    assert chosen.steps(TASKS["digits-augmented"].make(chosen)) == steps
+    assert chosen.total_steps(TASKS["digits-augmented"].make(chosen)) == steps
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=chosen.lr)
     scheduler, _ = create_scheduler_v2(
         optimizer, sched="cosine", num_epochs=24, warmup_epochs=1, warmup_lr=1e-6, min_lr=chosen.lr / 100,

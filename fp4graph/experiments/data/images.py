@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
+from torch.utils.data import Subset
 
 from fp4graph.errors import Error
 from fp4graph.experiments.data.extras import needs
@@ -18,7 +19,7 @@ from fp4graph.experiments.data.extras import needs
 if TYPE_CHECKING:
     from PIL import Image
 
-#: Of ImageNet's training images.
+#: Means and standard deviations of the channels of ImageNet's training images.
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -32,7 +33,7 @@ class Images(Protocol):
 
 @dataclass(frozen=True)
 class Split:
-    """Training and validation images of one data set; mean and standard deviation of their channels, of [0, 1]."""
+    """Training and validation images of one data set, with the mean and std of their channels, in [0, 1]."""
 
     train: Images
     validation: Images
@@ -43,25 +44,6 @@ class Split:
     @property
     def channels(self) -> int:
         return len(self.mean)
-
-
-class Digits:
-    """Some of scikit-learn's 1797 scans of handwritten digits (8x8, 17 grey levels), as 8-bit grey images."""
-
-    def __init__(self, indices: Sequence[int]) -> None:
-        from PIL import Image
-        from sklearn.datasets import load_digits
-
-        scans = load_digits()
-        self.indices = [int(index) for index in indices]
-        self.images = [Image.fromarray(np.uint8(np.round(scans.images[i] * (255 / 16)))) for i in self.indices]
-        self.labels = [int(scans.target[i]) for i in self.indices]
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        return self.images[index], self.labels[index]
 
 
 class Named:
@@ -78,34 +60,27 @@ class Named:
         return row[self.image].convert("RGB"), 0 if self.label is None else int(row[self.label])
 
 
-class Part:
-    """Some of ``images``."""
-
-    def __init__(self, images: Images, indices: Sequence[int]) -> None:
-        self.images, self.indices = images, indices
-
-    def __len__(self) -> int:
-        return len(self.indices)
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        return self.images[int(self.indices[index])]
-
-
 def digits(split_seed: int = 0) -> Split:
-    """Stratified 80/20 split. It depends on ``split_seed`` alone, so that runs of any seed are comparable."""
+    """Return scikit-learn's 1797 scans of handwritten digits (8x8, 17 grey levels) as 8-bit grey images.
+
+    The split is stratified, 80/20. It depends on ``split_seed`` alone, so that runs of any seed are comparable.
+    """
     needs("sklearn", "digits are scikit-learn's")
+    from PIL import Image
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
-    target = load_digits().target
-    train, validation = train_test_split(
-        np.arange(len(target)), test_size=0.2, stratify=target, random_state=split_seed
-    )
-    return Split(Digits(train), Digits(validation), classes=10, mean=(0.305,), std=(0.376,))
+    scans = load_digits()
+    images = [Image.fromarray(np.uint8(np.round(scan * (255 / 16)))) for scan in scans.images]
+    pairs: Any = list(zip(images, scans.target.tolist(), strict=True))
+    numbers = np.arange(len(pairs))
+    parts = train_test_split(numbers, test_size=0.2, stratify=scans.target, random_state=split_seed)
+    train, validation = (Subset(pairs, part.tolist()) for part in parts)
+    return Split(train, validation, classes=10, mean=(0.305,), std=(0.376,))
 
 
 def mnist(root: Path, *, download: bool = True) -> Split:
-    """MNIST from ``root``, fetched there by torchvision where ``download`` allows it."""
+    """Return MNIST from ``root``, fetched there by torchvision where ``download`` allows it."""
     needs("torchvision", "MNIST is read by torchvision")
     from torchvision.datasets import MNIST
 
@@ -115,7 +90,7 @@ def mnist(root: Path, *, download: bool = True) -> Split:
 
 
 def cifar10(root: Path, *, download: bool = True) -> Split:
-    """CIFAR-10 from ``root``, fetched there by torchvision where ``download`` allows it."""
+    """Return CIFAR-10 from ``root``, fetched there by torchvision where ``download`` allows it."""
     needs("torchvision", "CIFAR-10 is read by torchvision")
     from torchvision.datasets import CIFAR10
 
@@ -140,19 +115,20 @@ def _torchvision(kind: Callable[..., Images], root: Path, train: bool, download:
 
 
 def image_folder(root: Path) -> Split:
-    """ImageNet's layout: ``root/train/CLASS/*.jpg`` and ``root/val/CLASS/*.jpg``."""
+    """Return the images of a folder in ImageNet's layout: ``root/train/CLASS/*.jpg`` and ``root/val/CLASS/*.jpg``."""
     needs("timm", "image folders are read by timm")
     from timm.data.dataset_factory import create_dataset
 
-    missing = [name for name in ("train", "val") if not (root / name).is_dir()]
+    parts = root / "train", root / "val"
+    missing = [part.name for part in parts if not part.is_dir()]
     if missing:
         raise Error(
             f"{root} has no folder {' and no folder '.join(missing)}: put the images in {root}/train/CLASS/*.jpg and "
             f"{root}/val/CLASS/*.jpg"
         )
-    empty = [name for name in ("train", "val") if not any(path.is_dir() for path in (root / name).iterdir())]
-    if empty:
-        raise Error(f"{root / empty[0]} has no class folders: put the images in {root / empty[0]}/CLASS/*.jpg")
+    for part in parts:
+        if not any(path.is_dir() for path in part.iterdir()):
+            raise Error(f"{part} has no class folders: put the images in {part}/CLASS/*.jpg")
     train = create_dataset("", root=str(root / "train"), split="train", search_split=False)
     classes = train.reader.class_to_idx
     validation = create_dataset("", root=str(root / "val"), split="val", search_split=False, class_map=classes)
@@ -160,20 +136,19 @@ def image_folder(root: Path) -> Split:
 
 
 def flat_folder(root: Path) -> Split:
-    """Images without labels, anywhere under ``root``; every 50th, in the order of their paths, is for validation."""
+    """Return images without labels, anywhere under ``root``; every 50th by path is for validation."""
     files = sorted(path for path in root.rglob("*") if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp"))
     if len(files) < 50:
         raise Error(f"{root} has {len(files)} images: put at least 50 there, as .png, .jpg or .webp, in any subfolders")
-    images = _Files(files)
-    return _unlabelled(images)
+    return _unlabelled(_Files(files))
 
 
 def hugging_face(name: str, *, labelled: bool) -> Split:
-    """A dataset of the Hugging Face hub, or a folder that ``datasets.load_dataset`` reads.
+    """Return a dataset of the Hugging Face hub, or of a folder that ``datasets.load_dataset`` reads.
 
-    It needs a column with images, and for classification one with class numbers. Its splits ``train`` and
-    ``validation`` (or ``val``, ``test``) are taken; images without labels of which there is ``train`` alone are
-    divided as in :func:`flat_folder`.
+    The dataset needs a column with images, and for classification one with class numbers. Its splits ``train`` and
+    ``validation`` (or ``val``, ``test``) are used. Images without labels that have only ``train`` are divided as in
+    :func:`flat_folder`.
     """
     needs("datasets", "hf: names are loaded by Hugging Face's datasets")
     import datasets
@@ -216,10 +191,10 @@ class _Files:
             return image.convert("RGB"), 0
 
 
-def _unlabelled(images: Images) -> Split:
+def _unlabelled(images: Any) -> Split:
     numbers = range(len(images))
-    train = Part(images, [number for number in numbers if number % 50])
-    return Split(train, Part(images, numbers[::50]), classes=1, mean=(0.5,) * 3, std=(0.5,) * 3)
+    train = Subset(images, [number for number in numbers if number % 50])
+    return Split(train, Subset(images, numbers[::50]), classes=1, mean=(0.5,) * 3, std=(0.5,) * 3)
 
 
 @contextmanager

@@ -41,7 +41,7 @@ class Pixels:
 
 @lru_cache(maxsize=2)  # a sweep trains on one data set many times
 def in_memory(load: Callable[..., Split], *root: Path) -> Pixels:
-    """What ``load(*root)`` gives, as tensors."""
+    """Return the images of ``load(*root)`` as tensors."""
     split = load(*root)
     return Pixels(*_tensors(split.train, split.channels), *_tensors(split.validation, split.channels), split)
 
@@ -54,27 +54,23 @@ def _tensors(images: Images, channels: int) -> tuple[Tensor, Tensor]:
 
 
 def normalized(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """``pixels``, uint8, as fp32 numbers of mean 0 and standard deviation 1 where those of the channels, of [0, 1],
-    are ``mean`` and ``std``."""
+    """Return (pixels/255 - mean)/std per channel, fp32, of uint8 ``pixels``."""
     centre, spread = (torch.tensor(values).view(-1, 1, 1) for values in (mean, std))
     return (pixels / 255 - centre) / spread
 
 
 class Stream:
-    """Batches of images, read and transformed on the way.
-
-    The transform of an image is a function of the seed, the image and the key that the order gives to its batch.
-    """
+    """Batches of images, read and transformed on the way as a function of seed, image and the batch's key."""
 
     def __init__(self, images: Images, transform: Transform, seed: int, workers: int) -> None:
         self.images, self.transform, self.seed, self.workers = images, transform, seed, workers
 
     def shuffled(self, order: Order, start: int) -> Iterator[list[Tensor]]:
-        """Without end, from batch ``start`` on: images ``[batch, channels, height, width]`` and labels ``[batch]``."""
+        """Yield images ``[batch, channels, height, width]`` and labels ``[batch]``, without end from ``start`` on."""
         yield from self._loader(_Numbered(order, start))
 
     def in_order(self, batch_size: int) -> Iterator[list[Tensor]]:
-        """Each image once."""
+        """Yield each image once."""
         numbers = torch.split(torch.arange(len(self.images)), batch_size)
         yield from self._loader([[(0, int(index)) for index in rows] for rows in numbers])
 

@@ -1,4 +1,4 @@
-"""In which order samples are seen: a function of the seed and the step, whatever stopped the training in between."""
+"""The order of samples: a function of the seed and the step, also after an interruption."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fp4graph.errors import Error
 
 
 def generator(*key: int) -> torch.Generator:
-    """Random numbers that are a function of ``key``: whole numbers of at least 0."""
+    """Return a generator seeded with ``key``, whole numbers of at least 0."""
     return torch.Generator().manual_seed(int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1))
 
 
 class Order:
-    """Rows of each batch: the samples in one random order after another, cut every ``batch_size``.
+    """The rows of each batch: the samples in one random order after another, cut every ``batch_size``.
 
     No sample is left out of a pass, and all batches have one size: a batch at the end of a pass takes the rest from
     the next one.
@@ -29,7 +29,7 @@ class Order:
         self.samples, self.batch_size, self.seed = samples, batch_size, seed
 
     def rows(self, start: int = 0) -> Iterator[Tensor]:
-        """Int64 ``[batch_size]``, without end, from the batch of number ``start`` on."""
+        """Yield int64 ``[batch_size]`` without end, from the batch of number ``start`` on."""
         epoch, begin = divmod(start * self.batch_size, self.samples)
         rest = self._pass(epoch)[begin:]
         while True:
@@ -40,7 +40,7 @@ class Order:
             rest = rest[self.batch_size :]
 
     def key(self, batch: int) -> int:
-        """The number that seeds the augmentation of a batch's samples: a sample is augmented once under each key."""
+        """Return the number that seeds the augmentation of a batch's samples; each key augments a sample once."""
         return batch
 
     def _pass(self, epoch: int) -> Tensor:

@@ -1,7 +1,6 @@
 """Text as tokens: the standard library's own source, WikiText, or any text files.
 
-Which tokens a model sees at a step is a pure function of (seed, step), so a resumed run, one on more processes, or one
-under another policy goes through the same sequences in the same order.
+The tokens of a step are a pure function of (seed, step): a resumed run, or one under another policy, sees the same.
 """
 
 from __future__ import annotations
@@ -48,32 +47,30 @@ class Texts:
 
 @dataclass(frozen=True)
 class Tokens:
-    """The same as tokens, each one array."""
+    """The same documents as two arrays of tokens."""
 
     train: TokenArray
     validation: TokenArray
 
     @property
     def checksum(self) -> int:
-        """Changes with the text and with the tokenizer."""
+        """A checksum of the text and the tokenizer."""
         return zlib.crc32(self.validation.tobytes(), zlib.crc32(self.train.tobytes()))
 
 
 def standard_library() -> Texts:
-    """Python's own modules, every 20th for validation. Its 8 to 12 MB depend on the version of Python."""
+    """Return the source of Python's modules, 8 to 12 MB, every 20th for validation. It differs between versions."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in root.rglob("*.py") if LEFT_OUT.isdisjoint(path.relative_to(root).parts))
-    return Texts(
-        [_read(file) for number, file in enumerate(files) if number % 20],
-        [_read(file) for file in files[::20]],
-    )
+    held_out = files[::20]
+    return Texts([_read(file) for file in files if file not in held_out], [_read(file) for file in held_out])
 
 
 def text_files(path: Path) -> Texts:
-    """A text file, of which the last 5 % are for validation, or a folder of them.
+    """Return the text of a file, whose last 5 % are for validation, or of a folder's files.
 
-    In a folder, files with ``valid`` in their name are for validation (``wiki.valid.raw``), those with ``test`` are
-    left alone; where none is called so, every 20th file is, or 5 % of the only one.
+    In a folder, files with ``valid`` in their name (``wiki.valid.raw``) are for validation, and files with ``test``
+    are ignored. Without such names every 20th file is for validation, or the last 5 % of a single file.
     """
     if not path.exists():
         raise Error(f"--data {path}: there is no such file or folder")
@@ -91,7 +88,7 @@ def text_files(path: Path) -> Texts:
 
 
 def wikitext() -> Texts:
-    """WikiText-103 from the Hugging Face hub, or from where ``datasets`` keeps what it has fetched."""
+    """Return WikiText-103 from the Hugging Face hub, or from the cache of ``datasets``."""
     needs("datasets", "WikiText is loaded by Hugging Face's datasets")
     import datasets
 
@@ -106,14 +103,14 @@ def wikitext() -> Texts:
 
 
 def named(data: str) -> Texts:
-    """``stdlib``, ``wikitext``, or the text files of a path."""
+    """Return ``stdlib``, ``wikitext``, or the text files of a path."""
     if data == "stdlib":
         return standard_library()
     return wikitext() if data == "wikitext" else text_files(Path(data).expanduser())
 
 
 def prepared(texts: Texts, vocabulary: int) -> Tokens:
-    """``texts`` as tokens of a tokenizer of their own, both kept in :func:`data_folder` for the next time."""
+    """Return ``texts`` as tokens of a tokenizer of their own; :func:`data_folder` keeps both for the next time."""
     if vocabulary == BYTES:
         return tokenize(texts, vocabulary, Path())
     checksum = 0
@@ -159,7 +156,7 @@ def _read(file: Path) -> str:
 
 
 def train_tokenizer(texts: Sequence[str], vocabulary: int, file: Path) -> None:
-    """Train a byte-pair tokenizer and keep it in ``file``."""
+    """Train a byte-pair tokenizer and write it to ``file``."""
     needs("tokenizers", "text is cut by tokenizers")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -178,7 +175,7 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int, file: Path) -> None:
 
 
 def tokenize(texts: Texts, vocabulary: int, tokenizer_file: Path) -> Tokens:
-    """Both parts as tokens: bytes, or those of the tokenizer in ``tokenizer_file``."""
+    """Return both parts as tokens: bytes, or those of the tokenizer in ``tokenizer_file``."""
     tokenizer = None
     if vocabulary != BYTES:
         needs("tokenizers", "text is cut by tokenizers")
@@ -202,7 +199,7 @@ def _encode(texts: Sequence[str], tokenizer: Tokenizer | None) -> TokenArray:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """``text`` in pieces that end at line ends, which a tokenizer takes side by side."""
+    """Yield ``text`` in pieces that end at line ends, which a tokenizer encodes in parallel."""
     start = 0
     while start < len(text):
         end = text.find("\n", start + PIECE)
@@ -221,10 +218,6 @@ def _head(texts: Sequence[str], characters: int) -> Iterator[str]:
 
 
 def batch(tokens: TokenArray, size: int, context: int, seed: int, step: int) -> torch.Tensor:
-    """``[size, context]`` tokens from ``size`` random places."""
+    """Return ``[size, context]`` tokens from ``size`` random places."""
     places = np.random.default_rng([seed, step]).integers(0, len(tokens) - context + 1, size)
-    return _windows(tokens, places, context)
-
-
-def _windows(tokens: TokenArray, places: npt.NDArray[np.int64], context: int) -> torch.Tensor:
     return torch.from_numpy(tokens[places[:, None] + np.arange(context)].astype(np.int64))

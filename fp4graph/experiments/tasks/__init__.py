@@ -1,4 +1,4 @@
-"""What there is to train: the tasks of the papers, and small ones that run anywhere."""
+"""The tasks of the papers, and small ones that run anywhere."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ TASKS = {task.name: task for task in (*regression.TASKS, *classification.TASKS, 
 
 
 def task_named(name: str) -> Task:
-    """The task of that name.
+    """Return the task of that name.
 
     Raises:
-        Error: there is none; the nearest is named.
+        Error: no task has it; the nearest name is suggested.
     """
     if name not in TASKS:
         raise Error(f"unknown task {name!r}; {suggest(name, TASKS)}")

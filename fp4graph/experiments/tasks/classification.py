@@ -1,4 +1,4 @@
-"""Image classification: vision transformers of timm's."""
+"""Image classification: vision transformers of timm."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class Classification(Problem):
 
 
 class InMemory(Classification):
-    """Images as they are, without augmentation."""
+    """Classification of images in memory, without augmentation."""
 
     def __init__(self, pixels: Pixels, model: str, options: Mapping[str, Any], settings: Settings) -> None:
-        self.pixels, self.batch_size, self.dtype = pixels, settings.batch_size, settings.dtype
+        self.pixels, self.batch_size, self.dtype = pixels, settings.batch_size, settings.parameter_dtype
         self.samples = len(pixels.train)
         self.order = Order(self.samples, settings.batch_size, settings.seed)
         channels, size, _ = pixels.shape
@@ -55,10 +55,9 @@ class InMemory(Classification):
 
 
 class Transformed(Classification):
-    """Images of any size, read, cut to one size and augmented by timm.
+    """Classification of images that timm reads, cuts to one size and augments.
 
     Args:
-        split: where they are.
         augmentation: of ``timm.data.create_transform`` for training; None shows every image as validation does.
         mixup: of ``timm.data.Mixup``; None for none.
         crop: share of an image's shorter side that validation sees.
@@ -78,6 +77,7 @@ class Transformed(Classification):
         crop: float = 0.875,
         order: type[Order] = Order,
     ) -> None:
+        from timm.data.mixup import Mixup
         from timm.data.transforms_factory import create_transform
 
         plain = {"input_size": size, "mean": split.mean, "std": split.std, "interpolation": "bicubic"}
@@ -85,12 +85,17 @@ class Transformed(Classification):
         moving: Transform = still
         if augmentation is not None:
             moving = create_transform(**plain, is_training=True, **augmentation)  # type: ignore[arg-type]
-        self.batch_size, self.dtype, self.seed = settings.batch_size, settings.dtype, settings.seed
+        self.batch_size, self.dtype, self.seed = settings.batch_size, settings.parameter_dtype, settings.seed
         self.order = order(len(split.train), settings.batch_size, settings.seed)
         self.samples = self.order.samples
         self.train = Stream(split.train, moving, settings.seed, settings.run.workers)
         self.held_out = Stream(split.validation, still, settings.seed, settings.run.workers)
-        self.mixup = _mixup(mixup, split.classes, settings)
+        self.mixup: Callable[..., Any] | None = None
+        if mixup is not None:
+            if settings.batch_size % 2:
+                raise Error(f"mixup pairs images: batch size {settings.batch_size} is odd")
+            kind: Callable[..., Callable[..., Any]] = Mixup
+            self.mixup = kind(**mixup, num_classes=split.classes)
         self.model = timm_model(model, settings, num_classes=split.classes, **options)
 
     def batches(self, start: int) -> Iterator[Batch]:
@@ -107,23 +112,12 @@ class Transformed(Classification):
 
 
 def timm_model(name: str, settings: Settings, **options: Any) -> nn.Module:
-    """A timm model; its weights are a function of the seed alone."""
+    """Return a timm model; its weights are a function of the seed alone."""
     needs("timm", "this task's model is timm's")
     import timm
 
     torch.manual_seed(settings.seed)
     return timm.create_model(name, **options)
-
-
-def _mixup(options: Mapping[str, float] | None, classes: int, settings: Settings) -> Callable[..., Any] | None:
-    if options is None:
-        return None
-    from timm.data import mixup
-
-    if settings.batch_size % 2:
-        raise Error(f"mixup pairs images: batch size {settings.batch_size} is odd")
-    kind: Callable[..., Callable[..., Any]] = mixup.Mixup
-    return kind(**options, num_classes=classes)
 
 
 # ------------------------------------------------------------------ where the images are
@@ -134,15 +128,14 @@ def _root(settings: Settings, name: str) -> Path:
 
 
 def _large(settings: Settings, name: str) -> Split:
-    """Of a folder in ImageNet's layout, or of Hugging Face's datasets."""
+    """Return the images of a folder in ImageNet's layout, or of Hugging Face's datasets."""
     if settings.data is None:
         raise Error(
             f"task {settings.run.task!r} needs {name}: give --data FOLDER with FOLDER/train/CLASS/*.jpg and "
             "FOLDER/val/CLASS/*.jpg, or --data hf:NAME for a dataset of the Hugging Face hub"
         )
-    kind, colon, rest = settings.data.partition(":")
-    if kind == "hf" and colon:
-        return sources.hugging_face(rest, labelled=True)
+    if settings.data.startswith("hf:"):
+        return sources.hugging_face(settings.data[3:], labelled=True)
     return sources.image_folder(_root(settings, name))
 
 
@@ -162,7 +155,7 @@ def _cifar10(settings: Settings) -> Problem:
 
 
 def _transformed(split: Split, size: int, settings: Settings, augmentation: dict[str, Any], **model: Any) -> Problem:
-    """A ViT-Tiny whose options are ``model``, on images of ``size`` pixels, in the order of a shuffling DataLoader."""
+    """Make a ViT-Tiny with options ``model``, on images of ``size`` pixels, in the order of a shuffling DataLoader."""
     shape = {"img_size": size, "in_chans": split.channels, "patch_size": 4}
     return Transformed(
         split, "vit_tiny_patch16_224", shape | model, settings,
@@ -201,91 +194,75 @@ def _imagenet(model: str, drop_path: float, settings: Settings) -> Problem:
 
 
 PAPER = '"Elucidating the design space of FP4 training", appendix, Table 11'
+PAPER += "; the model is ours, for the paper names none"
+DOWNLOADED = "FOLDER; downloaded if it has none"
+FOLDERS = "FOLDER (train/CLASS/*.jpg, val/CLASS/*.jpg) or hf:NAME"
+_task = partial(Task, family="classification")
 
-DIGITS = Task(
+DIGITS = _task(
     name="digits",
-    family="classification",
     description="A ViT of 2 blocks on scikit-learn's 1797 scans of handwritten digits, 8x8 pixels",
     source="ours",
     recipe=Recipe(lr=2e-3, batch_size=64, epochs=20),
     make=_digits,
     embedded=True,
 )
-MNIST = Task(
+MNIST = _task(
     name="mnist",
-    family="classification",
     description="A ViT of 4 blocks on MNIST",
-    source=f"{PAPER}; the model is ours, for the paper names none",
+    source=PAPER,
     recipe=Recipe(lr=1e-3, batch_size=512, epochs=20),
     make=_mnist,
-    data="FOLDER; downloaded if it has none",
+    data=DOWNLOADED,
 )
-CIFAR10 = Task(
+CIFAR10 = _task(
     name="cifar10",
-    family="classification",
     description="A ViT-Tiny of 6 blocks on CIFAR-10",
-    source=f"{PAPER}; the model is ours, for the paper names none",
+    source=PAPER,
     recipe=Recipe(lr=1e-3, batch_size=512, epochs=20),
     make=_cifar10,
-    data="FOLDER; downloaded if it has none",
+    data=DOWNLOADED,
 )
-DIGITS_AUGMENTED = Task(
+_AUGMENTED_RECIPE = partial(Recipe, optimizer="adamw", weight_decay=0.05, schedule="timm")
+DIGITS_AUGMENTED = _task(
     name="digits-augmented",
-    family="classification",
     description="A ViT of 2 blocks on the same digits, enlarged to 16x16 and cropped at random",
     source="ours",
-    recipe=Recipe(
-        lr=2e-3, batch_size=64, epochs=24, optimizer="adamw", weight_decay=0.05, schedule="timm", warmup=1 / 24,
-        validations=24,
-    ),
+    recipe=_AUGMENTED_RECIPE(lr=2e-3, batch_size=64, epochs=24, warmup=1 / 24, validations=24),
     make=_digits_augmented,
     embedded=True,
-)  # fmt: skip
-CIFAR10_AUGMENTED = Task(
+)
+CIFAR10_AUGMENTED = _task(
     name="cifar10-augmented",
-    family="classification",
     description="A ViT-Tiny of 6 blocks on CIFAR-10, with RandAugment",
     source="ours",
-    recipe=Recipe(
-        lr=1e-3, batch_size=128, epochs=100, optimizer="adamw", weight_decay=0.05, schedule="timm", warmup=0.05,
-        validations=100,
-    ),
+    recipe=_AUGMENTED_RECIPE(lr=1e-3, batch_size=128, epochs=100, warmup=0.05, validations=100),
     make=_cifar10_augmented,
-    data="FOLDER; downloaded if it has none",
-)  # fmt: skip
-IMAGENET100 = Task(
+    data=DOWNLOADED,
+)
+IMAGENET100 = _task(
     name="imagenet100",
-    family="classification",
     description="ViT-Tiny on ImageNet-100, 224x224, without augmentation",
-    source=f"{PAPER}; the model is ours, for the paper names none",
+    source=PAPER,
     recipe=Recipe(lr=1e-3, batch_size=512, epochs=20, autocast=True),
     make=_imagenet100,
-    data="FOLDER (train/CLASS/*.jpg, val/CLASS/*.jpg) or hf:NAME",
+    data=FOLDERS,
 )
 
 
 def _vision_transformer(name: str, model: str, drop_path: float, *, swin: bool) -> Task:
-    return Task(
+    return _task(
         name=name,
-        family="classification",
         description=f"{model} on ImageNet-1K, 90 epochs",
         source='"Oscillation-reduced MXFP4 training for vision transformers", sec. 7.1: the recipe of '
         + ("Swin" if swin else "DeiT"),
         recipe=Recipe(
-            lr=1e-3,
-            batch_size=1024,
-            epochs=90,
-            optimizer="adamw",
-            weight_decay=0.05,
-            schedule="cosine",
-            warmup=(20 if swin else 5) / 90,
-            clip=5.0 if swin else 0.0,
-            autocast=True,
-            validations=90,
+            lr=1e-3, batch_size=1024, epochs=90, optimizer="adamw", weight_decay=0.05, schedule="cosine",
+            warmup=(20 if swin else 5) / 90, clip=5.0 if swin else 0.0, autocast=True, validations=90,
         ),
         make=partial(_imagenet, model, drop_path),
-        data="FOLDER (train/CLASS/*.jpg, val/CLASS/*.jpg) or hf:NAME",
-    )
+        data=FOLDERS,
+    )  # fmt: skip
 
 
 VISION_TRANSFORMERS = (

@@ -1,7 +1,8 @@
-"""Image generation: U-Nets of diffusers' that learn the noise of denoising diffusion."""
+"""Image generation: U-Nets of diffusers that learn the noise of denoising diffusion."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,20 +35,17 @@ class Diffusion(Problem):
         needs("diffusers", "this task's model is diffusers'")
         import diffusers
 
-        self.seed, self.batch_size, self.dtype = settings.seed, settings.batch_size, settings.dtype
+        self.seed, self.batch_size, self.dtype = settings.seed, settings.batch_size, settings.parameter_dtype
         torch.manual_seed(settings.seed)
         self.model = diffusers.UNet2DModel(**model)
-        # Its blocks differ in kind and width, and so are no stack that is found by itself.
-        self.blocks = tuple(
-            name
-            for name, _ in self.model.named_modules()
-            if name == "mid_block" or (name.partition(".")[0] in ("down_blocks", "up_blocks") and name.count(".") == 1)
-        )
+        # The blocks differ in kind and width, so that they are no stack that is found by itself.
+        names = (name for name, _ in self.model.named_modules())
+        self.blocks = tuple(name for name in names if re.fullmatch(r"mid_block|(down|up)_blocks\.[^.]+", name))
         kept = diffusers.DDPMScheduler(num_train_timesteps=TIMESTEPS).alphas_cumprod
         self.signal, self.noise = kept.sqrt(), (1 - kept).sqrt()
 
     def noised(self, images: Tensor, *key: int) -> Batch:
-        """``images``, their noise and timesteps, which are a function of ``key``."""
+        """Return ``images``, their noise and timesteps, which are a function of ``key``."""
         random = generator(*key)
         noise = torch.randn(images.shape, generator=random)
         return images, noise, torch.randint(TIMESTEPS, (len(images),), generator=random)
@@ -61,7 +59,7 @@ class Diffusion(Problem):
 
 
 class InMemory(Diffusion):
-    """Of images that fit in memory."""
+    """Diffusion of images that fit in memory."""
 
     def __init__(self, pixels: Pixels, settings: Settings, **model: Any) -> None:
         channels, size, _ = pixels.shape
@@ -71,15 +69,15 @@ class InMemory(Diffusion):
 
     def batches(self, start: int) -> Iterator[Batch]:
         for number, rows in enumerate(self.order.rows(start), start):
-            yield self.noised(_centred(self.pixels.train[rows]), self.seed, 1, number)
+            yield self.noised(normalized(self.pixels.train[rows], (0.5,), (0.5,)), self.seed, 1, number)
 
     def validation(self) -> Iterator[Batch]:
         for number, pixels in enumerate(torch.split(self.pixels.validation, self.batch_size)):
-            yield self.noised(_centred(pixels), number)
+            yield self.noised(normalized(pixels, (0.5,), (0.5,)), number)
 
 
 class FromFolder(Diffusion):
-    """Of images in files, cut to squares of ``size`` pixels and mirrored at random."""
+    """Diffusion of images in files, cut to squares of ``size`` pixels and mirrored at random."""
 
     def __init__(self, split: Split, settings: Settings, size: int, **model: Any) -> None:
         from torchvision import transforms
@@ -101,10 +99,6 @@ class FromFolder(Diffusion):
     def validation(self) -> Iterator[Batch]:
         for number, (images, _) in enumerate(self.held_out.in_order(self.batch_size)):
             yield self.noised(images, number)
-
-
-def _centred(pixels: Tensor) -> Tensor:
-    return normalized(pixels, (0.5,), (0.5,))
 
 
 # ------------------------------------------------------------------ the tasks
@@ -142,9 +136,10 @@ def _big(settings: Settings) -> Problem:
             f"task {settings.run.task!r} needs FFHQ: give --data FOLDER with its images as .png or .jpg, in any "
             "subfolders, or --data hf:NAME for a dataset of the Hugging Face hub"
         )
-    kind, colon, rest = settings.data.partition(":")
-    hub = kind == "hf" and colon
-    split = sources.hugging_face(rest, labelled=False) if hub else sources.flat_folder(Path(settings.data).expanduser())
+    if settings.data.startswith("hf:"):
+        split = sources.hugging_face(settings.data[3:], labelled=False)
+    else:
+        split = sources.flat_folder(Path(settings.data).expanduser())
     return FromFolder(
         split,
         settings,

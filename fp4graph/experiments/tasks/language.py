@@ -1,10 +1,12 @@
-"""Language modelling: LLaMAs of Hugging Face's, from a configuration."""
+"""Language modelling: LLaMAs of Hugging Face."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import count
 
 import numpy as np
 import torch
@@ -43,7 +45,7 @@ class Language(Problem):
 
         width, feed_forward, layers, heads, vocabulary = SIZES[size]
         self.tokens = tokens_of(settings.data, vocabulary)
-        self.seed, self.batch_size, self.dtype = settings.seed, settings.batch_size, settings.dtype
+        self.seed, self.batch_size, self.dtype = settings.seed, settings.batch_size, settings.parameter_dtype
         self.context = self.tokens_per_sample = context
         self.samples = len(self.tokens.train) // context
         if not (self.samples and len(self.tokens.validation) >= context):
@@ -66,15 +68,13 @@ class Language(Problem):
         self.model: nn.Module = LlamaForCausalLM(config)
 
     def batches(self, start: int) -> Iterator[Batch]:
-        number = start
-        while True:
+        for number in count(start):
             yield (text.batch(self.tokens.train, self.batch_size, self.context, self.seed, number),)
-            number += 1
 
     def validation(self) -> Iterator[Batch]:
-        count = min(VALIDATED, len(self.tokens.validation) // self.context)
-        ids = np.asarray(self.tokens.validation[: count * self.context], dtype=np.int64)
-        for rows in torch.split(torch.from_numpy(ids).view(count, self.context), self.batch_size):
+        sequences = min(VALIDATED, len(self.tokens.validation) // self.context)
+        ids = np.asarray(self.tokens.validation[: sequences * self.context], dtype=np.int64)
+        for rows in torch.split(torch.from_numpy(ids).view(sequences, self.context), self.batch_size):
             yield (rows,)
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
@@ -89,14 +89,12 @@ class Language(Problem):
 
 @lru_cache(maxsize=2)  # a sweep trains on one text many times
 def tokens_of(data: str | None, vocabulary: int) -> text.Tokens:
-    """The text that ``--data`` names, as tokens; the tokenizer is trained on it and kept."""
+    """Return the text that ``--data`` names as tokens; the tokenizer is trained on the text and kept."""
     return text.prepared(text.named(data or "wikitext"), vocabulary)
 
 
 def _stdlib(size: str, context: int, settings: Settings) -> Problem:
-    """On the standard library's text unless other text is named."""
-    from dataclasses import replace
-
+    """Make a problem on the standard library's text unless other text is named."""
     run = replace(settings.run, data=settings.data or "stdlib")
     return Language(size, context, replace(settings, run=run))
 

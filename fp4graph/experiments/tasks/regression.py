@@ -24,7 +24,7 @@ class Gaussian(Problem):
     """
 
     def __init__(self, settings: Settings, samples: int = SAMPLES, features: int = FEATURES) -> None:
-        self.batch_size, self.dtype = settings.batch_size, settings.dtype
+        self.batch_size, self.dtype = settings.batch_size, settings.parameter_dtype
         self.x, self.w, self.y = _drawn(settings.seed, samples, features)
         self.samples = samples - samples // 10
         self.order = Order(self.samples, settings.batch_size, settings.seed)

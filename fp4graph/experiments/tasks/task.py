@@ -1,11 +1,11 @@
-"""What a task is: a problem to make, and the recipe to train it by."""
+"""A task: a problem to make, and the recipe to train it by."""
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -16,22 +16,15 @@ from fp4graph.experiments.run import Run
 
 #: Parameters' dtypes, by the names that a run gives them.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-#: What a run may leave to its task's recipe and settings hold as it is.
-CHOSEN = (
-    "optimizer", "lr", "weight_decay", "schedule", "warmup", "clip", "batch_size", "accumulate", "validation_batches",
-    "autocast",
-)  # fmt: skip
 #: Tensors with the samples along their first axis.
 Batch = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What a task trains with unless a run says otherwise; names as in :class:`Run`, whose values are all given here.
+    """The settings of a task that a run does not choose itself; names as in :class:`Run`.
 
-    Attributes:
-        epochs, steps, tokens: length of the training, one of them.
-        validations: about so many during a training.
+    One of ``epochs``, ``steps`` and ``tokens`` is the length of the training, with about ``validations`` validations.
     """
 
     lr: float
@@ -51,23 +44,11 @@ class Recipe:
     validation_batches: int | None = None
 
 
-@dataclass(frozen=True)
-class Settings:
-    """A run with everything chosen: what a problem is made from. Attributes as in :class:`Run`."""
+@dataclass(frozen=True, kw_only=True)
+class Settings(Recipe):
+    """A run with everything chosen, from which a problem is made; its length is :meth:`total_steps`."""
 
     run: Run
-    recipe: Recipe
-    optimizer: str
-    lr: float
-    weight_decay: float
-    schedule: str
-    warmup: float
-    clip: float
-    batch_size: int
-    accumulate: int
-    validation_batches: int | None
-    dtype: torch.dtype
-    autocast: bool
     device: torch.device
     backend: str
 
@@ -79,25 +60,31 @@ class Settings:
     def data(self) -> str | None:
         return self.run.data
 
-    def to_json(self) -> dict[str, Any]:
-        """As plain data: the run with everything chosen but its length."""
-        chosen = {name: getattr(self, name) for name in CHOSEN}
-        names = {dtype: name for name, dtype in DTYPES.items()}
-        placed = {"dtype": names[self.dtype], "device": str(self.device), "backend": self.backend}
-        return {**self.run.to_json(), **chosen, **placed}
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
 
-    def steps(self, problem: Problem) -> int:
-        """Steps of the optimizer of the whole training."""
-        run, recipe = self.run, self.recipe
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data: the run with everything chosen but its length."""
+        placed = {"device": str(self.device), "backend": self.backend}
+        return self.run.to_json() | {name: getattr(self, name) for name in CHOSEN} | placed
+
+    def total_steps(self, problem: Problem) -> int:
+        """Return the steps of the optimizer of the whole training."""
+        run, batch = self.run, self.batch_size * self.accumulate
         if run.steps is not None:
             return run.steps
-        if run.epochs is None and recipe.steps is not None:
-            return recipe.steps
-        if run.epochs is None and recipe.tokens is not None:
-            return math.ceil(recipe.tokens / (problem.tokens_per_sample * self.batch_size * self.accumulate))
-        epochs = run.epochs or recipe.epochs
+        if run.epochs is None and self.steps is not None:
+            return self.steps
+        if run.epochs is None and self.tokens is not None:
+            return math.ceil(self.tokens / (problem.tokens_per_sample * batch))
+        epochs = run.epochs or self.epochs
         assert epochs is not None, f"the recipe of {run.task} has no length"
-        return math.ceil(epochs * problem.samples / (self.batch_size * self.accumulate))
+        return math.ceil(epochs * problem.samples / batch)
+
+
+#: The fields of a recipe that a run may set as well, without those of its length.
+CHOSEN = sorted({field.name for field in fields(Recipe)} & {field.name for field in fields(Run)} - {"epochs", "steps"})
 
 
 class Problem(ABC):
@@ -105,11 +92,10 @@ class Problem(ABC):
 
     Attributes:
         model: on the CPU, in fp32; its weights are a function of the seed.
-        dtype: of the parameters it will have, and so of the model's input.
+        dtype: the dtype that its parameters will have, and so of the model's input.
         blocks: names of the modules that are its blocks, where they are not one repeated stack that
             ``block: true`` finds by itself.
-        samples: to train on; so many are an epoch.
-        tokens_per_sample: of a language model's; 1 elsewhere.
+        samples: the number of training samples, which make an epoch.
     """
 
     model: nn.Module
@@ -120,24 +106,19 @@ class Problem(ABC):
 
     @abstractmethod
     def batches(self, start: int) -> Iterator[Batch]:
-        """Training batches without end, from number ``start`` on: on the CPU, all of one shape, each a function of the
-        seed and its number."""
+        """Yield training batches without end, from number ``start`` on: on the CPU, all of one shape, functions of the
+        seed and their number."""
 
     @abstractmethod
     def validation(self) -> Iterator[Batch]:
-        """The validation batches, the same each time; the last may be shorter."""
+        """Yield the validation batches, the same each time; the last may be shorter."""
 
     @abstractmethod
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
-        """``loss`` and other metrics of each sample: name to fp32 ``[samples]``.
-
-        Args:
-            model: :attr:`model`, or what it was wrapped into.
-            batch: on the device.
-        """
+        """Return ``loss`` and other metrics of each sample of a batch on the device, by name: fp32 ``[samples]``."""
 
     def summary(self, means: Mapping[str, float]) -> dict[str, float]:
-        """The metrics to report, from the validation means of what :meth:`measure` gives."""
+        """Return the metrics to report, given the validation means of what :meth:`measure` returns."""
         return {name: value for name, value in means.items() if name != "loss"}
 
 
@@ -146,14 +127,10 @@ Family = Literal["regression", "classification", "diffusion", "language"]
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """Something to train, by name.
+    """A model, its data and a recipe, under a name.
 
-    Attributes:
-        description: model and data, in one sentence.
-        data: what ``--data`` takes, or None where the task needs none.
-        source: where model, data and recipe come from.
-        embedded: whether it runs at once, without data from elsewhere.
-        make: the problem of a run.
+    ``source`` says where these come from. ``data`` says what ``--data`` takes, and is None for a task that takes none.
+    An ``embedded`` task runs without data from elsewhere.
     """
 
     name: str
@@ -166,31 +143,21 @@ class Task:
     embedded: bool = False
 
     def settings(self, run: Run) -> Settings:
-        """``run``, with what it leaves open taken from the recipe.
+        """Return the settings of ``run``; what it leaves open is the recipe's.
 
         Raises:
             Error: the run names data and the task takes none, or the device is not there.
         """
         if run.data is not None and self.data is None:
             raise Error(f"task {self.name!r} makes its own data; leave --data out")
-
-        def chosen(name: str) -> Any:
-            value = getattr(run, name)
-            return getattr(self.recipe, name) if value is None else value
-
+        chosen = {name: value for name in CHOSEN if (value := getattr(run, name)) is not None}
         device = device_named(run.device)
-        return Settings(
-            run=run,
-            recipe=self.recipe,
-            dtype=DTYPES[chosen("dtype")],
-            device=device,
-            backend=run.backend or ("inductor" if device.type == "cuda" else "eager"),
-            **{name: chosen(name) for name in CHOSEN},
-        )
+        backend = run.backend or ("inductor" if device.type == "cuda" else "eager")
+        return Settings(**vars(self.recipe) | chosen, run=run, device=device, backend=backend)
 
 
 def device_named(name: str) -> torch.device:
-    """``name``, or for ``auto`` CUDA where there is one.
+    """Return the device ``name``, or for ``auto`` CUDA where there is one.
 
     Raises:
         Error: torch does not know such a device, or it is not there.
