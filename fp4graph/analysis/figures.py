@@ -19,7 +19,7 @@ from rich.table import Table
 
 from fp4graph.analysis import reconstruction as r
 from fp4graph.analysis.decomposition import decompose
-from fp4graph.analysis.panels import error_bar
+from fp4graph.analysis.panels import error_bars
 from fp4graph.analysis.style import PALETTE, TERMS, figure, styled
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops.operand import OperandProgram
@@ -153,21 +153,18 @@ def decomposition(output: Output = Path(), seed: int = 0) -> None:
         picture = figure(4.6)
         panels = picture.subplots(1, len(data), sharey=True)
         for axes, (name, x) in zip(panels, data.items(), strict=True):
-            for place, (recipe, techniques) in enumerate(recipes.items()):
+            errors = {}
+            for recipe, techniques in recipes.items():
                 parts = decompose(x, OperandProgram(spec, techniques))
                 signal = x.double().square().sum()
-                shares = {term: 100 * float(getattr(parts, term).square().sum() / signal) for term in TERMS}
-                total = 100 * float(parts.total.square().sum() / signal)
-                rest = total - sum(shares.values())
-                cells = (
-                    f"{v:.3f}" for v in (*(shares[t] for t in ("scale_bias", "dead_zone", "grid_noise")), rest, total)
-                )
-                table.add_row(name, recipe, *cells)
-                error_bar(axes, place, shares, total)
+                shares = {term: 100 * float(getattr(parts, term).square().sum() / signal) for term in (*TERMS, "total")}
+                errors[recipe] = shares
+                terms = [shares[term] for term in ("scale_bias", "dead_zone", "grid_noise")]
+                rest = shares["total"] - sum(shares[term] for term in TERMS)
+                table.add_row(name, recipe, *(f"{value:.3f}" for value in (*terms, rest, shares["total"])))
+            error_bars(axes, errors)
             axes.set_title(name)
-            axes.set_yticks(range(len(recipes)), list(recipes))
             axes.set_xlabel("squared error, % of the signal")
-            axes.grid(axis="y", visible=False)
         panels[0].invert_yaxis()
         picture.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     console.print(table)

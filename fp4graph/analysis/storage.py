@@ -69,17 +69,17 @@ class Recorded:
     header: Mapping[str, Any]
     rows: tuple[Measurement, ...]
 
+    def having(self, column: str) -> list[Measurement]:
+        """Return the rows with a value of ``column``."""
+        return [row for row in self.rows if row.get(column) is not None]
+
     def series(self, column: str, *, tensor: str | None = None, site: str | None = None) -> dict[str, list[Any]]:
         """Return ``column`` over steps, of the rows that have it, optionally of one tensor or site.
 
         Returns:
             Lists of equal length: ``{"step": [...], "site": [...], "tensor": [...], "value": [...]}``.
         """
-        rows = [
-            row
-            for row in self.rows
-            if row.get(column) is not None and tensor in (None, row["tensor"]) and site in (None, row["site"])
-        ]
+        rows = [r for r in self.having(column) if tensor in (None, r["tensor"]) and site in (None, r["site"])]
         keys = {"step": "step", "site": "site", "tensor": "tensor", "value": column}
         return {name: [row[key] for row in rows] for name, key in keys.items()}
 
