@@ -34,18 +34,19 @@ class Statistics:
 
     The training is not disturbed: an observed step draws the same noise and computes the same values as any other
     (under the backends that compile it runs uncompiled, so that sums are taken in another order there). The very first
-    step, and the first of a phase, are not observed. Evaluations between steps are none of it. With several processes
-    the first one records what it sees.
+    step, the first step of a phase, and evaluations between steps are not observed. With several processes the first
+    one records what it sees.
 
     Args:
-        model: applied. optimizer: prepared, that trains it; one step of it is a step.
+        model: an applied model.
+        optimizer: the model's prepared optimizer, whose steps are counted.
         every: steps from one record of the operands to the next.
-        directory: of ``statistics.jsonl``, which is appended to (see :mod:`fp4graph.analysis.storage`).
+        directory: holds ``statistics.jsonl``, to which lines are appended (see :mod:`fp4graph.analysis.storage`).
         metrics: some of METRICS; by default all of them, rates of change of Y only with a ``probe``.
-        sites: names of modules, or patterns of them, that are looked at. "blocks.0.attn.*"; "*" is all.
+        sites: names of modules to observe, or patterns such as "blocks.0.attn.*"; "*" is all.
         window: steps over which oscillation, flips and rates of change of weights are measured, one window before each
             ``window_every``-th step (ten times ``every`` by default, and no less than ``window``).
-        sample: about how many elements of an operand are looked at, whole lines of it; None for all.
+        sample: about how many elements of an operand are measured, as whole lines; None for all.
         probe: inputs of the model, positional (a tuple) or by keyword (a dict), or a function without arguments that
             calls the model, always with the same; the outputs at each site are compared from step to step over the last
             :data:`PROBED` steps of each window: the rate of change of Y.
@@ -174,7 +175,7 @@ class Statistics:
             self._collector.clear()
         if self._window is not None:
             self._follow(self._window)
-            if self._window.full:
+            if not self._window.left:
                 measured += [*self._window.measurements(), *self._outputs.measurements()]
                 self._outputs.clear()
                 self._window = None

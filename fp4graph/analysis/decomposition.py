@@ -140,12 +140,8 @@ def split_error(x: Tensor, quantized: Tensor, ideal: Tensor) -> tuple[Tensor, Te
 
 
 def with_ideal_scales(program: OperandProgram) -> OperandProgram:
-    """``program`` with scales that are not rounded (to less than fp32)."""
-    assert program.spec is not None, "a high-precision operand has no error"
-    return dataclasses.replace(program, spec=ideal_spec(program.spec))
-
-
-def ideal_spec(spec: QuantSpec) -> QuantSpec:
-    """``spec`` with the scale S* = Z/Qmax in fp32, or Qmax/Z by the spec's convention."""
+    """Return ``program`` with the scale S* = Z/Qmax in fp32, or Qmax/Z by its convention."""
+    spec = program.spec
+    assert spec is not None, "a high-precision operand has no error"
     scale = ScaleSpec("fp32", rounding="nearest_even", convention=spec.scale.convention)  # type: ignore[arg-type]
-    return dataclasses.replace(spec, scale=scale)
+    return dataclasses.replace(program, spec=dataclasses.replace(spec, scale=scale))

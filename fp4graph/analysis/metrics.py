@@ -28,7 +28,7 @@ _FLIP = 1 / 8
 
 
 def operand_sums(sample: Sample) -> dict[str, Tensor]:
-    """Return sums over a sample's elements, float64 0-d, from which :func:`operand_record` makes statistics.
+    """Return sums over a sample's elements, float64 0-d, for :func:`fp4graph.analysis.fields.operand_fields`.
 
     Elements that are not finite, before or after quantization, are counted and left out.
     """
