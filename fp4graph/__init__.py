@@ -38,33 +38,26 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = ("analysis", "formats", "integrations", "optim", "training")
-# Resolved at first use: importing fp4graph loads no plugin, no compiler and no device.
+#: The module of every other public name. It is imported at first use: ``import fp4graph`` loads no plugin, no compiler
+#: and no device.
 _HOME = {
-    **dict.fromkeys(("apply", "bypass", "detect_nonfinite", "remove", "set_total_forwards"), "fp4graph.model.api"),
-    **dict.fromkeys(
-        (
-            "CaptureError",
-            "Error",
-            "NonFiniteError",
-            "PluginError",
-            "PolicyError",
-            "PolicyWarning",
-            "SpecError",
-            "UncompiledError",
-        ),
-        "fp4graph.errors",
-    ),
-    **dict.fromkeys(("Explanation", "explain"), "fp4graph.model.explain"),
-    "Site": "fp4graph.graph.site",
-    "hookimpl": "fp4graph.technique.hookspecs",
-    **dict.fromkeys(("Packed", "pack", "unpack"), "fp4graph.numerics.packing"),
-    "fake_quantize": "fp4graph.numerics.quantize",
-    **dict.fromkeys(("QuantSpec", "ScaleSpec"), "fp4graph.numerics.spec"),
-    **dict.fromkeys(("Policy", "load_policy"), "fp4graph.policy"),
-    "strip": "fp4graph.model.state",
-    **dict.fromkeys(("Gemm", "Operand"), "fp4graph.technique.operands"),
-    **dict.fromkeys(("Context", "Overhead", "StateEntry", "Technique"), "fp4graph.technique"),
-    **dict.fromkeys(("grad_scaler", "prepare_optimizer"), "fp4graph.training"),
+    name: f"fp4graph.{module}"
+    for module, names in {
+        "errors": "CaptureError Error NonFiniteError PluginError PolicyError PolicyWarning SpecError UncompiledError",
+        "graph.site": "Site",
+        "model.api": "apply bypass detect_nonfinite remove set_total_forwards",
+        "model.explain": "Explanation explain",
+        "model.state": "strip",
+        "numerics.packing": "Packed pack unpack",
+        "numerics.quantize": "fake_quantize",
+        "numerics.spec": "QuantSpec ScaleSpec",
+        "policy": "Policy load_policy",
+        "technique": "Context Overhead StateEntry Technique",
+        "technique.hookspecs": "hookimpl",
+        "technique.operands": "Gemm Operand",
+        "training": "grad_scaler prepare_optimizer",
+    }.items()
+    for name in names.split()
 }
 
 __all__ = [

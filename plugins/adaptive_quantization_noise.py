@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from fp4graph.numerics.noise import gaussian
 from fp4graph.technique import Context, Operand, Overhead, Positive, SiteView, Technique, hookimpl
@@ -43,6 +44,8 @@ class AdaptiveQuantizationNoise(Technique):
 
     name: ClassVar[str] = "adaptive_quantization_noise"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
+    complexity: ClassVar[float] = 0.5
+    draws: ClassVar[bool] = True
 
     sigma_start: Positive = Field(description="σ of the first stage.")
     sigma_end: Positive = Field(description="σ of the last stage, at most sigma_start.")
@@ -65,15 +68,6 @@ class AdaptiveQuantizationNoise(Technique):
         return self
 
     @property
-    def complexity(self) -> float:
-        """0.5, ours: fusable O(n)."""
-        return 0.5
-
-    @property
-    def draws(self) -> bool:
-        return True
-
-    @property
     def draws_in_evaluation(self) -> bool:
         """The option ``rollout``."""
         return self.rollout
@@ -88,7 +82,7 @@ class AdaptiveQuantizationNoise(Technique):
         """Return the forward weight; an activation in its place is no parameter to explore."""
         return frozenset({Operand.FPROP_WEIGHT}) if site.op == "linear" else frozenset()
 
-    def after(self, x: torch.Tensor, context: Context) -> torch.Tensor:
+    def after(self, x: Tensor, context: Context) -> Tensor:
         """Return Ŵ, computed in fp32."""
         assert context.count is not None
         assert context.noise.key is not None

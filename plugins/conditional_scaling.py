@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from fp4graph.numerics.blocking import Granularity, Groups
 from fp4graph.numerics.exact import root
@@ -47,17 +48,13 @@ class ConditionalScaling(Technique):
 
     name: ClassVar[str] = "conditional_scaling"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
+    complexity: ClassVar[float] = 0.5
     #: Techniques that scale a tensor or a part of it, and the gradient of the block scale, which case 2 replaces.
     conflicts: ClassVar[frozenset[str]] = frozenset({"tensor_scaling", "macro_block_scaling", "smooth_max"})
 
     operands: Operands = Field(
         ("forward", "backward"), description="Which operands are scaled so: operands or groups of them."
     )
-
-    @property
-    def complexity(self) -> float:
-        """0.5, ours: as tensor_scaling."""
-        return 0.5
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse decode scales, because the formulas are of encode scales."""
@@ -67,9 +64,7 @@ class ConditionalScaling(Technique):
                     f"its scales multiply before rounding: write scale: {{convention: encode}} for {operand}"
                 )
 
-    def group_scale(
-        self, z: torch.Tensor, group: Callable[[Granularity], torch.Tensor], context: Context
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def group_scale(self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context) -> tuple[Tensor, Tensor]:
         """Return γ, one for the tensor, and the block statistic whose encode scale is C·s_p or s̃_p."""
         assert context.spec is not None
         qmax, number = context.spec.element.max, context.spec.scale.format

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from fp4graph.technique import Operand, OperandSpecs, Overhead, Positive, SiteView, Technique, WeightUpdate, hookimpl
 
@@ -41,6 +42,7 @@ class Dampen(Technique):
 
     name: ClassVar[str] = "dampen"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=False)
+    complexity: ClassVar[float] = 0.5
 
     strength: Positive = Field(0.01, description="λ, or the value at which it ends.")
     total_steps: int | None = Field(None, ge=1, description="T, steps in which λ rises; null for a constant λ.")
@@ -51,11 +53,6 @@ class Dampen(Technique):
         if self.start > 0 and self.total_steps is None:
             raise ValueError("start is a share of total_steps; set total_steps")
         return self
-
-    @property
-    def complexity(self) -> float:
-        """0.5, ours: unfusable O(n), O(1) memory."""
-        return 0.5
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse a stochastic weight quantizer, whose error is noise of mean zero and pulls nowhere."""
@@ -77,7 +74,7 @@ class Dampen(Technique):
         error = weight.to(torch.float32) - update.quantize(weight).to(torch.float32)
         grad.add_(error * (2 * self._strength(update.memory, weight.device)))
 
-    def _strength(self, memory: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor | float:
+    def _strength(self, memory: dict[str, Tensor], device: torch.device) -> Tensor | float:
         """Count the step and return its λ, as a tensor, so that nothing waits for an accelerator."""
         if self.total_steps is None:
             return self.strength

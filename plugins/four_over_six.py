@@ -8,11 +8,12 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from fp4graph.numerics import scaling
 from fp4graph.numerics.exact import total
 from fp4graph.numerics.formats import E2M1
-from fp4graph.numerics.rounding import EXPONENT_MASK, round_nearest
+from fp4graph.numerics.rounding import power_of_two, round_nearest
 from fp4graph.numerics.spec import Block
 from fp4graph.technique import Context, Operands, OperandSpecs, Overhead, Technique, hookimpl
 
@@ -48,16 +49,12 @@ class FourOverSix(Technique):
 
     name: ClassVar[str] = "four_over_six"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
+    complexity: ClassVar[float] = 0.5
     #: smooth_max differentiates the block scale as Z/6 everywhere.
     conflicts: ClassVar[frozenset[str]] = frozenset({"smooth_max"})
 
     measure: Literal["mse", "mae", "amax"] = Field("mse", description="Error by which a block chooses its scale.")
     operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, whose blocks choose.")
-
-    @property
-    def complexity(self) -> float:
-        """0.5, ours: fusable O(n)."""
-        return 0.5
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse elements other than E2M1, and scales that are drawn, which cannot be compared."""
@@ -74,13 +71,13 @@ class FourOverSix(Technique):
             return "with power-of-two scales rounded up, the scale for 4 never errs less than that for 6"
         return None
 
-    def scale(self, values: torch.Tensor, z: torch.Tensor, context: Context) -> torch.Tensor:
+    def scale(self, values: Tensor, z: Tensor, context: Context) -> Tensor:
         """Return S_4 or S_6 for each block."""
         spec = context.spec
         assert spec is not None
         six, four = (scaling.block_scale(z * stretch, spec.scale, spec.element) for stretch in (1.0, 6 / 4))
         # Errors are in units of a power of two above Z, so that sums are exact: compiled code adds in another order.
-        above = 2 * (z.view(torch.int32) & EXPONENT_MASK).view(torch.float32).clamp(min=_SMALLEST_NORMAL).double()
+        above = 2 * power_of_two(z).clamp(min=_SMALLEST_NORMAL).double()
         errors = []
         for scale in (six, four):
             elements = round_nearest(scaling.ratio(values, scale, spec), spec.element, spec.ties)
@@ -91,7 +88,7 @@ class FourOverSix(Technique):
             chooses_four = chooses_four & (z <= 4 * spec.scale.format.max)
         return torch.where(chooses_four, four, six)
 
-    def _measured(self, error: torch.Tensor, block: Block, axes: tuple[int, ...]) -> torch.Tensor:
+    def _measured(self, error: Tensor, block: Block, axes: tuple[int, ...]) -> Tensor:
         if self.measure == "amax":
             return error.amax(axes, keepdim=True)
         most = _MOST[block] if isinstance(block, str) else math.prod(block) if isinstance(block, tuple) else block

@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from fp4graph.technique import Gemm, Operand, OperandSpecs, Overhead, Share, SiteView, Technique, WeightUpdate, hookimpl
 
@@ -49,6 +50,7 @@ class Freeze(Technique):
 
     name: ClassVar[str] = "freeze"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=False)
+    complexity: ClassVar[float] = 3.0
     # q_ramping stretches the step that it sees, including the way back to the mean; noise on q flips at random.
     conflicts: ClassVar[frozenset[str]] = frozenset({"q_ramping", "adaptive_quantization_noise"})
 
@@ -68,11 +70,6 @@ class Freeze(Technique):
         if not scheduled and self.total_steps is not None:
             raise ValueError("total_steps is of a schedule; set final_threshold or start")
         return self
-
-    @property
-    def complexity(self) -> float:
-        """3.0, ours: unfusable, O(n) persistent memory several times over."""
-        return 3.0
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse quantizers under which a flip of q is no sign of an oscillating weight."""
@@ -130,7 +127,7 @@ class Freeze(Technique):
         memory["mean"] = torch.where(frozen, mean, mean.lerp(q, self.momentum))
         memory["frozen"] = frozen
 
-    def _threshold(self, memory: dict[str, torch.Tensor], device: torch.device) -> torch.Tensor | float:
+    def _threshold(self, memory: dict[str, Tensor], device: torch.device) -> Tensor | float:
         """Count the step and return its θ, as a tensor, so that nothing waits for an accelerator."""
         if self.total_steps is None:
             return self.threshold

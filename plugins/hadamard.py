@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, field_validator, model_validator
+from torch import Tensor
 
 from fp4graph.numerics.blocking import block_length
 from fp4graph.numerics.hadamard import rotate, unrotate
@@ -34,8 +35,8 @@ class Hadamard(Technique):
     Stage: pair transform, in fp32. An operand with ``source: fprop`` is the fprop operand rotated back, and surrogate
     gradients act in the rotated basis.
 
-    Cost: a product with a g×g matrix per block on both operands. Two GEMMs that read one tensor can no longer share
-    its quantization.
+    Cost: a product with a g×g matrix per block on both operands. Two GEMMs that read one tensor can no longer share its
+    quantization. The complexity weight is that of the paper's Table 9.
 
     Use it where blocks hold outliers: E8M0 scales in blocks of 32, gradients, activations of large models. 2-D blocks
     profit less, because H mixes one axis only.
@@ -43,6 +44,7 @@ class Hadamard(Technique):
 
     name: ClassVar[str] = "hadamard"
     overhead: ClassVar[Overhead] = Overhead("O(n log l)", "O(1)", fusable=True)
+    complexity: ClassVar[float] = 1.0
 
     scope: Literal["all", "backward"] | tuple[Gemm, ...] = Field(
         "all", description="Whose operands are rotated: all GEMMs, dgrad and wgrad (backward), or a list of GEMMs."
@@ -78,11 +80,6 @@ class Hadamard(Technique):
         return self
 
     @property
-    def complexity(self) -> float:
-        """1.0 (design-space paper, Table 9)."""
-        return 1.0
-
-    @property
     def draws(self) -> bool:
         return self.kind != "deterministic"
 
@@ -108,7 +105,7 @@ class Hadamard(Technique):
         """Return the GEMMs of ``scope``."""
         return self._gemms
 
-    def pair_context(self, left: torch.Tensor, right: torch.Tensor, context: Context) -> tuple[torch.Tensor, ...]:
+    def pair_context(self, left: Tensor, right: Tensor, context: Context) -> tuple[Tensor, ...]:
         """Return the signs, fp32 ``[g]``."""
         if self.kind == "deterministic" or (self.kind == "random_backward" and context.gemm is Gemm.FPROP):
             return ()
@@ -118,15 +115,11 @@ class Hadamard(Technique):
         bits = hash_bits(noise.key, torch.arange(self.block, dtype=torch.int32, device=left.device))
         return (1.0 - 2.0 * (bits & 1).to(torch.float32),)
 
-    def transform(
-        self, x: torch.Tensor, side: Literal["left", "right"], shared: tuple[torch.Tensor, ...]
-    ) -> torch.Tensor:
+    def transform(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:
         """Return x·S·H in fp32, because 1/√g is not exact in shorter dtypes."""
         return rotate(x.to(torch.float32), self.block, shared[0] if shared else None)
 
-    def inverse(
-        self, x: torch.Tensor, side: Literal["left", "right"], shared: tuple[torch.Tensor, ...]
-    ) -> torch.Tensor:
+    def inverse(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:
         """Return x·H·S in fp32, still padded."""
         return unrotate(x.to(torch.float32), self.block, shared[0] if shared else None)
 

@@ -24,7 +24,7 @@ class LossScaling(Technique):
 
     Stage: loss.
 
-    Cost: one pass over all gradients, which also looks for values that are not finite.
+    Cost: one pass over all gradients, which also looks for values that are not finite. The complexity weight is 0.5.
 
     Use it if gradients pass through fp16, or through FP4 operands with E4M3 scales and no tensor scale. Scales with the
     exponents of fp32 (E8M0) represent small gradients as well as large ones.
@@ -32,17 +32,13 @@ class LossScaling(Technique):
 
     name: ClassVar[str] = "loss_scaling"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=False)
+    complexity: ClassVar[float] = 0.5
     per_model: ClassVar[bool] = True
 
     init_scale: Positive = Field(65536.0, description="s at first.")
     growth_factor: float = Field(2.0, gt=1, allow_inf_nan=False, description="Factor by which s grows.")
     backoff_factor: Share = Field(0.5, description="Factor by which s shrinks after a skipped step.")
     growth_interval: int = Field(2000, ge=1, description="Steps without a skipped one after which s grows.")
-
-    @property
-    def complexity(self) -> float:
-        """0.5."""
-        return 0.5
 
     @property
     def loss_scaler(self) -> Mapping[str, float]:

@@ -9,14 +9,14 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field
+from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4graph.numerics.noise import gaussian
 from fp4graph.numerics.quantize import fake_quantize
+from fp4graph.numerics.rounding import power_of_two
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.technique import Context, Operand, Operands, OperandSpecs, Overhead, Technique, hookimpl
-
-_EXPONENT = 0x7F800000  # the exponent bits of an fp32
 
 
 class LowRankResidual(Technique):
@@ -58,6 +58,8 @@ class LowRankResidual(Technique):
 
     name: ClassVar[str] = "low_rank_residual"
     overhead: ClassVar[Overhead] = Overhead("O(nk)", "O(k^2)", fusable=False)
+    complexity: ClassVar[float] = 3.0
+    draws: ClassVar[bool] = True  # Ω
 
     rank: int = Field(16, ge=1, description="k, the rank of the part that is multiplied apart.")
     iterations: int = Field(
@@ -70,16 +72,6 @@ class LowRankResidual(Technique):
         ("fprop.weight",), description="Which operands are decomposed: operands or groups of them."
     )
 
-    @property
-    def complexity(self) -> float:
-        """3.0, ours: O(nk), unfusable."""
-        return 3.0
-
-    @property
-    def draws(self) -> bool:
-        """True: Ω is drawn."""
-        return True
-
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse q_ema on a decomposed weight: the average is of W, and W − L is rounded."""
         if "q_ema" in techniques and Operand.FPROP_WEIGHT in self.operands_listed:
@@ -88,13 +80,15 @@ class LowRankResidual(Technique):
                 "remainder of the weight to round; drop one, or name other operands"
             )
 
-    def split(self, x: torch.Tensor, context: Context) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def split(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """Return W − L and L."""
         if statically_known_true(math.prod(x.shape) == 0):
             return x, None
         w = x.to(torch.float32)
         healthy = torch.where(w.abs() < math.inf, w, 0.0)
-        unit = _power_of_two(healthy)  # exact, and keeps the products from overflow and underflow
+        # The largest power of two up to the largest magnitude is exact, and keeps products from over- and underflow.
+        unit = power_of_two(healthy.abs().amax((-2, -1), keepdim=True))
+        unit = torch.where(unit == 0, 1.0, unit)
         a, b = self.factors(healthy / unit, context)
         if self.quantize_components:
             assert context.spec is not None
@@ -103,7 +97,7 @@ class LowRankResidual(Technique):
         low_rank = _rounded(a @ b * unit, x.dtype)
         return _rounded(w - low_rank, x.dtype).to(x.dtype), low_rank.to(x.dtype)
 
-    def factors(self, w: torch.Tensor, context: Context) -> tuple[torch.Tensor, torch.Tensor]:
+    def factors(self, w: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Return A ``[..., N, k]`` with orthonormal columns, and B = Aᵀ·W ``[..., k, K]``; k is at most N."""
         assert context.constant.key is not None
         index = torch.arange(w.shape[-1] * self.rank, dtype=torch.int32, device=w.device)
@@ -114,19 +108,13 @@ class LowRankResidual(Technique):
         return a, a.mT @ w
 
 
-def _orthonormal(y: torch.Tensor) -> torch.Tensor:
+def _orthonormal(y: Tensor) -> Tensor:
     """Return an orthonormal basis that spans the columns of ``y``, with no more columns than ``y`` has rows."""
-    q: torch.Tensor = torch.linalg.qr(y).Q
+    q: Tensor = torch.linalg.qr(y).Q
     return q
 
 
-def _power_of_two(matrices: torch.Tensor) -> torch.Tensor:
-    """Return the largest power of two up to the largest magnitude of each finite matrix; 1 for a matrix of zeros."""
-    bits = matrices.abs().amax((-2, -1), keepdim=True).view(torch.int32) & _EXPONENT
-    return torch.where(bits == 0, 1.0, bits.view(torch.float32))
-
-
-def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Round fp32 ``x`` to the mantissa of ``dtype``, ties to even; by bits, as Inductor drops a cast there and back."""
     dropped = 24 - math.frexp(1 / torch.finfo(dtype).eps)[1]
     if dropped <= 0:

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from fp4graph.numerics.blocking import Granularity
 from fp4graph.numerics.scaling import constant
@@ -40,17 +41,13 @@ class MacroBlockScaling(Technique):
 
     name: ClassVar[str] = "macro_block_scaling"
     overhead: ClassVar[Overhead] = Overhead("O(n/l)", "O(n/block)", fusable=True)
+    complexity: ClassVar[float] = 0.25
 
     block: int = Field(128, ge=1, description="Elements along the contraction axis that share γ.")
     mantissa_bits: int = Field(3, ge=1, le=10, description="Stored bits of γ below its leading one.")
     operands: Operands = Field(
         ("forward", "backward"), description="Which operands are normalized: operands or groups of them."
     )
-
-    @property
-    def complexity(self) -> float:
-        """0.25, ours: fusable O(n/l)."""
-        return 0.25
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse macro blocks that are not made of whole blocks, and a second factor for them."""
@@ -75,9 +72,7 @@ class MacroBlockScaling(Technique):
                 "one; drop one of them, or use granularity: tensor there"
             )
 
-    def group_scale(
-        self, z: torch.Tensor, group: Callable[[Granularity], torch.Tensor], context: Context
-    ) -> torch.Tensor:
+    def group_scale(self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context) -> Tensor:
         """Return γ of each macro block, fp32, shape of ``z``."""
         assert context.spec is not None
         g = group(self.block)

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from fp4graph.technique import Context, Operands, Overhead, Technique, hookimpl
 
@@ -60,13 +61,13 @@ class OutlierClamp(Technique):
         """2.0 with the residual, 0.5 without, ours."""
         return 2.0 if self.residual else 0.5
 
-    def split(self, x: torch.Tensor, context: Context) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def split(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """Return X clamped, and ΔX, in the dtype of ``x``: comparing is exact in any dtype, and ΔX is rounded once."""
         low, high = self.thresholds(x)
         part = torch.where(x.abs() < math.inf, x.clamp(low, high), x)
         return part, torch.where(part == x, 0.0, x - part) if self.residual else None
 
-    def thresholds(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def thresholds(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return x_low and x_high, 0-d."""
         flat = torch.where(x == x, x, math.inf).reshape(-1)
         n = math.prod(x.shape)  # flat.shape traces as numel, which Dynamo cannot retrace for a tensor of no elements

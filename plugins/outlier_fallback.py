@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from fp4graph.numerics.blocking import Groups
 from fp4graph.technique import Context, Operands, Overhead, Technique, hookimpl
@@ -43,6 +44,7 @@ class OutlierFallback(Technique):
 
     name: ClassVar[str] = "outlier_fallback"
     overhead: ClassVar[Overhead] = Overhead("O(2n)", "O(n/l)", fusable=False)
+    complexity: ClassVar[float] = 1.5
 
     operands: Operands = Field(("forward",), description="Which operands fall back: operands or groups of them.")
     fraction: float | None = Field(
@@ -65,14 +67,7 @@ class OutlierFallback(Technique):
             raise ValueError("fraction and threshold are two ways to choose blocks; give one of them")
         return self
 
-    @property
-    def complexity(self) -> float:
-        """1.5, ours: memory for n/l scores and second scales."""
-        return 1.5
-
-    def around(
-        self, quantize: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, context: Context
-    ) -> torch.Tensor:
+    def around(self, quantize: Callable[[Tensor], Tensor], x: Tensor, context: Context) -> Tensor:
         """Return the sum of both passes, taken in fp32, where the residual is exact unless a value was clipped."""
         exact = x.to(torch.float32)
         first = quantize(exact)
@@ -87,7 +82,7 @@ class OutlierFallback(Technique):
             chosen = lost > self.threshold * Groups(blocking, "tensor").reduce(healthy, "amax")
         return blocking.join(torch.where(chosen, kept + blocking.split(second), kept)).to(x.dtype)
 
-    def _largest(self, score: torch.Tensor) -> torch.Tensor:
+    def _largest(self, score: Tensor) -> Tensor:
         """Return whether each block is among the ⌈φ·n/l⌉ largest; of equal scores the first are."""
         # The share is a ratio of integers, so that 0.1 of 30 blocks is 3 and the number of blocks may be symbolic.
         share = Fraction(str(_DEFAULT_FRACTION if self.fraction is None else self.fraction))

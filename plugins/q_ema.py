@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from fp4graph.numerics.rounding import bracket, round_nearest
 from fp4graph.numerics.scaling import ratio as scaled
@@ -24,7 +25,7 @@ from fp4graph.technique import (
 )
 
 
-def _as_fp32(weight: torch.Tensor) -> torch.Tensor:
+def _as_fp32(weight: Tensor) -> Tensor:
     return weight.to(torch.float32).clone()
 
 
@@ -54,16 +55,12 @@ class QEma(Technique):
 
     name: ClassVar[str] = "q_ema"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=True)
+    complexity: ClassVar[float] = 2.0
     conflicts: ClassVar[frozenset[str]] = frozenset({"q_ramping"})
     by_block: ClassVar[bool] = True
 
     beta: Share = Field(0.998, description="β, the share of e that a step keeps.")
     start_after: int = Field(0, ge=0, description="Training forwards that round to nearest first.")
-
-    @property
-    def complexity(self) -> float:
-        """2.0, ours: fusable O(n) work, but O(n) persistent memory."""
-        return 2.0
 
     @property
     def draws(self) -> bool:
@@ -84,7 +81,7 @@ class QEma(Technique):
         """Return e, fp32, of the weight's shape."""
         return (StateEntry("weight", Operand.FPROP_WEIGHT, _as_fp32),)
 
-    def round(self, ratio: torch.Tensor, scale: torch.Tensor, context: Context) -> torch.Tensor:
+    def round(self, ratio: Tensor, scale: Tensor, context: Context) -> Tensor:
         """Round by Algorithm 1, lines 4 to 11."""
         assert context.spec is not None
         lower, upper = bracket(ratio, context.spec.element)

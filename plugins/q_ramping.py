@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from fp4graph.errors import Error
 from fp4graph.technique import (
@@ -73,6 +74,7 @@ class QRamping(Technique):
 
     name: ClassVar[str] = "q_ramping"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=False)
+    complexity: ClassVar[float] = 2.5
     conflicts: ClassVar[frozenset[str]] = frozenset({"q_ema"})
 
     t_update: int = Field(
@@ -95,11 +97,6 @@ class QRamping(Technique):
                 "lower n_max or raise t_update"
             )
         return self
-
-    @property
-    def complexity(self) -> float:
-        """2.5, ours: unfusable, O(n) persistent memory."""
-        return 2.5
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse a stochastic weight quantizer, under which every weight seems to oscillate."""
@@ -157,7 +154,7 @@ class QRamping(Technique):
                 new.copy_(torch.where(due, new, held[name]))
         memory["summed"].masked_fill_(due, 0.0)
 
-    def _place(self, memory: dict[str, torch.Tensor]) -> int:
+    def _place(self, memory: dict[str, Tensor]) -> int:
         """Return the steps since the latest detection began; 0 begins one.
 
         The count is kept on the CPU, where reading it waits for nothing.
@@ -166,12 +163,12 @@ class QRamping(Technique):
             memory["steps"] = torch.zeros((), dtype=torch.int64)
         return int(memory["steps"])
 
-    def _measure(self, memory: dict[str, torch.Tensor], weight: torch.Tensor, quantized: torch.Tensor) -> None:
+    def _measure(self, memory: dict[str, Tensor], weight: Tensor, quantized: Tensor) -> None:
         for way, last, now in (("moved", "last", weight), ("moved_q", "last_q", quantized)):
             memory[way] += (now.to(torch.float32) - memory[last]).abs()
             memory[last].copy_(now)
 
-    def _set_factors(self, memory: dict[str, torch.Tensor]) -> None:
+    def _set_factors(self, memory: dict[str, Tensor]) -> None:
         """Set N by Algorithm 2, lines 5 to 7; if all N are 1, nothing is kept."""
         moved, moved_q = memory["moved"], memory["moved_q"]
         ratio = torch.where(moved_q == 0, 0.0, moved_q / moved)
@@ -209,27 +206,27 @@ class QRamping(Technique):
             memory["steps"] += 1
 
 
-def _detects(memory: dict[str, torch.Tensor]) -> bool:
+def _detects(memory: dict[str, Tensor]) -> bool:
     """Return whether a detection is running."""
     return "moved" in memory
 
 
-def _own(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Iterator[tuple[str, Any]]:
+def _own(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Iterator[tuple[str, Any]]:
     """Return the optimizer's own state of a parameter, by name."""
     state: Mapping[Any, Any] = optimizer.state.get(parameter, {})
     return ((name, value) for name, value in state.items() if not str(name).startswith("fp4graph."))
 
 
-def _is_like(value: Any, weight: torch.Tensor) -> bool:
+def _is_like(value: Any, weight: Tensor) -> bool:
     """Return whether ``value`` holds one number for each element of ``weight``."""
-    return isinstance(value, torch.Tensor) and value.shape == weight.shape
+    return isinstance(value, Tensor) and value.shape == weight.shape
 
 
-def _hold(memory: dict[str, torch.Tensor], state: Iterable[tuple[str, Any]]) -> None:
+def _hold(memory: dict[str, Tensor], state: Iterable[tuple[str, Any]]) -> None:
     """Keep copies of entries of the optimizer's state where a reset of the moments finds them."""
     _released(memory)  # copies from a step that raised
     for name, value in state:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, Tensor):
             memory[HELD + name] = value.clone()
         elif isinstance(value, bool | int | float):
             memory[HELD + name] = torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else torch.int64)
@@ -240,13 +237,13 @@ def _hold(memory: dict[str, torch.Tensor], state: Iterable[tuple[str, Any]]) -> 
             )
 
 
-def _released(memory: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _released(memory: dict[str, Tensor]) -> dict[str, Tensor]:
     """Remove the copies and return them by their names in the optimizer's state."""
     names = [name for name in memory if name.startswith(HELD)]
     return {name.removeprefix(HELD): memory.pop(name) for name in names}
 
 
-def _restore(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, memory: dict[str, torch.Tensor]) -> None:
+def _restore(optimizer: torch.optim.Optimizer, parameter: Tensor, memory: dict[str, Tensor]) -> None:
     """Give a parameter's state its held values again; drop newer entries, which the optimizer then begins anew."""
     state, held = optimizer.state[parameter], _released(memory)
     for name, value in list(_own(optimizer, parameter)):
@@ -254,7 +251,7 @@ def _restore(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, memory: 
             del state[name]
             if _is_like(value, parameter) and "factor" in memory:
                 memory["begins"] = torch.ones((), dtype=torch.int64)
-        elif isinstance(value, torch.Tensor):
+        elif isinstance(value, Tensor):
             value.copy_(held[name])
         else:
             state[name] = type(value)(held[name])

@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from fp4graph.numerics import surrogates
 from fp4graph.numerics.formats import FP32
@@ -87,7 +88,7 @@ class ScaleGradient(Technique):
         """Return the operands of fprop."""
         return frozenset() if self.kind == "ste" else frozenset(GROUPS["forward"])
 
-    def scale_surrogate(self, ideal: torch.Tensor, context: Context) -> torch.Tensor | None:
+    def scale_surrogate(self, ideal: Tensor, context: Context) -> Tensor | None:
         """Return q'(s), shape of ``ideal``."""
         assert context.spec is not None
         number = context.spec.scale.format

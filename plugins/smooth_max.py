@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from fp4graph.numerics.blocking import Groups
 from fp4graph.numerics.surrogates import absmax_gradient, log_sum_exp, relative_beta, softmax_gradient
@@ -71,14 +72,14 @@ class SmoothMax(Technique):
             return frozenset()
         return frozenset(Operand) if self.kind == "softmax" else frozenset(GROUPS["forward"])
 
-    def block_statistic(self, values: torch.Tensor, z: torch.Tensor, context: Context) -> torch.Tensor:
+    def block_statistic(self, values: Tensor, z: Tensor, context: Context) -> Tensor:
         """Return LogSumExp in place of the maximum, for ``softmax``."""
         if self.kind != "softmax":
             return z
         valid = context.blocking.valid(values.device)
         return log_sum_exp(values, z, self._beta(z, context), valid, lambda x: x.sum(context.axes, keepdim=True))
 
-    def statistic_gradient(self, values: torch.Tensor, z: torch.Tensor, context: Context) -> torch.Tensor | None:
+    def statistic_gradient(self, values: Tensor, z: Tensor, context: Context) -> Tensor | None:
         """Return dZ/dX by Eq. 4 or Eq. 5."""
         if self.kind == "ste":
             return None
@@ -89,7 +90,7 @@ class SmoothMax(Technique):
         valid = context.blocking.valid(values.device)
         return softmax_gradient(values, m, self._beta(m, context), valid, lambda x: x.sum(context.axes, keepdim=True))
 
-    def _beta(self, m: torch.Tensor, context: Context) -> torch.Tensor:
+    def _beta(self, m: Tensor, context: Context) -> Tensor:
         """Return β for X itself, shape of ``m``, the maximum of each block."""
         if self.relative:
             return relative_beta(self.beta, m)

@@ -6,6 +6,7 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
+from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4graph.technique import Context, Gemm, Overhead, SiteView, Technique, hookimpl
@@ -39,19 +40,15 @@ class SmoothSwiglu(Technique):
 
     name: ClassVar[str] = "smooth_swiglu"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=False)
+    complexity: ClassVar[float] = 0.5
 
     power_of_two: bool = Field(False, description="Whether s is rounded up to a power of two.")
-
-    @property
-    def complexity(self) -> float:
-        """0.5, ours: unfusable O(n), O(1) memory."""
-        return 0.5
 
     def pairs(self, site: SiteView) -> frozenset[Gemm]:
         """Return fprop after a SwiGLU."""
         return frozenset({Gemm.FPROP}) if site.producer == "swiglu" else frozenset()
 
-    def pair_context(self, left: torch.Tensor, right: torch.Tensor, context: Context) -> tuple[torch.Tensor, ...]:
+    def pair_context(self, left: Tensor, right: Tensor, context: Context) -> tuple[Tensor, ...]:
         """Return s, fp32 ``[..., 1, K]``."""
         if statically_known_true(left.shape[-2] == 0):  # no tokens have no maximum
             return (left.new_ones([*left.shape[:-2], 1, left.shape[-1]], dtype=torch.float32),)
@@ -63,15 +60,11 @@ class SmoothSwiglu(Technique):
             s = bits.view(torch.float32)
         return (torch.where(ordinary, s, 1.0),)
 
-    def transform(
-        self, x: torch.Tensor, side: Literal["left", "right"], shared: tuple[torch.Tensor, ...]
-    ) -> torch.Tensor:
+    def transform(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:
         """Return X/s or W·s, fp32."""
         return x.to(torch.float32) / shared[0] if side == "left" else x.to(torch.float32) * shared[0]
 
-    def inverse(
-        self, x: torch.Tensor, side: Literal["left", "right"], shared: tuple[torch.Tensor, ...]
-    ) -> torch.Tensor:
+    def inverse(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:
         """Return X·s or W/s, fp32."""
         return self.transform(x, "right" if side == "left" else "left", shared)
 

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import torch
 from pydantic import Field
+from torch import Tensor
 
 from fp4graph.errors import Error
 from fp4graph.optim import StableSPAM
@@ -57,7 +58,7 @@ class StableSpam(Technique):
 
     Stage: optimizer, before and after the step of all parameters together.
 
-    Cost: three passes over each gradient; four scalars per parameter.
+    Cost: three passes over each gradient; four scalars per parameter. The complexity weight is 0.5.
 
     Use it with an optimizer of Adam's kind if training in FP4 diverges from spikes in the gradient. After
     ``clip_grad_norm_`` it follows the clipped norms.
@@ -65,6 +66,7 @@ class StableSpam(Technique):
 
     name: ClassVar[str] = "stable_spam"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=False)
+    complexity: ClassVar[float] = 0.5
     per_model: ClassVar[bool] = True
 
     gamma1: float = Field(0.7, ge=0, lt=1, description="γ1, the momentum of m_norm.")
@@ -74,11 +76,6 @@ class StableSpam(Technique):
     total_steps: int | None = Field(None, ge=1, description="Steps of the whole training; null for c_t = 1.")
     eta_min: float = Field(0.5, ge=0, le=1, description="The value at which c ends, and stays.")
     reset_interval: int | None = Field(1000, ge=1, description="Steps between resets; null for none.")
-
-    @property
-    def complexity(self) -> float:
-        """0.5."""
-        return 0.5
 
     def before_optimizer(self, step: OptimizerStep) -> None:
         """Apply MoRet, AdaClip and AdaGN, and set the momentum for this step."""
@@ -110,17 +107,17 @@ class StableSpam(Technique):
                     reset_moments(optimizer.state.get(parameter, {}))
 
         options = {"gamma1": self.gamma1 * c, "gamma2": self.gamma2, "theta": self.theta, "eps": self.eps}
-        memories: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
+        memories: dict[Tensor, dict[str, Tensor]] = {}
         for parameter, _ in step.parameters():
             if (grad := parameter.grad) is not None and grad.numel():
                 memories[grad] = step.memory(parameter)
                 if not memories[grad]:
                     memories[grad].update(new_statistics(grad))
-        plain = [grad for grad in memories if type(grad) is torch.Tensor]
+        plain = [grad for grad in memories if type(grad) is Tensor]
         for batch in batches(plain):
             torch._foreach_copy_(batch, condition_foreach(batch, [memories[grad] for grad in batch], **options))
         for grad, memory in memories.items():
-            if type(grad) is not torch.Tensor:  # a DTensor
+            if type(grad) is not Tensor:  # a DTensor
                 grad.copy_(condition(grad, memory, **options))
 
     def after_optimizer(self, step: OptimizerStep) -> None:

@@ -8,6 +8,7 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, field_validator, model_validator
+from torch import Tensor
 
 from fp4graph.numerics import surrogates
 from fp4graph.numerics.formats import FP32
@@ -117,7 +118,7 @@ class StepGradient(Technique):
         """Return the listed operands; none for ``ste``."""
         return frozenset() if self.kind == "ste" else super().acts_on(site)
 
-    def element_surrogate(self, ratio: torch.Tensor, context: Context) -> torch.Tensor | None:
+    def element_surrogate(self, ratio: Tensor, context: Context) -> Tensor | None:
         """Return Q'(u), shape of ``ratio``."""
         if self.kind == "ste":
             return None

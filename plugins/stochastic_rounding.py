@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, field_validator
+from torch import Tensor
 
 from fp4graph.numerics.blocking import Granularity
 from fp4graph.numerics.spec import QuantSpec
@@ -44,13 +45,15 @@ class StochasticRounding(Technique):
 
     Stages: plan; with a guard also scale (group scale or block statistic).
 
-    Cost: one hash and one comparison per element, fused into the rounding.
+    Cost: one hash and one comparison per element, fused into the rounding. The complexity weight is that of the paper's
+    Table 9.
 
     Use it on gradients: nearest rounding biases them, and the bias does not average out over steps.
     """
 
     name: ClassVar[str] = "stochastic_rounding"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
+    complexity: ClassVar[float] = 0.5
 
     operands: Annotated[Literal["backward", "all_activation"] | tuple[str, ...], _SCOPES] = Field(
         "backward", description="Operands that round stochastically: a scope of the paper, or operands and groups."
@@ -74,11 +77,6 @@ class StochasticRounding(Technique):
         if self.range_guard is not None and differentiated and any(o.gemm is Gemm.FPROP for o in self.operands_listed):
             raise ValueError("range_guard on an operand of fprop and smooth_max do not go together; drop one of them")
 
-    @property
-    def complexity(self) -> float:
-        """0.5 (design-space paper, Table 9)."""
-        return 0.5
-
     @classmethod
     def implied_by(cls, spec: QuantSpec) -> StochasticRounding | None:
         """Return the technique of a spec with ``rounding: stochastic``."""
@@ -95,13 +93,13 @@ class StochasticRounding(Technique):
         """Return the listed operands if they are guarded."""
         return frozenset() if self.range_guard is None else self.operands_listed
 
-    def block_statistic(self, values: torch.Tensor, z: torch.Tensor, context: Context) -> torch.Tensor:
+    def block_statistic(self, values: Tensor, z: Tensor, context: Context) -> Tensor:
         """Return f·Z for f > 1."""
         return z if self.range_guard is None or self.range_guard < 1 else z * self.range_guard
 
     def group_scale(
-        self, z: torch.Tensor, group: Callable[[Granularity], torch.Tensor], context: Context
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context
+    ) -> tuple[Tensor, Tensor] | None:
         """Return γ = 1/f with an unchanged Z for f < 1."""
         if self.range_guard is None or self.range_guard > 1:
             return None

@@ -24,22 +24,18 @@ class StochasticScaleRounding(Technique):
 
     Stage: plan.
 
-    Cost: O(n/l) hashed bits, no memory.
+    Cost: O(n/l) hashed bits, no memory. The complexity weight is that of the paper's Table 9.
 
     Use it to see whether the bias of E8M0 scales matters to a run: its neighbours are a factor of two apart.
     """
 
     name: ClassVar[str] = "stochastic_scale_rounding"
     overhead: ClassVar[Overhead] = Overhead("O(n/l)", "O(1)", fusable=True)
+    complexity: ClassVar[float] = 0.25
 
     operands: Operands = Field(
         ("forward", "backward"), description="Operands, or groups of them, whose scales round stochastically."
     )
-
-    @property
-    def complexity(self) -> float:
-        """0.25 (design-space paper, Table 9)."""
-        return 0.25
 
     @classmethod
     def implied_by(cls, spec: QuantSpec) -> StochasticScaleRounding | None:

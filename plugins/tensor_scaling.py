@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, field_validator
+from torch import Tensor
 
 from fp4graph.numerics.blocking import Granularity, block_length
 from fp4graph.numerics.scaling import constant
@@ -54,13 +55,15 @@ class TensorScaling(Technique):
 
     Stages: scale (group scale), observe (the held γ).
 
-    Cost: a maximum over n/l block statistics, and a multiplication of the accumulator.
+    Cost: a maximum over n/l block statistics, and a multiplication of the accumulator. The complexity weight is that of
+    the paper's Table 9.
 
     Use it whenever scales have few exponents: E4M3 scales underflow on gradients without it.
     """
 
     name: ClassVar[str] = "tensor_scaling"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
+    complexity: ClassVar[float] = 0.5
 
     granularity: Literal["tensor", "row"] | int = Field(
         "tensor",
@@ -77,11 +80,6 @@ class TensorScaling(Technique):
         if isinstance(value, int) and value < 1:
             raise ValueError(f"a group holds at least one element; got {value}")
         return value
-
-    @property
-    def complexity(self) -> float:
-        """0.5 (design-space paper, Table 9)."""
-        return 0.5
 
     @property
     def draws(self) -> bool:
@@ -142,9 +140,7 @@ class TensorScaling(Technique):
             return 1.0
         return spec.element.max * (number.max if self.target is None else self.target) * self.headroom
 
-    def group_scale(
-        self, z: torch.Tensor, group: Callable[[Granularity], torch.Tensor], context: Context
-    ) -> torch.Tensor:
+    def group_scale(self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context) -> Tensor:
         """Return γ of each group, fp32, broadcastable to ``z``."""
         assert context.spec is not None
         g = group(self.granularity)
@@ -154,7 +150,7 @@ class TensorScaling(Technique):
         assert context.count is not None
         return torch.where(context.count % self.hold_steps == 0, gamma, context.state["gamma"])
 
-    def observe(self, quantization: Quantization, context: Context) -> dict[str, torch.Tensor]:
+    def observe(self, quantization: Quantization, context: Context) -> dict[str, Tensor]:
         """Return the γ in use, which is held."""
         if self.hold_steps == 1:
             return {}
@@ -162,7 +158,7 @@ class TensorScaling(Technique):
         return {"gamma": mine.scale.reshape(())}
 
 
-def _one(weight: torch.Tensor) -> torch.Tensor:
+def _one(weight: Tensor) -> Tensor:
     return torch.ones((), dtype=torch.float32, device=weight.device)
 
 

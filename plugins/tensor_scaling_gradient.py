@@ -7,6 +7,7 @@ from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
+from torch import Tensor
 
 from fp4graph.numerics.blocking import Groups
 from fp4graph.numerics.rounding import round_nearest
@@ -98,7 +99,7 @@ class TensorScalingGradient(Technique):
             return frozenset()
         return frozenset(Operand) if self.kind == "softmax" else frozenset(GROUPS["forward"])
 
-    def group_statistic(self, values: torch.Tensor, g: torch.Tensor, groups: Groups, context: Context) -> torch.Tensor:
+    def group_statistic(self, values: Tensor, g: Tensor, groups: Groups, context: Context) -> Tensor:
         """Return LogSumExp in place of the maximum, for ``softmax``."""
         if self.kind != "softmax":
             return g
@@ -106,9 +107,7 @@ class TensorScalingGradient(Technique):
         valid = context.blocking.valid(values.device)
         return log_sum_exp(values, m, self._beta(m), valid, lambda x: _total(x, groups))
 
-    def group_gradient(
-        self, values: torch.Tensor, g: torch.Tensor, groups: Groups, context: Context
-    ) -> torch.Tensor | None:
+    def group_gradient(self, values: Tensor, g: Tensor, groups: Groups, context: Context) -> Tensor | None:
         """Return dg/dX of Table 1."""
         if self.kind == "ignore":
             return None
@@ -121,7 +120,7 @@ class TensorScalingGradient(Technique):
         valid = context.blocking.valid(values.device)
         return softmax_gradient(values, m, self._beta(m), valid, lambda x: _total(x, groups))
 
-    def _beta(self, m: torch.Tensor) -> torch.Tensor:
+    def _beta(self, m: Tensor) -> Tensor:
         return relative_beta(self.beta, m) if self.relative else torch.full_like(m, self.beta)
 
 
@@ -149,15 +148,15 @@ def _returns_its_maximum(spec: QuantSpec, u: float) -> bool:
     return bool((back - z).abs() <= 2.0**-20 * z)
 
 
-def _maximum(values: torch.Tensor, groups: Groups) -> torch.Tensor:
+def _maximum(values: Tensor, groups: Groups) -> Tensor:
     return groups.reduce(values.abs().amax(groups.blocking.axes, keepdim=True), "amax")
 
 
-def _total(values: torch.Tensor, groups: Groups) -> torch.Tensor:
+def _total(values: Tensor, groups: Groups) -> Tensor:
     return groups.reduce(values.sum(groups.blocking.axes, keepdim=True), "sum")
 
 
-def _lowest(index: torch.Tensor, groups: Groups) -> torch.Tensor:
+def _lowest(index: Tensor, groups: Groups) -> Tensor:
     lowest = index.amin(groups.blocking.axes, keepdim=True)
     return -groups.reduce(-lowest, "amax", fill=-(2**31 - 1))
 

@@ -20,11 +20,8 @@ class MseScale(fp4graph.Technique):
 
     name: ClassVar[str] = "mse_scale"
     overhead: ClassVar[fp4graph.Overhead] = fp4graph.Overhead("O(n)", "O(1)", fusable=True)
+    complexity: ClassVar[float] = 0.5  # a fusable O(n), by Table 2 of the design-space paper
     factors: tuple[PositiveFloat, ...] = Field((1.0, 0.875, 0.75, 2.0), min_length=1, description="The c to try.")
-
-    @property
-    def complexity(self):
-        return 0.5  # a fusable O(n), by Table 2 of the design-space paper
 
     def acts_on(self, site):
         return frozenset({fp4graph.Operand.FPROP_INPUT, fp4graph.Operand.FPROP_WEIGHT})

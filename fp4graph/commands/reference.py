@@ -61,7 +61,7 @@ def technique_page(technique: type[Technique], registry: Registry) -> str:
     fusable = "fusable" if data["fusable"] else "not fusable"
     facts = {
         "complexity weight": _weights(technique),
-        "weight declared as": _weight_doc(technique),
+        **_weight_doc(technique),
         "overhead": f"compute {data['compute']}, memory {data['memory']}, {fusable}",
         "stages": ", ".join(f"`{stage}`" for stage in data["stages"]) or "none",
         "acts on": _acts_on(technique),
@@ -189,9 +189,12 @@ def _weights(technique: type[Technique]) -> str:
     )
 
 
-def _weight_doc(technique: type[Technique]) -> str:
+def _weight_doc(technique: type[Technique]) -> dict[str, str]:
+    """Return what a weight that depends on the options says of itself, as a row; the text explains a constant."""
+    if not isinstance(technique.complexity, property):
+        return {}
     doc = technique.complexity.__doc__ if overrides(technique, "complexity") else None
-    return _markdown(one_line(doc or "")) or "nothing said"
+    return {"weight declared as": _markdown(one_line(doc or "")) or "nothing said"}
 
 
 def _default_weight(technique: type[Technique]) -> str:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from fp4graph.policy.document import Node, Place
-from fp4graph.policy.merge import merge
+from fp4graph.policy.document import Node, Place, merge
 
 
 def _quantizing(rule: Node) -> bool:

@@ -24,7 +24,7 @@ def inner_backend(name: str) -> Backend:
 
 
 def _inductor(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-    """Inductor, told for a GPU to compute what eager mode computes; its C++ does so by itself."""
+    """Compile with Inductor, told for a GPU to compute what eager mode computes; its C++ does so by itself."""
     from torch._inductor.compile_fx import compile_fx
 
     on_gpu = any(isinstance(x, Tensor) and x.device.type == "cuda" for x in example_inputs)

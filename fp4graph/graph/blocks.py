@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -47,7 +47,8 @@ def find_blocks(modules: Mapping[str, ModuleInfo]) -> dict[str, BlockPosition]:
         if _numbered(leaf, modules.get(parent)) and tree.children.get(name) and tree.matrices[name] >= 2:
             pattern = ".".join(filter(None, (pattern_of(parent), re.sub(r"\d+$", "*", leaf))))
             stacks.setdefault((info.cls, pattern), []).append(name)
-    stacks = {key: names for key, names in stacks.items() if _most_siblings(names) >= 2}
+    siblings = {key: Counter(name.rpartition(".")[0] for name in names) for key, names in stacks.items()}
+    stacks = {key: names for key, names in stacks.items() if max(siblings[key].values()) >= 2}
     chosen = {key: names for key, names in stacks.items() if not _yields(key, stacks, tree)}
     if not chosen:
         return {"": BlockPosition(stack="", index=0, total=1)}
@@ -60,11 +61,15 @@ def find_blocks(modules: Mapping[str, ModuleInfo]) -> dict[str, BlockPosition]:
 
 def block_of(name: str | None, blocks: Mapping[str, BlockPosition]) -> BlockPosition | None:
     """Return the position of the block that module ``name`` is in, or None."""
-    while name is not None:
-        if name in blocks:
-            return blocks[name]
-        name = name.rpartition(".")[0] if "." in name else ("" if name else None)
-    return None
+    return None if name is None else next((blocks[around] for around in _upwards(name) if around in blocks), None)
+
+
+def _upwards(name: str) -> Iterator[str]:
+    """Yield ``name`` and the names of the modules around it, the root's last."""
+    while name:
+        yield name
+        name = name.rpartition(".")[0]
+    yield ""
 
 
 class _Tree:
@@ -76,13 +81,11 @@ class _Tree:
         for name, info in modules.items():
             if name:
                 self.children.setdefault(name.rpartition(".")[0], []).append(name)
-            ancestor: str | None = name
-            while ancestor is not None:
-                self.matrices[ancestor] = self.matrices.get(ancestor, 0) + info.matrices
-                ancestor = ancestor.rpartition(".")[0] if "." in ancestor else ("" if ancestor else None)
+            for around in _upwards(name):
+                self.matrices[around] = self.matrices.get(around, 0) + info.matrices
 
     def is_composite(self, name: str) -> bool:
-        """Whether a child of ``name`` has children of its own and matrices below: attention, an MLP."""
+        """Return whether a child of ``name`` has children of its own and matrices below: attention, an MLP."""
         return any(self.children.get(child) and self.matrices[child] for child in self.children.get(name, ()))
 
 
@@ -92,7 +95,7 @@ def pattern_of(name: str) -> str:
 
 
 def _numbered(leaf: str, parent: ModuleInfo | None) -> bool:
-    """Whether ``leaf``, a name in ``parent``, is numbered."""
+    """Return whether ``leaf``, a name in ``parent``, is numbered."""
     if leaf.isdigit():
         return True
     # Outside containers an author chose such a name: the two attentions of a block are no stack.
@@ -100,20 +103,16 @@ def _numbered(leaf: str, parent: ModuleInfo | None) -> bool:
     return contained and re.fullmatch(r".+_\d+", leaf) is not None
 
 
-def _most_siblings(names: list[str]) -> int:
-    return max(Counter(name.rpartition(".")[0] for name in names).values())
-
-
 def _yields(key: tuple[type, str], stacks: Mapping[tuple[type, str], list[str]], tree: _Tree) -> bool:
-    """Whether the stack ``key`` gives way to one nested in it or around it."""
+    """Return whether the stack ``key`` gives way to one nested in it or around it."""
     mine = stacks[key]
-    for other, names in stacks.items():
-        if other == key:
-            continue
-        inner_is_composite = any(tree.is_composite(name) for name in names)
-        if inner_is_composite and any(name.startswith(f"{outer}.") for outer in mine for name in names):
-            return True
-        i_am_composite = any(tree.is_composite(name) for name in mine)
-        if not i_am_composite and any(name.startswith(f"{outer}.") for outer in names for name in mine):
-            return True
-    return False
+    composite = any(map(tree.is_composite, mine))
+    return any(
+        (_inside(names, mine) and any(map(tree.is_composite, names))) or (not composite and _inside(mine, names))
+        for other, names in stacks.items()
+        if other != key
+    )
+
+
+def _inside(inner: list[str], outer: list[str]) -> bool:
+    return any(name.startswith(f"{around}.") for around in outer for name in inner)

@@ -26,22 +26,19 @@ aten = torch.ops.aten
 def expand_all(gm: GraphModule, expands_sdpa: Callable[[Node], bool]) -> None:
     """Replace the opaque nodes of ``gm`` (not of its submodules) by the operations that they consist of.
 
-    Args:
-        gm: the graph.
-        expands_sdpa: whether a rule wants the two products of this fused attention. Their nodes are then tagged
-            ``meta["fp4graph_op"] = "sdpa"``.
+    ``expands_sdpa`` tells whether a rule wants the two products of a fused attention. Their nodes are then tagged
+    ``meta["fp4graph_op"] = "sdpa"``.
     """
+    opened: dict[Any, Callable[..., Any]] = {
+        F.multi_head_attention_forward: F.multi_head_attention_forward,
+        torch._transformer_encoder_layer_fwd: encoder_layer,
+        torch._native_multi_head_attention: native_attention,
+    }
     for node in list(gm.graph.nodes):
-        if node.op != "call_function":
-            continue
-        if node.target is F.multi_head_attention_forward:
-            inline(gm, node, F.multi_head_attention_forward)
-        elif node.target is torch._transformer_encoder_layer_fwd:
-            inline(gm, node, encoder_layer)
-        elif node.target is torch._native_multi_head_attention:
-            inline(gm, node, native_attention)
-        elif node.target in (torch.einsum, torch.functional.einsum, aten.einsum.default):
-            function = einsum_as_matmul(node)
+        if node.op == "call_function":
+            function = opened.get(node.target)
+            if node.target in (torch.einsum, torch.functional.einsum, aten.einsum.default):
+                function = einsum_as_matmul(node)
             if function is not None:
                 inline(gm, node, function)
     for node in list(gm.graph.nodes):
@@ -66,13 +63,16 @@ def inline(gm: GraphModule, node: Node, function: Callable[..., Any], tag: str |
     # The caller may itself run on fake tensors (explain), in another mode than Dynamo's.
     with _disable_current_modes(), fake_mode:
         traced = make_fx(on_tensors, pre_dispatch=True)(*values)
-    replaced = _splice(gm, node, traced, inputs, tag)
-    _replace(node, replaced)
+    _replace(node, _splice(gm, node, traced, inputs, tag))
     gm.graph.lint()
 
 
 def _splice(gm: GraphModule, node: Node, traced: GraphModule, inputs: list[Node], tag: str | None) -> Any:
+    """Copy the nodes of ``traced`` before ``node``, and return its output as nodes of the graph."""
     graph: Graph = gm.graph
+    place = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace", "source_fn_stack") if key in node.meta}
+    if tag is not None:
+        place["fp4graph_op"] = tag
     mapping: dict[Node, Node] = {}
     remaining = iter(inputs)
     output: Any = None
@@ -88,16 +88,8 @@ def _splice(gm: GraphModule, node: Node, traced: GraphModule, inputs: list[Node]
                 mapping[new] = graph.get_attr(name)
                 mapping[new].meta.update(new.meta)
             else:
-                copied = graph.node_copy(new, lambda n: mapping[n])
-                copied.meta = {
-                    **{
-                        k: v for k, v in node.meta.items() if k in ("nn_module_stack", "stack_trace", "source_fn_stack")
-                    },
-                    "example_value": new.meta.get("val"),
-                }
-                if tag is not None:
-                    copied.meta["fp4graph_op"] = tag
-                mapping[new] = copied
+                mapping[new] = graph.node_copy(new, lambda n: mapping[n])
+                mapping[new].meta = {**place, "example_value": new.meta.get("val")}
     return output
 
 
@@ -262,11 +254,7 @@ def einsum_as_matmul(node: Node) -> Callable[..., Tensor] | None:
 
         def matrix(x: Tensor, labels: str, first: list[str], second: list[str]) -> Tensor:
             x = x.permute([labels.index(i) for i in (*batch, *first, *second)])
-            shape = [
-                *(sizes[i] for i in batch),
-                math.prod(sizes[i] for i in first),
-                math.prod(sizes[i] for i in second),
-            ]
+            shape = (*(sizes[i] for i in batch), *(math.prod(sizes[i] for i in axis) for axis in (first, second)))
             return x.reshape(shape)
 
         product = torch.matmul(matrix(a, left, rows, summed), matrix(b, right, summed, columns))

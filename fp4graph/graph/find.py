@@ -10,27 +10,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TypeGuard
 
 import torch
 from torch.fx import GraphModule, Node
 
-from fp4graph.graph import flops
+from fp4graph.graph import flops, products
 from fp4graph.graph.expand import expand_all
 from fp4graph.graph.marker import Marker, module_stack
 from fp4graph.graph.names import Names, Owner
-from fp4graph.graph.products import (
-    NoProduct,
-    Product,
-    is_foreign,
-    is_sdpa,
-    is_uncounted_product,
-    name_of,
-    producer_of,
-    read_product,
-    value_of,
-    view_source,
-)
+from fp4graph.graph.products import NoProduct, Product, name_of, read_product, value_of, view_source
 from fp4graph.technique.site import SiteView
 
 #: Higher-order ops whose bodies run once, as written, on the operands at the end of their arguments.
@@ -42,11 +30,10 @@ _TRANSPARENT = frozenset({
 
 @dataclass(frozen=True)
 class Marked:
-    """The marker that speaks for a product.
+    """The marker that belongs to a product.
 
-    Attributes:
-        marker: the marker of the weight, or of the innermost module around the product that has one.
-        weight: index of the product's weight among those that the marker carries; None where it carries no such weight.
+    It is the one that carries the product's weight, with the index of that weight, or else the one of the innermost
+    module around the product.
     """
 
     marker: Marker
@@ -71,7 +58,6 @@ class FoundWork:
     """Matrix work that cannot be quantized.
 
     Attributes:
-        node: the node that does it.
         module: the module that the node was called in, or None.
         view: the work as the policy sees it, without sizes.
         places: indices of the rules whose predicates on the place hold, where only a marker knows the module.
@@ -93,9 +79,7 @@ class FoundProduct:
     """A product of two matrices, which may become a site.
 
     Attributes:
-        product: the node and its factors.
         view: the product as policies and techniques see it.
-        marked: the marker that speaks for it, or None.
         owner: owner of the parameter that is the second factor, or None.
         views: the chain of views from the parameter to the second factor, the first one applied first.
         has_weight: whether the second factor is a parameter.
@@ -121,10 +105,10 @@ class FoundProduct:
 
 @dataclass
 class Found:
-    """What a captured graph holds.
+    """The content of a captured graph, and of the bodies inside it.
 
     Attributes:
-        work: the matrix work of the graph and of the bodies inside it, in the order of the graph.
+        work: the matrix work, in the order of the graph.
         read: the parameters that the graph takes.
         marked: the modules whose markers were found; None is a module that cannot be known.
         bodies: the graph and the bodies in it whose nodes may be replaced.
@@ -137,16 +121,13 @@ class Found:
 
 
 def find(
-    gm: GraphModule,
-    names: Names,
-    expands_sdpa: Callable[[SiteView], bool],
-    keys: Mapping[int, str] | None = None,
+    gm: GraphModule, names: Names, expands_sdpa: Callable[[SiteView], bool], keys: Mapping[int, str] | None = None
 ) -> Found:
     """Find the matrix work of ``gm`` and of the bodies inside it, and take their markers out.
 
     Args:
         gm: a graph as Dynamo hands it to a backend.
-        names: names of the model's modules and parameters.
+        names: of the model's modules and parameters.
         expands_sdpa: whether a rule wants the two products of this fused attention.
         keys: fully qualified name of the module that a marker's key belongs to, by the key's id.
     """
@@ -178,17 +159,15 @@ class _Body:
         return self._outer.get(node, node)
 
     def add(self, marker: Marker) -> None:
-        """Take down a marker, which speaks for the nodes after it."""
+        """Record a marker, which belongs to the nodes after it."""
         for index, weight in enumerate(marker.weights):
             self._by_weight[weight] = Marked(marker, index)
         self._by_module[marker.module_id] = marker
 
-    def marker_of_weight(self, weight: Node) -> Marked | None:
-        """Return the marker that carries ``weight``."""
-        return self._by_weight.get(weight)
-
-    def marker_of_call(self, node: Node) -> Marked | None:
-        """Return the marker of the innermost module around ``node`` that has one."""
+    def marker_of(self, node: Node, weight: Node | None = None) -> Marked | None:
+        """Return the marker that carries ``weight``, else that of the innermost module around ``node`` that has one."""
+        if weight is not None and weight in self._by_weight:
+            return self._by_weight[weight]
         for identity in (*(caller.id for caller in reversed(module_stack(node))), None):
             if identity in self._by_module:
                 return Marked(self._by_module[identity])
@@ -230,7 +209,8 @@ class _Finder:
         name = getattr(node.target, "_name", str(node.target))
         multiplies = False
         for argument in node.args:
-            inner = getattr(body.gm, str(argument.target), None) if _is_attribute(argument) else None
+            is_body = isinstance(argument, Node) and argument.op == "get_attr"
+            inner = getattr(body.gm, str(argument.target), None) if is_body else None
             if not isinstance(inner, GraphModule) or id(inner) in self._visited:
                 continue
             self._visited.add(id(inner))
@@ -261,8 +241,8 @@ class _Finder:
             return self._work(node, read.op, read.reason)
         if node.op not in ("call_function", "call_method") or view_source(node) is not None:
             return None
-        if is_uncounted_product(node) or (
-            self._multiplies_parameter(node, body) and (is_foreign(node) or flops.of_node(node))
+        if products.is_uncounted_product(node) or (
+            self._multiplies_parameter(node, body) and (products.is_foreign(node) or flops.of_node(node))
         ):
             return self._like_linear(node, name_of(node), body)
         return None
@@ -273,7 +253,7 @@ class _Finder:
 
     def _like_linear(self, node: Node, op: str, body: _Body) -> FoundWork:
         module = self._names.module(node)
-        marked = body.marker_of_call(node) if module is None else None
+        marked = body.marker_of(node) if module is None else None
         if marked is None:
             return FoundWork(node, module, self._view(module, op), like_linear=True)
         view = self._view(marked.marker.module, op)
@@ -284,7 +264,7 @@ class _Finder:
         weight, views = _origin(product.b)
         placeholder = body.outside(weight)
         is_parameter = self._names.is_parameter(placeholder)
-        marked = body.marker_of_weight(weight) or body.marker_of_call(node)
+        marked = body.marker_of(node, weight)
         owner = marked.owner if marked is not None else None
         if owner is None and is_parameter:
             owner = self._names.owner(placeholder, node)
@@ -298,42 +278,25 @@ class _Finder:
             and self._is_matrix_parameter(product.a, body)
             and not self._is_matrix_parameter(product.b, body)
         )
-        return FoundProduct(
-            product,
-            SiteView(
-                module=module,
-                op=node.meta.get("fp4graph_op") or ("linear" if has_weight else "matmul"),
-                in_features=_static(a.shape[-1]),
-                out_features=_static(b.shape[0 if product.form == "linear" else -1]),
-                numel=_static(b.numel()),
-                block=self._names.block(module),
-                producer=producer_of(product.a),
-            ),
-            marked,
-            owner,
-            views,
-            has_weight,
-            self._like_linear(node, name_of(node), body) if weight_first else None,
-            self._names.newcomer(node),
-        )
+        op = node.meta.get("fp4graph_op") or ("linear" if has_weight else "matmul")
+        sizes = _static(a.shape[-1]), _static(b.shape[0 if product.form == "linear" else -1]), _static(b.numel())
+        view = SiteView(module, op, *sizes, self._names.block(module), products.producer_of(product.a))
+        work = self._like_linear(node, name_of(node), body) if weight_first else None
+        return FoundProduct(product, view, marked, owner, views, has_weight, work, self._names.newcomer(node))
 
     def _wants_sdpa(self, node: Node) -> bool:
-        return is_sdpa(node) and self._expands_sdpa(self._view(self._names.module(node), "sdpa"))
+        return self._expands_sdpa(self._view(self._names.module(node), "sdpa"))
 
     def _view(self, module: str | None, op: str) -> SiteView:
         return SiteView(module, op, None, None, None, self._names.block(module))
 
     def _multiplies_parameter(self, node: Node, body: _Body) -> bool:
-        """Whether an input of ``node`` is a parameter of two or more axes, or a view of one."""
+        """Return whether an input of ``node`` is a parameter of two or more axes, or a view of one."""
         return any(self._is_matrix_parameter(argument, body) for argument in node.all_input_nodes)
 
     def _is_matrix_parameter(self, node: Node, body: _Body) -> bool:
         value = value_of(node)
         return value is not None and value.dim() >= 2 and self._names.is_parameter(body.outside(_origin(node)[0]))
-
-
-def _is_attribute(argument: object) -> TypeGuard[Node]:
-    return isinstance(argument, Node) and argument.op == "get_attr"
 
 
 def _placeholders(node: Node, inner: GraphModule, body: _Body) -> dict[Node, Node]:

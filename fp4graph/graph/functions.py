@@ -83,16 +83,12 @@ def _site_function(
 def cacheable(gm: GraphModule) -> Iterator[None]:
     """Let torch take a graph with our functions from its caches, and put it there, in this context."""
     marked = torch._inductor.config.unsafe_marked_cacheable_functions
-    ours = {f"{__name__}.{name}": torch.__version__ for name in sorted(_names(gm))}
-    with torch._inductor.config.patch(unsafe_marked_cacheable_functions={**marked, **ours}):
-        yield
-
-
-def _names(gm: GraphModule) -> set[str]:
     modules = [module for module in gm.modules() if isinstance(module, GraphModule)]
     targets = (node.target for module in modules for node in module.graph.nodes if node.op == "call_function")
-    names = (getattr(target, "__name__", "") for target in targets)
-    return {name for name in names if name.startswith(_PREFIX)}
+    names = {str(getattr(target, "__name__", "")) for target in targets}
+    ours = {f"{__name__}.{name}": torch.__version__ for name in sorted(names) if name.startswith(_PREFIX)}
+    with torch._inductor.config.patch(unsafe_marked_cacheable_functions={**marked, **ours}):
+        yield
 
 
 def _techniques_digest(program: MatmulProgram) -> str:

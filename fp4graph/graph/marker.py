@@ -18,17 +18,15 @@ from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 
 from fp4graph.errors import UncompiledError
 
-_FOREIGN = (
-    "a module that fp4graph.apply prepared was compiled by another torch.compile backend, which would run it in high "
-    "precision; call the applied model, or fp4graph.remove(model) first"
-)
-
 _library: Any = torch.library.Library("fp4graph", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("mark(str tag, Tensor key, Tensor step, Tensor[] weights, Tensor[] state, bool training) -> ()")
 
 
 def _refuse(*args: object) -> None:
-    raise UncompiledError(_FOREIGN)
+    raise UncompiledError(
+        "a module that fp4graph.apply prepared was compiled by another torch.compile backend, which would run it in "
+        "high precision; call the applied model, or fp4graph.remove(model) first"
+    )
 
 
 _library.impl("mark", _refuse, "CompositeExplicitAutograd")
@@ -72,12 +70,10 @@ class Marker:
     """A marker node, read.
 
     Attributes:
-        tag: the static part.
         key, step: nodes of the module's noise key and of the count of forwards.
         weights, state: nodes of the weights and state tensors that the tag lists.
         training: whether the module was in training mode.
-        module_id: id of the module that was called, or None.
-        module: the fully qualified name of that module, or None where it cannot be known.
+        module_id, module: id and fully qualified name of the module that was called; None where unknown.
     """
 
     tag: Tag

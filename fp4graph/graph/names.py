@@ -17,7 +17,7 @@ _SOURCE_STEP = re.compile(r"\._modules\['([^']+)'\]|\._(parameters|buffers)\['([
 
 
 class Owner(NamedTuple):
-    """Where a parameter is: the fully qualified name of its module, and its name there ("" for a module alone)."""
+    """The place of a parameter: the fully qualified name of its module, and its name there."""
 
     module: str
     parameter: str
@@ -56,7 +56,7 @@ class Names:
             return
         weights: dict[str, int] = {}
         for node in nodes:
-            if node.op == "placeholder" and (source := _parse(node)) is not None and source.parameter:
+            if node.op == "placeholder" and (source := _source(node)) is not None:
                 value = node.meta.get("example_value")
                 weights[source.module] = weights.get(source.module, 0) + (value is not None and value.dim() == 2)
             for caller in module_stack(node):
@@ -97,17 +97,14 @@ class Names:
 
         A parameter that several modules share belongs to the one that ``user`` was called in, else to the first.
         """
-        example = getattr(weight.meta.get("grapharg"), "example", None)
-        calling = self.module(user)
+        example, calling = _example(weight), self.module(user)
         # The id may be that of a parameter which fully_shard has replaced since.
         known = self._owners.get(id(example), [])
         owners = [o for o in known if self._by_name[o.module]._parameters.get(o.parameter) is example]
         if owners:
             return next((owner for owner in owners if owner.module == calling), owners[0])
-        source = _parse(weight)
-        if source is None or not source.parameter:
-            return None
-        if not self._by_name:
+        source = _source(weight)
+        if source is None or not self._by_name:
             return source
         path, parameter = source
         # A source is relative to the frame that was captured, which is some module around the calling one. Try it
@@ -125,33 +122,31 @@ class Names:
 
     def owners(self, node: Node) -> list[Owner]:
         """Return all owners of the parameter at placeholder ``node``, as far as its identity or its source tells."""
-        example = getattr(node.meta.get("grapharg"), "example", None)
-        source = _parse(node)
-        return [*self._owners.get(id(example), ()), *([source] if source is not None and source.parameter else ())]
+        source = _source(node)
+        return [*self._owners.get(id(_example(node)), ()), *(() if source is None else (source,))]
 
     def _owns(self, module: str, parameter: str) -> bool:
         return module in self._by_name and parameter in self._by_name[module]._parameters
 
     def is_parameter(self, node: Node) -> bool:
-        """Whether placeholder ``node`` is a parameter."""
-        example = getattr(node.meta.get("grapharg"), "example", None)
-        source = _parse(node)
-        return isinstance(example, nn.Parameter) or (source is not None and bool(source.parameter))
+        """Return whether placeholder ``node`` is a parameter."""
+        return isinstance(_example(node), nn.Parameter) or _source(node) is not None
 
 
-def _parse(node: Node) -> Owner | None:
-    """Return the module path and the parameter, or "", that the source of a placeholder names."""
+def _example(node: Node) -> object:
+    """Return the object that Dynamo saw at placeholder ``node``."""
+    return getattr(node.meta.get("grapharg"), "example", None)
+
+
+def _source(node: Node) -> Owner | None:
+    """Return the place that the source of a placeholder names, or None where it names no parameter."""
     source = getattr(node, "_dynamo_source", None)
     if source is None:
         return None
     text = source.name if isinstance(source.name, str) else source.name()
-    modules, parameter = [], ""
-    for match in _SOURCE_STEP.finditer(text):
-        if match.group(1):
-            modules.append(match.group(1))
-        elif match.group(2) == "parameters":
-            parameter = match.group(3)
-    return Owner(".".join(modules), parameter)
+    steps = _SOURCE_STEP.findall(text)
+    parameters = [name for _, kind, name in steps if kind == "parameters"]
+    return Owner(".".join(module for module, _, _ in steps if module), parameters[-1]) if parameters else None
 
 
 def _path(source: str) -> str:

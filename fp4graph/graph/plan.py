@@ -35,12 +35,8 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What happens to one site.
-
-    Attributes:
-        specs: the final spec of each operand; None is high precision.
-        program: the program that replaces the product, or None where nothing is quantized.
-    """
+    """The decision about one site: the final spec of each operand, None for high precision, and the program that
+    replaces the product, None where nothing is quantized."""
 
     specs: tuple[tuple[Operand, QuantSpec | None], ...]
     program: MatmulProgram | None
@@ -91,27 +87,17 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
             reuses=spec is None and which in rule.reuses,
         )
 
-    def gemm(which: Gemm, left: Operand, right: Operand) -> GemmProgram:
+    def gemm(which: Gemm) -> GemmProgram:
+        left, right = (one for one in Operand if one.gemm is which)
         quantized = specs.get(left) is not None or specs.get(right) is not None
-        return GemmProgram(
-            which, operand(left), operand(right), tuple(t for t in techniques if quantized and which in pairs[t])
-        )
+        transforms = tuple(t for t in techniques if quantized and which in pairs[t])
+        return GemmProgram(which, operand(left), operand(right), transforms)
 
-    return Plan(
-        ordered,
-        MatmulProgram(
-            fprop=gemm(Gemm.FPROP, Operand.FPROP_INPUT, Operand.FPROP_WEIGHT),
-            dgrad=gemm(Gemm.DGRAD, Operand.DGRAD_GRAD_OUTPUT, Operand.DGRAD_WEIGHT),
-            wgrad=gemm(Gemm.WGRAD, Operand.WGRAD_GRAD_OUTPUT, Operand.WGRAD_INPUT),
-            state=slots,
-        ),
-    )
+    return Plan(ordered, MatmulProgram(gemm(Gemm.FPROP), gemm(Gemm.DGRAD), gemm(Gemm.WGRAD), slots))
 
 
-@lru_cache(maxsize=4096)
-def plan_weight(site: SiteView, rule: Rule) -> Plan:
-    """Plan the site of a weight for training, before or after its capture: the optimizer's view of the site."""
-    return plan_site(site, rule)
+#: Plans the site of a weight for training, before or after its capture: the optimizer's view of the site.
+plan_weight = lru_cache(maxsize=4096)(plan_site)
 
 
 def _settled(spec: QuantSpec | None) -> QuantSpec | None:
@@ -165,7 +151,6 @@ class Planner:
     """Asks one policy about the matrix work of captured graphs.
 
     Args:
-        policy: the policy.
         first_occurrence: number of sites of each module that earlier graphs of the model held. A graph break may split
             a module's calls over several graphs, and their noise must not repeat.
 
@@ -194,8 +179,8 @@ class Planner:
 
     def _product(self, found: FoundProduct) -> PlannedSite | None:
         decision = self._policy.decide(found.view, found.places)
-        rule, view, node = decision.rule, found.view, found.product.node
-        if found.weight_first is not None and decision.index < 0 and not rule.quantizes:
+        rule, index, view, node = decision.rule, decision.index, found.view, found.product.node
+        if found.weight_first is not None and index < 0 and not rule.quantizes:
             self._work(found.weight_first)
             return None
         if self._policy.quantizes and found.newcomer is not None:
@@ -215,20 +200,11 @@ class Planner:
         if rule.quantizes:
             plan = plan_site(view, rule, training=found.marked is None or found.marked.marker.training)
         quantized = plan.program is not None
-        a, b = found.product.values
+        shapes, work = tuple(map(_shape, found.product.values)), flops.of_product(found.product)
+        name = rule.name if index >= 0 or rule.quantizes else None
+        reason = "" if quantized else rule.keep or "every operand is kept in high precision"
         self.sites.append(
-            Site(
-                view.module,
-                view.op,
-                (_shape(a), _shape(b)),
-                rule=rule.name if decision.index >= 0 or rule.quantizes else None,
-                reason="" if quantized else rule.keep or "every operand is kept in high precision",
-                operands=dict(plan.specs),
-                quantized=quantized,
-                occurrence=occurrence,
-                rule_index=decision.index,
-                flops=flops.of_product(found.product),
-            )
+            Site(view.module, view.op, shapes, name, reason, dict(plan.specs), quantized, occurrence, index, work)
         )
         return PlannedSite(found, plan, occurrence) if quantized else None
 

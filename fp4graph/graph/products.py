@@ -21,12 +21,7 @@ aten = torch.ops.aten
 class Product:
     """One node that computes ``beta·addend + alpha·A @ B``.
 
-    Attributes:
-        node: the node.
-        form: ``linear`` (B stored ``[N, K]``), or ``matmul`` (B ``[..., K, N]``).
-        a, b: the factors.
-        addend: the bias or accumulator, or None.
-        alpha, beta: the two constants.
+    ``form`` is ``linear`` (B stored ``[N, K]``), or ``matmul`` (B ``[..., K, N]``); ``addend`` the bias or accumulator.
     """
 
     node: Node
@@ -72,23 +67,9 @@ _READERS: Mapping[Any, Callable[..., Product]] = {
     torch._C._nn.linear: _linear,
     nn.functional.linear: _linear,
     aten.linear.default: _linear,
-    **dict.fromkeys(
-        (
-            torch.matmul,
-            torch.linalg.matmul,
-            torch.mm,
-            torch.bmm,
-            operator.matmul,
-            aten.matmul.default,
-            aten.mm.default,
-            aten.bmm.default,
-            "matmul",
-            "__matmul__",
-            "mm",
-            "bmm",
-        ),
-        _matmul,
-    ),
+    **dict.fromkeys((torch.matmul, torch.linalg.matmul, torch.mm, torch.bmm, operator.matmul), _matmul),
+    **dict.fromkeys((aten.matmul.default, aten.mm.default, aten.bmm.default), _matmul),
+    **dict.fromkeys(("matmul", "__matmul__", "mm", "bmm"), _matmul),
     **dict.fromkeys((torch.addmm, torch.baddbmm, aten.addmm.default, aten.baddbmm.default, "addmm", "baddbmm"), _addmm),
 }
 
@@ -138,25 +119,23 @@ def operation(node: Node) -> Callable[..., Any]:
 
 
 def is_uncounted_product(node: Node) -> bool:
-    """Whether ``node`` is known by its name to multiply matrices, in a way for which there is no reader."""
+    """Return whether ``node`` is known by its name to multiply matrices, in a way for which there is no reader."""
     name = name_of(node)
     return name in _UNCOUNTED_NAMES or any(part in name for part in _UNCOUNTED)
 
 
 def is_foreign(node: Node) -> bool:
-    """Whether ``node`` calls an operation of an unknown library (``torch.library.custom_op``)."""
+    """Return whether ``node`` calls an operation of an unknown library (``torch.library.custom_op``)."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload | torch._ops.OpOverloadPacket) and (
-        _qualified(target).partition("::")[0] not in _KNOWN_LIBRARIES
+    if isinstance(target, torch._ops.OpOverload):
+        return target._schema.name.partition("::")[0] not in _KNOWN_LIBRARIES
+    return isinstance(target, torch._ops.OpOverloadPacket) and (
+        target._qualified_op_name.partition("::")[0] not in _KNOWN_LIBRARIES
     )
 
 
-def _qualified(target: torch._ops.OpOverload | torch._ops.OpOverloadPacket) -> str:
-    return target._schema.name if isinstance(target, torch._ops.OpOverload) else target._qualified_op_name
-
-
 def is_sdpa(node: Node) -> bool:
-    """Whether ``node`` is fused attention."""
+    """Return whether ``node`` is fused attention."""
     return node.op == "call_function" and node.target in _SDPA
 
 
@@ -208,7 +187,7 @@ _TRANSPOSITIONS = frozenset({"t", "transpose", "numpy_T", "mT", "T", "adjoint", 
 
 
 def transposes(views: tuple[Node, ...]) -> bool:
-    """Whether a chain of views shows a matrix transposed."""
+    """Return whether a chain of views shows a matrix transposed."""
     odd = False
     for view in views:
         name = str(view.args[1]) if name_of(view) == "getattr" else name_of(view)

@@ -27,15 +27,7 @@ from fp4graph.policy import Policy
 
 @dataclass(frozen=True)
 class Rewritten:
-    """What the pass found in one captured graph and did to it.
-
-    Attributes:
-        sites: every place of matrix work, in the order of the graph.
-        uses: the products whose second factor is a parameter with a known owner.
-        read: the parameters that the graph takes.
-        marked: the modules whose call the graph shows; None is a module that cannot be known.
-        refused: an error about matrix work that would run unquantized without a word, or None.
-    """
+    """The report on a rewritten graph; its fields are those of ``Found`` and of ``Planner``."""
 
     sites: list[Site]
     uses: list[WeightUse]
@@ -56,9 +48,7 @@ def rewrite(
     """Rewrite ``gm`` and the bodies inside it, in place.
 
     Args:
-        gm: the captured graph.
-        policy: the policy.
-        names: names of the model's modules and parameters.
+        names: of the model's modules and parameters.
         first_occurrence: number of sites of each module that earlier graphs of the model held.
         keys: fully qualified name of the module that a marker's key belongs to, by the key's id.
         stateless: whether no markers are to be expected (the ``torch.compile`` entry point).

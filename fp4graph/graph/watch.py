@@ -38,9 +38,7 @@ class Watcher(Interpreter):
     Infinities inside the graph are no error, because attention masks use them. The graph's outputs and every gradient
     must be finite; the error names the first node that made NaN or Inf of finite values.
 
-    Args:
-        gm: the rewritten graph. names: of the model's modules.
-        handles: the list that the hooks on gradients are added to, to be removed later.
+    ``handles`` is the list that the hooks on gradients are added to, to be removed later.
     """
 
     def __init__(self, gm: GraphModule, names: Names, handles: list[RemovableHandle]) -> None:

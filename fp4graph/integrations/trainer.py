@@ -63,14 +63,7 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
             "attributes": {"written_under": self.written_under},
         }
 
-    def on_init_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **others: Any,
-    ) -> None:
+    def on_init_end(self, *_: Any, model: nn.Module | None = None, **others: Any) -> None:
         """Apply the policy to the model of a Trainer that was just made."""
         if model is not None:
             self._apply(model)
@@ -105,14 +98,7 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
             raise Error(f"policy {self.policy.name!r} scales the loss, and Trainer does so with fp16=True only")
         prepare_optimizer(model, inner)
 
-    def on_prediction_step(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **others: Any,
-    ) -> None:
+    def on_prediction_step(self, *_: Any, model: nn.Module | None = None, **others: Any) -> None:
         """Refuse an evaluation in high precision, as the callback was added too late for the model to be applied."""
         if model is not None and runtime_of(model) is None:
             raise Error(
@@ -128,6 +114,5 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
         """Return the origin of the loaded checkpoint, as the trainer state has it."""
         callbacks: Any = state.stateful_callbacks  # a dict by now, whatever its annotation says
         kept = callbacks.get(type(self).__name__)
-        if isinstance(kept, list):  # one of each of several callbacks
-            kept = kept[-1]
+        kept = kept[-1] if isinstance(kept, list) else kept  # one of each of several callbacks
         return None if kept is None else kept["attributes"]["written_under"]

@@ -17,10 +17,10 @@ import subprocess
 import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,18 +79,11 @@ class _Blocks(ctypes.Structure):
     _fields_ = [(name, _Blockwise) for name in ("divisor", "statistic", "scale", "factor")]
 
 
-_NONE = _Blocks()
-
-
 class _Noise(ctypes.Structure):
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("key", "step", "salts")),
-        ("count", ctypes.c_int64),
-    ]
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("key", "step", "salts")), ("count", ctypes.c_int64)]
 
 
-@dataclass(frozen=True)
-class Blocks:
+class Blocks(NamedTuple):
     """Numbers that techniques give for the blocks of a tensor: each fp32, contiguous, one per block or one for all.
 
     Attributes:
@@ -153,17 +146,17 @@ def quantize(
     """
     noise, kept = _noise(draw)
     run = _function(_QUANTIZE, x.dtype, Q=spec)
-    parts = given.divisor, given.statistic, given.scale, given.factor
-    blocks = _Blocks(*map(_blockwise, parts)) if any(part is not None for part in parts) else _NONE
-    bytes_at = _at(codes), _at(scales)
-    run(_at(x), _strides(x), _at(y), _strides(y), *bytes_at, blocks, noise, _Shape(*x.shape), _threads())
+    blocks = _Blocks(*map(_blockwise, given))
+    tensors = _at(x), _Strides(*x.stride()), _at(y), _Strides(*y.stride()), _at(codes), _at(scales)
+    run(*tensors, blocks, noise, _Shape(*x.shape), torch.get_num_threads())
     del kept
 
 
 def maxima(x: Tensor, z: Tensor, block: int) -> None:
     """Write the largest magnitude of every block of ``x [B, R, C]`` along C into ``z [B, R, ceil(C/block)]``, fp32."""
     run = _function(_MAXIMA, x.dtype)
-    run(_at(x), _strides(x), _at(z), _Shape(*x.shape), ctypes.c_int64(block), _threads())
+    shape = _Shape(*x.shape), ctypes.c_int64(block)
+    run(_at(x), _Strides(*x.stride()), _at(z), *shape, torch.get_num_threads())
 
 
 def requantize(codes: Tensor, scales: Tensor, packed: str, y: Tensor, spec: str, draw: Draw | None) -> None:
@@ -174,14 +167,15 @@ def requantize(codes: Tensor, scales: Tensor, packed: str, y: Tensor, spec: str,
     """
     noise, kept = _noise(draw)
     run = _function(_REQUANTIZE, y.dtype, P=packed, Q=spec)
-    run(_at(codes), _at(scales), _at(y), _strides(y), noise, _Shape(*y.shape), _threads())
+    result = _at(y), _Strides(*y.stride())
+    run(_at(codes), _at(scales), *result, noise, _Shape(*y.shape), torch.get_num_threads())
     del kept
 
 
 def unpack(codes: Tensor, scales: Tensor, packed: str, y: Tensor) -> None:
     """Write the operand that the spec ``packed`` packed along C into the contiguous ``y [B, R, C]``."""
     run = _function(_UNPACK, y.dtype, P=packed)
-    run(_at(codes), _at(scales), _at(y), _Shape(*y.shape), _threads())
+    run(_at(codes), _at(scales), _at(y), _Shape(*y.shape), torch.get_num_threads())
 
 
 def _noise(draw: Draw | None) -> tuple[_Noise, object]:
@@ -200,21 +194,9 @@ def _blockwise(part: Tensor | None) -> _Blockwise:
     return _Blockwise(0, 0) if part is None else _Blockwise(part.data_ptr(), 0 if part.numel() == 1 else 1)
 
 
-def _strides(x: Tensor) -> _Strides:
-    return _Strides(*x.stride())
-
-
-def _threads() -> int:
-    return torch.get_num_threads()
-
-
-def _function(template: str, dtype: torch.dtype, **formats: str) -> Callable[..., None]:
-    return _linked(template, dtype, tuple(formats.items()))
-
-
 @functools.cache
-def _linked(template: str, dtype: torch.dtype, formats: tuple[tuple[str, str], ...]) -> Callable[..., None]:
-    structs = "".join(_struct(name, QuantSpec.from_text(text)) for name, text in formats)
+def _function(template: str, dtype: torch.dtype, **formats: str) -> Callable[..., None]:
+    structs = "".join(_struct(name, QuantSpec.from_text(text)) for name, text in formats.items())
     function: Any = ctypes.CDLL(str(_build(structs + template.format(T=DTYPES[dtype])))).run
     function.restype = None
     return function  # type: ignore[no-any-return]
@@ -236,11 +218,6 @@ def _typed(name: str, value: bool | int | float) -> str:
     return f"int {name} = {value}" if isinstance(value, int) else f"float {name} = {value.hex()}f"
 
 
-@functools.cache
-def _source() -> str:
-    return resources.files(__package__).joinpath("quantize.cpp").read_text()
-
-
 def _build(entry: str) -> Path:
     """Return the shared library of the kernels with ``entry`` at their end, built unless it is in the cache.
 
@@ -251,7 +228,7 @@ def _build(entry: str) -> Path:
 
     compiler = _compiler()
     flags = [*_FLAGS, *(() if platform.system() == "Darwin" else ("-fopenmp", "-march=native"))]
-    source = _source() + entry
+    source = resources.files(__package__).joinpath("quantize.cpp").read_text() + entry
     digest = hashlib.sha256("\0".join([_machine(), compiler, *flags, source]).encode()).hexdigest()[:24]
     library = Path(cache_dir()) / "fp4graph" / f"{digest}.so"
     if not library.exists():

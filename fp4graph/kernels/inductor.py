@@ -1,4 +1,4 @@
-"""What Inductor must be told so that the Triton code it writes for a GPU gives the bits of eager mode."""
+"""Options of Inductor under which the Triton code that it writes for a GPU gives the bits of eager mode."""
 
 from __future__ import annotations
 

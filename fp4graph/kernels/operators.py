@@ -129,9 +129,8 @@ class PackedOperand:
 
     def unpack(self) -> Tensor:
         """Return the dequantized operand, contiguous."""
-        result: Tensor = torch.ops.fp4graph.unpack(
-            self.codes, self.scales, self.spec.to_text(), self.length, self.dtype
-        )
+        packed = self.spec.to_text(), self.length, self.dtype
+        result: Tensor = torch.ops.fp4graph.unpack(self.codes, self.scales, *packed)
         return result
 
     def requantized(self, spec: QuantSpec, draw: Draw | None = None) -> Tensor:
@@ -151,16 +150,14 @@ def quantize(x: Tensor, spec: QuantSpec, draw: Draw | None = None, given: Blocks
     """
     if x.dtype not in DTYPES:
         return quantize(x.to(torch.float32), spec, draw, given).to(x.dtype)
-    given = given or Blocks()
-    blocks = given.divisor, given.statistic, given.scale, given.factor
-    result: Tensor = torch.ops.fp4graph.quantize(x, spec.to_text(), *_flat(spec, draw), *blocks)
+    result: Tensor = torch.ops.fp4graph.quantize(x, spec.to_text(), *_flat(spec, draw), *(given or Blocks()))
     return result
 
 
 def maxima(x: Tensor, block: int) -> Tensor:
     """Return the largest magnitude of every block of ``x [..., C]`` along C: ``[..., ceil(C/block)]``, fp32."""
-    result: Tensor = torch.ops.fp4graph.maxima(x if x.dtype in DTYPES else x.to(torch.float32), block)
-    return result
+    z: Tensor = torch.ops.fp4graph.maxima(x if x.dtype in DTYPES else x.to(torch.float32), block)
+    return z
 
 
 def quantize_and_pack(
@@ -195,9 +192,8 @@ def _fake_maxima(x: Tensor, block: int) -> Tensor:
 
 
 def _fake_quantize_and_pack(x: Tensor, spec: str, *draw: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(x, memory_format=torch.contiguous_format), *empty_bytes(
-        x, x.shape, QuantSpec.from_text(spec)
-    )
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return y, *empty_bytes(x, x.shape, QuantSpec.from_text(spec))
 
 
 def _fake_requantize(
@@ -214,20 +210,12 @@ def _fake_unpack(codes: Tensor, scales: Tensor, packed: str, length: int, dtype:
 
 
 def _quantize(
-    x: Tensor,
-    spec: str,
-    key: Tensor | None,
-    step: Tensor | None,
-    salts: Sequence[int],
-    divisor: Tensor | None,
-    statistic: Tensor | None,
-    scale: Tensor | None,
-    factor: Tensor | None,
+    x: Tensor, spec: str, key: Tensor | None, step: Tensor | None, salts: Sequence[int], *blocks: Tensor | None
 ) -> Tensor:
     y = torch.empty_like(x)
     if not y.numel():
         return y
-    draw, given = _draw(key, step, salts), cpu.Blocks(divisor, statistic, scale, factor)
+    draw, given = _draw(key, step, salts), Blocks(*blocks)
     source, target = _matrices(x), _matrices(y)
     if source is not None and target is not None and _contiguous_axis(source) == _contiguous_axis(target):
         cpu.quantize(source, target, spec, draw, given)
@@ -248,33 +236,22 @@ def _maxima(x: Tensor, block: int) -> Tensor:
     return z
 
 
-def _quantize_and_pack(
-    x: Tensor, spec: str, key: Tensor | None, step: Tensor | None, salts: Sequence[int]
-) -> tuple[Tensor, Tensor, Tensor]:
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    codes, scales = empty_bytes(x, x.shape, QuantSpec.from_text(spec))
+def _quantize_and_pack(x: Tensor, spec: str, *draw: Any) -> tuple[Tensor, Tensor, Tensor]:
+    y, codes, scales = _fake_quantize_and_pack(x, spec)
     if y.numel():
         source, target = _matrices(x), _rows(y)
         source = _rows(x.contiguous()) if source is None or source.stride(2) != 1 else source
-        cpu.quantize(source, target, spec, _draw(key, step, salts), cpu.Blocks(), codes, scales)
+        cpu.quantize(source, target, spec, _draw(*draw), Blocks(), codes, scales)
     return y, codes, scales
 
 
 def _requantize(
-    codes: Tensor,
-    scales: Tensor,
-    packed: str,
-    length: int,
-    dtype: torch.dtype,
-    spec: str,
-    key: Tensor | None,
-    step: Tensor | None,
-    salts: Sequence[int],
+    codes: Tensor, scales: Tensor, packed: str, length: int, dtype: torch.dtype, spec: str, *draw: Any
 ) -> Tensor:
     y = _fake_requantize(codes, scales, packed, length, dtype, spec)
     if y.numel():
         target = _rows(y.mT).mT
-        cpu.requantize(codes.contiguous(), scales.contiguous(), packed, target, spec, _draw(key, step, salts))
+        cpu.requantize(codes.contiguous(), scales.contiguous(), packed, target, spec, _draw(*draw))
     return y
 
 

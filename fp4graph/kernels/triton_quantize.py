@@ -77,7 +77,7 @@ def quantize_both(
     Raises:
         Error: for a spec, dtype or device that the kernel does not know, and if ``draw`` is needed and not given.
     """
-    arguments = _arguments(x, rows, columns, draw, row_salts, column_salts)
+    arguments = _arguments(x, (rows, row_salts), (columns, column_salts), draw)
     result: tuple[Tensor, Tensor] = torch.ops.fp4graph.quantize_both(x, *arguments)
     return result
 
@@ -91,7 +91,7 @@ def pack_both(
     column_salts: tuple[int, ...] = (),
 ) -> tuple[Packed, Packed]:
     """Return ``pack(x, rows)`` and ``pack(x.mT, columns)``: the bytes of the results of :func:`quantize_both`."""
-    arguments = _arguments(x, rows, columns, draw, row_salts, column_salts)
+    arguments = _arguments(x, (rows, row_salts), (columns, column_salts), draw)
     row_codes, row_scales, column_codes, column_scales = torch.ops.fp4graph.pack_both(x, *arguments)
     shape = tuple(x.shape)
     return (
@@ -100,16 +100,12 @@ def pack_both(
     )
 
 
-def _arguments(
-    x: Tensor,
-    rows: QuantSpec,
-    columns: QuantSpec,
-    draw: Draw | None,
-    row_salts: tuple[int, ...],
-    column_salts: tuple[int, ...],
-) -> tuple[object, ...]:
-    """Return the operators' arguments after x, checked."""
-    for spec in (rows, columns):
+_Direction = tuple[QuantSpec, tuple[int, ...]]
+
+
+def _arguments(x: Tensor, rows: _Direction, columns: _Direction, draw: Draw | None) -> tuple[object, ...]:
+    """Return the operators' arguments after x, checked; a direction is a spec and its salts."""
+    for spec, _ in (rows, columns):
         if not supports(spec):
             raise Error(
                 f"the Triton kernel takes blocks of 2, 4, ... or {TILE} elements and codes of up to 8 bits; got "
@@ -125,7 +121,7 @@ def _arguments(
             f"{x.dtype} {list(x.shape)} on {x.device}. Use fp4graph.fake_quantize"
         )
     key, step, salts = (None, None, ()) if draw is None else (draw.key, draw.step, draw.salts)
-    return rows.to_text(), columns.to_text(), key, step, [*salts, *row_salts], [*salts, *column_salts]
+    return rows[0].to_text(), columns[0].to_text(), key, step, [*salts, *rows[1]], [*salts, *columns[1]]
 
 
 # ------------------------------------------------------------------ operators, opaque to compilers

@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
 from torch._guards import CompileContext
 
 from fp4graph.errors import Error
@@ -25,22 +24,25 @@ class Capture:
     Args:
         plan: of the phase in force.
         inner: the torch.compile backend that runs the rewritten graphs.
-        dynamic: as torch.compile's.
         explains: collect refusals in ``problems`` and do not raise them.
 
     Attributes:
         run: the compiled forward. entry: the function behind it.
         sites: of all graphs, in the order of capture; a graph that is captured again adds its sites again.
         uses: how the graphs use parameters, by the parameter's owner and name.
-        read: parameters that the graphs take, as (module, name).
-        marked: modules whose call was seen.
-        problems: refusals that were collected.
+        read: parameters that the graphs take, as (module, name). marked: modules whose call was seen.
         error: the error of the last graph that failed. The compiler wraps it in errors of its own.
     """
 
     def __init__(self, plan: PhasePlan, inner: Backend, dynamic: bool | None, *, explains: bool = False) -> None:
         self._plan, self._inner, self._explains = plan, inner, explains
-        self.entry = _entry_point(plan.root)
+        root = plan.root
+
+        def entry(*args: Any, **kwargs: Any) -> Any:
+            return root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+        # Module._call_impl has one code object for all models of the process, and one recompile limit.
+        self.entry = with_own_code(entry, type(root))
         self.run: Callable[..., Any] = torch.compile(self.entry, backend=self.backend, dynamic=dynamic)
         self.sites: list[Site] = []
         self.uses: dict[tuple[str, str], WeightUse] = {}
@@ -70,9 +72,8 @@ class Capture:
                 self.problems.append(rewritten.refused)
             self.learn(rewritten.uses)
             self.read |= rewritten.read
-            inner = self._inner
-            if self._bucket_bytes is not None:
-                inner = split_for_ddp(inner, self._bucket_bytes)
+            bucket = self._bucket_bytes
+            inner = self._inner if bucket is None else split_for_ddp(self._inner, bucket)
             with cacheable(gm):
                 compiled = inner(gm, example_inputs)  # traces stages, which may fail
         except Error as error:
@@ -116,13 +117,3 @@ class Capture:
             for site in sites:
                 counts[str(site.module)] = max(counts.get(str(site.module), 0), site.occurrence + 1)
         return counts
-
-
-def _entry_point(root: nn.Module) -> Callable[..., Any]:
-    """Put ``root._call_impl`` behind a code object of its own: Dynamo's cache and recompile limit are per code object,
-    and ``Module._call_impl`` is one for all models of the process."""
-
-    def entry(*args: Any, **kwargs: Any) -> Any:
-        return root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-    return with_own_code(entry, type(root))

@@ -15,6 +15,7 @@ from fp4graph.model import hooks
 from fp4graph.model.capture import Capture
 from fp4graph.model.prepare import PhasePlan
 from fp4graph.policy import Policy
+from fp4graph.policy.document import Place
 
 #: A captured site, with the modules that it serves, its own first.
 ServedSite = tuple[Site, list[str | None]]
@@ -23,8 +24,7 @@ ServedSite = tuple[Site, list[str | None]]
 def check(plan: PhasePlan, capture: Capture) -> list[WeightUse]:
     """Raise PolicyError or CaptureError where the captured graphs do not contain what the policy is about.
 
-    Returns:
-        How modules use their weights that share the graph of another module.
+    Return how modules use their weights that share the graph of another module.
     """
     served = served_sites(plan.root, capture)
     check_sites(plan.policy, [dataclasses.replace(site, module=name) for site, names in served for name in names])
@@ -74,11 +74,9 @@ def check_sites(policy: Policy, sites: Sequence[Site]) -> None:
     for index, rule in enumerate(policy.rules):
         if rule.required and index not in matched:
             shown = ", ".join(products[:8]) + (" ..." if len(products) > 8 else "")
-            raise PolicyError(
+            raise Place(rule.file, rule.line).error(
                 f"rule {rule.name!r} matches no site of this model; give it 'required: false' if that is meant. "
-                f"Sites: {shown or 'none, the model has no matrix product'}",
-                file=rule.file,
-                line=rule.line,
+                f"Sites: {shown or 'none, the model has no matrix product'}"
             )
     quantized = sum(site.quantized for site in sites)
     if not quantized and policy.quantizes:
@@ -131,8 +129,8 @@ def quantized_share(sites: Iterable[Site], uses: Iterable[WeightUse], recurrent:
 
 
 def _ran_uncaptured(name: str, plan: PhasePlan, capture: Capture) -> bool:
-    """Return whether module ``name``, which was called and has no site, has matrices that no graph has read although a
-    linear layer in its place would be quantized."""
+    """Return whether module ``name``, called without a site, has matrices that no graph read, although a linear layer
+    there would be quantized."""
     module = plan.root.get_submodule(name)
     if isinstance(module, nn.Linear):
         return any(weight.fqn == name for weight in plan.weights)

@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import io
 import random
-import types
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +14,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    FakeCopyMode,
-    FakeTensorMode,
-)
+from torch._subclasses import fake_tensor
 from torch.utils import _pytree as pytree
 
 from fp4graph.errors import CaptureError, Error
@@ -38,9 +32,7 @@ class Explanation:
 
     Attributes:
         policy: the resolved policy.
-        sites: every place of matrix work, in graph order (:class:`~fp4graph.graph.site.Site`): ``module``, ``op``,
-            ``shapes``, the ``rule`` that decided or None, ``reason`` where the site stays in high precision,
-            ``operands`` (six specs, None for high precision) and ``quantized``.
+        sites: every place of matrix work, in graph order.
         blocks: the position of each module in a repeated stack.
         problem: the error that training under this policy would raise, or None.
         graphs: how many graphs the forward was captured in.
@@ -84,25 +76,16 @@ class Explanation:
             "graphs": self.graphs,
             "problem": self.problem,
             "sites": [
-                {
-                    "module": site.module,
-                    "op": site.op,
-                    "shapes": [list(shape) for shape in site.shapes],
-                    "rule": site.rule,
-                    "reason": site.reason,
-                    "quantized": site.quantized,
-                    "operands": {o.value: describe(spec) for o, spec in site.operands.items()},
-                }
+                {name: getattr(site, name) for name in ("module", "op", "rule", "reason", "quantized")}
+                | {"shapes": [list(shape) for shape in site.shapes]}
+                | {"operands": {operand.value: describe(spec) for operand, spec in site.operands.items()}}
                 for site in self.sites
             ],
         }
 
 
 def explain(
-    model: nn.Module,
-    policy: Any,
-    args: tuple[Any, ...] = (),
-    kwargs: Mapping[str, Any] | None = None,
+    model: nn.Module, policy: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
 ) -> Explanation:
     """Capture ``model(*args, **kwargs)`` on fake tensors and report every site; model and RNG stay untouched.
 
@@ -117,30 +100,19 @@ def explain(
     """
     loaded = dataclasses.replace(load_policy(policy), phases=())
     runtime, problem = _captured(model, loaded, args, kwargs or {})
-    return Explanation(
-        loaded,
-        tuple(runtime.sites),
-        runtime.plan.names.blocks,
-        None if problem is None else str(problem),
-        runtime.capture.graphs,
-    )
+    blocks, found = runtime.plan.names.blocks, None if problem is None else str(problem)
+    return Explanation(loaded, tuple(runtime.sites), blocks, found, runtime.capture.graphs)
 
 
 def rehearse(model: nn.Module, policy: Policy, example_inputs: Any) -> None:
-    """Run one forward and backward of every phase of ``policy`` on fake tensors; the model stays untouched.
+    """Run one forward and backward of every phase of ``policy`` on fake tensors; raise the first error of a training.
 
-    Args:
-        example_inputs: of the forward call: a tuple, a mapping of keywords, or the only argument.
-
-    Raises:
-        Error: the first error that a training would raise.
+    The model stays untouched. ``example_inputs`` of the call are a tuple, a mapping of keywords, or the only argument.
     """
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}
+    kwargs = dict(example_inputs) if isinstance(example_inputs, Mapping) else {}
+    args = tuple(example_inputs) if isinstance(example_inputs, tuple | list) else (example_inputs,)
     if isinstance(example_inputs, Mapping):
-        kwargs = dict(example_inputs)
-    else:
-        args = tuple(example_inputs) if isinstance(example_inputs, tuple | list) else (example_inputs,)
+        args = ()
     for one in (dataclasses.replace(policy, phases=()), *(phase.policy for phase in policy.phases)):
         _, problem = _captured(model, one, args, kwargs, backward=True)
         if problem is not None:
@@ -151,15 +123,15 @@ def _captured(
     model: nn.Module, policy: Policy, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, backward: bool = False
 ) -> tuple[Runtime, Error | None]:
     """Return a runtime that has captured a fake copy of ``model``, and the error that training it would raise."""
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake_mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     python_state = random.getstate()
-    with torch.random.fork_rng(), FakeCopyMode(fake_mode):
+    with torch.random.fork_rng(), fake_tensor.FakeCopyMode(fake_mode):
         twin = copy.deepcopy(unwrapped(model))
     detach(twin)
     twin._compiled_call_impl = None
     fake_args, fake_kwargs = pytree.tree_map_only(
         torch.Tensor,
-        lambda t: t if isinstance(t, torch._subclasses.FakeTensor) else fake_mode.from_tensor(t),
+        lambda t: t if isinstance(t, fake_tensor.FakeTensor) else fake_mode.from_tensor(t),
         (args, dict(kwargs)),
     )
     runtime = Runtime(twin, policy, "eager", explains=True)
@@ -167,34 +139,24 @@ def _captured(
         with torch.random.fork_rng(), fake_mode:
             runtime.attach()
             result = twin(*fake_args, **fake_kwargs)
-            if backward:
-                _backward(result)
-    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+            leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            outputs = [leaf for leaf in leaves if backward and leaf.requires_grad]
+            if outputs:
+                torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+    except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as error:
         raise CaptureError(
             f"the forward depends on the values of tensors ({error.func}), which the fake tensors of explain() and "
             "example_inputs do not have; leave example_inputs out, and errors show at the first call"
         ) from error
     finally:
         random.setstate(python_state)
-        _forget(runtime.capture.entry.__code__)
+        torch._dynamo.reset_code(runtime.capture.entry.__code__)  # type: ignore[attr-defined]  # not in its __all__
     problem = next(iter(runtime.capture.problems), None)
     try:
         runtime.check_coverage()
     except Error as error:
         problem = problem or error
     return runtime, problem
-
-
-def _backward(result: Any) -> None:
-    """Run the backward from every tensor in ``result`` that has a gradient."""
-    outputs = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    if outputs:
-        torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
-
-
-def _forget(code: types.CodeType) -> None:
-    """Drop the code that Dynamo compiled for the twin."""
-    torch._dynamo.reset_code(code)  # type: ignore[attr-defined]  # not in its __all__
 
 
 def _blocks(blocks: Mapping[str, BlockPosition]) -> str:

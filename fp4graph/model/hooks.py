@@ -32,8 +32,7 @@ class MarkHook:
 
     Attributes:
         step: of the applied model; None in a copy or a reloaded model, which runs nothing until applied again.
-        name: the module's fully qualified name.
-        tag: the static part of the mark, as text.
+        name: the module's fully qualified name. tag: the static part of the mark, as text.
         bypassed: depth of :func:`fp4graph.bypass` contexts.
     """
 

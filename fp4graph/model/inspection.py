@@ -14,9 +14,7 @@ from fp4graph.model.prepare import PhasePlan
 class Inspection:
     """The observation of one phase's forwards: a search for NaN and Inf, or a recording of the sites.
 
-    Attributes:
-        recording: is shown the sites; None for none.
-        training: whether in forwards with gradients, or in those without.
+    ``recording`` is shown the sites of forwards with gradients (``training``) or of those without.
     """
 
     def __init__(self, plan: PhasePlan, dynamic: bool | None) -> None:
@@ -28,13 +26,8 @@ class Inspection:
 
     @property
     def watching(self) -> bool:
-        """Whether a search is on."""
+        """Return whether a search is on."""
         return self._watched is not None
-
-    @property
-    def active(self) -> bool:
-        """Whether a search is on, or a recording is given."""
-        return self.watching or self.recording is not None
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -48,11 +41,7 @@ class Inspection:
             watch.close()
 
     def capture(self, *, training: bool, checked: bool) -> Capture | None:
-        """Return the capture that runs an observed forward; None for any other forward.
-
-        Args:
-            training: whether the forward has gradients. checked: whether the coverage of the model was checked.
-        """
+        """Return the capture that runs an observed forward; None for any other, and until coverage was ``checked``."""
         if self._watched is not None:
             return self._watched
         if self.recording is None or training != self.training or not checked:

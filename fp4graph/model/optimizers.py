@@ -17,11 +17,7 @@ Prepare = Callable[[nn.Module, torch.optim.Optimizer], Any]
 
 
 class PreparedOptimizers:
-    """The optimizers that techniques of one model act through.
-
-    Attributes:
-        parameters: ids of the quantized weights that these optimizers hold.
-    """
+    """The optimizers that techniques of one model act through, and the ids of the quantized weights that they hold."""
 
     def __init__(self) -> None:
         self.parameters: set[int] = set()

@@ -15,7 +15,6 @@ from fp4graph.graph.names import Names
 from fp4graph.graph.plan import Plan
 from fp4graph.model import hooks, state
 from fp4graph.model.weight import PlannedWeight, Weight
-from fp4graph.ops import contract
 from fp4graph.policy import Policy, Rule
 from fp4graph.technique import Technique
 from fp4graph.technique.site import SiteView
@@ -30,7 +29,6 @@ class PhasePlan:
     """The weights and techniques of a model while one phase of the policy lasts.
 
     Args:
-        root: the model.
         policy: the policy of this phase, without phases of its own.
         names: of the root's modules, where they are known.
 
@@ -96,7 +94,7 @@ def device_of(module: nn.Module, default: torch.device | None = None) -> torch.d
 def prepare(
     plan: PhasePlan, policy: Policy, step: hooks.CurrentStep, former: Mapping[str, Tensor]
 ) -> state.RootState | None:
-    """Add state and hooks to the model of ``plan``.
+    """Add state and hooks to the model of ``plan``; return the root's state, None where no phase quantizes anything.
 
     Args:
         plan: of the phase in force.
@@ -104,9 +102,6 @@ def prepare(
             same in all of them.
         step: what the hooks hand to the graph.
         former: entries of the state dict of an earlier application, which are taken over where they fit.
-
-    Returns:
-        The root's state; None where no phase quantizes anything.
     """
     if not (plan.policy.quantizes or policy.phases):
         return None
@@ -124,7 +119,7 @@ def prepare(
         if wanted and id(module) not in states and not isinstance(module, CONTAINERS):
             states[id(module)] = state.SiteState(fqn, device_of(module, device))
             for weight in planned.get(fqn, ()):
-                _add_entries(states[id(module)], weight)
+                weight.add_entries(states[id(module)])
     numbers: dict[tuple[Plan, ...], int] = {}
     for fqn, module in modules:
         if id(module) in states:
@@ -146,11 +141,8 @@ def prepare(
 def unprepare(root: nn.Module) -> None:
     """Remove what :func:`prepare` has added to ``root``."""
     hooks.remove_hooks(root)
-    ignored = [name for name in getattr(root, _IGNORED, []) if not state.is_ours(name)]
-    if ignored:
+    if ignored := [name for name in root.__dict__.pop(_IGNORED, []) if not state.is_ours(name)]:
         setattr(root, _IGNORED, ignored)
-    else:
-        root.__dict__.pop(_IGNORED, None)
 
 
 def _hosts(plan: PhasePlan, policy: Policy) -> set[str]:
@@ -159,13 +151,6 @@ def _hosts(plan: PhasePlan, policy: Policy) -> set[str]:
         return plan.hosts()
     plans = [PhasePlan(plan.root, policy.in_phase(i), plan.names) for i in range(len(policy.phases) + 1)]
     return {host for each in plans for host in (*each.hosts(), *(weight.fqn for weight in each.weights))}
-
-
-def _add_entries(own: state.SiteState, weight: Weight) -> None:
-    by_name = {t.name: t for planned in weight.possible for t in planned.rule.techniques}
-    for slot in weight.slots:
-        init = contract.initial(by_name[slot.technique], slot.entry, weight.name)
-        own.add(weight.buffer(slot), init, lambda: weight.stored)
 
 
 def _tag(
@@ -177,10 +162,8 @@ def _tag(
 ) -> tuple[Tag, tuple[str, ...]]:
     """Return the static part of a module's mark, and the attribute paths of the state that the mark carries.
 
-    The mark carries the weights of children that the module uses without a call.
-
-    Args:
-        numbers: gives each distinct plan of the model a number; filled in here.
+    The mark carries the weights of children that the module uses without a call. ``numbers`` gives each distinct plan
+    of the model a number; it is filled in here.
     """
     carried = [(weight.parameter_name, weight) for weight in planned.get(fqn, ())]
     if isinstance(module, nn.MultiheadAttention):
@@ -188,10 +171,9 @@ def _tag(
         carried += [(f"out_proj.{weight.parameter_name}", weight) for weight in planned.get(child, ())]
     entries, paths = [], []
     for index, (path, weight) in enumerate(carried):
-        owner = path.rpartition(".")[0]
         for slot in weight.slots:
             entries.append((index, slot.technique, slot.label))
-            paths.append(".".join(part for part in (owner, state.NAME, weight.buffer(slot)) if part))
+            paths.append(f"{path.rpartition('.')[0]}.{state.NAME}.{weight.buffer(slot)}".removeprefix("."))
     choices = [tuple(choice.plan for choice in weight.possible) for _, weight in carried]
     plans = tuple(numbers.setdefault(choice, len(numbers)) for choice in choices)
     rules = plan.policy.places(fqn, plan.names.block(fqn))

@@ -30,13 +30,9 @@ class Runtime:
     Another phase, like another policy, makes another Runtime.
 
     Args:
-        root: the model.
         policy: with its phases.
-        backend: name of the torch.compile backend.
-        seed: of the noise; None is 0.
-        dynamic: as torch.compile's.
-        total_forwards: training forwards of the whole training, for phases that begin at a share of it.
-        phase: how many of the policy's phases have begun.
+        backend, seed, dynamic, total_forwards: as for :func:`fp4graph.apply`.
+        phase: the number of the policy's phases that have begun.
         explains: collect in ``capture.problems`` what a graph does not allow, and do not raise it.
 
     Attributes:
@@ -96,8 +92,6 @@ class Runtime:
         """Plan a phase; the model is left as it is."""
         return PhasePlan(self.root, self.policy.in_phase(phase))
 
-    # ------------------------------------------------------------------ applying
-
     def attach(self) -> None:
         """Add state, hooks and the compiled call to the root. After an error the model is as it was, under its former
         policy if it had one."""
@@ -123,8 +117,6 @@ class Runtime:
         del root._compiled_call_impl  # the class has None
         if self._previous is not None:
             root._compiled_call_impl = self._previous
-
-    # ------------------------------------------------------------------ forwards
 
     # An outer torch.compile must not trace through into our graphs with its own backend.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -163,7 +155,7 @@ class Runtime:
         capture = self.capture
         run: Any = capture.run
         if isinstance(self.root.__dict__.get("forward"), hooks.ShardedForward):
-            if self.inspection.active:
+            if self.inspection.watching or self.inspection.recording is not None:
                 raise Error("what fully_shard has taken over is compiled module by module, which cannot be watched")
             run = self.root._call_impl
         elif (looked_at := self.inspection.capture(training=training, checked=self._checked)) is not None:
@@ -179,7 +171,7 @@ class Runtime:
             raise error
 
     def _settle(self, root_state: state.RootState, training: bool) -> None:
-        """Before the first forwards, start state at the weights as they are now (initialized after apply(), sharded, or
+        """Start state before the first forwards at the weights as they are now (initialized after apply(), sharded, or
         received from another rank), and make it the same on all ranks of a DDP."""
         if not self._trained:
             distributed.compile_sharded(self.root, self.weights, self.capture.backend, self.dynamic)
@@ -198,8 +190,6 @@ class Runtime:
         """Raise PolicyError or CaptureError where the captured graphs do not contain what the policy is about."""
         self.capture.learn(coverage.check(self.plan, self.capture))
 
-    # ------------------------------------------------------------------ phases
-
     def _due(self) -> int:
         """Return the phase that the count of forwards asks for."""
         count = None if self.root_state is None else self.root_state.count
@@ -209,15 +199,12 @@ class Runtime:
         """Enter another phase: apply its policy, with the present state and optimizers."""
         if self.inspection.watching:
             raise Error("a phase of the policy begins inside detect_nonfinite(); watch the steps of each by themselves")
-        following = Runtime(
-            self.root, self.policy, self.backend, self.seed, self.dynamic, self.total_forwards, phase=phase
-        )
+        settings = (self.policy, self.backend, self.seed, self.dynamic, self.total_forwards)
+        following = Runtime(self.root, *settings, phase=phase)
         following.attach()
         following.observe(self.inspection.recording, training=self.inspection.training)
         self.optimizers.prepare_again(self.root)
         return following
-
-    # ------------------------------------------------------------------ observed forwards
 
     def watched(self) -> AbstractContextManager[None]:
         """Return a context in which forwards, and their backwards, run node by node; they raise NonFiniteError."""
@@ -241,11 +228,7 @@ def runtime_of(model: nn.Module) -> Runtime | None:
 
 
 def require_runtime(model: nn.Module, caller: str) -> Runtime:
-    """Return the runtime of an applied model.
-
-    Raises:
-        Error: the model is not applied; names ``caller``.
-    """
+    """Return the runtime of an applied model, or raise an Error that names ``caller``."""
     if (runtime := runtime_of(model)) is None:
         raise Error(f"{caller}() takes a model that fp4graph.apply has prepared")
     return runtime

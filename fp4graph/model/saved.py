@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,14 +29,15 @@ def restore(root: nn.Module) -> None:
     Warns:
         PolicyWarning: some of the entries are left out, and why.
     """
-    folder = _folder(root)
-    files = [] if folder is None else _files(folder)
+    name = getattr(root, "name_or_path", None)
+    folder = Path(name) if isinstance(name, str) and name else None
+    files = _files(folder) if folder is not None and folder.is_dir() else []
     ours: dict[str, Tensor] = {}
     plain: list[tuple[Path, str]] = []
     for file in files:
-        with _opened(file) as tensors:
-            ours |= {key: tensors[key] for key in tensors if state.is_ours(key)}
-            plain += [(file, key) for key in tensors if not state.is_ours(key)]
+        with _opened(file) as (keys, tensor):
+            ours |= {key: tensor(key) for key in keys if state.is_ours(key)}
+            plain += [(file, key) for key in keys if not state.is_ours(key)]
     if not ours:
         return
     here = root.state_dict()
@@ -56,12 +56,6 @@ def restore(root: nn.Module) -> None:
         )
 
 
-def _folder(root: nn.Module) -> Path | None:
-    """Return the folder that Hugging Face loaded ``root`` from, or None."""
-    path = getattr(root, "name_or_path", None)
-    return Path(path) if isinstance(path, str) and path and Path(path).is_dir() else None
-
-
 def _files(folder: Path) -> list[Path]:
     """Return the files of weights that ``from_pretrained`` reads: one file, or the files that an index names."""
     for name in ("model.safetensors", "pytorch_model.bin"):
@@ -73,32 +67,16 @@ def _files(folder: Path) -> list[Path]:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[Mapping[str, Tensor]]:
-    """Open a file as a mapping of tensors, each read when it is asked for."""
+def _opened(file: Path) -> Iterator[tuple[list[str], Callable[[str], Tensor]]]:
+    """Open a file of tensors: yield its keys, and the function that reads one of them."""
     if file.suffix == ".bin":
-        yield torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        tensors = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        yield list(tensors), tensors.__getitem__
         return
     from safetensors import safe_open
 
     with safe_open(file, "pt") as content:
-        yield _Lazy(content)
-
-
-class _Lazy(Mapping[str, Tensor]):
-    """A safetensors file as a mapping of tensors."""
-
-    def __init__(self, content: Any) -> None:
-        self._content, self._keys = content, list(content.keys())
-
-    def __getitem__(self, key: str) -> Tensor:
-        tensor: Tensor = self._content.get_tensor(key)
-        return tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._keys)
-
-    def __len__(self) -> int:
-        return len(self._keys)
+        yield list(content.keys()), content.get_tensor
 
 
 def _changed(plain: list[tuple[Path, str]], here: Mapping[str, Tensor]) -> str | None:
@@ -111,7 +89,7 @@ def _changed(plain: list[tuple[Path, str]], here: Mapping[str, Tensor]) -> str |
         current = here.get(key)
         if current is None or is_sharded(current) or current.is_meta:
             return key
-        with _opened(file) as tensors:
-            if not torch.equal(current.detach().cpu(), tensors[key].to(current.dtype)):
+        with _opened(file) as (_, tensor):
+            if not torch.equal(current.detach().cpu(), tensor(key).to(current.dtype)):
                 return key
     return None

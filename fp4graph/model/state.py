@@ -51,8 +51,7 @@ class State(nn.Module):
         absent: list[str] = []
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, absent, *rest)
         for key in absent:
-            name = key.removeprefix(prefix)
-            self.reset(name)
+            self.reset(key.removeprefix(prefix))
 
     def reset(self, name: str) -> None:
         """Give buffer ``name`` its first value again, because a plain checkpoint without it was loaded."""

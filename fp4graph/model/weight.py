@@ -13,6 +13,7 @@ from fp4graph.graph.site import WeightUse
 from fp4graph.model import state
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.sharding import is_sharded, like, whole
+from fp4graph.ops import contract
 from fp4graph.ops.draw import operand_draw
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import total
@@ -83,12 +84,18 @@ class Weight:
                     )
         return tuple(slot for slot, _ in slots.values())
 
+    def add_entries(self, own: state.SiteState) -> None:
+        """Add the entries of techniques for this weight to ``own``, the state of the module."""
+        by_name = {t.name: t for planned in self.possible for t in planned.rule.techniques}
+        for slot in self.slots:
+            init = contract.initial(by_name[slot.technique], slot.entry, self.name)
+            own.add(self.buffer(slot), init, lambda: self.stored)
+
     def settle(self, use: WeightUse) -> None:
         """Take over the decision that a captured graph shows.
 
-        Raises:
-            CaptureError: another product with this weight was decided otherwise, and techniques act on the weight
-                itself, which exists once.
+        Raise CaptureError where another product with this weight was decided otherwise, and techniques act on the
+        weight itself, which exists once.
         """
         planned = PlannedWeight.of(use.site, use.decision.rule)
         former = self._settled if self._captured else None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4graph.numerics.spec import Block
@@ -63,10 +64,8 @@ class Blocking:
     @property
     def grid(self) -> list[int]:
         """The number of blocks along each axis of the tensor."""
-        counts: list[int] = []
-        for size, length in zip(self.shape, self._lengths, strict=True):
-            counts.append(size if length is None else 1 if length == 0 else (size + length - 1) // length)
-        return counts
+        pairs = zip(self.shape, self._lengths, strict=True)
+        return [size if n is None else 1 if n == 0 else (size + n - 1) // n for size, n in pairs]
 
     @property
     def padded_shape(self) -> list[int]:
@@ -110,7 +109,7 @@ class Blocking:
         """True if an axis may need padding. Symbolic sizes are not compared, which would make a guard."""
         return not statically_known_true(self.padded_shape[axis] == self.shape[axis])
 
-    def split(self, x: torch.Tensor) -> torch.Tensor:
+    def split(self, x: Tensor) -> Tensor:
         """Return ``x`` in the blocked layout, zero-padded; a view where every block is full."""
         padded = self.padded_shape
         for axis, length in enumerate(self._lengths):
@@ -121,7 +120,7 @@ class Blocking:
                 x = full.slice_scatter(x, axis, 0, self.shape[axis])
         return x.reshape(self.layout)
 
-    def join(self, values: torch.Tensor) -> torch.Tensor:
+    def join(self, values: Tensor) -> Tensor:
         """Return the inverse of :meth:`split`: the tensor's shape, without the padding (a view that steps over it)."""
         padded = self.padded_shape
         x = values.reshape(padded)
@@ -135,7 +134,7 @@ class Blocking:
             strides.insert(0, strides[0] * size)
         return x.contiguous().as_strided(list(self.shape), strides)
 
-    def index(self, device: torch.device | str) -> torch.Tensor:
+    def index(self, device: torch.device | str) -> Tensor:
         """Return the row-major index of every element in the *unpadded* tensor, int32, in the blocked layout.
 
         It depends neither on the block nor on the padding, so an element draws the same noise however it is blocked.
@@ -147,7 +146,7 @@ class Blocking:
             index = index * size + self._spread(torch.arange(padded, dtype=torch.int32, device=device), axis)
         return index
 
-    def block_index(self, device: torch.device | str) -> torch.Tensor:
+    def block_index(self, device: torch.device | str) -> Tensor:
         """Return the row-major number of every block, int32, in the shape of a statistic."""
         index = torch.zeros((), dtype=torch.int32, device=device)
         for axis, count in enumerate(self.grid):
@@ -155,19 +154,19 @@ class Blocking:
             index = index * count + self._spread(along, axis, blocks=True)
         return index
 
-    def valid(self, device: torch.device | str) -> torch.Tensor | None:
+    def valid(self, device: torch.device | str) -> Tensor | None:
         """Return 1.0 for elements of the tensor and 0.0 for padding: fp32, broadcastable to the blocked layout.
 
         Returns None where nothing is padded.
         """
-        mask: torch.Tensor | None = None
+        mask: Tensor | None = None
         for axis, (size, padded, length) in enumerate(zip(self.shape, self.padded_shape, self._lengths, strict=True)):
             if length is not None and self._uneven(axis):
                 here = (self._spread(torch.arange(padded, device=device), axis) < size).to(torch.float32)
                 mask = here if mask is None else mask * here
         return mask
 
-    def _spread(self, along: torch.Tensor, axis: int, *, blocks: bool = False) -> torch.Tensor:
+    def _spread(self, along: Tensor, axis: int, *, blocks: bool = False) -> Tensor:
         """Return numbers of the elements (with ``blocks``, of the blocks) along an axis of the padded tensor in a shape
         that broadcasts in the blocked layout."""
         shape: list[int] = [1] * len(self.layout)
@@ -198,7 +197,7 @@ class Groups:
         """The blocks of a group along the last axis, or None where a group is a row or the tensor."""
         return None if isinstance(self.granularity, str) else self.granularity // block_length(self.blocking.block)
 
-    def reduce(self, x: torch.Tensor, op: Literal["amax", "sum"], fill: float = 0) -> torch.Tensor:
+    def reduce(self, x: Tensor, op: Literal["amax", "sum"], fill: float = 0) -> Tensor:
         """Return ``x``, of the shape of a statistic, reduced over each group; broadcastable to a statistic.
 
         Args:
@@ -220,7 +219,7 @@ class Groups:
         return runs.join(reduced.expand(runs.layout).contiguous()).unsqueeze(-1)
 
 
-def is_scalar(x: torch.Tensor) -> bool:
+def is_scalar(x: Tensor) -> bool:
     """True if ``x`` is known to hold one element, whatever its rank."""
     return all(statically_known_true(size == 1) for size in x.shape)
 

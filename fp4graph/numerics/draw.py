@@ -1,4 +1,4 @@
-"""Where one consumer's random bits come from: a site's key, the forward's step, and the salts of the part that draws.
+"""Sources of random bits: a site's key, the forward's step, and the salts of the part that draws.
 
 A :class:`Draw` is the one form that randomness has between a policy's sites and the kernels. Tensor code takes its bits
 from :meth:`Draw.noise`; kernels are given key, step and salts, and derive the same key by themselves.

@@ -9,13 +9,12 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from fp4graph.numerics.blocking import Blocking
 
 
-def hadamard_matrix(
-    size: int, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32
-) -> torch.Tensor:
+def hadamard_matrix(size: int, device: torch.device | str | None = None, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the orthonormal Sylvester matrix H/√size, ``[size, size]``: entry (i, j) is (-1)^popcount(i & j) / √size.
 
     Raises:
@@ -30,7 +29,7 @@ def hadamard_matrix(
     return (signs / math.sqrt(size)).to(dtype)
 
 
-def rotate(x: torch.Tensor, block: int, signs: torch.Tensor | None = None) -> torch.Tensor:
+def rotate(x: Tensor, block: int, signs: Tensor | None = None) -> Tensor:
     """Return ``x · S · H`` on blocks of the last axis, zero-padded to whole blocks.
 
     Computed in the dtype of ``x``; pass fp32 where the rounding of 1/√block in a shorter dtype matters.
@@ -51,7 +50,7 @@ def rotate(x: torch.Tensor, block: int, signs: torch.Tensor | None = None) -> to
     return (blocks @ hadamard_matrix(block, x.device, x.dtype)).reshape(blocking.padded_shape)
 
 
-def unrotate(x: torch.Tensor, block: int, signs: torch.Tensor | None = None, length: int | None = None) -> torch.Tensor:
+def unrotate(x: Tensor, block: int, signs: Tensor | None = None, length: int | None = None) -> Tensor:
     """Return ``x · H · S``, the inverse of :func:`rotate`, cut to ``length`` elements of the last axis (None: all)."""
     _check(block)
     blocking = Blocking((*x.shape[:-1], x.shape[-1] if length is None else length), block, -1)

@@ -10,19 +10,22 @@ time (:func:`mix`) and split into unrelated streams (:func:`derive`).
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from fp4graph.numerics.blocking import Blocking
 
 _GOLDEN = 0x9E3779B9 - 2**32  # 2^32/φ as int32: spreads consecutive counters over all bits
-_ALL = 0xFFFFFFFF
 _BLOCKS = 1 << 16  # added to a salt for per-block bits, out of the way of the salts of per-element bits
+_Word = TypeVar("_Word", int, Tensor)
 
 
-def make_key(*parts: int | str, device: torch.device | str | None = None) -> torch.Tensor:
+def make_key(*parts: int | str, device: torch.device | str | None = None) -> Tensor:
     """Return a key made from names and numbers, the same in every process.
 
     Args:
@@ -45,7 +48,7 @@ def make_key(*parts: int | str, device: torch.device | str | None = None) -> tor
     return torch.tensor(signed, dtype=torch.int32, device=device)
 
 
-def make_step(seed: int, rank: int, count: int, device: torch.device | str | None = None) -> torch.Tensor:
+def make_step(seed: int, rank: int, count: int, device: torch.device | str | None = None) -> Tensor:
     """Return what one forward contributes to all keys, int32 ``[5]``: a key of (seed, rank, count), a key of the seed
     alone, the count.
 
@@ -55,51 +58,43 @@ def make_step(seed: int, rank: int, count: int, device: torch.device | str | Non
     return torch.cat([*words, torch.tensor([count & 0x7FFFFFFF], dtype=torch.int32)]).to(device)
 
 
-def mix(key: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+def mix(key: Tensor, other: Tensor) -> Tensor:
     """Return a key that depends on all bits of both keys and on their order, int32 ``[2]``."""
     return _absorb(_absorb(key, other[0]), other[1])
 
 
-def derive(key: torch.Tensor, salt: int) -> torch.Tensor:
+def derive(key: Tensor, salt: int) -> Tensor:
     """Return the ``salt``-th key of ``key``, int32 ``[2]``, unrelated to its other keys and to itself."""
     return _absorb(key, salt)
 
 
-def _absorb(key: torch.Tensor, word: torch.Tensor | int) -> torch.Tensor:
+def _absorb(key: Tensor, word: Tensor | int) -> Tensor:
     """Return a new key: the hash of the word's two counters under ``key``."""
     if _readable(key):
-        return torch.tensor(_absorbed(key.tolist(), int(word)), dtype=torch.int32)
+        # In Python's integers: for two numbers, thirty calls of PyTorch cost a hundred microseconds, and a step without
+        # a compiler derives some twenty keys per linear layer.
+        words = key.tolist()
+        return torch.tensor([_wrapped(hash_bits(words, c)) for c in _counters_of(int(word))], dtype=torch.int32)
     # as_strided makes Inductor write the new key to memory. Inlined into its users, each of which reads both words, a
     # chain of d derivations would be traced 2^d times: minutes of compile time for a small model.
     return hash_bits(key, _counters(word, key.device)).as_strided((2,), (1,))
 
 
-def _readable(key: torch.Tensor) -> bool:
+def _readable(key: Tensor) -> bool:
     """True if the key's numbers can be read at once: nothing is tracing, and there is no device to wait for."""
     return (
-        type(key) is torch.Tensor
+        type(key) is Tensor
         and key.device.type == "cpu"
         and not torch.compiler.is_compiling()
         and _get_current_dispatch_mode() is None
     )
 
 
-def _absorbed(key: list[int], word: int) -> list[int]:
-    """Return ``_absorb`` in Python's integers: for two numbers, thirty calls of PyTorch cost a hundred microseconds.
-
-    A step without a compiler derives some twenty keys per linear layer.
-    """
-    first, second = key
-    hashes = (_lowbias32_of(_lowbias32_of((c + first) & _ALL) ^ (second & _ALL)) for c in _counters_of(word))
-    return [_wrapped(one) for one in hashes]
+def _counters_of(word: int) -> list[int]:
+    return [_wrapped((2 * word + lane) * _GOLDEN + word) for lane in (0, 1)]
 
 
-def _counters_of(word: int) -> tuple[int, int]:
-    first, second = ((2 * word + lane) * _GOLDEN + word for lane in (0, 1))
-    return first, second
-
-
-def _counters(word: torch.Tensor | int, device: torch.device) -> torch.Tensor:
+def _counters(word: Tensor | int, device: torch.device) -> Tensor:
     """Return the counters 2·word and 2·word + 1, spread apart: c·_GOLDEN + word modulo 2^32, int32 ``[2]``.
 
     Those of a Python number are computed here: from the number and torch.arange Inductor would make an index
@@ -107,21 +102,23 @@ def _counters(word: torch.Tensor | int, device: torch.device) -> torch.Tensor:
     """
     lanes = torch.arange(2, dtype=torch.int32, device=device)
     if isinstance(word, int):
-        first, second = map(_wrapped, _counters_of(word))
+        first, second = _counters_of(word)
         return torch.where(lanes == 0, first, second).to(torch.int32)
     return (lanes + 2 * word) * _GOLDEN + word
 
 
-def hash_bits(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def hash_bits(key: Sequence[_Word] | Tensor, index: _Word) -> _Word:
     """Return 32 random bits per element of ``index``, int32: ``F(F(index + key[0]) ^ key[1])``.
 
     F is lowbias32 (Ettinger, "Prospecting for hash functions"), a bijection with avalanche. One round is not enough:
     the set of values over an index range would be nearly the same for two keys, only its order would change.
+
+    Of Python's integers the low 32 bits of the result are the same bits.
     """
     return _lowbias32(_lowbias32(index + key[0]) ^ key[1])
 
 
-def gaussian(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+def gaussian(key: Tensor, index: Tensor) -> Tensor:
     """Return a standard normal variate per element of ``index``, fp32: the sum of twelve 16-bit words, in integers.
 
     The sum less its mean, times 2^-16, is exact, so that it is the same in compiled code (Box-Muller's is not).
@@ -140,7 +137,7 @@ def _wrapped(number: int) -> int:
     return (number + 2**31) % 2**32 - 2**31
 
 
-def _lowbias32(x: torch.Tensor) -> torch.Tensor:
+def _lowbias32(x: _Word) -> _Word:
     x = x ^ _shift_right(x, 16)
     x = x * 0x7FEB352D
     x = x ^ _shift_right(x, 15)
@@ -148,16 +145,7 @@ def _lowbias32(x: torch.Tensor) -> torch.Tensor:
     return x ^ _shift_right(x, 16)
 
 
-def _lowbias32_of(x: int) -> int:
-    """Return ``_lowbias32`` of a number in [0, 2^32)."""
-    x ^= x >> 16
-    x = (x * 0x7FEB352D) & _ALL
-    x ^= x >> 15
-    x = (x * 0x846CA68B) & _ALL
-    return x ^ (x >> 16)
-
-
-def _shift_right(x: torch.Tensor, count: int) -> torch.Tensor:
+def _shift_right(x: _Word, count: int) -> _Word:
     """Shift without copying the sign bit, as int32's own shift does."""
     return (x >> count) & ((1 << (32 - count)) - 1)
 
@@ -171,19 +159,19 @@ class Noise:
         blocking, device: of the tensor.
     """
 
-    key: torch.Tensor | None
+    key: Tensor | None
     blocking: Blocking
     device: torch.device
 
-    def bits(self, salt: int = 0) -> torch.Tensor:
+    def bits(self, salt: int = 0) -> Tensor:
         """Return 32 random bits per element, int32, in the blocked layout. Different salts give unrelated bits."""
         return hash_bits(self._derived(salt), self.blocking.index(self.device))
 
-    def block_bits(self, salt: int = 0) -> torch.Tensor:
+    def block_bits(self, salt: int = 0) -> Tensor:
         """Return 32 random bits per block, int32, in the shape of a statistic."""
         return hash_bits(self._derived(salt + _BLOCKS), self.blocking.block_index(self.device))
 
-    def _derived(self, salt: int) -> torch.Tensor:
+    def _derived(self, salt: int) -> Tensor:
         if self.key is None:
             raise ValueError("stochastic rounding needs random bits: pass a key (an int or a tensor from make_key)")
         return derive(self.key, salt)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.formats import ElementFormat, ScaleFormat
@@ -28,8 +29,8 @@ class Packed:
         spec, shape, dim, dtype: of the tensor.
     """
 
-    codes: torch.Tensor
-    scales: torch.Tensor
+    codes: Tensor
+    scales: Tensor
     spec: QuantSpec
     shape: tuple[int, ...]
     dim: int
@@ -40,7 +41,7 @@ class Packed:
         return self.codes.nbytes + self.scales.nbytes
 
 
-def pack(x: torch.Tensor, spec: QuantSpec, dim: int = -1, key: int | torch.Tensor | None = None) -> Packed:
+def pack(x: Tensor, spec: QuantSpec, dim: int = -1, key: int | Tensor | None = None) -> Packed:
     """Quantize ``x`` to bytes; arguments and errors are those of :func:`fake_quantize`."""
     blocking, values, scale = quantize(x, spec, dim, key)
     codes = _encode_elements(values, spec.element).reshape(blocking.padded_shape).movedim(dim, -1)
@@ -51,7 +52,7 @@ def pack(x: torch.Tensor, spec: QuantSpec, dim: int = -1, key: int | torch.Tenso
     return Packed(codes.contiguous(), scales.contiguous(), spec, tuple(x.shape), dim, x.dtype)
 
 
-def unpack(packed: Packed) -> torch.Tensor:
+def unpack(packed: Packed) -> Tensor:
     """Return the tensor that ``packed`` stands for: bit for bit ``fake_quantize(x, spec, dim, key)``."""
     spec, dim = packed.spec, packed.dim
     blocking = Blocking(packed.shape, spec.block, dim)
@@ -64,9 +65,7 @@ def unpack(packed: Packed) -> torch.Tensor:
     return blocking.join(dequantize(values, scale, spec).to(packed.dtype))
 
 
-def empty_bytes(
-    like: torch.Tensor, shape: Sequence[int | torch.SymInt], spec: QuantSpec
-) -> tuple[torch.Tensor, torch.Tensor]:
+def empty_bytes(like: Tensor, shape: Sequence[int | torch.SymInt], spec: QuantSpec) -> tuple[Tensor, Tensor]:
     """Return empty codes and scales of a tensor of ``shape``, as :func:`pack` lays them out, on the device of ``like``.
 
     Args:
@@ -81,7 +80,7 @@ def empty_bytes(
     return codes, like.new_empty((*lines, blocks), dtype=scale_storage(spec.scale.format))
 
 
-def _encode_elements(values: torch.Tensor, element: ElementFormat) -> torch.Tensor:
+def _encode_elements(values: Tensor, element: ElementFormat) -> Tensor:
     """Return the codes, uint8, of values of ``element``; NaN, which only poisoned blocks hold, gets its code or 0."""
     # Codes of magnitudes count up from zero, so a code is the value's place among them.
     magnitudes = torch.tensor(element.magnitudes(), dtype=torch.float32, device=values.device)
@@ -93,7 +92,7 @@ def _encode_elements(values: torch.Tensor, element: ElementFormat) -> torch.Tens
     return torch.where(values.isnan(), element.nan_code or 0, code).to(torch.uint8)
 
 
-def _decode_elements(codes: torch.Tensor, element: ElementFormat) -> torch.Tensor:
+def _decode_elements(codes: Tensor, element: ElementFormat) -> Tensor:
     """Return the values, fp32, of uint8 codes."""
     half = 1 << (element.code_bits - 1)
     positive = [*element.magnitudes(), *[torch.nan] * half][:half]
@@ -111,7 +110,7 @@ def scale_storage(number: ScaleFormat) -> torch.dtype:
     return torch.bfloat16 if number.mantissa_bits <= 7 else torch.float32
 
 
-def _encode_scales(scale: torch.Tensor, number: ScaleFormat) -> torch.Tensor:
+def _encode_scales(scale: Tensor, number: ScaleFormat) -> Tensor:
     storage = scale_storage(number)
     if storage is not torch.uint8:
         return scale.to(storage)
@@ -120,7 +119,7 @@ def _encode_scales(scale: torch.Tensor, number: ScaleFormat) -> torch.Tensor:
     return torch.where(scale.isnan(), number.nan_code or 0, code).to(torch.uint8)
 
 
-def _decode_scales(scales: torch.Tensor, number: ScaleFormat) -> torch.Tensor:
+def _decode_scales(scales: Tensor, number: ScaleFormat) -> Tensor:
     if scale_storage(number) is not torch.uint8:
         return scales.to(torch.float32)
     values = number.values()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fp4graph.errors import SpecError
 from fp4graph.numerics.blocking import Blocking
@@ -12,9 +13,7 @@ from fp4graph.numerics.scaling import amax, block_scale, dequantize, ratio
 from fp4graph.numerics.spec import QuantSpec
 
 
-def fake_quantize(
-    x: torch.Tensor, spec: QuantSpec, dim: int = -1, key: int | torch.Tensor | None = None
-) -> torch.Tensor:
+def fake_quantize(x: Tensor, spec: QuantSpec, dim: int = -1, key: int | Tensor | None = None) -> Tensor:
     """Return ``x`` rounded to the values that ``spec`` can represent, in the shape and dtype of ``x``.
 
     Computed in fp32, to which float64 is rounded first. A block that holds NaN or Inf becomes NaN (OCP's poisoned
@@ -35,8 +34,8 @@ def fake_quantize(
 
 
 def quantize(
-    x: torch.Tensor, spec: QuantSpec, dim: int = -1, key: int | torch.Tensor | None = None
-) -> tuple[Blocking, torch.Tensor, torch.Tensor]:
+    x: Tensor, spec: QuantSpec, dim: int = -1, key: int | Tensor | None = None
+) -> tuple[Blocking, Tensor, Tensor]:
     """Return the parts of :func:`fake_quantize`: the blocking, element values and scales, fp32, in its layout."""
     if not isinstance(spec, QuantSpec):
         raise SpecError(f"spec must be a QuantSpec, such as QuantSpec('e2m1', 32); got {type(spec).__name__}")
@@ -51,14 +50,14 @@ def quantize(
     return blocking, round_elements(ratio(values, scale, spec), spec, noise), scale
 
 
-def round_elements(u: torch.Tensor, spec: QuantSpec, noise: Noise) -> torch.Tensor:
+def round_elements(u: Tensor, spec: QuantSpec, noise: Noise) -> Tensor:
     """Return ``u`` (fp32, in the blocked layout) rounded to the spec's element format by the spec's rule."""
     if spec.rounding == "stochastic":
         return round_stochastic(u, spec.element, noise.bits(), spec.random_bits)
     return round_nearest(u, spec.element, spec.ties)
 
 
-def as_key(key: int | torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+def as_key(key: int | Tensor | None, device: torch.device) -> Tensor | None:
     """Return the key tensor of a user's ``key``."""
     if isinstance(key, int):
         return make_key(key, device=device)

@@ -10,13 +10,19 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+from torch import Tensor
 
 from fp4graph.numerics.formats import ElementFormat
 
-EXPONENT_MASK = 0x7F800000  # of an fp32's bits
+_EXPONENT_MASK = 0x7F800000  # of an fp32's bits
 
 
-def spacing(u: torch.Tensor, min_exponent: int, mantissa_bits: int) -> tuple[torch.Tensor, torch.Tensor]:
+def power_of_two(x: Tensor) -> Tensor:
+    """Return the largest power of two up to each positive normal fp32; 0 below the normals, Inf of Inf and NaN."""
+    return (x.view(torch.int32) & _EXPONENT_MASK).view(torch.float32)
+
+
+def spacing(u: Tensor, min_exponent: int, mantissa_bits: int) -> tuple[Tensor, Tensor]:
     """Return the distance ``step`` between neighbouring values around ``u``, and its reciprocal: powers of two.
 
     Args:
@@ -24,14 +30,12 @@ def spacing(u: torch.Tensor, min_exponent: int, mantissa_bits: int) -> tuple[tor
         min_exponent: of the format's lowest binade, below which ``step`` stays the same.
         mantissa_bits: of the format.
     """
-    exponent = (u.view(torch.int32) & EXPONENT_MASK).clamp(min=(min_exponent + 127) << 23)
+    exponent = (u.view(torch.int32) & _EXPONENT_MASK).clamp(min=(min_exponent + 127) << 23)
     step = exponent - (mantissa_bits << 23)
     return step.view(torch.float32), ((254 << 23) - step).view(torch.float32)
 
 
-def round_nearest(
-    u: torch.Tensor, element: ElementFormat, ties: Literal["even", "up", "away"] = "even"
-) -> torch.Tensor:
+def round_nearest(u: Tensor, element: ElementFormat, ties: Literal["even", "up", "away"] = "even") -> Tensor:
     """Return the value of ``element`` nearest to each of ``u``, saturating.
 
     Args:
@@ -63,9 +67,7 @@ def round_nearest(
     return _with_sign(rounded * step, u, element)
 
 
-def round_stochastic(
-    u: torch.Tensor, element: ElementFormat, bits: torch.Tensor, random_bits: int = 24
-) -> torch.Tensor:
+def round_stochastic(u: Tensor, element: ElementFormat, bits: Tensor, random_bits: int = 24) -> Tensor:
     """Return one of the two values of ``element`` around each of ``u``, saturating.
 
     The value farther from zero is taken with a probability equal to the fraction of the way that ``u`` lies towards it.
@@ -85,13 +87,13 @@ def round_stochastic(
     return _with_sign(stochastic_integer(v, uniform(bits, random_bits)) * step, u, element)
 
 
-def stochastic_integer(v: torch.Tensor, r: torch.Tensor) -> torch.Tensor:
+def stochastic_integer(v: Tensor, r: Tensor) -> Tensor:
     """Return the integer above ``v >= 0`` where the fraction of ``v`` exceeds ``r`` of [0, 1), else the one below."""
     lower = v.floor()
     return lower + (v - lower - r).ceil()  # in floats and not as a comparison: see round_nearest
 
 
-def uniform(bits: torch.Tensor, random_bits: int = 24) -> torch.Tensor:
+def uniform(bits: Tensor, random_bits: int = 24) -> Tensor:
     """Return fp32 of [0, 1) from the top ``random_bits`` of int32 ``bits``: k·2^-24, or (k + 1/2)·2^-b for b < 24."""
     k = (bits >> (32 - random_bits)) & ((1 << random_bits) - 1)
     offset = 0.0 if random_bits == 24 else 2.0 ** -(random_bits + 1)
@@ -99,7 +101,7 @@ def uniform(bits: torch.Tensor, random_bits: int = 24) -> torch.Tensor:
     return scaled + offset if offset else scaled
 
 
-def bracket(u: torch.Tensor, element: ElementFormat) -> tuple[torch.Tensor, torch.Tensor]:
+def bracket(u: Tensor, element: ElementFormat) -> tuple[Tensor, Tensor]:
     """Return the values ``lower <= u <= upper`` of ``element``; equal where ``u`` is a value or out of range.
 
     Args:
@@ -114,13 +116,13 @@ def bracket(u: torch.Tensor, element: ElementFormat) -> tuple[torch.Tensor, torc
     return _normal_zero(v.floor() * step, element), _normal_zero(v.ceil() * step, element)
 
 
-def _with_sign(q: torch.Tensor, u: torch.Tensor, element: ElementFormat) -> torch.Tensor:
+def _with_sign(q: Tensor, u: Tensor, element: ElementFormat) -> Tensor:
     """Return ``q``, which is positive or has the sign of ``u``, with the sign of ``u``; an integer's zero has none."""
     # The bits are at hand for the exponent; torch.copysign is a slow call in compiled code on the CPU.
     sign = u.view(torch.int32) & -(1 << 31)
     return _normal_zero((q.view(torch.int32) | sign).view(torch.float32), element)
 
 
-def _normal_zero(q: torch.Tensor, element: ElementFormat) -> torch.Tensor:
+def _normal_zero(q: Tensor, element: ElementFormat) -> Tensor:
     """Return ``q`` with -0 replaced by 0 for integer formats, which have one zero."""
     return torch.where(q == 0, 0.0, q) if element.integer else q

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 import torch
+from torch import Tensor
 
 from fp4graph.numerics.formats import ElementFormat
 from fp4graph.numerics.noise import Noise
@@ -17,12 +18,12 @@ from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 _MANTISSA = 0x7FFFFF  # the mantissa bits of an fp32
 
 
-def amax(values: torch.Tensor, axes: tuple[int, ...]) -> torch.Tensor:
+def amax(values: Tensor, axes: tuple[int, ...]) -> Tensor:
     """Return the largest magnitude over ``axes``, fp32, axes kept with size 1. NaN if any value is NaN."""
     return values.to(torch.float32).abs().amax(axes, keepdim=True)
 
 
-def block_scale(z: torch.Tensor, spec: ScaleSpec, element: ElementFormat, noise: Noise | None = None) -> torch.Tensor:
+def block_scale(z: Tensor, spec: ScaleSpec, element: ElementFormat, noise: Noise | None = None) -> Tensor:
     """Return the stored scale of each block, in the spec's convention.
 
     With ``decode`` scales S ≈ Z / Qmax, x / S is rounded to the element q, which stands for q · S. With ``encode``
@@ -57,7 +58,7 @@ def block_scale(z: torch.Tensor, spec: ScaleSpec, element: ElementFormat, noise:
     return torch.where(z < math.inf, scale, math.nan)
 
 
-def constant(value: float, like: torch.Tensor) -> torch.Tensor:
+def constant(value: float, like: Tensor) -> Tensor:
     """Return ``value`` as fp32 in the shape of ``like``; dividing by it, or it by a tensor, rounds correctly.
 
     Dividing by a number multiplies by its reciprocal on some devices, and dividing a number multiplies by the
@@ -68,12 +69,12 @@ def constant(value: float, like: torch.Tensor) -> torch.Tensor:
     return torch.where(like == like, number, number)
 
 
-def ratio(values: torch.Tensor, scale: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+def ratio(values: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
     """Return the ratio that is rounded to elements, ``x / S`` or ``x · s``; all tensors in the blocked layout."""
     return values / scale if spec.scale.convention == "decode" else values * scale
 
 
-def dequantize(elements: torch.Tensor, scale: torch.Tensor, spec: QuantSpec) -> torch.Tensor:
+def dequantize(elements: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:
     """Return the values that elements stand for, ``q · S`` or ``q / s``; Inf beyond fp32's range, as in any cast."""
     return elements * scale if spec.scale.convention == "decode" else elements / scale
 
@@ -101,7 +102,7 @@ def exponent_shift(spec: ScaleSpec, element: ElementFormat) -> int | None:
     raise ValueError(f"no code computes scales by the rule {spec.rounding!r}")
 
 
-def _unbounded(z: torch.Tensor) -> torch.Tensor:
+def _unbounded(z: Tensor) -> Tensor:
     """Return the bits of fp32 ``z >= 0`` with an unbounded exponent: subnormals normalised, fields below 1 negative.
 
     The integer-to-float conversion normalises without arithmetic on subnormals, which some devices flush to zero.
@@ -110,7 +111,7 @@ def _unbounded(z: torch.Tensor) -> torch.Tensor:
     return torch.where(bits > _MANTISSA, bits, bits.to(torch.float32).view(torch.int32) - (149 << 23))
 
 
-def _from_exponent(exponent: torch.Tensor, spec: ScaleSpec) -> torch.Tensor:
+def _from_exponent(exponent: Tensor, spec: ScaleSpec) -> Tensor:
     """Return 2^exponent (int32) brought into the range of ``spec.format``."""
     number = spec.format
     lowest, highest = number.min_exponent - number.mantissa_bits, number.top_exponent
@@ -125,7 +126,7 @@ def _from_exponent(exponent: torch.Tensor, spec: ScaleSpec) -> torch.Tensor:
     return torch.where(exponent < lowest, 1.0, scale) if spec.zero == "to_one" else scale
 
 
-def _to_format(ideal: torch.Tensor, spec: ScaleSpec, noise: torch.Tensor | None) -> torch.Tensor:
+def _to_format(ideal: Tensor, spec: ScaleSpec, noise: Tensor | None) -> Tensor:
     """Return ``ideal`` (fp32, >= 0) rounded to ``spec.format``; ``noise`` is int32 bits if the rule is stochastic."""
     number = spec.format
     ideal = ideal.clamp(max=number.max)
@@ -139,7 +140,7 @@ def _to_format(ideal: torch.Tensor, spec: ScaleSpec, noise: torch.Tensor | None)
     return torch.where(scale == 0, 1.0, scale) if spec.zero == "to_one" else scale.clamp(min=number.min)
 
 
-def _round_bits(ideal: torch.Tensor, dropped: int, spec: ScaleSpec, noise: torch.Tensor | None) -> torch.Tensor:
+def _round_bits(ideal: Tensor, dropped: int, spec: ScaleSpec, noise: Tensor | None) -> Tensor:
     """Round to a format with fp32's exponents, whose values are the fp32 numbers with zeros in the low bits."""
     if dropped == 0:
         return ideal
@@ -147,7 +148,7 @@ def _round_bits(ideal: torch.Tensor, dropped: int, spec: ScaleSpec, noise: torch
     return ((bits + _carry(bits, dropped, spec, noise)) & -(1 << dropped)).view(torch.float32)
 
 
-def _carry(bits: torch.Tensor, dropped: int, spec: ScaleSpec, noise: torch.Tensor | None) -> torch.Tensor | int:
+def _carry(bits: Tensor, dropped: int, spec: ScaleSpec, noise: Tensor | None) -> Tensor | int:
     """Return the number to add to ``bits`` so that cutting off the ``dropped`` low bits rounds by the spec's rule."""
     below = (1 << dropped) - 1
     if spec.rounding == "toward_positive":
@@ -162,7 +163,7 @@ def _carry(bits: torch.Tensor, dropped: int, spec: ScaleSpec, noise: torch.Tenso
     return (below >> 1) + ((bits >> dropped) & 1)
 
 
-def _round_spaced(ideal: torch.Tensor, spec: ScaleSpec, noise: torch.Tensor | None) -> torch.Tensor:
+def _round_spaced(ideal: Tensor, spec: ScaleSpec, noise: Tensor | None) -> Tensor:
     """Round to a format with fewer exponents than fp32, as elements are rounded."""
     step, inverse = spacing(ideal, spec.format.min_exponent, spec.format.mantissa_bits)
     v = ideal * inverse

@@ -54,7 +54,7 @@ def _shown(value: object) -> str:
 
 @dataclass(frozen=True)
 class ScaleSpec:
-    """How one block's scale is chosen from its block statistic Z, the block amax unless a technique changes it.
+    """The rule by which a block's scale is chosen from its statistic Z, the block amax unless a technique changes it.
 
     Attributes:
         format: the values that a stored scale may have, as a name or a :class:`ScaleFormat`.
@@ -113,7 +113,7 @@ class ScaleSpec:
 
     @property
     def rounds_up(self) -> bool:
-        """Whether the rule never rounds a decode scale down, so that no element is clipped."""
+        """True if the rule never rounds a decode scale down, so that no element is clipped."""
         return self.rounding in ("ceil", "amax_ceil", "toward_positive")
 
 
@@ -169,7 +169,7 @@ class QuantSpec:
 
     @property
     def needs_key(self) -> bool:
-        """Whether quantizing draws noise."""
+        """True if quantizing draws noise."""
         return self.rounding == "stochastic" or self.scale.rounding == "stochastic"
 
     def to_text(self) -> str:
@@ -177,19 +177,15 @@ class QuantSpec:
         return _text(self)
 
     @staticmethod
+    @functools.cache
     def from_text(text: str) -> QuantSpec:
         """Return the spec that :meth:`to_text` wrote."""
-        return _spec(text)
+        data = json.loads(text)
+        scale = ScaleSpec(**data["scale"] | {"format": ScaleFormat(**data["scale"]["format"])})
+        block = tuple(data["block"]) if isinstance(data["block"], list) else data["block"]
+        return QuantSpec(**data | {"element": ElementFormat(**data["element"]), "scale": scale, "block": block})
 
 
 @functools.cache
 def _text(spec: QuantSpec) -> str:
     return json.dumps(asdict(spec))
-
-
-@functools.cache
-def _spec(text: str) -> QuantSpec:
-    data = json.loads(text)
-    scale = ScaleSpec(**data["scale"] | {"format": ScaleFormat(**data["scale"]["format"])})
-    block = tuple(data["block"]) if isinstance(data["block"], list) else data["block"]
-    return QuantSpec(**data | {"element": ElementFormat(**data["element"]), "scale": scale, "block": block})

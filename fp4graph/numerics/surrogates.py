@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fp4graph.numerics.formats import ElementFormat, ScaleFormat
-from fp4graph.numerics.rounding import EXPONENT_MASK, bracket, spacing
+from fp4graph.numerics.rounding import bracket, power_of_two, spacing
 
 _LAST = 2**31 - 1
 #: Reduces a tensor in the blocked layout to one value per block, or per group of blocks, broadcastable to it.
@@ -74,7 +74,7 @@ def fraction(u: Tensor, element: ElementFormat) -> Tensor:
 def scale_fraction(scale: Tensor, number: ScaleFormat) -> tuple[Tensor, Tensor]:
     """Return the same place for positive scales, and 1.0 where the nearest value has an odd code, else 0.0."""
     if not number.has_zero:
-        lower = (scale.view(torch.int32) & EXPONENT_MASK).view(torch.float32)
+        lower = power_of_two(scale)
         return _part(scale, lower, 2 * lower), torch.zeros_like(scale)
     _, inverse = spacing(scale.clamp(max=number.max), number.min_exponent, number.mantissa_bits)
     lower = (scale * inverse).floor()

@@ -16,7 +16,7 @@ from fp4graph.kernels.operators import PackedOperand
 from fp4graph.numerics.draw import Draw
 from fp4graph.ops.draw import operand_draw
 from fp4graph.ops.gemm import GemmProgram, MatmulProgram, Rotation, Side
-from fp4graph.ops.observe import ObservedOperand, OperandObserver
+from fp4graph.ops.observe import BoundOperand, ObservedOperand, OperandObserver
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import Term, Terms, multiply, total
 from fp4graph.ops.state import OperandState
@@ -25,15 +25,10 @@ from fp4graph.technique.operands import Operand
 
 @dataclass(frozen=True)
 class MatmulOptions:
-    """What is known of a product without looking at a tensor.
+    """The arguments of a product that are no tensors.
 
-    Attributes:
-        program: of the site.
-        dtype: of the GEMMs.
-        training: True if state may be written.
-        site: for the errors of plugins.
-        alpha, beta: of the product and of the addend.
-        observer: is shown the operands of every GEMM.
+    ``dtype`` is that of the GEMMs, ``training`` allows state to be written, ``site`` is for the errors of plugins, and
+    ``observer`` is shown the operands of every GEMM.
     """
 
     program: MatmulProgram
@@ -43,25 +38,6 @@ class MatmulOptions:
     alpha: float = 1
     beta: float = 1
     observer: OperandObserver | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class BoundOperand:
-    """One operand of a GEMM with all that its program is called on; ``x`` is in the GEMM's basis."""
-
-    operand: Operand
-    program: OperandProgram
-    x: Tensor
-    draw: Draw | None
-    state: OperandState
-
-    def terms(self, dtype: torch.dtype) -> Terms:
-        """Return the quantized operand in the dtype of the GEMM."""
-        return tuple(term.to(dtype) for term in self.program(self.x, self.draw, self.state))
-
-    def observed(self, given: Tensor, terms: Terms) -> ObservedOperand:
-        """Return the operand as an observer is shown it."""
-        return ObservedOperand(self.operand, self.program, given, self.x, terms, self.draw, self.state)
 
 
 class BoundMatmul:
@@ -90,7 +66,7 @@ class BoundMatmul:
         if plain and program.spec is not None and operators.packs(program.spec, x.dtype, self._dtype, x.device):
             values, packed = operators.quantize_and_pack(x, program.spec, operand.draw, self._dtype)
             return (Term(values.to(self._dtype)),), packed
-        terms = operand.terms(self._dtype)
+        terms = operand.quantized(self._dtype)
         return terms, rotation.undo(total(terms), side).to(self._dtype) if keep else None
 
     def product(self, gemm: GemmProgram, left: Tensor, source: Tensor | PackedOperand) -> Tensor:
@@ -102,7 +78,7 @@ class BoundMatmul:
                 return self._product_from_bytes(gemm, self._cast(left, gemm.left), source)
             source = source.unpack()
         operands = self.operands(gemm, self.rotated(gemm, left, source.mT))
-        terms = operands[0].terms(self._dtype), operands[1].terms(self._dtype)
+        terms = operands[0].quantized(self._dtype), operands[1].quantized(self._dtype)
         self.show(operands, (left, source.mT), terms)
         y = multiply(*terms)
         self.observe(*operands)
@@ -114,7 +90,7 @@ class BoundMatmul:
         assert spec is not None
         own = self._operand(gemm, Rotation(left, left), "left")
         requantized = source.requantized(spec, operand_draw(self._draw, gemm.operands[1])).to(self._dtype)
-        terms = own.terms(self._dtype), (Term(requantized),)
+        terms = own.quantized(self._dtype), (Term(requantized),)
         if self._options.observer is not None:
             x = source.unpack().mT
             self.show(self.operands(gemm, Rotation(left, x)), (left, x), terms)
@@ -126,7 +102,8 @@ class BoundMatmul:
     ) -> None:
         """Let the observer see what one GEMM multiplies."""
         if self._options.observer is not None:
-            left, right = map(BoundOperand.observed, operands, given, terms)
+            shown = zip(operands, given, terms, strict=True)
+            left, right = (ObservedOperand(**vars(own), given=x, terms=product) for own, x, product in shown)
             self._options.observer(left, right)
 
     def observe(self, *operands: BoundOperand) -> None:
@@ -153,9 +130,8 @@ class BoundMatmul:
 
     def _operand(self, gemm: GemmProgram, rotation: Rotation, side: Side) -> BoundOperand:
         left, right = gemm.operands
-        operand, program, x = (
-            (left, gemm.left, rotation.left) if side == "left" else (right, gemm.right, rotation.right)
-        )
+        operand = left if side == "left" else right
+        program, x = (gemm.left, rotation.left) if side == "left" else (gemm.right, rotation.right)
         return BoundOperand(operand, program, x, operand_draw(self._draw, operand), self._state(operand, rotation))
 
     def _state(self, operand: Operand, rotation: Rotation) -> OperandState:

@@ -1,4 +1,4 @@
-"""How the engine calls tensor stages: the context it hands them, and the checks of what they return.
+"""Calls of tensor stages: the context that a stage is handed, and the checks of what the stage returns.
 
 An error names the plugin that breaks its contract, and the stage. The checks look at shapes and dtypes alone, so that
 they cost nothing in compiled code and trace with symbolic sizes.
@@ -6,7 +6,7 @@ they cost nothing in compiled code and trace with symbolic sizes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,34 +15,26 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4graph.errors import Error, PluginError
-from fp4graph.numerics.blocking import Blocking, Granularity
+from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.noise import Noise
-from fp4graph.numerics.spec import QuantSpec
 from fp4graph.technique import Context, StateEntry, Technique, overrides
-from fp4graph.technique.operands import Gemm
 
 #: Techniques with their contexts, in the policy's order. Not a mapping: Dynamo cannot trace a pydantic model's hash.
 Acting = Sequence[tuple[Technique, Context]]
 
 
-def context(
-    technique: Technique,
-    draw: Draw | None,
-    blocking: Blocking,
-    device: torch.device,
-    *,
-    state: Mapping[str, Tensor] | None = None,
-    spec: QuantSpec | None = None,
-    gemm: Gemm | None = None,
-    normalized: Granularity | None = None,
-) -> Context:
-    """Return the context of ``technique``; it takes from ``draw`` only if it says that it draws."""
+def context(technique: Technique, draw: Draw | None, blocking: Blocking, device: torch.device, **rest: Any) -> Context:
+    """Return the context of ``technique``, which takes from ``draw`` only if it says that it draws.
+
+    Args:
+        rest: the attributes of the context that draw nothing.
+    """
     draw = draw if technique.draws else None
     varying = Noise(None, blocking, device) if draw is None else draw.noise(blocking, device)
     constant = Noise(None if draw is None else draw.constant, blocking, device)
     count = None if draw is None else draw.count
-    return Context(blocking, varying, constant, count, state or {}, spec, gemm, normalized)
+    return Context(blocking, varying, constant, count, **rest)
 
 
 def at_stage(stage: str, acting: Acting) -> Iterator[tuple[Technique, Context]]:
@@ -74,9 +66,7 @@ def same(technique: Technique, stage: str, result: Any, like: Tensor, *, any_flo
         raise broken(technique, stage, f"returned shape {_shape(tensor)} where {_shape(like)} is due")
     if tensor.device != like.device or not (any_float or tensor.dtype is like.dtype):
         raise broken(
-            technique,
-            stage,
-            f"returned {tensor.dtype} on {tensor.device} where {like.dtype} on {like.device} is due",
+            technique, stage, f"returned {tensor.dtype} on {tensor.device} where {like.dtype} on {like.device} is due"
         )
     return tensor
 
@@ -104,6 +94,7 @@ def along_last(technique: Technique, stage: str, result: Any, like: Tensor) -> T
 def initial(technique: Technique, entry: StateEntry, weight_name: str) -> Callable[[Tensor], Tensor]:
     """Return ``entry.init`` for one weight, with its result checked."""
 
+    @at(weight_name)
     def init(weight: Tensor) -> Tensor:
         try:
             value = entry.init(weight)
@@ -115,11 +106,7 @@ def initial(technique: Technique, entry: StateEntry, weight_name: str) -> Callab
             raise broken(technique, f"state {entry.name!r}", message)
         return value
 
-    def named(weight: Tensor) -> Tensor:
-        with at(weight_name):
-            return init(weight)
-
-    return named
+    return init
 
 
 def broken(technique: Technique, stage: str, message: str) -> PluginError:

@@ -1,4 +1,4 @@
-"""Which part of a site draws its random bits under which salt.
+"""The salts under which the parts of a site draw their random bits.
 
 A quantizer's own rounding draws from its operand's key, as :func:`fp4graph.fake_quantize` does from the key it is
 given; transforms, techniques and further calls of the quantizer draw under salts of their own. The salts are stable:

@@ -25,10 +25,7 @@ Side = Literal["left", "right"]
 class GemmProgram:
     """One GEMM ``left [..., I, K] @ right [..., J, K]ᵀ``: pair transforms, then each operand's quantizer.
 
-    Attributes:
-        gemm: which of a site's three it is.
-        left, right: the quantizers.
-        transforms: act on both operands in order, and cancel in the product.
+    The transforms act on both operands in order, and cancel in the product.
     """
 
     gemm: Gemm
@@ -77,13 +74,7 @@ _OPERANDS = {
 
 @dataclass(frozen=True, eq=False)
 class PairStep:
-    """One pair transform at work.
-
-    Attributes:
-        transform: the technique.
-        shared: the tensors that both operands share.
-        length: of the contraction axis before the transform, which may pad it.
-    """
+    """One pair transform at work; ``length`` is that of the contraction axis before the transform, which may pad it."""
 
     transform: Technique
     shared: tuple[Tensor, ...]

@@ -1,5 +1,4 @@
-"""What a product shows to code that watches it: both operands of each GEMM, as they were given and as they were
-multiplied."""
+"""Observers of products: they are shown both operands of each GEMM, as given and as multiplied."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from fp4graph.numerics.draw import Draw
@@ -18,25 +18,31 @@ from fp4graph.technique.operands import Operand
 
 
 @dataclass(frozen=True, eq=False)
-class ObservedOperand:
-    """One operand of one GEMM.
-
-    Attributes:
-        operand: which of the site's six.
-        program: its quantizer.
-        given: ``[..., K]``, before casts and pair transforms.
-        x: what was quantized, in the GEMM's basis.
-        terms: what was multiplied.
-        draw, state: what the program was called with.
-    """
+class BoundOperand:
+    """One operand of a GEMM: its program and what the program is called on, ``x`` in the GEMM's basis."""
 
     operand: Operand
     program: OperandProgram
-    given: Tensor
     x: Tensor
-    terms: Terms
     draw: Draw | None
     state: OperandState
+
+    def quantized(self, dtype: torch.dtype) -> Terms:
+        """Return the quantized operand in the dtype of the GEMM."""
+        return tuple(term.to(dtype) for term in self.program(self.x, self.draw, self.state))
+
+
+@dataclass(frozen=True, eq=False)
+class ObservedOperand(BoundOperand):
+    """An operand as an observer is shown it.
+
+    Attributes:
+        given: ``[..., K]``, before casts and pair transforms.
+        terms: what was multiplied.
+    """
+
+    given: Tensor
+    terms: Terms
 
 
 #: Called with the left and the right operand of a GEMM.

@@ -17,7 +17,7 @@ from torch import Tensor
 from fp4graph.kernels import operators
 from fp4graph.numerics.blocking import Blocking, is_scalar
 from fp4graph.numerics.draw import Draw
-from fp4graph.numerics.rounding import EXPONENT_MASK
+from fp4graph.numerics.rounding import power_of_two
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops import contract
 from fp4graph.ops.contract import Acting, at_stage
@@ -27,6 +27,7 @@ from fp4graph.ops.product import Term, Terms
 from fp4graph.ops.quantizer import Quantizer
 from fp4graph.ops.state import OperandState, StateSlot
 from fp4graph.technique import GRADIENT_STAGES, QUANTIZER_STAGES, Context, Quantization, Technique, overrides
+from fp4graph.technique.context import product_of
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,13 @@ class OperandProgram:
             quantizer = self._quantizer(acting if calls == 0 else self.acting(part, own, state), own, calls > 0)
             calls += 1
             scaled = quantizer.scaled(part)
-            factor = gamma = scaled.group_scale
+            factor = gamma = product_of(scaled.group_scales)
             if gamma is not None and not wrapped and is_scalar(gamma):
                 # A scalar γ multiplies the GEMM's accumulator: FP4 code times block scale is exact in bf16, times γ it
                 # is not. Its power of two goes before. That is exact too, and both sides stay in range: the operand
                 # is as large as X, where codes times scales of UE5M3 would overflow fp16, and the product of two
                 # multipliers lies in [1, 4), where γ_a·γ_b may underflow fp32.
-                factor = _power_of_two(gamma)
+                factor = power_of_two(gamma)
                 multiplier = (gamma / factor).reshape(())
             return quantizer.dequantized(part, scaled, factor)
 
@@ -164,9 +165,8 @@ class OperandProgram:
         normalized = next((t.divides_by for t in self.techniques if t.divides_by is not None), None)
         acting: list[tuple[Technique, Context]] = []
         for index, technique in enumerate(self.techniques):
-            like = {
-                slot.entry.name for slot in self.state if slot.technique == technique.name and slot.entry.weight_like
-            }
+            mine = (slot.entry for slot in self.state if slot.technique == technique.name)
+            like = {entry.name for entry in mine if entry.weight_like}
             entries = (state or {}).get(technique.name, {})
             own = {name: blocking.split(entry) if name in like else entry for name, entry in entries.items()}
             drawn = technique_draw(draw, index)
@@ -200,8 +200,3 @@ def _wrap(technique: Technique, inner: Callable[[Tensor], Tensor], context: Cont
         return contract.same(technique, "around", result, x, any_float=True)
 
     return wrapped
-
-
-def _power_of_two(x: Tensor) -> Tensor:
-    """Return the largest power of two up to each positive normal fp32; Inf of Inf and NaN."""
-    return (x.view(torch.int32) & EXPONENT_MASK).view(torch.float32)

@@ -11,8 +11,9 @@ their fp32 accumulator by it and round once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -22,12 +23,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """One summand of an operand.
-
-    Attributes:
-        values: the summand, up to the multiplier.
-        multiplier: a scalar that is applied to the GEMM's accumulator, or None.
-    """
+    """One summand of an operand: ``values`` times a scalar that waits for the GEMM's accumulator, if there is one."""
 
     values: Tensor
     multiplier: Tensor | None = None
@@ -46,7 +42,7 @@ Terms = tuple[Term, ...]
 
 def total(terms: Terms) -> Tensor:
     """Return the operand that ``terms`` stand for, as one tensor in their dtype."""
-    return _sum([term.product() for term in terms])
+    return reduce(add, [term.product() for term in terms])
 
 
 def multiply(left: Terms, right: Terms, addend: Tensor | None = None, alpha: float = 1, beta: float = 1) -> Tensor:
@@ -67,7 +63,7 @@ def multiply(left: Terms, right: Terms, addend: Tensor | None = None, alpha: flo
     a, b, scale = scaled[0]
     if len(scaled) == 1 and isinstance(scale, Tensor):
         return scaled_product(a, b, scale, addend, beta)
-    accumulator = _sum([accumulated(a, b) * scale for a, b, scale in scaled])
+    accumulator = reduce(add, [accumulated(a, b) * scale for a, b, scale in scaled])
     return with_addend(accumulator, addend, beta).to(dtype)
 
 
@@ -87,16 +83,9 @@ def _unscaled(left: Terms, right: Terms, addend: Tensor | None, alpha: float, be
     if addend is not None and addend.dim() == 1 and alpha == beta == 1 and len(pairs) == 1 and a.dim() == 2:
         # The bias rides in the GEMM's epilogue, where hardware adds it before the one rounding to the output dtype.
         return torch.addmm(addend.to(a.dtype), a, b.mT)
-    y = _sum([a @ b.mT for a, b in pairs])
+    y = reduce(add, [a @ b.mT for a, b in pairs])
     y = y if alpha == 1 else y * alpha
     return y if addend is None else y + (addend if beta == 1 else addend * beta).to(y.dtype)
-
-
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    result = parts[0]
-    for part in parts[1:]:
-        result = result + part
-    return result
 
 
 # ------------------------------------------------------------------ a product times a scalar, rounded once

@@ -23,7 +23,7 @@ from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops import contract
 from fp4graph.ops.contract import Acting, at_stage
 from fp4graph.ops.state import StateSlot
-from fp4graph.technique import Context, GroupScale, Quantization, Technique, Unrounded
+from fp4graph.technique import Context, GroupScale, Quantization, Technique
 from fp4graph.technique.context import product_of
 
 
@@ -31,8 +31,8 @@ from fp4graph.technique.context import product_of
 class Scaled:
     """An operand in the blocked layout before the rounding of its elements, as far as techniques decide it.
 
-    The attributes are those of :class:`~fp4graph.technique.Unrounded`, except that ``values`` returns the values, which
-    a kernel does not need, and that ``scale`` is None where it is left to the spec.
+    The attributes are those of :class:`~fp4graph.technique.Quantization`, except that ``values`` returns the values,
+    which a kernel does not need, and that ``scale`` is None where it is left to the spec.
     """
 
     blocking: Blocking
@@ -41,11 +41,6 @@ class Scaled:
     statistic: Tensor
     scale: Tensor | None
     group_scales: tuple[GroupScale, ...]
-
-    @property
-    def group_scale(self) -> Tensor | None:
-        """γ, the product of all group scales; None where there are none."""
-        return product_of(self.group_scales)
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,28 +128,23 @@ class Quantizer:
         asked.append((g, groups))
         return g
 
-    def _unrounded(self, scaled: Scaled) -> Unrounded:
-        spec, blocking, values, scale = self.spec, scaled.blocking, scaled.values(), scaled.scale
-        if scale is None:
-            scale = self._scale(scaled, values.device)
-        ratio = scaling.ratio(values, scale, spec)
-        return Unrounded(spec, blocking, values, scaled.z, scale, ratio, scaled.statistic, scaled.group_scales)
-
     def _rounded(self, scaled: Scaled) -> Quantization:
-        parts = self._unrounded(scaled)
+        spec, blocking, values = self.spec, scaled.blocking, scaled.values()
+        scale = self._scale(scaled, values.device) if scaled.scale is None else scaled.scale
+        ratio = scaling.ratio(values, scale, spec)
         elements: Tensor | None = None
         for technique, context in self._rounding():
             divided = self._divided(technique, context, scaled.group_scales)
-            own = contract.run_like(technique, "round", parts.ratio, parts.ratio, parts.scale, divided)
+            own = contract.run_like(technique, "round", ratio, ratio, scale, divided)
             elements = elements if own is None else own
         if elements is None:
-            elements = round_elements(parts.ratio, parts.spec, self._noise(parts.blocking, parts.ratio.device))
-        return Quantization(**vars(parts), elements=elements)
+            elements = round_elements(ratio, spec, self._noise(blocking, ratio.device))
+        rest = scaled.statistic, scaled.group_scales
+        return Quantization(spec, blocking, values, scaled.z, scale, ratio, elements, *rest)
 
     def _rounding(self) -> list[tuple[Technique, Context]]:
         """Return the techniques that round elements."""
-        rounding = at_stage("round", self.acting)
-        return [(technique, context) for technique, context in rounding if not (self.remainder and context.state)]
+        return [one for one in at_stage("round", self.acting) if not (self.remainder and one[1].state)]
 
     def _by_kernel(self, x: Tensor, scaled: Scaled, factor: Tensor | None) -> Tensor:
         """Compute :meth:`dequantized` by a kernel."""
@@ -166,7 +156,7 @@ class Quantizer:
         if scale is None and not isinstance(spec.block, int):
             scale = self._scale(scaled, x.device)
         statistic = scaled.z if scale is None else None
-        parts = (scaled.group_scale, statistic, scale, factor)
+        parts = (product_of(scaled.group_scales), statistic, scale, factor)
         given = operators.Blocks(*(None if part is None else operators.by_run(part, blocking) for part in parts))
         return operators.quantize(x, operators.by_runs(spec), self.draw, given)
 

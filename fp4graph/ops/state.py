@@ -16,12 +16,7 @@ OperandState = Mapping[str, Mapping[str, Tensor]]
 
 @dataclass(frozen=True)
 class StateSlot:
-    """A state tensor that a program takes.
-
-    Attributes:
-        technique: the name of the technique that declared it.
-        entry: what the technique declared.
-    """
+    """A state tensor that a program takes: an entry, and the name of the technique that declared it."""
 
     technique: str
     entry: StateEntry

@@ -7,7 +7,7 @@ key given twice, which YAML forbids and PyYAML accepts, is an error, and every k
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
@@ -37,13 +37,10 @@ class Node:
 
     def child(self, part: object) -> Node | None:
         """Return the item under one key or index, or None."""
-        if isinstance(self.value, dict) and isinstance(part, str):
-            return self.value.get(part)
-        if isinstance(self.value, list) and isinstance(part, int) and part < len(self.value):
-            item = self.value[part]
-            assert isinstance(item, Node)
-            return item
-        return None
+        items: dict[Any, Node] = self.value if isinstance(self.value, dict) else {}
+        if isinstance(self.value, list) and isinstance(part, int):
+            items = dict(enumerate(self.value))
+        return items.get(part)
 
     def get(self, *path: object) -> Node:
         """Return the deepest node along ``path``; parts that lead nowhere are skipped."""
@@ -66,14 +63,6 @@ class Node:
     def error(self, path: Iterable[object], message: str) -> PolicyError:
         """Return an error about what is at ``path``."""
         return self.blame(*path).error(message)
-
-    def replacing(self, items: Mapping[str, tuple[Place, Node]]) -> Node:
-        """Return this mapping with ``items`` in place of those of the same key, or after them."""
-        return replace(
-            self,
-            value={**self.value, **{key: node for key, (_, node) in items.items()}},
-            keys={**self.keys, **{key: place for key, (place, _) in items.items()}},
-        )
 
     def plain(self) -> Any:
         """Return the data alone: dicts, lists and scalars."""
@@ -198,3 +187,29 @@ def from_data(data: object) -> Node:
     if isinstance(data, list | tuple):
         return Node([from_data(item) for item in data], nowhere)
     return Node(data, nowhere)
+
+
+def merge(parent: Node, child: Node) -> Node:
+    """Merge policy ``child`` over ``parent``, for ``extends`` and phases.
+
+    The child's keys win; its techniques replace their namesakes or follow the parent's. The parent's name is not
+    inherited, and neither is ``extends``, which has been followed.
+    """
+    own = {key: node for key, node in child.value.items() if key != "extends"}
+    if "techniques" in own and "techniques" in parent.value:
+        own["techniques"] = _append(parent.get("techniques"), own["techniques"])
+    inherited = {key: node for key, node in parent.value.items() if key not in ("name", "extends")}
+    return Node({**inherited, **own}, child.place, {**parent.keys, **{key: child.where(key) for key in own}})
+
+
+def _append(parent: Node, child: Node) -> Node:
+    """Join two lists of techniques; a child's technique takes the place of the parent's namesake."""
+    by_name: dict[str, Node] = {}
+    for node in child.value:
+        by_name.setdefault(_technique_name(node), node)
+    merged = [by_name.get(_technique_name(node), node) for node in parent.value]
+    return Node([*merged, *(node for node in child.value if all(node is not one for one in merged))], child.place)
+
+
+def _technique_name(node: Node) -> str:
+    return node.value if isinstance(node.value, str) else str(next(iter(node.value)))

@@ -77,11 +77,15 @@ def _action(rule: Rule, bases: BaseFormats) -> dict[str, Any]:
     return {**data, "operands": written} if written else data
 
 
+def _changed(spec: Any, base: Any) -> dict[str, Any]:
+    """Return the fields in which a spec differs from ``base``."""
+    values = {item.name: getattr(spec, item.name) for item in fields(spec)}
+    return {name: value for name, value in values.items() if value != getattr(base, name)}
+
+
 def _difference(spec: QuantSpec, base: QuantSpec, bases: BaseFormats) -> dict[str, Any]:
-    """Return the fields in which ``spec`` differs from ``base``."""
-    data: dict[str, Any] = {
-        item.name: value for item in fields(spec) if (value := getattr(spec, item.name)) != getattr(base, item.name)
-    }
+    """Return the fields in which ``spec`` differs from ``base``, as they are written."""
+    data = _changed(spec, base)
     if "element" in data:
         data["element"] = spec.element.name
     if "block" in data and isinstance(spec.block, tuple):
@@ -93,9 +97,7 @@ def _difference(spec: QuantSpec, base: QuantSpec, bases: BaseFormats) -> dict[st
 
 def _scale_difference(scale: ScaleSpec, base: ScaleSpec, bases: BaseFormats) -> dict[str, Any]:
     """Return the fields of ``scale`` to write beside those written for ``base``, which are none for ``ScaleSpec()``."""
-    data = {
-        item.name: value for item in fields(scale) if (value := getattr(scale, item.name)) != getattr(base, item.name)
-    }
+    data = _changed(scale, base)
     # A rounding that the base does not write is not inherited: the format's own takes its place.
     own = _own_rounding(base)
     data.pop("rounding", None)

@@ -7,8 +7,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fp4graph.policy.document import Node, Place, from_data, parse
-from fp4graph.policy.merge import merge
+from fp4graph.policy.document import Node, Place, from_data, merge, parse
 from fp4graph.policy.policy import Policy
 from fp4graph.policy.resolve import resolve
 from fp4graph.policy.schema import PolicySection

@@ -49,7 +49,7 @@ class Range(Section):
         return self
 
     def __contains__(self, value: int | None) -> bool:
-        """Whether ``value`` is known and within the bounds: a symbolic size is in no range."""
+        """Return whether ``value`` is known and within the bounds: a symbolic size is in no range."""
         return (
             value is not None
             and (self.min is None or value >= self.min)
@@ -111,7 +111,7 @@ class Match(Section):
         return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
 
     def fits(self, site: SiteView) -> bool:
-        """Whether every predicate holds for ``site``, except those on the kind of operation and on the place."""
+        """Return whether every predicate holds for ``site``, except those on the kind of operation and on the place."""
         return (
             (self.in_features is None or site.in_features in self.in_features)
             and (self.out_features is None or site.out_features in self.out_features)
@@ -121,12 +121,12 @@ class Match(Section):
 
     @property
     def fits_all(self) -> bool:
-        """Whether :meth:`fits` holds for every site."""
+        """Return whether :meth:`fits` holds for every site."""
         sizes = (self.in_features, self.out_features, self.min_numel)
         return self.producer is None and all(size is None for size in sizes)
 
     def holds_at(self, module: str | None, block: BlockPosition | None) -> bool:
-        """Whether the predicates on the place hold for a site of ``module``."""
+        """Return whether the predicates on the place hold for a site of ``module``."""
         return (
             (self.module is None or self.names(module))
             and (self.block is None or self.block == (block is not None))
@@ -136,9 +136,9 @@ class Match(Section):
 
     @property
     def needs_blocks(self) -> bool:
-        """Whether a predicate asks for a site inside a repeated stack of blocks."""
+        """Return whether a predicate asks for a site inside a repeated stack of blocks."""
         return bool(self.block) or self.first_blocks is not None or self.last_blocks is not None
 
     def names(self, module: str | None) -> bool:
-        """Whether one of the ``module`` globs is the name of ``module``."""
+        """Return whether one of the ``module`` globs is the name of ``module``."""
         return module is not None and any(fnmatch.fnmatchcase(module, glob) for glob in self.module or ())

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import json
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,17 +31,13 @@ class Expect:
 
     quantized: Range | None = None
     kept: Range | None = None
-    places: tuple[tuple[str, Place], ...] = field(default=(), compare=False)
+    places: Mapping[str, Place] = field(default_factory=dict, compare=False)
 
     def check(self, quantized: int, total: int) -> None:
         """Raise a PolicyError unless ``quantized`` of ``total`` sites is as expected."""
-        for name, expected, found in (
-            ("quantized", self.quantized, quantized),
-            ("kept", self.kept, total - quantized),
-        ):
+        for name, expected, found in (("quantized", self.quantized, quantized), ("kept", self.kept, total - quantized)):
             if expected is not None and found not in expected:
-                place = dict(self.places).get(name, Place())
-                raise place.error(
+                raise self.places.get(name, Place()).error(
                     f"expected {expected} {name} site(s), found {found} of {total}; "
                     "fp4graph.explain shows the rule of each site: correct the rules or the expectation"
                 )
@@ -54,7 +50,6 @@ class Phase:
     Attributes:
         at: training forwards before the phase begins (int), or their share of all training forwards (float).
         policy: the policy in force from then on, until the next phase; it has no phases itself.
-        place: where the phase is written.
     """
 
     at: int | float
@@ -62,11 +57,7 @@ class Phase:
     place: Place = field(default=Place(), compare=False)
 
     def start(self, total_forwards: int | None) -> int:
-        """Return the number of training forwards before the phase begins.
-
-        Raises:
-            PolicyError: ``at`` is a share, and the number of all training forwards is not known.
-        """
+        """Return the number of training forwards before the phase begins; raise PolicyError where it is not known."""
         if isinstance(self.at, int):
             return self.at
         if total_forwards is None:
@@ -79,18 +70,15 @@ class Phase:
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """Which sites of a model are quantized and how.
+    """The rules that say which sites of a model are quantized, and how.
 
     Equality and hash go by content; the file that a policy was read from is not part of it.
 
     Attributes:
-        name: the policy's name.
-        description: one sentence.
         rules: the rules in order; the first that matches a site decides.
         default: the rule for a site that no other matches.
         techniques: the techniques declared for the whole policy.
         phases: the later phases of a training, in order.
-        expect: assertions about the captured graphs.
         implied: techniques that the specs amount to although none is declared, as ``rounding: stochastic`` does.
         file: the file that the policy was read from, or None.
     """
@@ -143,16 +131,11 @@ class Policy:
         return tuple((one, self.decide(one)) for one in sites)
 
     def may_quantize(
-        self,
-        op: str,
-        module: str | None,
-        block: BlockPosition | None,
-        places: Collection[int] | None = None,
+        self, op: str, module: str | None, block: BlockPosition | None, places: Collection[int] | None = None
     ) -> bool:
-        """Whether some site of kind ``op`` in ``module`` could be quantized, its sizes and producer being unknown.
+        """Return whether some site of kind ``op`` in ``module`` could be quantized, of unknown sizes and producer.
 
-        Args:
-            places: as for :meth:`decide`.
+        ``places`` is as for :meth:`decide`.
         """
         for decision in self._candidates(op, module, block, places):
             if decision.rule.quantizes or decision.rule.match.fits_all:
@@ -179,7 +162,7 @@ class Policy:
 
     @property
     def quantizes(self) -> bool:
-        """Whether any site of any model can be quantized; False for a baseline."""
+        """Return whether any site of any model can be quantized; False for a baseline."""
         return self.default.quantizes or any(rule.quantizes for rule in self.rules)
 
     @property
@@ -207,14 +190,9 @@ class Policy:
     @property
     def _counted(self) -> tuple[Technique, ...]:
         """The techniques that Ω counts: those that any phase uses."""
-        later = (technique for phase in self.phases for technique in phase.policy._counted)
-        return tuple(dict.fromkeys((*self._declared, *self.implied, *later)))
-
-    @property
-    def _declared(self) -> tuple[Technique, ...]:
-        """The techniques of the policy and of its rules, each once."""
         own = (technique for rule in (*self.rules, self.default) for technique in rule.techniques)
-        return tuple(dict.fromkeys((*self.techniques, *own)))
+        later = (technique for phase in self.phases for technique in phase.policy._counted)
+        return tuple(dict.fromkeys((*self.techniques, *own, *self.implied, *later)))
 
     def to_data(self) -> dict[str, Any]:
         """Return the policy as mappings, lists and values that load as an equal policy."""
@@ -271,9 +249,8 @@ def check_modules(policy: Policy, names: Iterable[str]) -> None:
         globs = rule.match.module
         if rule.required and globs is not None and not any(rule.match.names(name) for name in known):
             near = [match for glob in globs for match in nearest(glob, known, count=3, cutoff=0.5)]
-            hint = (
-                f"the nearest are {', '.join(near)}" if near else f"the model has {', '.join(known[:5]) or 'none'}, ..."
-            )
+            listed = ", ".join(near or known[:5]) or "none"
+            hint = f"the nearest are {listed}" if near else f"the model has {listed}, ..."
             raise rule.error(
                 f"no module of the model is called {' or '.join(map(repr, globs))}; {hint}. "
                 "Correct it, or say required: false"

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fp4graph.policy.document import Node, Place
-from fp4graph.policy.merge import merge
+from fp4graph.policy.document import Node, merge
 from fp4graph.policy.policy import Expect, Phase, Policy
 from fp4graph.policy.rule import DEFAULT, KEPT, Rule
 from fp4graph.policy.schema import DefaultSection, PhaseSection, PolicySection, QuantizeSection, RuleSection
@@ -26,7 +25,9 @@ def resolve(document: Node, name: str, file: str | None, registry: Registry) -> 
     phases = tuple(
         _phase(document, registry, written.name or "policy", i, section) for i, section in enumerate(written.phases)
     )
-    return replace(resolver.policy(name, file), phases=phases, expect=_expect(document, written))
+    places = {name: document.where("expect", name) for name in ("quantized", "kept")}
+    expect = Expect(written.expect.quantized, written.expect.kept, places)
+    return replace(resolver.policy(name, file), phases=phases, expect=expect)
 
 
 def _phase(document: Node, registry: Registry, name: str, index: int, section: PhaseSection) -> Phase:
@@ -41,15 +42,6 @@ def _phase(document: Node, registry: Registry, name: str, index: int, section: P
     if section.operands and not policy.quantizes:
         raise document.error(late.path, "nothing is quantized in this phase, and so these do nothing; remove them")
     return Phase(section.at, policy, node.place)
-
-
-def _expect(document: Node, written: PolicySection) -> Expect:
-    counts = written.expect.model_dump(exclude_none=True)
-    return Expect(
-        quantized=written.expect.quantized,
-        kept=written.expect.kept,
-        places=tuple((name, document.where("expect", name)) for name in counts),
-    )
 
 
 class _Resolver:
@@ -96,16 +88,16 @@ class _Resolver:
     def _rule(self, index: int, section: RuleSection, shared: Sequence[Declared]) -> Rule:
         path: Path = ("rules", index)
         place = self._document.get(*path).place
-        name = section.name or f"rule {index + 1}"
+        rule = Rule(
+            name=section.name or f"rule {index + 1}",
+            match=section.match,
+            keep=section.keep,
+            required=section.required,
+            file=place.file,
+            line=place.line,
+        )
         if section.quantize is None:
-            return Rule(
-                name=name,
-                match=section.match,
-                keep=section.keep,
-                required=section.required,
-                file=place.file,
-                line=place.line,
-            )
+            return rule
         own = self._techniques.declared(section.techniques, (*path, "techniques"))
         for declared in own:
             if declared.technique.per_model:
@@ -113,13 +105,12 @@ class _Resolver:
                     declared.path,
                     f"technique {declared.name!r} acts on the whole model; move it to the policy's techniques",
                 )
-        rule = Rule(name=name, match=section.match, required=section.required, file=place.file, line=place.line)
         exceptions = Exceptions(section.operands, (*path, "operands"))
         return self._quantizing(rule, section.quantize, (*path, "quantize"), exceptions, override(shared, own))
 
     def _default(self, shared: Sequence[Declared]) -> Rule:
         section = self.written.default
-        place: Place = self._document.where("default") if section is not None else self._document.place
+        place = self._document.where("default") if section is not None else self._document.place
         rule = replace(DEFAULT, file=place.file, line=place.line)
         if not isinstance(section, DefaultSection):
             return rule
@@ -138,11 +129,9 @@ class _Resolver:
         )
 
     def _check_names(self, rules: Sequence[Rule]) -> None:
-        names: set[str] = set()
         for index, rule in enumerate(rules):
-            if rule.name in names:
+            if any(rule.name == other.name for other in rules[:index]):
                 raise self._document.error(
                     ("rules", index, "name"),
                     f"two rules are called {rule.name!r}; rename one, so that reports tell them apart",
                 )
-            names.add(rule.name)

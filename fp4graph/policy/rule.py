@@ -37,7 +37,7 @@ DISTINGUISHED_PRODUCERS = ("swiglu",)
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """What happens to the sites that match.
+    """The sites that match, and what happens to them.
 
     Attributes:
         name: the rule's name in reports.
@@ -65,7 +65,7 @@ class Rule:
         return self.keep is None
 
     def speaks_of(self, op: str) -> bool:
-        """Whether the rule decides about operations of kind ``op``; a rule that keeps, without ``op``, about all."""
+        """Return whether the rule decides about operations of kind ``op``; one that keeps and names none, about all."""
         if self.match.op is None:
             return not self.quantizes or op in ("linear", "matmul")
         return op in self.match.op
@@ -81,12 +81,7 @@ DEFAULT = Rule(name="default", keep="no rule matches", required=False)
 
 @dataclass(frozen=True)
 class Decision:
-    """A policy's decision about one site.
-
-    Attributes:
-        rule: the rule that decides.
-        index: the rule's position in the policy; -1 is the default.
-    """
+    """A policy's decision about one site: the rule, and its position in the policy; -1 is the default."""
 
     rule: Rule
     index: int
@@ -100,11 +95,7 @@ def plan_specs(
 ) -> OperandSpecs:
     """Return the specs after each of ``techniques``, in order, has planned ``site``.
 
-    Args:
-        techniques: the techniques of the rule that decides.
-        site: the site.
-        specs: the rule's specs.
-        plan: calls one technique, for a caller that names the technique in errors.
+    ``plan`` calls one technique, for a caller that names the technique in errors.
     """
     for technique in techniques:
         specs = plan(technique, site, specs)

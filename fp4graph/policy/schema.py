@@ -8,18 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    StrictBool,
-    StrictInt,
-    Tag,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, Discriminator, Field, StrictBool, StrictInt, Tag, field_validator, model_validator
 
 from fp4graph.numerics.spec import Block, Convention, Rounding, ScaleRounding, Source, Ties, Zero
 from fp4graph.policy.match import Match, Range
@@ -67,9 +56,7 @@ def _kept_or_quantized(value: Any) -> str:
 _Keep = Annotated[Literal["keep"], must_be("keep, or a quantize block such as {rounding: stochastic}"), Tag("kept")]
 #: ``keep`` is the original in high precision, ``fprop`` the dequantized fprop operand in high precision.
 _Exact = Annotated[
-    Literal["keep", "fprop"],
-    must_be("keep, fprop, or a quantize block such as {rounding: stochastic}"),
-    Tag("kept"),
+    Literal["keep", "fprop"], must_be("keep, fprop, or a quantize block such as {rounding: stochastic}"), Tag("kept")
 ]
 OperandException = Annotated[_Exact | Annotated[QuantizeSection, Tag("quantized")], Discriminator(_kept_or_quantized)]
 
@@ -92,10 +79,8 @@ class DefaultSection(QuantizeSection, _HasOperands):
 _Default = Annotated[_Keep | Annotated[DefaultSection, Tag("quantized")], Discriminator(_kept_or_quantized)]
 
 
-class TechniqueEntry(BaseModel):
+class TechniqueEntry(BaseModel, frozen=True):
     """``name`` or ``{name: {options}}``; the technique itself validates the options."""
-
-    model_config = ConfigDict(frozen=True)
 
     name: str
     options: dict[str, Any]
@@ -136,22 +121,22 @@ class ExpectSection(Section):
     kept: Range | None = None
 
 
-def _when(value: Any) -> Any:
-    counted = isinstance(value, int) and not isinstance(value, bool) and value >= 1
-    if not counted and not (isinstance(value, float) and 0 < value < 1):
-        raise wrong("a number of training forwards from 1, or a fraction of all of them between 0 and 1")
-    return value
-
-
 class PhaseSection(_HasOperands):
     """The changes at a point of the training: rules, default and techniques as under ``extends``, and exceptions for
     the operands of every rule."""
 
-    at: Annotated[int | float, BeforeValidator(_when)]
+    at: int | float
     operands: dict[str, OperandException] = Field(default={})
     default: _Default | None = None
     rules: tuple[RuleSection, ...] | None = None
     techniques: tuple[TechniqueEntry, ...] = ()
+
+    @field_validator("at", mode="before")
+    @classmethod
+    def _when(cls, at: Any) -> Any:
+        if not (type(at) is int and at >= 1) and not (isinstance(at, float) and 0 < at < 1):
+            raise wrong("a number of training forwards from 1, or a fraction of all of them between 0 and 1")
+        return at
 
     @model_validator(mode="after")
     def _changes_something(self) -> Self:

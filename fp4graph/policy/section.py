@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Annotated, Any, TypeVar
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    StrictInt,
-    ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, Field, StrictInt, ValidationError, WrapValidator, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from fp4graph.text import suggest
@@ -23,10 +13,8 @@ from fp4graph.text import suggest
 _Item = TypeVar("_Item")
 
 
-class Section(BaseModel):
+class Section(BaseModel, frozen=True, extra="forbid"):
     """A frozen mapping with known keys, each of them given a value or left out."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
@@ -65,9 +53,9 @@ def wrong(what: str) -> PydanticCustomError:
 
 
 def must_be(what: str) -> WrapValidator:
-    """Say ``what`` a value must be, in place of one message for each member of a union."""
+    """Return a validator whose error says ``what`` a value must be, in place of one message for each union member."""
 
-    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    def validate(value: Any, handler: Callable[[Any], Any]) -> Any:
         try:
             return handler(value)
         except ValidationError:

@@ -38,12 +38,7 @@ class _Layer:
 
 
 class SpecResolver:
-    """Resolves the quantize blocks of one document.
-
-    Args:
-        document: the policy as written.
-        registry: where formats are looked up.
-        late: a phase's exceptions, which act after those of every rule.
+    """Resolves the quantize blocks of one document; ``late`` are a phase's exceptions, which act after every rule's.
 
     Attributes:
         base_formats: scale formats made with ``max``, and the name of the format that each was made from.
@@ -134,25 +129,21 @@ class SpecResolver:
         try:
             variant = number_format.with_max(largest)
         except ValueError as error:
-            below = _below(number_format, largest)
-            raise self._document.error(path, f"{dotted(path)}: {error}{below}") from None
+            raise self._document.error(path, f"{dotted(path)}: {error}{_below(number_format, largest)}") from None
         if self._registry.scales.get(variant.name) != variant:
             self.base_formats[variant] = number_format.name
         return variant
 
     def _format(self, name: str, path: Path, kind: str) -> Any:
-        tables: dict[str, Mapping[str, ElementFormat] | Mapping[str, ScaleFormat]] = {
-            "element": self._registry.elements,
-            "scale": self._registry.scales,
-        }
-        table = tables.pop(kind)
+        elements: Mapping[str, ElementFormat | ScaleFormat] = self._registry.elements
+        tables = {"element": elements, "scale": self._registry.scales}
+        table, other = tables[kind], "scale" if kind == "element" else "element"
         if name in table:
             refuse_contested(self._document, self._registry, name, path)
             return table[name]
-        for other, others in tables.items():
-            if name in others:
-                known = ", ".join(sorted(table))
-                raise self._document.error(path, f"{name!r} is a format of {other}s, not of {kind}s; known: {known}")
+        if name in tables[other]:
+            known = ", ".join(sorted(table))
+            raise self._document.error(path, f"{name!r} is a format of {other}s, not of {kind}s; known: {known}")
         raise self._document.error(path, f"unknown {kind} format {name!r}; {suggest(name.lower(), table)}")
 
 

@@ -33,7 +33,6 @@ class Declared:
 
     @property
     def name(self) -> str:
-        """The technique's name."""
         return self.technique.name
 
 
@@ -45,20 +44,13 @@ def override(techniques: Sequence[Declared], by: Sequence[Declared]) -> list[Dec
 
 
 class TechniqueResolver:
-    """Resolves and checks the techniques of one document.
-
-    Args:
-        document: the policy as written.
-        registry: where techniques are looked up.
-    """
+    """Resolves and checks the techniques of one document, looked up in ``registry``."""
 
     def __init__(self, document: Node, registry: Registry) -> None:
         self._document = document
         self._registry = registry
         self._inert: dict[Path, list[str | None]] = {}  # why a technique has no effect, for each rule
         self._kept: dict[Path, set[str]] = {}  # operands named in options that no rule quantizes
-
-    # ------------------------------------------------------------------ looking up
 
     def declared(self, entries: Iterable[TechniqueEntry], path: Path) -> list[Declared]:
         """Return the techniques of the list at ``path``."""
@@ -115,8 +107,6 @@ class TechniqueResolver:
             warnings.warn(str(warning), PolicyWarning, stacklevel=2)
             return None
 
-    # ------------------------------------------------------------------ checking
-
     def check_together(self, techniques: Sequence[Declared], specs: Specs) -> None:
         """Raise PolicyError where techniques that meet at one site conflict, or one lacks another that it requires.
 
@@ -145,7 +135,7 @@ class TechniqueResolver:
     def check_fit(self, techniques: Sequence[Declared], specs: Specs, match: Match) -> None:
         """Plan sites of which only the rule is known, so that a technique's refusal comes at load and names its line.
 
-        The pass also takes down which techniques have no effect under the rule, for :meth:`check_effect`.
+        The pass also records which techniques have no effect under the rule, for :meth:`check_effect`.
         """
         acting = {technique.name for technique in self.implied(specs)}
         sites = [
@@ -222,7 +212,7 @@ class TechniqueResolver:
 
 
 def _acts(technique: Technique, site: SiteView, planned: OperandSpecs) -> bool:
-    """Whether a technique acts on a quantized operand or GEMM of ``site``, on its weight, or on the whole model."""
+    """Return whether a technique acts on a quantized operand or GEMM of ``site``, its weight, or the whole model."""
     quantized = {operand for operand, spec in planned.items() if spec is not None}
     operands = technique.acts_on(site)
     # A technique that names no operands and has the optimizer's hooks acts on weights, which a product of activations

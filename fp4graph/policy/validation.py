@@ -19,20 +19,13 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 #: pydantic's error types whose own words are too technical for a policy's author.
 _WORDS = {
-    "model_type": "must be a mapping",
-    "model_attributes_type": "must be a mapping",
-    "dict_type": "must be a mapping",
-    "tuple_type": "must be a list",
-    "list_type": "must be a list",
+    **dict.fromkeys(("model_type", "model_attributes_type", "dict_type"), "must be a mapping"),
+    **dict.fromkeys(("tuple_type", "list_type"), "must be a list"),
+    **dict.fromkeys(("bool_type", "bool_parsing"), "must be true or false"),
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "must be a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
     "string_type": "must be text",
     "string_too_short": "must not be empty",
-    "bool_type": "must be true or false",
-    "bool_parsing": "must be true or false",
-    "int_type": "must be a whole number",
-    "int_parsing": "must be a whole number",
-    "int_from_float": "must be a whole number",
-    "float_type": "must be a number",
-    "float_parsing": "must be a number",
     "greater_than": "must be above {gt}",
     "greater_than_equal": "must be at least {ge}",
     "less_than": "must be below {lt}",
@@ -44,8 +37,6 @@ def validate(model: type[_Model], node: Node, path: Path = (), what: str = "key"
     """Return ``node`` as a ``model``.
 
     Args:
-        model: the model.
-        node: the node.
         path: where ``node`` is in the policy, for messages.
         what: the word for a key: "key", or "option" of a technique.
 

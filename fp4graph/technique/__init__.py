@@ -3,7 +3,7 @@
 A plugin imports from this package and from the other modules of :data:`IMPORTABLE`. The shipped plugins do the same.
 """
 
-from fp4graph.technique.context import Context, GroupScale, Quantization, Unrounded
+from fp4graph.technique.context import Context, GroupScale, Quantization
 from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.operands import ADDRESSES, GROUPS, Gemm, Operand
 from fp4graph.technique.options import ForwardOperands, OperandList, Operands, Positive, Share, check_kind
@@ -68,7 +68,6 @@ __all__ = [
     "SiteView",
     "StateEntry",
     "Technique",
-    "Unrounded",
     "WeightUpdate",
     "check_kind",
     "checked_plan",

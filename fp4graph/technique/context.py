@@ -1,9 +1,11 @@
-"""What the tensor stages of a technique are handed: their context, and the parts of an operand's quantization."""
+"""The context that tensor stages of a technique are handed, and the parts of an operand's quantization."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import mul
 
 from torch import Tensor
 
@@ -16,7 +18,7 @@ from fp4graph.technique.operands import Gemm
 
 @dataclass(frozen=True, eq=False)
 class Context:
-    """What a tensor stage may read besides its arguments.
+    """The data that a tensor stage may read besides its arguments.
 
     Attributes:
         blocking: how the operand is cut into blocks.
@@ -65,8 +67,10 @@ class GroupScale:
 
 
 @dataclass(frozen=True, eq=False)
-class Unrounded:
-    """The parts of one operand's quantization before its elements are rounded: fp32, in the blocked layout.
+class Quantization:
+    """All parts of one operand's quantization: fp32, in the blocked layout.
+
+    The dequantized operand is ``γ · elements · S`` (``γ · elements / s`` for an encode scale).
 
     Attributes:
         spec, blocking: of the operand.
@@ -74,6 +78,7 @@ class Unrounded:
         z: the statistic of ``values``, with the axes inside a block of size 1.
         scale: the stored scale, in the spec's convention and the shape of ``z``.
         ratio: ``values`` divided by the scale, in the shape of ``values``: what is rounded to elements.
+        elements: the values of the element format that ``ratio`` was rounded to, in its shape.
         statistic: Z before it was divided by γ, in the shape of ``z``.
         group_scales: of the techniques that have one, in the order in which they divide.
     """
@@ -84,6 +89,7 @@ class Unrounded:
     z: Tensor
     scale: Tensor
     ratio: Tensor
+    elements: Tensor
     statistic: Tensor
     group_scales: tuple[GroupScale, ...]
 
@@ -92,19 +98,6 @@ class Unrounded:
         """γ, the product of all group scales; None where there are none."""
         return product_of(self.group_scales)
 
-
-@dataclass(frozen=True, eq=False)
-class Quantization(Unrounded):
-    """All parts of one operand's quantization.
-
-    The dequantized operand is ``γ · elements · S`` (``γ · elements / s`` for an encode scale).
-
-    Attributes:
-        elements: the values of the element format that ``ratio`` was rounded to, in its shape.
-    """
-
-    elements: Tensor
-
     def dequantized(self) -> Tensor:
         """Return the dequantized operand divided by γ: fp32, in the blocked layout."""
         return scaling.dequantize(self.elements, self.scale, self.spec)
@@ -112,7 +105,4 @@ class Quantization(Unrounded):
 
 def product_of(group_scales: tuple[GroupScale, ...]) -> Tensor | None:
     """Return γ, the product of ``group_scales``; None if there are none."""
-    gamma: Tensor | None = None
-    for part in group_scales:
-        gamma = part.scale if gamma is None else gamma * part.scale
-    return gamma
+    return reduce(mul, [part.scale for part in group_scales]) if group_scales else None

@@ -42,6 +42,10 @@ class Registry:
         self._elements: dict[str, formats.ElementFormat] = dict(formats.ELEMENTS)
         self._scales: dict[str, formats.ScaleFormat] = dict(formats.SCALES)
         self._policies: dict[str, Path] = {path.stem: path for path in _shipped_policies()}
+        self.techniques: Mapping[str, type[Technique]] = MappingProxyType(self._techniques)
+        self.elements: Mapping[str, formats.ElementFormat] = MappingProxyType(self._elements)
+        self.scales: Mapping[str, formats.ScaleFormat] = MappingProxyType(self._scales)
+        self.policies: Mapping[str, Path] = MappingProxyType(self._policies)
         self._origin: dict[str, str] = {}
         self.failures: dict[str, PluginError] = {}
         self.contested: dict[str, PluginError] = {}
@@ -50,11 +54,9 @@ class Registry:
             try:
                 self._add(name, candidate.load() if isinstance(candidate, EntryPoint) else candidate)
             except Exception as error:  # noqa: BLE001  # whatever a plugin raises, the others stay usable
-                self.failures[name] = (
-                    error
-                    if isinstance(error, PluginError)
-                    else PluginError(f"cannot be loaded: {type(error).__name__}: {error}", plugin=name)
-                )
+                if not isinstance(error, PluginError):
+                    error = PluginError(f"cannot be loaded: {type(error).__name__}: {error}", plugin=name)
+                self.failures[name] = error
 
     def _add(self, name: str, plugin: object) -> None:
         """Register one plugin's offers, all or none of them."""
@@ -65,14 +67,10 @@ class Registry:
         try:
             self._manager.register(plugin, name=name)
             self._manager.check_pending()
-            callers = {
-                hook: self._manager.subset_hook_caller(
-                    hook, [p for p in self._manager.get_plugins() if p is not plugin]
-                )
-                for hook in ("fp4graph_techniques", "fp4graph_formats", "fp4graph_policies")
-            }
+            others = [other for other in self._manager.get_plugins() if other is not plugin]
             techniques, number_formats, policies = (
-                [item for batch in caller() for item in batch] for caller in callers.values()
+                [item for batch in self._manager.subset_hook_caller(hook, others)() for item in batch]
+                for hook in ("fp4graph_techniques", "fp4graph_formats", "fp4graph_policies")
             )
             self._check(name, techniques, number_formats)
             self._check_policies(name, [Path(path) for path in policies])
@@ -113,10 +111,9 @@ class Registry:
             if not isinstance(number_format, formats.ElementFormat | formats.ScaleFormat):
                 raise PluginError(f"{number_format!r} is neither an ElementFormat nor a ScaleFormat", plugin=plugin)
             if number_format.name in self._elements or number_format.name in self._scales:
-                self.contested[number_format.name] = PluginError(
-                    f"format {number_format.name!r} already exists", plugin=plugin
-                )
-                raise self.contested[number_format.name]
+                error = PluginError(f"format {number_format.name!r} already exists", plugin=plugin)
+                self.contested[number_format.name] = error
+                raise error
 
     def _check_policies(self, plugin: str, policies: list[Path]) -> None:
         for path in policies:
@@ -126,22 +123,6 @@ class Registry:
                 raise PluginError(
                     f"policy {path.stem!r} is already shipped as {str(self._policies[path.stem])!r}", plugin=plugin
                 )
-
-    @property
-    def techniques(self) -> Mapping[str, type[Technique]]:
-        return MappingProxyType(self._techniques)
-
-    @property
-    def elements(self) -> Mapping[str, formats.ElementFormat]:
-        return MappingProxyType(self._elements)
-
-    @property
-    def scales(self) -> Mapping[str, formats.ScaleFormat]:
-        return MappingProxyType(self._scales)
-
-    @property
-    def policies(self) -> Mapping[str, Path]:
-        return MappingProxyType(self._policies)
 
     def origin(self, technique: str) -> str:
         """Return the name of the plugin that offers ``technique``."""

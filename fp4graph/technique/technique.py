@@ -87,10 +87,10 @@ class Technique(BaseModel):
     #: Names of techniques that cannot share a site with this one, and names of techniques that this one needs.
     conflicts: ClassVar[frozenset[str]] = frozenset()
     requires: ClassVar[frozenset[str]] = frozenset()
-    #: Whether the technique acts once for the whole model (on the loss, on all of an optimizer) and not rule by rule.
+    #: True if the technique acts once for the whole model (on the loss, on all of an optimizer) and not rule by rule.
     #: It is then declared for the policy, and acts also if nothing is quantized.
     per_model: ClassVar[bool] = False
-    #: Whether the stages from ``block_statistic`` to ``round`` treat every block by itself: their results depend on the
+    #: True if the stages from ``block_statistic`` to ``round`` treat every block by itself: their results depend on the
     #: block and its part of ``weight_like`` state, and neither on other blocks nor on the block's place. Statistics
     #: then quantize a few blocks again instead of whole operands. Each class declares it for itself. It has no effect
     #: beside ``split``, ``around`` or ``after``, or if the technique ``draws``.
@@ -127,7 +127,10 @@ class Technique(BaseModel):
 
     @property
     def complexity(self) -> float:
-        """The weight that the technique adds to a policy's Ω (paper Table 9); may depend on the options."""
+        """The weight that the technique adds to a policy's Ω (paper Table 9).
+
+        A class declares it as a constant, or as a property if it depends on the options.
+        """
         raise NotImplementedError(f"{type(self).__name__} declares no complexity")
 
     @classmethod
@@ -174,12 +177,12 @@ class Technique(BaseModel):
 
     @property
     def draws(self) -> bool:
-        """Whether a tensor stage of this technique uses ``noise``, ``constant`` or ``count`` of its context."""
+        """True if a tensor stage of this technique uses ``noise``, ``constant`` or ``count`` of its context."""
         return False
 
     @property
     def draws_in_evaluation(self) -> bool:
-        """Whether noise that ``after`` adds stays on in evaluation mode; otherwise it is off there."""
+        """True if noise that ``after`` adds stays on in evaluation mode; otherwise it is off there."""
         return False
 
     @property

@@ -27,15 +27,15 @@ def acts_at(technique: Technique, stages: Iterable[str]) -> bool:
     return any(overrides(technique, stage) for stage in stages)
 
 
-def acting(plan: PhasePlan) -> list[Technique]:
+def techniques(plan: PhasePlan) -> list[Technique]:
     """Return the techniques of a model that act around the step, in the policy's order."""
     return [technique for technique in plan.techniques() if acts_at(technique, (*BEFORE, *AFTER))]
 
 
 def check_fit(plan: PhasePlan, optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer that a technique of one model could not act through."""
-    techniques, held = acting(plan), groups_by_parameter(optimizer)
-    for technique in techniques:
+    acting, held = techniques(plan), groups_by_parameter(optimizer)
+    for technique in acting:
         due = [w for w in plan.weights if concerns(technique, w) and w.parameter.requires_grad]
         if due and not any(id(weight.parameter) in held for weight in due):
             raise Error(
@@ -43,10 +43,10 @@ def check_fit(plan: PhasePlan, optimizer: torch.optim.Optimizer) -> None:
                 "model.parameters() of the applied model"
             )
     # torch marks a step that runs hooks; wrappers that skip Optimizer.__init__, as timm's Lookahead, run none.
-    if techniques and not getattr(type(optimizer).step, "hooked", False):
+    if acting and not getattr(type(optimizer).step, "hooked", False):
         raise Error(
             f"{type(optimizer).__name__} runs no hooks around its step(), through which technique "
-            f"{', '.join(t.name for t in techniques)} would act; if it wraps an optimizer, prepare that one"
+            f"{', '.join(t.name for t in acting)} would act; if it wraps an optimizer, prepare that one"
         )
 
 
@@ -54,7 +54,7 @@ def check_options(plans: Sequence[PhasePlan]) -> None:
     """Refuse a technique that acts on the whole optimizer with several sets of options: each would act on all of it."""
     found: dict[str, Technique] = {}
     for plan in plans:
-        for technique in acting(plan):
+        for technique in techniques(plan):
             former = found.setdefault(technique.name, technique)
             if former != technique and acts_at(technique, (BEFORE[1], AFTER[1])):
                 raise Error(
@@ -110,9 +110,9 @@ def _declared(planned: PlannedWeight) -> str:
     return f" (rule {planned.rule.name!r}{place})"
 
 
-def in_order(orders: Sequence[Sequence[Technique]]) -> list[Technique]:
-    """Merge the models' techniques into one order that keeps each model's; equal techniques are one."""
-    pending, merged = [list(order) for order in orders], list[Technique]()
+def in_order(plans: Sequence[PhasePlan]) -> list[Technique]:
+    """Merge the models' acting techniques into one order that keeps each model's; equal techniques are one."""
+    pending, merged = [techniques(plan) for plan in plans], list[Technique]()
     while any(pending):
         heads = [order[0] for order in pending if order]
         free = next((t for t in heads if not any(t in order[1:] for order in pending)), None)

@@ -134,7 +134,9 @@ def load(
     """
     content = _read(path)
     module = unwrapped(model)
-    _check_parts(path, content, optimizer=optimizer, scaler=scaler, scheduler=scheduler)
+    wanted = {"optimizer": optimizer, "scaler": scaler, "scheduler": scheduler}
+    if missing := [name for name, part in wanted.items() if part is not None and content[name] is None]:
+        raise Mismatch(f"checkpoint {path} holds no {' and no '.join(missing)}: the run that wrote it saved none")
     if same_policy:
         check_policy(f"checkpoint {path}", content["policy"], module)
         if scaler is not None and scaler.is_enabled() != bool(content["scaler"]):
@@ -168,16 +170,9 @@ class Summary:
 
 
 def read_summary(path: str | PathLike[str]) -> Summary:
-    """Read the policy and the progress of a checkpoint; no model is needed.
-
-    Raises:
-        Error: as :func:`load`.
-    """
+    """Read the policy and the progress of a checkpoint; no model is needed. The errors are those of :func:`load`."""
     content = _read(path)
     return Summary(content["policy"] and content["policy"]["text"], content["progress"])
-
-
-# ---------------------------------------------------------------------- what is in the file
 
 
 def _plain(value: Any, where: str) -> Any:
@@ -216,17 +211,13 @@ def _placed_state(saved: dict[str, Any], optimizer: torch.optim.Optimizer) -> di
 
 def _rng_state() -> dict[str, Any]:
     name, keys, *rest = np.random.get_state()
+    in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]  # asking a device for its state starts it
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if _uses_cuda() else [],
+        "cuda": torch.cuda.get_rng_state_all() if in_use else [],
         "numpy": [name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest],
         "python": random.getstate(),
     }
-
-
-def _uses_cuda() -> bool:
-    # Asking a device for its state would start one that is not in use.
-    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def _set_rng_state(saved: Mapping[str, Any]) -> None:
@@ -237,9 +228,6 @@ def _set_rng_state(saved: Mapping[str, Any]) -> None:
     name, keys, *rest = saved["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
     random.setstate(saved["python"])
-
-
-# ---------------------------------------------------------------------- whether it is whole, and fits
 
 
 def _read(path: str | PathLike[str]) -> dict[str, Any]:
@@ -265,12 +253,6 @@ def _read(path: str | PathLike[str]) -> dict[str, Any]:
     return content
 
 
-def _check_parts(path: str | PathLike[str], content: Mapping[str, Any], **wanted: object) -> None:
-    missing = [name for name, value in wanted.items() if value is not None and content[name] is None]
-    if missing:
-        raise Mismatch(f"checkpoint {path} holds no {' and no '.join(missing)}: the run that wrote it saved none")
-
-
 def _fitting(path: str | PathLike[str], saved: dict[str, Any], module: nn.Module, same_policy: bool) -> dict[str, Any]:
     """Return the entries to load into ``module``, sharded as its own are.
 
@@ -278,7 +260,9 @@ def _fitting(path: str | PathLike[str], saved: dict[str, Any], module: nn.Module
     """
     here = module.state_dict()
     if not same_policy:
-        saved = {key: value for key, value in saved.items() if not state.is_ours(key) or _alike(value, here.get(key))}
+        shapes = {key: value.shape for key, value in here.items() if isinstance(value, Tensor)}
+        fits = {key for key, value in saved.items() if isinstance(value, Tensor) and value.shape == shapes.get(key)}
+        saved = {key: value for key, value in saved.items() if not state.is_ours(key) or key in fits}
     plain_saved, plain_here = state.strip(saved), state.strip(here)
     wrong = [f"{key} is missing" for key in plain_here if key not in plain_saved]
     wrong += [f"{key} is not in this model" for key in saved if key not in here]
@@ -288,14 +272,9 @@ def _fitting(path: str | PathLike[str], saved: dict[str, Any], module: nn.Module
         if isinstance(value, Tensor)
         and isinstance(saved.get(key), Tensor)
         and saved[key].shape != value.shape
-        # The policy's text, where it is kept as bytes, has the length of the policy.
-        and not key.endswith("_extra_state")
+        and not key.endswith("_extra_state")  # the policy's text, as bytes
     ]
     if wrong:
         more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
         raise Mismatch(f"checkpoint {path} is of another model: {'; '.join(wrong[:SHOWN])}{more}")
     return {key: placed(value, here[key]) for key, value in saved.items()}
-
-
-def _alike(value: Any, here: Any) -> bool:
-    return isinstance(value, Tensor) and isinstance(here, Tensor) and value.shape == here.shape

@@ -99,8 +99,7 @@ def condition_foreach(
     """Apply :func:`condition` to many gradients of one device and dtype; nothing waits for an accelerator."""
     if not grads:
         return []
-    cpu = on_cpu(grads[0])
-    dtype = precision(grads[0])
+    cpu, dtype = on_cpu(grads[0]), precision(grads[0])
     kept = [[state[name] for state in states] for name in STATISTICS]
     old = tuple(torch.stack(values) for values in kept)
     if cpu:  # many times faster there than the norm

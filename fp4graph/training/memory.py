@@ -40,9 +40,8 @@ class Memory:
     def mirror(self, *, stepping: bool = False) -> None:
         """Write the entries into the optimizer's state.
 
-        Args:
-            stepping: inside a step. Parameters of which the optimizer keeps nothing itself are left out then: the
-                optimizer would take them for parameters whose moments exist.
+        Inside a step (``stepping``) parameters of which the optimizer keeps nothing itself are left out: the optimizer
+        would take them for parameters whose moments exist.
         """
         for parameter in self._entries:
             flat = dict(self._flat(parameter))
@@ -61,7 +60,7 @@ class Memory:
         self.mirror()
 
     def reload(self, saved: dict[str, Any]) -> None:
-        """After ``load_state_dict(saved)``: take the entries from ``saved``; torch would cast them to the parameter."""
+        """Take the entries from ``saved`` after ``load_state_dict(saved)``; torch would cast them to the parameter."""
         self._entries.clear()
         keys = chain.from_iterable(group["params"] for group in saved["param_groups"])
         parameters = chain.from_iterable(group["params"] for group in self._optimizer.param_groups)

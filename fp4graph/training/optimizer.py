@@ -1,4 +1,4 @@
-"""The hooks through which techniques act around the user's own ``optimizer.step()``.
+"""The hooks through which techniques act around the user's own ``optimizer.step()``, and the loss scaler.
 
 A technique acts on a parameter once per step, however many sites, modules or models use the parameter. What the
 technique keeps for the parameter is in ``optimizer.state[parameter]``, under keys that begin with ``fp4graph.``
@@ -22,18 +22,8 @@ from fp4graph.model.weight import Weight
 from fp4graph.ops import contract
 from fp4graph.technique import Technique, overrides
 from fp4graph.technique.updates import OptimizerStep, WeightUpdate
-from fp4graph.training.acting import (
-    AFTER,
-    BEFORE,
-    acting,
-    acts_at,
-    check_fit,
-    check_options,
-    check_uses,
-    concerns,
-    groups_by_parameter,
-    in_order,
-)
+from fp4graph.training import acting
+from fp4graph.training.acting import AFTER, BEFORE
 from fp4graph.training.memory import Memory, is_ours
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741  # the optimizer
@@ -61,15 +51,15 @@ def prepare_optimizer(model: nn.Module, optimizer: O) -> O:
     for phase in range(runtime.phase, len(runtime.policy.phases) + 1):
         following = runtime.plan if phase == runtime.phase else runtime.plan_of(phase)
         plans = [*(other.plan for other in others), following]
-        check_fit(following, optimizer)
-        check_options(plans)
-        check_uses(plans)
-        in_order([acting(plan) for plan in plans])
+        acting.check_fit(following, optimizer)
+        acting.check_options(plans)
+        acting.check_uses(plans)
+        acting.in_order(plans)
 
     replaced: set[str] = set()
     if former is not None:
         former.remove()
-        replaced = {t.name for r in former.runtimes if r.root is runtime.root for t in acting(r.plan)}
+        replaced = {t.name for r in former.runtimes if r.root is runtime.root for t in acting.techniques(r.plan)}
         del optimizer.__dict__["_fp4graph"]
     memory = Memory(optimizer) if former is None else former.memory
     hooks = _Hooks([*others, runtime], optimizer, memory)
@@ -79,10 +69,21 @@ def prepare_optimizer(model: nn.Module, optimizer: O) -> O:
     if hooks.techniques:
         hooks.attach()
         optimizer.__dict__["_fp4graph"] = hooks
-    held = groups_by_parameter(optimizer)
+    held = acting.groups_by_parameter(optimizer)
     parameters = {id(weight.parameter) for weight in runtime.weights if id(weight.parameter) in held}
     runtime.optimizers.add(optimizer, parameters, prepare_optimizer)
     return optimizer
+
+
+def grad_scaler(model: nn.Module) -> torch.amp.GradScaler:
+    """Return torch's dynamic loss scaler for an applied model, disabled (a no-op) unless a technique scales the loss.
+
+    Source: Micikevicius et al. 2018.
+    """
+    runtime = require_runtime(model, "grad_scaler")
+    asked = [technique.loss_scaler for technique in runtime.plan.techniques() if technique.loss_scaler is not None]
+    options = asked[0] if asked else {}
+    return torch.amp.GradScaler(runtime.device.type, enabled=bool(asked), **options)  # type: ignore[arg-type]
 
 
 def _is_live(runtime: Runtime) -> bool:
@@ -106,17 +107,16 @@ def _skips(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class _Hooks:
-    """The hooks on one optimizer.
+    """The hooks on one optimizer, for the techniques of one or several models.
 
     Attributes:
-        runtimes: of the models whose techniques act, in the order in which they were prepared.
+        runtimes: of the models, in the order in which they were prepared.
         techniques: of all these models, in one order.
-        memory: the tensors that the techniques keep for parameters.
     """
 
     def __init__(self, runtimes: Sequence[Runtime], optimizer: torch.optim.Optimizer, memory: Memory) -> None:
         self.runtimes, self.optimizer, self.memory = tuple(runtimes), optimizer, memory
-        self.techniques = in_order([acting(runtime.plan) for runtime in runtimes])
+        self.techniques = acting.in_order([runtime.plan for runtime in runtimes])
         self._scratch: dict[Any, dict[Any, Any]] = {}
         self._agree = False  # all uses of every parameter, as far as captured graphs can show
         self._handles: tuple[RemovableHandle, ...] = ()
@@ -140,7 +140,7 @@ class _Hooks:
 
     def _before(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self._scratch = {}
-        names = ", ".join(t.name for t in self._live() if acts_at(t, BEFORE))
+        names = ", ".join(t.name for t in self._live() if acting.acts_at(t, BEFORE))
         closures = (*args[1:], kwargs.get("closure"))  # after the optimizer itself
         if names and any(closure is not None for closure in closures):
             raise Error(
@@ -176,16 +176,16 @@ class _Hooks:
         """Return the techniques of models that still have the policy under which they were prepared."""
         if all(_is_live(runtime) for runtime in self.runtimes):
             return self.techniques
-        return in_order([acting(runtime.plan) for runtime in self.runtimes if _is_live(runtime)])
+        return acting.in_order([runtime.plan for runtime in self.runtimes if _is_live(runtime)])
 
     @torch.no_grad()
     def _run(self, stages: tuple[str, str]) -> None:
         per_weight, on_all = stages
         live = [runtime for runtime in self.runtimes if _is_live(runtime)]
         if not self._agree:  # a graph captured since may have shown which rule decides a weight
-            check_uses([runtime.plan for runtime in live])
+            acting.check_uses([runtime.plan for runtime in live])
             self._agree = all(len(weight.choices) == 1 for runtime in live for weight in runtime.weights)
-        groups = groups_by_parameter(self.optimizer)
+        groups = acting.groups_by_parameter(self.optimizer)
         uses: dict[int, list[tuple[Weight, Runtime]]] = {}
         for runtime in live:
             for weight in runtime.weights:
@@ -194,7 +194,7 @@ class _Hooks:
         for technique in self._live():
             if overrides(technique, per_weight):
                 for identity, of_parameter in uses.items():
-                    concerned = [use for use in of_parameter if concerns(technique, use[0])]
+                    concerned = [use for use in of_parameter if acting.concerns(technique, use[0])]
                     if concerned:
                         (weight, runtime), *others = concerned
                         weight.require_settled()
@@ -211,17 +211,13 @@ class _Hooks:
                 self.memory.mirror(stepping=True)  # for techniques that act on the optimizer's state
 
     def _update(self, technique: Technique, weight: Weight, runtime: Runtime, group: dict[str, Any]) -> WeightUpdate:
-        parameter = weight.parameter
-        return WeightUpdate(
-            weight.name,
-            parameter,
-            weight.entries(technique),
-            self.memory.of(parameter, technique.name),
-            self.optimizer,
-            group,
-            lambda w: weight.quantize(w, runtime.step),
-            self._kept(technique, parameter),
-        )
+        parameter, entries = weight.parameter, weight.entries(technique)
+        memory, kept = self.memory.of(parameter, technique.name), self._kept(technique, parameter)
+
+        def quantize(w: Tensor) -> Tensor:
+            return weight.quantize(w, runtime.step)
+
+        return WeightUpdate(weight.name, parameter, entries, memory, self.optimizer, group, quantize, kept)
 
     def _kept(self, technique: Technique, parameter: Tensor | None) -> dict[Any, Any]:
         return self._scratch.setdefault((technique.name, None if parameter is None else id(parameter)), {})

@@ -31,11 +31,9 @@ def written_under(module: nn.Module) -> dict[str, Any] | None:
 
 
 def check_policy(source: str, saved: Mapping[str, Any] | None, module: nn.Module) -> None:
-    """Raise :class:`Mismatch`, which says what differs, unless ``module`` trains as ``saved`` says.
+    """Raise :class:`Mismatch`, which says what differs, unless ``module`` trains as the model that was saved.
 
-    Args:
-        source: names what was written; the subject of the error's sentence.
-        saved: the result of :func:`written_under` for the model that was saved.
+    ``source`` names what was written, in the error; ``saved`` is what :func:`written_under` returned for that model.
     """
     runtime = runtime_of(module)
     if saved is None and runtime is None:

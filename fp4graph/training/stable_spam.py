@@ -96,19 +96,10 @@ class StableSPAM(Optimizer):
         reset_interval: int | None = 1000,
         foreach: bool | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "gamma1": gamma1,
-            "gamma2": gamma2,
-            "theta": theta,
-            "total_steps": total_steps,
-            "eta_min": eta_min,
-            "reset_interval": reset_interval,
-            "foreach": foreach,
-        }
+        adam = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        averages = {"gamma1": gamma1, "gamma2": gamma2, "theta": theta}
+        schedule = {"total_steps": total_steps, "eta_min": eta_min, "reset_interval": reset_interval}
+        defaults = {**adam, **averages, **schedule, "foreach": foreach}
         _check(defaults)
         super().__init__(params, defaults)
 
@@ -139,10 +130,7 @@ class StableSPAM(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient.
-
-        Args:
-            closure: computes the loss again and returns it.
+        """Update every parameter that has a gradient; ``closure`` computes the loss again and returns it.
 
         Raises:
             RuntimeError: a gradient is sparse; nothing has been updated then.
@@ -164,9 +152,8 @@ class StableSPAM(Optimizer):
             for batch in conditioning.batches(many):
                 _steps_foreach(batch, [self._state(p) for p in batch], group)
             together = {id(p) for p in many}
-            for p in params:
-                if id(p) not in together:
-                    _step_single(p, self._state(p), group)
+            for p in (p for p in params if id(p) not in together):
+                _step_single(p, self._state(p), group)
         return loss
 
     def _parameters(self) -> Iterator[Tensor]:
@@ -213,7 +200,7 @@ def _step_single(p: Tensor, state: dict[str, Tensor], group: Mapping[str, Any]) 
 
 
 def _steps_foreach(params: list[Tensor], states: list[dict[str, Tensor]], group: Mapping[str, Any]) -> None:
-    """The same for many parameters of one device and dtype, contiguous or not."""
+    """The equations for many parameters of one device and dtype, contiguous or not."""
     lr, beta1, beta2, options = _options(group)
     decay, eps = group["weight_decay"], group["eps"]
     grads = conditioning.condition_foreach([p.grad for p in params if p.grad is not None], states, **options)

@@ -41,7 +41,10 @@ def test_a_shipped_technique_is_described_in_full(name: str) -> None:
     assert {"Summary", "Definition", "Source", "Stage", "Cost", "When to use it"} <= parts.keys()
     order = [heading for heading in parts if heading != "Complexity weight"]
     assert order == ["Summary", "Definition", "Source", "Stage", "Cost", "When to use it"]
-    assert technique.complexity.__doc__
+    if isinstance(technique.complexity, property):
+        assert technique.complexity.__doc__
+    else:
+        assert "The complexity weight is" in " ".join(str(technique.__doc__).split())
     for option in catalogue.technique_data(technique, SHIPPED)["options"].values():
         assert not any(sign in option["type"] for sign in ("[", "typing", "NoneType", "<"))
 
