@@ -1,4 +1,4 @@
-"""Commands that print and draw the offline figures.
+"""Commands that print and draw the figures that need no model.
 
 python -m fp4graph.analysis.figures reconstruction [-o DIRECTORY] [--metric normwise]
 python -m fp4graph.analysis.figures formats [-o DIRECTORY]

@@ -107,7 +107,7 @@ class _SiteCall:
 
 
 class Outputs:
-    """The observer of a probe: what every site returns, and how that changes from one run to the next."""
+    """The observer of a probe: each site's output, and its relative change from one run to the next."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self._patterns = patterns

@@ -1,4 +1,4 @@
-"""Statistics on disk: one file of JSON lines that is only ever appended to (:mod:`fp4graph.analysis.jsonlines`).
+"""Statistics on disk: one file of JSON lines, to which lines are only appended (:mod:`fp4graph.analysis.jsonlines`).
 
 ``statistics.jsonl``: a line with ``"format": "fp4graph.statistics"`` where a training begins or goes on, and one line
 for each measurement of a step, site and tensor; docs/analysis.md describes them. A step's lines are written at once.
@@ -26,7 +26,7 @@ class Log:
     """The file of one run's statistics.
 
     Args:
-        directory: made if it is missing.
+        directory: created if it is missing.
         header: the fields of the line that marks where this training begins.
 
     Raises:
