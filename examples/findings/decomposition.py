@@ -23,7 +23,7 @@ import torch
 import typer
 
 from fp4graph.analysis import decompose
-from fp4graph.analysis.panels import error_bar
+from fp4graph.analysis.panels import error_bars
 from fp4graph.analysis.style import LABELS, TERMS, figure, styled
 from fp4graph.experiments.train import Run, train
 from fp4graph.model.runtime import runtime_of
@@ -119,20 +119,18 @@ def picture(shares: Shares, file: Path) -> None:
         drawn = figure(6.4, 10.0)
         panels = drawn.subplots(2, 3, sharey=True)
         for axes, operand in zip(panels.flat, Operand, strict=True):
-            totals = {recipe: mean(shares, recipe, operand, "total") for recipe in RECIPES}
-            parts = {recipe: {term: mean(shares, recipe, operand, term) for term in TERMS} for recipe in RECIPES}
-            for place, recipe in enumerate(RECIPES):
-                error_bar(axes, place, parts[recipe], totals[recipe])
+            errors = {r: {c: mean(shares, r, operand, c) for c in COLUMNS} for r in RECIPES}
+            error_bars(axes, errors)
             # Without a tensor scale, gradients below the range of E4M3 are lost. That bar is cut and labelled.
-            limit = 1.08 * max(max(sum(parts[r].values()), totals[r]) for r in RECIPES if r != "NVFP4")
+            others = [own for recipe, own in errors.items() if recipe != "NVFP4"]
+            limit = 1.08 * max(max(sum(own[term] for term in TERMS), own["total"]) for own in others)
             axes.set_xlim(0, limit)
-            if totals["NVFP4"] > limit:
-                said = f"{totals['NVFP4']:.0f} %, dead zone {parts['NVFP4']['dead_zone']:.0f} % →"
+            nvfp4 = errors["NVFP4"]
+            if nvfp4["total"] > limit:
+                said = f"{nvfp4['total']:.0f} %, dead zone {nvfp4['dead_zone']:.0f} % →"
                 place = list(RECIPES).index("NVFP4")
                 axes.text(0.98 * limit, place, said, ha="right", va="center", fontsize=8.5, fontweight="bold")
             axes.set_title(LABELS[str(operand)])
-            axes.set_yticks(range(len(RECIPES)), list(RECIPES))
-            axes.grid(axis="y", visible=False)
         for axes in panels[-1]:
             axes.set_xlabel("squared error, % of the signal")
         panels[0][0].invert_yaxis()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from typing import Any
@@ -17,7 +16,7 @@ from fp4graph.analysis.oscillation import Window
 from fp4graph.analysis.tensorboard import log_to, writer
 from fp4graph.errors import Error
 from fp4graph.model import state
-from fp4graph.model.distributed import unwrapped
+from fp4graph.model.distributed import is_distributed, rank, unwrapped
 from fp4graph.model.runtime import Runtime, require_runtime, runtime_of
 from fp4graph.numerics.sharding import fsdp_modules
 from fp4graph.policy.words import describe
@@ -35,18 +34,19 @@ class Statistics:
 
     The training is not disturbed: an observed step draws the same noise and computes the same values as any other
     (under the backends that compile it runs uncompiled, so that sums are taken in another order there). The very first
-    step, and the first of a phase, are not observed. Evaluations between steps are none of it. With several processes
-    the first one records what it sees.
+    step, the first step of a phase, and evaluations between steps are not observed. With several processes the first
+    one records what it sees.
 
     Args:
-        model: applied. optimizer: prepared, that trains it; one step of it is a step.
+        model: an applied model.
+        optimizer: the model's prepared optimizer, whose steps are counted.
         every: steps from one record of the operands to the next.
-        directory: of ``statistics.jsonl``, which is appended to (see :mod:`fp4graph.analysis.storage`).
+        directory: holds ``statistics.jsonl``, to which lines are appended (see :mod:`fp4graph.analysis.storage`).
         metrics: some of METRICS; by default all of them, rates of change of Y only with a ``probe``.
-        sites: names of modules, or patterns of them, that are looked at. "blocks.0.attn.*"; "*" is all.
+        sites: names of modules to observe, or patterns such as "blocks.0.attn.*"; "*" is all.
         window: steps over which oscillation, flips and rates of change of weights are measured, one window before each
             ``window_every``-th step (ten times ``every`` by default, and no less than ``window``).
-        sample: about how many elements of an operand are looked at, whole lines of it; None for all.
+        sample: about how many elements of an operand are measured, as whole lines; None for all.
         probe: inputs of the model, positional (a tuple) or by keyword (a dict), or a function without arguments that
             calls the model, always with the same; the outputs at each site are compared from step to step over the last
             :data:`PROBED` steps of each window: the rate of change of Y.
@@ -86,22 +86,26 @@ class Statistics:
         self._model, self._optimizer, self._probe = unwrapped(model), optimizer, probe
         self._metrics = _checked(metrics)
         patterns = (sites,) if isinstance(sites, str) else tuple(sites)
-        _check_sites(patterns, self._model)
+        planned = [
+            name or "(root)"
+            for name, module in self._model.named_modules()
+            if isinstance(module._modules.get(state.NAME), state.SiteState) and not state.is_ours(name)
+        ]
+        if planned:  # a call's number is known once the model has run
+            _check_sites([pattern.partition("#")[0] for pattern in patterns], planned)
         self._every, self._step = every, _steps_done(optimizer) if step is None else step
         self._window_every = max(window, 10 * every if window_every is None else window_every)
         self._collector = Collector(patterns, self._metrics, sample, runtime.device.type)
         self._outputs = Outputs(patterns)
         self._window: Window | None = None
         self._window_steps, self._sample, self._patterns = window, sample, patterns
-        self._armed = False
         self._runtime = runtime
-        self._is_first = _first_process()
-        self._log: storage.Log | None = None
-        self._directory = directory
-        self._writer = _writer(tensorboard) if self._is_first else None
-        self._owns_writer = self._writer is not tensorboard
-        if self._is_first:
-            self._log = storage.Log(directory, self._header(runtime))
+        self._is_first = not is_distributed() or rank() == 0
+        self._writer = tensorboard if self._is_first else None
+        self._owns_writer = not hasattr(tensorboard, "add_scalar")
+        if self._writer is not None and self._owns_writer:
+            self._writer = writer(tensorboard)
+        self._log = storage.Log(directory, self._header()) if self._is_first else None
         self._handles: list[Any] = []
         self._arm()
         self._hook()
@@ -141,10 +145,7 @@ class Statistics:
         self._armed = self._is_first and (self._step + 1) % self._every == 0
         if self._armed and fsdp_modules(self._model):
             raise Error("sites of a model under fully_shard cannot be observed; use DistributedDataParallel")
-        self._observe(self._collector if self._armed else None)
-
-    def _observe(self, observer: Any, *, training: bool = True) -> None:
-        self._current().observe(observer, training=training)
+        self._current().observe(self._collector if self._armed else None)
 
     def _current(self) -> Runtime:
         runtime = runtime_of(self._model)
@@ -169,12 +170,12 @@ class Statistics:
         measured: list[dict[str, Any]] = []
         if self._armed:
             if self._collector.seen:
-                _check_matched(self._patterns, self._collector)
+                _check_sites(self._patterns, self._collector.sites)
                 measured += self._collector.finish()
             self._collector.clear()
         if self._window is not None:
             self._follow(self._window)
-            if self._window.full:
+            if not self._window.left:
                 measured += [*self._window.measurements(), *self._outputs.measurements()]
                 self._outputs.clear()
                 self._window = None
@@ -184,7 +185,7 @@ class Statistics:
         if measured and self._log is not None:
             self._log.append(measured)
             if self._writer is not None:
-                log_to(self._writer, measured)
+                log_to(self._writer, self._step, measured)
         self._arm()
 
     # ------------------------------------------------------------------ weights, outputs
@@ -208,7 +209,7 @@ class Statistics:
         """Run the probe in evaluation mode and without gradients, and observe every site's output."""
         modes = [(module, True) for module in self._model.modules() if module.training]
         dtype = self._collector.autocast
-        self._observe(self._outputs, training=False)
+        self._current().observe(self._outputs, training=False)
         try:
             self._model.eval()
             with torch.no_grad(), torch.autocast(self._runtime.device.type, dtype, enabled=dtype is not None):
@@ -221,12 +222,13 @@ class Statistics:
         finally:
             for module, training in modes:
                 module.training = training
-            self._observe(self._collector if self._armed else None)
+            self._current().observe(self._collector if self._armed else None)
 
-    def _header(self, runtime: Runtime) -> dict[str, Any]:
+    def _header(self) -> dict[str, Any]:
+        policy, weights = self._runtime.policy, self._runtime.weights
         return {
-            "policy": runtime.policy.name,
-            "fingerprint": runtime.policy.fingerprint,
+            "policy": policy.name,
+            "fingerprint": policy.fingerprint,
             "step": self._step,
             "every": self._every,
             "window": self._window_steps,
@@ -240,7 +242,7 @@ class Statistics:
                     "rule": weight.rule.name,
                     "operands": {operand.value: describe(spec) for operand, spec in weight.plan.specs},
                 }
-                for weight in runtime.weights
+                for weight in weights
             ],
         }
 
@@ -260,35 +262,14 @@ def _checked(metrics: Iterable[str] | None) -> frozenset[str]:
     return chosen
 
 
-def _check_sites(patterns: Sequence[str], root: nn.Module) -> None:
-    """Raise an Error for a pattern that fits no module with planned sites."""
-    planned = [
-        name or "(root)"
-        for name, module in root.named_modules()
-        if isinstance(module._modules.get(state.NAME), state.SiteState) and not state.is_ours(name)
-    ]
+def _check_sites(patterns: Sequence[str], sites: Iterable[str]) -> None:
+    """Raise an Error for a pattern that fits none of the sites."""
     for pattern in patterns:
-        base = pattern.partition("#")[0]
-        if planned and not any(fnmatch.fnmatchcase(name, base) for name in planned):
-            raise Error(f"no quantized site is called {pattern!r}; {suggest(base, planned)}")
-
-
-def _check_matched(patterns: Sequence[str], collector: Collector) -> None:
-    for pattern in patterns:
-        if not any(matches((pattern,), site) for site in collector.sites):
-            raise Error(f"no quantized site is called {pattern!r}; {suggest(pattern, collector.sites)}")
+        if not any(matches((pattern,), site) for site in sites):
+            raise Error(f"no quantized site is called {pattern!r}; {suggest(pattern, sites)}")
 
 
 def _steps_done(optimizer: torch.optim.Optimizer) -> int:
     """Return the steps that an Adam-like optimizer has counted, or 0. StableSPAM's counts of parameters begin again."""
     counts = [float(entry["step"]) for entry in optimizer.state.values() if "step" in entry]
     return int(max([*counts, *(group.get("schedule_step", 0) for group in optimizer.param_groups)], default=0))
-
-
-def _first_process() -> bool:
-    distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return not distributed or torch.distributed.get_rank() == 0
-
-
-def _writer(tensorboard: Any) -> Any:
-    return tensorboard if tensorboard is None or hasattr(tensorboard, "add_scalar") else writer(tensorboard)

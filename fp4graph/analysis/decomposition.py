@@ -23,12 +23,11 @@ from fp4graph.ops.state import OperandState
 class Decomposition:
     """The error Q(x) − x of every element as a sum of three terms, all float64 in the shape of x.
 
-    With S the scale of the element's block as it is stored, and S* = Z/Qmax (or its reciprocal) the scale before it was
-    rounded to its format:
+    S is the stored scale of the element's block, and S* = Z/Qmax (or its reciprocal) the scale before rounding:
 
-    - dead zone: an element that rounds to zero, Q_S(x) = 0, errs by −x, and the other two terms are 0;
-    - grid noise, elsewhere: Q_S*(x) − x, what 4 bits cost under an ideal scale;
-    - scale bias, elsewhere: Q_S(x) − Q_S*(x), what the scale's format costs.
+    - dead zone: the error −x of an element that rounds to zero, Q_S(x) = 0; the other two terms are 0 there;
+    - grid noise, elsewhere: Q_S*(x) − x, the cost of 4 bits under an ideal scale;
+    - scale bias, elsewhere: Q_S(x) − Q_S*(x), the cost of the scale's format.
 
     ``scale_bias + grid_noise + dead_zone == total`` without any rounding, as fractions too: where x, Q_S(x) and Q_S*(x)
     lie so far apart that float64 cannot hold their differences (2^27 and more), they are first rounded to 2^-51 of the
@@ -40,7 +39,7 @@ class Decomposition:
     bias of every element from the two scales alone:
 
     - scale bias: (S − S*)·x/S, S being the power of two;
-    - dead zone, where Q_S(x) = 0, and grid noise, elsewhere: what is left of the error.
+    - dead zone, where Q_S(x) = 0, and grid noise, elsewhere: the rest of the error.
 
     Under it an element in the dead zone has a scale bias too, and where S fits an element by chance, its grid noise
     makes up for the bias. Its terms add up to float64's rounding.
@@ -74,8 +73,8 @@ def decompose(
         definition: of the three terms, see :class:`Decomposition`.
 
     Raises:
-        Error: ``printed`` of a program that quantizes more than once, or adds what is no quantization: it has no one
-            scale.
+        Error: ``printed`` is asked of a program that quantizes more than once or changes what its quantizer returns: it
+            does not have one scale.
     """
     if definition not in ("ideal", "printed"):
         raise Error(f"definition must be ideal or printed; got {definition!r}")
@@ -94,7 +93,7 @@ def decompose(
 def _printed(
     program: OperandProgram, x: Tensor, draw: Draw | None, state: OperandState | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(total, scale bias, dead zone, grid noise) by the paper's formula, float64."""
+    """Return (total, scale bias, dead zone, grid noise) by the paper's formula, float64."""
     several = [t.name for stage in ("split", "around", "after") for t in program.at(stage)]
     if several:
         raise Error(
@@ -130,7 +129,7 @@ def _aligned(x: Tensor, quantized: Tensor, ideal: Tensor) -> tuple[Tensor, Tenso
 
 
 def split_error(x: Tensor, quantized: Tensor, ideal: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(total, scale bias, dead zone, grid noise) in the dtype of all three; ``ideal`` is Q_S*(x)."""
+    """Return (total, scale bias, dead zone, grid noise) in the dtype of all three; ``ideal`` is Q_S*(x)."""
     # Products with 0 and 1, many times faster than comparisons and choices.
     alive = quantized.sign().abs_()
     error = quantized - x
@@ -140,12 +139,8 @@ def split_error(x: Tensor, quantized: Tensor, ideal: Tensor) -> tuple[Tensor, Te
 
 
 def with_ideal_scales(program: OperandProgram) -> OperandProgram:
-    """``program`` with scales that are not rounded (to less than fp32)."""
-    assert program.spec is not None, "a high-precision operand has no error"
-    return dataclasses.replace(program, spec=ideal_spec(program.spec))
-
-
-def ideal_spec(spec: QuantSpec) -> QuantSpec:
-    """``spec`` with the scale S* = Z/Qmax in fp32, or Qmax/Z by the spec's convention."""
+    """Return ``program`` with the scale S* = Z/Qmax in fp32, or Qmax/Z by its convention."""
+    spec = program.spec
+    assert spec is not None, "a high-precision operand has no error"
     scale = ScaleSpec("fp32", rounding="nearest_even", convention=spec.scale.convention)  # type: ignore[arg-type]
-    return dataclasses.replace(spec, scale=scale)
+    return dataclasses.replace(program, spec=dataclasses.replace(spec, scale=scale))

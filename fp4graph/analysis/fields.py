@@ -22,13 +22,15 @@ METRICS: dict[str, str] = {
     "rate_of_change": "relative change per step of W and Q(W), and of Y where a probe is given",
     "gradient": "bias and standard deviation of dgrad's and wgrad's results against high precision",
 }
-#: Fields of ``error`` with the sums that they are shares of the signal of.
-_ERRORS = {
-    "relative_error": "error",
-    "scale_bias": "scale_bias",
-    "dead_zone": "dead_zone",
-    "grid_noise": "grid_noise",
-    "interaction": "interaction",
+#: Fields of an operand by metric, each the quotient of two sums.
+_SHARES: dict[str, dict[str, tuple[str, str]]] = {
+    "snr": {"gain": ("product", "signal")},
+    "error": {
+        "relative_error": ("error", "signal"),
+        **{term: (term, "signal") for term in ("scale_bias", "dead_zone", "grid_noise", "interaction")},
+    },
+    "saturation": {"saturated": ("saturated", "elements")},
+    "underflow": {"underflowed": ("underflowed", "elements")},
 }
 
 
@@ -38,17 +40,13 @@ def operand_fields(sums: Mapping[str, Any], metrics: frozenset[str], limit: floa
     Args:
         limit: the largest value of the element format, where the latent weights' histogram ends.
     """
-    elements, signal, error = sums["elements"], sums["signal"], sums["error"]
-    fields: dict[str, Any] = {"elements": int(elements), "nonfinite": int(sums["nonfinite"])}
+    fields: dict[str, Any] = {"elements": int(sums["elements"]), "nonfinite": int(sums["nonfinite"])}
     if "snr" in metrics:
+        signal, error = sums["signal"], sums["error"]
         fields["snr_db"] = 10 * math.log10(signal / error) if signal > 0 and error > 0 else None
-        fields["gain"] = _ratio(sums["product"], signal)
-    if "error" in metrics:
-        fields |= {field: _ratio(sums[name], signal) for field, name in _ERRORS.items()}
-    if "saturation" in metrics:
-        fields["saturated"] = _ratio(sums["saturated"], elements)
-    if "underflow" in metrics:
-        fields["underflowed"] = _ratio(sums["underflowed"], elements)
+    for metric, shares in _SHARES.items():
+        if metric in metrics:
+            fields |= {field: _ratio(sums[part], sums[of]) for field, (part, of) in shares.items()}
     if "scales" in sums:
         fields["scales"] = _trimmed(sums["scales"])
         fields["zero_blocks"] = _ratio(sums["zero_blocks"], sums["blocks"])
@@ -62,13 +60,9 @@ def operand_fields(sums: Mapping[str, Any], metrics: frozenset[str], limit: floa
 
 def gemm_fields(sums: Mapping[str, Any]) -> dict[str, Any]:
     """Return a backward GEMM's fields from :func:`fp4graph.analysis.metrics.gradient_sums`; all None without sums."""
-    exact = sums.get("exact", 0)
-    bias, variance = _ratio(sums.get("offset"), exact), _ratio(sums.get("variance"), exact)
-    return {
-        "bias": None if bias is None else math.sqrt(bias),
-        "deviation": None if variance is None else math.sqrt(variance),
-        "gain": _ratio(sums.get("product"), exact),
-    }
+    bias, variance, gain = (_ratio(sums.get(name), sums.get("exact", 0)) for name in ("offset", "variance", "product"))
+    roots = {"bias": bias, "deviation": variance}
+    return {**{name: None if each is None else math.sqrt(each) for name, each in roots.items()}, "gain": gain}
 
 
 def _ratio(part: Any, whole: float) -> float | None:

@@ -1,4 +1,4 @@
-"""Commands that print and draw the offline figures.
+"""Commands that print and draw the figures that need no model.
 
 python -m fp4graph.analysis.figures reconstruction [-o DIRECTORY] [--metric normwise]
 python -m fp4graph.analysis.figures formats [-o DIRECTORY]
@@ -7,7 +7,7 @@ python -m fp4graph.analysis.figures decomposition [-o DIRECTORY]
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +19,7 @@ from rich.table import Table
 
 from fp4graph.analysis import reconstruction as r
 from fp4graph.analysis.decomposition import decompose
-from fp4graph.analysis.panels import error_bar
+from fp4graph.analysis.panels import error_bars
 from fp4graph.analysis.style import PALETTE, TERMS, figure, styled
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops.operand import OperandProgram
@@ -29,10 +29,13 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 app = typer.Typer(add_completion=False, help=__doc__, no_args_is_help=True)
+console = Console(highlight=False, width=120)
 Output = Annotated[Path, typer.Option("--output", "-o", help="Folder of the picture.")]
 Points = Sequence[r.Point]
 #: The formats with three mantissa bits agree within their ranges: two dashed lines leave the third line visible.
-_DASHES = {"ue5m3": (0, (3, 6)), "e8m3": (4.5, (3, 6))}
+_DASHES: dict[str, Any] = {"ue5m3": (0, (3, 6)), "e8m3": (4.5, (3, 6))}
+#: Names of the fields of a point that figures are drawn over.
+_AXES = {"block": "block size", "tensor_scale": "tensor scale", "beta": "β"}
 
 
 class Metric(StrEnum):
@@ -57,36 +60,32 @@ def reconstruction(
 ) -> None:
     """Figures 11 to 15 of the design-space paper's appendix, on Gaussian data, and their numbers."""
     x = r.gaussian(seed=seed)
-    panels: list[tuple[str, str, Points, Callable[[r.Point], Any]]] = [
-        ("11: block size, STE", "block size", r.by_block(x), lambda p: p.block),
-        ("12: tensor scale, STE, blocks of 16", "tensor scale", r.by_tensor_scale(x), lambda p: p.tensor_scale),
-        ("13: block size, softmax, β = 40", "block size", r.by_block(x, 40.0), lambda p: p.block),
-        ("14: tensor scale, softmax, β = 40", "tensor scale", r.by_tensor_scale(x, 40.0), lambda p: p.tensor_scale),
-        ("15: β, blocks of 16", "β", r.by_beta(x), lambda p: p.beta),
-    ]
-    console = Console(highlight=False, width=120)
-    for title, axis, points, at in panels:
-        console.print(_table(f"Figure {title}: {metric.formula}", axis, points, at, metric))
+    panels: dict[str, tuple[str, Points]] = {
+        "11: block size, STE": ("block", r.by_block(x)),
+        "12: tensor scale, STE, blocks of 16": ("tensor_scale", r.by_tensor_scale(x)),
+        "13: block size, softmax, β = 40": ("block", r.by_block(x, 40.0)),
+        "14: tensor scale, softmax, β = 40": ("tensor_scale", r.by_tensor_scale(x, 40.0)),
+        "15: β, blocks of 16": ("beta", r.by_beta(x)),
+    }
+    for title, (field, points) in panels.items():
+        console.print(_table(f"Figure {title}: {metric.formula}", field, points, metric))
     with styled():
         picture = figure(9.6)
         every = picture.subplots(3, 2)
-        for axes, (title, axis, points, at) in zip(every.flat, panels, strict=False):
+        for axes, (title, (field, points)) in zip(every.flat, panels.items(), strict=False):
             for color, name in zip(PALETTE, r.FORMATS, strict=False):
                 own = [point for point in points if point.scale == name]
                 axes.plot(
-                    [at(p) for p in own], [getattr(p, metric) for p in own], color=color, linewidth=2, label=name,
-                    linestyle=_DASHES.get(name, "-"),
+                    [getattr(p, field) for p in own], [getattr(p, metric) for p in own], color=color, linewidth=2,
+                    label=name, linestyle=_DASHES.get(name, "-"),
                 )  # fmt: skip
-            axes.set(xscale="log", xlabel=axis, ylabel=metric.formula)
-            axes.set_title(title)
-            if axis == "block size":
-                axes.set_xscale("log", base=2)
-            elif axis == "tensor scale":
-                axes.set_yscale("log")
+            axes.set_xscale("log", base=2 if field == "block" else 10)
+            axes.set(yscale="log" if field == "tensor_scale" else "linear", title=title)
+            axes.set(xlabel=_AXES[field], ylabel=metric.formula)
         every.flat[-1].set_axis_off()
         every.flat[-1].legend(*every.flat[0].get_legend_handles_labels(), title="scale format", loc="center left",
                               handlelength=4.5)  # fmt: skip
-    _save(console, picture, output / "reconstruction.png")
+    _save(picture, output / "reconstruction.png")
 
 
 @app.command()
@@ -94,7 +93,6 @@ def formats(output: Output = Path()) -> None:
     """Figures 1 and 2 of the design-space paper: stand-ins for rounding, and what scale formats do to scales."""
     u = torch.linspace(0, 6, 2401)
     scale = torch.logspace(-6, 4, 4001)
-    console = Console(highlight=False, width=120)
     with styled():
         picture = figure(6.8, 12.0)
         every = picture.subplots(2, 3)
@@ -117,14 +115,14 @@ def formats(output: Output = Path()) -> None:
                 f"{deviation[inside].max():.3f} between 2^-9 and 448, {deviation.max():.2f} between 1e-6 and 1e4"
             )
         every[1][0].set(xscale="log", yscale="log", xlabel="scale s", ylabel="s_q", title="2a: quantized scales s_q")
-        every[1][1].set(xscale="log", yscale="log", xlabel="scale s", ylabel="s / s_q (log scale)")
-        every[1][1].set_title("2b: relative deviation")
-        every[1][2].set(xscale="log", xlabel="scale s", ylabel="s / s_q", xlim=(1e-3, 0.1), ylim=(0.4, 1.6))
-        every[1][2].set_title("2b where the values of e4m3 begin")
+        every[1][1].set(xscale="log", yscale="log", xlabel="scale s", ylabel="s / s_q (log scale)",
+                        title="2b: relative deviation")  # fmt: skip
+        every[1][2].set(xscale="log", xlabel="scale s", ylabel="s / s_q", xlim=(1e-3, 0.1), ylim=(0.4, 1.6),
+                        title="2b where the values of e4m3 begin")  # fmt: skip
         for axes in every[1][1:]:
             axes.axhline(1, color="#999", linewidth=0.8)
         every[1][0].legend()
-    _save(console, picture, output / "formats.png")
+    _save(picture, output / "formats.png")
 
 
 @app.command()
@@ -145,7 +143,6 @@ def decomposition(output: Output = Path(), seed: int = 0) -> None:
         "+ outlier fallback": (fallback,),
         "+ both": (macro, fallback),
     }
-    console = Console(highlight=False, width=120)
     table = Table(title="squared error, % of the signal", title_justify="left")
     for column in ("data", "recipe", "scale bias", "dead zone", "grid noise", "interaction", "total"):
         table.add_column(column, justify="left" if column in ("data", "recipe") else "right")
@@ -153,39 +150,36 @@ def decomposition(output: Output = Path(), seed: int = 0) -> None:
         picture = figure(4.6)
         panels = picture.subplots(1, len(data), sharey=True)
         for axes, (name, x) in zip(panels, data.items(), strict=True):
-            for place, (recipe, techniques) in enumerate(recipes.items()):
+            errors = {}
+            for recipe, techniques in recipes.items():
                 parts = decompose(x, OperandProgram(spec, techniques))
                 signal = x.double().square().sum()
-                shares = {term: 100 * float(getattr(parts, term).square().sum() / signal) for term in TERMS}
-                total = 100 * float(parts.total.square().sum() / signal)
-                rest = total - sum(shares.values())
-                cells = (
-                    f"{v:.3f}" for v in (*(shares[t] for t in ("scale_bias", "dead_zone", "grid_noise")), rest, total)
-                )
-                table.add_row(name, recipe, *cells)
-                error_bar(axes, place, shares, total)
+                shares = {term: 100 * float(getattr(parts, term).square().sum() / signal) for term in (*TERMS, "total")}
+                errors[recipe] = shares
+                terms = [shares[term] for term in ("scale_bias", "dead_zone", "grid_noise")]
+                rest = shares["total"] - sum(shares[term] for term in TERMS)
+                table.add_row(name, recipe, *(f"{value:.3f}" for value in (*terms, rest, shares["total"])))
+            error_bars(axes, errors)
             axes.set_title(name)
-            axes.set_yticks(range(len(recipes)), list(recipes))
             axes.set_xlabel("squared error, % of the signal")
-            axes.grid(axis="y", visible=False)
         panels[0].invert_yaxis()
         picture.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
     console.print(table)
-    _save(console, picture, output / "decomposition.png")
+    _save(picture, output / "decomposition.png")
 
 
-def _table(title: str, axis: str, points: Points, at: Callable[[r.Point], Any], metric: Metric) -> Table:
+def _table(title: str, field: str, points: Points, metric: Metric) -> Table:
     table = Table(title=title, title_justify="left")
-    table.add_column(axis, justify="right")
+    table.add_column(_AXES[field], justify="right")
     for name in r.FORMATS:
         table.add_column(name, justify="right")
-    values = {(at(point), point.scale): getattr(point, metric) for point in points}
-    for place in dict.fromkeys(at(point) for point in points):
+    values = {(getattr(point, field), point.scale): getattr(point, metric) for point in points}
+    for place in dict.fromkeys(place for place, _ in values):
         table.add_row(f"{place:g}", *(f"{values[place, name]:.4g}" for name in r.FORMATS))
     return table
 
 
-def _save(console: Console, picture: Figure, file: Path) -> None:
+def _save(picture: Figure, file: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     picture.savefig(file, dpi=130)
     console.print(f"picture: {file}")

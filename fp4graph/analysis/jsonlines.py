@@ -1,6 +1,6 @@
-"""Files of JSON lines that are only appended to, and stay readable whatever stops the process.
+"""Files of JSON lines that stay readable whatever stops the process.
 
-A kill may cut off the last line. It is left out in reading, and cut away before anything is appended.
+A kill may leave a torn last line. Reading skips it, and :func:`cut_torn_line` removes it before lines are appended.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def append(file: Path, several: Iterable[Mapping[str, Any]]) -> None:
 
 
 def cut_torn_line(file: Path) -> None:
-    """Cut away what a kill left behind the last whole line."""
+    """Remove a torn line that a kill left behind the last whole line."""
     if file.exists():
         with file.open("r+b") as out:
             kept = out.seek(0, os.SEEK_END)

@@ -28,7 +28,7 @@ _FLIP = 1 / 8
 
 
 def operand_sums(sample: Sample) -> dict[str, Tensor]:
-    """Return sums over a sample's elements, float64 0-d, from which :func:`operand_record` makes statistics.
+    """Return sums over a sample's elements, float64 0-d, for :func:`fp4graph.analysis.fields.operand_fields`.
 
     Elements that are not finite, before or after quantization, are counted and left out.
     """
@@ -68,7 +68,7 @@ def scale_sums(scales: Tensor) -> dict[str, Tensor]:
 
 
 def confidence(ratio: Tensor, element: ElementFormat) -> Tensor:
-    """Quantization confidence of latent weights w/S: min_i abs(w/S − thr_i) / MaxDist, of [0, 1].
+    """Return the quantization confidence of latent weights w/S: min_i abs(w/S − thr_i) / MaxDist, of [0, 1].
 
     thr_i are the thresholds between neighbouring values of the format, and MaxDist is the largest distance to the
     nearest threshold that a weight of the same quantized value can have: half the width of its interval, for the
@@ -88,7 +88,7 @@ def confidence(ratio: Tensor, element: ElementFormat) -> Tensor:
 
 @functools.cache
 def _intervals(element: ElementFormat) -> tuple[Tensor, Tensor]:
-    """Positive thresholds, and MaxDist of each magnitude; fp32."""
+    """Return the positive thresholds, and MaxDist of each magnitude; fp32."""
     values = torch.tensor(element.magnitudes(), dtype=torch.float64)
     thresholds = (values[1:] + values[:-1]) / 2
     edges = torch.cat([-thresholds[:1], thresholds])
@@ -97,7 +97,7 @@ def _intervals(element: ElementFormat) -> tuple[Tensor, Tensor]:
 
 
 def latent_sums(latent: Tensor, element: ElementFormat, metrics: frozenset[str]) -> dict[str, Tensor]:
-    """Return sums and histograms of the confidence of weights divided by their scales, and of these themselves."""
+    """Return the sum and histogram of the confidence of latent weights w/S, and the histogram of w/S."""
     sums = {}
     if "confidence" in metrics:
         of_each = confidence(latent, element)
@@ -151,7 +151,7 @@ def gradient_sums(left: Moments, right: Moments, left_exact: Tensor, right_exact
 
 
 def oscillation_ratio(moved_q: Tensor, moved: Tensor) -> Tensor:
-    """R_w = Σ_t abs(w_Q[t] − w_Q[t−1]) / Σ_t abs(w[t] − w[t−1]) per element; 0/0 is 0 and x/0 infinite. (A.1.)"""
+    """Return R_w = Σ_t abs(w_Q[t] − w_Q[t−1]) / Σ_t abs(w[t] − w[t−1]) per element; 0/0 is 0, x/0 infinite. (A.1.)"""
     return torch.where(moved_q == 0, torch.zeros_like(moved), moved_q / moved)
 
 
@@ -174,7 +174,7 @@ def _least_change(element: ElementFormat) -> float:
 
 
 def relative_change(x: Tensor, former: Tensor) -> Tensor:
-    """‖X_t − X_(t−1)‖_F / ‖X_(t−1)‖_F, float64, 0-d; NaN where the denominator is 0.
+    """Return ‖X_t − X_(t−1)‖_F / ‖X_(t−1)‖_F, float64, 0-d; NaN where the denominator is 0.
 
     The rate of change r(X) is its mean over steps. (TetraJet A.3.)
     """

@@ -24,7 +24,7 @@ class Collector:
     """
 
     def __init__(self, patterns: Sequence[str], metrics: frozenset[str], sample: int | None, device: str) -> None:
-        self._patterns, self.metrics, self._sample, self._device = patterns, metrics, sample, device
+        self._patterns, self.metrics, self.sample, self._device = patterns, metrics, sample, device
         self.sites: set[str] = set()  # every site that was offered
         self.autocast: torch.dtype | None = None  # the dtype of the latest forward's autocast
         self.clear()
@@ -47,10 +47,6 @@ class Collector:
     def output(self, site: str, y: Tensor) -> None:
         """Ignored: the input of a site changes from step to step."""
 
-    def selection(self, x: Tensor) -> Selection:
-        """Choose the sampled lines of ``x``."""
-        return Selection(tuple(x.shape), self._sample)
-
     def add_operand(self, site: str, operand: Operand, sampled: Sample) -> None:
         """Add one operand's statistics."""
         sums = m.operand_sums(sampled)
@@ -59,13 +55,7 @@ class Collector:
         if operand is Operand.FPROP_WEIGHT:
             sums |= m.latent_sums(sampled.ratio, sampled.element, self.metrics)
             self._limits[site] = sampled.element.max
-        self._add(site, str(operand), sums)
-
-    def add_gradient(
-        self, site: str, gemm: Gemm, left: tuple[Moments, Tensor], right: tuple[Moments, Tensor]
-    ) -> None:
-        """Add the statistics of one backward GEMM's result, from the moments of each factor and its exact values."""
-        self._add(site, str(gemm), m.gradient_sums(left[0], right[0], left[1], right[1]))
+        self.add(site, str(operand), sums)
 
     def finish(self) -> list[dict[str, Any]]:
         """Return the measurements of the step, one for each site and tensor."""
@@ -76,7 +66,8 @@ class Collector:
             measured.append({"site": site, "tensor": tensor, **fields})
         return measured
 
-    def _add(self, site: str, tensor: str, sums: Mapping[str, Tensor]) -> None:
+    def add(self, site: str, tensor: str, sums: Mapping[str, Tensor]) -> None:
+        """Add sums over a tensor's elements."""
         former, new = self._sums.get((site, tensor)), _numbers(sums)
         self._sums[site, tensor] = {name: _plus(former[name], new[name]) for name in new} if former else new
 
@@ -97,11 +88,13 @@ class _SiteCall:
         # An operand may be empty, such as the input of an expert without tokens; the other one is measured.
         measured = [self._measured(seen) for seen in (left, right) if seen.x.numel()]
         if gemm is not Gemm.FPROP and wants_gradient and len(measured) == 2:
-            collector.add_gradient(self._site, gemm, *measured)
+            (left_moments, left_exact), (right_moments, right_exact) = measured
+            sums = m.gradient_sums(left_moments, right_moments, left_exact, right_exact)
+            collector.add(self._site, str(gemm), sums)
 
     def _measured(self, seen: ObservedOperand) -> tuple[Moments, Tensor]:
         """Return the moments of the sampled lines, and the same lines of the factor in high precision."""
-        selection = self._collector.selection(seen.x)
+        selection = Selection(tuple(seen.x.shape), self._collector.sample)
         if seen.program.spec is None:
             x = selection.of(seen.x)
             moments = Moments(x)
@@ -114,7 +107,7 @@ class _SiteCall:
 
 
 class Outputs:
-    """The observer of a probe: what every site returns, and how that changes from one run to the next."""
+    """The observer of a probe: each site's output, and its relative change from one run to the next."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self._patterns = patterns

@@ -33,10 +33,6 @@ class Window:
         self._weights = [_Moving(weight, sample) for weight in weights if weight.parameter.numel()]
 
     @property
-    def full(self) -> bool:
-        return self.left == 0
-
-    @property
     def left(self) -> int:
         """Differences that are still to be measured."""
         return self._steps - self._taken
@@ -99,7 +95,12 @@ class _Moving:
         site, name = self._weight.fqn or "(root)", self._weight.parameter_name
         found: dict[str, Any] = {"site": site, "tensor": name, "window": steps}
         if "oscillation" in metrics:
-            found |= self._oscillation()
+            ratio = m.oscillation_ratio(self._moved_q, self._moved)
+            edges = torch.tensor(m.RATIO_EDGES, device=ratio.device)
+            counts = torch.bincount(torch.bucketize(ratio.flatten(), edges), minlength=len(edges) + 1)
+            found["oscillating"] = (ratio > m.OSCILLATING).float().mean().item()
+            found["ratio_counts"] = counts.tolist()
+            found["trajectories"] = self._trajectories(ratio)
         if "flips" in metrics:
             found["flips"] = (self._flips / steps).mean().item()
             found["flipping"] = (self._flips > 0).float().mean().item()
@@ -108,16 +109,6 @@ class _Moving:
             found["rate_of_change"], found["quantized_rate_of_change"] = rates.nanmean(0).tolist()
             found["skipped_steps"] = int(rates.isnan().any(1).sum())
         return found
-
-    def _oscillation(self) -> dict[str, Any]:
-        ratio = m.oscillation_ratio(self._moved_q, self._moved)
-        edges = torch.tensor(m.RATIO_EDGES, device=ratio.device)
-        counts = torch.bincount(torch.bucketize(ratio.flatten(), edges), minlength=len(edges) + 1)
-        return {
-            "oscillating": (ratio > m.OSCILLATING).float().mean().item(),
-            "ratio_counts": counts.tolist(),
-            "trajectories": self._trajectories(ratio),
-        }
 
     def _trajectories(self, ratio: Tensor) -> list[dict[str, Any]]:
         """Return the paths of the followed elements with the largest finite ratios."""

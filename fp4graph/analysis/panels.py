@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import functools
-import itertools
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fp4graph.analysis.storage import Measurement, Recorded
-from fp4graph.analysis.style import PALETTE, TERMS, figure, styled
+from fp4graph.analysis.style import PALETTE, TERMS, figure
 from fp4graph.graph.blocks import pattern_of
 
 if TYPE_CHECKING:
@@ -24,65 +22,52 @@ KINDS = 7
 Curve = Mapping[int, Sequence[float]]
 
 
-def drawn(make: Callable[..., Figure | None]) -> Callable[..., Figure | None]:
-    """Draw a picture in our style."""
-
-    @functools.wraps(make)
-    def wrapped(*args: Any, **kwargs: Any) -> Figure | None:
-        with styled():
-            return make(*args, **kwargs)
-
-    return wrapped
-
-
 def grid(panels: int, height: float, more: float, **options: Any) -> tuple[Figure, Any]:
     """Return a picture with up to three panels a row, each ``height`` inches high, and ``more`` inches in all."""
     columns = min(3, panels)
     lines = math.ceil(panels / columns)
     picture = figure(lines * height + more)
     made = picture.subplots(lines, columns, squeeze=False, **options)
-    for axes in itertools.islice(made.flat, panels, None):
+    for axes in made.flat[panels:]:
         axes.set_visible(False)
     return picture, made
 
 
-def error_bar(axes: Axes, place: int, shares: Mapping[str, float], total: float, height: float = 0.6) -> None:
-    """Draw an error's parts, as TERMS names them, in a row, with a mark at the error they leave together."""
-    left = 0.0
-    for term, (label, color) in TERMS.items():
-        axes.barh(place, shares[term], left=left, color=color, height=height, label=label if place == 0 else None)
-        left += shares[term]
-    axes.plot([total, total], [place - 0.4, place + 0.4], color="#222", linewidth=2.2, solid_capstyle="butt",
-              label="error that is left" if place == 0 else None)  # fmt: skip
+def error_bars(axes: Axes, errors: Mapping[str, Mapping[str, float]], height: float = 0.6, **ticks: Any) -> None:
+    """Draw a bar for each named error: its parts, as TERMS names them, in a row, and a mark at ``total``, the error
+    that they leave together. A name without an error keeps its place."""
+    for place, shares in enumerate(errors.values()):
+        if not shares:
+            continue
+        left = 0.0
+        for term, (label, color) in TERMS.items():
+            axes.barh(place, shares[term], left=left, color=color, height=height, label=label if place == 0 else None)
+            left += shares[term]
+        axes.plot([shares["total"]] * 2, [place - 0.4, place + 0.4], color="#222", linewidth=2.2,
+                  solid_capstyle="butt", label="error that is left" if place == 0 else None)  # fmt: skip
+    axes.set_yticks(range(len(errors)), list(errors), **ticks)
+    axes.grid(axis="y", visible=False)
 
 
-def mean_error_bar(axes: Axes, place: int, rows: Sequence[Measurement]) -> None:
-    """Draw the error of several sites, in percent of the signal."""
-    shares = {term: 100 * statistics.fmean(row[term] for row in rows) for term in TERMS}
-    error_bar(axes, place, shares, 100 * statistics.fmean(row["relative_error"] for row in rows), 0.65)
+def mean_error(rows: Sequence[Measurement]) -> dict[str, float]:
+    """Return the mean error of several sites and its parts, in percent of the signal; empty without rows."""
+    columns = {**{term: term for term in TERMS}, "total": "relative_error"}
+    return {name: 100 * statistics.fmean(row[c] for row in rows) for name, c in columns.items()} if rows else {}
 
 
 def log_scale(axes: Axes) -> None:
     """Set a logarithmic axis with its numbers written out: 0.5, not 5·10⁻¹."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     if high < 1000 * low:
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def points_of(rows: Iterable[Measurement], column: str) -> list[tuple[int, float]]:
-    return [(row["step"], row[column]) for row in rows if row.get(column) is not None]
-
-
-def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def gathered(points: Iterable[tuple[int, float | None]]) -> dict[int, list[float]]:
+def gathered(points: Iterable[tuple[int, float | None]]) -> Curve:
     curve: dict[int, list[float]] = defaultdict(list)
     for step, value in points:
         if value is not None:
@@ -90,14 +75,19 @@ def gathered(points: Iterable[tuple[int, float | None]]) -> dict[int, list[float
     return dict(sorted(curve.items()))
 
 
-def curve_of(recorded: Recorded, column: str, tensor: str) -> dict[int, list[float]]:
-    series = recorded.series(column, tensor=tensor)
-    return gathered(zip(series["step"], series["value"], strict=True))
+def curve_of(recorded: Recorded, column: str, tensor: str, factor: float = 1.0) -> Curve:
+    return gathered((row["step"], factor * row[column]) for row in recorded.having(column) if row["tensor"] == tensor)
+
+
+def curves_of(recorded: Recorded, column: str, tensors: Iterable[str], factor: float = 1.0) -> dict[str, Curve]:
+    """Return the curves of the tensors that have ``column``."""
+    curves = {tensor: curve_of(recorded, column, tensor, factor) for tensor in tensors}
+    return {tensor: curve for tensor, curve in curves.items() if curve}
 
 
 def latest(recorded: Recorded, column: str) -> list[Measurement]:
     """Return the rows of the last step that has ``column``."""
-    rows = [row for row in recorded.rows if row.get(column) is not None]
+    rows = recorded.having(column)
     last = max((row["step"] for row in rows), default=None)
     return [row for row in rows if row["step"] == last]
 
@@ -119,7 +109,7 @@ def band(axes: Axes, curve: Curve, color: str, label: str, *, shade: bool = True
 
 def by_kind(axes: Axes, recorded: Recorded, column: str, factor: float = 1.0) -> None:
     """Draw a line for each kind of site; beyond KINDS, those highest at the end, and one line for the rest."""
-    rows = [row for row in recorded.rows if row.get(column) is not None]
+    rows = recorded.having(column)
     curves = {
         kind: gathered((row["step"], factor * row[column]) for row in rows if pattern_of(row["site"]) == kind)
         for kind in kinds_of(row["site"] for row in rows)
@@ -134,31 +124,36 @@ def by_kind(axes: Axes, recorded: Recorded, column: str, factor: float = 1.0) ->
         band(axes, together, "#aaaaaa", f"{len(curves) - len(shown)} others", shade=False)
 
 
-def first_and_last(rows: Sequence[Measurement]) -> list[tuple[int, dict[str, Any]]]:
-    """Return the last and the first step, with the styles of their histograms."""
-    steps = sorted({row["step"] for row in rows})
-    last: tuple[int, dict[str, Any]] = (steps[-1], {"fill": True, "alpha": 0.55})
-    return [last] if len(steps) == 1 else [last, (steps[0], {"fill": False, "linewidth": 1.4})]
-
-
 def first_last_histogram(
     axes: Axes,
-    rows: Sequence[Measurement],
-    counts_of: Callable[[Measurement], Sequence[int]],
+    rows: Iterable[Measurement],
+    classes: Callable[[Measurement], tuple[int, Sequence[int]]],
     low: float,
-    high_of: Callable[[Measurement], float],
+    width: float,
+    color: str | None = None,
 ) -> None:
-    for step, style in first_and_last(rows):
-        own = [row for row in rows if row["step"] == step]
-        counts = [sum(column) for column in zip(*map(counts_of, own), strict=True)]
-        width = (high_of(own[0]) - low) / len(counts)
-        edges = [low + width * place for place in range(len(counts) + 1)]
-        total = max(1, sum(counts))
-        color = PALETTE[0] if style["fill"] else "#333"
-        axes.stairs([100 * c / total for c in counts], edges, color=color, label=f"step {step:,}", **style)
+    """Draw the distribution at the last step filled, that at the first step as an outline, in percent.
+
+    Args:
+        classes: the number of a row's first class, and the counts of this class and the following.
+        low, width: where class 0 begins, and the width of every class.
+    """
+    by_step: dict[int, Counter[int]] = defaultdict(Counter)
+    for row in rows:
+        first, counts = classes(row)
+        by_step[row["step"]].update(dict(enumerate(counts, first)))
+    styles: tuple[dict[str, Any], ...] = (
+        {"color": color or PALETTE[0], "fill": True, "alpha": 0.55},
+        {"color": color or "#333", "fill": False, "linewidth": 1.4},
+    )
+    for step, style in zip(sorted({max(by_step), min(by_step)}, reverse=True), styles, strict=False):
+        counted = by_step[step]
+        places, total = range(min(counted), max(counted) + 1), max(1, counted.total())
+        edges = [low + width * place for place in (*places, places.stop)]
+        axes.stairs([100 * counted[place] / total for place in places], edges, label=f"step {step:,}", **style)
 
 
-def legend_beside(axes: Axes, title: str | None) -> None:
+def legend_beside(axes: Axes, title: str | None = "mean over sites,\nshaded: lowest to highest") -> None:
     axes.legend(title=title, loc="upper left", bbox_to_anchor=(1.01, 1), borderaxespad=0, alignment="left",
                 title_fontsize=8.5)  # fmt: skip
 

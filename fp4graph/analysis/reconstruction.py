@@ -1,7 +1,7 @@
 """The error of quantizing a tensor, without a model: by block size, tensor scale, softmax temperature.
 
 The experiments of "Elucidating the design space of FP4 training", A.12 (Figures 11 to 15), and its Figures 1 and 2:
-surrogates of the element quantizer, and what scale formats do to a scale. Rows of plain data come out, one per point.
+surrogates of the element quantizer, and what scale formats do to a scale.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ BETAS = (1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 
 @dataclass(frozen=True)
 class Point:
-    """One measurement.
+    """One measurement: a quantizer's scale format and block, the factor of the data, and the errors.
 
     Attributes:
-        scale: name of the scale format. block, tensor_scale: of the quantizer, and what the data was multiplied by.
+        tensor_scale: the factor that the data was multiplied by.
         beta: of the softmax in place of the block's maximum; None for the maximum itself (STE).
         elementwise: mean over elements that are not zero of abs(Q(x) − x)/abs(x), the paper's relative error (A.12).
         normwise: ‖Q(x) − x‖/‖x‖, to which small elements contribute little.
@@ -52,11 +52,11 @@ class Point:
 
 
 def reconstruction_error(x: Tensor, spec: QuantSpec, beta: float | None = None) -> tuple[float, float]:
-    """(elementwise, normwise) relative error of Q(x), blocks along the last axis; see :class:`Point`.
+    """Return the (elementwise, normwise) relative errors of Q(x), blocks along the last axis; see :class:`Point`.
 
     Args:
-        x: floating point, computed with in fp32.
-        beta: takes the block statistic Z = log(Σ exp(β·abs(x)))/β in place of the maximum.
+        x: floating point, converted to fp32.
+        beta: makes the block statistic Z = log(Σ exp(β·abs(x)))/β in place of the maximum.
     """
     smooth_max: Any = default_registry().techniques["smooth_max"]
     soft = () if beta is None else (smooth_max(kind="softmax", beta=beta),)
@@ -69,17 +69,17 @@ def reconstruction_error(x: Tensor, spec: QuantSpec, beta: float | None = None) 
 
 
 def by_block(x: Tensor, beta: float | None = None, blocks: Sequence[int] = BLOCKS) -> list[Point]:
-    """Figure 11, with ``beta`` Figure 13."""
+    """Return Figure 11, with ``beta`` Figure 13."""
     return [_point(x, name, block, 1.0, beta) for name in FORMATS for block in blocks]
 
 
 def by_tensor_scale(x: Tensor, beta: float | None = None, scales: Sequence[float] = TENSOR_SCALES) -> list[Point]:
-    """Figure 12, with ``beta`` Figure 14; blocks of 16."""
+    """Return Figure 12, with ``beta`` Figure 14; blocks of 16."""
     return [_point(x, name, 16, factor, beta) for name in FORMATS for factor in scales]
 
 
 def by_beta(x: Tensor, betas: Sequence[float] = BETAS) -> list[Point]:
-    """Figure 15; blocks of 16."""
+    """Return Figure 15; blocks of 16."""
     return [_point(x, name, 16, 1.0, beta) for name in FORMATS for beta in betas]
 
 
@@ -90,7 +90,7 @@ def _point(x: Tensor, name: str, block: int, factor: float, beta: float | None) 
 
 
 def gaussian(lines: int = 512, length: int = 1024, seed: int = 0) -> Tensor:
-    """Independent standard normal numbers, fp32 ``[lines, length]``."""
+    """Return independent standard normal numbers, fp32 ``[lines, length]``."""
     return torch.randn(lines, length, generator=torch.Generator().manual_seed(seed))
 
 
@@ -98,18 +98,18 @@ def gaussian(lines: int = 512, length: int = 1024, seed: int = 0) -> Tensor:
 
 
 def quantized_scales(name: str, scale: Tensor) -> Tensor:
-    """s_q, what a positive scale s becomes in a format, to nearest even; fp32. Figure 2 shows it, and s/s_q."""
+    """Return s_q, the positive scales s rounded to a format, to nearest even; fp32. Figure 2 shows s_q and s/s_q."""
     qmax = torch.tensor(E2M1.max)
     return scaling.block_scale(scale.to(torch.float32) * qmax, ScaleSpec(SCALES[name], "nearest_even"), E2M1)
 
 
 def relaxations(u: Tensor) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """(name, stand-in for Q(u), its slope, the slope as it is clipped) of Figure 1 on E2M1; fp32, shape of ``u``, which
-    ascends from 0 to 6.
+    """Yield (name, surrogate of Q(u), its slope, its clipped slope) of Figure 1 on E2M1; fp32, in the shape of ``u``,
+    which ascends from 0 to 6.
 
-    Rounding itself with the straight-through slope, the linear spline, DGE (k = 5), and the sigmoid of A.13 (T = 1).
-    A stand-in is its slope's integral. DGE's slope is infinite at the thresholds. Clipped as the technique
-    ``step_gradient`` does it by default: the spline's from below at 0.2, DGE's from above at 3.
+    The surrogates are rounding with the straight-through slope, the linear spline, DGE (k = 5), and the sigmoid of A.13
+    (T = 1). Each is the integral of its slope. DGE's slope is infinite at the thresholds. ``step_gradient``'s defaults
+    clip the spline's slope from below at 0.2 and DGE's from above at 3.
     """
     yield "rounding, slope STE", round_nearest(u, E2M1), torch.ones_like(u), torch.ones_like(u)
     spline = surrogates.spline(u, surrogates.ties_even_knots(E2M1))

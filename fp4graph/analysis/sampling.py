@@ -1,4 +1,4 @@
-"""A sample of an operand, with everything that its quantizer made of the sampled elements.
+"""Samples of operands, with all parts of their quantization.
 
 A *line* runs along the contraction axis. A few lines tell as much about a large operand as all of them, at a cost that
 does not grow with the operand. Where every block is quantized by itself, only the sampled lines are quantized again.
@@ -210,7 +210,7 @@ def _moments(program: OperandProgram, parts: Quantization, q: Tensor, joined: Ca
 
 
 def rounding_moments(ratio: Tensor, scale: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
-    """Mean and variance of stochastically rounded, dequantized elements over their random bits.
+    """Return mean and variance of stochastically rounded, dequantized elements over their random bits.
 
     With δ the distance of the values around u, and abs(u)/δ between the integers n and n + 1, of which rounding takes
     the upper one with probability p: mean = sign(u)·(n + p)·δ, variance = p·(1 − p)·δ², both in units of the scale.

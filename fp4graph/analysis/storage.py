@@ -1,4 +1,4 @@
-"""Statistics on disk: one file of JSON lines that is only ever appended to (:mod:`fp4graph.analysis.jsonlines`).
+"""Statistics on disk: one file of JSON lines, to which lines are only appended (:mod:`fp4graph.analysis.jsonlines`).
 
 ``statistics.jsonl``: a line with ``"format": "fp4graph.statistics"`` where a training begins or goes on, and one line
 for each measurement of a step, site and tensor; docs/analysis.md describes them. A step's lines are written at once.
@@ -26,7 +26,7 @@ class Log:
     """The file of one run's statistics.
 
     Args:
-        directory: made if it is missing.
+        directory: created if it is missing.
         header: the fields of the line that marks where this training begins.
 
     Raises:
@@ -69,17 +69,17 @@ class Recorded:
     header: Mapping[str, Any]
     rows: tuple[Measurement, ...]
 
+    def having(self, column: str) -> list[Measurement]:
+        """Return the rows with a value of ``column``."""
+        return [row for row in self.rows if row.get(column) is not None]
+
     def series(self, column: str, *, tensor: str | None = None, site: str | None = None) -> dict[str, list[Any]]:
         """Return ``column`` over steps, of the rows that have it, optionally of one tensor or site.
 
         Returns:
             Lists of equal length: ``{"step": [...], "site": [...], "tensor": [...], "value": [...]}``.
         """
-        rows = [
-            row
-            for row in self.rows
-            if row.get(column) is not None and tensor in (None, row["tensor"]) and site in (None, row["site"])
-        ]
+        rows = [r for r in self.having(column) if tensor in (None, r["tensor"]) and site in (None, r["site"])]
         keys = {"step": "step", "site": "site", "tensor": "tensor", "value": column}
         return {name: [row[key] for row in rows] for name, key in keys.items()}
 

@@ -57,7 +57,7 @@ def figure(height: float = 3.6, width: float = WIDTH) -> Figure:
 
 @contextmanager
 def styled() -> Iterator[None]:
-    """Apply our style to figures made in this context."""
+    """Apply our style to figures made in this context, or in the function that this decorates."""
     try:
         import matplotlib as mpl
     except ImportError:
