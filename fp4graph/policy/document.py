@@ -64,6 +64,12 @@ class Node:
         """Return an error about what is at ``path``."""
         return self.blame(*path).error(message)
 
+    def replacing(self, items: Mapping[str, tuple[Place, Node]]) -> Node:
+        """Return this mapping with ``items``, and the places of their keys, over its own."""
+        values = {key: node for key, (_, node) in items.items()}
+        places = {key: place for key, (place, _) in items.items()}
+        return Node({**self.value, **values}, self.place, {**self.keys, **places})
+
     def plain(self) -> Any:
         """Return the data alone: dicts, lists and scalars."""
         if isinstance(self.value, dict):
