@@ -8,6 +8,7 @@ depends on the machine or the order of installation.
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
 import sys
 import typing
@@ -156,9 +157,10 @@ def _weights(technique: type[Technique]) -> str:
 
 def _weight_doc(technique: type[Technique]) -> dict[str, str]:
     """Return the row for a weight that depends on the options; a constant weight has none."""
-    if not isinstance(technique.complexity, property):
+    weight = inspect.getattr_static(technique, "complexity")
+    if not isinstance(weight, property):
         return {}
-    doc = technique.complexity.__doc__ if overrides(technique, "complexity") else None
+    doc = weight.__doc__ if overrides(technique, "complexity") else None
     return {"weight declared as": _markdown(one_line(doc or "")) or "nothing said"}
 
 

@@ -70,7 +70,8 @@ def inline(gm: GraphModule, node: Node, function: Callable[..., Any], tag: str |
 def _splice(gm: GraphModule, node: Node, traced: GraphModule, inputs: list[Node], tag: str | None) -> Any:
     """Copy the nodes of ``traced`` before ``node``, and return its output as nodes of the graph."""
     graph: Graph = gm.graph
-    place = {key: node.meta[key] for key in ("nn_module_stack", "stack_trace", "source_fn_stack") if key in node.meta}
+    kept = ("nn_module_stack", "stack_trace", "source_fn_stack")
+    place: dict[str, Any] = {key: value for key, value in node.meta.items() if key in kept}
     if tag is not None:
         place["fp4graph_op"] = tag
     mapping: dict[Node, Node] = {}

@@ -209,8 +209,9 @@ class _Finder:
         name = getattr(node.target, "_name", str(node.target))
         multiplies = False
         for argument in node.args:
-            is_body = isinstance(argument, Node) and argument.op == "get_attr"
-            inner = getattr(body.gm, str(argument.target), None) if is_body else None
+            if not (isinstance(argument, Node) and argument.op == "get_attr"):
+                continue
+            inner = getattr(body.gm, str(argument.target), None)
             if not isinstance(inner, GraphModule) or id(inner) in self._visited:
                 continue
             self._visited.add(id(inner))

@@ -115,7 +115,8 @@ def hash_bits(key: Sequence[_Word] | Tensor, index: _Word) -> _Word:
 
     Of Python's integers the low 32 bits of the result are the same bits.
     """
-    return _lowbias32(_lowbias32(index + key[0]) ^ key[1])
+    # Key and index are both integers or both tensors.
+    return _lowbias32(_lowbias32(index + key[0]) ^ key[1])  # type: ignore[type-var, return-value]
 
 
 def gaussian(key: Tensor, index: Tensor) -> Tensor:

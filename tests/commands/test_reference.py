@@ -230,7 +230,7 @@ def test_the_command_writes_checks_and_cleans(
 ) -> None:
     monkeypatch.setattr(registry, "_shipped_policies", list)
     found = Registry([("stranger", Plugin())], entry_point_group=None)
-    monkeypatch.setattr(reference, "shipped_registry", lambda: found)
+    monkeypatch.setattr(catalogue, "shipped_registry", lambda: found)
     target = tmp_path / "reference"
     assert reference.main([str(target)]) == 0
     assert reference.main([str(target), "--check"]) == 0
@@ -263,6 +263,6 @@ def test_what_is_left_out_is_said(
             raise RuntimeError("out of order")
 
     found = Registry([("broken", Broken())], entry_point_group=None)
-    monkeypatch.setattr(reference, "shipped_registry", lambda: found)
+    monkeypatch.setattr(catalogue, "shipped_registry", lambda: found)
     assert reference.main([str(tmp_path)]) == 1
     assert "left out: plugin 'broken': cannot be loaded: RuntimeError: out of order" in capsys.readouterr().err
