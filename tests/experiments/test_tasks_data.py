@@ -59,11 +59,11 @@ def test_digits_are_split_by_class_without_leakage(augmented: Any) -> None:
     train_part, validation = augmented.train.images, augmented.held_out.images
     assert (len(train_part), len(validation)) == (1437, 360)
     assert sorted(train_part.indices + validation.indices) == list(range(1797))
-    assert np.abs(np.bincount(validation.labels) - 0.2 * np.bincount(load_digits().target)).max() < 1
+    assert np.abs(np.bincount([label for _, label in validation]) - 0.2 * np.bincount(load_digits().target)).max() < 1
     assert sources.digits().validation.indices == validation.indices
-    seen = {image.tobytes() for image in train_part.images}
-    assert not any(image.tobytes() in seen for image in validation.images)
-    pixels = np.stack([np.asarray(image) for image in train_part.images]) / 255
+    seen = {image.tobytes() for image, _ in train_part}
+    assert not any(image.tobytes() in seen for image, _ in validation)
+    pixels = np.stack([np.asarray(image) for image, _ in train_part]) / 255
     split = sources.digits()
     assert split.mean[0] == pytest.approx(pixels.mean(), abs=2e-3)
     assert split.std[0] == pytest.approx(pixels.std(), abs=2e-3)
