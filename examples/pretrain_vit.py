@@ -119,4 +119,9 @@ if __name__ == "__main__":
         parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--checkpoint", type=Path, default=Path("runs/pretrain_vit.pt"))
     parser.add_argument("--resume", action="store_true", help="go on from --checkpoint, if it is there")
-    train(parser.parse_args())
+    args = parser.parse_args()
+    if args.checkpoint.exists() and not args.resume:
+        parser.error(f"{args.checkpoint} holds a run already; go on with --resume, or name another --checkpoint")
+    if args.batch_size % int(os.environ.get("WORLD_SIZE", 1)):
+        parser.error("--batch-size must be a multiple of the number of processes")
+    train(args)

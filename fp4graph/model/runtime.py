@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -206,10 +207,12 @@ class Runtime:
         self.optimizers.prepare_again(self.root)
         return following
 
-    def watched(self) -> AbstractContextManager[None]:
-        """Return a context in which forwards, and their backwards, run node by node; they raise NonFiniteError."""
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Run forwards in this context, and their backwards, node by node; they raise NonFiniteError."""
         due = self._due()
-        return (self if due == self.phase else self._enter(due)).inspection.watched()
+        with (self if due == self.phase else self._enter(due)).inspection.watched():
+            yield
 
     def observe(self, recording: Recording | None, *, training: bool = True) -> None:
         """Show ``recording`` the sites at work in all following forwards with gradients (``training``) or in all

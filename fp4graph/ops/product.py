@@ -12,7 +12,7 @@ their fp32 accumulator by it and round once.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
+from functools import cache, reduce
 from operator import add
 from typing import Any
 
@@ -128,11 +128,16 @@ def _fake(left: Tensor, right: Tensor, scale: Tensor, addend: Tensor | None, bet
     return left.new_empty((*left.shape[:-1], right.shape[-2]))
 
 
-def _by_onednn(dtype: torch.dtype) -> bool:
-    """Return whether oneDNN multiplies matrices of ``dtype`` on this processor; torch's own kernel does elsewhere."""
-    if dtype is torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype is torch.float16 and bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+@cache
+def _scales_summands(dtype: torch.dtype) -> bool:
+    """Return whether torch's own kernel multiplies matrices of ``dtype``, because oneDNN does not on this processor.
+
+    That kernel multiplies each summand by alpha, and not the accumulator, where both operands are transposed.
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        return False
+    supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{'bf16' if dtype is torch.bfloat16 else 'fp16'}_supported", None)
+    return supported is None or not supported()
 
 
 def _on_cpu(left: Tensor, right: Tensor, scale: Tensor, addend: Tensor | None, beta: float) -> Tensor:
@@ -140,8 +145,8 @@ def _on_cpu(left: Tensor, right: Tensor, scale: Tensor, addend: Tensor | None, b
     if addend is None or beta == 0:
         # baddbmm leaves its result unwritten where alpha and beta are both 0.
         addend, beta = left.new_zeros(()), float(alpha == 0)
-    if left.stride(-1) != 1 and right.stride(-1) != 1 and not _by_onednn(left.dtype):
-        left = left.contiguous()  # torch's own kernel would multiply each summand by alpha, and not the accumulator
+    if left.stride(-1) != 1 and right.stride(-1) != 1 and _scales_summands(left.dtype):
+        left = left.contiguous()
     if left.dim() == 2:
         return torch.addmm(addend, left, right.mT, beta=beta, alpha=alpha)
     shape = (*left.shape[:-1], right.shape[-2])
