@@ -18,7 +18,6 @@ import fp4graph
 from fp4graph.graph.plan import plan_site
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.noise import make_key, make_step
-from fp4graph.numerics.rounding import EXPONENT_MASK
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops.draw import operand_draw
 from fp4graph.ops.gemm import GemmProgram, MatmulProgram
@@ -179,7 +178,7 @@ def operands(shape: tuple[int, int], spec: QuantSpec) -> Iterator[tuple[str, Ten
     yield "NaN and Inf", poisoned
     yield "zeros", torch.where(torch.arange(rows)[:, None] % 3 == 0, ordinary, -0.0)
     yield "every exponent", any_floats(shape)
-    yield "subnormal", (any_floats(shape).view(torch.int32) & ~EXPONENT_MASK).view(torch.float32)
+    yield "subnormal", (any_floats(shape).view(torch.int32) & ~0x7F800000).view(torch.float32)
     length = spec.block if isinstance(spec.block, int) else 16
     yield "edges of scales", _in_blocks(blocks_of_every_scale(length), shape, generator)
     if spec.scale.format.code_bits <= 8:

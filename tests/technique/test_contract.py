@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import fp4graph.technique
-from fp4graph.commands.reference import shipped_registry
+from fp4graph.commands.catalogue import shipped_registry
 from fp4graph.technique import IMPORTABLE, STAGES, Technique, overrides
 
 ROOT = Path(__file__).parents[2]
