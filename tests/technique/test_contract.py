@@ -59,7 +59,7 @@ def test_the_table_of_stages_is_what_the_techniques_override() -> None:
 
 
 def test_every_stages_signature_is_documented() -> None:
-    assert section("## Signatures of the stages").partition("```text\n")[2].partition("```")[0].split("\n")[:-1] == [
+    assert section("## Signatures of the stages").partition("```\n")[2].partition("```")[0].split("\n")[:-1] == [
         signature(stage) for stage in STAGES
     ]
 
