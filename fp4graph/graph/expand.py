@@ -29,21 +29,26 @@ def expand_all(gm: GraphModule, expands_sdpa: Callable[[Node], bool]) -> None:
     ``expands_sdpa`` tells whether a rule wants the two products of a fused attention. Their nodes are then tagged
     ``meta["fp4graph_op"] = "sdpa"``.
     """
-    opened: dict[Any, Callable[..., Any]] = {
+    for node in list(gm.graph.nodes):
+        if (function := opened(node)) is not None:
+            inline(gm, node, function)
+    for node in list(gm.graph.nodes):
+        if is_sdpa(node) and expands_sdpa(node):
+            inline(gm, node, attention, tag="sdpa")
+
+
+def opened(node: Node) -> Callable[..., Any] | None:
+    """Return a function that computes what the opaque operation ``node`` computes, from products; else None."""
+    if node.op != "call_function":
+        return None
+    if node.target in (torch.einsum, torch.functional.einsum, aten.einsum.default):
+        return einsum_as_matmul(node)
+    functions: dict[Any, Callable[..., Any]] = {
         F.multi_head_attention_forward: F.multi_head_attention_forward,
         torch._transformer_encoder_layer_fwd: encoder_layer,
         torch._native_multi_head_attention: native_attention,
     }
-    for node in list(gm.graph.nodes):
-        if node.op == "call_function":
-            function = opened.get(node.target)
-            if node.target in (torch.einsum, torch.functional.einsum, aten.einsum.default):
-                function = einsum_as_matmul(node)
-            if function is not None:
-                inline(gm, node, function)
-    for node in list(gm.graph.nodes):
-        if is_sdpa(node) and expands_sdpa(node):
-            inline(gm, node, attention, tag="sdpa")
+    return functions.get(node.target)
 
 
 def inline(gm: GraphModule, node: Node, function: Callable[..., Any], tag: str | None = None) -> None:

@@ -131,26 +131,24 @@ def find(
         expands_sdpa: whether a rule wants the two products of this fused attention.
         keys: fully qualified name of the module that a marker's key belongs to, by the key's id.
     """
-    finder = _Finder(names, expands_sdpa, keys or {})
+    finder = Finder(names, expands_sdpa, keys or {})
     graphs = [module for module in gm.modules() if isinstance(module, GraphModule)]
     names.learn([node for module in graphs for node in module.graph.nodes])
     for node in gm.graph.find_nodes(op="placeholder"):
         finder.found.read.update(names.owners(node))
-    finder.walk(_Body(gm, {}))
+    finder.walk(gm, Markers())
     return finder.found
 
 
-class _Body:
-    """A captured graph, or the body of a higher-order op in it, with the markers found in it so far.
+class Markers:
+    """The markers found so far in a captured graph, or in the body of a higher-order op in it.
 
     Args:
-        gm: the graph.
         outer: the node of the captured graph that a placeholder of the body stands for.
     """
 
-    def __init__(self, gm: GraphModule, outer: Mapping[Node, Node]) -> None:
-        self.gm = gm
-        self._outer = outer
+    def __init__(self, outer: Mapping[Node, Node] | None = None) -> None:
+        self._outer = outer or {}
         self._by_weight: dict[Node, Marked] = {}
         self._by_module: dict[int | None, Marker] = {}  # None: the module whose forward the graph is
 
@@ -174,8 +172,8 @@ class _Body:
         return None
 
 
-class _Finder:
-    """Walks graphs and describes their matrix work; the arguments are those of :func:`find`."""
+class Finder:
+    """Describes matrix work, node by node; the arguments are those of :func:`find`."""
 
     def __init__(self, names: Names, expands_sdpa: Callable[[SiteView], bool], keys: Mapping[int, str]) -> None:
         self.found = Found()
@@ -184,23 +182,23 @@ class _Finder:
         self._keys = keys
         self._visited: set[int] = set()  # a body may be shared
 
-    def walk(self, body: _Body) -> None:
-        """Describe the matrix work of ``body`` and of the bodies inside it."""
-        self.found.bodies.append(body.gm)
-        expand_all(body.gm, self._wants_sdpa)
-        for node in list(body.gm.graph.nodes):
+    def walk(self, gm: GraphModule, markers: Markers) -> None:
+        """Describe the matrix work of ``gm`` and of the bodies inside it."""
+        self.found.bodies.append(gm)
+        expand_all(gm, self.wants_sdpa)
+        for node in list(gm.graph.nodes):
             if (marker := Marker.read(node)) is not None:
-                key = body.outside(marker.key).meta.get("grapharg")
+                key = markers.outside(marker.key).meta.get("grapharg")
                 marker = dataclasses.replace(marker, module=self._keys.get(id(getattr(key, "example", None))))
-                body.add(marker)
+                markers.add(marker)
                 self.found.marked.add(marker.module)
-                body.gm.graph.erase_node(node)
+                gm.graph.erase_node(node)
             elif node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
-                self._higher_order(node, body)
-            elif (work := self._described(node, body)) is not None:
+                self._higher_order(node, gm, markers)
+            elif (work := self.describe(node, markers)) is not None:
                 self.found.work.append(work)
 
-    def _higher_order(self, node: Node, body: _Body) -> None:
+    def _higher_order(self, node: Node, gm: GraphModule, markers: Markers) -> None:
         """Walk the bodies of a higher-order op where rewriting them is sound, else list the products inside.
 
         An op that is given a matrix parameter and holds products, such as an ``autograd.Function``, is itself a product
@@ -211,12 +209,12 @@ class _Finder:
         for argument in node.args:
             if not (isinstance(argument, Node) and argument.op == "get_attr"):
                 continue
-            inner = getattr(body.gm, str(argument.target), None)
+            inner = getattr(gm, str(argument.target), None)
             if not isinstance(inner, GraphModule) or id(inner) in self._visited:
                 continue
             self._visited.add(id(inner))
             if name in _TRANSPARENT:
-                self.walk(_Body(inner, _placeholders(node, inner, body)))
+                self.walk(inner, Markers(_placeholders(node, inner, markers)))
                 continue
             for inside in list(inner.graph.nodes):
                 if Marker.read(inside) is not None:
@@ -226,46 +224,46 @@ class _Finder:
                     self.found.work.append(self._work(inside, op, f"inside {name}, which is not rewritten"))
                     multiplies |= isinstance(read, Product)
             inner.recompile()
-        if multiplies and self._multiplies_parameter(node, body):
-            self.found.work.append(self._like_linear(node, name, body))
+        if multiplies and self._multiplies_parameter(node, markers):
+            self.found.work.append(self._like_linear(node, name, markers))
 
-    def _described(self, node: Node, body: _Body) -> FoundProduct | FoundWork | None:
+    def describe(self, node: Node, markers: Markers) -> FoundProduct | FoundWork | None:
         """Return what ``node`` is, or None where it does no matrix work."""
         read = read_product(node)
         if isinstance(read, Product):
-            return self._product(read, body)
+            return self._product(read, markers)
         if read is not None:
             # A convolution, a recurrent layer or an attention is kept by every policy; all else that multiplies with a
             # parameter could have been written as a linear layer.
-            if read.op not in ("conv", "recurrent", "sdpa", "attention") and self._multiplies_parameter(node, body):
-                return self._like_linear(node, name_of(node), body)
+            if read.op not in ("conv", "recurrent", "sdpa", "attention") and self._multiplies_parameter(node, markers):
+                return self._like_linear(node, name_of(node), markers)
             return self._work(node, read.op, read.reason)
         if node.op not in ("call_function", "call_method") or view_source(node) is not None:
             return None
         if products.is_uncounted_product(node) or (
-            self._multiplies_parameter(node, body) and (products.is_foreign(node) or flops.of_node(node))
+            self._multiplies_parameter(node, markers) and (products.is_foreign(node) or flops.of_node(node))
         ):
-            return self._like_linear(node, name_of(node), body)
+            return self._like_linear(node, name_of(node), markers)
         return None
 
     def _work(self, node: Node, op: str, reason: str) -> FoundWork:
         module = self._names.module(node)
         return FoundWork(node, module, self._view(module, op), reason=reason)
 
-    def _like_linear(self, node: Node, op: str, body: _Body) -> FoundWork:
+    def _like_linear(self, node: Node, op: str, markers: Markers) -> FoundWork:
         module = self._names.module(node)
-        marked = body.marker_of(node) if module is None else None
+        marked = markers.marker_of(node) if module is None else None
         if marked is None:
             return FoundWork(node, module, self._view(module, op), like_linear=True)
         view = self._view(marked.marker.module, op)
         return FoundWork(node, module, view, marked.marker.tag.rules, like_linear=True)
 
-    def _product(self, product: Product, body: _Body) -> FoundProduct:
+    def _product(self, product: Product, markers: Markers) -> FoundProduct:
         node = product.node
         weight, views = _origin(product.b)
-        placeholder = body.outside(weight)
+        placeholder = markers.outside(weight)
         is_parameter = self._names.is_parameter(placeholder)
-        marked = body.marker_of(node, weight)
+        marked = markers.marker_of(node, weight)
         owner = marked.owner if marked is not None else None
         if owner is None and is_parameter:
             owner = self._names.owner(placeholder, node)
@@ -276,37 +274,38 @@ class _Finder:
         a, b = product.values
         weight_first = (
             product.form == "matmul"
-            and self._is_matrix_parameter(product.a, body)
-            and not self._is_matrix_parameter(product.b, body)
+            and self._is_matrix_parameter(product.a, markers)
+            and not self._is_matrix_parameter(product.b, markers)
         )
         op = node.meta.get("fp4graph_op") or ("linear" if has_weight else "matmul")
         sizes = _static(a.shape[-1]), _static(b.shape[0 if product.form == "linear" else -1]), _static(b.numel())
         view = SiteView(module, op, *sizes, self._names.block(module), products.producer_of(product.a))
-        work = self._like_linear(node, name_of(node), body) if weight_first else None
+        work = self._like_linear(node, name_of(node), markers) if weight_first else None
         return FoundProduct(product, view, marked, owner, views, has_weight, work, self._names.newcomer(node))
 
-    def _wants_sdpa(self, node: Node) -> bool:
+    def wants_sdpa(self, node: Node) -> bool:
+        """Return whether a rule wants the two products of the fused attention at ``node``."""
         return self._expands_sdpa(self._view(self._names.module(node), "sdpa"))
 
     def _view(self, module: str | None, op: str) -> SiteView:
         return SiteView(module, op, None, None, None, self._names.block(module))
 
-    def _multiplies_parameter(self, node: Node, body: _Body) -> bool:
+    def _multiplies_parameter(self, node: Node, markers: Markers) -> bool:
         """Return whether an input of ``node`` is a parameter of two or more axes, or a view of one."""
-        return any(self._is_matrix_parameter(argument, body) for argument in node.all_input_nodes)
+        return any(self._is_matrix_parameter(argument, markers) for argument in node.all_input_nodes)
 
-    def _is_matrix_parameter(self, node: Node, body: _Body) -> bool:
+    def _is_matrix_parameter(self, node: Node, markers: Markers) -> bool:
         value = value_of(node)
-        return value is not None and value.dim() >= 2 and self._names.is_parameter(body.outside(_origin(node)[0]))
+        return value is not None and value.dim() >= 2 and self._names.is_parameter(markers.outside(_origin(node)[0]))
 
 
-def _placeholders(node: Node, inner: GraphModule, body: _Body) -> dict[Node, Node]:
+def _placeholders(node: Node, inner: GraphModule, markers: Markers) -> dict[Node, Node]:
     """Map each placeholder of ``inner``, the body of the higher-order op ``node``, to the node that it stands for."""
     places = [n for n in inner.graph.nodes if n.op == "placeholder"]
     given = [argument for argument in node.args if isinstance(argument, Node) or argument is None]
     operands = given[-len(places) :] if places else []
     pairs = zip(places, operands, strict=True)
-    return {place: body.outside(operand) for place, operand in pairs if isinstance(operand, Node)}
+    return {place: markers.outside(operand) for place, operand in pairs if isinstance(operand, Node)}
 
 
 def _origin(node: Node) -> tuple[Node, tuple[Node, ...]]:

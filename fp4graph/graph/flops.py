@@ -20,11 +20,14 @@ _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 def of_product(product: Product) -> int | None:
     """Return 2·M·N·K of ``A[..., M, K] @ B[..., K, N]``, summed over the batch; None where a size is unknown."""
-    a, y = value_of(product.a), value_of(product.node)
     try:
-        return None if a is None or y is None else 2 * prod(_sizes(y)) * _sizes(a)[-1]
+        a, b = map(_sizes, product.values)
     except TypeError:
         return None
+    if product.form == "linear":
+        return 2 * prod(a) * b[0]
+    batch = torch.broadcast_shapes(a[:-2], b[:-2])  # type: ignore[no-untyped-call]
+    return 2 * prod(batch) * prod(a[-2:]) * b[-1]
 
 
 def of_node(node: Node) -> int | None:

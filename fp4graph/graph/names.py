@@ -73,6 +73,10 @@ class Names:
         """Return the position of the block that module ``name`` is in, or None."""
         return block_of(name, self.blocks)
 
+    def name(self, module: nn.Module) -> str | None:
+        """Return the fully qualified name of a module of the model; None for any other."""
+        return self._modules.get(id(module))
+
     def module(self, node: Node) -> str | None:
         """Return the innermost module that ``node`` was called in, or None."""
         for caller in reversed(module_stack(node)):

@@ -30,6 +30,11 @@ class Recording(Protocol):
         """Take the output ``y`` of ``site``; called after every forward of the site."""
 
 
+def numbered(site: str, earlier: int) -> str:
+    """Return the name that a recording knows ``site`` by, after ``earlier`` sites of the same module."""
+    return f"{site}#{earlier}" if earlier else site
+
+
 class Observation:
     """A model's graphs, captured anew to be observed.
 
@@ -59,7 +64,7 @@ class Observation:
 
     def _shown(self, node: Node, taken: Counter[str]) -> Callable[..., Tensor]:
         name = str(node.kwargs["site"])
-        name = f"{name}#{taken[name]}" if taken[name] else name
+        name = numbered(name, taken[name])
         function: Any = node.target
 
         def fp4graph_observed(*args: Any, **kwargs: Any) -> Tensor:

@@ -96,8 +96,8 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
     return Plan(ordered, MatmulProgram(gemm(Gemm.FPROP), gemm(Gemm.DGRAD), gemm(Gemm.WGRAD), slots))
 
 
-#: Plans the site of a weight for training, before or after its capture: the optimizer's view of the site.
-plan_weight = lru_cache(maxsize=4096)(plan_site)
+#: :func:`plan_site`, remembered: for the optimizer's view of a weight, and for what runs without a graph.
+plan_once = lru_cache(maxsize=4096)(plan_site)
 
 
 def _settled(spec: QuantSpec | None) -> QuantSpec | None:
@@ -167,6 +167,11 @@ class Planner:
         self._policy = policy
         self._occurrences: Counter[str] = Counter(first_occurrence or {})
 
+    @property
+    def occurrences(self) -> dict[str, int]:
+        """The number of sites of each module so far."""
+        return dict(self._occurrences)
+
     def plan(self, work: Iterable[FoundProduct | FoundWork]) -> list[PlannedSite]:
         """Decide about ``work``, and return the sites that are to be quantized."""
         planned: list[PlannedSite] = []
@@ -198,7 +203,7 @@ class Planner:
             self.uses.append(WeightUse(*found.owner, view, decision, transposed))
         plan = NOTHING
         if rule.quantizes:
-            plan = plan_site(view, rule, training=found.marked is None or found.marked.marker.training)
+            plan = plan_once(view, rule, training=found.marked is None or found.marked.marker.training)
         quantized = plan.program is not None
         shapes, work = tuple(map(_shape, found.product.values)), flops.of_product(found.product)
         name = rule.name if index >= 0 or rule.quantizes else None

@@ -182,6 +182,8 @@ def view_source(node: Node) -> Node | None:
     return node.args[0] if name_of(node) in _VIEW_NAMES else None
 
 
+#: Key in the meta data of an input: the operation that made the tensor, where it is known.
+PRODUCER = "fp4graph_producer"
 #: Views that may exchange the axes of a matrix.
 _TRANSPOSITIONS = frozenset({"t", "transpose", "numpy_T", "mT", "T", "adjoint", "swapaxes", "swapdims", "permute"})
 
@@ -204,7 +206,7 @@ def producer_of(node: Node) -> str | None:
     while (source := view_source(node)) is not None or name_of(node) == "dropout":
         node = source if source is not None else node.args[0]  # type: ignore[assignment]
     if node.op == "placeholder":
-        return None
+        return node.meta.get(PRODUCER)
     if name_of(node) == "mul" and any(isinstance(arg, Node) and name_of(arg) == "silu" for arg in node.args):
         return "swiglu"
     return "sdpa" if is_sdpa(node) else name_of(node)

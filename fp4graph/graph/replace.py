@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
 
+from torch import Tensor
 from torch.fx import Node
 
 from fp4graph.errors import CaptureError
@@ -15,8 +18,25 @@ from fp4graph.numerics.sharding import is_sharded
 from fp4graph.ops.state import StateSlot
 
 
-def replace(site: PlannedSite) -> None:
-    """Replace the node of ``site`` by a call of the function that stands for its program.
+@dataclass(frozen=True)
+class SiteCall:
+    """The call that stands for a planned site: ``function(*inputs, salt, *state, site=site)``.
+
+    Attributes:
+        inputs: nodes of the two factors, the addend, the key and the step; None for what the program does not need.
+        state: nodes of the weight's state, each with the views that show it as the product sees its weight.
+    """
+
+    function: Callable[..., Tensor]
+    inputs: tuple[Node | None, ...]
+    salt: int
+    state: tuple[tuple[Node, tuple[Node, ...]], ...]
+    site: str
+
+
+def call_of(site: PlannedSite, product: Product) -> SiteCall:
+    """Return the call for ``site``; ``product`` is its node, read now: the factors may have been replaced since it was
+    found.
 
     Raises:
         CaptureError: the operands are sharded, or the graph lacks what the program needs: a marker with the key, or the
@@ -24,8 +44,6 @@ def replace(site: PlannedSite) -> None:
     """
     found, program = site.found, site.plan.program
     assert program is not None
-    product = read_product(found.product.node)  # again: its factors may be sites that were replaced since
-    assert isinstance(product, Product)
     marked, where = found.marked, str(found.view)
     if any(map(is_sharded, product.values)):
         raise CaptureError(
@@ -42,13 +60,24 @@ def replace(site: PlannedSite) -> None:
                 site=where,
             )
         key, step = marked.marker.key, marked.marker.step
-    entries = [(slot, _entry(slot, found)) for slot in program.state]
+    state = tuple((_entry(slot, found), found.views if slot.entry.weight_like else ()) for slot in program.state)
+    function = site_function(program, product.form, float(product.alpha), float(product.beta))
+    return SiteCall(function, (product.a, product.b, product.addend, key, step), _salt(site), state, where)
+
+
+def replace(site: PlannedSite) -> None:
+    """Replace the node of ``site`` by a call of the function that stands for its program.
+
+    Raises:
+        CaptureError: as :func:`call_of`.
+    """
+    product = read_product(site.found.product.node)
+    assert isinstance(product, Product)
+    call = call_of(site, product)
     graph = product.node.graph
     with graph.inserting_before(product.node):
-        state = [_same_view(node, found.views) if slot.entry.weight_like else node for slot, node in entries]
-        function = site_function(program, product.form, float(product.alpha), float(product.beta))
-        args = (product.a, product.b, product.addend, key, step, _salt(site), *state)
-        new = graph.call_function(function, args, {"site": where})
+        state = [_same_view(node, views) for node, views in call.state]
+        new = graph.call_function(call.function, (*call.inputs, call.salt, *state), {"site": call.site})
         new.meta = dict(product.node.meta)
     product.node.replace_all_uses_with(new)
     graph.erase_node(product.node)

@@ -29,6 +29,7 @@ def apply(
     dynamic: bool | None = None,
     total_forwards: int | None = None,
     example_inputs: Any = None,
+    strict: bool = False,
 ) -> M:
     """Compile ``model`` in place so that it trains under ``policy``.
 
@@ -48,6 +49,8 @@ def apply(
         example_inputs: arguments of one call: a tuple or a list, a mapping of keywords, or the only argument. With
             them, every error of the first forward and backward, in any phase of the policy, is raised now. They become
             fake tensors: only shapes and dtypes matter.
+        strict: raise :class:`UncompiledError` where a module with quantized sites would run uncompiled. Otherwise it
+            runs operation by operation, with the same quantizers and noise but slower, and a PolicyWarning says why.
 
     Returns:
         ``model`` itself.
@@ -74,7 +77,7 @@ def apply(
     if example_inputs is not None:
         rehearse(root, loaded, example_inputs)
     first = runtime_of(root) is None and not mark_hooks(root)
-    Runtime(root, loaded, backend, seed, dynamic, total_forwards).attach()
+    Runtime(root, loaded, backend, seed, dynamic, total_forwards, strict=strict).attach()
     if first:
         saved.restore(root)
     return model

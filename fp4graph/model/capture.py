@@ -12,6 +12,7 @@ from torch._guards import CompileContext
 from fp4graph.errors import Error
 from fp4graph.graph.backend import Backend, split_for_ddp, with_own_code
 from fp4graph.graph.functions import cacheable
+from fp4graph.graph.plan import Planner
 from fp4graph.graph.rewrite import rewrite
 from fp4graph.graph.site import Site, WeightUse
 from fp4graph.model import distributed, state
@@ -25,6 +26,7 @@ class Capture:
         plan: of the phase in force.
         inner: the torch.compile backend that runs the rewritten graphs.
         explains: collect refusals in ``problems`` and do not raise them.
+        uncompiled: runs a forward that Dynamo does not compile; None leaves it to the hooks to refuse it.
 
     Attributes:
         run: the compiled forward. entry: the function behind it.
@@ -34,12 +36,22 @@ class Capture:
         error: the error of the last graph that failed. The compiler wraps it in errors of its own.
     """
 
-    def __init__(self, plan: PhasePlan, inner: Backend, dynamic: bool | None, *, explains: bool = False) -> None:
+    def __init__(
+        self,
+        plan: PhasePlan,
+        inner: Backend,
+        dynamic: bool | None,
+        *,
+        explains: bool = False,
+        uncompiled: Callable[..., Any] | None = None,
+    ) -> None:
         self._plan, self._inner, self._explains = plan, inner, explains
         root = plan.root
 
         def entry(*args: Any, **kwargs: Any) -> Any:
-            return root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+            if torch.compiler.is_compiling() or uncompiled is None:
+                return root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+            return uncompiled(*args, **kwargs)
 
         # Module._call_impl has one code object for all models of the process, and one recompile limit.
         self.entry = with_own_code(entry, type(root))
@@ -92,6 +104,13 @@ class Capture:
             self.uses[owner] = use
             if owner in weights:
                 weights[owner].settle(use)
+
+    def take(self, planner: Planner, marked: Iterable[str | None], *, whole: bool) -> None:
+        """Take over what a forward came to that was not compiled; ``whole`` if it is the model's first."""
+        self.learn(use for use in planner.uses if (use.module, use.parameter) not in self.uses)
+        if whole and not self._frames:
+            self.sites.extend(planner.sites)
+            self.marked |= set(marked)
 
     @contextmanager
     def uncut(self) -> Iterator[None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,47 +13,41 @@ from torch import Tensor, nn
 from fp4graph.errors import UncompiledError
 from fp4graph.graph.marker import MARK, Tag
 from fp4graph.model import state
+from fp4graph.model.uncompiled import CurrentForward
 from fp4graph.numerics.sharding import whole
-
-
-@dataclass(eq=False)
-class CurrentStep:
-    """The step tensor (seed, rank, count) of the current forward, which every mark hook of a model hands to the graph.
-
-    Set anew for each forward, because a graph takes the tensor that is here when the forward begins.
-    """
-
-    tensor: Tensor
 
 
 class MarkHook:
     """Forward pre-hook that marks one module for the graph pass while Dynamo traces, and refuses to run uncompiled.
 
     Attributes:
-        step: of the applied model; None in a copy or a reloaded model, which runs nothing until applied again.
+        current: of the applied model; None in a copy or a reloaded model, which runs nothing until applied again.
         name: the module's fully qualified name. tag: the static part of the mark, as text.
         bypassed: depth of :func:`fp4graph.bypass` contexts.
     """
 
-    def __init__(self, step: CurrentStep | None, name: str, tag: Tag, entries: tuple[str, ...]) -> None:
-        self.step = step
+    def __init__(self, current: CurrentForward | None, name: str, tag: Tag, entries: tuple[str, ...]) -> None:
+        self.current = current
         self.name = name
         self.bypassed = 0
         self.tag = tag.encode()
+        self._decoded = tag
         self._weights = tuple(tuple(path.split(".")) for path in tag.weights)
         self._entries = tuple(tuple(path.split(".")) for path in entries)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if torch.compiler.is_compiling():
-            if self.step is None:
+            if self.current is None:
                 raise UncompiledError("this copy of an applied model was not applied; call fp4graph.apply on it")
             weights = [_follow(module, path) for path in self._weights]
-            entries = [whole(_follow(module, path)) for path in self._entries]
-            MARK(self.tag, module._fp4graph.key, self.step.tensor, weights, entries, module.training)  # type: ignore[union-attr]
+            MARK(self.tag, module._fp4graph.key, self.current.step, weights, self._state(module), module.training)  # type: ignore[union-attr]
+        elif self.current is not None and (direct := self.current.direct) is not None:
+            weights = [_follow(module, path) for path in self._weights]
+            direct.mark(module, self.name, self._decoded, self.current.step, weights, self._state(module))
         elif not self.bypassed:
             why = (
                 "it is a copy or a reloaded checkpoint of an applied model"
-                if self.step is None
+                if self.current is None
                 else "forward() or a submodule was called directly, or torch.compile gave up (recompile limit, "
                 "force_eager); only calling the applied model itself runs the compiled graph"
             )
@@ -63,6 +56,9 @@ class MarkHook:
                 f"precision: {why}. Call fp4graph.apply(model, policy) on the model you call, or wrap the call in "
                 "fp4graph.bypass(model) if high precision is what you want"
             )
+
+    def _state(self, module: nn.Module) -> list[Tensor]:
+        return [whole(_follow(module, path)) for path in self._entries]
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy is detached: there is no compiled graph behind it.
@@ -82,13 +78,17 @@ def _follow(module: Any, path: tuple[str, ...]) -> Tensor:
 class GuardedForward:
     """``forward`` of a root that owns quantized weights itself, where a direct call would meet no hook at all."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, current: CurrentForward) -> None:
         self.module = module
+        self._current = current
         functools.update_wrapper(self, type(module).forward)
         del self.__wrapped__  # type: ignore[attr-defined]  # a function of the class, not picklable by every pickler
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling():
+        current = self._current
+        if not torch.compiler.is_compiling() and current.direct is None:
+            if not current.compiled and current.part is not None:
+                return current.part(self.module, args, kwargs)
             for _, _, hook in mark_hooks(self.module):
                 hook(self.module, args)
         return type(self.module).forward(self.module, *args, **kwargs)

@@ -44,11 +44,16 @@ class Inspection:
         """Return the capture that runs an observed forward; None for any other, and until coverage was ``checked``."""
         if self._watched is not None:
             return self._watched
-        if self.recording is None or training != self.training or not checked:
+        recording = self.shown(training=training, checked=checked)
+        if recording is None:
             return None
         if self._observed is None:
-            observation = Observation(self.recording)
+            observation = Observation(recording)
             self._observed = observation, Capture(self._plan, observation.backend, self._dynamic)
         observation, capture = self._observed
-        observation.recording = self.recording
+        observation.recording = recording
         return capture
+
+    def shown(self, *, training: bool, checked: bool) -> Recording | None:
+        """Return the recording that is shown a forward's sites, or None."""
+        return self.recording if training == self.training and checked else None

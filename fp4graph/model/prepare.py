@@ -14,6 +14,7 @@ from fp4graph.graph.marker import Tag
 from fp4graph.graph.names import Names
 from fp4graph.graph.plan import Plan
 from fp4graph.model import hooks, state
+from fp4graph.model.uncompiled import CurrentForward
 from fp4graph.model.weight import PlannedWeight, Weight
 from fp4graph.policy import Policy, Rule
 from fp4graph.technique import Technique
@@ -92,7 +93,7 @@ def device_of(module: nn.Module, default: torch.device | None = None) -> torch.d
 
 
 def prepare(
-    plan: PhasePlan, policy: Policy, step: hooks.CurrentStep, former: Mapping[str, Tensor]
+    plan: PhasePlan, policy: Policy, current: CurrentForward, former: Mapping[str, Tensor]
 ) -> state.RootState | None:
     """Add state and hooks to the model of ``plan``; return the root's state, None where no phase quantizes anything.
 
@@ -100,7 +101,7 @@ def prepare(
         plan: of the phase in force.
         policy: the whole policy. Where any phase needs state, all phases have it, so that a checkpoint's keys are the
             same in all of them.
-        step: what the hooks hand to the graph.
+        current: what the hooks hand to the graph, and what runs where the model itself is not called.
         former: entries of the state dict of an earlier application, which are taken over where they fit.
     """
     if not (plan.policy.quantizes or policy.phases):
@@ -127,9 +128,9 @@ def prepare(
                 module.add_module(state.NAME, states[id(module)])
             tag, entries = _tag(plan, fqn, module, planned, numbers)
             # After hooks that set the weights up: FSDP gathers them, weight normalization computes them.
-            module.register_forward_pre_hook(hooks.MarkHook(step, fqn, tag, entries))
+            module.register_forward_pre_hook(hooks.MarkHook(current, fqn, tag, entries))
     if "" in planned:
-        root.forward = hooks.GuardedForward(root)
+        root.forward = hooks.GuardedForward(root, current)
     _place(root, root_state, states)
     _take_over(root, root_state, former)
     ours = [name for name, _ in root.named_buffers() if state.is_ours(name)]

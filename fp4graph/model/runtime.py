@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp4graph.errors import Error
+from fp4graph.errors import Error, PolicyWarning
 from fp4graph.graph.backend import inner_backend
+from fp4graph.graph.direct import Direct
 from fp4graph.graph.observe import Recording
 from fp4graph.graph.site import Site
 from fp4graph.model import coverage, distributed, hooks, state
@@ -20,6 +23,7 @@ from fp4graph.model.capture import Capture
 from fp4graph.model.inspection import Inspection
 from fp4graph.model.optimizers import PreparedOptimizers
 from fp4graph.model.prepare import PhasePlan, device_of, prepare, unprepare
+from fp4graph.model.uncompiled import CurrentForward, Parts, cause, checkpointed_region
 from fp4graph.model.weight import Weight
 from fp4graph.numerics import noise
 from fp4graph.policy import Policy
@@ -35,6 +39,7 @@ class Runtime:
         backend, seed, dynamic, total_forwards: as for :func:`fp4graph.apply`.
         phase: the number of the policy's phases that have begun.
         explains: collect in ``capture.problems`` what a graph does not allow, and do not raise it.
+        strict: refuse what is not compiled, instead of running it operation by operation.
 
     Attributes:
         plan: what this phase of the policy asks of the model.
@@ -54,15 +59,24 @@ class Runtime:
         total_forwards: int | None = None,
         phase: int = 0,
         explains: bool = False,
+        strict: bool = False,
     ) -> None:
         self.root, self.policy, self.phase, self.total_forwards = root, policy, phase, total_forwards
         self.backend, self.seed, self.dynamic = backend, 0 if seed is None else seed, dynamic
         self.plan = self.plan_of(phase)
-        self.capture = Capture(self.plan, inner_backend(backend), dynamic, explains=explains)
+        self.strict = strict or explains
+        uncompiled = None if self.strict else self._run_uncompiled
+        self.capture = Capture(self.plan, inner_backend(backend), dynamic, explains=explains, uncompiled=uncompiled)
         self.optimizers = PreparedOptimizers()
         self.root_state: state.RootState | None = None
         self.inspection = Inspection(self.plan, dynamic)
-        self._current = hooks.CurrentStep(noise.make_step(self.seed, 0, 0))
+        part = None if self.strict else self.run_part
+        self._current = CurrentForward(noise.make_step(self.seed, 0, 0), part=part)
+        self._parts = Parts((), self._current)
+        self._any_hook: hooks.MarkHook | None = None
+        self._produced: MutableMapping[Tensor, str | None] = WeakTensorKeyDictionary()
+        self._idle: set[Any] = set()
+        self._warned: set[str] = set()
         self._checked = explains
         self._failure: Error | None = None  # of the first forward; every later one raises it again
         self._trained = 0
@@ -87,7 +101,7 @@ class Runtime:
     @property
     def step(self) -> Tensor:
         """The step tensor (seed, rank, count) of the last forward."""
-        return self._current.tensor
+        return self._current.step
 
     def plan_of(self, phase: int) -> PhasePlan:
         """Plan a phase; the model is left as it is."""
@@ -112,9 +126,16 @@ class Runtime:
         self._previous = self.root._compiled_call_impl
         self.root._compiled_call_impl = self
         self.root_state = prepare(self.plan, self.policy, self._current, former)
+        if self.root_state is not None and not self.strict:
+            inner = [m for name, m in self.root.named_modules() if name and not state.is_ours(name)]
+            self._parts = Parts(inner, self._current)
+            self._parts.show()
+        self._any_hook = next((hook for _, _, hook in hooks.mark_hooks(self.root)), None)
 
     def give_back(self, root: nn.Module) -> None:
         """Give ``root``, the model or a copy of it, the compiled call that the model had before."""
+        if root is self.root:
+            self._parts.hide()
         del root._compiled_call_impl  # the class has None
         if self._previous is not None:
             root._compiled_call_impl = self._previous
@@ -123,20 +144,17 @@ class Runtime:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one forward of the root."""
-        if any(hook.bypassed for _, _, hook in hooks.mark_hooks(self.root)[:1]):
+        if self._bypassed:
             return self.root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self._failure is not None:
             raise self._failure.with_traceback(None)
+        training = torch.is_grad_enabled()
+        if training and self._current.ran:
+            self._advance()  # parts that ran by themselves: their forward is over
         due = self._due()
         if due != self.phase:
             return self._enter(due)(*args, **kwargs)
-        training = torch.is_grad_enabled()
-        if training and self._trained == 1:
-            self.optimizers.check(self.plan)
-        if self.root_state is not None:
-            self._settle(self.root_state, training)
-            rank, device = distributed.rank(), self.root_state.get_buffer("forwards").device
-            self._current.tensor = noise.make_step(self.seed, rank, self.root_state.count, device=device)
+        self._begin(training)
         result = self._run(training, args, kwargs)
         if not self._checked and not self.inspection.watching:
             try:
@@ -147,9 +165,99 @@ class Runtime:
             self._checked = True
         if training:
             self._trained += 1
-            if self.root_state is not None:
-                self.root_state.advance()
+            self._advance()
         return result
+
+    @property
+    def _bypassed(self) -> bool:
+        return self._any_hook is not None and self._any_hook.bypassed > 0
+
+    def _advance(self) -> None:
+        """Count one more forward with gradients."""
+        self._current.ran.clear()
+        if self.root_state is not None:
+            self.root_state.advance()
+
+    def _begin(self, training: bool) -> None:
+        """Make state and the step tensor ready for a forward."""
+        if training and self._trained == 1:
+            self.optimizers.check(self.plan)
+        if self.root_state is not None:
+            self._settle(self.root_state, training)
+            rank, device = distributed.rank(), self.root_state.get_buffer("forwards").device
+            self._current.step = noise.make_step(self.seed, rank, self.root_state.count, device=device)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def run_part(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module of the model that was called by itself: by another method than the model's call, or alone.
+
+        The count of forwards advances when a module runs with gradients for the second time since it last changed.
+        Activation checkpointing calls modules again in the backward; that is no forward of its own, and its noise is
+        that of the first time.
+        """
+        call: Any = module._call_impl if module is not self.root else type(module).forward.__get__(module)
+        if self._bypassed or hooks.has_sharded_forward(self.root):
+            return call(*args, **kwargs)
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+        training, again = torch.is_grad_enabled(), torch._C._current_graph_task_id() != -1
+        if training and not again and id(module) in self._current.ran:
+            self._advance()
+        due = self._due()
+        if due != self.phase:
+            return self._enter(due).run_part(module, args, kwargs)
+        if not again:
+            first = training and not self._current.ran
+            self._begin(first)
+            self._trained += first
+        place = self.plan.names.name(module)
+        self._warn(
+            place,
+            f"module {place or '(root)'!r} was called by itself, so it runs uncompiled: quantized as ever, and slower. "
+            "Only calling the applied model runs the compiled graph",
+        )
+        return self._direct(module, call, args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _run_uncompiled(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a forward of the model that Dynamo does not compile."""
+        self._warn(why := cause(), f"this forward runs uncompiled, quantized as ever, and slower: {why}")
+        return self._direct(self.root, self.root._call_impl, args, kwargs)
+
+    def _direct(self, module: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run ``call``, the call of ``module``, operation by operation."""
+        if self.inspection.watching:
+            raise Error("detect_nonfinite() watches compiled forwards only, and this one is not compiled")
+        current, former = self._current, self._current.step
+        region = checkpointed_region()
+        current.step, occurrences = current.regions.get(region, (former, None)) if region else (former, None)
+        whole, compiled = module is self.root, current.compiled
+        direct = Direct(
+            self.plan.policy,
+            self.plan.names,
+            whole=whole,
+            produced=self._produced,
+            idle=self._idle,
+            recording=self.inspection.shown(training=torch.is_grad_enabled(), checked=self._checked),
+            first_occurrence=occurrences,
+        )
+        current.direct, current.compiled = direct, False
+        shown = self._parts.hidden(False) if compiled else nullcontext()
+        try:
+            current.enter(module)
+            with shown, direct, direct.inside(module):
+                result = call(*args, **kwargs)
+        finally:
+            current.direct, current.compiled, current.step = None, compiled, former
+        direct.finish(result)
+        self.capture.take(direct.planner, direct.marked, whole=whole and not self._checked)
+        return result
+
+    def _warn(self, key: str, text: str) -> None:
+        """Warn once."""
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(text, PolicyWarning, stacklevel=2)
 
     def _run(self, training: bool, args: Any, kwargs: Any) -> Any:
         """Run the compiled forward, or the observed one."""
@@ -161,8 +269,9 @@ class Runtime:
             run = self.root._call_impl
         elif (looked_at := self.inspection.capture(training=training, checked=self._checked)) is not None:
             capture, run = looked_at, looked_at.run
+        self._current.compiled = True
         try:
-            with capture.uncut():
+            with capture.uncut(), self._parts.hidden():
                 return run(*args, **kwargs)
         except Exception as error:
             ours, capture.error = capture.error, None
@@ -170,6 +279,8 @@ class Runtime:
                 self._failure = None if self._checked else ours
                 raise ours from ours.__cause__  # without the compiler's own errors around it
             raise error
+        finally:
+            self._current.compiled = False
 
     def _settle(self, root_state: state.RootState, training: bool) -> None:
         """Start state before the first forwards at the weights as they are now (initialized after apply(), sharded, or
@@ -201,7 +312,7 @@ class Runtime:
         if self.inspection.watching:
             raise Error("a phase of the policy begins inside detect_nonfinite(); watch the steps of each by themselves")
         settings = (self.policy, self.backend, self.seed, self.dynamic, self.total_forwards)
-        following = Runtime(self.root, *settings, phase=phase)
+        following = Runtime(self.root, *settings, phase=phase, strict=self.strict)
         following.attach()
         following.observe(self.inspection.recording, training=self.inspection.training)
         self.optimizers.prepare_again(self.root)

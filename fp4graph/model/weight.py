@@ -8,7 +8,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from fp4graph.errors import CaptureError
-from fp4graph.graph.plan import NOTHING, Plan, plan_weight
+from fp4graph.graph.plan import NOTHING, Plan, plan_once
 from fp4graph.graph.site import WeightUse
 from fp4graph.model import state
 from fp4graph.numerics.draw import Draw
@@ -35,7 +35,7 @@ class PlannedWeight:
     @staticmethod
     def of(view: SiteView, rule: Rule) -> PlannedWeight:
         """Plan the weight of ``view`` under ``rule``."""
-        return PlannedWeight(view, rule, plan_weight(view, rule) if rule.quantizes else NOTHING)
+        return PlannedWeight(view, rule, plan_once(view, rule) if rule.quantizes else NOTHING)
 
     @property
     def on_weight(self) -> tuple[tuple[Technique, ...], OperandProgram | None]:

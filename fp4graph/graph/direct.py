@@ -1,0 +1,287 @@
+"""The graph pass without a graph: operations run as they are called, and the products among them are quantized.
+
+It serves forwards that no compiler captured. Each operation becomes a node that belongs to no graph and that
+:mod:`~fp4graph.graph.find`, :mod:`~fp4graph.graph.plan` and :mod:`~fp4graph.graph.replace` read as they read the nodes
+of a captured graph. So the decisions, the noise and the bits are those of the captured graph.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from fp4graph.errors import CaptureError
+from fp4graph.graph import expand, products
+from fp4graph.graph.find import Finder, FoundProduct, Markers
+from fp4graph.graph.marker import Marker, Tag
+from fp4graph.graph.names import Names
+from fp4graph.graph.observe import Recording, numbered
+from fp4graph.graph.plan import Planner, plan_once
+from fp4graph.graph.products import PRODUCER, producer_of, read_product, value_of
+from fp4graph.graph.replace import SiteCall, call_of
+from fp4graph.ops.observe import observed
+from fp4graph.policy import Policy
+
+#: Attributes that show the tensor itself; all others are read past the pass.
+_VIEW_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "data"})
+#: Key in a node's meta data: True for a parameter and for a view of one.
+_OF_PARAMETER = "fp4graph_of_parameter"
+_METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)
+
+
+@dataclass(frozen=True)
+class _Given:
+    """A tensor that the pass was given, as Dynamo describes the input of a graph."""
+
+    example: Tensor
+
+
+class Direct(TorchFunctionMode):
+    """A forward of a model, or of a part of it, whose operations are run and quantized one by one.
+
+    Args:
+        policy: of the phase in force.
+        names: of the model's modules and parameters.
+        whole: whether the forward is that of the whole model. A tensor that no operation of it made is then an input
+            of the model; in a part, some operation outside of the part may have made it.
+        produced: the operation that made a tensor, by the tensor; of tensors that earlier passes returned.
+        idle: operations that are known to do no matrix work; the pass adds to it.
+        recording: is shown the sites at work, or None.
+        first_occurrence: number of sites of each module that ran before.
+
+    Attributes:
+        planner: the decisions of the pass.
+        marked: names of the modules that were called.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        names: Names,
+        *,
+        whole: bool,
+        produced: MutableMapping[Tensor, str | None],
+        idle: set[Any],
+        recording: Recording | None = None,
+        first_occurrence: Mapping[str, int] | None = None,
+    ) -> None:
+        super().__init__()
+        self.planner = Planner(policy, first_occurrence)
+        self.marked: set[str | None] = set()
+        self._policy, self._whole, self._produced, self._idle = policy, whole, produced, idle
+        self._recording = recording
+        self._shown: Counter[str] = Counter()
+        self._finder = Finder(names, lambda attention: policy.decide(attention).rule.quantizes, {})
+        self._markers = Markers()
+        self._graph = Graph()  # nodes name it as theirs, and none is in it
+        self._nodes: MutableMapping[Tensor, Node] = WeakTensorKeyDictionary()
+        self._stack: dict[str, tuple[str, type]] = {}
+        self._tag: str | None = None
+        self._backward = torch._C._current_graph_task_id()
+
+    @contextmanager
+    def inside(self, module: nn.Module) -> Iterator[None]:
+        """Run operations of this context as those of ``module``."""
+        caller = f"{id(module)}@{len(self._stack)}"
+        self._stack[caller] = ("", type(module))
+        try:
+            yield
+        finally:
+            del self._stack[caller]
+
+    def mark(
+        self, module: nn.Module, name: str, tag: Tag, step: Tensor, weights: Sequence[Tensor], state: Sequence[Tensor]
+    ) -> None:
+        """Take the marker of a module that is about to run; the arguments are those of ``fp4graph::mark``."""
+        key, place = module._fp4graph.key, self._own  # type: ignore[union-attr]
+        nodes = [place(w) for w in weights], [place(entry) for entry in state]
+        self._markers.add(Marker(tag, place(key), place(step), *nodes, module.training, id(module), name))
+        self.marked.add(name)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = {} if kwargs is None else kwargs
+        op, target = _operation(func)
+        # A backward inside of this forward (double backward, a penalty) is no part of it: its operations are ours.
+        if op is None or torch._C._current_graph_task_id() != self._backward:
+            return func(*args, **kwargs)
+        given: dict[Node, Tensor] = {}
+
+        def node_of(x: Tensor) -> Node:
+            node = self._node(x)
+            given[node] = x
+            return node
+
+        places, names = pytree.tree_map_only(Tensor, node_of, (args, kwargs))
+        if op == "getattr":
+            op, target, places = "call_function", getattr, (*places, target)
+        node = Node(self._graph, "", op, target, places, names)
+        node.meta["nn_module_stack"] = self._stack
+        if self._tag is not None:
+            node.meta["fp4graph_op"] = self._tag
+        source = products.view_source(node)
+        node.meta[_OF_PARAMETER] = source is not None and source.meta[_OF_PARAMETER]
+        if (function := self._opened(node)) is not None:
+            tag, self._tag = self._tag, "sdpa" if products.is_sdpa(node) else self._tag
+            try:
+                with self:
+                    return function(*args, **kwargs)
+            finally:
+                self._tag = tag
+        held = [n for n in given if "example_value" not in n.meta]
+        for n in held:
+            n.meta["example_value"] = given[n]
+        try:
+            call = self._call(node, given)
+            result = func(*args, **kwargs) if call is None else self._run(call)
+        finally:
+            for n in held:
+                del n.meta["example_value"]  # a node must not keep an activation alive
+        self._remember(result, node)
+        return result
+
+    def finish(self, result: Any) -> None:
+        """Remember which operations made the tensors that this forward returns."""
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor) and (node := self._nodes.get(leaf)) is not None and node.op != "placeholder":
+                self._produced[leaf] = producer_of(node)
+
+    def _node(self, x: Tensor) -> Node:
+        node = self._nodes.get(x)
+        if node is None:
+            self._nodes[x] = node = Node(self._graph, "", "placeholder", "input", (), {})
+            node.meta[_OF_PARAMETER] = isinstance(x, nn.Parameter)
+            if isinstance(x, nn.Parameter):
+                node.meta |= {"grapharg": _Given(x), "example_value": x}
+            elif x in self._produced:
+                node.meta[PRODUCER] = self._produced[x]
+        return node
+
+    def _own(self, x: Tensor) -> Node:
+        """Return the node of a tensor that the model holds."""
+        node = self._node(x)
+        node.meta["example_value"] = x
+        return node
+
+    def _remember(self, result: Any, node: Node) -> None:
+        if isinstance(result, Tensor):
+            if not isinstance(result, nn.Parameter):
+                self._nodes[result] = node
+        elif isinstance(result, tuple | list):
+            for index, item in enumerate(result):
+                if isinstance(item, Tensor):
+                    self._nodes[item] = part = Node(self._graph, "", "call_method", "__getitem__", (node, index), {})
+                    part.meta[_OF_PARAMETER] = node.meta[_OF_PARAMETER]
+
+    def _opened(self, node: Node) -> Callable[..., Any] | None:
+        """Return a function that does what the opaque operation ``node`` does, its products in sight; else None."""
+        if node.target is F.multi_head_attention_forward:
+            return _attention_forward
+        if products.is_sdpa(node):
+            return expand.attention if self._finder.wants_sdpa(node) else None
+        return expand.opened(node)
+
+    def _call(self, node: Node, given: dict[Node, Tensor]) -> SiteCall | None:
+        """Return the call that replaces ``node``, or None where the operation itself runs."""
+        kind = (node.op, node.target, *((tuple(x.shape), n.meta[_OF_PARAMETER]) for n, x in given.items()))
+        if kind in self._idle:
+            return None
+        work = self._finder.describe(node, self._markers)
+        if work is None:
+            self._idle.add(kind)
+            return None
+        planned = self.planner.plan([work]) if isinstance(work, FoundProduct) or work.like_linear else []
+        if self.planner.refused is not None:
+            raise self.planner.refused
+        if isinstance(work, FoundProduct):
+            self._check(work)
+        return call_of(planned[0], planned[0].found.product) if planned else None
+
+    def _check(self, found: FoundProduct) -> None:
+        """Raise CaptureError where the decision depends on what this pass cannot know."""
+        view, place = found.view, str(found.view)
+        if found.has_weight and found.owner is None and isinstance(value_of(found.product.b), nn.Parameter):
+            raise CaptureError(
+                "its weight is a parameter that the model did not have at fp4graph.apply(); call fp4graph.apply(model, "
+                "policy) again, which keeps state where it fits, and prepare_optimizer again",
+                site=place,
+            )
+        if self._whole or view.producer is not None or not _from_outside(found.product.a):
+            return
+        training = found.marked is None or found.marked.marker.training
+        decisions = self._policy.decide_weight(view)
+        plans = {plan_once(site, d.rule, training=training) if d.rule.quantizes else None for site, d in decisions}
+        if len(plans) > 1:
+            raise CaptureError(
+                "what the policy does here depends on what computes the input of this product, and this part of the "
+                "model was called by itself; call the model, or tell the rules apart by module instead of producer",
+                site=place,
+            )
+
+    def _run(self, call: SiteCall) -> Tensor:
+        inputs = [None if node is None else value_of(node) for node in call.inputs]
+        state = [_viewed(node, views) for node, views in call.state]
+        if self._recording is None:
+            return call.function(*inputs, call.salt, *state, site=call.site)
+        name = numbered(call.site, self._shown[call.site])
+        self._shown[call.site] += 1
+        with observed(self._recording.operands(name)):
+            y = call.function(*inputs, call.salt, *state, site=call.site)
+        self._recording.output(name, y)
+        return y
+
+
+def _from_outside(node: Node) -> bool:
+    """Return whether ``node`` is a view of a tensor of which nobody knows what made it."""
+    while (source := products.view_source(node)) is not None:
+        node = source
+    return node.op == "placeholder" and PRODUCER not in node.meta
+
+
+def _viewed(node: Node, views: Sequence[Node]) -> Tensor:
+    """Return the tensor of ``node`` through the chain of ``views``."""
+    x: Any = value_of(node)
+    for view in views:
+        args, kwargs = pytree.tree_map_only(Node, value_of, (view.args[1:], dict(view.kwargs)))
+        x = getattr(x, view.target)(*args, **kwargs) if isinstance(view.target, str) else view.target(x, *args, **kwargs)  # type: ignore[operator]
+    return x  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=None)
+def _operation(func: Callable[..., Any]) -> tuple[str | None, Any]:
+    """Return kind and target of the node that Dynamo makes of a call of ``func``; None for what makes no tensor."""
+    name = getattr(func, "__name__", "")
+    if name == "__get__":
+        attribute = getattr(func, "__self__", None)
+        name = getattr(attribute, "__name__", "")
+        return ("getattr", name) if name in _VIEW_ATTRIBUTES else (None, None)
+    if name in ("__set__", "__delete__"):
+        return None, None
+    if isinstance(func, _METHODS) or getattr(Tensor, name, None) is func:
+        return "call_method", name
+    return "call_function", func
+
+
+def _without_overrides(function: Any) -> Callable[..., Any]:
+    """Return a Python function of torch that does not ask for overrides itself; the operations inside of it do."""
+    own = {**function.__globals__, "has_torch_function": lambda *_: False}
+    copy = types.FunctionType(function.__code__, own, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+_attention_forward = _without_overrides(F.multi_head_attention_forward)

@@ -1,0 +1,253 @@
+"""What runs outside the compiled graph computes what the graph computes."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+
+import pytest
+import timm
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import fp4graph
+from fp4graph.errors import PolicyWarning
+from fp4graph.model.runtime import runtime_of
+from fp4graph.policy import shipped_policies
+from fp4graph.technique.registry import default_registry
+
+uncompiled = pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
+
+
+def vit(seed=0):
+    torch.manual_seed(seed)
+    return timm.create_model(
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, embed_dim=64, num_heads=2, num_classes=10
+    )
+
+
+def llama(seed=0):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=97, max_position_embeddings=64, **sizes))
+
+
+def images(seed=0):
+    return torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(seed))
+
+
+def tokens(seed=0):
+    return torch.randint(0, 97, (2, 16), generator=torch.Generator().manual_seed(seed))
+
+
+MODELS = {"vit": (vit, images, lambda y: y), "llama": (llama, tokens, lambda y: y.logits)}
+
+
+def trained(model, inputs, output, steps=2, stance="default"):
+    """Return outputs, gradients, weights and state of ``steps`` steps of ``model``."""
+    optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    seen = []
+    for step in range(steps):
+        with torch.compiler.set_stance(stance):
+            y = output(model(inputs(step)))
+        y.square().mean().backward()
+        seen += [y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return seen + [value.clone() for value in model.state_dict().values()]
+
+
+def assert_equal(some, others):
+    assert len(some) == len(others)
+    for one, other in zip(some, others, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+@uncompiled
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("policy", sorted(shipped_policies(default_registry())))
+def test_uncompiled_training_is_that_of_the_graph(policy, kind):
+    make, inputs, output = MODELS[kind]
+    results = []
+    for stance in ("default", "force_eager"):
+        model = fp4graph.apply(make(), policy, backend="eager", seed=3, total_forwards=4)
+        results.append(trained(model, inputs, output, stance=stance))
+    assert_equal(*results)
+
+
+def test_it_warns_once_and_says_why():
+    model = fp4graph.apply(vit(), "tetrajet", backend="eager")
+    with torch.compiler.set_stance("force_eager"):
+        with pytest.warns(PolicyWarning, match="force_eager"):
+            model(images())
+        model(images())
+
+
+def test_the_recompile_limit_ends_no_training():
+    model = fp4graph.apply(nn.Sequential(nn.Linear(32, 32), nn.ReLU()), "tetrajet", backend="eager")
+    ranks = [torch.randn(*([1] * rank), 2, 32) for rank in range(1, 6)]
+    with torch._dynamo.config.patch(recompile_limit=2), pytest.warns(PolicyWarning, match="recompile limit"):
+        limited = [model(x) for x in ranks]
+    fp4graph.apply(model, "tetrajet", backend="eager")
+    model.load_state_dict({k: torch.zeros_like(v) if k.endswith("forwards") else v for k, v in model.state_dict().items()})
+    torch._dynamo.reset()
+    assert_equal(limited, [model(x) for x in ranks])
+
+
+@uncompiled
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda model, x: model.forward(x),
+        lambda model, x: model.forward_head(model.forward_features(x)),
+    ],
+    ids=["forward", "methods"],
+)
+def test_methods_run_the_same(call):
+    results = []
+    for run in (lambda model, x: model(x), call):
+        model = fp4graph.apply(vit(), "tetrajet-qema", backend="eager", seed=1)
+        optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        results.append([])
+        for step in range(3):
+            y = run(model, images(step))
+            y.square().mean().backward()
+            results[-1] += [y.detach(), *(p.grad.clone() for p in model.parameters())]
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(*results)
+
+
+@uncompiled
+def test_a_part_called_by_itself_counts_as_one_forward_a_step():
+    model = fp4graph.apply(vit(), "tetrajet", backend="eager")
+    root = runtime_of(model).root_state
+    for _ in range(3):
+        model.forward_features(images()).mean().backward()
+    assert root.count == 2  # the third has begun and is not over
+    model(images())
+    assert root.count == 4
+    with torch.no_grad():
+        model.forward_features(images())
+    assert root.count == 4
+
+
+def test_strict_refuses():
+    model = fp4graph.apply(vit(), "tetrajet", backend="eager", strict=True)
+    with pytest.raises(fp4graph.UncompiledError, match="blocks.0"):
+        model.forward_features(images())
+    with torch.compiler.set_stance("force_eager"), pytest.raises(fp4graph.UncompiledError, match="force_eager"):
+        model(images())
+
+
+@uncompiled
+def test_checkpointed_parts_are_computed_again_with_their_noise():
+    def gradients(run):
+        model = fp4graph.apply(vit(), "tetrajet", backend="eager", seed=5)
+        x = torch.randn(2, 17, 64, generator=torch.Generator().manual_seed(0))
+        first, second = (run(model.blocks[0], run(model.blocks[1], x * scale)) for scale in (1, 2))
+        (first.square().mean() + second.square().mean()).backward()
+        return [p.grad for block in model.blocks for p in block.parameters()]
+
+    plain = gradients(lambda block, x: block(x))
+    assert_equal(plain, gradients(lambda block, x: checkpoint(block, x, use_reentrant=False)))
+
+
+@uncompiled
+def test_what_dynamo_does_not_compile_runs():
+    model = fp4graph.apply(vit(), "tetrajet", backend="eager")
+    with FlopCounterMode(display=False) as counter:
+        y = model(images())
+    assert counter.get_total_flops() > 0
+    again = fp4graph.apply(vit(), "tetrajet", backend="eager")
+    assert_equal([y], [again(images())])
+
+
+class Attends(nn.Module):
+    """Every way of writing attention and products."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+        self.own_weight = nn.Parameter(torch.randn(32, 32) / 6)
+        self.attention = nn.MultiheadAttention(32, 2, batch_first=True)
+        self.layer = nn.TransformerEncoderLayer(32, 2, 64, dropout=0.0, batch_first=True)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).chunk(3, -1)
+        x = x + nn.functional.scaled_dot_product_attention(q, k, v)
+        x = x + torch.einsum("bik,bkd->bid", torch.einsum("bid,bkd->bik", q, k).softmax(-1), v)
+        x = x @ self.own_weight.t() + torch.baddbmm(x, q @ k.mT, v, alpha=0.1)
+        return self.layer(x + self.attention(x, x, x, need_weights=False)[0])
+
+
+@uncompiled
+@pytest.mark.parametrize("training", [True, False])
+def test_every_form_of_product_is_the_same(training):
+    policy = {
+        "version": 1, "name": "all",
+        "rules": [{"match": {"op": ["linear", "matmul", "sdpa"]}, "quantize": {"element": "e2m1", "block": 32, "rounding": "stochastic"}}],
+    }  # fmt: skip
+    x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(0))
+    results = []
+    for stance in ("default", "force_eager"):
+        torch.manual_seed(0)
+        model = fp4graph.apply(Attends().train(training), policy, backend="eager")
+        with torch.compiler.set_stance(stance):
+            y = model(x)
+        y.square().mean().backward()
+        results.append([y.detach(), *(p.grad for p in model.parameters())])
+        assert sum(site.quantized for site in runtime_of(model).sites) > 10
+    assert_equal(*results)
+
+
+class Gated(nn.Module):
+    """A block whose last product has a SwiGLU before it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.gate, self.up, self.down = nn.LayerNorm(32), *(nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x):
+        x = self.norm(x)
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def test_what_depends_on_an_unknown_producer_is_refused():
+    policy = {
+        "version": 1,
+        "name": "by producer",
+        "rules": [
+            {"name": "down", "match": {"op": "linear", "producer": "swiglu"}, "keep": "exact"},
+            {"name": "rest", "match": {"op": "linear"}, "quantize": {"element": "e2m1", "block": 32}},
+        ],
+    }
+    model = fp4graph.apply(nn.Sequential(Gated(), Gated()), policy, backend="eager")
+    x = torch.randn(2, 32)
+    with pytest.raises(fp4graph.CaptureError, match="producer"), warnings.catch_warnings(action="ignore"):
+        model[0].down(x)
+    with warnings.catch_warnings(action="ignore"):
+        alone = model[1](model[0](x))
+    assert_equal([alone], [model(x)])
+
+
+def test_a_module_that_came_later_is_refused():
+    model = fp4graph.apply(vit(), "tetrajet", backend="eager")
+    model.blocks[0].mlp.fc1 = nn.Linear(64, 256)
+    with pytest.raises(fp4graph.CaptureError, match="again"), warnings.catch_warnings(action="ignore"):
+        model.blocks[0](torch.randn(1, 17, 64))
+
+
+def test_bypass_and_remove_give_the_plain_model():
+    plain, model = vit(), fp4graph.apply(vit(), "tetrajet", backend="eager")
+    x = torch.randn(1, 17, 64)
+    with fp4graph.bypass(model):
+        assert_equal([plain.blocks[0](x)], [model.blocks[0](x)])
+    fp4graph.remove(model)
+    assert_equal([plain.blocks[0](x)], [model.blocks[0](x)])
+    assert not any("_compiled_call_impl" in module.__dict__ and module._compiled_call_impl for module in model.modules())
+    copy.deepcopy(model)(images())
