@@ -21,6 +21,7 @@ from fp4graph.errors import CaptureError, Error
 from fp4graph.graph.site import Site
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.runtime import Runtime, detach
+from fp4graph.model.uncompiled import PLAIN
 from fp4graph.policy import Policy, load_policy
 from fp4graph.policy.words import describe, summarize
 from fp4graph.technique.site import BlockPosition
@@ -126,7 +127,7 @@ def _captured(
     fake_mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     python_state = random.getstate()
     with torch.random.fork_rng(), fake_tensor.FakeCopyMode(fake_mode):
-        twin = copy.deepcopy(unwrapped(model))
+        twin = copy.deepcopy(unwrapped(model), {PLAIN: True})
     detach(twin)
     twin._compiled_call_impl = None
     fake_args, fake_kwargs = pytree.tree_map_only(

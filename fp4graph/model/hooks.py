@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -61,8 +62,12 @@ class MarkHook:
         return [whole(_follow(module, path)) for path in self._entries]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy is detached: there is no compiled graph behind it.
+        # What is loaded from a file is detached: there is no compiled graph behind it.
         return _detached, (self.name,)
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> MarkHook:
+        copy.deepcopy(self.current, memo)  # has the copy of the model applied
+        return _detached(self.name)
 
 
 def _detached(name: str) -> MarkHook:

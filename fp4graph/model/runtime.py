@@ -71,7 +71,7 @@ class Runtime:
         self.root_state: state.RootState | None = None
         self.inspection = Inspection(self.plan, dynamic)
         part = None if self.strict else self.run_part
-        self._current = CurrentForward(noise.make_step(self.seed, 0, 0), part=part)
+        self._current = CurrentForward(noise.make_step(self.seed, 0, 0), part=part, copied=self._apply_to_copy)
         self._parts = Parts((), self._current)
         self._any_hook: hooks.MarkHook | None = None
         self._produced: MutableMapping[Tensor, str | None] = WeakTensorKeyDictionary()
@@ -139,6 +139,20 @@ class Runtime:
         del root._compiled_call_impl  # the class has None
         if self._previous is not None:
             root._compiled_call_impl = self._previous
+
+    def _apply_to_copy(self, memo: dict[Any, Any]) -> None:
+        """Apply the policy to the copy of the root that ``copy.deepcopy`` is making, with a copy of the state."""
+        twin: nn.Module | None = memo.get(id(self.root))
+        if twin is None:
+            return  # a part of the model is copied, or something that makes its copy by itself
+
+        def finish(attributes: dict[str, Any]) -> None:  # deepcopy's last step: it hands the attributes over
+            del twin.__dict__["__setstate__"]
+            twin.__setstate__(attributes)  # type: ignore[no-untyped-call]
+            settings = (self.policy, self.backend, self.seed, self.dynamic, self.total_forwards)
+            Runtime(twin, *settings, phase=self.phase, strict=self.strict).attach()
+
+        twin.__dict__["__setstate__"] = finish
 
     # An outer torch.compile must not trace through into our graphs with its own backend.
     @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -19,6 +19,10 @@ from torch.utils.checkpoint import _CheckpointFrame  # type: ignore[attr-defined
 from fp4graph.graph.direct import Direct
 
 
+#: Key of a deepcopy's memo: the copy is not to be applied.
+PLAIN = "fp4graph_plain"
+
+
 @dataclass(eq=False)
 class CurrentForward:
     """The forward of an applied model that is running, or was the last to run.
@@ -31,6 +35,7 @@ class CurrentForward:
         ran: ids of the modules that ran uncompiled, with gradients, since the count of forwards last changed.
         regions: of each checkpointed region, the step of its forward and the sites of each module before it.
         part: runs a module that was called by itself; None runs it as it is, which its hook refuses.
+        copied: called with the memo of a deepcopy that meets this object.
     """
 
     step: Tensor
@@ -41,6 +46,16 @@ class CurrentForward:
         default_factory=weakref.WeakKeyDictionary
     )
     part: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any] | None = None
+    copied: Callable[[dict[Any, Any]], None] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CurrentForward, (self.step,)  # no forward travels
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> CurrentForward:
+        memo[id(self)] = twin = CurrentForward(self.step)
+        if self.copied is not None and PLAIN not in memo:
+            self.copied(memo)
+        return twin
 
     def enter(self, module: nn.Module) -> None:
         """Note that ``module`` begins to run in the pass."""

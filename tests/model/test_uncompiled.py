@@ -21,18 +21,18 @@ from fp4graph.technique.registry import default_registry
 uncompiled = pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
 
 
-def vit(seed=0):
+def vit(seed=0, depth=2):
     torch.manual_seed(seed)
     return timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=2, embed_dim=64, num_heads=2, num_classes=10
+        "vit_tiny_patch16_224", img_size=32, patch_size=8, depth=depth, embed_dim=64, num_heads=2, num_classes=10
     )
 
 
-def llama(seed=0):
+def llama(seed=0, depth=2):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": depth, "num_attention_heads": 2}
     return LlamaForCausalLM(LlamaConfig(vocab_size=97, max_position_embeddings=64, **sizes))
 
 
@@ -72,9 +72,10 @@ def assert_equal(some, others):
 @pytest.mark.parametrize("policy", sorted(shipped_policies(default_registry())))
 def test_uncompiled_training_is_that_of_the_graph(policy, kind):
     make, inputs, output = MODELS[kind]
+    depth = 12 if policy == "nvfp4-te" else 2  # it keeps the first blocks and the last ones
     results = []
     for stance in ("default", "force_eager"):
-        model = fp4graph.apply(make(), policy, backend="eager", seed=3, total_forwards=4)
+        model = fp4graph.apply(make(depth=depth), policy, backend="eager", seed=3, total_forwards=4)
         results.append(trained(model, inputs, output, stance=stance))
     assert_equal(*results)
 
@@ -251,3 +252,31 @@ def test_bypass_and_remove_give_the_plain_model():
     assert_equal([plain.blocks[0](x)], [model.blocks[0](x)])
     assert not any("_compiled_call_impl" in module.__dict__ and module._compiled_call_impl for module in model.modules())
     copy.deepcopy(model)(images())
+
+
+@pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema", "ue5m3-d50"])
+def test_a_copy_is_an_applied_model_with_its_own_state(policy):
+    model = fp4graph.apply(vit(), policy, backend="eager", seed=2, total_forwards=8)
+    first = trained(model, images, lambda y: y)
+    twin = copy.deepcopy(model)
+    assert runtime_of(twin) is not None
+    assert runtime_of(twin).root_state.count == runtime_of(model).root_state.count == 2
+    assert_equal(list(model.state_dict().values()), list(twin.state_dict().values()))
+    assert_equal(trained(twin, images, lambda y: y), trained(model, images, lambda y: y))
+    assert_equal(first, trained(fp4graph.apply(vit(), policy, backend="eager", seed=2, total_forwards=8), images, lambda y: y))
+    assert copy.deepcopy(twin.blocks[0]) is not None
+
+
+def test_an_average_of_weights_evaluates_quantized():
+    model = fp4graph.apply(vit(), "tetrajet-qema", backend="eager")
+    model(images()).mean().backward()
+    averages = [
+        timm.utils.ModelEmaV3(model, decay=0.5),
+        torch.optim.swa_utils.AveragedModel(model, use_buffers=True),
+        torch.optim.swa_utils.AveragedModel(model),
+    ]
+    for average in averages:
+        (average.update if hasattr(average, "update") else average.update_parameters)(model)
+        with torch.no_grad():
+            assert_equal([average.module.eval()(images())], [average.eval()(images())])
+            assert_equal([model.eval()(images())], [average(images())])

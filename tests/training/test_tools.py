@@ -121,8 +121,7 @@ def test_a_model_ema_averages_weights_and_leaves_our_counters_whole(vit, images)
     counters = {name: value for name, value in state.items() if name.endswith("forwards")}
     assert counters
     assert all(value.dtype is torch.int64 for value in counters.values())
-    with pytest.raises(fp4graph.UncompiledError, match=r"fp4graph\.apply"):
-        ema.module(images)
+    assert not torch.equal(ema.module(images), applied(images))
     twin = fp4graph.apply(copy.deepcopy(ema.module), "tetrajet-qema", backend="eager").eval()
     assert twin(images).isfinite().all()
     with fp4graph.bypass(ema.module):
