@@ -12,7 +12,7 @@ import pytest
 import fp4graph
 
 FUNCTIONS = {
-    "apply": "model policy backend seed dynamic total_forwards example_inputs",
+    "apply": "model policy backend seed dynamic total_forwards example_inputs strict recompile_limit",
     "remove": "model",
     "bypass": "model",
     "load_policy": "ref",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from contextlib import AbstractContextManager
 from os import PathLike
 from typing import Any, TypeVar
@@ -14,7 +15,7 @@ from fp4graph.model import saved, state
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.explain import rehearse
 from fp4graph.model.hooks import bypassed, mark_hooks
-from fp4graph.model.runtime import Runtime, detach, require_runtime, runtime_of
+from fp4graph.model.runtime import Runtime, Settings, detach, require_runtime, runtime_of
 from fp4graph.policy import Policy, check_modules, load_policy
 
 M = TypeVar("M", bound=nn.Module)
@@ -30,6 +31,7 @@ def apply(
     total_forwards: int | None = None,
     example_inputs: Any = None,
     strict: bool = False,
+    recompile_limit: int | None = None,
 ) -> M:
     """Compile ``model`` in place so that it trains under ``policy``.
 
@@ -51,6 +53,9 @@ def apply(
             fake tensors: only shapes and dtypes matter.
         strict: raise :class:`UncompiledError` where a module with quantized sites would run uncompiled. Otherwise it
             runs operation by operation, with the same quantizers and noise but slower, and a PolicyWarning says why.
+        recompile_limit: graphs that may be compiled for the model's forward, one for each combination of ranks, modes
+            and what else is no size; beyond them it runs uncompiled. None is 64, or torch's own limit where that is
+            higher.
 
     Returns:
         ``model`` itself.
@@ -77,7 +82,8 @@ def apply(
     if example_inputs is not None:
         rehearse(root, loaded, example_inputs)
     first = runtime_of(root) is None and not mark_hooks(root)
-    Runtime(root, loaded, backend, seed, dynamic, total_forwards, strict=strict).attach()
+    settings = Settings(backend, 0 if seed is None else seed, dynamic, total_forwards, strict, recompile_limit)
+    Runtime(root, loaded, settings).attach()
     if first:
         saved.restore(root)
     return model
@@ -93,7 +99,7 @@ def set_total_forwards(model: nn.Module, total_forwards: int) -> None:
     runtime = require_runtime(model, "set_total_forwards")
     _check_total(total_forwards)
     runtime.policy.phase(0, total_forwards)
-    runtime.total_forwards = total_forwards
+    runtime.settings = dataclasses.replace(runtime.settings, total_forwards=total_forwards)
 
 
 def detect_nonfinite(model: nn.Module) -> AbstractContextManager[None]:

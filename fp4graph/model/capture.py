@@ -19,12 +19,18 @@ from fp4graph.model import distributed, state
 from fp4graph.model.prepare import PhasePlan
 
 
+#: Graphs of one model's forward that Dynamo may make: for shapes, training and evaluation, frozen parameters, caches.
+RECOMPILE_LIMIT = 64
+
+
 class Capture:
     """The root's forward, compiled: each captured graph is rewritten for ``plan`` and handed to ``inner``.
 
     Args:
         plan: of the phase in force.
         inner: the torch.compile backend that runs the rewritten graphs.
+        recompile_limit: graphs of one frame, after which Dynamo gives up; None is :data:`RECOMPILE_LIMIT`, or torch's
+            own where that is higher.
         explains: collect refusals in ``problems`` and do not raise them.
         uncompiled: runs a forward that Dynamo does not compile; None leaves it to the hooks to refuse it.
 
@@ -42,10 +48,11 @@ class Capture:
         inner: Backend,
         dynamic: bool | None,
         *,
+        recompile_limit: int | None = None,
         explains: bool = False,
         uncompiled: Callable[..., Any] | None = None,
     ) -> None:
-        self._plan, self._inner, self._explains = plan, inner, explains
+        self._plan, self._inner, self._explains, self._limit = plan, inner, explains, recompile_limit
         root = plan.root
 
         def entry(*args: Any, **kwargs: Any) -> Any:
@@ -113,18 +120,18 @@ class Capture:
             self.marked |= set(marked)
 
     @contextmanager
-    def uncut(self) -> Iterator[None]:
-        """Keep Dynamo from cutting graphs along DDP's buckets before the graph pass.
+    def configured(self) -> Iterator[None]:
+        """Have Dynamo allow as many graphs as are asked for, and cut none along DDP's buckets before the graph pass.
 
         Such a cut parts markers from what they mark. The rewritten graph is cut instead.
         """
-        wrapper = distributed.active_ddp()
-        if wrapper is None or torch._dynamo.config.optimize_ddp not in (True, "ddp_optimizer"):
-            yield
-            return
-        self._bucket_bytes = wrapper.bucket_bytes_cap
+        config, wrapper = torch._dynamo.config, distributed.active_ddp()
+        changes: dict[str, Any] = {"recompile_limit": self._limit or max(RECOMPILE_LIMIT, config.recompile_limit)}
+        if wrapper is not None and config.optimize_ddp in (True, "ddp_optimizer"):
+            self._bucket_bytes = wrapper.bucket_bytes_cap
+            changes["optimize_ddp"] = False
         try:
-            with torch._dynamo.config.patch(optimize_ddp=False):
+            with config.patch(**changes):
                 yield
         finally:
             self._bucket_bytes = None

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from fp4graph.errors import CaptureError, Error
 from fp4graph.graph.site import Site
 from fp4graph.model.distributed import unwrapped
-from fp4graph.model.runtime import Runtime, detach
+from fp4graph.model.runtime import Runtime, Settings, detach
 from fp4graph.model.uncompiled import PLAIN
 from fp4graph.policy import Policy, load_policy
 from fp4graph.policy.words import describe, summarize
@@ -135,7 +135,7 @@ def _captured(
         lambda t: t if isinstance(t, fake_tensor.FakeTensor) else fake_mode.from_tensor(t),
         (args, dict(kwargs)),
     )
-    runtime = Runtime(twin, policy, "eager", explains=True)
+    runtime = Runtime(twin, policy, Settings("eager", strict=True), explains=True)
     try:
         with torch.random.fork_rng(), fake_mode:
             runtime.attach()

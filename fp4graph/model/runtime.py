@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 import weakref
 from collections.abc import Iterator, MutableMapping
@@ -29,6 +30,21 @@ from fp4graph.numerics import noise
 from fp4graph.policy import Policy
 
 
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How a policy is applied: the arguments of :func:`fp4graph.apply` beside model and policy.
+
+    ``recompile_limit`` None is 64, or torch's own where that is higher.
+    """
+
+    backend: str = "inductor"
+    seed: int = 0
+    dynamic: bool | None = None
+    total_forwards: int | None = None
+    strict: bool = False
+    recompile_limit: int | None = None
+
+
 class Runtime:
     """A model under one phase of a policy. ``nn.Module.__call__`` of an applied model runs this object.
 
@@ -36,10 +52,9 @@ class Runtime:
 
     Args:
         policy: with its phases.
-        backend, seed, dynamic, total_forwards: as for :func:`fp4graph.apply`.
+        settings: how the policy is applied.
         phase: the number of the policy's phases that have begun.
         explains: collect in ``capture.problems`` what a graph does not allow, and do not raise it.
-        strict: refuse what is not compiled, instead of running it operation by operation.
 
     Attributes:
         plan: what this phase of the policy asks of the model.
@@ -53,25 +68,26 @@ class Runtime:
         self,
         root: nn.Module,
         policy: Policy,
-        backend: str,
-        seed: int | None = None,
-        dynamic: bool | None = None,
-        total_forwards: int | None = None,
+        settings: Settings,
         phase: int = 0,
         explains: bool = False,
-        strict: bool = False,
     ) -> None:
-        self.root, self.policy, self.phase, self.total_forwards = root, policy, phase, total_forwards
-        self.backend, self.seed, self.dynamic = backend, 0 if seed is None else seed, dynamic
+        self.root, self.policy, self.settings, self.phase = root, policy, settings, phase
         self.plan = self.plan_of(phase)
-        self.strict = strict or explains
-        uncompiled = None if self.strict else self._run_uncompiled
-        self.capture = Capture(self.plan, inner_backend(backend), dynamic, explains=explains, uncompiled=uncompiled)
+        inner, uncompiled = inner_backend(settings.backend), None if settings.strict else self._run_uncompiled
+        self.capture = Capture(
+            self.plan,
+            inner,
+            settings.dynamic,
+            recompile_limit=settings.recompile_limit,
+            explains=explains,
+            uncompiled=uncompiled,
+        )
         self.optimizers = PreparedOptimizers()
         self.root_state: state.RootState | None = None
-        self.inspection = Inspection(self.plan, dynamic)
-        part = None if self.strict else self.run_part
-        self._current = CurrentForward(noise.make_step(self.seed, 0, 0), part=part, copied=self._apply_to_copy)
+        self.inspection = Inspection(self.plan, settings.dynamic)
+        part = None if settings.strict else self.run_part
+        self._current = CurrentForward(noise.make_step(settings.seed, 0, 0), part=part, copied=self._apply_to_copy)
         self._parts = Parts((), self._current)
         self._any_hook: hooks.MarkHook | None = None
         self._produced: MutableMapping[Tensor, str | None] = WeakTensorKeyDictionary()
@@ -126,7 +142,7 @@ class Runtime:
         self._previous = self.root._compiled_call_impl
         self.root._compiled_call_impl = self
         self.root_state = prepare(self.plan, self.policy, self._current, former)
-        if self.root_state is not None and not self.strict:
+        if self.root_state is not None and not self.settings.strict:
             inner = [m for name, m in self.root.named_modules() if name and not state.is_ours(name)]
             self._parts = Parts(inner, self._current)
             self._parts.show()
@@ -149,8 +165,7 @@ class Runtime:
         def finish(attributes: dict[str, Any]) -> None:  # deepcopy's last step: it hands the attributes over
             del twin.__dict__["__setstate__"]
             twin.__setstate__(attributes)  # type: ignore[no-untyped-call]
-            settings = (self.policy, self.backend, self.seed, self.dynamic, self.total_forwards)
-            Runtime(twin, *settings, phase=self.phase, strict=self.strict).attach()
+            Runtime(twin, self.policy, self.settings, self.phase).attach()
 
         twin.__dict__["__setstate__"] = finish
 
@@ -199,7 +214,7 @@ class Runtime:
         if self.root_state is not None:
             self._settle(self.root_state, training)
             rank, device = distributed.rank(), self.root_state.get_buffer("forwards").device
-            self._current.step = noise.make_step(self.seed, rank, self.root_state.count, device=device)
+            self._current.step = noise.make_step(self.settings.seed, rank, self.root_state.count, device=device)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def run_part(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -214,6 +229,12 @@ class Runtime:
             return call(*args, **kwargs)
         if self._failure is not None:
             raise self._failure.with_traceback(None)
+        if runtime_of(self.root) is not self:  # nn.Module.compile() has put another call in the place of ours
+            self.root._compiled_call_impl = self
+            self._warn(
+                "compile",
+                "model.compile() was called after fp4graph.apply(), which compiles the model already; it has no effect",
+            )
         training, again = torch.is_grad_enabled(), torch._C._current_graph_task_id() != -1
         if training and not again and id(module) in self._current.ran:
             self._advance()
@@ -285,7 +306,7 @@ class Runtime:
             capture, run = looked_at, looked_at.run
         self._current.compiled = True
         try:
-            with capture.uncut(), self._parts.hidden():
+            with capture.configured(), self._parts.hidden():
                 return run(*args, **kwargs)
         except Exception as error:
             ours, capture.error = capture.error, None
@@ -300,7 +321,7 @@ class Runtime:
         """Start state before the first forwards at the weights as they are now (initialized after apply(), sharded, or
         received from another rank), and make it the same on all ranks of a DDP."""
         if not self._trained:
-            distributed.compile_sharded(self.root, self.weights, self.capture.backend, self.dynamic)
+            distributed.compile_sharded(self.root, self.weights, self.capture.backend, self.settings.dynamic)
             with torch.inference_mode(False):  # tensors made in it could not be trained with
                 for own in state.site_states(self.root):
                     if root_state.count == 0:
@@ -319,14 +340,13 @@ class Runtime:
     def _due(self) -> int:
         """Return the phase that the count of forwards asks for."""
         count = None if self.root_state is None else self.root_state.count
-        return self.phase if count is None else self.policy.phase(count, self.total_forwards)
+        return self.phase if count is None else self.policy.phase(count, self.settings.total_forwards)
 
     def _enter(self, phase: int) -> Runtime:
         """Enter another phase: apply its policy, with the present state and optimizers."""
         if self.inspection.watching:
             raise Error("a phase of the policy begins inside detect_nonfinite(); watch the steps of each by themselves")
-        settings = (self.policy, self.backend, self.seed, self.dynamic, self.total_forwards)
-        following = Runtime(self.root, *settings, phase=phase, strict=self.strict)
+        following = Runtime(self.root, self.policy, self.settings, phase)
         following.attach()
         following.observe(self.inspection.recording, training=self.inspection.training)
         self.optimizers.prepare_again(self.root)

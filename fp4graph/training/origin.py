@@ -25,8 +25,8 @@ def written_under(module: nn.Module) -> dict[str, Any] | None:
     return {
         "text": policy.to_yaml(),
         "fingerprint": policy.fingerprint,
-        "seed": runtime.seed,
-        "total_forwards": runtime.total_forwards if policy.phases else None,
+        "seed": runtime.settings.seed,
+        "total_forwards": runtime.settings.total_forwards if policy.phases else None,
     }
 
 
@@ -49,12 +49,12 @@ def check_policy(source: str, saved: Mapping[str, Any] | None, module: nn.Module
             f"{source} was written under policy {name_in(saved['text'])!r}, this model has {runtime.policy.name!r}.\n"
             f"From that policy (-) to this one (+):\n{shown}\n{remedy}"
         )
-    if saved["seed"] != runtime.seed:
+    if saved["seed"] != runtime.settings.seed:
         raise Mismatch(
             f"{source} was written under fp4graph.apply(..., seed={saved['seed']}), this model has seed "
-            f"{runtime.seed}: the noise would be another. Apply with the former, or pass same_policy=False"
+            f"{runtime.settings.seed}: the noise would be another. Apply with the former, or pass same_policy=False"
         )
-    total = runtime.total_forwards
+    total = runtime.settings.total_forwards
     if runtime.policy.phases and None not in (saved["total_forwards"], total) and saved["total_forwards"] != total:
         raise Mismatch(
             f"{source} was written for a training of {saved['total_forwards']} forwards, this one has {total}: phases "

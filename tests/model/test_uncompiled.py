@@ -89,14 +89,16 @@ def test_it_warns_once_and_says_why():
 
 
 def test_the_recompile_limit_ends_no_training():
-    model = fp4graph.apply(nn.Sequential(nn.Linear(32, 32), nn.ReLU()), "tetrajet", backend="eager")
+    make = lambda: nn.Sequential(nn.Linear(32, 32), nn.ReLU())
+    model = fp4graph.apply(make(), "tetrajet", backend="eager", recompile_limit=2)
     ranks = [torch.randn(*([1] * rank), 2, 32) for rank in range(1, 6)]
-    with torch._dynamo.config.patch(recompile_limit=2), pytest.warns(PolicyWarning, match="recompile limit"):
+    with pytest.warns(PolicyWarning, match="recompile limit"):
         limited = [model(x) for x in ranks]
-    fp4graph.apply(model, "tetrajet", backend="eager")
-    model.load_state_dict({k: torch.zeros_like(v) if k.endswith("forwards") else v for k, v in model.state_dict().items()})
-    torch._dynamo.reset()
-    assert_equal(limited, [model(x) for x in ranks])
+    twin = make()
+    twin.load_state_dict(fp4graph.strip(model.state_dict()))
+    fp4graph.apply(twin, "tetrajet", backend="eager")
+    with warnings.catch_warnings(action="error"):
+        assert_equal(limited, [twin(x) for x in ranks])
 
 
 @uncompiled
@@ -280,3 +282,37 @@ def test_an_average_of_weights_evaluates_quantized():
         with torch.no_grad():
             assert_equal([average.module.eval()(images())], [average.eval()(images())])
             assert_equal([model.eval()(images())], [average(images())])
+
+
+class Wrapper(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net, self.out = net, nn.Linear(10, 3)
+
+    def forward(self, x):
+        return self.out(self.net(x))
+
+
+@pytest.mark.parametrize("outside", ["wrapper", "function", "model", "compile", "average"])
+def test_an_outer_compilation_runs_the_applied_model(outside):
+    model, x = fp4graph.apply(vit(), "tetrajet", backend="eager"), images()
+    expected = fp4graph.apply(vit(), "tetrajet", backend="eager")(x)
+    if outside == "wrapper":
+        wrapper = Wrapper(model)
+        y = torch.compile(wrapper, backend="aot_eager")(x)
+        expected = wrapper.out(expected)
+    elif outside == "function":
+        y = torch.compile(lambda x: 2 * model(x), backend="aot_eager")(x) / 2
+    elif outside == "model":
+        y = torch.compile(model, backend="aot_eager")(x)
+    elif outside == "average":
+        y = torch.compile(timm.utils.ModelEmaV3(model), backend="aot_eager")(x)
+    else:
+        model.compile(backend="aot_eager")
+        with warnings.catch_warnings(action="ignore"):
+            y = model(x)
+        assert runtime_of(model) is not None
+    torch.testing.assert_close(y, expected, rtol=0, atol=0)
+    y.sum().backward()
+    if outside != "average":
+        assert model.blocks[0].attn.qkv.weight.grad is not None
