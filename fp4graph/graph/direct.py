@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from fp4graph.graph.marker import Marker, Tag
 from fp4graph.graph.names import Names
 from fp4graph.graph.observe import Recording, numbered
 from fp4graph.graph.plan import Planner, plan_once
-from fp4graph.graph.products import PRODUCER, producer_of, read_product, value_of
+from fp4graph.graph.products import PRODUCER, producer_of, value_of
 from fp4graph.graph.replace import SiteCall, call_of
 from fp4graph.ops.observe import observed
 from fp4graph.policy import Policy
@@ -106,7 +106,8 @@ class Direct(TorchFunctionMode):
         self, module: nn.Module, name: str, tag: Tag, step: Tensor, weights: Sequence[Tensor], state: Sequence[Tensor]
     ) -> None:
         """Take the marker of a module that is about to run; the arguments are those of ``fp4graph::mark``."""
-        key, place = module._fp4graph.key, self._own  # type: ignore[union-attr]
+        key: Any = module._fp4graph.key  # type: ignore[union-attr]
+        place = self._own
         nodes = [place(w) for w in weights], [place(entry) for entry in state]
         self._markers.add(Marker(tag, place(key), place(step), *nodes, module.training, id(module), name))
         self.marked.add(name)
@@ -257,11 +258,12 @@ def _viewed(node: Node, views: Sequence[Node]) -> Tensor:
     x: Any = value_of(node)
     for view in views:
         args, kwargs = pytree.tree_map_only(Node, value_of, (view.args[1:], dict(view.kwargs)))
-        x = getattr(x, view.target)(*args, **kwargs) if isinstance(view.target, str) else view.target(x, *args, **kwargs)  # type: ignore[operator]
+        target: Any = view.target
+        x = getattr(x, target)(*args, **kwargs) if isinstance(target, str) else target(x, *args, **kwargs)
     return x  # type: ignore[no-any-return]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _operation(func: Callable[..., Any]) -> tuple[str | None, Any]:
     """Return kind and target of the node that Dynamo makes of a call of ``func``; None for what makes no tensor."""
     name = getattr(func, "__name__", "")

@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
-from fp4graph.graph.products import Product, operation, value_of
+from fp4graph.graph.products import Product, operation
 
 #: Fused recurrent layers, which the counter does not know.
 _RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
@@ -26,7 +26,7 @@ def of_product(product: Product) -> int | None:
         return None
     if product.form == "linear":
         return 2 * prod(a) * b[0]
-    batch = torch.broadcast_shapes(a[:-2], b[:-2])  # type: ignore[no-untyped-call]
+    batch: torch.Size = torch.broadcast_shapes(a[:-2], b[:-2])  # type: ignore[no-untyped-call]
     return 2 * prod(batch) * prod(a[-2:]) * b[-1]
 
 

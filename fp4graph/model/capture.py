@@ -18,7 +18,6 @@ from fp4graph.graph.site import Site, WeightUse
 from fp4graph.model import distributed, state
 from fp4graph.model.prepare import PhasePlan
 
-
 #: Graphs of one model's forward that Dynamo may make: for shapes, training and evaluation, frozen parameters, caches.
 RECOMPILE_LIMIT = 64
 

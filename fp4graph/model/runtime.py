@@ -247,7 +247,7 @@ class Runtime:
             self._trained += first
         place = self.plan.names.name(module)
         self._warn(
-            place,
+            f"module {place}",
             f"module {place or '(root)'!r} was called by itself, so it runs uncompiled: quantized as ever, and slower. "
             "Only calling the applied model runs the compiled graph",
         )

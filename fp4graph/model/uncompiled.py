@@ -1,4 +1,4 @@
-"""Forwards that no compiler captured: the parts of an applied model called by themselves, and calls that Dynamo refused.
+"""Forwards that no compiler captured: parts of an applied model called by themselves, and calls that Dynamo refused.
 
 They run operation by operation (:mod:`fp4graph.graph.direct`), with the quantizers, the noise and the state of the
 compiled graph, slower than it.
@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import _CheckpointFrame  # type: ignore[attr-defined]
+from torch.utils.checkpoint import _CheckpointFrame
 
 from fp4graph.graph.direct import Direct
 
-
 #: Key of a deepcopy's memo: the copy is not to be applied.
-PLAIN = "fp4graph_plain"
+PLAIN: Any = "fp4graph_plain"
 
 
 @dataclass(eq=False)
