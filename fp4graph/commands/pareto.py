@@ -10,6 +10,7 @@ import typer
 from fp4graph.commands.score import RuleOption, Studies, read
 from fp4graph.commands.sweep import known_rule
 from fp4graph.errors import Error
+from fp4graph.files import write
 
 FORMATS = ("png", "pdf", "svg")
 
@@ -24,7 +25,7 @@ def pareto(
 ) -> None:
     """Draw complexity against score, a panel per sweep, and name the points on the frontier."""
     from fp4graph.experiments.pareto import png
-    from fp4graph.experiments.results import frontier, write
+    from fp4graph.experiments.results import frontier
 
     chosen = known_rule(rule)
     form = output.suffix.lstrip(".")

@@ -13,6 +13,7 @@ from fp4graph.commands.sweep import known_rule
 from fp4graph.errors import Error
 from fp4graph.experiments.data.extras import needs
 from fp4graph.experiments.score import score as score_of
+from fp4graph.files import write
 
 Sources = Annotated[
     list[str] | None, typer.Argument(metavar="[SWEEP]...", help="A sweep's folder, an SQLite file, or a database URL.")
@@ -55,7 +56,7 @@ def score(
         raise Error("give --all or --choices; not both")
     found = read(sources, study)
     from fp4graph.experiments.progress import best_table, effects_table, trial_table
-    from fp4graph.experiments.results import effects_json, to_csv, to_json, write
+    from fp4graph.experiments.results import effects_json, to_csv, to_json
 
     for path in export or []:
         if path.suffix not in (".csv", ".json"):
