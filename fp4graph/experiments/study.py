@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import optuna
 import yaml
-from optuna.distributions import CategoricalDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.exceptions import DuplicatedStudyError, UpdateFinishedTrialError
 from optuna.pruners import BasePruner, NopPruner
 from optuna.samplers import RandomSampler
@@ -145,8 +145,9 @@ class Study:
             names = optuna.get_all_study_names(storage)
             if name not in names:
                 raise Error(f"{shown} has no study {name!r}; it has {', '.join(sorted(names)) or 'none'}")
-            how = {"sampler": RandomSampler(), "pruner": PRUNERS[pruner]()}
-            study = optuna.load_study(study_name=name, storage=storage, **how)
+            study = optuna.load_study(
+                study_name=name, storage=storage, sampler=RandomSampler(), pruner=PRUNERS[pruner]()
+            )
             manifest = None
             for _ in range(50):  # between a study's creation and its manifest lies a moment
                 manifest = study.user_attrs.get("fp4graph")
@@ -343,5 +344,5 @@ class Claim:
 def optuna_trial(space: Space, assignment: Assignment, **more: Any) -> FrozenTrial:
     """Return a trial of ``assignment`` as Optuna has it; ``more`` is as for ``optuna.create_trial``."""
     taken = (parameter for parameter in space.parameters if parameter.name in assignment)
-    distributions = {parameter.name: CategoricalDistribution(tuple(parameter.choices)) for parameter in taken}
+    distributions: dict[str, BaseDistribution] = {p.name: CategoricalDistribution(tuple(p.choices)) for p in taken}
     return optuna.create_trial(params=dict(assignment), distributions=distributions, **more)

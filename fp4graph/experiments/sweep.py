@@ -14,6 +14,7 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import optuna
@@ -22,7 +23,7 @@ from optuna.trial import TrialState
 
 from fp4graph.errors import Error, PolicyError
 from fp4graph.experiments.run import Outcome, Run
-from fp4graph.experiments.space import Configuration, Space
+from fp4graph.experiments.space import Configuration, Parameter, Space
 from fp4graph.experiments.study import Away, Claim, Study, TakenOver, optuna_trial
 from fp4graph.experiments.trial import FREE, Trial
 
@@ -103,10 +104,14 @@ def _estimated(space: Space, trials: Sequence[Trial], seed: int) -> Iterator[Map
         study.add_trial(optuna_trial(space, trial.assignment, state=state, values=values))
     for _ in range(20):
         ask = study.ask()
-        assignment = space.assigned(lambda p, _, ask=ask: ask.suggest_categorical(p.name, tuple(p.choices)))
+        assignment = space.assigned(partial(_asked, ask))
         study.tell(ask, state=TrialState.FAIL)
         if space.contains(assignment):  # a choice may have a condition that the estimator does not know
             yield assignment
+
+
+def _asked(ask: optuna.Trial, parameter: Parameter, labels: list[str]) -> str:
+    return ask.suggest_categorical(parameter.name, tuple(parameter.choices))
 
 
 # ------------------------------------------------------------------ a worker

@@ -127,6 +127,7 @@ class Workers:
         with _blocked(signal.SIGINT):
             process.start()
         theirs.close()
+        assert process.pid is not None
         name = worker_name(process.pid, job.token)
         self._running[index] = _Worker(process, ours, name, _progress(self._study.trials()))
 

@@ -96,7 +96,8 @@ def mnist(root: Path) -> Split:
     from torchvision.datasets import MNIST
 
     where = f"{root}/MNIST/raw has the four files train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-..."
-    return Split(*_torchvision(MNIST, root, where), classes=10, mean=(0.1307,), std=(0.3081,))
+    train, test = _torchvision(MNIST, root, where)
+    return Split(train, test, classes=10, mean=(0.1307,), std=(0.3081,))
 
 
 def cifar10(root: Path) -> Split:
@@ -105,8 +106,8 @@ def cifar10(root: Path) -> Split:
     from torchvision.datasets import CIFAR10
 
     where = f"{root / CIFAR10.base_folder} exists (unpack {CIFAR10.filename} in {root})"
-    mean, std = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-    return Split(*_torchvision(CIFAR10, root, where), classes=10, mean=mean, std=std)
+    train, test = _torchvision(CIFAR10, root, where)
+    return Split(train, test, classes=10, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
 
 
 def _torchvision(kind: Callable[..., Images], root: Path, where: str) -> list[Images]:

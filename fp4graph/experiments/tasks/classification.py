@@ -52,7 +52,8 @@ class Classification(Problem):
 
         if mixup is not None and settings.batch_size % 2:
             raise Error(f"mixup pairs images: batch size {settings.batch_size} is odd")
-        self.mixup: Any = None if mixup is None else Mixup(**mixup, num_classes=classes)  # type: ignore[arg-type]
+        kind: Callable[..., Any] = Mixup
+        self.mixup = None if mixup is None else kind(**mixup, num_classes=classes)
         torch.manual_seed(settings.seed)
         self.model = timm.create_model(model, num_classes=classes, **options)
 
@@ -117,7 +118,7 @@ def _small(load: Callable[..., Split], data: str | None, settings: Settings, **m
 def _augmented(load: Callable[..., Split], data: str | None, size: int, settings: Settings, **options: Any) -> Problem:
     """Make the same of images enlarged to ``size`` pixels, in the order of a shuffling DataLoader."""
     split = load() if data is None else load(data_folder(data, settings.run.data))
-    shape = {"img_size": size, "in_chans": split.channels, "patch_size": 4}
+    shape: dict[str, Any] = {"img_size": size, "in_chans": split.channels, "patch_size": 4}
     return transformed(split, VIT, settings, size=size, crop=1.0, order=WholePasses, **shape, **options)
 
 
