@@ -32,8 +32,9 @@ class Dampen(Technique):
 
     Stage: optimizer, before the step.
 
-    Cost: the weight's quantizer once more at each step, and one addition per element. The complexity weight is ours:
-    0.5, which Table 2's rules give for unfusable O(n) work with O(1) memory.
+    Cost: the weight's quantizer once more at each step, and one addition per element.
+
+    The complexity weight is ours: 0.5, which Table 2's rules give for unfusable O(n) work with O(1) memory.
 
     Use it to compare remedies for oscillation: in pre-training it reduces oscillation hardly at all (Chen et al.,
     Table 4 and Figure 6); ``q_ema`` and ``q_ramping`` do.

@@ -40,8 +40,9 @@ class Freeze(Technique):
     Stage: optimizer, after the step; also before the first step, for the first q.
 
     Cost: five tensors of the weight's size, one of its dtype, two fp32, one int8 and one boolean, which are saved with
-    the optimizer; the weight's quantizer once more at each step. The complexity weight is ours: 3.0, the upper end of
-    what Table 2's rules give for unfusable work with O(n) memory.
+    the optimizer; the weight's quantizer once more at each step.
+
+    The complexity weight is ours: 3.0, the upper end of what Table 2's rules give for unfusable work with O(n) memory.
 
     Use it to compare remedies for oscillation, or to fine-tune at small learning rates: in pre-training, where weights
     flip because they move far, it freezes most of them early and ruins the result (Chen et al., Table 4).

@@ -48,8 +48,8 @@ class OutlierClamp(Technique):
     name: ClassVar[str] = "outlier_clamp"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=False)
 
-    quantile: float = Field(0.99, gt=0.5, lt=1, description="α: elements beyond the α- and (1 − α)-quantile are cut.")
-    residual: bool = Field(True, description="Whether what is cut off is multiplied apart, in high precision.")
+    quantile: float = Field(0.99, gt=0.5, lt=1, description="α: elements outside the (1 − α)- and α-quantile are cut.")
+    residual: bool = Field(True, description="Whether what is cut off is multiplied apart or dropped.")
     operands: Operands = Field(("fprop.input",), description="Operands, or groups of them, that are clamped.")
 
     @property

@@ -45,8 +45,9 @@ class QEma(Technique):
     Stages: element rounding of fprop.weight, which an operand with ``source: fprop`` requantizes; optimizer, after the
     step.
 
-    Cost: e, read at every forward and updated at every step. The complexity weight is ours: 2.0, which Table 2's rules
-    give for O(n) memory.
+    Cost: e, read at every forward and updated at every step.
+
+    The complexity weight is ours: 2.0, which Table 2's rules give for O(n) memory.
 
     Use it when validation loss stays behind in the last part of training, with the learning rate low, and rounding to
     nearest flips many weights back and forth. It cannot be combined with ``q_ramping``, the other remedy.

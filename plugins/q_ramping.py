@@ -52,8 +52,9 @@ class QRamping(Technique):
 
     Cost: two passes over each weight with some N > 1 and over its state, which are copied before the step; the sum of
     gradients and N are kept. During a detection: four tensors of the weight's size, and the weight's quantizer once
-    more at each step. The complexity weight is ours: 2.5, because Table 2's rules give 2 to 3 for unfusable work with
-    O(n) memory.
+    more at each step.
+
+    The complexity weight is ours: 2.5, because Table 2's rules give 2 to 3 for unfusable work with O(n) memory.
 
     Use it against oscillation if ``q_ema``, with which it cannot be combined, does not help or its average in the
     forward is not wanted. Forward weights must round to nearest: a quantizer that draws noise moves without the weight,

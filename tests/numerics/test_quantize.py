@@ -47,9 +47,7 @@ def test_scales_agree_with_the_oracle(spec: ScaleSpec) -> None:
     z = amax(blocks, blocking.axes)
     for name in ("e2m1", "e3m0", "int4", "int8", "e4m3"):
         element = element_format(name)
-        expected = [
-            oracle.scale_of_block(row, spec, element, b) for row, b in zip(blocks.tolist(), bits, strict=True)
-        ]
+        expected = [oracle.scale_of_block(row, spec, element, b) for row, b in zip(blocks.tolist(), bits, strict=True)]
         assert_same_bits(block_scale(z, spec, element, noise), torch.tensor(expected)[:, None])
 
 
