@@ -1,4 +1,4 @@
-"""Observers that measure a sample of each operand, or each site's output, while the model runs."""
+"""Recordings (:class:`fp4graph.graph.observe.Recording`): of a sample of each operand, and of each site's output."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from fp4graph.analysis import metrics as m
-from fp4graph.analysis.fields import gemm_fields, operand_fields
 from fp4graph.analysis.sampling import Moments, Sample, Selection, sample
 from fp4graph.ops.observe import ObservedOperand, OperandObserver
 from fp4graph.technique.operands import Gemm, Operand
 
 
-class Collector:
-    """The observer of a step: sums over sampled operands, added up over the step's forwards and backwards.
+class OperandRecording:
+    """Sums over sampled operands, added up over the forwards and backwards of a step.
 
     Sums are added as Python numbers: a checkpointed region must run the same operators when it is recomputed.
     """
@@ -62,7 +61,7 @@ class Collector:
         measured = []
         for (site, tensor), sums in self._sums.items():
             is_gemm = tensor in set(Gemm)
-            fields = gemm_fields(sums) if is_gemm else operand_fields(sums, self.metrics, self._limits.get(site))
+            fields = m.gemm_fields(sums) if is_gemm else m.operand_fields(sums, self.metrics, self._limits.get(site))
             measured.append({"site": site, "tensor": tensor, **fields})
         return measured
 
@@ -75,14 +74,14 @@ class Collector:
 class _SiteCall:
     """One forward of one site, and its backward."""
 
-    def __init__(self, collector: Collector, site: str) -> None:
-        self._collector, self._site = collector, site
+    def __init__(self, recording: OperandRecording, site: str) -> None:
+        self._recording, self._site = recording, site
         self._exact: dict[Operand, Tensor] = {}
 
     @torch.no_grad()
     def __call__(self, left: ObservedOperand, right: ObservedOperand) -> None:
-        collector, gemm = self._collector, left.operand.gemm
-        wants_gradient = "gradient" in collector.metrics
+        gemm = left.operand.gemm
+        wants_gradient = "gradient" in self._recording.metrics
         if gemm is Gemm.FPROP and wants_gradient:
             self._exact = {Operand.DGRAD_WEIGHT: right.given.mT, Operand.WGRAD_INPUT: left.given.mT}
         # An operand may be empty, such as the input of an expert without tokens; the other one is measured.
@@ -90,24 +89,24 @@ class _SiteCall:
         if gemm is not Gemm.FPROP and wants_gradient and len(measured) == 2:
             (left_moments, left_exact), (right_moments, right_exact) = measured
             sums = m.gradient_sums(left_moments, right_moments, left_exact, right_exact)
-            collector.add(self._site, str(gemm), sums)
+            self._recording.add(self._site, str(gemm), sums)
 
     def _measured(self, seen: ObservedOperand) -> tuple[Moments, Tensor]:
         """Return the moments of the sampled lines, and the same lines of the factor in high precision."""
-        selection = Selection(tuple(seen.x.shape), self._collector.sample)
+        selection = Selection(tuple(seen.x.shape), self._recording.sample)
         if seen.program.spec is None:
             x = selection.of(seen.x)
             moments = Moments(x)
         else:
             sampled = sample(seen, selection)
-            self._collector.add_operand(self._site, seen.operand, sampled)
+            self._recording.add_operand(self._site, seen.operand, sampled)
             x, moments = sampled.x, sampled.moments
         given = self._exact.get(seen.operand, seen.given)
         return moments, x if given is seen.x or seen.operand.gemm is Gemm.FPROP else selection.of(given)
 
 
-class Outputs:
-    """The observer of a probe: each site's output, and its relative change from one run to the next."""
+class OutputRecording:
+    """Each site's output, and its relative change from one run of a probe to the next."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self._patterns = patterns
