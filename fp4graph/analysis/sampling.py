@@ -38,15 +38,10 @@ _COMPOSING = ("split", "around", "round", "after")
 
 @dataclass(frozen=True)
 class Selection:
-    """The sampled lines of an operand ``[..., R, K]``: evenly spaced lines of evenly spaced matrices.
-
-    Attributes:
-        shape: the operand's shape.
-        elements: about how many elements to sample; None for all of them.
-    """
+    """The sampled lines of an operand ``[..., R, K]``: evenly spaced lines of evenly spaced matrices."""
 
     shape: tuple[int, ...]
-    elements: int | None
+    elements: int | None  # about how many elements to sample; None for all of them
 
     def of(self, x: Tensor) -> Tensor:
         """Copy the sampled lines of ``x [..., R, K']`` in fp32, ``[P, n, K']``; K' may differ from the operand's K."""
@@ -59,10 +54,8 @@ class Selection:
         return taken.to(torch.float32)
 
     def index(self, device: torch.device) -> Tensor:
-        """Return the row-major index of each sampled element in the operand, int32 ``[P, n, K]``.
-
-        Indices wrap around beyond 2^32 elements, as :meth:`Blocking.index` does.
-        """
+        """Return the row-major index of each sampled element in the operand, int32 ``[P, n, K]``; like
+        :meth:`Blocking.index` it wraps around beyond 2^32 elements."""
         count, length = self.shape[-2:]
         every = torch.arange(self._matrices), torch.arange(count)
         matrices, lines = every if self.elements is None else self._chosen
@@ -102,12 +95,9 @@ class Sample:
     """Sampled lines of one operand, quantized: fp32 ``[P, n, K]``, in the GEMM's basis.
 
     Attributes:
-        x: the values before quantization.
         q: the values that were multiplied.
         ideal: the values that unrounded scales would have given.
         ratio: x divided by its scale, before rounding; NaN where the block's scale is NaN.
-        moments: mean and variance of q.
-        element: the format of the elements.
         scales: the stored scales ``[B]``, 0 for a block of zeros: those of the sample, or of the whole operand where
             its blocks depend on each other.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import inspect
@@ -26,24 +27,20 @@ from fp4graph.technique.options import OperandList
 from fp4graph.technique.registry import GROUP, Registry
 from fp4graph.technique.site import SiteView
 
-_SHIPPED_PLUGINS = "fp4graph_plugins"
-
 
 @functools.lru_cache(maxsize=4)
 def loadable_policies(registry: Registry) -> dict[str, Policy]:
     """Return every policy of ``registry`` that can be loaded, by name."""
     found: dict[str, Policy] = {}
     for name, path in sorted(registry.policies.items()):
-        try:
+        with contextlib.suppress(Error):  # whoever lists policies names it
             found[name] = load_policy(path, registry)
-        except Error:  # whoever lists policies names it
-            continue
     return found
 
 
 def shipped_registry() -> Registry:
     """Return a registry of fp4graph's own techniques and policies only."""
-    points = sorted(point for point in entry_points(group=GROUP) if point.module.startswith(f"{_SHIPPED_PLUGINS}."))
+    points = sorted(point for point in entry_points(group=GROUP) if point.module.startswith("fp4graph_plugins."))
     return Registry([(point.name, point) for point in points], entry_point_group=None)
 
 
@@ -51,7 +48,7 @@ def technique_data(technique: type[Technique], registry: Registry) -> dict[str, 
     """Return a technique as JSON data; ``complexity`` is None where it depends on a required option."""
     return technique_row(technique, registry) | {
         "doc": docstring(technique),
-        "options": {key: _option(field) for key, field in option_fields(technique).items()},
+        "options": {key: _option_data(field) for key, field in option_fields(technique).items()},
         "stages": [stage for stage in STAGES if overrides(technique, stage)],
         "conflicts": sorted(technique.conflicts),
         "requires": sorted(technique.requires),
@@ -121,29 +118,26 @@ def planned(rule: Rule) -> OperandSpecs:
     return plan_specs(rule.techniques, site, rule.specs)
 
 
-def _option(field: FieldInfo) -> dict[str, Any]:
+def _option_data(field: FieldInfo) -> dict[str, Any]:
     required = field.is_required()
     return {
         "type": option_words(field.annotation, field.metadata),
         "required": required,
-        **({} if required else {"default": to_jsonable_python(default_of(field))}),
+        **({} if required else {"default": default_of(field)}),
         "description": one_line(field.description or ""),
     }
 
 
 def default_of(field: FieldInfo) -> Any:
-    return field.get_default(call_default_factory=True)
+    return to_jsonable_python(field.get_default(call_default_factory=True))
 
 
 def weight_of(technique: type[Technique], options: Mapping[str, Any]) -> float | None:
-    try:
+    with contextlib.suppress(ValidationError):  # an option without default, or options that do not go together
         return technique.model_validate(options).complexity
-    except ValidationError:  # an option without default, or options that do not go together
-        pass
-    try:
+    with contextlib.suppress(AttributeError):  # it depends on that option
         return technique.model_construct(**options).complexity
-    except AttributeError:  # it depends on that option
-        return None
+    return None
 
 
 #: Columns of a rule's operand table.
@@ -151,7 +145,7 @@ COLUMNS = ("", "operand", "element", "block", "scale", "rounding", "source")
 
 
 def phase_heading(phase: Phase) -> str:
-    """Return in words when a phase is in force."""
+    """Return in words when a phase begins."""
     if isinstance(phase.at, int):
         return f"after {phase.at} training forwards"
     return f"after {100 * phase.at:g} % of the training"
@@ -168,9 +162,9 @@ def rule_rows(rule: Rule) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     specs = planned(rule)
     for number, operand in enumerate(Operand, start=1):
-        words = spec_words(specs[operand])
         exact = "high precision, of the dequantized fprop operand" if operand in rule.reuses else "high precision"
-        rows.append((f"Q{number}", operand.value, *(words.values() if words else (exact,))))
+        words = spec_words(specs[operand]) or {"element": exact}
+        rows.append((f"Q{number}", operand.value, *words.values()))
     return rows
 
 
@@ -193,10 +187,9 @@ def option_words(annotation: Any, metadata: Sequence[Any] = (), *, plural: bool 
         return " | ".join(str(to_jsonable_python(value)) for value in arguments)
     if origin is tuple:
         items = set(arguments) - {...}
+        item = option_words(items.pop(), (), plural=True) if len(items) == 1 else "values"
         if any(isinstance(mark, OperandList) for mark in metadata):
             item = "operands"
-        else:
-            item = option_words(items.pop(), (), plural=True) if len(items) == 1 else "values"
         if ... in arguments:
             return f"{'lists' if plural else 'list'} of {item}"
         count = {2: "pair"}.get(len(arguments), f"list of {len(arguments)}")

@@ -76,11 +76,7 @@ def score(
 
 
 def read(sources: list[str], only: list[str] | None) -> list[Any]:
-    """Return the results of all sweeps in ``sources``, or of those named.
-
-    Raises:
-        Error: a source cannot be read, or has no such sweep.
-    """
+    """Return the results of all sweeps in ``sources``, or of those named; raise an Error if there is no such sweep."""
     needs("optuna", "sweeps are read by Optuna", "sweep")
     import optuna
 
@@ -90,22 +86,20 @@ def read(sources: list[str], only: list[str] | None) -> list[Any]:
     from fp4graph.experiments.study import Study
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    found = []
-    seen: set[str] = set()
-    for source in sources:
-        url = database.url_of(source, existing=True)
-        names = database.sweeps(url)
-        seen.update(names)
-        for name in names:
-            if only is None or name in only:
-                study = Study.open(url, name)
-                made, here = study.manifest.fp4graph, fp4graph.__version__
-                if made != here:
-                    print(f"note: study {name!r} was made by fp4graph {made}; this is {here}", file=sys.stderr)
-                found.append(results(study))
-    missing = [name for name in only or [] if name not in seen]
-    if not seen:
+    urls = [database.url_of(source, existing=True) for source in sources]
+    known = [(url, name) for url in urls for name in database.sweeps(url)]
+    names = sorted({name for _, name in known})
+    if not names:
         raise Error(f"{', '.join(sources)}: there is no sweep; name what fp4graph sweep wrote")
-    if missing:
-        raise Error(f"{', '.join(sources)}: there is no study {missing[0]!r}; there is {', '.join(sorted(seen))}")
+    for name in only or []:
+        if name not in names:
+            raise Error(f"{', '.join(sources)}: there is no study {name!r}; there is {', '.join(names)}")
+    found = []
+    for url, name in known:
+        if only is None or name in only:
+            study = Study.open(url, name)
+            made, here = study.manifest.fp4graph, fp4graph.__version__
+            if made != here:
+                print(f"note: study {name!r} was made by fp4graph {made}; this is {here}", file=sys.stderr)
+            found.append(results(study))
     return found
