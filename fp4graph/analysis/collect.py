@@ -13,7 +13,6 @@ from fp4graph.analysis import storage
 from fp4graph.analysis.metrics import METRICS
 from fp4graph.analysis.oscillation import Window
 from fp4graph.analysis.recordings import OperandRecording, OutputRecording, matches
-from fp4graph.analysis.tensorboard import Events
 from fp4graph.errors import Error
 from fp4graph.model import state
 from fp4graph.model.distributed import is_distributed, rank, unwrapped
@@ -101,8 +100,7 @@ class Statistics:
         self._window_steps, self._sample, self._patterns = window, sample, patterns
         self._runtime = runtime
         is_first = not is_distributed() or rank() == 0
-        self._events = Events(tensorboard) if is_first and tensorboard is not None else None
-        self._log = storage.Log(directory, self._header()) if is_first else None
+        self._log = storage.Log(directory, self._header(), tensorboard) if is_first else None
         self._handles: list[Any] = []
         self._arm()
         self._hook()
@@ -121,8 +119,8 @@ class Statistics:
         current = runtime_of(self._model)
         if current is not None:
             current.observe(None)
-        if self._events is not None:
-            self._events.close()
+        if self._log is not None:
+            self._log.close()
 
     # ------------------------------------------------------------------ around the optimizer's step
 
@@ -175,11 +173,8 @@ class Statistics:
                 self._outputs.clear()
                 self._window = None
         self._open_window()
-        measured = [{"step": self._step, **fields} for fields in measured]
         if measured:
-            self._log.append(measured)
-            if self._events is not None:
-                self._events.add(self._step, measured)
+            self._log.append([{"step": self._step, **fields} for fields in measured])
         self._arm()
 
     # ------------------------------------------------------------------ weights, outputs

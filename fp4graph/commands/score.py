@@ -1,4 +1,4 @@
-"""``fp4graph score``: the results of sweeps."""
+"""``fp4graph score`` and ``fp4graph pareto``: the results of sweeps, and the figure of score over complexity."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fp4graph.errors import Error
 from fp4graph.experiments.data.extras import needs
 from fp4graph.experiments.score import score as score_of
 
-Sources = Annotated[
-    list[str] | None, typer.Argument(metavar="[SWEEP]...", help="A sweep's folder, an SQLite file, or a database URL.")
-]
+_SOURCES = "A sweep's folder, an SQLite file, or a database URL."
 Studies = Annotated[list[str] | None, typer.Option(help="Only this study of them; may be given several times.")]
 RuleOption = Annotated[str, typer.Option(help="text: S = G/(1 + Ω); table: S = G/max(1, Ω), G·max(1, Ω) below 0.")]
 
+FORMATS = ("png", "pdf", "svg")
+
 
 def score(
-    sources: Sources = None,
+    sources: Annotated[list[str] | None, typer.Argument(metavar="[SWEEP]...", help=_SOURCES)] = None,
     study: Studies = None,
     rule: RuleOption = "table",
     every: Annotated[bool, typer.Option("--all", help="Every trial, best first, not only the best.")] = False,
@@ -73,6 +73,30 @@ def score(
             console.print(trial_table(ranked, chosen, one.name))
         else:
             console.print(best_table(one, chosen))
+
+
+def pareto(
+    sources: Annotated[list[str], typer.Argument(metavar="SWEEP...", help=_SOURCES)],
+    study: Studies = None,
+    rule: RuleOption = "table",
+    output: Annotated[Path, typer.Option(help="The picture: .png, .pdf or .svg.")] = Path("pareto.png"),
+) -> None:
+    """Draw complexity against score, a panel per sweep, and name the points on the frontier."""
+    from fp4graph.experiments.pareto import png
+    from fp4graph.experiments.results import frontier, write
+
+    chosen = known_rule(rule)
+    form = output.suffix.lstrip(".")
+    if form not in FORMATS:
+        raise Error(f"--output {output}: write a file that ends in .{', .'.join(FORMATS)}")
+    found = read(sources, study)
+    write(output, png(found, chosen, form))
+    for one in found:
+        for family in one.families:
+            for s in frontier(one.complete_of(family), chosen):
+                figures = f"Ω {s.trial.complexity:g}  score {s.scores[chosen]:+.4f}  loss {s.trial.loss:.4g}"
+                print(f"{one.name}  {family}  trial {s.trial.number}  {s.trial.summary}  {figures}")
+    print(output)
 
 
 def read(sources: list[str], only: list[str] | None) -> list[Any]:
