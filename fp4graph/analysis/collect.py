@@ -33,12 +33,11 @@ class Statistics:
 
     The training is not disturbed: an observed step draws the same noise and computes the same values as any other
     (under the backends that compile it runs uncompiled, so that sums are taken in another order there). The very first
-    step, the first step of a phase, and evaluations between steps are not observed. With several processes the first
-    one records what it sees.
+    step, the first step of a phase, and evaluations between steps are not observed. Of several processes the first one
+    records what it sees.
 
     Args:
-        model: an applied model.
-        optimizer: the model's prepared optimizer, whose steps are counted.
+        model, optimizer: an applied model, and its prepared optimizer, whose steps are counted.
         every: steps from one record of the operands to the next.
         directory: holds ``statistics.jsonl``, to which lines are appended (see :mod:`fp4graph.analysis.storage`).
         metrics: some of METRICS; by default all of them, rates of change of Y only with a ``probe``.
@@ -46,9 +45,8 @@ class Statistics:
         window: steps over which oscillation, flips and rates of change of weights are measured, one window before each
             ``window_every``-th step (ten times ``every`` by default, and no less than ``window``).
         sample: about how many elements of an operand are measured, as whole lines; None for all.
-        probe: inputs of the model, positional (a tuple) or by keyword (a dict), or a function without arguments that
-            calls the model, always with the same; the outputs at each site are compared from step to step over the last
-            :data:`PROBED` steps of each window: the rate of change of Y.
+        probe: inputs of the model, positional (a tuple) or by keyword (a dict), or a function that calls the model,
+            always with the same inputs, for the rate of change of Y over the last :data:`PROBED` steps of each window.
         step: steps done before, where a resumed training goes on; by default what the optimizer's state counts.
         tensorboard: a ``SummaryWriter``, or a directory to make one for, to log to as well.
 
@@ -240,12 +238,9 @@ class Statistics:
 
 
 def _checked(metrics: Iterable[str] | None) -> frozenset[str]:
-    if metrics is None:
-        return frozenset(METRICS)
-    chosen = frozenset([metrics] if isinstance(metrics, str) else metrics)
-    for name in sorted(chosen):
-        if name not in METRICS:
-            raise Error(f"unknown metric {name!r}; {suggest(name, METRICS)}")
+    chosen = frozenset(METRICS if metrics is None else [metrics] if isinstance(metrics, str) else metrics)
+    for name in sorted(chosen - METRICS.keys()):
+        raise Error(f"unknown metric {name!r}; {suggest(name, METRICS)}")
     if not chosen:
         raise Error(f"an empty list of metrics; choose from {', '.join(METRICS)}")
     return chosen

@@ -1,10 +1,8 @@
 """The statistics, by their definitions: functions of tensors, without knowledge of models.
 
-Sums over elements are added up over the forwards of a step, and fields of a measurement are made of them;
-docs/analysis.md describes every field.
+Sums over elements are added up over a step, and made into the fields that docs/analysis.md describes.
 
-Sources: "Oscillation-Reduced MXFP4 Training for Vision Transformers" (TetraJet), A.1 to A.3; the rest is elementary,
-and written out in each docstring.
+Sources: "Oscillation-Reduced MXFP4 Training for Vision Transformers" (TetraJet), A.1 to A.3; the rest is elementary.
 """
 
 from __future__ import annotations
@@ -129,10 +127,7 @@ def latent_sums(latent: Tensor, element: ElementFormat, metrics: frozenset[str])
 
 
 def histogram(values: Tensor, bins: int, low: float, high: float) -> Tensor:
-    """Count values in ``bins`` equal classes of [low, high], float64 ``[bins]``.
-
-    Values outside are counted in the outermost classes, NaN in none.
-    """
+    """Count values in equal classes of [low, high], float64 ``[bins]``; those outside in the outermost, NaN in none."""
     place = ((values[~values.isnan()] - low) * (bins / (high - low))).clamp(0, bins - 1)
     return torch.bincount(place.long(), minlength=bins).double()
 
@@ -182,11 +177,7 @@ _SHARES: dict[str, dict[str, tuple[str, str]]] = {
 
 
 def operand_fields(sums: Mapping[str, Any], metrics: frozenset[str], limit: float | None = None) -> dict[str, Any]:
-    """Return an operand's fields from :func:`operand_sums` and its histograms.
-
-    Args:
-        limit: the largest value of the element format, where the latent weights' histogram ends.
-    """
+    """Return an operand's fields from its sums; ``limit``, the format's largest value, ends the latent histogram."""
     fields: dict[str, Any] = {"elements": int(sums["elements"]), "nonfinite": int(sums["nonfinite"])}
     if "snr" in metrics:
         signal, error = sums["signal"], sums["error"]

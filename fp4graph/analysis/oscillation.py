@@ -19,13 +19,7 @@ FOLLOWED, SHOWN = 256, 2
 
 
 class Window:
-    """Measures over ``steps`` differences: :meth:`advance` once to begin, then after each optimizer step.
-
-    Args:
-        weights: the quantized weights.
-        sample: about how many elements of each are measured, None for all.
-        metrics: the metrics that :meth:`measurements` returns.
-    """
+    """Measures ``steps`` differences of each weight: :meth:`advance` once to begin, then after each optimizer step."""
 
     def __init__(self, weights: Sequence[Weight], steps: int, sample: int | None, metrics: frozenset[str]) -> None:
         self._steps, self._metrics = steps, metrics

@@ -98,15 +98,20 @@ def curve_of(recorded: Recorded, column: str, tensor: str, factor: float = 1.0) 
 
 def operand_curves(recorded: Recorded, column: str, factor: float = 1.0) -> dict[str, Curve]:
     """Return the curves of the operands that have ``column``."""
-    curves = {operand: curve_of(recorded, column, operand, factor) for operand in OPERANDS}
-    return {operand: curve for operand, curve in curves.items() if curve}
+    return {operand: curve for operand in OPERANDS if (curve := curve_of(recorded, column, operand, factor))}
 
 
-def by_operand(rows: Iterable[Measurement]) -> dict[str, list[Measurement]]:
+def by_operand(rows: Sequence[Measurement]) -> dict[str, list[Measurement]]:
     """Return the rows of each operand that has some."""
-    rows = list(rows)
-    found = {operand: [row for row in rows if row["tensor"] == operand] for operand in OPERANDS}
-    return {operand: own for operand, own in found.items() if own}
+    return {operand: own for operand in OPERANDS if (own := [row for row in rows if row["tensor"] == operand])}
+
+
+def by_kind(rows: Iterable[Measurement]) -> dict[str, list[Measurement]]:
+    """Return the rows of each kind of site: of all sites with one name but for the numbers of blocks."""
+    found: dict[str, list[Measurement]] = defaultdict(list)
+    for row in rows:
+        found[pattern_of(row["site"])].append(row)
+    return found
 
 
 def latest(recorded: Recorded, column: str) -> list[Measurement]:
@@ -114,11 +119,6 @@ def latest(recorded: Recorded, column: str) -> list[Measurement]:
     rows = recorded.having(column)
     last = max((row["step"] for row in rows), default=None)
     return [row for row in rows if row["step"] == last]
-
-
-def kinds_of(sites: Iterable[str]) -> list[str]:
-    """Return the sites' names without the numbers of blocks, each once."""
-    return list(dict.fromkeys(pattern_of(site) for site in sites))
 
 
 def band(axes: Axes, curve: Curve, color: str, label: str, *, shade: bool = True, dashed: bool = False) -> None:
@@ -144,13 +144,10 @@ def bands(height: float, curves: Mapping[str, tuple[Curve, dict[str, Any]]], **s
     return picture
 
 
-def by_kind(axes: Axes, recorded: Recorded, column: str, factor: float = 1.0) -> None:
+def kinds(axes: Axes, recorded: Recorded, column: str, factor: float = 1.0) -> None:
     """Draw a line for each kind of site; beyond KINDS, those highest at the end, and one line for the rest."""
-    rows = recorded.having(column)
-    curves = {
-        kind: gathered((row["step"], factor * row[column]) for row in rows if pattern_of(row["site"]) == kind)
-        for kind in kinds_of(row["site"] for row in rows)
-    }
+    rows = by_kind(recorded.having(column))
+    curves = {kind: gathered((row["step"], factor * row[column]) for row in own) for kind, own in rows.items()}
     ranked = sorted(curves, key=lambda kind: -statistics.fmean(list(curves[kind].values())[-1]))
     shown = set(ranked[:KINDS]) if len(ranked) > KINDS + 1 else set(ranked)
     for place, kind in enumerate(kind for kind in curves if kind in shown):

@@ -9,7 +9,6 @@ from fp4graph.analysis import panels as p
 from fp4graph.analysis.metrics import CONFIDENCE_BINS, LATENT_BINS, OSCILLATING, RATIO_EDGES
 from fp4graph.analysis.storage import Measurement, Recorded
 from fp4graph.analysis.style import LABELS, OPERANDS, PALETTE, styled, subplots
-from fp4graph.graph.blocks import pattern_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -113,11 +112,11 @@ def decomposition(recorded: Recorded) -> Figure | None:
 def decomposition_by_site(recorded: Recorded) -> Figure | None:
     """Scale bias, dead zone and grid noise for each kind of site, one panel per operand."""
     rows = p.latest(recorded, "scale_bias")
-    kinds = p.kinds_of(row["site"] for row in rows)
+    kinds = list(p.by_kind(rows))
     if len(kinds) < 2:
         return None
     errors = {
-        LABELS[operand]: {kind: p.mean_error([row for row in own if pattern_of(row["site"]) == kind]) for kind in kinds}
+        LABELS[operand]: {kind: p.mean_error(p.by_kind(own).get(kind, [])) for kind in kinds}
         for operand, own in p.by_operand(rows).items()
     }
     picture, panels = p.grid(len(errors), 0.26 * len(kinds) + 1.15, 0.4, sharex=True, sharey=True)
@@ -128,7 +127,7 @@ def decomposition_by_site(recorded: Recorded) -> Figure | None:
 @styled()
 def scales(recorded: Recorded) -> Figure | None:
     """Histograms of block scales by exponent at the first and the last recorded step, one panel per operand."""
-    operands = p.by_operand(row for row in recorded.rows if row.get("scales", {}).get("counts"))
+    operands = p.by_operand([row for row in recorded.rows if row.get("scales", {}).get("counts")])
     if not operands:
         return None
     picture, panels = p.grid(len(operands), 2.1, 0.5)
@@ -157,7 +156,7 @@ def confidence(recorded: Recorded) -> Figure | None:
     p.first_last_histogram(left, histograms, 0, 1 / CONFIDENCE_BINS)
     left.set(xlabel="quantization confidence", ylabel="% of weights", xlim=(0, 1))
     left.legend()
-    p.by_kind(right, recorded, "confidence")
+    p.kinds(right, recorded, "confidence")
     right.set_ylabel("mean confidence")
     p.legend_below(picture, right, columns=4)
     return picture
@@ -191,7 +190,7 @@ def oscillation(recorded: Recorded) -> Figure | None:
     if not rows:
         return None
     picture, (left, right) = subplots(3.8, 1, 2)
-    p.by_kind(left, recorded, "oscillating", factor=100)
+    p.kinds(left, recorded, "oscillating", factor=100)
     left.set(ylabel=f"weights with R_w > {OSCILLATING:g}, %", ylim=(0, None))
     p.legend_below(picture, left, columns=4)
     window = rows[-1]["window"]
@@ -252,7 +251,7 @@ def flips(recorded: Recorded) -> Figure | None:
     if not recorded.having("flips"):
         return None
     picture, axes = subplots(2.9)
-    p.by_kind(axes, recorded, "flips", factor=100)
+    p.kinds(axes, recorded, "flips", factor=100)
     axes.set(ylabel="flips per step, % of weights", ylim=(0, None))
     p.legend_beside(axes, None)
     return picture

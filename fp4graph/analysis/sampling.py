@@ -1,7 +1,7 @@
 """Samples of operands, with all parts of their quantization.
 
 A *line* runs along the contraction axis. A few lines tell as much about a large operand as all of them, at a cost that
-does not grow with the operand. Where every block is quantized by itself, only the sampled lines are quantized again.
+does not grow with the operand.
 """
 
 from __future__ import annotations

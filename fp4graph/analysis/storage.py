@@ -102,25 +102,19 @@ class Log:
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run's statistics: rows of (step, site, tensor) with named values.
+    """A run's statistics: rows of (step, site, tensor) with named values; ``pandas.DataFrame(rows)`` is a table."""
 
-    Attributes:
-        header: policy, interval and sites of the latest training that wrote here.
-        rows: the measurements in the order of steps. ``pandas.DataFrame(recorded.rows)`` is a table of them.
-    """
-
-    header: Mapping[str, Any]
-    rows: tuple[Measurement, ...]
+    header: Mapping[str, Any]  # policy, interval and sites of the latest training that wrote here
+    rows: tuple[Measurement, ...]  # in the order of steps
 
     def having(self, column: str) -> list[Measurement]:
         """Return the rows with a value of ``column``."""
         return [row for row in self.rows if row.get(column) is not None]
 
     def series(self, column: str, *, tensor: str | None = None, site: str | None = None) -> dict[str, list[Any]]:
-        """Return ``column`` over steps, of the rows that have it, optionally of one tensor or site.
+        """Return ``{"step": [...], "site": [...], "tensor": [...], "value": [...]}``, lists of equal length.
 
-        Returns:
-            Lists of equal length: ``{"step": [...], "site": [...], "tensor": [...], "value": [...]}``.
+        They have an item for each row that has ``column``, optionally those of one tensor or site.
         """
         rows = [r for r in self.having(column) if tensor in (None, r["tensor"]) and site in (None, r["site"])]
         keys = {"step": "step", "site": "site", "tensor": "tensor", "value": column}

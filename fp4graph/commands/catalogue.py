@@ -89,21 +89,12 @@ def _rules_data(policy: Policy) -> dict[str, Any]:
 
 def policy_row(policy: Policy) -> dict[str, Any]:
     """Return the short form of :func:`policy_data`, a row of the list."""
-    return {
-        "name": policy.name,
-        "description": policy.description,
-        "file": policy.file,
-        "complexity": policy.complexity,
-        "techniques": [technique.name for technique in policy.used],
-    }
+    row = {key: getattr(policy, key) for key in ("name", "description", "file", "complexity")}
+    return row | {"techniques": [technique.name for technique in policy.used]}
 
 
 def _rule_data(rule: Rule) -> dict[str, Any]:
-    return {
-        "name": rule.name,
-        "file": rule.file,
-        "line": rule.line,
-        "required": rule.required,
+    return {key: getattr(rule, key) for key in ("name", "file", "line", "required")} | {
         "match": str(rule.match),
         "keep": rule.keep,
         "operands": {operand.value: spec_words(spec) for operand, spec in planned(rule).items()},
@@ -146,9 +137,8 @@ COLUMNS = ("", "operand", "element", "block", "scale", "rounding", "source")
 
 def phase_heading(phase: Phase) -> str:
     """Return in words when a phase begins."""
-    if isinstance(phase.at, int):
-        return f"after {phase.at} training forwards"
-    return f"after {100 * phase.at:g} % of the training"
+    when = f"{phase.at} training forwards" if isinstance(phase.at, int) else f"{100 * phase.at:g} % of the training"
+    return f"after {when}"
 
 
 def rule_heading(rule: Rule) -> str:

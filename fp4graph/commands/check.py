@@ -64,11 +64,7 @@ def explain(
 
 
 def _explanation(model: str, policy: Policy, input_size: str | None = None, batch_size: int = 2) -> Any:
-    """Return the explanation of ``policy`` on a new timm model.
-
-    Raises:
-        Error: timm is not installed or has no such model, or ``input_size`` is not a shape.
-    """
+    """Return the explanation of ``policy`` on a new timm model; raise an Error if there is none, or no such shape."""
     needs("timm", "models are made by timm", "vision")
     import timm
     import torch
