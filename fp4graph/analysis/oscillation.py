@@ -23,20 +23,15 @@ class Window:
 
     def __init__(self, weights: Sequence[Weight], steps: int, sample: int | None, metrics: frozenset[str]) -> None:
         self._steps, self._metrics = steps, metrics
-        self._taken = -1  # differences so far
+        self.left = steps + 1  # calls of advance() that are still to come
         self._weights = [_Moving(weight, sample) for weight in weights if weight.parameter.numel()]
-
-    @property
-    def left(self) -> int:
-        """Differences that are still to be measured."""
-        return self._steps - self._taken
 
     @torch.no_grad()
     def advance(self, step: Tensor) -> None:
         """Measure the weights' movement since the last call; ``step`` is the noise of the latest forward."""
         for moving in self._weights:
             moving.advance(step)
-        self._taken += 1
+        self.left -= 1
 
     def measurements(self) -> list[dict[str, Any]]:
         """Return one measurement for each weight."""

@@ -173,8 +173,8 @@ def option_words(annotation: Any, metadata: Sequence[Any] = (), *, plural: bool 
     if origin in (typing.Union, types.UnionType):
         words = [option_words(part, metadata, plural=plural) for part in arguments if part is not types.NoneType]
         return ", or ".join([*words, *(["null"] if types.NoneType in arguments else [])])
-    if origin is Literal:
-        return " | ".join(str(to_jsonable_python(value)) for value in arguments)
+    if origin is Literal or (isinstance(annotation, type) and issubclass(annotation, enum.Enum)):
+        return " | ".join(str(to_jsonable_python(value)) for value in arguments or annotation)
     if origin is tuple:
         items = set(arguments) - {...}
         item = option_words(items.pop(), (), plural=True) if len(items) == 1 else "values"
@@ -183,17 +183,12 @@ def option_words(annotation: Any, metadata: Sequence[Any] = (), *, plural: bool 
         if ... in arguments:
             return f"{'lists' if plural else 'list'} of {item}"
         count = {2: "pair"}.get(len(arguments), f"list of {len(arguments)}")
-        return f"{count}{'s' if plural and len(arguments) == 2 else ''} of {item}".replace(" of of ", " of ")
-    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
-        return " | ".join(str(to_jsonable_python(member)) for member in annotation)
-    if annotation is bool:
-        return "true or false"
+        return f"{count}{'s' if plural and len(arguments) == 2 else ''} of {item}"
     if annotation in (int, float):
         noun = ("whole number" if annotation is int else "number") + ("s" if plural else "")
         return noun + _bounds(metadata)
-    if annotation is str:
-        return "names" if plural else "text"
-    return getattr(annotation, "__name__", None) or str(annotation).replace("typing.", "")
+    known = {bool: "true or false", str: "names" if plural else "text"}
+    return known.get(annotation) or getattr(annotation, "__name__", None) or str(annotation).replace("typing.", "")
 
 
 def _bounds(metadata: Iterable[Any]) -> str:
