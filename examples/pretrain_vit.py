@@ -15,7 +15,7 @@ import torch
 from sklearn.datasets import load_digits
 from timm.data import ImageDataset, create_transform
 from timm.optim import create_optimizer_v2
-from timm.utils import init_distributed_device_so, random_seed
+from timm.utils import init_distributed_device, random_seed
 from torch import distributed
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -46,8 +46,8 @@ def datasets(folder, model):
 
 
 def train(args):
-    place = init_distributed_device_so("cuda" if torch.cuda.is_available() else "cpu")
-    device, rank, world = torch.device(place["device"]), place["global_rank"], place["world_size"]
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    device, rank, world = init_distributed_device(args), args.rank, args.world_size
     train_set, validation_set, options = datasets(args.data, args.model)
     sampler = DistributedSampler(train_set, world, rank, seed=args.seed, drop_last=True)
     loading = {"batch_size": args.batch_size // world, "num_workers": args.workers}
