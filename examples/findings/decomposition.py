@@ -3,11 +3,10 @@
     python examples/findings/decomposition.py         # a minute or two on one CPU core
 
 The script trains a ViT of two blocks on handwritten digits under pure MXFP4 (mxfp4-full). At five steps near the end
-it quantizes the six operands of every quantized site by each recipe, so that all recipes see the same tensors: MXFP4,
-NVFP4 (plain, and with a tensor scale, which gradients need), macro-block scaling, outlier fallback. MXFP4 has the
-scales of the OCP specification, NVFP4 decode scales rounded to nearest, as hardware has them. Macro-block scaling is
-for power-of-two scales, so only MXFP4 is combined with it. Squared errors are shares of the operand's squared norm,
-means over sites and steps. The three parts add up to the error less twice the product of scale bias and grid noise.
+it quantizes the six operands of every quantized site by each recipe, so that all recipes see the same tensors. MXFP4
+has the scales of the OCP specification, NVFP4 decode scales rounded to nearest, as hardware has them. Macro-block
+scaling is for power-of-two scales. Squared errors are shares of the operand's squared norm, means over sites and steps.
+The three parts add up to the error less twice the product of scale bias and grid noise.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class Taking:
 
     def __init__(self) -> None:
         self.programs = {
-            (recipe, operand): OperandProgram(spec, _techniques(names))
+            (recipe, operand): OperandProgram(spec, tuple(default_registry().techniques[name]() for name in names))
             for recipe, (spec, names) in RECIPES.items()
             for operand in Operand
         }
@@ -76,10 +75,6 @@ class Taking:
             for recipe in RECIPES:
                 parts = decompose(x, self.programs[recipe, seen.operand])
                 self.shares[recipe, seen.operand].append(parts.shares(x))
-
-
-def _techniques(names: tuple[str, ...]) -> tuple[Any, ...]:
-    return tuple(default_registry().techniques[name]() for name in names)
 
 
 def measure(seed: int = 0) -> Shares:

@@ -2,8 +2,7 @@
 
     python examples/findings/gaussian.py              # 3 seeds, a quarter of an hour on one CPU core
 
-The script appends each result to a file of JSON lines. Started again, it trains the missing runs only, and prints the
-table of all.
+Started again, the script trains the missing runs only, and prints the table of all.
 """
 
 from __future__ import annotations

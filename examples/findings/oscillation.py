@@ -4,8 +4,7 @@
 
 A ViT of two blocks on handwritten digits, 20 epochs, learning rate down to a hundredth along a cosine. Measured over
 the last 100 steps: the share of weights with R_w > 16, flips per weight and step, and the rates of change of W, of
-Q(W), and of the sites' outputs Y for the same 64 inputs of Gaussian noise (over the last 5 steps). The script appends
-each result to a file of JSON lines; started again, it trains the missing runs only.
+Q(W), and of the sites' outputs Y for the same 64 inputs of Gaussian noise (over the last 5 steps).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Files of JSON lines that stay readable whatever stops the process.
-
-A kill may leave a torn last line. Reading skips it, and :func:`cut_torn_line` removes it before lines are appended.
-"""
+"""Files of JSON lines that stay readable whatever stops the process: a torn last line is skipped, and cut off later."""
 
 from __future__ import annotations
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 KINDS = 7
 #: Steps with the values of the sites of one kind.
 Curve = Mapping[int, Sequence[float]]
+#: Named errors, each with its total and its parts in percent of the signal; an empty one is unknown.
+Errors = Mapping[str, Mapping[str, float]]
 
 
 def grid(panels: int, height: float, more: float, **options: Any) -> tuple[Figure, Any]:
@@ -33,18 +35,12 @@ def grid(panels: int, height: float, more: float, **options: Any) -> tuple[Figur
 
 
 def error_panels(
-    picture: Figure,
-    panels: Any,
-    errors: Mapping[str, Mapping[str, Mapping[str, float]]],
-    label: str,
-    *,
-    height: float = 0.6,
-    small: bool = False,
+    picture: Figure, panels: Any, errors: Mapping[str, Errors], label: str, *, height: float = 0.6, small: bool = False
 ) -> None:
-    """Fill the panels, rows and columns of them, each with a title and the named errors below it.
+    """Fill the panels, rows and columns of them, each with a title and its errors.
 
     An error is a bar of its parts, as TERMS names them, in a row, and a mark at ``total``, the error that they leave
-    together. A name without an error keeps its place. ``height`` is a bar's; ``small`` texts are for many panels.
+    together. An unknown one keeps its place. ``height`` is a bar's; ``small`` texts are for many panels.
     """
     ticks, labels = (8.5, 9.0) if small else ("medium", "medium")
     for axes, (title, bars) in zip(panels.flat, errors.items(), strict=False):
@@ -159,11 +155,7 @@ def kinds(axes: Axes, recorded: Recorded, column: str, factor: float = 1.0) -> N
 
 
 def first_last_histogram(
-    axes: Axes,
-    histograms: Iterable[tuple[int, int, Sequence[int]]],
-    low: float,
-    width: float,
-    color: str | None = None,
+    axes: Axes, histograms: Iterable[tuple[int, int, Sequence[int]]], low: float, width: float, color: str | None = None
 ) -> None:
     """Draw the distribution at the last step filled, that at the first step as an outline, in percent.
 

@@ -74,8 +74,7 @@ def quantized_scales(name: str, scale: Tensor) -> Tensor:
 
 
 def relaxations(u: Tensor) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """Yield (name, surrogate of Q(u), its slope, its clipped slope) of Figure 1 on E2M1; fp32, in the shape of ``u``,
-    which ascends from 0 to 6.
+    """Yield (name, surrogate of Q(u), its slope, its clipped slope) of Figure 1 on E2M1, fp32, for ``u`` from 0 to 6.
 
     The surrogates are rounding with the straight-through slope, the linear spline, DGE (k = 5), and the sigmoid of A.13
     (T = 1). Each is the integral of its slope. DGE's slope is infinite at the thresholds. ``step_gradient``'s defaults

@@ -54,11 +54,9 @@ class Selection:
         return taken.to(torch.float32)
 
     def index(self, device: torch.device) -> Tensor:
-        """Return the row-major index of each sampled element in the operand, int32 ``[P, n, K]``; like
-        :meth:`Blocking.index` it wraps around beyond 2^32 elements."""
+        """Return the sampled elements' row-major indices, int32 ``[P, n, K]``, which wrap as :meth:`Blocking.index`."""
         count, length = self.shape[-2:]
-        every = torch.arange(self._matrices), torch.arange(count)
-        matrices, lines = every if self.elements is None else self._chosen
+        matrices, lines = self._chosen
         starts = (matrices[:, None] * count + lines).to(torch.int32) * length
         return (starts[..., None] + torch.arange(length, dtype=torch.int32)).to(device)
 
@@ -69,7 +67,8 @@ class Selection:
     @cached_property
     def _chosen(self) -> tuple[Tensor, Tensor]:
         """The numbers of the sampled matrices, and of the sampled lines of each."""
-        assert self.elements is not None
+        if self.elements is None:
+            return torch.arange(self._matrices), torch.arange(self.shape[-2])
         matrices = min(self._matrices, MATRICES)
         lines = max(-(-LEAST // max(1, matrices)), self.elements // (max(1, self.shape[-1]) * max(1, matrices)))
         return _spaced(self._matrices, matrices), _spaced(self.shape[-2], min(lines, self.shape[-2]))

@@ -46,10 +46,7 @@ _RC = {
 
 
 def subplots(height: float, *shape: int, width: float = WIDTH, **options: Any) -> tuple[Figure, Any]:
-    """Return a figure, sized in inches, and its axes, ``shape`` being rows and columns.
-
-    It needs no pyplot: no display and no global state.
-    """
+    """Return a figure, sized in inches, and its axes in rows and columns; without pyplot, its display and its state."""
     from matplotlib.figure import Figure
 
     picture = Figure(figsize=(width, height))
@@ -75,5 +72,4 @@ def svg(picture: Figure, name: str) -> str:
     metadata: dict[str, Any] = {"Date": None, "Creator": None, "Format": None, "Type": None}
     with mpl.rc_context({"svg.hashsalt": name}):
         picture.savefig(buffer, format="svg", metadata=metadata, transparent=True)
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]
+    return "<svg" + buffer.getvalue().partition("<svg")[2]

@@ -65,9 +65,7 @@ def technique_row(technique: type[Technique], registry: Registry) -> dict[str, A
     return {
         "name": technique.name,
         "complexity": weight_of(technique, {}),
-        "compute": technique.overhead.compute,
-        "memory": technique.overhead.memory,
-        "fusable": technique.overhead.fusable,
+        **{key: getattr(technique.overhead, key) for key in ("compute", "memory", "fusable")},
         "plugin": registry.origin(technique.name),
     }
 

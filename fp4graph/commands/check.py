@@ -29,8 +29,8 @@ def check(
     heading = f"{loaded.name}   Ω {loaded.complexity:g}   fingerprint {loaded.fingerprint[:12]}\n{loaded.description}\n"
     tables = [_rule_table(rule) for rule in (*loaded.rules, loaded.default)]
     for phase in loaded.phases:
-        tables += [f"{catalogue.phase_heading(phase).capitalize()}:\n"]
-        tables += [_rule_table(rule) for rule in (*phase.policy.rules, phase.policy.default)]
+        rules = (*phase.policy.rules, phase.policy.default)
+        tables += [f"{catalogue.phase_heading(phase).capitalize()}:\n", *map(_rule_table, rules)]
     show(data, heading, *tables, *([str(explanation)] if explanation else []), as_json=as_json)
     if explanation and explanation.problem:
         raise Error(f"{model}: {explanation.problem}")

@@ -51,9 +51,8 @@ def policies(name: Name = None, as_json: AsJson = False) -> None:
             warn(f"policy {listed!r} cannot be loaded: {error}")
             continue
         description = f"another name of {ALIASES[listed]}" if listed in ALIASES else policy.description
-        row = catalogue.policy_row(policy) | {"name": listed, "description": description}
-        rows.append(row)
-        table.add_row(listed, f"{policy.complexity:g}", ", ".join(row["techniques"]), description)
+        rows.append(catalogue.policy_row(policy) | {"name": listed, "description": description})
+        table.add_row(listed, f"{policy.complexity:g}", ", ".join(rows[-1]["techniques"]), description)
     return show(rows, table, as_json=as_json)
 
 

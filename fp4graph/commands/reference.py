@@ -1,8 +1,7 @@
 """Reference pages, generated from the code: ``python -m fp4graph.commands.reference docs/reference [--check]``.
 
-A technique's page comes from its class, a policy's from its file and from what it resolves to. ``fp4graph techniques
-NAME`` and ``fp4graph policies NAME`` print the same text, which depends neither on the machine nor on the order of
-installation.
+``fp4graph techniques NAME`` and ``fp4graph policies NAME`` print the same text, which depends neither on the machine
+nor on the order of installation.
 """
 
 from __future__ import annotations

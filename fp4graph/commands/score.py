@@ -18,8 +18,6 @@ _SOURCES = "A sweep's folder, an SQLite file, or a database URL."
 Studies = Annotated[list[str] | None, typer.Option(help="Only this study of them; may be given several times.")]
 RuleOption = Annotated[str, typer.Option(help="text: S = G/(1 + Ω); table: S = G/max(1, Ω), G·max(1, Ω) below 0.")]
 
-FORMATS = ("png", "pdf", "svg")
-
 
 def score(
     sources: Annotated[list[str] | None, typer.Argument(metavar="[SWEEP]...", help=_SOURCES)] = None,
@@ -87,8 +85,8 @@ def pareto(
 
     chosen = known_rule(rule)
     form = output.suffix.lstrip(".")
-    if form not in FORMATS:
-        raise Error(f"--output {output}: write a file that ends in .{', .'.join(FORMATS)}")
+    if form not in (forms := ("png", "pdf", "svg")):
+        raise Error(f"--output {output}: write a file that ends in .{', .'.join(forms)}")
     found = read(sources, study)
     write(output, png(found, chosen, form))
     for one in found:
