@@ -13,6 +13,7 @@ from fp4graph.commands.sweep import known_rule
 from fp4graph.errors import Error
 from fp4graph.experiments.data.extras import needs
 from fp4graph.experiments.score import score as score_of
+from fp4graph.files import write
 
 _SOURCES = "A sweep's folder, an SQLite file, or a database URL."
 Studies = Annotated[list[str] | None, typer.Option(help="Only this study of them; may be given several times.")]
@@ -53,7 +54,7 @@ def score(
         raise Error("give --all or --choices; not both")
     found = read(sources, study)
     from fp4graph.experiments.progress import best_table, effects_table, trial_table
-    from fp4graph.experiments.results import effects_json, to_csv, to_json, write
+    from fp4graph.experiments.results import effects_json, to_csv, to_json
 
     for path in export or []:
         if path.suffix not in (".csv", ".json"):
@@ -81,7 +82,7 @@ def pareto(
 ) -> None:
     """Draw complexity against score, a panel per sweep, and name the points on the frontier."""
     from fp4graph.experiments.pareto import png
-    from fp4graph.experiments.results import frontier, write
+    from fp4graph.experiments.results import frontier
 
     chosen = known_rule(rule)
     form = output.suffix.lstrip(".")
