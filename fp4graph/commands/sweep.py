@@ -106,35 +106,26 @@ def sweep(
 
 
 def export(study: Any, number: int, folder: Path) -> Path:
-    """Write the policy of a trial into ``folder``.
-
-    Raises:
-        Error: there is no such trial.
-    """
+    """Write the policy of a trial into ``folder``, or raise an Error if there is no such trial."""
     trials = {trial.number: trial for trial in study.trials()}
     if number not in trials:
         known = f"it has {min(trials)} to {max(trials)}" if trials else "it has none yet"
         raise Error(f"study {study.name!r} has no trial {number}; {known}")
     trial = trials[number]
     settings = "".join(f", {key} {value}" for key, value in trial.run.items())
-    outcome = trial.state + (f": {trial.result['reason']}" if trial.result.get("reason") else "")
-    if trial.state == "complete":
-        outcome = f"validation loss {trial.loss:.6g}"
-    note = [
-        f"# Trial {number} of the sweep {study.name!r}: {trial.summary}",
-        f"# Trained on {study.manifest.task!r} with fp4graph {study.manifest.fp4graph}{settings}: {outcome}",
-    ]
+    reason = f": {trial.result['reason']}" if trial.result.get("reason") else ""
+    outcome = f"validation loss {trial.loss:.6g}" if trial.state == "complete" else f"{trial.state}{reason}"
+    note = (
+        f"# Trial {number} of the sweep {study.name!r}: {trial.summary}\n"
+        f"# Trained on {study.manifest.task!r} with fp4graph {study.manifest.fp4graph}{settings}: {outcome}\n"
+    )
     path = folder / "policies" / f"trial-{number}.yaml"
-    write(path, "\n".join([*note, trial.policy]))
+    write(path, note + trial.policy)
     return path
 
 
 def known_rule(name: str) -> Any:
-    """Check the name of a score's rule.
-
-    Raises:
-        Error: no rule has this name.
-    """
+    """Return the name of a rule of the score, or raise an Error."""
     if name not in get_args(Rule):
         raise Error(f"unknown rule {name!r} of the score; known: {', '.join(get_args(Rule))}")
     return name

@@ -18,8 +18,9 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from fp4graph.analysis.style import PALETTE, figure, styled
+from fp4graph.analysis.style import PALETTE, styled, subplots
 from fp4graph.errors import Error
+from fp4graph.experiments.data.extras import needs
 from fp4graph.experiments.run import Run
 from fp4graph.experiments.run_folder import Ended, read_outcome, read_run
 from fp4graph.experiments.tasks import task_named
@@ -64,7 +65,7 @@ def compare(
         raise Error(f"two of the policies are called {twice.rpartition('-')[0]!r}; give each another name")
     for run in runs:
         task_named(run.task).settings(run)
-    figure()  # raises where matplotlib is missing
+    needs("matplotlib", "pictures are drawn by matplotlib", "analysis")
     results: list[Result] = []
     for run, name in zip(runs, names, strict=True):
         with progress(run) as (tick, report), suppress(Ended):
@@ -160,8 +161,7 @@ def _by_policy(results: Sequence[Result]) -> dict[str, list[Result]]:
 def _draw(results: Sequence[Result]) -> Any:
     """Draw the losses over the steps: validation solid, training dashed, one colour a policy, one line a run."""
     with styled():
-        drawn = figure(4.5, 7.5)
-        axes = drawn.subplots()
+        drawn, axes = subplots(4.5, width=7.5)
         for number, (policy, own) in enumerate(_by_policy(results).items()):
             colour = PALETTE[number % len(PALETTE)]
             for result in own:
