@@ -108,7 +108,7 @@ def prepare(
         return None
     root = plan.root
     device = device_of(root)
-    root_state = state.RootState(policy.to_yaml(), device)
+    root_state = state.RootState(device)
     planned: dict[str, list[Weight]] = {}
     for weight in plan.weights:
         planned.setdefault(weight.fqn, []).append(weight)
@@ -199,5 +199,7 @@ def _take_over(root: nn.Module, root_state: state.RootState, former: Mapping[str
     for key, value in former.items():
         if key in buffers and buffers[key].shape == value.shape:
             buffers[key].copy_(value)
+    for own in state.site_states(root):
+        own.loaded = any(key.startswith(f"{own.fqn}.{state.NAME}.".lstrip(".")) for key in former)
     if any(key.endswith(".forwards") for key in former):
         root_state.recount()

@@ -127,7 +127,7 @@ class Runtime:
         """Add state, hooks and the compiled call to the root. After an error the model is as it was, under its former
         policy if it had one."""
         replaced = runtime_of(self.root)
-        former = {k: v for k, v in self.root.state_dict().items() if state.is_ours(k) and isinstance(v, Tensor)}
+        former = {k: v for k, v in self.root.named_buffers(remove_duplicate=False) if state.is_ours(k)}
         detach(self.root)
         try:
             self.install(former)
@@ -138,7 +138,7 @@ class Runtime:
             raise
 
     def install(self, former: dict[str, Tensor]) -> None:
-        """Attach to a root without a policy, and take over the entries of ``former``, a state dict, where they fit."""
+        """Attach to a root without a policy, and take over our buffers of ``former`` where they fit."""
         self._previous = self.root._compiled_call_impl
         self.root._compiled_call_impl = self
         self.root_state = prepare(self.plan, self.policy, self._current, former)
@@ -147,6 +147,12 @@ class Runtime:
             self._parts = Parts(inner, self._current)
             self._parts.show()
         self._any_hook = next((hook for _, _, hook in hooks.mark_hooks(self.root)), None)
+
+    def count_from(self, count: int) -> None:
+        """Set the count of forwards, as a resumed training has it."""
+        self._current.ran.clear()
+        if self.root_state is not None:
+            self.root_state.count_from(count)
 
     def give_back(self, root: nn.Module) -> None:
         """Give ``root``, the model or a copy of it, the compiled call that the model had before."""

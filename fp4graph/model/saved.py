@@ -38,10 +38,11 @@ def restore(root: nn.Module) -> None:
         with _opened(file) as (keys, tensor):
             ours |= {key: tensor(key) for key in keys if state.is_ours(key)}
             plain += [(file, key) for key in keys if not state.is_ours(key)]
+    ours, _ = state.split_former(ours)
     if not ours:
         return
     here = root.state_dict()
-    taken = {k: v for k, v in ours.items() if k in here and (k.endswith("_extra_state") or v.shape == here[k].shape)}
+    taken = {k: v for k, v in ours.items() if k in here and v.shape == here[k].shape}
     why = "the policy that is applied now keeps nothing under these names"
     if (changed := _changed(plain, here)) is not None:
         taken, why = {}, f"{changed} is not what the folder holds, so state begins anew"

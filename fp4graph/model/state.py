@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from fp4graph.errors import PolicyWarning
 from fp4graph.numerics import noise
 from fp4graph.numerics.sharding import like, whole
-from fp4graph.text import difference, name_in
 
 #: Name of the submodule that holds our buffers, on the root and on every module with planned sites.
 NAME = "_fp4graph"
@@ -35,7 +32,11 @@ class State(nn.Module):
 
     An EMA with β = 0.998 freezes in bf16, whose neighbours are 0.4 % apart; so a cast moves buffers between devices and
     never changes their dtype.
+
+    ``loaded`` says whether a state dict gave any of the buffers their values.
     """
+
+    loaded = False
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> State:
         for name, buffer in self._buffers.items():
@@ -52,6 +53,7 @@ class State(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, absent, *rest)
         for key in absent:
             self.reset(key.removeprefix(prefix))
+        self.loaded |= any(f"{prefix}{name}" in state_dict for name in self._buffers)
 
     def reset(self, name: str) -> None:
         """Give buffer ``name`` its first value again, because a plain checkpoint without it was loaded."""
@@ -85,8 +87,8 @@ class SiteState(State):
             self._buffers[name] = self._first(name) if former is None else like(self._first(name), former)
 
     def restart(self) -> None:
-        """Give every entry its first value again, from the weights as they are now."""
-        for name in self._weights:
+        """Give every entry its first value again, from the weights as they are now, unless values were loaded."""
+        for name in () if self.loaded else self._weights:
             self.reset(name)
 
     def follow_weights(self) -> None:
@@ -114,13 +116,27 @@ def site_states(root: nn.Module) -> list[SiteState]:
     return [module for module in root.modules() if isinstance(module, SiteState)]
 
 
-class RootState(State):
-    """The state of the whole model: the count of root forwards with gradients enabled, and the policy's text."""
+#: Entries that the state of the root had in state dicts of fp4graph before it kept the count out of them.
+_FORMER = ("forwards", "_extra_state")
 
-    def __init__(self, policy_text: str, device: torch.device) -> None:
+
+def split_former(state_dict: Mapping[str, _V]) -> tuple[dict[str, _V], int | None]:
+    """Return ``state_dict`` without the entries that no model has any more, and the count among them or None."""
+    former = {key for key in state_dict if is_ours(key) and key.rpartition(".")[2] in _FORMER}
+    counts = [state_dict[key] for key in former if key.endswith(".forwards")]
+    rest = {key: value for key, value in state_dict.items() if key not in former}
+    return rest, int(counts[0]) if counts else None  # type: ignore[call-overload]
+
+
+class RootState(State):
+    """The count of root forwards with gradients enabled.
+
+    It is no entry of the model's state dict: it travels with the optimizer's state and in our checkpoints.
+    """
+
+    def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self.policy_text = policy_text
-        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64, device=device))
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64, device=device), persistent=False)
         self._count = 0  # mirror of the buffer, so that no forward waits for a device
 
     @property
@@ -130,37 +146,24 @@ class RootState(State):
 
     def advance(self) -> None:
         """Count one more root forward with gradients enabled."""
-        self._count += 1
-        self.get_buffer("forwards").fill_(self._count)
+        self.count_from(self._count + 1)
+
+    def count_from(self, count: int) -> None:
+        """Set the count."""
+        self._count = count
+        self.get_buffer("forwards").fill_(count)
 
     def recount(self) -> None:
-        """Take the count from the buffer, which a checkpoint may have changed."""
+        """Take the count from the buffer, which another process may have changed."""
         self._count = int(self.get_buffer("forwards"))
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        super()._load_from_state_dict(*args)
-        self.recount()
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        rest, count = split_former({key: value for key, value in state_dict.items() if key.startswith(prefix)})
+        super()._load_from_state_dict(rest, prefix, *args)
+        if count is not None:
+            self.count_from(count)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RootState:
         super()._apply(fn, recurse)
         self.get_buffer("forwards").fill_(self._count)  # to_empty() left it undefined
         return self
-
-    def reset(self, name: str) -> None:
-        if name == "forwards":
-            self.get_buffer("forwards").zero_()
-
-    def get_extra_state(self) -> Tensor:
-        # As bytes: averages of models, safetensors and others go through a state dict and expect tensors.
-        return torch.tensor(list(self.policy_text.encode()), dtype=torch.uint8)
-
-    def set_extra_state(self, state: Any) -> None:
-        """Warn where the loaded state was written under another policy; the applied policy stays."""
-        saved = bytes(state.tolist()).decode() if isinstance(state, Tensor) else self.policy_text
-        if changed := difference(saved, self.policy_text):
-            warnings.warn(
-                f"this state was saved under policy {name_in(saved)!r}, the model has {name_in(self.policy_text)!r}. "
-                f"From that policy (-) to this one (+):\n{changed}",
-                PolicyWarning,
-                stacklevel=2,
-            )

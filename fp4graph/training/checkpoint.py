@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -28,17 +29,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fp4graph.errors import Error
+from fp4graph.errors import Error, PolicyWarning
 from fp4graph.files import replacing
 from fp4graph.model import state
 from fp4graph.model.distributed import is_distributed, unwrapped
+from fp4graph.model.runtime import runtime_of
 from fp4graph.training.origin import Mismatch, check_policy, written_under
 from fp4graph.training.ranks import gathered, gathered_whole, own_buffers, placed, rank
 
 __all__ = ["Mismatch", "Stateful", "Summary", "load", "read_summary", "save"]
 
 #: Marks of our files, and of this layout.
-FORMAT, VERSION = "fp4graph.checkpoint", 2
+FORMAT, VERSION = "fp4graph.checkpoint", 3
 #: Types that ``torch.load`` reads without running code.
 PLAIN = (type(None), bool, int, float, str, bytes, Tensor, torch.dtype, torch.device, torch.Size)
 #: Keys that do not fit, as far as an error lists them.
@@ -144,13 +146,19 @@ def load(
             raise Mismatch(f"checkpoint {path} was written with loss scaling {there}, here it is {here}")
     ranks = content["ranks"]
     entries = {**content["model"], **(ranks[rank()]["buffers"] if rank() < len(ranks) else {})}
+    entries, forwards = state.split_former(entries)  # layout 2 has the count among the model's entries
     entries = _fitting(path, entries, module, same_policy)
     if optimizer is not None:  # before the model: it looks before it writes
         try:
-            optimizer.load_state_dict(_placed_state(content["optimizer"], optimizer))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", PolicyWarning)  # about the policy, which was looked at above
+                optimizer.load_state_dict(_placed_state(content["optimizer"], optimizer))
         except (ValueError, KeyError) as error:
             raise Mismatch(f"checkpoint {path} is of another optimizer: {error}") from error
     module.load_state_dict(entries)
+    forwards = (content["policy"] or {}).get("forwards", forwards)
+    if forwards is not None and (runtime := runtime_of(module)) is not None:
+        runtime.count_from(forwards)
     if scaler is not None and scaler.is_enabled() and content["scaler"]:
         scaler.load_state_dict(content["scaler"])
     if scheduler is not None:
@@ -248,8 +256,8 @@ def _read(path: str | PathLike[str]) -> dict[str, Any]:
             f"{path} was not written by fp4graph.training.checkpoint.save; a plain state dict goes into "
             "model.load_state_dict"
         )
-    if content["version"] != VERSION:
-        raise Error(f"{path} has layout {content['version']}; this fp4graph reads layout {VERSION}")
+    if content["version"] not in (2, VERSION):
+        raise Error(f"{path} has layout {content['version']}; this fp4graph reads layouts 2 and {VERSION}")
     return content
 
 
@@ -272,7 +280,6 @@ def _fitting(path: str | PathLike[str], saved: dict[str, Any], module: nn.Module
         if isinstance(value, Tensor)
         and isinstance(saved.get(key), Tensor)
         and saved[key].shape != value.shape
-        and not key.endswith("_extra_state")  # the policy's text, as bytes
     ]
     if wrong:
         more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""

@@ -24,6 +24,7 @@ from fp4graph.technique import Technique, overrides
 from fp4graph.technique.updates import OptimizerStep, WeightUpdate
 from fp4graph.training import acting
 from fp4graph.training.acting import AFTER, BEFORE
+from fp4graph.training.count import ForwardCounts
 from fp4graph.training.memory import Memory, is_ours
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741  # the optimizer
@@ -32,7 +33,8 @@ O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741  # the optimizer
 def prepare_optimizer(model: nn.Module, optimizer: O) -> O:
     """Attach the policy's optimizer-side techniques to ``optimizer`` and return it.
 
-    Nothing is attached where the policy has none, so the line can stay in every training script. Preparing an
+    The optimizer's state dict carries the model's count of forwards too, from which noise and phases go on after a
+    resumption; so the line belongs into every training script that saves checkpoints. Preparing an
     optimizer again, after applying another policy, replaces the model's hooks. Where one optimizer trains several
     applied models, prepare it with each of them; where several optimizers share a model's parameters, prepare each.
     Load an optimizer's checkpoint after preparing it.
@@ -71,6 +73,7 @@ def prepare_optimizer(model: nn.Module, optimizer: O) -> O:
         optimizer.__dict__["_fp4graph"] = hooks
     held = acting.groups_by_parameter(optimizer)
     parameters = {id(weight.parameter) for weight in runtime.weights if id(weight.parameter) in held}
+    ForwardCounts.of(optimizer, runtime)
     runtime.optimizers.add(optimizer, parameters, prepare_optimizer)
     return optimizer
 

@@ -17,7 +17,8 @@ class Mismatch(Error):
 
 
 def written_under(module: nn.Module) -> dict[str, Any] | None:
-    """Return the policy, the noise seed and the length of the training of an applied model; None for a plain model."""
+    """Return the policy, the noise seed, the count of forwards and the length of the training of an applied model; None
+    for a plain model."""
     runtime = runtime_of(module)
     if runtime is None:
         return None
@@ -26,6 +27,7 @@ def written_under(module: nn.Module) -> dict[str, Any] | None:
         "text": policy.to_yaml(),
         "fingerprint": policy.fingerprint,
         "seed": runtime.settings.seed,
+        "forwards": None if runtime.root_state is None else runtime.root_state.count,
         "total_forwards": runtime.settings.total_forwards if policy.phases else None,
     }
 

@@ -106,8 +106,6 @@ def test_what_it_saves_is_a_plain_model_and_more(trainer: Any, llama: Any, tmp_p
     plain = {key for key in llama().state_dict() if key != "lm_head.weight"}  # tied
     assert set(fp4graph.strip(entries)) == plain
     assert "model.layers.0.mlp.up_proj._fp4graph.q_ema_weight" in entries
-    text = bytes(entries["_fp4graph._extra_state"].tolist()).decode()
-    assert text == fp4graph.load_policy("tetrajet-qema").to_yaml()
     reloaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
     tokens = torch.arange(24)[None]
     with fp4graph.bypass(trained.model), torch.no_grad():

@@ -1,0 +1,95 @@
+"""Carries the count of a model's forwards, and what its noise comes from, in the state dict of its optimizer.
+
+A model's own state dict holds tensors of the model and of its techniques, so that it loads into a plain model and into
+averages of weights. The count belongs to the training, as the optimizer's moments do. It stands in every parameter
+group of the state dict, as integers, which every way of saving an optimizer keeps.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp4graph.errors import PolicyWarning
+from fp4graph.model.runtime import Runtime, runtime_of
+
+_PREFIX = "fp4graph."
+
+
+class ForwardCounts:
+    """The counts of the models that one optimizer trains: written when its state is saved, restored when it is loaded.
+
+    An optimizer that loaded its state before it was prepared holds the counts in its groups: :meth:`of` restores them.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._roots: list[weakref.ref[nn.Module]] = []
+        self._loaded: dict[str, Any] = {}  # while load_state_dict runs
+        optimizer.register_state_dict_pre_hook(self._write)
+        optimizer.register_state_dict_post_hook(lambda saved, _: _pop(saved.param_groups) and None)
+        optimizer.register_load_state_dict_pre_hook(self._loading)
+        optimizer.register_load_state_dict_post_hook(lambda _: self._restore(self._loaded))
+
+    @staticmethod
+    def of(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
+        """Let ``optimizer`` carry the count of the model of ``runtime``."""
+        own: ForwardCounts | None = optimizer.__dict__.get("_fp4graph_counts")
+        if own is None:
+            optimizer.__dict__["_fp4graph_counts"] = own = ForwardCounts(optimizer)
+        if all(root() is not runtime.root for root in own._roots):
+            own._roots.append(weakref.ref(runtime.root))
+        own._restore(_pop(optimizer.param_groups))
+
+    def _write(self, optimizer: torch.optim.Optimizer) -> None:
+        for number, runtime in self._runtimes():
+            for group in optimizer.param_groups:
+                group |= {f"{_PREFIX}{name}{number}": value for name, value in _facts(runtime).items()}
+
+    def _loading(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        groups = [dict(group) for group in saved["param_groups"]]
+        self._loaded = _pop(groups)
+        return {**saved, "param_groups": groups}
+
+    def _restore(self, facts: dict[str, Any]) -> None:
+        for number, runtime in self._runtimes():
+            there = {name: facts.get(f"{_PREFIX}{name}{number}") for name in ("forwards", "seed", "policy")}
+            if there["forwards"] is None:
+                continue
+            here = _facts(runtime)
+            if changed := [name for name in ("seed", "policy") if there[name] not in (None, here[name])]:
+                warnings.warn(
+                    f"the optimizer's state was saved under another {' and another '.join(changed)} of fp4graph.apply "
+                    f"(this model has policy {runtime.policy.name!r} and seed {here['seed']}), so training does not go "
+                    "on as it was",
+                    PolicyWarning,
+                    stacklevel=4,
+                )
+            runtime.count_from(int(there["forwards"]))
+        self._loaded = {}
+
+    def _runtimes(self) -> Iterable[tuple[str, Runtime]]:
+        for number, reference in enumerate(self._roots):
+            root = reference()
+            runtime = None if root is None else runtime_of(root)
+            if runtime is not None and runtime.root_state is not None:
+                yield f".{number}" if number else "", runtime
+
+
+def _facts(runtime: Runtime) -> dict[str, int]:
+    assert runtime.root_state is not None
+    policy = int(runtime.policy.fingerprint[:12], 16)
+    return {"forwards": runtime.root_state.count, "seed": runtime.settings.seed, "policy": policy}
+
+
+def _pop(groups: list[dict[str, Any]]) -> dict[str, Any]:
+    """Take our entries out of parameter groups, and return them."""
+    found: dict[str, Any] = {}
+    for group in groups:
+        for key in [key for key in group if key.startswith(_PREFIX)]:
+            found[key] = group.pop(key)
+    return found

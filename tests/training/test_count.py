@@ -1,0 +1,98 @@
+"""The count of forwards travels with the optimizer, whose state dict any trainer saves."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from torch import nn
+
+import fp4graph
+from fp4graph.errors import PolicyWarning
+from fp4graph.model.runtime import runtime_of
+
+
+def made(policy="tetrajet", seed=3):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
+    fp4graph.apply(model, policy, backend="eager", seed=seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, optimizer
+
+
+def trained(model, optimizer, steps, begin=0):
+    for step in range(begin, begin + steps):
+        x = torch.randn(8, 32, generator=torch.Generator().manual_seed(step))
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def count(model):
+    return runtime_of(model).root_state.count
+
+
+def through_a_file(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+@pytest.mark.parametrize("prepared", ["before", "after"])
+def test_plain_state_dicts_resume_to_the_last_bit(prepared):
+    """``prepared`` says whether the optimizer is prepared before it loads its state, or after."""
+    model, optimizer = made()
+    fp4graph.prepare_optimizer(model, optimizer)
+    trained(model, optimizer, 3)
+    weights, state = through_a_file(model.state_dict()), through_a_file(optimizer.state_dict())
+    expected = trained(model, optimizer, 2, begin=3)
+
+    other, its = made()
+    if prepared == "before":
+        fp4graph.prepare_optimizer(other, its)
+    other.load_state_dict(weights, strict=True)
+    its.load_state_dict(state)
+    if prepared == "after":
+        fp4graph.prepare_optimizer(other, its)
+    assert count(other) == 3
+    assert not any(key.startswith("fp4graph") for group in its.param_groups for key in group)
+    assert all(map(torch.equal, trained(other, its, 2, begin=3), expected))
+
+
+def test_the_state_loads_where_nobody_knows_us():
+    model, optimizer = made()
+    fp4graph.prepare_optimizer(model, optimizer)
+    trained(model, optimizer, 1)
+    plain = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
+    plain.load_state_dict(model.state_dict(), strict=True)
+    its = torch.optim.AdamW(plain.parameters(), lr=1e-2)
+    its.load_state_dict(optimizer.state_dict())
+    plain(torch.randn(2, 32)).mean().backward()
+    its.step()
+
+
+def test_two_models_keep_their_own_counts():
+    (first, _), (second, _) = made(), made(seed=4)
+    optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters()])
+    for model in (first, second):
+        fp4graph.prepare_optimizer(model, optimizer)
+    first(torch.randn(2, 32))
+    first(torch.randn(2, 32))
+    second(torch.randn(2, 32))
+    saved = optimizer.state_dict()
+    first(torch.randn(2, 32))
+    optimizer.load_state_dict(saved)
+    assert (count(first), count(second)) == (2, 1)
+
+
+@pytest.mark.parametrize(("other", "what"), [({"seed": 9}, "seed"), ({"policy": "nvfp4"}, "policy")])
+def test_another_origin_is_said(other, what):
+    model, optimizer = made()
+    fp4graph.prepare_optimizer(model, optimizer)
+    model, its = made(**other)
+    fp4graph.prepare_optimizer(model, its)
+    with pytest.warns(PolicyWarning, match=f"another {what}"):
+        its.load_state_dict(optimizer.state_dict())
