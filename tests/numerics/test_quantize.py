@@ -38,6 +38,7 @@ def by_oracle(blocks: torch.Tensor, spec: QuantSpec, noise: Noise) -> torch.Tens
     return torch.tensor([oracle.quantize_block(row, spec, b, s) for row, b, s in rows])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SCALE_SPECS, ids=lambda s: f"{s.format.name}-{s.rounding}-{s.convention}-{s.zero}")
 def test_scales_agree_with_the_oracle(spec: ScaleSpec) -> None:
     blocks = torch.cat([blocks_of_every_scale(1), any_floats((100, 1))])
@@ -47,9 +48,7 @@ def test_scales_agree_with_the_oracle(spec: ScaleSpec) -> None:
     z = amax(blocks, blocking.axes)
     for name in ("e2m1", "e3m0", "int4", "int8", "e4m3"):
         element = element_format(name)
-        expected = [
-            oracle.scale_of_block(row, spec, element, b) for row, b in zip(blocks.tolist(), bits, strict=True)
-        ]
+        expected = [oracle.scale_of_block(row, spec, element, b) for row, b in zip(blocks.tolist(), bits, strict=True)]
         assert_same_bits(block_scale(z, spec, element, noise), torch.tensor(expected)[:, None])
 
 
