@@ -1,10 +1,8 @@
 """Pre-train a timm model under an fp4graph policy: an ordinary loop. fp4graph's lines end in "# fp4graph".
 
-    python examples/pretrain_vit.py                                            # scikit-learn's handwritten digits
-    python examples/pretrain_vit.py --data /data/imagenet --model deit_tiny_patch16_224 --amp bf16 --workers 8
-    torchrun --standalone --nproc-per-node 2 examples/pretrain_vit.py          # DistributedDataParallel
-
-A run that was killed goes on after its last whole epoch with --resume, as if nothing had happened.
+python examples/pretrain_vit.py                                            # scikit-learn's handwritten digits
+python examples/pretrain_vit.py --data /data/imagenet --model deit_tiny_patch16_224 --amp bf16 --workers 8
+torchrun --standalone --nproc-per-node 2 examples/pretrain_vit.py          # DistributedDataParallel
 """
 
 import argparse
@@ -17,7 +15,7 @@ import torch
 from sklearn.datasets import load_digits
 from timm.data import ImageDataset, create_transform
 from timm.optim import create_optimizer_v2
-from timm.utils import random_seed
+from timm.utils import init_distributed_device, random_seed
 from torch import distributed
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -26,7 +24,6 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDatas
 import fp4graph  # fp4graph
 from fp4graph.training import checkpoint  # fp4graph
 
-PLACE = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0}  # set by torchrun
 DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -49,10 +46,8 @@ def datasets(folder, model):
 
 
 def train(args):
-    rank, world, local = (int(os.environ.get(name, default)) for name, default in PLACE.items())
-    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
-    if world > 1:
-        distributed.init_process_group()
+    args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    device, rank, world = init_distributed_device(args), args.rank, args.world_size
     train_set, validation_set, options = datasets(args.data, args.model)
     sampler = DistributedSampler(train_set, world, rank, seed=args.seed, drop_last=True)
     loading = {"batch_size": args.batch_size // world, "num_workers": args.workers}
@@ -74,6 +69,7 @@ def train(args):
     )
     states, resumes = {"scaler": scaler, "scheduler": scheduler}, args.resume and args.checkpoint.exists()
     first = checkpoint.load(args.checkpoint, wrapped, optimizer, **states)["epochs"] if resumes else 0  # fp4graph
+    autocast = torch.autocast(device.type, DTYPES[args.amp], enabled=args.amp != "none")
 
     for epoch in range(first, args.epochs):
         random_seed(args.seed + epoch, rank)
@@ -81,7 +77,7 @@ def train(args):
         wrapped.train()
         total = torch.zeros(4, dtype=torch.float64, device=device)  # training loss, validation loss, hits, images
         for images, labels in batches:
-            with torch.autocast(device.type, DTYPES[args.amp], enabled=args.amp != "none"):
+            with autocast:
                 loss = cross_entropy(wrapped(images.to(device)), labels.to(device))
             optimizer.zero_grad()
             scaler.scale(loss).backward()
@@ -90,7 +86,7 @@ def train(args):
             scheduler.step()
             total[0] += loss.detach() / len(batches) / world
         wrapped.eval()
-        with torch.no_grad(), torch.autocast(device.type, DTYPES[args.amp], enabled=args.amp != "none"):
+        with torch.no_grad(), autocast:
             for images, labels in validation:
                 logits, labels = model(images.to(device)).float(), labels.to(device)
                 total[1] += cross_entropy(logits, labels, reduction="sum")
@@ -101,7 +97,6 @@ def train(args):
         if rank == 0:
             loss, held_out, hits = total[0], *(total[1:3] / total[3])
             print(f"epoch {epoch + 1}/{args.epochs}: loss {loss:.3f}, val. {held_out:.3f}, top-1 {100 * hits:.1f} %")
-            args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
         checkpoint.save(args.checkpoint, wrapped, optimizer, **states, progress={"epochs": epoch + 1})  # fp4graph
     if world > 1:
         distributed.destroy_process_group()
@@ -118,10 +113,11 @@ if __name__ == "__main__":
     for name, default in {"epochs": 20, "batch-size": 64, "workers": 0, "seed": 0, "lr": 2e-3}.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--checkpoint", type=Path, default=Path("runs/pretrain_vit.pt"))
-    parser.add_argument("--resume", action="store_true", help="go on from --checkpoint, if it is there")
+    parser.add_argument("--resume", action="store_true", help="go on after the last whole epoch in --checkpoint")
     args = parser.parse_args()
     if args.checkpoint.exists() and not args.resume:
         parser.error(f"{args.checkpoint} holds a run already; go on with --resume, or name another --checkpoint")
     if args.batch_size % int(os.environ.get("WORLD_SIZE", 1)):
         parser.error("--batch-size must be a multiple of the number of processes")
+    args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
     train(args)

@@ -6,15 +6,12 @@ import sys
 
 import typer
 
-from fp4graph.commands.check import check
+from fp4graph.commands.check import check, explain
 from fp4graph.commands.compare import compare
-from fp4graph.commands.explain import explain
-from fp4graph.commands.pareto import pareto
-from fp4graph.commands.policies import policies
+from fp4graph.commands.listing import policies, techniques
 from fp4graph.commands.report import report
-from fp4graph.commands.score import score
+from fp4graph.commands.score import pareto, score
 from fp4graph.commands.sweep import sweep
-from fp4graph.commands.techniques import techniques
 from fp4graph.commands.train import train
 from fp4graph.errors import Error
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fp4graph.numerics.noise import gaussian
-from fp4graph.technique import Context, Operand, Overhead, Positive, SiteView, Technique, hookimpl
+from fp4graph.technique import Context, Overhead, Positive, Technique, hookimpl
 
 
 class AdaptiveQuantizationNoise(Technique):
@@ -46,17 +46,13 @@ class AdaptiveQuantizationNoise(Technique):
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
     complexity: ClassVar[float] = 0.5
     draws: ClassVar[bool] = True
+    on_weight: ClassVar[bool] = True
 
     sigma_start: Positive = Field(description="σ of the first stage.")
     sigma_end: Positive = Field(description="σ of the last stage, at most sigma_start.")
     stages: int = Field(ge=2, description="Number of stages, K_s.")
-    steps_per_stage: int = Field(
-        ge=1, lt=2**31, description="Training forwards per stage, T; the last stage has no end."
-    )
-    kind: Literal["additive", "multiplicative"] = Field(
-        "additive", description="Whether z is added to Q(W) or multiplies it as 1 + z."
-    )
-
+    steps_per_stage: int = Field(ge=1, lt=2**31, description="Training forwards per stage, T; the last has no end.")
+    kind: Literal["additive", "multiplicative"] = Field("additive", description="Whether Q(W) + z or Q(W)·(1 + z).")
     rollout: bool = Field(False, description="Whether there is noise in evaluation mode too, as rollouts need it.")
 
     @model_validator(mode="after")
@@ -77,10 +73,6 @@ class AdaptiveQuantizationNoise(Technique):
         """σ of every stage."""
         ratio, last = self.sigma_end / self.sigma_start, self.stages - 1
         return tuple(self.sigma_start * ratio ** (stage / last) for stage in range(self.stages))
-
-    def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """Return the forward weight; an activation in its place is no parameter to explore."""
-        return frozenset({Operand.FPROP_WEIGHT}) if site.op == "linear" else frozenset()
 
     def after(self, x: Tensor, context: Context) -> Tensor:
         """Return Ŵ, computed in fp32."""

@@ -52,9 +52,7 @@ class ConditionalScaling(Technique):
     #: Techniques that scale a tensor or a part of it, and the gradient of the block scale, which case 2 replaces.
     conflicts: ClassVar[frozenset[str]] = frozenset({"tensor_scaling", "macro_block_scaling", "smooth_max"})
 
-    operands: Operands = Field(
-        ("forward", "backward"), description="Which operands are scaled so: operands or groups of them."
-    )
+    operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, that are scaled so.")
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse decode scales, because the formulas are of encode scales."""

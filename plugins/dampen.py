@@ -10,7 +10,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fp4graph.technique import Operand, OperandSpecs, Overhead, Positive, SiteView, Technique, WeightUpdate, hookimpl
+from fp4graph.technique import Operand, OperandSpecs, Overhead, Positive, Technique, WeightUpdate, hookimpl
 
 
 class Dampen(Technique):
@@ -43,6 +43,7 @@ class Dampen(Technique):
     name: ClassVar[str] = "dampen"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=False)
     complexity: ClassVar[float] = 0.5
+    on_weight: ClassVar[bool] = True
 
     strength: Positive = Field(0.01, description="λ, or the value at which it ends.")
     total_steps: int | None = Field(None, ge=1, description="T, steps in which λ rises; null for a constant λ.")
@@ -63,26 +64,16 @@ class Dampen(Technique):
                 "to nearest"
             )
 
-    def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """Return the forward weight."""
-        return frozenset({Operand.FPROP_WEIGHT}) if site.op == "linear" else frozenset()
-
     def before_step(self, update: WeightUpdate) -> None:
         """Add the term's gradient, computed in fp32."""
         weight, grad = update.parameter, update.parameter.grad
         assert grad is not None
         error = weight.to(torch.float32) - update.quantize(weight).to(torch.float32)
-        grad.add_(error * (2 * self._strength(update.memory, weight.device)))
-
-    def _strength(self, memory: dict[str, Tensor], device: torch.device) -> Tensor | float:
-        """Count the step and return its λ, as a tensor, so that nothing waits for an accelerator."""
-        if self.total_steps is None:
-            return self.strength
-        steps = memory.setdefault("steps", torch.zeros((), dtype=torch.int64, device=device))
-        steps += 1
-        begin = self.start * self.total_steps
-        progress = ((steps - begin) / (self.total_steps - begin)).clamp(0, 1)
-        return self.strength / 2 * (1 - torch.cos(math.pi * progress))
+        strength: Tensor | float = self.strength
+        if self.total_steps is not None:
+            progress = update.progress(self.total_steps, self.start).clamp(0, 1)
+            strength = self.strength / 2 * (1 - torch.cos(math.pi * progress))
+        grad.add_(error * (2 * strength))
 
 
 @hookimpl

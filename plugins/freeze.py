@@ -51,13 +51,12 @@ class Freeze(Technique):
     name: ClassVar[str] = "freeze"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=False)
     complexity: ClassVar[float] = 3.0
+    on_weight: ClassVar[bool] = True
     # q_ramping stretches the step that it sees, including the way back to the mean; noise on q flips at random.
     conflicts: ClassVar[frozenset[str]] = frozenset({"q_ramping", "adaptive_quantization_noise"})
 
     momentum: Share = Field(0.001, description="m, the weight of the latest step in f and in the mean.")
-    threshold: Share = Field(
-        0.01, description="θ, the flips per step above which an element is frozen; several times momentum."
-    )
+    threshold: Share = Field(0.01, description="θ, the flips per step that freeze an element; several times momentum.")
     final_threshold: Share | None = Field(None, description="Where θ ends; null for a constant θ.")
     total_steps: int | None = Field(None, ge=1, description="T, steps of the schedule.")
     start: float = Field(0.0, ge=0, lt=1, description="s, the share of total_steps before which nothing is frozen.")
@@ -91,10 +90,6 @@ class Freeze(Technique):
                 f"{spec.element.name} lie too close together for that; it is for elements of 4 bits"
             )
 
-    def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """Return the forward weight."""
-        return frozenset({Operand.FPROP_WEIGHT}) if site.op == "linear" else frozenset()
-
     def before_step(self, update: WeightUpdate) -> None:
         """Keep what later steps are compared with, before the first step."""
         memory, weight = update.memory, update.parameter
@@ -118,7 +113,7 @@ class Freeze(Technique):
         direction = torch.where(changed, (q - previous).sign(), 0).to(torch.int8)
         flipped = direction * memory["direction"] == -1
         frequency = memory["frequency"].lerp(flipped.to(torch.float32), self.momentum)
-        frozen = frozen | (frequency > self._threshold(memory, weight.device))
+        frozen = frozen | (frequency > self._threshold(update))
 
         weight.copy_(torch.where(frozen, mean.to(weight.dtype), weight))
         memory["previous"] = quantized
@@ -127,17 +122,14 @@ class Freeze(Technique):
         memory["mean"] = torch.where(frozen, mean, mean.lerp(q, self.momentum))
         memory["frozen"] = frozen
 
-    def _threshold(self, memory: dict[str, Tensor], device: torch.device) -> Tensor | float:
-        """Count the step and return its θ, as a tensor, so that nothing waits for an accelerator."""
+    def _threshold(self, update: WeightUpdate) -> Tensor | float:
+        """Count the step and return its θ."""
         if self.total_steps is None:
             return self.threshold
-        steps = memory.setdefault("steps", torch.zeros((), dtype=torch.int64, device=device))
-        steps += 1
-        begin = self.start * self.total_steps
-        progress = ((steps - begin) / (self.total_steps - begin)).clamp(0, 1)
+        progress = update.progress(self.total_steps, self.start)
         end = self.threshold if self.final_threshold is None else self.final_threshold
-        theta = end + (self.threshold - end) / 2 * (1 + torch.cos(math.pi * progress))
-        return torch.where(steps < begin, math.inf, theta)
+        theta = end + (self.threshold - end) / 2 * (1 + torch.cos(math.pi * progress.clamp(0, 1)))
+        return torch.where(progress < 0, math.inf, theta)
 
 
 @hookimpl

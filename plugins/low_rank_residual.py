@@ -62,15 +62,11 @@ class LowRankResidual(Technique):
     draws: ClassVar[bool] = True  # Ω
 
     rank: int = Field(16, ge=1, description="k, the rank of the part that is multiplied apart.")
-    iterations: int = Field(
-        2, ge=0, le=100, description="q, the steps of subspace iteration; more come nearer to the best L."
-    )
+    iterations: int = Field(2, ge=0, le=100, description="q, the steps of subspace iteration towards the best L.")
     quantize_components: bool = Field(
         False, description="Whether the two factors of L are quantized too, instead of kept in high precision."
     )
-    operands: Operands = Field(
-        ("fprop.weight",), description="Which operands are decomposed: operands or groups of them."
-    )
+    operands: Operands = Field(("fprop.weight",), description="Operands, or groups of them, that are decomposed.")
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse q_ema on a decomposed weight: the average is of W, and W − L is rounded."""

@@ -45,9 +45,7 @@ class MacroBlockScaling(Technique):
 
     block: int = Field(128, ge=1, description="Elements along the contraction axis that share γ.")
     mantissa_bits: int = Field(3, ge=1, le=10, description="Stored bits of γ below its leading one.")
-    operands: Operands = Field(
-        ("forward", "backward"), description="Which operands are normalized: operands or groups of them."
-    )
+    operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, that are normalized.")
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse macro blocks that are not made of whole blocks, and a second factor for them."""

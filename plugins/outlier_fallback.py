@@ -46,19 +46,12 @@ class OutlierFallback(Technique):
     overhead: ClassVar[Overhead] = Overhead("O(2n)", "O(n/l)", fusable=False)
     complexity: ClassVar[float] = 1.5
 
-    operands: Operands = Field(("forward",), description="Which operands fall back: operands or groups of them.")
+    operands: Operands = Field(("forward",), description="Operands, or groups of them, that fall back.")
     fraction: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description=f"Share of an operand's blocks that get a second pass; {_DEFAULT_FRACTION} unless threshold is "
-        "given.",
+        None, gt=0, le=1, description=f"Share of blocks that get a second pass; {_DEFAULT_FRACTION} without threshold."
     )
     threshold: float | None = Field(
-        None,
-        ge=0,
-        lt=1,
-        description="Share of the operand's largest magnitude; blocks that lose more to zero get a second pass.",
+        None, ge=0, lt=1, description="Share of the largest magnitude; blocks that lose more to zero get a second pass."
     )
 
     @model_validator(mode="after")

@@ -57,6 +57,7 @@ class QEma(Technique):
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=True)
     complexity: ClassVar[float] = 2.0
     conflicts: ClassVar[frozenset[str]] = frozenset({"q_ramping"})
+    on_weight: ClassVar[bool] = True
     by_block: ClassVar[bool] = True
 
     beta: Share = Field(0.998, description="β, the share of e that a step keeps.")
@@ -72,10 +73,6 @@ class QEma(Technique):
         spec = specs.get(Operand.FPROP_WEIGHT)
         if spec is not None and spec.rounding == "stochastic":
             raise ValueError("fprop.weight already rounds stochastically; q_ema chooses its rounding, so drop one")
-
-    def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """Return the forward weight; an activation has no moving average."""
-        return frozenset({Operand.FPROP_WEIGHT}) if site.op == "linear" else frozenset()
 
     def state(self, site: SiteView) -> tuple[StateEntry, ...]:
         """Return e, fp32, of the weight's shape."""

@@ -10,20 +10,9 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fp4graph.errors import Error
-from fp4graph.technique import (
-    Operand,
-    OperandSpecs,
-    OptimizerStep,
-    Overhead,
-    SiteView,
-    Technique,
-    WeightUpdate,
-    hookimpl,
-)
+from fp4graph.technique import Operand, OperandSpecs, OptimizerStep, Overhead, Technique, WeightUpdate, hookimpl
 from fp4graph.training.conditioning import HELD
 
-#: Tensors of a detection: the distances that w and Q(w) moved so far, and the last values of both.
-_DETECTION = ("moved", "moved_q", "last", "last_q")
 #: The parameter from before a detection that will be taken back.
 _SAVED = "saved"
 
@@ -75,11 +64,10 @@ class QRamping(Technique):
     name: ClassVar[str] = "q_ramping"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=False)
     complexity: ClassVar[float] = 2.5
+    on_weight: ClassVar[bool] = True
     conflicts: ClassVar[frozenset[str]] = frozenset({"q_ema"})
 
-    t_update: int = Field(
-        ge=1, description="Optimizer steps from one detection to the next, such as those of an epoch."
-    )
+    t_update: int = Field(ge=1, description="Optimizer steps from one detection to the next, such as an epoch's.")
     n_max: int = Field(ge=1, lt=2**15, description="Largest N.")
     t0: int = Field(30, ge=1, description="Steps of a detection.")
     k1: float = Field(16.0, gt=0, description="R is counted in multiples of k1.")
@@ -106,10 +94,6 @@ class QRamping(Technique):
                 "fprop.weight rounds stochastically, under which every weight seems to oscillate; round it to nearest"
             )
 
-    def acts_on(self, site: SiteView) -> frozenset[Operand]:
-        """Return the forward weight."""
-        return frozenset({Operand.FPROP_WEIGHT}) if site.op == "linear" else frozenset()
-
     # ------------------------------------------------------------------ one weight
 
     def before_step(self, update: WeightUpdate) -> None:
@@ -119,6 +103,7 @@ class QRamping(Technique):
         if self._place(memory) == 0:
             for name in ("factor", "summed", "ramped", "begins"):
                 memory.pop(name, None)
+            # The last values of w and Q(w), and the distances that both moved so far.
             memory["last"] = weight.to(torch.float32, copy=True)
             memory["last_q"] = update.quantize(weight).to(torch.float32, copy=True)
             memory["moved"], memory["moved_q"] = (torch.zeros_like(memory["last"]) for _ in range(2))
@@ -138,7 +123,9 @@ class QRamping(Technique):
         """Measure, end a detection, or undo the step for the elements that were not due."""
         memory, weight = update.memory, update.parameter
         if _detects(memory):
-            self._measure(memory, weight, update.quantize(weight))
+            for way, last, now in (("moved", "last", weight), ("moved_q", "last_q", update.quantize(weight))):
+                memory[way] += (now.to(torch.float32) - memory[last]).abs()
+                memory[last].copy_(now)
             if self._place(memory) >= self.t0 - 1:
                 self._set_factors(memory)
             return
@@ -163,17 +150,12 @@ class QRamping(Technique):
             memory["steps"] = torch.zeros((), dtype=torch.int64)
         return int(memory["steps"])
 
-    def _measure(self, memory: dict[str, Tensor], weight: Tensor, quantized: Tensor) -> None:
-        for way, last, now in (("moved", "last", weight), ("moved_q", "last_q", quantized)):
-            memory[way] += (now.to(torch.float32) - memory[last]).abs()
-            memory[last].copy_(now)
-
     def _set_factors(self, memory: dict[str, Tensor]) -> None:
         """Set N by Algorithm 2, lines 5 to 7; if all N are 1, nothing is kept."""
         moved, moved_q = memory["moved"], memory["moved_q"]
         ratio = torch.where(moved_q == 0, 0.0, moved_q / moved)
         factor = (self.k2 * (ratio / self.k1).floor() + 1).clamp(max=self.n_max).to(torch.int16)
-        for name in _DETECTION:
+        for name in ("moved", "moved_q", "last", "last_q"):
             del memory[name]
         if bool((factor > 1).any()):
             memory["factor"], memory["summed"] = factor, torch.zeros_like(moved)

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from torch import Tensor
 
 from fp4graph.numerics.blocking import Groups
-from fp4graph.numerics.surrogates import absmax_gradient, log_sum_exp, relative_beta, softmax_gradient
+from fp4graph.numerics.surrogates import absmax_gradient, log_sum_exp, maximum, relative_beta, softmax_gradient
 from fp4graph.technique import GROUPS, Context, Operand, Overhead, Positive, SiteView, Technique, check_kind, hookimpl
 
 
@@ -76,19 +76,17 @@ class SmoothMax(Technique):
         """Return LogSumExp in place of the maximum, for ``softmax``."""
         if self.kind != "softmax":
             return z
-        valid = context.blocking.valid(values.device)
-        return log_sum_exp(values, z, self._beta(z, context), valid, lambda x: x.sum(context.axes, keepdim=True))
+        return log_sum_exp(values, z, self._beta(z, context), Groups(context.blocking))
 
     def statistic_gradient(self, values: Tensor, z: Tensor, context: Context) -> Tensor | None:
         """Return dZ/dX by Eq. 4 or Eq. 5."""
         if self.kind == "ste":
             return None
-        m = values.abs().amax(context.axes, keepdim=True)
+        blocks = Groups(context.blocking)
+        m = maximum(values, blocks)
         if self.kind == "absmax":
-            index = context.blocking.index(values.device).expand(values.shape)
-            return absmax_gradient(values, m, index, lambda x: x.amin(context.axes, keepdim=True))
-        valid = context.blocking.valid(values.device)
-        return softmax_gradient(values, m, self._beta(m, context), valid, lambda x: x.sum(context.axes, keepdim=True))
+            return absmax_gradient(values, m, blocks)
+        return softmax_gradient(values, m, self._beta(m, context), blocks)
 
     def _beta(self, m: Tensor, context: Context) -> Tensor:
         """Return β for X itself, shape of ``m``, the maximum of each block."""

@@ -11,15 +11,7 @@ from torch import Tensor
 from fp4graph.errors import Error
 from fp4graph.optim import StableSPAM
 from fp4graph.technique import OptimizerStep, Overhead, Technique, hookimpl
-from fp4graph.training.conditioning import (
-    START,
-    batches,
-    condition,
-    condition_foreach,
-    cosine,
-    new_statistics,
-    reset_moments,
-)
+from fp4graph.training import conditioning
 
 SECOND_MOMENTS = {"exp_avg_sq", "exp_avg_var", "exp_inf"}
 #: Entries that are no moments and stay: timm's Lookahead keeps slow weights there.
@@ -96,15 +88,15 @@ class StableSpam(Technique):
                 raise _unfit(optimizer, "holds a sparse or complex gradient")
 
         t = max(group.get(STEP, 0) for group in groups) + 1
-        c = cosine(t, self.total_steps, self.eta_min)
+        c = conditioning.cosine(t, self.total_steps, self.eta_min)
         for group in groups:
             # After a step that raised or was skipped, the user's betas are still under BETAS.
             first, *others = betas = group.get(BETAS, group["betas"])
             group.update({STEP: t, BETAS: betas, "betas": (first * c, *others)})
             if self.reset_interval is not None and t % self.reset_interval == 0:
-                reset_moments(group)  # where timm's LAMB and Adan count
+                conditioning.reset_moments(group)  # where timm's LAMB and Adan count
                 for parameter in group["params"]:
-                    reset_moments(optimizer.state.get(parameter, {}))
+                    conditioning.reset_moments(optimizer.state.get(parameter, {}))
 
         options = {"gamma1": self.gamma1 * c, "gamma2": self.gamma2, "theta": self.theta, "eps": self.eps}
         memories: dict[Tensor, dict[str, Tensor]] = {}
@@ -112,13 +104,14 @@ class StableSpam(Technique):
             if (grad := parameter.grad) is not None and grad.numel():
                 memories[grad] = step.memory(parameter)
                 if not memories[grad]:
-                    memories[grad].update(new_statistics(grad))
+                    memories[grad].update(conditioning.new_statistics(grad))
         plain = [grad for grad in memories if type(grad) is Tensor]
-        for batch in batches(plain):
-            torch._foreach_copy_(batch, condition_foreach(batch, [memories[grad] for grad in batch], **options))
+        for batch in conditioning.batches(plain):
+            held = [memories[grad] for grad in batch]
+            torch._foreach_copy_(batch, conditioning.condition_foreach(batch, held, **options))
         for grad, memory in memories.items():
             if type(grad) is not Tensor:  # a DTensor
-                grad.copy_(condition(grad, memory, **options))
+                grad.copy_(conditioning.condition(grad, memory, **options))
 
     def after_optimizer(self, step: OptimizerStep) -> None:
         """Give the user's momenta back, and check that the moments are known."""
@@ -128,7 +121,7 @@ class StableSpam(Technique):
             names = {name for name in step.optimizer.state[parameter] if not str(name).startswith("fp4graph.")}
             if not names:  # taken back to the beginning, by q_ramping
                 continue
-            if not names - START.keys() <= KEPT or "exp_avg" not in names or not names & SECOND_MOMENTS:
+            if not names - conditioning.START.keys() <= KEPT or "exp_avg" not in names or not names & SECOND_MOMENTS:
                 raise _unfit(step.optimizer, f"keeps {', '.join(sorted(map(str, names)))}")
 
 

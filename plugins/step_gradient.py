@@ -25,9 +25,6 @@ from fp4graph.technique import (
     hookimpl,
 )
 
-_LOWER = {"spline": 0.2, "dge": 0.0, "sigmoid": 0.0, "clip": 0.0}
-_UPPER = {"dge": 3.0}
-
 
 class StepGradient(Technique):
     """dX ← dX ⊙ Q'(u) with the surrogate Q', the slope of a smooth or linear stand-in for the rounding Q of u = X/S.
@@ -59,9 +56,7 @@ class StepGradient(Technique):
     overhead: ClassVar[Overhead] = Overhead("O(n log k)", "O(n)", fusable=False)
 
     kind: Literal["spline", "dge", "sigmoid", "clip", "ste"] = Field("spline", description="The surrogate Q'.")
-    operands: ForwardOperands = Field(
-        ("forward",), description="Operands whose gradient changes: fprop.input, fprop.weight, or both."
-    )
+    operands: ForwardOperands = Field(("forward",), description="Operands of fprop, or both, whose gradient changes.")
     k: float = Field(5.0, gt=1, allow_inf_nan=False, description="dge: the exponent is 1/k - 1.")
     temperature: Positive = Field(1.0, description="sigmoid: T; towards 0 it becomes the step.")
     knots: tuple[tuple[float, float], ...] = Field(
@@ -89,8 +84,9 @@ class StepGradient(Technique):
 
     @property
     def _bounds(self) -> tuple[float, float | None]:
-        lower = _LOWER.get(self.kind, 0.0) if self.lower is None else self.lower
-        return lower, _UPPER.get(self.kind) if self.upper is None else self.upper
+        lower = 0.2 if self.kind == "spline" else 0.0
+        upper = 3.0 if self.kind == "dge" else None
+        return lower if self.lower is None else self.lower, upper if self.upper is None else self.upper
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse knots that end below the element format's maximum."""

@@ -12,17 +12,7 @@ from torch import Tensor
 
 from fp4graph.numerics.blocking import Granularity
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.technique import (
-    Context,
-    Gemm,
-    Operand,
-    OperandList,
-    OperandSpecs,
-    Overhead,
-    SiteView,
-    Technique,
-    hookimpl,
-)
+from fp4graph.technique import Context, Operand, OperandList, OperandSpecs, Overhead, SiteView, Technique, hookimpl
 
 #: dY in dgrad and wgrad, X in wgrad: Chmiel et al. 2025, "IntelFP4" in the design-space paper's tables.
 _BACKWARD = (Operand.DGRAD_GRAD_OUTPUT, Operand.WGRAD_GRAD_OUTPUT, Operand.WGRAD_INPUT)
@@ -74,7 +64,7 @@ class StochasticRounding(Technique):
         """Refuse a guard beside a differentiated block scale, whose gradient it would change."""
         smooth = techniques.get("smooth_max")
         differentiated = smooth is not None and getattr(smooth, "kind", "ste") != "ste"
-        if self.range_guard is not None and differentiated and any(o.gemm is Gemm.FPROP for o in self.operands_listed):
+        if self.range_guard is not None and differentiated and any(o.gemm == "fprop" for o in self.operands_listed):
             raise ValueError("range_guard on an operand of fprop and smooth_max do not go together; drop one of them")
 
     @classmethod

@@ -13,7 +13,7 @@ from fp4graph.numerics.blocking import Groups
 from fp4graph.numerics.rounding import round_nearest
 from fp4graph.numerics.scaling import block_scale, dequantize, ratio
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.numerics.surrogates import absmax_gradient, log_sum_exp, relative_beta, softmax_gradient
+from fp4graph.numerics.surrogates import absmax_gradient, log_sum_exp, maximum, relative_beta, softmax_gradient
 from fp4graph.technique import (
     GRADIENT_STAGES,
     GROUPS,
@@ -103,9 +103,8 @@ class TensorScalingGradient(Technique):
         """Return LogSumExp in place of the maximum, for ``softmax``."""
         if self.kind != "softmax":
             return g
-        m = _maximum(values, groups)
-        valid = context.blocking.valid(values.device)
-        return log_sum_exp(values, m, self._beta(m), valid, lambda x: _total(x, groups))
+        m = maximum(values, groups)
+        return log_sum_exp(values, m, self._beta(m), groups)
 
     def group_gradient(self, values: Tensor, g: Tensor, groups: Groups, context: Context) -> Tensor | None:
         """Return dg/dX of Table 1."""
@@ -113,12 +112,10 @@ class TensorScalingGradient(Technique):
             return None
         if self.kind == "ste":
             return torch.ones_like(values)
-        m = _maximum(values, groups)
+        m = maximum(values, groups)
         if self.kind == "absmax":
-            index = context.blocking.index(values.device).expand(values.shape)
-            return absmax_gradient(values, m, index, lambda x: _lowest(x, groups))
-        valid = context.blocking.valid(values.device)
-        return softmax_gradient(values, m, self._beta(m), valid, lambda x: _total(x, groups))
+            return absmax_gradient(values, m, groups)
+        return softmax_gradient(values, m, self._beta(m), groups)
 
     def _beta(self, m: Tensor) -> Tensor:
         return relative_beta(self.beta, m) if self.relative else torch.full_like(m, self.beta)
@@ -146,19 +143,6 @@ def _returns_its_maximum(spec: QuantSpec, u: float) -> bool:
     scale = block_scale(z, spec.scale, spec.element)
     back = dequantize(round_nearest(ratio(z, scale, spec), spec.element, spec.ties), scale, spec)
     return bool((back - z).abs() <= 2.0**-20 * z)
-
-
-def _maximum(values: Tensor, groups: Groups) -> Tensor:
-    return groups.reduce(values.abs().amax(groups.blocking.axes, keepdim=True), "amax")
-
-
-def _total(values: Tensor, groups: Groups) -> Tensor:
-    return groups.reduce(values.sum(groups.blocking.axes, keepdim=True), "sum")
-
-
-def _lowest(index: Tensor, groups: Groups) -> Tensor:
-    lowest = index.amin(groups.blocking.axes, keepdim=True)
-    return -groups.reduce(-lowest, "amax", fill=-(2**31 - 1))
 
 
 @hookimpl

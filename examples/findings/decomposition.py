@@ -3,15 +3,15 @@
     python examples/findings/decomposition.py         # a minute or two on one CPU core
 
 The script trains a ViT of two blocks on handwritten digits under pure MXFP4 (mxfp4-full). At five steps near the end
-it quantizes the six operands of every quantized site by each recipe, so that all recipes see the same tensors: MXFP4,
-NVFP4 (plain, and with a tensor scale, which gradients need), macro-block scaling, outlier fallback. MXFP4 has the
-scales of the OCP specification, NVFP4 decode scales rounded to nearest, as hardware has them. Macro-block scaling is
-for power-of-two scales, so only MXFP4 is combined with it. Squared errors are shares of the operand's squared norm,
-means over sites and steps. The three parts add up to the error less twice the product of scale bias and grid noise.
+it quantizes the six operands of every quantized site by each recipe, so that all recipes see the same tensors. MXFP4
+has the scales of the OCP specification, NVFP4 decode scales rounded to nearest, as hardware has them. Macro-block
+scaling is for power-of-two scales. Squared errors are shares of the operand's squared norm, means over sites and steps.
+The three parts add up to the error less twice the product of scale bias and grid noise.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -23,8 +23,8 @@ import torch
 import typer
 
 from fp4graph.analysis import decompose
-from fp4graph.analysis.panels import error_bars
-from fp4graph.analysis.style import LABELS, TERMS, figure, styled
+from fp4graph.analysis.panels import error_panels
+from fp4graph.analysis.style import LABELS, TERMS, styled, subplots
 from fp4graph.experiments.train import Run, train
 from fp4graph.model.runtime import runtime_of
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
@@ -57,7 +57,7 @@ class Taking:
 
     def __init__(self) -> None:
         self.programs = {
-            (recipe, operand): OperandProgram(spec, _techniques(names))
+            (recipe, operand): OperandProgram(spec, tuple(default_registry().techniques[name]() for name in names))
             for recipe, (spec, names) in RECIPES.items()
             for operand in Operand
         }
@@ -72,15 +72,9 @@ class Taking:
     def measure(self, *sides: ObservedOperand) -> None:
         for seen in sides:
             x = seen.given.detach()
-            signal = x.double().square().sum()
             for recipe in RECIPES:
                 parts = decompose(x, self.programs[recipe, seen.operand])
-                shares = {name: (getattr(parts, name).square().sum() / signal).item() for name in COLUMNS}
-                self.shares[recipe, seen.operand].append(shares)
-
-
-def _techniques(names: tuple[str, ...]) -> tuple[Any, ...]:
-    return tuple(default_registry().techniques[name]() for name in names)
+                self.shares[recipe, seen.operand].append(parts.shares(x))
 
 
 def measure(seed: int = 0) -> Shares:
@@ -89,20 +83,13 @@ def measure(seed: int = 0) -> Shares:
 
     @contextmanager
     def watch(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-        runtime, done = runtime_of(model), 0
-        assert runtime is not None
+        runtime, following = runtime_of(model), itertools.count(2)
 
         def after_step(*args: Any) -> None:
-            nonlocal done
-            done += 1
-            runtime.observe(taking if done + 1 in LOOKED_AT else None)
+            runtime.observe(taking if next(following) in LOOKED_AT else None)
 
-        handle = optimizer.register_step_post_hook(after_step)
-        try:
-            yield
-        finally:
-            handle.remove()
-            runtime.observe(None)
+        optimizer.register_step_post_hook(after_step)
+        yield
 
     train(Run("digits", policy="mxfp4-full", seed=seed, steps=STEPS, schedule="cosine", backend="eager"), watch=watch)
     return taking.shares
@@ -115,26 +102,23 @@ def mean(shares: Shares, recipe: str, operand: Operand, column: str) -> float:
 
 def picture(shares: Shares, file: Path) -> None:
     """Draw bars of the three parts, a panel for each operand."""
+    errors = {
+        LABELS[operand]: {recipe: {c: mean(shares, recipe, operand, c) for c in COLUMNS} for recipe in RECIPES}
+        for operand in Operand
+    }
     with styled():
-        drawn = figure(6.4, 10.0)
-        panels = drawn.subplots(2, 3, sharey=True)
-        for axes, operand in zip(panels.flat, Operand, strict=True):
-            errors = {r: {c: mean(shares, r, operand, c) for c in COLUMNS} for r in RECIPES}
-            error_bars(axes, errors)
+        drawn, panels = subplots(6.4, 2, 3, width=10.0, sharey=True)
+        error_panels(drawn, panels, errors, "squared error, % of the signal")
+        for axes, bars in zip(panels.flat, errors.values(), strict=True):
             # Without a tensor scale, gradients below the range of E4M3 are lost. That bar is cut and labelled.
-            others = [own for recipe, own in errors.items() if recipe != "NVFP4"]
+            others = [own for recipe, own in bars.items() if recipe != "NVFP4"]
             limit = 1.08 * max(max(sum(own[term] for term in TERMS), own["total"]) for own in others)
             axes.set_xlim(0, limit)
-            nvfp4 = errors["NVFP4"]
+            nvfp4 = bars["NVFP4"]
             if nvfp4["total"] > limit:
                 said = f"{nvfp4['total']:.0f} %, dead zone {nvfp4['dead_zone']:.0f} % →"
                 place = list(RECIPES).index("NVFP4")
                 axes.text(0.98 * limit, place, said, ha="right", va="center", fontsize=8.5, fontweight="bold")
-            axes.set_title(LABELS[str(operand)])
-        for axes in panels[-1]:
-            axes.set_xlabel("squared error, % of the signal")
-        panels[0][0].invert_yaxis()
-        drawn.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
         file.parent.mkdir(parents=True, exist_ok=True)
         drawn.savefig(file, dpi=130)
 

@@ -2,14 +2,12 @@
 
     python examples/findings/gaussian.py              # 3 seeds, a quarter of an hour on one CPU core
 
-The script appends each result to a file of JSON lines. Started again, it trains the missing runs only, and prints the
-table of all.
+Started again, the script trains the missing runs only, and prints the table of all.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 import statistics
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Annotated, Any
 import torch
 import typer
 import yaml
-from rich.progress import track
+from finished import finished, markdown
 
 import fp4graph
 from fp4graph.experiments.tasks import TASKS
@@ -95,20 +93,9 @@ def untrained(row: Row, seed: int) -> float:
         return torch.cat([problem.measure(problem.model, batch)["loss"] for batch in full]).mean().item()
 
 
-def results(file: Path) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Return the finished runs, by (label, optimizer, dtype, seed)."""
-    if not file.exists():
-        return {}
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    return {(row["label"], row["optimizer"], row["dtype"], row["seed"]): row for row in rows}
-
-
-def table(found: dict[tuple[Any, ...], dict[str, Any]], seeds: int) -> str:
+def table(found: dict[tuple[Any, ...], Any], seeds: int) -> str:
     """Return the validation losses as Markdown: mean ± standard deviation over the seeds."""
-    lines = [
-        "| policy | optimizer | Ω | paper | bf16 parameters | fp32 parameters | the true weights |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    rows = []
     for row in ROWS:
         exact = (found[row.label, NONE, "fp32", seed]["outcome"] for seed in range(seeds))
         floor = statistics.fmean(outcome["validation_loss"] for outcome in exact)
@@ -121,9 +108,9 @@ def table(found: dict[tuple[Any, ...], dict[str, Any]], seeds: int) -> str:
                 cells.append(f"{statistics.fmean(losses):.3g}{spread}")
             paper = f"{row.paper[optimizer]:g}" if optimizer in row.paper else ""
             complexity = found[row.label, optimizer, DTYPES[0], 0]["outcome"]["complexity"]
-            cells = [row.label, optimizer, f"{complexity:g}", paper, *cells, f"{floor:.3g}"]
-            lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+            rows.append([row.label, optimizer, f"{complexity:g}", paper, *cells, f"{floor:.3g}"])
+    heads = ("policy", "optimizer", "Ω", "paper", "bf16 parameters", "fp32 parameters", "the true weights")
+    return markdown(heads, rows)
 
 
 def main(
@@ -131,25 +118,20 @@ def main(
     output: Annotated[Path, typer.Option(help="File of results.")] = Path("runs/findings/gaussian.jsonl"),
     device: Annotated[str, typer.Option()] = "auto",
 ) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    found = results(output)
+    rows = {row.label: row for row in ROWS}
     wanted = [
-        (row, optimizer, dtype, seed)
+        {"label": row.label, "optimizer": optimizer, "dtype": dtype, "seed": seed}
         for seed in range(seeds)  # a seed is one data set, made once
         for row in ROWS
         for optimizer, dtype in [(NONE, "fp32"), *itertools.product(row.optimizers, DTYPES)]
     ]
-    missing = [w for w in wanted if (w[0].label, *w[1:]) not in found]
-    for row, optimizer, dtype, seed in track(missing, description="training"):
-        if optimizer == NONE:
-            outcome: dict[str, Any] = {"validation_loss": untrained(row, seed)}
-        else:
-            run = Run("gaussian", policy=row.policy, optimizer=optimizer, dtype=dtype, seed=seed, device=device)
-            outcome = train(run).to_json()
-        line = {"label": row.label, "optimizer": optimizer, "dtype": dtype, "seed": seed, "outcome": outcome}
-        with output.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-    print(table(results(output), seeds))
+
+    def outcome(label: str, **options: Any) -> dict[str, Any]:
+        if options["optimizer"] == NONE:
+            return {"outcome": {"validation_loss": untrained(rows[label], options["seed"])}}
+        return {"outcome": train(Run("gaussian", policy=rows[label].policy, device=device, **options)).to_json()}
+
+    print(table(finished(output, wanted, outcome), seeds))
 
 
 if __name__ == "__main__":

@@ -4,13 +4,11 @@
 
 A ViT of two blocks on handwritten digits, 20 epochs, learning rate down to a hundredth along a cosine. Measured over
 the last 100 steps: the share of weights with R_w > 16, flips per weight and step, and the rates of change of W, of
-Q(W), and of the sites' outputs Y for the same 64 inputs of Gaussian noise (over the last 5 steps). The script appends
-each result to a file of JSON lines; started again, it trains the missing runs only.
+Q(W), and of the sites' outputs Y for the same 64 inputs of Gaussian noise (over the last 5 steps).
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 from pathlib import Path
@@ -18,7 +16,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.progress import track
+from finished import finished, markdown
 
 from fp4graph.analysis import Statistics, read
 from fp4graph.experiments.train import Run, train
@@ -60,38 +58,26 @@ def measure(policy: Any, seed: int) -> dict[str, float]:
         outcome = train(run, watch=watch)
         recorded = read(directory)
     last = [row for row in recorded.rows if row["step"] == STEPS]
-    weights = [row for row in last if row["tensor"] == "weight"]
-    row = {column: statistics.fmean(r[column] for r in weights) for column in COLUMNS if weights}
-    outputs = [r["rate_of_change"] for r in last if r["tensor"] == "output"]
-    confidence = [r["confidence"] for r in last if "confidence" in r]
-    return {
-        **row,
-        "output_rate_of_change": statistics.fmean(outputs),
-        **({"confidence": statistics.fmean(confidence)} if confidence else {}),
-        "validation_loss": outcome.validation_loss,
-        "accuracy": outcome.metrics["accuracy"],
-    }
+    found = {column: [row[column] for row in last if row["tensor"] == "weight"] for column in COLUMNS}
+    found["output_rate_of_change"] = [row["rate_of_change"] for row in last if row["tensor"] == "output"]
+    found["confidence"] = [row["confidence"] for row in last if "confidence" in row]
+    means = {name: statistics.fmean(values) for name, values in found.items() if values}
+    return means | {"validation_loss": outcome.validation_loss, "accuracy": outcome.metrics["accuracy"]}
 
 
 def main(
     output: Annotated[Path, typer.Option(help="File of results.")] = Path("runs/findings/oscillation.jsonl"),
     seeds: Annotated[int, typer.Option(min=1)] = 3,
 ) -> None:
-    output.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.loads(line) for line in output.read_text().splitlines()] if output.exists() else []
-    done = {(line["policy"], line["seed"]): line for line in lines}
-    missing = [(name, seed) for seed in range(seeds) for name in POLICIES if (name, seed) not in done]
-    for name, seed in track(missing, description="training"):
-        done[name, seed] = {"policy": name, "seed": seed, **measure(POLICIES[name], seed)}
-        with output.open("a") as file:
-            file.write(json.dumps(done[name, seed]) + "\n")
-    heads = ("R_w > 16", "flips", "r(W)", "r(Q(W))", "r(Y)", "confidence", "val. loss", "accuracy")
+    runs = [{"policy": name, "seed": seed} for seed in range(seeds) for name in POLICIES]
+    done = finished(output, runs, lambda policy, seed: measure(POLICIES[policy], seed))
+    heads = ("policy", "R_w > 16", "flips", "r(W)", "r(Q(W))", "r(Y)", "confidence", "val. loss", "accuracy")
     keys = (*COLUMNS, "output_rate_of_change", "confidence", "validation_loss", "accuracy")
-    print("| policy | " + " | ".join(heads) + " |\n| --- |" + " --- |" * len(heads))
+    rows = []
     for name in POLICIES:
-        rows = [done[name, seed] for seed in range(seeds)]
-        cells = [_cell([row[key] for row in rows if key in row], key) for key in keys]
-        print(f"| {name} | " + " | ".join(cells) + " |")
+        of_seeds = [done[name, seed] for seed in range(seeds)]
+        rows.append([name, *(_cell([row[key] for row in of_seeds if key in row], key) for key in keys)])
+    print(markdown(heads, rows))
 
 
 def _cell(values: list[float], key: str) -> str:

@@ -1,4 +1,4 @@
-"""The whole way of a stranger: wheels of fp4graph and of this package in a new environment, a policy, training.
+"""The whole way of a stranger: wheels of fp4graph and of this package in a new environment, and its tests, which train.
 
 The new environment reaches the dependencies (torch, pydantic, ...) of the interpreter that runs this through a .pth
 file: installing them again would take gigabytes. A package found that way is only looked up after those installed
@@ -17,20 +17,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 #: What the wheel of fp4graph is made of. Building leaves files beside the sources, so it is done in a copy.
 SOURCES = ["fp4graph", "plugins", "policies", "pyproject.toml", "README.md", "LICENSE"]
-TRAIN = """
-import sys, torch, fp4graph, mse_scale
-assert all(module.__file__.startswith(sys.prefix) for module in (fp4graph, mse_scale)), "not the installed wheels"
-policy = {"version": 1, "name": "p", "default": {"element": "e1m2"}, "techniques": ["mse_scale"]}
-model = fp4graph.apply(torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 1)), policy, backend="eager")
-optimizer = fp4graph.prepare_optimizer(model, torch.optim.Adam(model.parameters(), lr=0.01))
-x = torch.randn(64, 32)
-for step in range(10):
-    loss = (model(x) - x.mean(-1, keepdim=True)).square().mean()
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    print(f"step {step}: loss {loss.item():.4f}")
-"""
+INSTALLED = "import sys, {0}; assert {0}.__file__.startswith(sys.prefix), 'not the installed wheel'"
 
 
 def run(*command: object) -> None:
@@ -57,8 +44,9 @@ def main() -> None:
         wheels = sorted((work / "wheels").glob("*.whl"))
         run(*pip, "--python", python, "install", "--no-deps", "--no-index", *wheels)
         run(work / "env/bin/fp4graph", "techniques", "mse_scale")
-        (work / "train.py").write_text(TRAIN)
-        run(python, work / "train.py")
+        for module in ("fp4graph", "mse_scale"):
+            run(python, "-c", INSTALLED.format(module))
+        run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", work / "plugin/tests")
     print("a stranger's technique: installed, listed, trained")
 
 

@@ -2,7 +2,7 @@
 
 from fp4graph.analysis.collect import Statistics
 from fp4graph.analysis.decomposition import Decomposition, decompose
-from fp4graph.analysis.fields import METRICS
+from fp4graph.analysis.metrics import METRICS
 from fp4graph.analysis.reconstruction import reconstruction_error
 from fp4graph.analysis.storage import Recorded, read
 

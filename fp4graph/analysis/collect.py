@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from fp4graph.analysis import storage
-from fp4graph.analysis.fields import METRICS
-from fp4graph.analysis.observers import Collector, Outputs, matches
+from fp4graph.analysis.metrics import METRICS
 from fp4graph.analysis.oscillation import Window
-from fp4graph.analysis.tensorboard import log_to, writer
+from fp4graph.analysis.recordings import OperandRecording, OutputRecording, matches
 from fp4graph.errors import Error
 from fp4graph.model import state
 from fp4graph.model.distributed import is_distributed, rank, unwrapped
@@ -34,12 +33,11 @@ class Statistics:
 
     The training is not disturbed: an observed step draws the same noise and computes the same values as any other
     (under the backends that compile it runs uncompiled, so that sums are taken in another order there). The very first
-    step, the first step of a phase, and evaluations between steps are not observed. With several processes the first
-    one records what it sees.
+    step, the first step of a phase, and evaluations between steps are not observed. Of several processes the first one
+    records what it sees.
 
     Args:
-        model: an applied model.
-        optimizer: the model's prepared optimizer, whose steps are counted.
+        model, optimizer: an applied model, and its prepared optimizer, whose steps are counted.
         every: steps from one record of the operands to the next.
         directory: holds ``statistics.jsonl``, to which lines are appended (see :mod:`fp4graph.analysis.storage`).
         metrics: some of METRICS; by default all of them, rates of change of Y only with a ``probe``.
@@ -47,9 +45,8 @@ class Statistics:
         window: steps over which oscillation, flips and rates of change of weights are measured, one window before each
             ``window_every``-th step (ten times ``every`` by default, and no less than ``window``).
         sample: about how many elements of an operand are measured, as whole lines; None for all.
-        probe: inputs of the model, positional (a tuple) or by keyword (a dict), or a function without arguments that
-            calls the model, always with the same; the outputs at each site are compared from step to step over the last
-            :data:`PROBED` steps of each window: the rate of change of Y.
+        probe: inputs of the model, positional (a tuple) or by keyword (a dict), or a function that calls the model,
+            always with the same inputs, for the rate of change of Y over the last :data:`PROBED` steps of each window.
         step: steps done before, where a resumed training goes on; by default what the optimizer's state counts.
         tensorboard: a ``SummaryWriter``, or a directory to make one for, to log to as well.
 
@@ -95,17 +92,13 @@ class Statistics:
             _check_sites([pattern.partition("#")[0] for pattern in patterns], planned)
         self._every, self._step = every, _steps_done(optimizer) if step is None else step
         self._window_every = max(window, 10 * every if window_every is None else window_every)
-        self._collector = Collector(patterns, self._metrics, sample, runtime.device.type)
-        self._outputs = Outputs(patterns)
+        self._operands = OperandRecording(patterns, self._metrics, sample, runtime.device.type)
+        self._outputs = OutputRecording(patterns)
         self._window: Window | None = None
         self._window_steps, self._sample, self._patterns = window, sample, patterns
         self._runtime = runtime
-        self._is_first = not is_distributed() or rank() == 0
-        self._writer = tensorboard if self._is_first else None
-        self._owns_writer = not hasattr(tensorboard, "add_scalar")
-        if self._writer is not None and self._owns_writer:
-            self._writer = writer(tensorboard)
-        self._log = storage.Log(directory, self._header()) if self._is_first else None
+        is_first = not is_distributed() or rank() == 0
+        self._log = storage.Log(directory, self._header(), tensorboard) if is_first else None
         self._handles: list[Any] = []
         self._arm()
         self._hook()
@@ -124,10 +117,8 @@ class Statistics:
         current = runtime_of(self._model)
         if current is not None:
             current.observe(None)
-        self._log = None
-        if self._writer is not None and self._owns_writer:
-            self._writer.close()
-        self._writer = None
+        if self._log is not None:
+            self._log.close()
 
     # ------------------------------------------------------------------ around the optimizer's step
 
@@ -142,10 +133,10 @@ class Statistics:
 
     def _arm(self) -> None:
         """Observe the forwards until the next step, if that step is to be recorded."""
-        self._armed = self._is_first and (self._step + 1) % self._every == 0
+        self._armed = self._log is not None and (self._step + 1) % self._every == 0
         if self._armed and fsdp_modules(self._model):
             raise Error("sites of a model under fully_shard cannot be observed; use DistributedDataParallel")
-        self._current().observe(self._collector if self._armed else None)
+        self._current().observe(self._operands if self._armed else None)
 
     def _current(self) -> Runtime:
         runtime = runtime_of(self._model)
@@ -160,41 +151,37 @@ class Statistics:
             self._window = None
             self._outputs.clear()
             self._hook()
-        if self._is_first and self._window is None and self._window_starts(self._step):
+        if self._log is not None:
             self._open_window()
 
     def _after_step(self, *args: Any) -> None:
         self._step += 1
-        if not self._is_first:
+        if self._log is None:
             return
         measured: list[dict[str, Any]] = []
         if self._armed:
-            if self._collector.seen:
-                _check_sites(self._patterns, self._collector.sites)
-                measured += self._collector.finish()
-            self._collector.clear()
+            if self._operands.seen:
+                _check_sites(self._patterns, self._operands.sites)
+                measured += self._operands.finish()
+            self._operands.clear()
         if self._window is not None:
             self._follow(self._window)
             if not self._window.left:
                 measured += [*self._window.measurements(), *self._outputs.measurements()]
                 self._outputs.clear()
                 self._window = None
-        if self._window is None and self._window_starts(self._step):
-            self._open_window()
-        measured = [{"step": self._step, **fields} for fields in measured]
-        if measured and self._log is not None:
-            self._log.append(measured)
-            if self._writer is not None:
-                log_to(self._writer, self._step, measured)
+        self._open_window()
+        if measured:
+            self._log.append([{"step": self._step, **fields} for fields in measured])
         self._arm()
 
     # ------------------------------------------------------------------ weights, outputs
 
-    def _window_starts(self, step: int) -> bool:
-        wanted = self._metrics & {"oscillation", "flips", "rate_of_change"}
-        return bool(wanted) and (step + self._window_steps) % self._window_every == 0
-
     def _open_window(self) -> None:
+        """Begin to follow the weights, if a window begins at this step and none is open."""
+        wanted = self._metrics & {"oscillation", "flips", "rate_of_change"}
+        if not wanted or self._window is not None or (self._step + self._window_steps) % self._window_every:
+            return
         weights = [weight for weight in self._runtime.weights if matches(self._patterns, weight.fqn or "(root)")]
         self._window = Window(weights, self._window_steps, self._sample, self._metrics)
         self._follow(self._window)
@@ -207,8 +194,8 @@ class Statistics:
 
     def _run_probe(self) -> None:
         """Run the probe in evaluation mode and without gradients, and observe every site's output."""
-        modes = [(module, True) for module in self._model.modules() if module.training]
-        dtype = self._collector.autocast
+        training = [module for module in self._model.modules() if module.training]
+        dtype = self._operands.autocast
         self._current().observe(self._outputs, training=False)
         try:
             self._model.eval()
@@ -220,9 +207,9 @@ class Statistics:
                 else:
                     self._model(*self._probe or ())
         finally:
-            for module, training in modes:
-                module.training = training
-            self._current().observe(self._collector if self._armed else None)
+            for module in training:
+                module.training = True
+            self._current().observe(self._operands if self._armed else None)
 
     def _header(self) -> dict[str, Any]:
         policy, weights = self._runtime.policy, self._runtime.weights
@@ -251,12 +238,9 @@ class Statistics:
 
 
 def _checked(metrics: Iterable[str] | None) -> frozenset[str]:
-    if metrics is None:
-        return frozenset(METRICS)
-    chosen = frozenset([metrics] if isinstance(metrics, str) else metrics)
-    for name in sorted(chosen):
-        if name not in METRICS:
-            raise Error(f"unknown metric {name!r}; {suggest(name, METRICS)}")
+    chosen = frozenset(METRICS if metrics is None else [metrics] if isinstance(metrics, str) else metrics)
+    for name in sorted(chosen - METRICS.keys()):
+        raise Error(f"unknown metric {name!r}; {suggest(name, METRICS)}")
     if not chosen:
         raise Error(f"an empty list of metrics; choose from {', '.join(METRICS)}")
     return chosen

@@ -50,6 +50,11 @@ class Decomposition:
     dead_zone: Tensor
     grid_noise: Tensor
 
+    def shares(self, x: Tensor) -> dict[str, float]:
+        """Return the squared norm of the total and of each term, by name, as shares of that of ``x``."""
+        signal = x.double().square().sum()
+        return {name: (term.square().sum() / signal).item() for name, term in vars(self).items()}
+
 
 def decompose(
     x: Tensor,
@@ -82,12 +87,13 @@ def decompose(
     if draw is None and program.draws:
         draw = Draw(noise.make_key(key, device=x.device), noise.make_step(0, 0, 0, device=x.device))
     x = x.detach().to(torch.float32).movedim(dim, -1)
-    if definition == "printed":
-        return Decomposition(*(part.movedim(-1, dim) for part in _printed(program, x, draw, state)))
     with operators.tensor_code():  # a kernel would be compiled for each of the two
-        outcomes = [total(each(x, draw, state)) for each in (program, with_ideal_scales(program))]
-    parts = (part.movedim(-1, dim) for part in split_error(*_aligned(*(each.double() for each in (x, *outcomes)))))
-    return Decomposition(*parts)
+        if definition == "printed":
+            parts = _printed(program, x, draw, state)
+        else:
+            outcomes = [total(each(x, draw, state)) for each in (program, with_ideal_scales(program))]
+            parts = split_error(*_aligned(*(each.double() for each in (x, *outcomes))))
+    return Decomposition(*(part.movedim(-1, dim) for part in parts))
 
 
 def _printed(
@@ -100,8 +106,7 @@ def _printed(
             f"the printed decomposition is of one quantization with one scale, and {several[0]} makes more of it; use "
             "definition='ideal'"
         )
-    with operators.tensor_code():
-        parts = program.quantize(x, draw, state)
+    parts = program.quantize(x, draw, state)
     spec = parts.spec
     stored = parts.scale.double() if spec.scale.convention == "decode" else 1 / parts.scale.double()
     true = parts.z.double() / spec.element.max  # before rounding, in the same units: γ is in both

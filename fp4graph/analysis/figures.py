@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from fp4graph.analysis import reconstruction as r
 from fp4graph.analysis.decomposition import decompose
-from fp4graph.analysis.panels import error_bars
-from fp4graph.analysis.style import PALETTE, TERMS, figure, styled
+from fp4graph.analysis.panels import error_panels
+from fp4graph.analysis.style import PALETTE, TERMS, styled, subplots
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.technique.registry import default_registry
@@ -31,23 +31,24 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, help=__doc__, no_args_is_help=True)
 console = Console(highlight=False, width=120)
 Output = Annotated[Path, typer.Option("--output", "-o", help="Folder of the picture.")]
-Points = Sequence[r.Point]
+#: The panels of Figures 11 to 15: the setting of the quantizer that varies, its values, and the other settings.
+PANELS: dict[str, tuple[str, Sequence[Any], dict[str, Any]]] = {
+    "11: block size, STE": ("block", r.BLOCKS, {}),
+    "12: tensor scale, STE, blocks of 16": ("tensor_scale", r.TENSOR_SCALES, {}),
+    "13: block size, softmax, β = 40": ("block", r.BLOCKS, {"beta": 40.0}),
+    "14: tensor scale, softmax, β = 40": ("tensor_scale", r.TENSOR_SCALES, {"beta": 40.0}),
+    "15: β, blocks of 16": ("beta", r.BETAS, {}),
+}
+_LABELS = {"block": "block size", "tensor_scale": "tensor scale", "beta": "β"}
 #: The formats with three mantissa bits agree within their ranges: two dashed lines leave the third line visible.
 _DASHES: dict[str, Any] = {"ue5m3": (0, (3, 6)), "e8m3": (4.5, (3, 6))}
-#: Names of the fields of a point that figures are drawn over.
-_AXES = {"block": "block size", "tensor_scale": "tensor scale", "beta": "β"}
 
 
 class Metric(StrEnum):
-    """A relative error of :class:`fp4graph.analysis.reconstruction.Point`."""
+    """A relative error, in the order of :func:`fp4graph.analysis.reconstruction_error`."""
 
     elementwise = "elementwise"
     normwise = "normwise"
-
-    @property
-    def formula(self) -> str:
-        """The formula in a figure's title."""
-        return "mean of |Q(x) − x| / |x|" if self is Metric.elementwise else "‖Q(x) − x‖ / ‖x‖"
 
 
 @app.command()
@@ -60,28 +61,26 @@ def reconstruction(
 ) -> None:
     """Figures 11 to 15 of the design-space paper's appendix, on Gaussian data, and their numbers."""
     x = r.gaussian(seed=seed)
-    panels: dict[str, tuple[str, Points]] = {
-        "11: block size, STE": ("block", r.by_block(x)),
-        "12: tensor scale, STE, blocks of 16": ("tensor_scale", r.by_tensor_scale(x)),
-        "13: block size, softmax, β = 40": ("block", r.by_block(x, 40.0)),
-        "14: tensor scale, softmax, β = 40": ("tensor_scale", r.by_tensor_scale(x, 40.0)),
-        "15: β, blocks of 16": ("beta", r.by_beta(x)),
-    }
-    for title, (field, points) in panels.items():
-        console.print(_table(f"Figure {title}: {metric.formula}", field, points, metric))
+    place = list(Metric).index(metric)
+    formula = ("mean of |Q(x) − x| / |x|", "‖Q(x) − x‖ / ‖x‖")[place]
     with styled():
-        picture = figure(9.6)
-        every = picture.subplots(3, 2)
-        for axes, (title, (field, points)) in zip(every.flat, panels.items(), strict=False):
-            for color, name in zip(PALETTE, r.FORMATS, strict=False):
-                own = [point for point in points if point.scale == name]
-                axes.plot(
-                    [getattr(p, field) for p in own], [getattr(p, metric) for p in own], color=color, linewidth=2,
-                    label=name, linestyle=_DASHES.get(name, "-"),
-                )  # fmt: skip
-            axes.set_xscale("log", base=2 if field == "block" else 10)
-            axes.set(yscale="log" if field == "tensor_scale" else "linear", title=title)
-            axes.set(xlabel=_AXES[field], ylabel=metric.formula)
+        picture, every = subplots(9.6, 3, 2)
+        for axes, (title, (setting, values, others)) in zip(every.flat, PANELS.items(), strict=False):
+            table = Table(title=f"Figure {title}: {formula}", title_justify="left")
+            curves = {
+                name: [r.e2m1_error(x, name, **{setting: value}, **others)[place] for value in values]
+                for name in r.FORMATS
+            }
+            for column in (_LABELS[setting], *curves):
+                table.add_column(column, justify="right")
+            for value, *errors in zip(values, *curves.values(), strict=True):
+                table.add_row(f"{value:g}", *(f"{error:.4g}" for error in errors))
+            console.print(table)
+            for color, (name, errors) in zip(PALETTE, curves.items(), strict=False):
+                axes.plot(values, errors, color=color, linewidth=2, label=name, linestyle=_DASHES.get(name, "-"))
+            axes.set_xscale("log", base=2 if setting == "block" else 10)
+            axes.set(yscale="log" if setting == "tensor_scale" else "linear", title=title)
+            axes.set(xlabel=_LABELS[setting], ylabel=formula)
         every.flat[-1].set_axis_off()
         every.flat[-1].legend(*every.flat[0].get_legend_handles_labels(), title="scale format", loc="center left",
                               handlelength=4.5)  # fmt: skip
@@ -94,34 +93,32 @@ def formats(output: Output = Path()) -> None:
     u = torch.linspace(0, 6, 2401)
     scale = torch.logspace(-6, 4, 4001)
     with styled():
-        picture = figure(6.8, 12.0)
-        every = picture.subplots(2, 3)
+        picture, (above, below) = subplots(6.8, 2, 3, width=12.0)
         for place, (color, (name, *curves)) in enumerate(zip(PALETTE, r.relaxations(u), strict=False)):
-            for axes, curve in zip(every[0], curves, strict=True):
+            for axes, curve in zip(above, curves, strict=True):
                 axes.plot(u, curve, color=color, label=name, linewidth=1.3, zorder=2 + (place == 1))
-        every[0][0].set(xlabel="u = x/S", ylabel="value", title="1a: Q(u) and its stand-ins")
-        every[0][1].set(xlabel="u = x/S", ylabel="slope", title="1b: their slopes", ylim=(-0.15, 4))
-        every[0][2].set(xlabel="u = x/S", ylabel="slope", title="1c: clipped slopes", ylim=(-0.15, 4))
-        every[0][0].legend()
+        above[0].set(xlabel="u = x/S", ylabel="value", title="1a: Q(u) and its stand-ins")
+        above[1].set(xlabel="u = x/S", ylabel="slope", title="1b: their slopes", ylim=(-0.15, 4))
+        above[2].set(xlabel="u = x/S", ylabel="slope", title="1c: clipped slopes", ylim=(-0.15, 4))
         for color, name in zip(PALETTE, ("e8m0", "e4m3", "ue5m3"), strict=False):
             quantized = r.quantized_scales(name, scale)
-            every[1][0].plot(scale, quantized, color=color, label=name)
-            for axes in every[1][1:]:
-                axes.plot(scale, scale / quantized, color=color, label=name)
+            for axes, curve in zip(below, (quantized, scale / quantized, scale / quantized), strict=True):
+                axes.plot(scale, curve, color=color, label=name)
             deviation = (scale / quantized).log2().abs()
             inside = (scale > 2.0**-9) & (scale < 448)
             console.print(
                 f"{name}: abs(log2(s/s_q)) is {deviation[inside].mean():.4f} on average and at most "
                 f"{deviation[inside].max():.3f} between 2^-9 and 448, {deviation.max():.2f} between 1e-6 and 1e4"
             )
-        every[1][0].set(xscale="log", yscale="log", xlabel="scale s", ylabel="s_q", title="2a: quantized scales s_q")
-        every[1][1].set(xscale="log", yscale="log", xlabel="scale s", ylabel="s / s_q (log scale)",
-                        title="2b: relative deviation")  # fmt: skip
-        every[1][2].set(xscale="log", xlabel="scale s", ylabel="s / s_q", xlim=(1e-3, 0.1), ylim=(0.4, 1.6),
-                        title="2b where the values of e4m3 begin")  # fmt: skip
-        for axes in every[1][1:]:
+        below[0].set(xscale="log", yscale="log", xlabel="scale s", ylabel="s_q", title="2a: quantized scales s_q")
+        below[1].set(xscale="log", yscale="log", xlabel="scale s", ylabel="s / s_q (log scale)",
+                     title="2b: relative deviation")  # fmt: skip
+        below[2].set(xscale="log", xlabel="scale s", ylabel="s / s_q", xlim=(1e-3, 0.1), ylim=(0.4, 1.6),
+                     title="2b where the values of e4m3 begin")  # fmt: skip
+        for axes in below[1:]:
             axes.axhline(1, color="#999", linewidth=0.8)
-        every[1][0].legend()
+        for axes in (above[0], below[0]):
+            axes.legend()
     _save(picture, output / "formats.png")
 
 
@@ -143,40 +140,23 @@ def decomposition(output: Output = Path(), seed: int = 0) -> None:
         "+ outlier fallback": (fallback,),
         "+ both": (macro, fallback),
     }
-    table = Table(title="squared error, % of the signal", title_justify="left")
-    for column in ("data", "recipe", "scale bias", "dead zone", "grid noise", "interaction", "total"):
-        table.add_column(column, justify="left" if column in ("data", "recipe") else "right")
-    with styled():
-        picture = figure(4.6)
-        panels = picture.subplots(1, len(data), sharey=True)
-        for axes, (name, x) in zip(panels, data.items(), strict=True):
-            errors = {}
-            for recipe, techniques in recipes.items():
-                parts = decompose(x, OperandProgram(spec, techniques))
-                signal = x.double().square().sum()
-                shares = {term: 100 * float(getattr(parts, term).square().sum() / signal) for term in (*TERMS, "total")}
-                errors[recipe] = shares
-                terms = [shares[term] for term in ("scale_bias", "dead_zone", "grid_noise")]
-                rest = shares["total"] - sum(shares[term] for term in TERMS)
-                table.add_row(name, recipe, *(f"{value:.3f}" for value in (*terms, rest, shares["total"])))
-            error_bars(axes, errors)
-            axes.set_title(name)
-            axes.set_xlabel("squared error, % of the signal")
-        panels[0].invert_yaxis()
-        picture.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
+    numbers = ("scale bias", "dead zone", "grid noise", "interaction", "total")
+    table = Table("data", "recipe", *(Column(number, justify="right") for number in numbers),
+                  title="squared error, % of the signal", title_justify="left")  # fmt: skip
+    errors: dict[str, dict[str, dict[str, float]]] = {name: {} for name in data}
+    for name, x in data.items():
+        for recipe, techniques in recipes.items():
+            shares = errors[name][recipe] = {
+                part: 100 * share for part, share in decompose(x, OperandProgram(spec, techniques)).shares(x).items()
+            }
+            terms = [shares[term] for term in ("scale_bias", "dead_zone", "grid_noise")]
+            rest = shares["total"] - sum(shares[term] for term in TERMS)
+            table.add_row(name, recipe, *(f"{value:.3f}" for value in (*terms, rest, shares["total"])))
     console.print(table)
+    with styled():
+        picture, panels = subplots(4.6, 1, len(data), sharey=True, squeeze=False)
+        error_panels(picture, panels, errors, "squared error, % of the signal")
     _save(picture, output / "decomposition.png")
-
-
-def _table(title: str, field: str, points: Points, metric: Metric) -> Table:
-    table = Table(title=title, title_justify="left")
-    table.add_column(_AXES[field], justify="right")
-    for name in r.FORMATS:
-        table.add_column(name, justify="right")
-    values = {(getattr(point, field), point.scale): getattr(point, metric) for point in points}
-    for place in dict.fromkeys(place for place, _ in values):
-        table.add_row(f"{place:g}", *(f"{values[place, name]:.4g}" for name in r.FORMATS))
-    return table
 
 
 def _save(picture: Figure, file: Path) -> None:

@@ -1,7 +1,4 @@
-"""Files of JSON lines that stay readable whatever stops the process.
-
-A kill may leave a torn last line. Reading skips it, and :func:`cut_torn_line` removes it before lines are appended.
-"""
+"""Files of JSON lines that stay readable whatever stops the process: a torn last line is skipped, and cut off later."""
 
 from __future__ import annotations
 
@@ -20,11 +17,7 @@ def line(values: Mapping[str, Any]) -> bytes:
 
 
 def append(file: Path, several: Iterable[Mapping[str, Any]]) -> None:
-    """Append all lines or none.
-
-    Raises:
-        OSError: the file cannot be written; its former lines are as they were.
-    """
+    """Append all lines, or none if an OSError is raised, as on a full disk; the former lines are as they were."""
     unwritten = memoryview(b"".join(map(line, several)))
     with file.open("ab", buffering=0) as out:  # a buffer would be written once more when it is closed
         end = out.seek(0, os.SEEK_END)
@@ -48,11 +41,7 @@ def cut_torn_line(file: Path) -> None:
 
 
 def read(file: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the number and the content of every whole line.
-
-    Raises:
-        Error: a whole line is not JSON.
-    """
+    """Yield the number and the content of every whole line; raise an Error for one that is not JSON."""
     with file.open("rb") as lines:
         for number, text in enumerate(lines, 1):
             if text.endswith(b"\n"):

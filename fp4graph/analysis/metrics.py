@@ -1,13 +1,17 @@
 """The statistics, by their definitions: functions of tensors, without knowledge of models.
 
-Sources: "Oscillation-Reduced MXFP4 Training for Vision Transformers" (TetraJet), A.1 to A.3; the rest is elementary,
-and written out in each docstring.
+Sums over elements are added up over a step, and made into the fields that docs/analysis.md describes.
+
+Sources: "Oscillation-Reduced MXFP4 Training for Vision Transformers" (TetraJet), A.1 to A.3; the rest is elementary.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +20,20 @@ from fp4graph.analysis.decomposition import split_error
 from fp4graph.analysis.sampling import Moments, Sample
 from fp4graph.numerics.formats import ElementFormat
 
+#: The metrics that can be asked for, with their descriptions.
+METRICS: dict[str, str] = {
+    "snr": "signal-to-noise ratio of each operand in dB, and its gain ⟨Q(x), x⟩/‖x‖²",
+    "error": "relative squared error of each operand and its parts: scale bias, dead zone, grid noise",
+    "saturation": "share of elements beyond the largest value under their scale",
+    "underflow": "share of elements that are not zero and become zero",
+    "scales": "histogram of block scales, by exponent, and share of blocks of zeros",
+    "confidence": "quantization confidence of weights: mean and histogram",
+    "latent": "histogram of latent weights w/S",
+    "oscillation": "oscillation ratio R_w of weights: share over 16, histogram, examples",
+    "flips": "how often quantized weights flip",
+    "rate_of_change": "relative change per step of W and Q(W), and of Y where a probe is given",
+    "gradient": "bias and standard deviation of dgrad's and wgrad's results against high precision",
+}
 #: Exponents of block scales that histograms can tell apart: those of fp32, subnormals included.
 LOWEST_EXPONENT, EXPONENTS = -149, 277
 CONFIDENCE_BINS, LATENT_BINS = 20, 96
@@ -28,7 +46,7 @@ _FLIP = 1 / 8
 
 
 def operand_sums(sample: Sample) -> dict[str, Tensor]:
-    """Return sums over a sample's elements, float64 0-d, for :func:`fp4graph.analysis.fields.operand_fields`.
+    """Return sums over a sample's elements, float64 0-d, for :func:`operand_fields`.
 
     Elements that are not finite, before or after quantization, are counted and left out.
     """
@@ -109,10 +127,7 @@ def latent_sums(latent: Tensor, element: ElementFormat, metrics: frozenset[str])
 
 
 def histogram(values: Tensor, bins: int, low: float, high: float) -> Tensor:
-    """Count values in ``bins`` equal classes of [low, high], float64 ``[bins]``.
-
-    Values outside are counted in the outermost classes, NaN in none.
-    """
+    """Count values in equal classes of [low, high], float64 ``[bins]``; those outside in the outermost, NaN in none."""
     place = ((values[~values.isnan()] - low) * (bins / (high - low))).clamp(0, bins - 1)
     return torch.bincount(place.long(), minlength=bins).double()
 
@@ -145,6 +160,64 @@ def gradient_sums(left: Moments, right: Moments, left_exact: Tensor, right_exact
         "variance": (var_a * (of_b + var_b) + of_a * var_b).sum(),
         "product": (exact * expected).sum(),
     }
+
+
+# ------------------------------------------------------------------ fields
+
+#: Fields of an operand by metric, each the quotient of two sums.
+_SHARES: dict[str, dict[str, tuple[str, str]]] = {
+    "snr": {"gain": ("product", "signal")},
+    "error": {
+        "relative_error": ("error", "signal"),
+        **{term: (term, "signal") for term in ("scale_bias", "dead_zone", "grid_noise", "interaction")},
+    },
+    "saturation": {"saturated": ("saturated", "elements")},
+    "underflow": {"underflowed": ("underflowed", "elements")},
+}
+
+
+def operand_fields(sums: Mapping[str, Any], metrics: frozenset[str], limit: float | None = None) -> dict[str, Any]:
+    """Return an operand's fields from its sums; ``limit``, the format's largest value, ends the latent histogram."""
+    fields: dict[str, Any] = {"elements": int(sums["elements"]), "nonfinite": int(sums["nonfinite"])}
+    if "snr" in metrics:
+        signal, error = sums["signal"], sums["error"]
+        fields["snr_db"] = 10 * math.log10(signal / error) if signal > 0 and error > 0 else None
+    for metric, shares in _SHARES.items():
+        if metric in metrics:
+            fields |= {field: _ratio(sums[part], sums[of]) for field, (part, of) in shares.items()}
+    if "scales" in sums:
+        fields["scales"] = _trimmed(sums["scales"])
+        fields["zero_blocks"] = _ratio(sums["zero_blocks"], sums["blocks"])
+    if "confidence" in sums:
+        fields["confidence"] = _ratio(sums["confidence"], sum(sums["confidence_histogram"]))
+        fields["confidence_histogram"] = _counts(sums["confidence_histogram"])
+    if "latent_histogram" in sums:
+        fields["latent"] = {"limit": limit, "counts": _counts(sums["latent_histogram"])}
+    return fields
+
+
+def gemm_fields(sums: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a backward GEMM's fields from :func:`gradient_sums`; all None without sums."""
+    bias, variance, gain = (_ratio(sums.get(name), sums.get("exact", 0)) for name in ("offset", "variance", "product"))
+    roots = {"bias": bias, "deviation": variance}
+    return {**{name: None if each is None else math.sqrt(each) for name, each in roots.items()}, "gain": gain}
+
+
+def _ratio(part: Any, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def _counts(counts: list[float]) -> list[int]:
+    return [int(count) for count in counts]
+
+
+def _trimmed(counts: list[float]) -> dict[str, Any]:
+    """Drop the empty classes at both ends; ``lowest`` is the exponent of the first class that is left."""
+    filled = [place for place, count in enumerate(counts) if count]
+    if not filled:
+        return {"lowest": 0, "counts": []}
+    first, last = filled[0], filled[-1]
+    return {"lowest": first + LOWEST_EXPONENT, "counts": _counts(counts[first : last + 1])}
 
 
 # ------------------------------------------------------------------ from step to step

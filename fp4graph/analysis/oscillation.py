@@ -19,30 +19,19 @@ FOLLOWED, SHOWN = 256, 2
 
 
 class Window:
-    """Measures over ``steps`` differences: :meth:`advance` once to begin, then after each optimizer step.
-
-    Args:
-        weights: the quantized weights.
-        sample: about how many elements of each are measured, None for all.
-        metrics: the metrics that :meth:`measurements` returns.
-    """
+    """Measures ``steps`` differences of each weight: :meth:`advance` once to begin, then after each optimizer step."""
 
     def __init__(self, weights: Sequence[Weight], steps: int, sample: int | None, metrics: frozenset[str]) -> None:
         self._steps, self._metrics = steps, metrics
-        self._taken = -1  # differences so far
+        self.left = steps + 1  # calls of advance() that are still to come
         self._weights = [_Moving(weight, sample) for weight in weights if weight.parameter.numel()]
-
-    @property
-    def left(self) -> int:
-        """Differences that are still to be measured."""
-        return self._steps - self._taken
 
     @torch.no_grad()
     def advance(self, step: Tensor) -> None:
         """Measure the weights' movement since the last call; ``step`` is the noise of the latest forward."""
         for moving in self._weights:
             moving.advance(step)
-        self._taken += 1
+        self.left -= 1
 
     def measurements(self) -> list[dict[str, Any]]:
         """Return one measurement for each weight."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fp4graph.analysis.storage import Measurement, Recorded
-from fp4graph.analysis.style import PALETTE, TERMS, figure
+from fp4graph.analysis.style import OPERANDS, PALETTE, TERMS, subplots
 from fp4graph.graph.blocks import pattern_of
 
 if TYPE_CHECKING:
@@ -20,39 +20,52 @@ if TYPE_CHECKING:
 KINDS = 7
 #: Steps with the values of the sites of one kind.
 Curve = Mapping[int, Sequence[float]]
+#: Named errors, each with its total and its parts in percent of the signal; an empty one is unknown.
+Errors = Mapping[str, Mapping[str, float]]
 
 
 def grid(panels: int, height: float, more: float, **options: Any) -> tuple[Figure, Any]:
     """Return a picture with up to three panels a row, each ``height`` inches high, and ``more`` inches in all."""
     columns = min(3, panels)
     lines = math.ceil(panels / columns)
-    picture = figure(lines * height + more)
-    made = picture.subplots(lines, columns, squeeze=False, **options)
-    for axes in made.flat[panels:]:
+    picture, every = subplots(lines * height + more, lines, columns, squeeze=False, **options)
+    for axes in every.flat[panels:]:
         axes.set_visible(False)
-    return picture, made
+    return picture, every
 
 
-def error_bars(axes: Axes, errors: Mapping[str, Mapping[str, float]], height: float = 0.6, **ticks: Any) -> None:
-    """Draw a bar for each named error: its parts, as TERMS names them, in a row, and a mark at ``total``, the error
-    that they leave together. A name without an error keeps its place."""
-    for place, shares in enumerate(errors.values()):
-        if not shares:
-            continue
-        left = 0.0
-        for term, (label, color) in TERMS.items():
-            axes.barh(place, shares[term], left=left, color=color, height=height, label=label if place == 0 else None)
-            left += shares[term]
-        axes.plot([shares["total"]] * 2, [place - 0.4, place + 0.4], color="#222", linewidth=2.2,
-                  solid_capstyle="butt", label="error that is left" if place == 0 else None)  # fmt: skip
-    axes.set_yticks(range(len(errors)), list(errors), **ticks)
-    axes.grid(axis="y", visible=False)
+def error_panels(
+    picture: Figure, panels: Any, errors: Mapping[str, Errors], label: str, *, height: float = 0.6, small: bool = False
+) -> None:
+    """Fill the panels, rows and columns of them, each with a title and its errors.
+
+    An error is a bar of its parts, as TERMS names them, in a row, and a mark at ``total``, the error that they leave
+    together. An unknown one keeps its place. ``height`` is a bar's; ``small`` texts are for many panels.
+    """
+    ticks, labels = (8.5, 9.0) if small else ("medium", "medium")
+    for axes, (title, bars) in zip(panels.flat, errors.items(), strict=False):
+        for place, shares in enumerate(bars.values()):
+            if not shares:
+                continue
+            left = 0.0
+            for term, (name, color) in TERMS.items():
+                axes.barh(place, shares[term], left=left, color=color, height=height, label=None if place else name)
+                left += shares[term]
+            axes.plot([shares["total"]] * 2, [place - 0.4, place + 0.4], color="#222", linewidth=2.2,
+                      solid_capstyle="butt", label=None if place else "error that is left")  # fmt: skip
+        axes.set_yticks(range(len(bars)), list(bars), fontsize=ticks)
+        axes.grid(axis="y", visible=False)
+        axes.set_title(title)
+    for axes in panels[-1]:
+        axes.set_xlabel(label, fontsize=labels)
+    panels[0][0].invert_yaxis()
+    legend_below(picture, panels[0][0], columns=4)
 
 
 def mean_error(rows: Sequence[Measurement]) -> dict[str, float]:
     """Return the mean error of several sites and its parts, in percent of the signal; empty without rows."""
-    columns = {**{term: term for term in TERMS}, "total": "relative_error"}
-    return {name: 100 * statistics.fmean(row[c] for row in rows) for name, c in columns.items()} if rows else {}
+    columns = {**{term: term for term in TERMS}, "total": "relative_error"} if rows else {}
+    return {name: 100 * statistics.fmean(row[column] for row in rows) for name, column in columns.items()}
 
 
 def log_scale(axes: Axes) -> None:
@@ -79,10 +92,22 @@ def curve_of(recorded: Recorded, column: str, tensor: str, factor: float = 1.0) 
     return gathered((row["step"], factor * row[column]) for row in recorded.having(column) if row["tensor"] == tensor)
 
 
-def curves_of(recorded: Recorded, column: str, tensors: Iterable[str], factor: float = 1.0) -> dict[str, Curve]:
-    """Return the curves of the tensors that have ``column``."""
-    curves = {tensor: curve_of(recorded, column, tensor, factor) for tensor in tensors}
-    return {tensor: curve for tensor, curve in curves.items() if curve}
+def operand_curves(recorded: Recorded, column: str, factor: float = 1.0) -> dict[str, Curve]:
+    """Return the curves of the operands that have ``column``."""
+    return {operand: curve for operand in OPERANDS if (curve := curve_of(recorded, column, operand, factor))}
+
+
+def by_operand(rows: Sequence[Measurement]) -> dict[str, list[Measurement]]:
+    """Return the rows of each operand that has some."""
+    return {operand: own for operand in OPERANDS if (own := [row for row in rows if row["tensor"] == operand])}
+
+
+def by_kind(rows: Iterable[Measurement]) -> dict[str, list[Measurement]]:
+    """Return the rows of each kind of site: of all sites with one name but for the numbers of blocks."""
+    found: dict[str, list[Measurement]] = defaultdict(list)
+    for row in rows:
+        found[pattern_of(row["site"])].append(row)
+    return found
 
 
 def latest(recorded: Recorded, column: str) -> list[Measurement]:
@@ -90,11 +115,6 @@ def latest(recorded: Recorded, column: str) -> list[Measurement]:
     rows = recorded.having(column)
     last = max((row["step"] for row in rows), default=None)
     return [row for row in rows if row["step"] == last]
-
-
-def kinds_of(sites: Iterable[str]) -> list[str]:
-    """Return the sites' names without the numbers of blocks, each once."""
-    return list(dict.fromkeys(pattern_of(site) for site in sites))
 
 
 def band(axes: Axes, curve: Curve, color: str, label: str, *, shade: bool = True, dashed: bool = False) -> None:
@@ -105,15 +125,25 @@ def band(axes: Axes, curve: Curve, color: str, label: str, *, shade: bool = True
     if shade:
         axes.fill_between(steps, [min(v) for v in curve.values()], [max(v) for v in curve.values()],
                           color=color, alpha=0.13, linewidth=0)  # fmt: skip
+    axes.set_xlabel("optimizer step")
 
 
-def by_kind(axes: Axes, recorded: Recorded, column: str, factor: float = 1.0) -> None:
+def bands(height: float, curves: Mapping[str, tuple[Curve, dict[str, Any]]], **settings: Any) -> Figure | None:
+    """Draw named curves with the options of :func:`band` and a legend beside them; None without any curve."""
+    if not curves:
+        return None
+    picture, axes = subplots(height)
+    for label, (curve, options) in curves.items():
+        band(axes, curve, label=label, **options)
+    axes.set(**settings)
+    legend_beside(axes)
+    return picture
+
+
+def kinds(axes: Axes, recorded: Recorded, column: str, factor: float = 1.0) -> None:
     """Draw a line for each kind of site; beyond KINDS, those highest at the end, and one line for the rest."""
-    rows = recorded.having(column)
-    curves = {
-        kind: gathered((row["step"], factor * row[column]) for row in rows if pattern_of(row["site"]) == kind)
-        for kind in kinds_of(row["site"] for row in rows)
-    }
+    rows = by_kind(recorded.having(column))
+    curves = {kind: gathered((row["step"], factor * row[column]) for row in own) for kind, own in rows.items()}
     ranked = sorted(curves, key=lambda kind: -statistics.fmean(list(curves[kind].values())[-1]))
     shown = set(ranked[:KINDS]) if len(ranked) > KINDS + 1 else set(ranked)
     for place, kind in enumerate(kind for kind in curves if kind in shown):
@@ -125,23 +155,17 @@ def by_kind(axes: Axes, recorded: Recorded, column: str, factor: float = 1.0) ->
 
 
 def first_last_histogram(
-    axes: Axes,
-    rows: Iterable[Measurement],
-    classes: Callable[[Measurement], tuple[int, Sequence[int]]],
-    low: float,
-    width: float,
-    color: str | None = None,
+    axes: Axes, histograms: Iterable[tuple[int, int, Sequence[int]]], low: float, width: float, color: str | None = None
 ) -> None:
     """Draw the distribution at the last step filled, that at the first step as an outline, in percent.
 
     Args:
-        classes: the number of a row's first class, and the counts of this class and the following.
+        histograms: steps, each with the number of its first class, and the counts of this class and the following.
         low, width: where class 0 begins, and the width of every class.
     """
     by_step: dict[int, Counter[int]] = defaultdict(Counter)
-    for row in rows:
-        first, counts = classes(row)
-        by_step[row["step"]].update(dict(enumerate(counts, first)))
+    for step, first, counts in histograms:
+        by_step[step].update(dict(enumerate(counts, first)))
     styles: tuple[dict[str, Any], ...] = (
         {"color": color or PALETTE[0], "fill": True, "alpha": 0.55},
         {"color": color or "#333", "fill": False, "linewidth": 1.4},

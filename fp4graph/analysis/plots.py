@@ -5,26 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from fp4graph.analysis import panels as p
 from fp4graph.analysis.metrics import CONFIDENCE_BINS, LATENT_BINS, OSCILLATING, RATIO_EDGES
-from fp4graph.analysis.panels import (
-    band,
-    by_kind,
-    curve_of,
-    curves_of,
-    error_bars,
-    first_last_histogram,
-    gathered,
-    grid,
-    kinds_of,
-    latest,
-    legend_below,
-    legend_beside,
-    log_scale,
-    mean_error,
-)
 from fp4graph.analysis.storage import Measurement, Recorded
-from fp4graph.analysis.style import LABELS, OPERANDS, PALETTE, figure, styled
-from fp4graph.graph.blocks import pattern_of
+from fp4graph.analysis.style import LABELS, OPERANDS, PALETTE, styled, subplots
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -38,25 +22,18 @@ def losses(metrics: Sequence[Measurement]) -> Figure | None:
     """Training and validation loss over steps."""
     # A line of a validation repeats the training loss, as a mean since the validation before.
     between = [row for row in metrics if row.get("validation_loss") is None and row.get("train_loss") is not None]
-    curves = {
-        name: [(row["step"], row[column]) for row in rows if row.get(column) is not None]
-        for name, column, rows in (
-            ("training", "train_loss", between or metrics),
-            ("validation", "validation_loss", metrics),
-        )
-    }
-    if not any(curves.values()):
+    curves = {"training": _points(between or metrics, "train_loss"), "validation": _points(metrics, "validation_loss")}
+    values = [value for points in curves.values() for _, value in points]
+    if not values:
         return None
-    picture = figure()
-    axes = picture.subplots()
+    picture, axes = subplots(3.6)
     for (name, points), color, width in zip(curves.items(), PALETTE, (1.1, 1.8), strict=False):
         if points:
             marker = "o" if name == "validation" and len(points) <= 40 else None
             axes.plot(*zip(*points, strict=True), color=color, linewidth=width, marker=marker, markersize=3.5,
                       label=f"{name}, last {points[-1][1]:.4g}")  # fmt: skip
-    every = [value for points in curves.values() for _, value in points]
-    if min(every) > 0 and max(every) > 5 * min(every):
-        log_scale(axes)
+    if min(values) > 0 and max(values) > 5 * min(values):
+        p.log_scale(axes)
     axes.set(xlabel="optimizer step", ylabel="loss" + (" (log scale)" if axes.get_yscale() == "log" else ""))
     axes.legend()
     return picture
@@ -66,19 +43,24 @@ def losses(metrics: Sequence[Measurement]) -> Figure | None:
 def other_metrics(metrics: Sequence[Measurement]) -> Figure | None:
     """The other metrics of the validations, one panel each."""
     known = {"step", "train_loss", "validation_loss", "lr", "seconds"}
-    curves: dict[str, list[tuple[int, float]]] = {}
-    for row in metrics:
-        for name, value in row.items():
-            if name not in known and isinstance(value, int | float) and not isinstance(value, bool):
-                curves.setdefault(name, []).append((row["step"], value))
-    if not curves:
+    names = dict.fromkeys(
+        name
+        for row in metrics
+        for name, value in row.items()
+        if name not in known and isinstance(value, int | float) and not isinstance(value, bool)
+    )
+    if not names:
         return None
-    picture = figure(2.6)
-    panels = picture.subplots(1, min(4, len(curves)), squeeze=False)[0]
-    for axes, (name, points) in zip(panels, curves.items(), strict=False):
+    picture, panels = subplots(2.6, 1, min(4, len(names)), squeeze=False)
+    for axes, name in zip(panels.flat, names, strict=False):
+        points = _points(metrics, name)
         axes.plot(*zip(*points, strict=True), color=PALETTE[2], marker="o" if len(points) <= 40 else None, markersize=3)
         axes.set(xlabel="optimizer step", ylabel=name.replace("_", " "))
     return picture
+
+
+def _points(metrics: Sequence[Measurement], column: str) -> list[tuple[int, float]]:
+    return [(row["step"], row[column]) for row in metrics if row.get(column) is not None]
 
 
 # ------------------------------------------------------------------ operands
@@ -87,92 +69,71 @@ def other_metrics(metrics: Sequence[Measurement]) -> Figure | None:
 @styled()
 def snr(recorded: Recorded) -> Figure | None:
     """Signal-to-noise ratio of the six operands over steps: mean over sites, and their range."""
-    curves = curves_of(recorded, "snr_db", OPERANDS)
-    if not curves:
-        return None
-    picture = figure(3.8)
-    axes = picture.subplots()
-    for operand, curve in curves.items():
-        band(axes, curve, OPERANDS[operand], LABELS[operand])
-    axes.set(xlabel="optimizer step", ylabel="signal-to-noise ratio, dB")
-    legend_beside(axes)
-    return picture
+    found = p.operand_curves(recorded, "snr_db")
+    curves = {LABELS[operand]: (curve, {"color": OPERANDS[operand]}) for operand, curve in found.items()}
+    return p.bands(3.8, curves, ylabel="signal-to-noise ratio, dB")
 
 
 @styled()
 def shares(recorded: Recorded) -> Figure | None:
     """Saturated and underflowed shares of the six operands over steps."""
     titles = {"saturated": "saturated", "underflowed": "rounded to zero"}
-    found = {column: curves_of(recorded, column, OPERANDS, 100) for column in titles}
+    found = {column: p.operand_curves(recorded, column, 100) for column in titles}
     found = {
         column: curves
         for column, curves in found.items()
-        if any(value for curve in curves.values() for values in curve.values() for value in values)
+        if any(any(values) for curve in curves.values() for values in curve.values())
     }
     if not found:
         return None
-    picture = figure(3.2)
-    panels = picture.subplots(1, len(found), squeeze=False)[0]
-    for axes, (column, curves) in zip(panels, found.items(), strict=True):
+    picture, panels = subplots(3.2, 1, len(found), squeeze=False)
+    for axes, (column, curves) in zip(panels.flat, found.items(), strict=True):
         for operand, curve in curves.items():
-            band(axes, curve, OPERANDS[operand], LABELS[operand], shade=False)
-        axes.set(xlabel="optimizer step", ylabel="% of elements", ylim=(0, None))
+            p.band(axes, curve, OPERANDS[operand], LABELS[operand], shade=False)
+        axes.set(ylabel="% of elements", ylim=(0, None))
         axes.set_title(titles[column] + ("" if "saturated" in found else " (and nothing is saturated)"))
-    legend_below(picture, panels[0])
+    p.legend_below(picture, panels[0][0])
     return picture
 
 
 @styled()
 def decomposition(recorded: Recorded) -> Figure | None:
     """Scale bias, dead zone and grid noise of the six operands, at the last recorded step."""
-    rows = latest(recorded, "scale_bias")
-    errors = {label: mean_error([row for row in rows if row["tensor"] == name]) for name, label in LABELS.items()}
-    errors = {label: error for label, error in errors.items() if error}
-    if not errors:
+    operands = p.by_operand(p.latest(recorded, "scale_bias"))
+    if not operands:
         return None
-    picture = figure(0.55 * len(errors) + 1.5)
-    axes = picture.subplots()
-    error_bars(axes, errors, 0.65)
-    axes.invert_yaxis()
-    axes.set_xlabel("squared error, % of the signal; mean over sites")
-    legend_below(picture, axes, columns=4)
+    errors = {LABELS[operand]: p.mean_error(rows) for operand, rows in operands.items()}
+    picture, panels = subplots(0.55 * len(errors) + 1.5, squeeze=False)
+    p.error_panels(picture, panels, {"": errors}, "squared error, % of the signal; mean over sites", height=0.65)
     return picture
 
 
 @styled()
 def decomposition_by_site(recorded: Recorded) -> Figure | None:
     """Scale bias, dead zone and grid noise for each kind of site, one panel per operand."""
-    rows = latest(recorded, "scale_bias")
-    operands = [operand for operand in OPERANDS if any(row["tensor"] == operand for row in rows)]
-    kinds = kinds_of(row["site"] for row in rows)
-    if not operands or len(kinds) < 2:
+    rows = p.latest(recorded, "scale_bias")
+    kinds = list(p.by_kind(rows))
+    if len(kinds) < 2:
         return None
-    picture, panels = grid(len(operands), 0.26 * len(kinds) + 1.15, 0.4, sharex=True, sharey=True)
-    for axes, operand in zip(panels.flat, operands, strict=False):
-        own = [row for row in rows if row["tensor"] == operand]
-        errors = {kind: mean_error([row for row in own if pattern_of(row["site"]) == kind]) for kind in kinds}
-        error_bars(axes, errors, 0.65, fontsize=8.5)
-        axes.set_title(LABELS[operand])
-    for axes in panels[-1]:
-        axes.set_xlabel("% of the signal", fontsize=9)
-    panels[0][0].invert_yaxis()
-    legend_below(picture, panels[0][0], columns=4)
+    errors = {
+        LABELS[operand]: {kind: p.mean_error(p.by_kind(own).get(kind, [])) for kind in kinds}
+        for operand, own in p.by_operand(rows).items()
+    }
+    picture, panels = p.grid(len(errors), 0.26 * len(kinds) + 1.15, 0.4, sharex=True, sharey=True)
+    p.error_panels(picture, panels, errors, "% of the signal", height=0.65, small=True)
     return picture
 
 
 @styled()
 def scales(recorded: Recorded) -> Figure | None:
     """Histograms of block scales by exponent at the first and the last recorded step, one panel per operand."""
-    rows = [row for row in recorded.rows if row.get("scales", {}).get("counts")]
-    operands = [operand for operand in OPERANDS if any(row["tensor"] == operand for row in rows)]
+    operands = p.by_operand([row for row in recorded.rows if row.get("scales", {}).get("counts")])
     if not operands:
         return None
-    picture, panels = grid(len(operands), 2.1, 0.5)
-    for axes, operand in zip(panels.flat, operands, strict=False):
-        own = [row for row in rows if row["tensor"] == operand]
-        first_last_histogram(
-            axes, own, lambda row: (row["scales"]["lowest"], row["scales"]["counts"]), -0.5, 1, OPERANDS[operand]
-        )
+    picture, panels = p.grid(len(operands), 2.1, 0.5)
+    for axes, (operand, rows) in zip(panels.flat, operands.items(), strict=False):
+        histograms = [(row["step"], row["scales"]["lowest"], row["scales"]["counts"]) for row in rows]
+        p.first_last_histogram(axes, histograms, -0.5, 1, OPERANDS[operand])
         axes.set_title(LABELS[operand])
         axes.set_xlabel("log₂ of the scale", fontsize=9)
         if axes in panels[:, 0]:
@@ -188,17 +149,16 @@ def scales(recorded: Recorded) -> Figure | None:
 @styled()
 def confidence(recorded: Recorded) -> Figure | None:
     """Quantization confidence: its histogram at the first and the last recorded step, and its mean over steps."""
-    rows = recorded.having("confidence_histogram")
-    if not rows:
+    histograms = [(row["step"], 0, row["confidence_histogram"]) for row in recorded.having("confidence_histogram")]
+    if not histograms:
         return None
-    picture = figure(3.6)
-    left, right = picture.subplots(1, 2)
-    first_last_histogram(left, rows, lambda row: (0, row["confidence_histogram"]), 0, 1 / CONFIDENCE_BINS)
+    picture, (left, right) = subplots(3.6, 1, 2)
+    p.first_last_histogram(left, histograms, 0, 1 / CONFIDENCE_BINS)
     left.set(xlabel="quantization confidence", ylabel="% of weights", xlim=(0, 1))
     left.legend()
-    by_kind(right, recorded, "confidence")
-    right.set(xlabel="optimizer step", ylabel="mean confidence")
-    legend_below(picture, right, columns=4)
+    p.kinds(right, recorded, "confidence")
+    right.set_ylabel("mean confidence")
+    p.legend_below(picture, right, columns=4)
     return picture
 
 
@@ -208,11 +168,10 @@ def latent(recorded: Recorded) -> Figure | None:
     rows = recorded.having("latent")
     if not rows:
         return None
-    picture = figure(2.9)
-    axes = picture.subplots()
+    picture, axes = subplots(2.9)
     limit = rows[-1]["latent"]["limit"]
-    rows = [row for row in rows if row["latent"]["limit"] == limit]
-    first_last_histogram(axes, rows, lambda row: (0, row["latent"]["counts"]), -limit, 2 * limit / LATENT_BINS)
+    histograms = [(row["step"], 0, row["latent"]["counts"]) for row in rows if row["latent"]["limit"] == limit]
+    p.first_last_histogram(axes, histograms, -limit, 2 * limit / LATENT_BINS)
     if limit == 6.0:
         thresholds = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
         for threshold in (*thresholds, *(-each for each in thresholds)):
@@ -230,11 +189,10 @@ def oscillation(recorded: Recorded) -> Figure | None:
     rows = recorded.having("ratio_counts")
     if not rows:
         return None
-    picture = figure(3.8)
-    left, right = picture.subplots(1, 2)
-    by_kind(left, recorded, "oscillating", factor=100)
-    left.set(xlabel="optimizer step", ylabel=f"weights with R_w > {OSCILLATING:g}, %", ylim=(0, None))
-    legend_below(picture, left, columns=4)
+    picture, (left, right) = subplots(3.8, 1, 2)
+    p.kinds(left, recorded, "oscillating", factor=100)
+    left.set(ylabel=f"weights with R_w > {OSCILLATING:g}, %", ylim=(0, None))
+    p.legend_below(picture, left, columns=4)
     window = rows[-1]["window"]
     names = ["0", *(f"≤{edge:g}" for edge in RATIO_EDGES[1:]), f">{RATIO_EDGES[-1]:g}"]
     steps = sorted({rows[0]["step"], rows[-1]["step"]})
@@ -259,9 +217,8 @@ def trajectories(recorded: Recorded) -> Figure | None:
         return None
     found = [(path, row) for row in rows if row["step"] == rows[-1]["step"] for path in row["trajectories"]]
     found = sorted(found, key=lambda each: -each[0]["ratio"])[:3]
-    picture = figure(2.6)
-    panels = picture.subplots(1, len(found), squeeze=False)[0]
-    for axes, (path, row) in zip(panels, found, strict=True):
+    picture, panels = subplots(2.6, 1, len(found), squeeze=False)
+    for axes, (path, row) in zip(panels.flat, found, strict=True):
         steps = range(row["step"] - row["window"], row["step"] + 1)
         axes.step(steps, path["quantized"], where="post", color=PALETTE[1], label="Q(w)")
         axes.plot(steps, path["weight"], color=PALETTE[0], label="w")
@@ -269,8 +226,8 @@ def trajectories(recorded: Recorded) -> Figure | None:
         axes.set_xlabel("optimizer step", fontsize=9)
         axes.tick_params(labelsize=8)
         axes.locator_params(nbins=4)
-    panels[0].set_ylabel("value of one weight")
-    legend_below(picture, panels[0], columns=2)
+    panels[0][0].set_ylabel("value of one weight")
+    p.legend_below(picture, panels[0][0], columns=2)
     return picture
 
 
@@ -278,21 +235,14 @@ def trajectories(recorded: Recorded) -> Figure | None:
 def rates_of_change(recorded: Recorded) -> Figure | None:
     """Relative change per step of W, of Q(W), and of Y for the same input: mean over sites, and their range."""
     weights = recorded.having("quantized_rate_of_change")
-    curves = {
-        "W": gathered((row["step"], row["rate_of_change"]) for row in weights),
-        "Q(W)": gathered((row["step"], row["quantized_rate_of_change"]) for row in weights),
-        "Y": curve_of(recorded, "rate_of_change", "output"),
+    found = {
+        "W": p.gathered((row["step"], row["rate_of_change"]) for row in weights),
+        "Q(W)": p.gathered((row["step"], row["quantized_rate_of_change"]) for row in weights),
+        "Y": p.curve_of(recorded, "rate_of_change", "output"),
     }
-    curves = {name: curve for name, curve in curves.items() if curve}
-    if not curves:
-        return None
-    picture = figure(3.2)
-    axes = picture.subplots()
-    for (name, curve), color in zip(curves.items(), PALETTE, strict=False):
-        band(axes, curve, color, name)
-    axes.set(yscale="log", xlabel="optimizer step", ylabel="relative change per step (log scale)")
-    legend_beside(axes)
-    return picture
+    there = [(name, curve) for name, curve in found.items() if curve]
+    curves = {name: (curve, {"color": color}) for (name, curve), color in zip(there, PALETTE, strict=False)}
+    return p.bands(3.2, curves, yscale="log", ylabel="relative change per step (log scale)")
 
 
 @styled()
@@ -300,11 +250,10 @@ def flips(recorded: Recorded) -> Figure | None:
     """Flips per weight and step."""
     if not recorded.having("flips"):
         return None
-    picture = figure(2.9)
-    axes = picture.subplots()
-    by_kind(axes, recorded, "flips", factor=100)
-    axes.set(xlabel="optimizer step", ylabel="flips per step, % of weights", ylim=(0, None))
-    legend_beside(axes, None)
+    picture, axes = subplots(2.9)
+    p.kinds(axes, recorded, "flips", factor=100)
+    axes.set(ylabel="flips per step, % of weights", ylim=(0, None))
+    p.legend_beside(axes, None)
     return picture
 
 
@@ -314,21 +263,10 @@ def flips(recorded: Recorded) -> Figure | None:
 @styled()
 def gradients(recorded: Recorded) -> Figure | None:
     """Bias and standard deviation of dgrad's and wgrad's results over steps, relative to the exact result."""
-    found = {
-        (gemm, column): curve
-        for gemm in ("dgrad", "wgrad")
-        for column in ("bias", "deviation")
-        for curve in [curve_of(recorded, column, gemm)]
-        if any(any(values) for values in curve.values())
-    }
-    if not found:
-        return None
-    picture = figure(3.2)
-    axes = picture.subplots()
-    for (gemm, column), curve in found.items():
-        color = PALETTE[0] if gemm == "dgrad" else PALETTE[1]
-        name = "bias" if column == "bias" else "standard deviation"
-        band(axes, curve, color, f"{gemm}, {name}", shade=column == "bias", dashed=column == "deviation")
-    axes.set(xlabel="optimizer step", ylabel="share of the exact gradient's norm", ylim=(0, None))
-    legend_beside(axes)
-    return picture
+    curves = {}
+    for gemm, color in (("dgrad", PALETTE[0]), ("wgrad", PALETTE[1])):
+        for column, name in (("bias", "bias"), ("deviation", "standard deviation")):
+            curve, is_noise = p.curve_of(recorded, column, gemm), column == "deviation"
+            if any(any(values) for values in curve.values()):
+                curves[f"{gemm}, {name}"] = curve, {"color": color, "shade": not is_noise, "dashed": is_noise}
+    return p.bands(3.2, curves, ylabel="share of the exact gradient's norm", ylim=(0, None))

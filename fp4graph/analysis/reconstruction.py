@@ -6,8 +6,7 @@ surrogates of the element quantizer, and what scale formats do to a scale.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.formats import E2M1, SCALES
 from fp4graph.numerics.noise import Noise
 from fp4graph.numerics.rounding import bracket, round_nearest
-from fp4graph.numerics.spec import Block, QuantSpec, ScaleSpec
+from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import total
 from fp4graph.technique import Context
@@ -32,27 +31,11 @@ TENSOR_SCALES = tuple(10.0**exponent for exponent in range(-8, 7))
 BETAS = (1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 
 
-@dataclass(frozen=True)
-class Point:
-    """One measurement: a quantizer's scale format and block, the factor of the data, and the errors.
-
-    Attributes:
-        tensor_scale: the factor that the data was multiplied by.
-        beta: of the softmax in place of the block's maximum; None for the maximum itself (STE).
-        elementwise: mean over elements that are not zero of abs(Q(x) − x)/abs(x), the paper's relative error (A.12).
-        normwise: ‖Q(x) − x‖/‖x‖, to which small elements contribute little.
-    """
-
-    scale: str
-    block: Block
-    tensor_scale: float
-    beta: float | None
-    elementwise: float
-    normwise: float
-
-
 def reconstruction_error(x: Tensor, spec: QuantSpec, beta: float | None = None) -> tuple[float, float]:
-    """Return the (elementwise, normwise) relative errors of Q(x), blocks along the last axis; see :class:`Point`.
+    """Return the (elementwise, normwise) relative errors of Q(x), blocks along the last axis.
+
+    Elementwise is the paper's relative error (A.12), the mean of abs(Q(x) − x)/abs(x) over elements that are not zero;
+    normwise is ‖Q(x) − x‖/‖x‖, to which small elements contribute little.
 
     Args:
         x: floating point, converted to fp32.
@@ -68,25 +51,12 @@ def reconstruction_error(x: Tensor, spec: QuantSpec, beta: float | None = None) 
     return (error[nonzero] / size[nonzero]).mean().item(), (error.norm() / size.norm()).item()
 
 
-def by_block(x: Tensor, beta: float | None = None, blocks: Sequence[int] = BLOCKS) -> list[Point]:
-    """Return Figure 11, with ``beta`` Figure 13."""
-    return [_point(x, name, block, 1.0, beta) for name in FORMATS for block in blocks]
-
-
-def by_tensor_scale(x: Tensor, beta: float | None = None, scales: Sequence[float] = TENSOR_SCALES) -> list[Point]:
-    """Return Figure 12, with ``beta`` Figure 14; blocks of 16."""
-    return [_point(x, name, 16, factor, beta) for name in FORMATS for factor in scales]
-
-
-def by_beta(x: Tensor, betas: Sequence[float] = BETAS) -> list[Point]:
-    """Return Figure 15; blocks of 16."""
-    return [_point(x, name, 16, 1.0, beta) for name in FORMATS for beta in betas]
-
-
-def _point(x: Tensor, name: str, block: int, factor: float, beta: float | None) -> Point:
-    # The paper rounds s = Qmax/Z.
-    spec = QuantSpec(E2M1, block, ScaleSpec(SCALES[name], "nearest_even", "encode"))
-    return Point(name, block, factor, beta, *reconstruction_error(x * factor, spec, beta))
+def e2m1_error(
+    x: Tensor, scale: str, *, block: int = 16, tensor_scale: float = 1.0, beta: float | None = None
+) -> tuple[float, float]:
+    """Return the errors of ``tensor_scale``·x in E2M1, its encode scales Qmax/Z rounded to nearest as in the paper."""
+    spec = QuantSpec(E2M1, block, ScaleSpec(SCALES[scale], "nearest_even", "encode"))
+    return reconstruction_error(x * tensor_scale, spec, beta)
 
 
 def gaussian(lines: int = 512, length: int = 1024, seed: int = 0) -> Tensor:
@@ -104,8 +74,7 @@ def quantized_scales(name: str, scale: Tensor) -> Tensor:
 
 
 def relaxations(u: Tensor) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """Yield (name, surrogate of Q(u), its slope, its clipped slope) of Figure 1 on E2M1; fp32, in the shape of ``u``,
-    which ascends from 0 to 6.
+    """Yield (name, surrogate of Q(u), its slope, its clipped slope) of Figure 1 on E2M1, fp32, for ``u`` from 0 to 6.
 
     The surrogates are rounding with the straight-through slope, the linear spline, DGE (k = 5), and the sigmoid of A.13
     (T = 1). Each is the integral of its slope. DGE's slope is infinite at the thresholds. ``step_gradient``'s defaults

@@ -1,7 +1,7 @@
 """Samples of operands, with all parts of their quantization.
 
 A *line* runs along the contraction axis. A few lines tell as much about a large operand as all of them, at a cost that
-does not grow with the operand. Where every block is quantized by itself, only the sampled lines are quantized again.
+does not grow with the operand.
 """
 
 from __future__ import annotations
@@ -38,15 +38,10 @@ _COMPOSING = ("split", "around", "round", "after")
 
 @dataclass(frozen=True)
 class Selection:
-    """The sampled lines of an operand ``[..., R, K]``: evenly spaced lines of evenly spaced matrices.
-
-    Attributes:
-        shape: the operand's shape.
-        elements: about how many elements to sample; None for all of them.
-    """
+    """The sampled lines of an operand ``[..., R, K]``: evenly spaced lines of evenly spaced matrices."""
 
     shape: tuple[int, ...]
-    elements: int | None
+    elements: int | None  # about how many elements to sample; None for all of them
 
     def of(self, x: Tensor) -> Tensor:
         """Copy the sampled lines of ``x [..., R, K']`` in fp32, ``[P, n, K']``; K' may differ from the operand's K."""
@@ -59,13 +54,9 @@ class Selection:
         return taken.to(torch.float32)
 
     def index(self, device: torch.device) -> Tensor:
-        """Return the row-major index of each sampled element in the operand, int32 ``[P, n, K]``.
-
-        Indices wrap around beyond 2^32 elements, as :meth:`Blocking.index` does.
-        """
+        """Return the sampled elements' row-major indices, int32 ``[P, n, K]``, which wrap as :meth:`Blocking.index`."""
         count, length = self.shape[-2:]
-        every = torch.arange(self._matrices), torch.arange(count)
-        matrices, lines = every if self.elements is None else self._chosen
+        matrices, lines = self._chosen
         starts = (matrices[:, None] * count + lines).to(torch.int32) * length
         return (starts[..., None] + torch.arange(length, dtype=torch.int32)).to(device)
 
@@ -76,7 +67,8 @@ class Selection:
     @cached_property
     def _chosen(self) -> tuple[Tensor, Tensor]:
         """The numbers of the sampled matrices, and of the sampled lines of each."""
-        assert self.elements is not None
+        if self.elements is None:
+            return torch.arange(self._matrices), torch.arange(self.shape[-2])
         matrices = min(self._matrices, MATRICES)
         lines = max(-(-LEAST // max(1, matrices)), self.elements // (max(1, self.shape[-1]) * max(1, matrices)))
         return _spaced(self._matrices, matrices), _spaced(self.shape[-2], min(lines, self.shape[-2]))
@@ -102,12 +94,9 @@ class Sample:
     """Sampled lines of one operand, quantized: fp32 ``[P, n, K]``, in the GEMM's basis.
 
     Attributes:
-        x: the values before quantization.
         q: the values that were multiplied.
         ideal: the values that unrounded scales would have given.
         ratio: x divided by its scale, before rounding; NaN where the block's scale is NaN.
-        moments: mean and variance of q.
-        element: the format of the elements.
         scales: the stored scales ``[B]``, 0 for a block of zeros: those of the sample, or of the whole operand where
             its blocks depend on each other.
     """

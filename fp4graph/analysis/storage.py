@@ -7,7 +7,7 @@ for each measurement of a step, site and tensor; docs/analysis.md describes them
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -23,61 +23,98 @@ Measurement = Mapping[str, Any]
 
 
 class Log:
-    """The file of one run's statistics.
+    """The file of one run's statistics, and the same as TensorBoard's events.
 
     Args:
         directory: created if it is missing.
         header: the fields of the line that marks where this training begins.
+        tensorboard: a ``SummaryWriter``, or a directory to make one for.
 
     Raises:
-        Error: the file cannot be written.
+        Error: the file cannot be written, or TensorBoard is not installed.
     """
 
-    def __init__(self, directory: str | PathLike[str], header: Mapping[str, Any]) -> None:
+    def __init__(self, directory: str | PathLike[str], header: Mapping[str, Any], tensorboard: Any = None) -> None:
         self.path = Path(directory).absolute() / FILE
+        self._events = tensorboard
+        self._owns_events = tensorboard is not None and not hasattr(tensorboard, "add_scalar")
+        if self._owns_events:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError:
+                raise Error("TensorBoard is not installed; pip install 'fp4graph[analysis]'") from None
+            self._events = SummaryWriter(str(tensorboard))
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             jsonlines.cut_torn_line(self.path)
         except OSError as error:
             raise Error(f"cannot write statistics to {self.path}: {error}") from error
-        self.append([{"format": FORMAT, "version": VERSION, **header}])
+        self._append_lines([{"format": FORMAT, "version": VERSION, **header}])
 
-    def append(self, several: Iterable[Measurement]) -> None:
-        """Write all of ``several`` or none, so that they are there if the process is killed.
+    def append(self, measurements: Sequence[Measurement]) -> None:
+        """Write all measurements of a step or none, so that they are there if the process is killed.
+
+        TensorBoard gets every number as a scalar ``column/site/tensor``, so that one card shows one column.
 
         Raises:
-            Error: the file cannot be written, as on a full disk. Its former lines are as they were.
+            Error: the disk is full, say. What was written before is as it was.
         """
+        self._append_lines(measurements)
+        if self._events is not None:
+            try:
+                self._add_events(measurements[0]["step"], measurements)
+            except OSError as error:
+                reason = error.strerror or error
+                raise Error(
+                    f"cannot write TensorBoard's events: {reason}; make room, or go without them. What was written "
+                    "before is readable"
+                ) from error
+
+    def close(self) -> None:
+        if self._owns_events:
+            self._events.close()
+
+    def _append_lines(self, lines: Iterable[Measurement]) -> None:
         try:
-            jsonlines.append(self.path, map(_plain, several))
+            jsonlines.append(self.path, map(_plain, lines))
         except OSError as error:
             raise Error(
                 f"cannot write statistics to {self.path}: {error}. What was recorded before is there and readable; "
                 "make room, or train without statistics"
             ) from error
 
+    def _add_events(self, step: int, measurements: Iterable[Measurement]) -> None:
+        values = {
+            f"{column}/{measured['site']}/{measured['tensor']}": value
+            for measured in measurements
+            for column, value in measured.items()
+            if isinstance(value, int | float) and column not in ("step", "window")
+        }
+        if type(self._events).__module__.startswith("torch."):  # one event for all: one for each takes 50 times as long
+            from tensorboard.compat.proto.summary_pb2 import Summary
+
+            summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+            self._events.file_writer.add_summary(summary, step)
+        else:
+            for name, value in values.items():
+                self._events.add_scalar(name, value, step)
+
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run's statistics: rows of (step, site, tensor) with named values.
+    """A run's statistics: rows of (step, site, tensor) with named values; ``pandas.DataFrame(rows)`` is a table."""
 
-    Attributes:
-        header: policy, interval and sites of the latest training that wrote here.
-        rows: the measurements in the order of steps. ``pandas.DataFrame(recorded.rows)`` is a table of them.
-    """
-
-    header: Mapping[str, Any]
-    rows: tuple[Measurement, ...]
+    header: Mapping[str, Any]  # policy, interval and sites of the latest training that wrote here
+    rows: tuple[Measurement, ...]  # in the order of steps
 
     def having(self, column: str) -> list[Measurement]:
         """Return the rows with a value of ``column``."""
         return [row for row in self.rows if row.get(column) is not None]
 
     def series(self, column: str, *, tensor: str | None = None, site: str | None = None) -> dict[str, list[Any]]:
-        """Return ``column`` over steps, of the rows that have it, optionally of one tensor or site.
+        """Return ``{"step": [...], "site": [...], "tensor": [...], "value": [...]}``, lists of equal length.
 
-        Returns:
-            Lists of equal length: ``{"step": [...], "site": [...], "tensor": [...], "value": [...]}``.
+        They have an item for each row that has ``column``, optionally those of one tensor or site.
         """
         rows = [r for r in self.having(column) if tensor in (None, r["tensor"]) and site in (None, r["site"])]
         keys = {"step": "step", "site": "site", "tensor": "tensor", "value": column}

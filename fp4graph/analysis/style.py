@@ -42,17 +42,15 @@ _RC = {
     "lines.linewidth": 1.6,
     "xtick.color": "#555",
     "ytick.color": "#555",
-    "svg.fonttype": "path",
 }
 
 
-def figure(height: float = 3.6, width: float = WIDTH) -> Figure:
-    """Return an empty figure, sized in inches. It needs no pyplot: no display and no global state."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise Error("pictures need matplotlib; pip install 'fp4graph[analysis]'") from None
-    return Figure(figsize=(width, height))
+def subplots(height: float, *shape: int, width: float = WIDTH, **options: Any) -> tuple[Figure, Any]:
+    """Return a figure, sized in inches, and its axes in rows and columns; without pyplot, its display and its state."""
+    from matplotlib.figure import Figure
+
+    picture = Figure(figsize=(width, height))
+    return picture, picture.subplots(*shape, **options)
 
 
 @contextmanager
@@ -74,5 +72,4 @@ def svg(picture: Figure, name: str) -> str:
     metadata: dict[str, Any] = {"Date": None, "Creator": None, "Format": None, "Type": None}
     with mpl.rc_context({"svg.hashsalt": name}):
         picture.savefig(buffer, format="svg", metadata=metadata, transparent=True)
-    text = buffer.getvalue()
-    return text[text.index("<svg") :]
+    return "<svg" + buffer.getvalue().partition("<svg")[2]

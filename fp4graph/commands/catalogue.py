@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import functools
 import inspect
@@ -26,24 +27,20 @@ from fp4graph.technique.options import OperandList
 from fp4graph.technique.registry import GROUP, Registry
 from fp4graph.technique.site import SiteView
 
-_SHIPPED_PLUGINS = "fp4graph_plugins"
-
 
 @functools.lru_cache(maxsize=4)
 def loadable_policies(registry: Registry) -> dict[str, Policy]:
     """Return every policy of ``registry`` that can be loaded, by name."""
     found: dict[str, Policy] = {}
     for name, path in sorted(registry.policies.items()):
-        try:
+        with contextlib.suppress(Error):  # whoever lists policies names it
             found[name] = load_policy(path, registry)
-        except Error:  # whoever lists policies names it
-            continue
     return found
 
 
 def shipped_registry() -> Registry:
     """Return a registry of fp4graph's own techniques and policies only."""
-    points = sorted(point for point in entry_points(group=GROUP) if point.module.startswith(f"{_SHIPPED_PLUGINS}."))
+    points = sorted(point for point in entry_points(group=GROUP) if point.module.startswith("fp4graph_plugins."))
     return Registry([(point.name, point) for point in points], entry_point_group=None)
 
 
@@ -51,7 +48,7 @@ def technique_data(technique: type[Technique], registry: Registry) -> dict[str, 
     """Return a technique as JSON data; ``complexity`` is None where it depends on a required option."""
     return technique_row(technique, registry) | {
         "doc": docstring(technique),
-        "options": {key: _option(field) for key, field in option_fields(technique).items()},
+        "options": {key: _option_data(field) for key, field in option_fields(technique).items()},
         "stages": [stage for stage in STAGES if overrides(technique, stage)],
         "conflicts": sorted(technique.conflicts),
         "requires": sorted(technique.requires),
@@ -68,9 +65,7 @@ def technique_row(technique: type[Technique], registry: Registry) -> dict[str, A
     return {
         "name": technique.name,
         "complexity": weight_of(technique, {}),
-        "compute": technique.overhead.compute,
-        "memory": technique.overhead.memory,
-        "fusable": technique.overhead.fusable,
+        **{key: getattr(technique.overhead, key) for key in ("compute", "memory", "fusable")},
         "plugin": registry.origin(technique.name),
     }
 
@@ -92,21 +87,12 @@ def _rules_data(policy: Policy) -> dict[str, Any]:
 
 def policy_row(policy: Policy) -> dict[str, Any]:
     """Return the short form of :func:`policy_data`, a row of the list."""
-    return {
-        "name": policy.name,
-        "description": policy.description,
-        "file": policy.file,
-        "complexity": policy.complexity,
-        "techniques": [technique.name for technique in policy.used],
-    }
+    row = {key: getattr(policy, key) for key in ("name", "description", "file", "complexity")}
+    return row | {"techniques": [technique.name for technique in policy.used]}
 
 
 def _rule_data(rule: Rule) -> dict[str, Any]:
-    return {
-        "name": rule.name,
-        "file": rule.file,
-        "line": rule.line,
-        "required": rule.required,
+    return {key: getattr(rule, key) for key in ("name", "file", "line", "required")} | {
         "match": str(rule.match),
         "keep": rule.keep,
         "operands": {operand.value: spec_words(spec) for operand, spec in planned(rule).items()},
@@ -121,29 +107,26 @@ def planned(rule: Rule) -> OperandSpecs:
     return plan_specs(rule.techniques, site, rule.specs)
 
 
-def _option(field: FieldInfo) -> dict[str, Any]:
+def _option_data(field: FieldInfo) -> dict[str, Any]:
     required = field.is_required()
     return {
         "type": option_words(field.annotation, field.metadata),
         "required": required,
-        **({} if required else {"default": to_jsonable_python(default_of(field))}),
+        **({} if required else {"default": default_of(field)}),
         "description": one_line(field.description or ""),
     }
 
 
 def default_of(field: FieldInfo) -> Any:
-    return field.get_default(call_default_factory=True)
+    return to_jsonable_python(field.get_default(call_default_factory=True))
 
 
 def weight_of(technique: type[Technique], options: Mapping[str, Any]) -> float | None:
-    try:
+    with contextlib.suppress(ValidationError):  # an option without default, or options that do not go together
         return technique.model_validate(options).complexity
-    except ValidationError:  # an option without default, or options that do not go together
-        pass
-    try:
+    with contextlib.suppress(AttributeError):  # it depends on that option
         return technique.model_construct(**options).complexity
-    except AttributeError:  # it depends on that option
-        return None
+    return None
 
 
 #: Columns of a rule's operand table.
@@ -151,10 +134,9 @@ COLUMNS = ("", "operand", "element", "block", "scale", "rounding", "source")
 
 
 def phase_heading(phase: Phase) -> str:
-    """Return in words when a phase is in force."""
-    if isinstance(phase.at, int):
-        return f"after {phase.at} training forwards"
-    return f"after {100 * phase.at:g} % of the training"
+    """Return in words when a phase begins."""
+    when = f"{phase.at} training forwards" if isinstance(phase.at, int) else f"{100 * phase.at:g} % of the training"
+    return f"after {when}"
 
 
 def rule_heading(rule: Rule) -> str:
@@ -168,9 +150,9 @@ def rule_rows(rule: Rule) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     specs = planned(rule)
     for number, operand in enumerate(Operand, start=1):
-        words = spec_words(specs[operand])
         exact = "high precision, of the dequantized fprop operand" if operand in rule.reuses else "high precision"
-        rows.append((f"Q{number}", operand.value, *(words.values() if words else (exact,))))
+        words = spec_words(specs[operand]) or {"element": exact}
+        rows.append((f"Q{number}", operand.value, *words.values()))
     return rows
 
 
@@ -189,28 +171,22 @@ def option_words(annotation: Any, metadata: Sequence[Any] = (), *, plural: bool 
     if origin in (typing.Union, types.UnionType):
         words = [option_words(part, metadata, plural=plural) for part in arguments if part is not types.NoneType]
         return ", or ".join([*words, *(["null"] if types.NoneType in arguments else [])])
-    if origin is Literal:
-        return " | ".join(str(to_jsonable_python(value)) for value in arguments)
+    if origin is Literal or (isinstance(annotation, type) and issubclass(annotation, enum.Enum)):
+        return " | ".join(str(to_jsonable_python(value)) for value in arguments or annotation)
     if origin is tuple:
         items = set(arguments) - {...}
+        item = option_words(items.pop(), (), plural=True) if len(items) == 1 else "values"
         if any(isinstance(mark, OperandList) for mark in metadata):
             item = "operands"
-        else:
-            item = option_words(items.pop(), (), plural=True) if len(items) == 1 else "values"
         if ... in arguments:
             return f"{'lists' if plural else 'list'} of {item}"
         count = {2: "pair"}.get(len(arguments), f"list of {len(arguments)}")
-        return f"{count}{'s' if plural and len(arguments) == 2 else ''} of {item}".replace(" of of ", " of ")
-    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
-        return " | ".join(str(to_jsonable_python(member)) for member in annotation)
-    if annotation is bool:
-        return "true or false"
+        return f"{count}{'s' if plural and len(arguments) == 2 else ''} of {item}"
     if annotation in (int, float):
         noun = ("whole number" if annotation is int else "number") + ("s" if plural else "")
         return noun + _bounds(metadata)
-    if annotation is str:
-        return "names" if plural else "text"
-    return getattr(annotation, "__name__", None) or str(annotation).replace("typing.", "")
+    known = {bool: "true or false", str: "names" if plural else "text"}
+    return known.get(annotation) or getattr(annotation, "__name__", None) or str(annotation).replace("typing.", "")
 
 
 def _bounds(metadata: Iterable[Any]) -> str:

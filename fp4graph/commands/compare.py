@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from fp4graph.commands.output import AsJson, wide_console
 from fp4graph.commands.run_options import run_options
-from fp4graph.commands.train import Report, Tick, progress_of
+from fp4graph.commands.train import progress_of
 from fp4graph.errors import Error
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from fp4graph.experiments.run import Run
 
 
 @run_options
@@ -47,16 +41,8 @@ def compare(
     numbers = range(first, first + seeds)
     runs = [Run(task, name, seed=number, workers=workers, **settings) for name in names for number in numbers]
     folder = output or Path("runs") / f"compare-{task}"
-
-    @contextmanager
-    def shown(run: Run) -> Iterator[tuple[Tick, Report]]:
-        console = Console(stderr=True, highlight=False, quiet=as_json)
-        if not console.is_terminal:
-            console.print(f"{run.task} under {run.policy}, seed {run.seed}", soft_wrap=True)
-        with progress_of(run, quiet=as_json) as functions:
-            yield functions
-
-    results = comparing.compare(runs, folder, resume=resume, progress=shown)
+    progress = partial(progress_of, quiet=as_json, one_of_many=True)
+    results = comparing.compare(runs, folder, resume=resume, progress=progress)
     if as_json:
         print((folder / comparing.RESULTS).read_text(encoding="utf-8"), end="")
         return

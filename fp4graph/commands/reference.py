@@ -1,14 +1,14 @@
 """Reference pages, generated from the code: ``python -m fp4graph.commands.reference docs/reference [--check]``.
 
-A technique's page comes from its class: docstring, options, stages, overhead. A policy's comes from its file and from
-what it resolves to. ``fp4graph techniques NAME`` and ``fp4graph policies NAME`` print the same text. Nothing in it
-depends on the machine or the order of installation.
+``fp4graph techniques NAME`` and ``fp4graph policies NAME`` print the same text, which depends neither on the machine
+nor on the order of installation.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
 import re
 import sys
 import typing
@@ -57,13 +57,12 @@ def technique_page(technique: type[Technique], registry: Registry) -> str:
     lines = [f"# {technique.name}", "", parts.pop("Summary", ""), "", *_table(("", ""), facts.items()), ""]
     for heading, text in parts.items():
         lines += [f"## {heading}", "", text, ""]
-    lines += ["## Options", ""]
     rows = []
     for key, option in data["options"].items():
         default = "required" if option["required"] else f"`{_flow(option['default'])}`"
         rows.append((f"`{key}`", option["type"], default, _markdown(option["description"])))
-    lines += _table(("option", "type", "default", "meaning"), rows) if rows else ["None."]
-    lines += ["", "In a policy:", "", "```yaml", _example(technique).rstrip(), "```", ""]
+    lines += ["## Options", "", *(_table(("option", "type", "default", "meaning"), rows) if rows else ["None."])]
+    lines += ["", "In a policy:", "", "```yaml", *_example(technique), "```", ""]
     users = [name for name, policy in loadable_policies(registry).items() if technique.name in policy.weights]
     links = ", ".join(f"[{name}](../policies/{name}.md)" for name in users)
     lines += ["## Policies that use it", "", f"{links}." if links else "None of those shipped.", ""]
@@ -99,26 +98,23 @@ def _rules_lines(policy: Policy) -> list[str]:
         rows = ((*row, *[""] * (len(COLUMNS) - len(row))) for row in catalogue.rule_rows(rule))
         lines += [*_table(COLUMNS, rows), ""]
         if rule.techniques:
-            used = "`, `".join(map(catalogue.spelled, rule.techniques))
-            lines += [f"Techniques: `{used}`.", ""]
+            lines += [f"Techniques: `{'`, `'.join(map(catalogue.spelled, rule.techniques))}`.", ""]
     return lines
 
 
 def index_page(registry: Registry) -> str:
     """Return the page that lists the others."""
-    lines = ["# Reference", ""]
-    lines += ["Generated from the code by `make docs`; change the docstring, option or policy file, not the page.", ""]
+    note = "Generated from the code by `make docs`; change the docstring, option or policy file, not the page."
     techniques = (
         (f"[{name}](techniques/{name}.md)", _default_weight(cls), docstring_parts(cls).get("Summary", ""))
         for name, cls in sorted(registry.techniques.items())
     )
-    lines += ["## Techniques", "", *_table(("technique", "Ω", "what it does"), techniques)]
     policies = (
         (f"[{name}](policies/{name}.md)", f"{p.complexity:g}", ", ".join(sorted(p.weights)), _markdown(p.description))
         for name, p in loadable_policies(registry).items()
     )
-    lines += ["", "## Policies", "", *_table(("policy", "Ω", "techniques", "what it is"), policies)]
-    return _page(lines)
+    lines = ["# Reference", "", note, "", "## Techniques", "", *_table(("technique", "Ω", "what it does"), techniques)]
+    return _page([*lines, "", "## Policies", "", *_table(("policy", "Ω", "techniques", "what it is"), policies)])
 
 
 def docstring_parts(technique: type[Technique]) -> dict[str, str]:
@@ -202,16 +198,16 @@ def _acts_on(technique: type[Technique]) -> str:
     return "; ".join(said) + (" (default options)" if technique.model_fields else "")
 
 
-def _example(technique: type[Technique]) -> str:
-    """Return a technique with its options written out, as in a policy."""
+def _example(technique: type[Technique]) -> list[str]:
+    """Return the lines of a policy with a technique, its options written out."""
     options: dict[str, Any] = {}
     for key, field in option_fields(technique).items():
         if field.is_required():
             options[key] = to_jsonable_python(field.examples[0]) if field.examples else "..."
         elif default_of(field) is not None:
-            options[key] = to_jsonable_python(default_of(field))
+            options[key] = default_of(field)
     entries = [*sorted(technique.requires), {technique.name: options} if options else technique.name]
-    return "techniques:\n" + "".join(f"  - {_flow(entry, brackets=False)}\n" for entry in entries)
+    return ["techniques:", *(f"  - {_flow(entry, brackets=False)}" for entry in entries)]
 
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -250,24 +246,17 @@ def _escape(found: re.Match[str]) -> str:
 def _split_comment(text: str) -> tuple[str, str]:
     """Split a YAML file into its leading comment, without comment signs, and the rest."""
     lines = text.splitlines()
-    end = next((index for index, line in enumerate(lines) if not line.startswith("#")), len(lines))
+    end = len(list(itertools.takewhile(lambda line: line.startswith("#"), lines)))
     return "\n".join(line[1:].removeprefix(" ").rstrip() for line in lines[:end]), "\n".join(lines[end:]).strip("\n")
 
 
 def _comment_prose(comment: str) -> str:
     """Return a comment block as Markdown; indented lines, which are tables, keep their columns."""
-    lines: list[str] = []
-    inside = False
-    for line in comment.splitlines():
-        indented = line.startswith("  ") and bool(line.strip())
-        if indented != inside and (indented or line.strip()):
-            lines += ["", "```text"] if indented else ["```", ""]
-            inside = indented
-        elif inside and not line.strip():
-            lines += ["```"]
-            inside = False
-        lines.append(line if indented else _markdown(line))
-    return re.sub(r"\n{3,}", "\n\n", "\n".join([*lines, *(["```"] if inside else [])])).strip("\n")
+    parts = []
+    for is_table, group in itertools.groupby(comment.splitlines(), lambda line: line.startswith("  ")):
+        lines = list(group)
+        parts.append("\n".join(["```text", *lines, "```"] if is_table else map(_markdown, lines)))
+    return re.sub(r"\n{3,}", "\n\n", "\n\n".join(parts)).strip("\n")
 
 
 def _page(lines: Iterable[str]) -> str:
@@ -285,11 +274,10 @@ def pages(registry: Registry) -> dict[str, str]:
 
 def differences(directory: Path, expected: Mapping[str, str]) -> list[str]:
     """Return the differences of the pages under ``directory``, a line each."""
-    present = {path.relative_to(directory).as_posix(): path for path in sorted(directory.rglob("*.md"))}
+    present = {path.relative_to(directory).as_posix(): path.read_text("utf-8") for path in directory.rglob("*.md")}
     found = [f"missing: {name}" for name in expected if name not in present]
-    there = {name: present[name].read_text(encoding="utf-8") for name in expected if name in present}
-    found += [f"stale: {name}" for name, text in there.items() if text != expected[name]]
-    return found + [f"superfluous: {name}" for name in present if name not in expected]
+    found += [f"stale: {name}" for name, text in expected.items() if present.get(name, text) != text]
+    return found + [f"superfluous: {name}" for name in sorted(present) if name not in expected]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -305,19 +293,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for failure in failures:
         print(f"left out: {failure}", file=sys.stderr)
     expected = pages(registry)
-    wrong = differences(options.directory, expected)
-    if not options.check:
-        for name, text in expected.items():
-            path = options.directory / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-        for path in options.directory.rglob("*.md"):
-            if path.relative_to(options.directory).as_posix() not in expected:
-                path.unlink()
-        wrong = []
-    elif wrong:
-        print("\n".join([*wrong, "run: make docs"]))
-    return 1 if wrong or failures else 0
+    if options.check:
+        wrong = differences(options.directory, expected)
+        for line in [*wrong, "run: make docs"] if wrong else []:
+            print(line)
+        return 1 if wrong or failures else 0
+    for path in list(options.directory.rglob("*.md")):
+        path.unlink()
+    for name, text in expected.items():
+        path = options.directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""``fp4graph score``: the results of sweeps."""
+"""``fp4graph score`` and ``fp4graph pareto``: the results of sweeps, and the figure of score over complexity."""
 
 from __future__ import annotations
 
@@ -13,16 +13,15 @@ from fp4graph.commands.sweep import known_rule
 from fp4graph.errors import Error
 from fp4graph.experiments.data.extras import needs
 from fp4graph.experiments.score import score as score_of
+from fp4graph.files import write
 
-Sources = Annotated[
-    list[str] | None, typer.Argument(metavar="[SWEEP]...", help="A sweep's folder, an SQLite file, or a database URL.")
-]
+_SOURCES = "A sweep's folder, an SQLite file, or a database URL."
 Studies = Annotated[list[str] | None, typer.Option(help="Only this study of them; may be given several times.")]
 RuleOption = Annotated[str, typer.Option(help="text: S = G/(1 + Ω); table: S = G/max(1, Ω), G·max(1, Ω) below 0.")]
 
 
 def score(
-    sources: Sources = None,
+    sources: Annotated[list[str] | None, typer.Argument(metavar="[SWEEP]...", help=_SOURCES)] = None,
     study: Studies = None,
     rule: RuleOption = "table",
     every: Annotated[bool, typer.Option("--all", help="Every trial, best first, not only the best.")] = False,
@@ -55,7 +54,7 @@ def score(
         raise Error("give --all or --choices; not both")
     found = read(sources, study)
     from fp4graph.experiments.progress import best_table, effects_table, trial_table
-    from fp4graph.experiments.results import effects_json, to_csv, to_json, write
+    from fp4graph.experiments.results import effects_json, to_csv, to_json
 
     for path in export or []:
         if path.suffix not in (".csv", ".json"):
@@ -75,12 +74,32 @@ def score(
             console.print(best_table(one, chosen))
 
 
-def read(sources: list[str], only: list[str] | None) -> list[Any]:
-    """Return the results of all sweeps in ``sources``, or of those named.
+def pareto(
+    sources: Annotated[list[str], typer.Argument(metavar="SWEEP...", help=_SOURCES)],
+    study: Studies = None,
+    rule: RuleOption = "table",
+    output: Annotated[Path, typer.Option(help="The picture: .png, .pdf or .svg.")] = Path("pareto.png"),
+) -> None:
+    """Draw complexity against score, a panel per sweep, and name the points on the frontier."""
+    from fp4graph.experiments.pareto import png
+    from fp4graph.experiments.results import frontier
 
-    Raises:
-        Error: a source cannot be read, or has no such sweep.
-    """
+    chosen = known_rule(rule)
+    form = output.suffix.lstrip(".")
+    if form not in (forms := ("png", "pdf", "svg")):
+        raise Error(f"--output {output}: write a file that ends in .{', .'.join(forms)}")
+    found = read(sources, study)
+    write(output, png(found, chosen, form))
+    for one in found:
+        for family in one.families:
+            for s in frontier(one.complete_of(family), chosen):
+                figures = f"Ω {s.trial.complexity:g}  score {s.scores[chosen]:+.4f}  loss {s.trial.loss:.4g}"
+                print(f"{one.name}  {family}  trial {s.trial.number}  {s.trial.summary}  {figures}")
+    print(output)
+
+
+def read(sources: list[str], only: list[str] | None) -> list[Any]:
+    """Return the results of all sweeps in ``sources``, or of those named; raise an Error if there is no such sweep."""
     needs("optuna", "sweeps are read by Optuna", "sweep")
     import optuna
 
@@ -90,22 +109,20 @@ def read(sources: list[str], only: list[str] | None) -> list[Any]:
     from fp4graph.experiments.study import Study
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    found = []
-    seen: set[str] = set()
-    for source in sources:
-        url = database.url_of(source, existing=True)
-        names = database.sweeps(url)
-        seen.update(names)
-        for name in names:
-            if only is None or name in only:
-                study = Study.open(url, name)
-                made, here = study.manifest.fp4graph, fp4graph.__version__
-                if made != here:
-                    print(f"note: study {name!r} was made by fp4graph {made}; this is {here}", file=sys.stderr)
-                found.append(results(study))
-    missing = [name for name in only or [] if name not in seen]
-    if not seen:
+    urls = [database.url_of(source, existing=True) for source in sources]
+    known = [(url, name) for url in urls for name in database.sweeps(url)]
+    names = sorted({name for _, name in known})
+    if not names:
         raise Error(f"{', '.join(sources)}: there is no sweep; name what fp4graph sweep wrote")
-    if missing:
-        raise Error(f"{', '.join(sources)}: there is no study {missing[0]!r}; there is {', '.join(sorted(seen))}")
+    for name in only or []:
+        if name not in names:
+            raise Error(f"{', '.join(sources)}: there is no study {name!r}; there is {', '.join(names)}")
+    found = []
+    for url, name in known:
+        if only is None or name in only:
+            study = Study.open(url, name)
+            made, here = study.manifest.fp4graph, fp4graph.__version__
+            if made != here:
+                print(f"note: study {name!r} was made by fp4graph {made}; this is {here}", file=sys.stderr)
+            found.append(results(study))
     return found

@@ -12,6 +12,7 @@ from fp4graph.commands.run_options import run_options
 from fp4graph.errors import Error
 from fp4graph.experiments.data.extras import needs
 from fp4graph.experiments.score import Rule
+from fp4graph.files import write
 
 
 @run_options
@@ -44,13 +45,13 @@ def sweep(
     needs("optuna", "sweeps need Optuna", "sweep")
     import optuna
 
-    from fp4graph.experiments import study as studies
     from fp4graph.experiments.database import url_of
     from fp4graph.experiments.pareto import png
     from fp4graph.experiments.progress import Progress, best_table
-    from fp4graph.experiments.results import Results, results, to_csv, to_json, write
+    from fp4graph.experiments.results import Results, results, to_csv, to_json
     from fp4graph.experiments.run import Run
     from fp4graph.experiments.space import load_space
+    from fp4graph.experiments.study import Manifest, Study
     from fp4graph.experiments.tasks import task_named
     from fp4graph.experiments.workers import Interrupts, Job, Workers
 
@@ -60,21 +61,19 @@ def sweep(
     url = url_of(storage or folder / "sweep.db", existing=export_policy is not None)
     name = study or task
     if export_policy is not None:
-        print(export(studies.Study.open(url, name), export_policy, folder))
+        print(export(Study.open(url, name), export_policy, folder))
         return
 
     run = Run(task, **settings)
     task_named(task).settings(run)  # says what is wrong before anything is begun
     searched = load_space(space)
     logs = folder / "logs"
-    job = Job(url, name, trials, sampler, pruner, run.device, str(logs), workers)  # type: ignore[arg-type]  # it looks
+    job = Job(url, name, trials, sampler, pruner, run.device, str(logs), workers)
     try:
         logs.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise Error(f"{folder} cannot be written: {error.strerror}; give another folder with --output") from None
-    made = studies.Study.create(
-        url, name, studies.Manifest.of(searched, run.to_json(), patience), studies.make_pruner(pruner)
-    )
+    made = Study.create(url, name, Manifest.of(searched, run.to_json(), patience), pruner)
     if retry_failed:
         made.excuse_failed()
 
@@ -107,37 +106,26 @@ def sweep(
 
 
 def export(study: Any, number: int, folder: Path) -> Path:
-    """Write the policy of a trial into ``folder``.
-
-    Raises:
-        Error: there is no such trial.
-    """
-    from fp4graph.experiments.results import write
-
+    """Write the policy of a trial into ``folder``, or raise an Error if there is no such trial."""
     trials = {trial.number: trial for trial in study.trials()}
     if number not in trials:
         known = f"it has {min(trials)} to {max(trials)}" if trials else "it has none yet"
         raise Error(f"study {study.name!r} has no trial {number}; {known}")
     trial = trials[number]
     settings = "".join(f", {key} {value}" for key, value in trial.run.items())
-    outcome = trial.state + (f": {trial.result['reason']}" if trial.result.get("reason") else "")
-    if trial.state == "complete":
-        outcome = f"validation loss {trial.loss:.6g}"
-    note = [
-        f"# Trial {number} of the sweep {study.name!r}: {trial.summary}",
-        f"# Trained on {study.manifest.task!r} with fp4graph {study.manifest.fp4graph}{settings}: {outcome}",
-    ]
+    reason = f": {trial.result['reason']}" if trial.result.get("reason") else ""
+    outcome = f"validation loss {trial.loss:.6g}" if trial.state == "complete" else f"{trial.state}{reason}"
+    note = (
+        f"# Trial {number} of the sweep {study.name!r}: {trial.summary}\n"
+        f"# Trained on {study.manifest.task!r} with fp4graph {study.manifest.fp4graph}{settings}: {outcome}\n"
+    )
     path = folder / "policies" / f"trial-{number}.yaml"
-    write(path, "\n".join([*note, trial.policy]))
+    write(path, note + trial.policy)
     return path
 
 
 def known_rule(name: str) -> Any:
-    """Check the name of a score's rule.
-
-    Raises:
-        Error: no rule has this name.
-    """
+    """Return the name of a rule of the score, or raise an Error."""
     if name not in get_args(Rule):
         raise Error(f"unknown rule {name!r} of the score; known: {', '.join(get_args(Rule))}")
     return name

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich import box
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
 from fp4graph.commands.output import AsJson, print_json, wide_console
@@ -97,15 +97,14 @@ def _unused(run: Run) -> Path:
 
 
 @contextmanager
-def progress_of(run: Run, *, quiet: bool) -> Iterator[tuple[Tick, Report]]:
-    """Show a training on stderr: a bar on a terminal, elsewhere a line per validation."""
+def progress_of(run: Run, *, quiet: bool, one_of_many: bool = False) -> Iterator[tuple[Tick, Report]]:
+    """Show a training on stderr: a bar on a terminal, elsewhere a line per validation, below a heading of many."""
     console = Console(stderr=True, highlight=False, quiet=quiet)
-    bar = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    if one_of_many and not console.is_terminal:
+        console.print(f"{run.task} under {run.policy}, seed {run.seed}", soft_wrap=True)
+    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     validation = ""
-    with Progress(
-        *bar, TimeRemainingColumn(), TextColumn("{task.fields[status]}"), console=console,
-        disable=not console.is_terminal,
-    ) as shown:  # fmt: skip
+    with Progress(*columns, "{task.fields[status]}", console=console, disable=not console.is_terminal) as shown:
         bar_of_run = shown.add_task(f"{run.task}, {run.policy}", total=None, status="preparing")
 
         def tick(step: int, steps: int, loss: float) -> None:

@@ -12,7 +12,8 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from rich.table import Table
 
 from fp4graph.errors import Error
 from fp4graph.experiments.run import finite
-from fp4graph.files import replacing
+from fp4graph.files import read_json, write
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.policy import KEPT, Expect, Policy, Rule, Specs, load_policy
 from fp4graph.technique import Technique, overrides
@@ -112,7 +113,7 @@ def _only(rule: Rule, operands: Collection[Operand]) -> Rule:
 
 
 @dataclass(frozen=True)
-class Result:
+class VariantResult:
     """The results of one variant over seeds.
 
     Attributes:
@@ -133,7 +134,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Ablation:
-    """The curves of ``policy``, by variant and seed, over a ``progress`` such as "step".
+    """The curves of ``policy``, by variant and seed, over a ``progress`` such as "step" or "token".
 
     ``target`` is the loss to be reached. Its default is the highest of the lowest losses of the variants' mean curves,
     so that all of them reach it.
@@ -143,22 +144,27 @@ class Ablation:
     curves: Mapping[str, Mapping[int, Curve]]
     target: float
     progress: str = "step"
-    results: tuple[Result, ...] = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "results", tuple(self._result(variant) for variant in self.curves))
+    @cached_property
+    def results(self) -> tuple[VariantResult, ...]:
+        """The results of every variant."""
+        return tuple(map(self._result, self.curves))
 
     def mean(self, variant: str) -> list[tuple[float, float]]:
-        """Return the mean curve of a variant over its seeds."""
-        return mean_curve(list(self.curves[variant].values()))
+        """Return the mean loss of a variant over its seeds, at each progress that all of them have."""
+        first, *others = (dict(curve) for curve in self.curves[variant].values())
+        shared = [at for at in first if all(at in other for other in others)]
+        return [(at, statistics.fmean(curve[at] for curve in (first, *others))) for at in shared]
 
-    def _result(self, variant: str) -> Result:
-        finals = {seed: _final(curve) for seed, curve in self.curves[variant].items()}
-        exact = {seed: _final(curve) for seed, curve in self.curves.get("none", {}).items()}
+    def _result(self, variant: str) -> VariantResult:
+        finals, exact = (
+            {seed: curve[-1][1] if curve else math.nan for seed, curve in self.curves.get(name, {}).items()}
+            for name in (variant, "none")
+        )
         excess = [finals[seed] - exact[seed] for seed in finals if seed in exact]
         reached = reaches(self.mean(variant), self.target)
         base = reaches(self.mean("none"), self.target) if "none" in self.curves else None
-        return Result(
+        return VariantResult(
             variant,
             statistics.fmean(finals.values()),
             _deviation(list(finals.values())),
@@ -200,10 +206,8 @@ def ablation(
         train: called with (policy, seed), trains a model from the start and returns its validation losses as pairs
             (progress, loss); everything but the policy should be a function of the seed.
         variants: some of VARIANTS, by name; "none" is the baseline that the others are compared with.
-        target: the loss to be reached.
-        progress: what progress is counted in, for headings: "step", "token".
-        directory: where ``ablation.json`` is kept up to date after every training; those that it holds already are not
-            repeated, so that an interrupted ablation goes on.
+        target, progress: as for :class:`Ablation`.
+        directory: where ``ablation.json`` keeps every training, so that an interrupted ablation goes on.
 
     Raises:
         Error: an unknown variant, or ``directory`` holds the ablation of another policy.
@@ -215,26 +219,20 @@ def ablation(
             raise Error(f"unknown variant {name!r}; {suggest(name, VARIANTS)}")
     policies = {name: only(loaded, VARIANTS[name], f"{loaded.name}-{name}") for name in chosen}  # errors come first
     file = Path(directory) / "ablation.json" if directory is not None else None
+    about = {"format": FORMAT, "version": VERSION, "policy": loaded.name, "fingerprint": loaded.fingerprint}
     curves = _saved(file, loaded) if file is not None else {}
     for seed in seeds:
         for name in chosen:
             if seed not in curves.setdefault(name, {}):
                 curves[name][seed] = [(float(at), float(loss)) for at, loss in train(policies[name], seed)]
                 if file is not None:
-                    _save(file, loaded, curves)
+                    write(file, json.dumps(finite({**about, "curves": curves}), indent=1) + "\n")
     wanted = {name: {seed: curves[name][seed] for seed in seeds} for name in chosen}
+    compared = Ablation(loaded.name, wanted, math.nan, progress)
     if target is None:
-        means = [mean_curve(list(each.values())) for each in wanted.values()]
-        lowest = [min((loss for _, loss in mean), default=math.nan) for mean in means]
+        lowest = [min((loss for _, loss in compared.mean(name)), default=math.nan) for name in wanted]
         target = max((loss for loss in lowest if math.isfinite(loss)), default=math.nan)
-    return Ablation(loaded.name, wanted, target, progress)
-
-
-def mean_curve(curves: Sequence[Curve]) -> list[tuple[float, float]]:
-    """Return the mean loss at each progress that all curves have."""
-    tables = [dict(curve) for curve in curves]
-    shared = [at for at, _ in curves[0] if all(at in table for table in tables)]
-    return [(at, statistics.fmean(table[at] for table in tables)) for at in shared]
+    return dataclasses.replace(compared, target=target)
 
 
 def reaches(curve: Curve, target: float) -> float | None:
@@ -249,31 +247,14 @@ def reaches(curve: Curve, target: float) -> float | None:
     return None
 
 
-def _final(curve: Curve) -> float:
-    return curve[-1][1] if curve else math.nan
-
-
 def _deviation(values: Sequence[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-def _save(file: Path, policy: Policy, curves: Mapping[str, Mapping[int, Curve]]) -> None:
-    content = {"format": FORMAT, "version": VERSION, "policy": policy.name, "fingerprint": policy.fingerprint}
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(file) as out:
-            out.write(json.dumps(finite({**content, "curves": curves}), indent=1).encode() + b"\n")
-    except OSError as error:
-        raise Error(f"cannot write {file}: {error}. The trainings before this one are in it") from error
 
 
 def _saved(file: Path, policy: Policy) -> dict[str, dict[int, Curve]]:
     if not file.exists():
         return {}
-    try:
-        content = json.loads(file.read_text("utf-8"))
-    except ValueError:
-        raise Error(f"{file} is not JSON; it was damaged, or something else wrote it") from None
+    content = read_json(file)
     if not isinstance(content, dict) or content.get("format") != FORMAT or content.get("version") != VERSION:
         raise Error(f"{file} is not an ablation of this version of fp4graph")
     if content["fingerprint"] != policy.fingerprint:

@@ -1,6 +1,6 @@
 """Comparing policies on a task: the same weights and the same data under each, one run after the other.
 
-A comparison's folder has a folder for each run (:mod:`fp4graph.experiments.record`), ``comparison.json`` and
+A comparison's folder has a folder for each run (:mod:`fp4graph.experiments.run_folder`), ``comparison.json`` and
 ``loss.png``. The two files are replaced after every run.
 """
 
@@ -18,19 +18,17 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from fp4graph.analysis.style import PALETTE, figure, styled
+from fp4graph.analysis.style import PALETTE, styled, subplots
 from fp4graph.errors import Error
-from fp4graph.experiments.record import Ended, read_outcome, read_run
+from fp4graph.experiments.data.extras import needs
 from fp4graph.experiments.run import Run
+from fp4graph.experiments.run_folder import Ended, read_outcome, read_run
 from fp4graph.experiments.tasks import task_named
 from fp4graph.experiments.train import train
-from fp4graph.files import replacing
+from fp4graph.files import replacing, write
 from fp4graph.policy import load_policy
 
 RESULTS, PICTURE = "comparison.json", "loss.png"
-
-#: A context around a run, which gives the functions that :func:`train` calls as ``tick`` and ``report``.
-Progress = Callable[[Run], AbstractContextManager[tuple[Any, Any]]]
 
 
 @dataclass(frozen=True)
@@ -39,21 +37,23 @@ class Result:
 
     policy: str
     seed: int
-    record: Mapping[str, Any]
+    run: Mapping[str, Any]
     outcome: Mapping[str, Any]
 
 
-def _silent(run: Run) -> AbstractContextManager[tuple[Any, Any]]:
-    return nullcontext((None, None))
-
-
-def compare(runs: Sequence[Run], folder: Path, *, resume: bool = False, progress: Progress = _silent) -> list[Result]:
+def compare(
+    runs: Sequence[Run],
+    folder: Path,
+    *,
+    resume: bool = False,
+    progress: Callable[[Run], AbstractContextManager[tuple[Any, Any]]] = lambda run: nullcontext((None, None)),
+) -> list[Result]:
     """Train every run, and keep results and a picture of the losses in ``folder``.
 
     Args:
         runs: runs of one task, which differ in policy or seed.
         resume: take over the runs in ``folder`` that have ended, and go on with one that has not.
-        progress: shows a run while it trains.
+        progress: a context around a run, which gives the functions that :func:`train` calls as ``tick`` and ``report``.
 
     Raises:
         Error: two runs have the same policy name and seed, a policy or the task is not what a run needs, or without
@@ -65,40 +65,39 @@ def compare(runs: Sequence[Run], folder: Path, *, resume: bool = False, progress
         raise Error(f"two of the policies are called {twice.rpartition('-')[0]!r}; give each another name")
     for run in runs:
         task_named(run.task).settings(run)
-    figure()  # raises where matplotlib is missing
+    needs("matplotlib", "pictures are drawn by matplotlib", "analysis")
     results: list[Result] = []
     for run, name in zip(runs, names, strict=True):
         with progress(run) as (tick, report), suppress(Ended):
             train(run, directory=folder / name, resume=resume, tick=tick, report=report)
-        record, outcome = read_run(folder / name), read_outcome(folder / name)
+        done, outcome = read_run(folder / name), read_outcome(folder / name)
         assert outcome is not None
-        results.append(Result(record["policy_name"], run.seed, record, outcome))
+        results.append(Result(done["policy_name"], run.seed, done, outcome))
         _keep(results, folder)
     return results
 
 
 def _keep(results: Sequence[Result], folder: Path) -> None:
     kept = ("settings", "steps", "complexity", "parameters", "versions", "machine")
-    runs = [{"policy": one.policy, **{key: one.record[key] for key in kept}, **one.outcome} for one in results]
+    runs = [{"policy": one.policy, **{key: one.run[key] for key in kept}, **one.outcome} for one in results]
     content = {
-        "task": results[0].record["run"]["task"],
+        "task": results[0].run["run"]["task"],
         "timing": "step_seconds: median of steps, the first ones left out, reading of the data not counted",
         "runs": runs,
     }
-    with replacing(folder / RESULTS) as file:
-        file.write(json.dumps(content, indent=1, ensure_ascii=False).encode() + b"\n")
+    write(folder / RESULTS, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     with replacing(folder / PICTURE) as file:
         _draw(results).savefig(file, dpi=130, format="png")
 
 
 def title(results: Sequence[Result]) -> str:
     """Name what was trained and where."""
-    settings = results[0].record["settings"]
+    settings = results[0].run["settings"]
     seeds = sorted({result.seed for result in results})
     gemms = "bfloat16 autocast" if settings["autocast"] else {"fp32": "float32", "bf16": "bfloat16"}[settings["dtype"]]
     drawn = f"seed {seeds[0]}" if len(seeds) == 1 else f"{len(seeds)} seeds"
     return (
-        f"{settings['task']}, {results[0].record['steps']} steps of {settings['batch_size'] * settings['accumulate']}, "
+        f"{settings['task']}, {results[0].run['steps']} steps of {settings['batch_size'] * settings['accumulate']}, "
         f"{gemms} GEMMs, {settings['device']}, backend {settings['backend']}, {drawn}"
     )
 
@@ -162,8 +161,7 @@ def _by_policy(results: Sequence[Result]) -> dict[str, list[Result]]:
 def _draw(results: Sequence[Result]) -> Any:
     """Draw the losses over the steps: validation solid, training dashed, one colour a policy, one line a run."""
     with styled():
-        drawn = figure(4.5, 7.5)
-        axes = drawn.subplots()
+        drawn, axes = subplots(4.5, width=7.5)
         for number, (policy, own) in enumerate(_by_policy(results).items()):
             colour = PALETTE[number % len(PALETTE)]
             for result in own:

@@ -61,17 +61,17 @@ def _panel(axes: Any, found: Results, rule: Rule) -> None:
             continue
         colour, marker = f"C{index}", _MARKERS[index % len(_MARKERS)]
         axes.scatter(
-            [s.trial.complexity for s in some], [_value(s, rule) for s in some],
+            [s.trial.complexity for s in some], [s.value(rule) for s in some],
             color=colour, marker=marker, s=18, alpha=0.45, linewidths=0, label=_titled(family, found),
         )  # fmt: skip
         best = frontier(some, rule)
-        xs, ys = [s.trial.complexity for s in best], [_value(s, rule) for s in best]
+        xs, ys = [s.trial.complexity for s in best], [s.value(rule) for s in best]
         axes.step(xs, ys, where="post", color=colour, linewidth=1.2)
         axes.scatter(xs, ys, color=colour, marker=marker, s=34, edgecolors="black", linewidths=0.6, zorder=3)
     for number, index, s in _numbered(found, rule):
         right = index % 2 == 0  # of two families that meet, one is numbered on each side
         axes.annotate(
-            str(number), (s.trial.complexity, _value(s, rule)), xytext=(5 if right else -5, 4),
+            str(number), (s.trial.complexity, s.value(rule)), xytext=(5 if right else -5, 4),
             ha="left" if right else "right", textcoords="offset points", fontsize=8, color=f"C{index}",
             weight="bold", zorder=4,
         )  # fmt: skip
@@ -102,7 +102,7 @@ def _named(found: Results, rule: Rule) -> list[tuple[str, str]]:
     """Return the lines below a panel with their colours: the numbered frontiers, with names in full."""
     lines: list[tuple[str, str]] = []
     for number, index, s in _numbered(found, rule):
-        figures = f"Ω {s.trial.complexity:g}, S {_value(s, rule):+.3g}, loss {s.trial.loss:.4g}"
+        figures = f"Ω {s.trial.complexity:g}, S {s.value(rule):+.3g}, loss {s.trial.loss:.4g}"
         name = f"{number}  trial {s.trial.number}, {figures}: {s.trial.summary}"
         lines += [(line, f"C{index}") for line in textwrap.wrap(name, _LINE, subsequent_indent=" " * 6)]
     return lines
@@ -110,8 +110,8 @@ def _named(found: Results, rule: Rule) -> list[tuple[str, str]]:
 
 def _scale(axes: Any, found: Results, rule: Rule) -> None:
     points = _points(found, rule)
-    values = [_value(s, rule) for s in points]
-    named = [abs(_value(s, rule)) for *_, s in _numbered(found, rule)]
+    values = [s.value(rule) for s in points]
+    named = [abs(s.value(rule)) for *_, s in _numbered(found, rule)]
     # Linear up to the power of ten below which at least half of the frontier lies.
     linear = 10.0 ** math.ceil(math.log10(max(statistics.median(named), 1e-3)))
     low, high = min(0.0, *values), max(0.0, *values)
@@ -123,12 +123,7 @@ def _scale(axes: Any, found: Results, rule: Rule) -> None:
 
 
 def _points(found: Results, rule: Rule) -> list[Scored]:
-    return [s for s in found.complete if s.scores[rule] is not None and math.isfinite(_value(s, rule))]
-
-
-def _value(s: Scored, rule: Rule) -> float:
-    value = s.scores[rule]
-    return -math.inf if value is None else value
+    return [s for s in found.complete if math.isfinite(s.value(rule))]
 
 
 def _titled(family: str, found: Results) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from itertools import groupby
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -111,15 +112,12 @@ def effects_table(found: Results) -> Table:
     table = Table(title=f"{found.name}: every choice, over all that it was combined with", title_justify="left")
     for name in ("family", "parameter", "choice", "trials", "lost", "median loss", "best loss"):
         table.add_column(name, justify="left" if name in ("family", "parameter", "choice") else "right")
-    before: tuple[str, ...] = ("", "")
-    for effect in effects(found):
-        place = (effect.family, effect.parameter)
-        if place != before and before[0]:
-            table.add_section()
-        named = ("", "") if place == before else place
-        losses = f"{effect.median:.4g}", f"{effect.best:.4g}"
-        table.add_row(*named, effect.choice, str(effect.trials), str(effect.lost), *losses)
-        before = place
+    for place, some in groupby(effects(found), lambda effect: (effect.family, effect.parameter)):
+        for number, effect in enumerate(some):
+            named = ("", "") if number else place
+            losses = f"{effect.median:.4g}", f"{effect.best:.4g}"
+            table.add_row(*named, effect.choice, str(effect.trials), str(effect.lost), *losses)
+        table.add_section()
     return table
 
 

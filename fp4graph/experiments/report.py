@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -17,16 +18,16 @@ from fp4graph.analysis.panels import latest
 from fp4graph.analysis.storage import Measurement, Recorded
 from fp4graph.analysis.style import LABELS, svg
 from fp4graph.errors import Error
-from fp4graph.experiments import record as runs
 from fp4graph.experiments.data.extras import needs
-from fp4graph.files import replacing
+from fp4graph.experiments.run_folder import RUN, read_metrics, read_outcome, read_run
+from fp4graph.files import write
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
-class Part:
+class Picture:
     """A picture with an explanation."""
 
     name: str
@@ -35,45 +36,45 @@ class Part:
     picture: Callable[[Recorded], Figure | None]
 
 
-PARTS = (
-    Part("snr", "Signal-to-noise ratio of the six operands",
+PICTURES = (
+    Picture("snr", "Signal-to-noise ratio of the six operands",
          "How much of each operand survives its quantizer: 10·log₁₀(‖x‖² / ‖Q(x) − x‖²). Nearest rounding to 4 bits "
          "leaves 15 to 20 dB, stochastic rounding about 3 dB less. An operand that is quantized a second time (double "
          "quantization) is compared with what the first quantizer left, and loses little.",
          plots.snr),
-    Part("decomposition", "Where the error comes from",
+    Picture("decomposition", "Where the error comes from",
          "The squared error of each operand in three parts: grid noise, which 4 bits cost under an ideal scale; scale "
          "bias, which the scale's format costs; dead zone, what is rounded to zero. They add up element by element. "
          "Their squares need not: where scale bias undoes grid noise, the error that is left (black) is smaller than "
          "the bar.", plots.decomposition),
-    Part("decomposition_by_site", "The same, by kind of site", "Averages over blocks, at the last recorded step.",
+    Picture("decomposition_by_site", "The same, by kind of site", "Averages over blocks, at the last recorded step.",
          plots.decomposition_by_site),
-    Part("shares", "Clipped and lost",
+    Picture("shares", "Clipped and lost",
          "Saturated elements lie beyond the largest value that their block's scale can express. Elements rounded to "
          "zero are the dead zone's: their information is gone until the next step.", plots.shares),
-    Part("scales", "Block scales",
+    Picture("scales", "Block scales",
          "How many blocks have a scale of which power of two. A wall at either end is a format that runs out of range.",
          plots.scales),
-    Part("gradients", "Bias and noise of the gradients",
+    Picture("gradients", "Bias and noise of the gradients",
          "The results of the two backward products, each against the product of the same factors in high precision. "
          "Bias does not average out over steps; noise (the standard deviation over the random bits of stochastic "
          "rounding) does.", plots.gradients),
-    Part("oscillation", "Oscillation",
+    Picture("oscillation", "Oscillation",
          "R_w is the path length of a weight's quantized value over that of the weight. Above 16 the weight sits at a "
          "rounding threshold and its quantized value jumps to and fro.", plots.oscillation),
-    Part("trajectories", "Weights that oscillate",
+    Picture("trajectories", "Weights that oscillate",
          "Those with the largest R_w of the last window, among a few hundred of each site that are followed.",
          plots.trajectories),
-    Part("confidence", "Quantization confidence",
+    Picture("confidence", "Quantization confidence",
          "The distance of each latent weight w/S to the nearest rounding threshold, as a share of the largest: "
          "0 is on a threshold, 1 as far from it as can be. Mass that moves to the left is weight about to flip.",
          plots.confidence),
-    Part("latent", "Latent weights", "Where weights lie among the values that 4 bits have.", plots.latent),
-    Part("rates_of_change", "Rates of change",
+    Picture("latent", "Latent weights", "Where weights lie among the values that 4 bits have.", plots.latent),
+    Picture("rates_of_change", "Rates of change",
          "How far weights, quantized weights and outputs (for the same input) move in one step. At the end of a "
          "training all should fall; quantized weights and outputs that do not are oscillation.",
          plots.rates_of_change),
-    Part("flips", "Flips", "How many quantized weights change their value in a step, on average.", plots.flips),
+    Picture("flips", "Flips", "How many quantized weights change their value in a step, on average.", plots.flips),
 )  # fmt: skip
 #: Symbols of the operands in the table, under a heading that names their GEMM.
 _SYMBOLS = {
@@ -87,30 +88,19 @@ _SETTINGS = (
 
 
 def write_report(directory: str | PathLike[str], output: str | PathLike[str] | None = None) -> Path:
-    """Write the report of the run in ``directory`` to ``report.html`` there, or to ``output``; return the path.
-
-    Args:
-        directory: the folder of a run of ``fp4graph train``, or any folder with statistics.
+    """Write the report of the run or the statistics in ``directory`` to ``report.html`` there, or to ``output``.
 
     Raises:
         Error: there is no run, its files are damaged, or the report cannot be written.
     """
-    page = render(Path(directory))
-    path = Path(output) if output is not None else Path(directory) / "report.html"
-    try:
-        with replacing(path) as file:
-            file.write(page.encode())
-    except OSError as error:
-        raise Error(f"cannot write {path}: {error}") from error
-    return path
-
-
-def render(directory: Path) -> str:
-    """Return the page."""
     needs("jinja2", "reports need jinja2", "analysis")
     import jinja2
 
-    run, metrics, outcome = _run(directory)
+    directory = Path(directory)
+    if not directory.exists():
+        raise Error(f"{directory}: there is no such folder")
+    run = read_run(directory) if (directory / RUN).exists() else None
+    metrics, outcome = ([], None) if run is None else (read_metrics(directory), read_outcome(directory))
     has_statistics = any((directory / place).is_file() for place in (storage.FILE, f"statistics/{storage.FILE}"))
     recorded = storage.read(directory) if has_statistics else None
     if run is None and recorded is None:
@@ -120,7 +110,7 @@ def render(directory: Path) -> str:
         )
     pictures = []
     if recorded is not None and recorded.rows:
-        for part in PARTS:
+        for part in PICTURES:
             made = part.picture(recorded)
             if made is not None:
                 pictures.append({"part": part, "svg": svg(made, part.name)})
@@ -131,7 +121,7 @@ def render(directory: Path) -> str:
     ]
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(resources.files(__package__).joinpath("report.html.jinja").read_text("utf-8"))
-    return template.render(
+    page = template.render(
         title=_title(run, recorded, directory),
         run=run,
         settings=_settings(run),
@@ -145,14 +135,9 @@ def render(directory: Path) -> str:
         version=fp4graph.__version__,
         directory=str(directory),
     )
-
-
-def _run(directory: Path) -> tuple[dict[str, Any] | None, list[dict[str, Any]], dict[str, Any] | None]:
-    if not (directory / runs.RUN).exists():
-        if not directory.exists():
-            raise Error(f"{directory}: there is no such folder")
-        return None, [], None
-    return runs.read_run(directory), runs.read_metrics(directory), runs.read_outcome(directory)
+    path = Path(output) if output is not None else directory / "report.html"
+    write(path, page)
+    return path
 
 
 # ------------------------------------------------------------------ words and numbers
@@ -207,13 +192,13 @@ def _cards(
 def _table(recorded: Recorded) -> dict[str, Any]:
     """Return the sites with the values that were last recorded for each."""
     shapes = {weight["site"]: "×".join(map(str, weight["shape"])) for weight in recorded.header.get("weights", ())}
-    latest: dict[tuple[str, str], dict[str, Any]] = {}
+    last: dict[str, dict[str, dict[str, Any]]] = {}
     for row in recorded.rows:
-        latest.setdefault((row["site"], row["tensor"]), {}).update(row)
-    operands = [operand for operand in LABELS if any(tensor == operand for _, tensor in latest)]
+        last.setdefault(row["site"], {}).setdefault(row["tensor"], {}).update(row)
+    operands = [operand for operand in LABELS if any(operand in own for own in last.values())]
     lines: list[dict[str, Any]] = []
     for site in recorded.sites:
-        own = {tensor: row for (name, tensor), row in latest.items() if name == site}
+        own = last.get(site, {})
         moving = next((row for row in own.values() if "oscillating" in row), {})
         rows = [own[operand] for operand in operands if operand in own]
         lines.append(
@@ -231,7 +216,7 @@ def _table(recorded: Recorded) -> dict[str, Any]:
         )
     ratios: list[float] = [value for line in lines for value in line["snr"] if value is not None and value < math.inf]
     return {
-        "gemms": _gemms(operands),
+        "gemms": list(Counter(operand.partition(".")[0] for operand in operands).items()),
         "operands": [_SYMBOLS[operand] for operand in operands],
         "lines": lines,
         "low": min(ratios, default=0.0),
@@ -244,12 +229,6 @@ def _ratio(row: Measurement) -> float | None:
     """Return the signal-to-noise ratio in dB, infinite for a signal without an error."""
     exact = row.get("snr_db") is None and row.get("gain") is not None
     return math.inf if exact else row.get("snr_db")
-
-
-def _gemms(operands: Sequence[str]) -> list[tuple[str, int]]:
-    """Return the GEMMs, each with the number of its ``operands``."""
-    names = [operand.partition(".")[0] for operand in operands]
-    return [(name, names.count(name)) for name in dict.fromkeys(names)]
 
 
 def _largest(rows: Sequence[Measurement], column: str) -> float | None:

@@ -6,15 +6,13 @@ import csv
 import io
 import json
 import math
-import os
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, get_args
 
 import fp4graph
-from fp4graph.errors import Error
+from fp4graph.experiments.run import finite
 from fp4graph.experiments.score import Rule, gain, score
 from fp4graph.experiments.study import Study
 from fp4graph.experiments.trial import Trial
@@ -27,6 +25,11 @@ class Scored:
     trial: Trial
     gain: float | None
     scores: dict[Rule, float | None]
+
+    def value(self, rule: Rule) -> float:
+        """Return the score by ``rule``, -inf for none."""
+        score = self.scores[rule]
+        return -math.inf if score is None else score
 
 
 @dataclass(frozen=True)
@@ -93,20 +96,19 @@ def best(found: Results, rule: Rule) -> list[tuple[str, str, Scored]]:
         rows += [(family, "pure FP4", s) for s in own if s.trial.finished]
         if here:
             rows.append((family, "best loss", min(here, key=lambda s: s.trial.loss or 0.0)))
-        positive = [s for s in here if (s.scores[rule] or 0.0) > 0]
-        negative = [s for s in here if s.scores[rule] is not None and (s.scores[rule] or 0.0) <= 0]
+        positive = [s for s in here if s.value(rule) > 0]
+        negative = [s for s in here if s.scores[rule] is not None and s.value(rule) <= 0]
         for what, some in (("best score > 0", positive), ("best score ≤ 0", negative)):
             if some:
-                rows.append((family, what, max(some, key=lambda s: _number(s.scores[rule]))))
+                rows.append((family, what, max(some, key=lambda s: s.value(rule))))
     return rows
 
 
 def frontier(some: Sequence[Scored], rule: Rule) -> list[Scored]:
     """Return the trials to which no other is preferable, by ascending Ω; their scores ascend too."""
     kept: list[Scored] = []
-    for s in sorted(some, key=lambda s: (s.trial.complexity, -_number(s.scores[rule]), s.trial.number)):
-        value = s.scores[rule]
-        if value is not None and math.isfinite(value) and (not kept or value > _number(kept[-1].scores[rule])):
+    for s in sorted(some, key=lambda s: (s.trial.complexity, -s.value(rule), s.trial.number)):
+        if math.isfinite(s.value(rule)) and (not kept or s.value(rule) > kept[-1].value(rule)):
             kept.append(s)
     return kept
 
@@ -163,9 +165,8 @@ def flat_trials(found: Results) -> list[dict[str, Any]]:
             "validation_loss": s.trial.loss,
             "train_loss": s.trial.result.get("train_loss"),
             "reference_loss": found.reference,
-            "gain": _finite(s.gain),
-            "score_text": _finite(s.scores["text"]),
-            "score_table": _finite(s.scores["table"]),
+            "gain": finite(s.gain),
+            **{f"score_{rule}": finite(score) for rule, score in s.scores.items()},
             "seconds": s.trial.result.get("seconds"),
             "reason": s.trial.result.get("reason"),
             "choices": dict(s.trial.assignment),
@@ -186,11 +187,7 @@ def to_json(all_results: Sequence[Results]) -> str:
 
 def effects_json(all_results: Sequence[Results]) -> str:
     """Return the effects of several studies as JSON; an infinite loss is null."""
-    data = [
-        {"study": found.name, **asdict(effect), "median": _finite(effect.median), "best": _finite(effect.best)}
-        for found in all_results
-        for effect in effects(found)
-    ]
+    data = [finite({"study": found.name, **asdict(effect)}) for found in all_results for effect in effects(found)]
     return json.dumps({"fp4graph": fp4graph.__version__, "choices": data}, indent=1, ensure_ascii=False) + "\n"
 
 
@@ -208,31 +205,3 @@ def to_csv(all_results: Sequence[Results]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
-
-
-def write(path: Path, content: str | bytes) -> None:
-    """Write ``content`` to ``path`` whole or not at all; several processes may write the same path at once.
-
-    Raises:
-        Error: it cannot be written; what was there stays.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError as error:
-        raise Error(f"{path} cannot be written: {error.strerror}; make room for it, or name another place") from error
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _number(value: float | None) -> float:
-    return -math.inf if value is None else value
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None

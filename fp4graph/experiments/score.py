@@ -37,8 +37,7 @@ def score(loss: float, reference: float, complexity: float, rule: Rule = "text")
       the 118 scores that its appendix prints (Tables 3 to 8) follow it, and 46 follow ``text``.
 
     Args:
-        loss: M, of the run. NaN or infinite where it diverged.
-        reference: M_ref, in the same units: the loss of the better unquantized baseline.
+        loss, reference: M and M_ref, as for :func:`gain`.
         complexity: Ω in points, the weights of the techniques in use summed (``Policy.complexity``).
 
     Returns:

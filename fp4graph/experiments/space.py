@@ -13,7 +13,7 @@ import itertools
 import json
 import random
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from fp4graph.policy import Policy, load_policy
 from fp4graph.policy.document import Node, Place, parse
 from fp4graph.policy.resolve import resolve
 from fp4graph.policy.validation import validate
-from fp4graph.technique.registry import Registry, default_registry
+from fp4graph.technique.registry import default_registry
 from fp4graph.text import suggest
 
 #: The choice taken of each parameter that has one.
@@ -68,6 +68,12 @@ class Parameter:
             return []
         return [label for label, part in self.choices.items() if part.holds(assignment)]
 
+    def added(self, several: Iterator[Assignment]) -> Iterator[Assignment]:
+        """Yield each of ``several`` with every choice of this parameter that is open to it."""
+        for begun in several:
+            labels = self.open_to(begun)
+            yield from ({**begun, self.name: label} for label in labels) if labels else (begun,)
+
     def shown(self, label: str) -> str:
         """Return a choice's text in a summary; the plain choice has one only if it has a title."""
         plain = label == next(iter(self.choices))
@@ -78,12 +84,9 @@ class Parameter:
 class Configuration:
     """The policy and the training settings of one trial.
 
-    Attributes:
-        kind: baseline, pure (the plain choices in one family), or trial.
-        family: the choice of the space's family parameter, or a baseline's name.
-        document: the policy as data.
-        policy: the policy, or None where it is impossible; then ``error`` says why.
-        run: the fields of :class:`~fp4graph.experiments.run.Run` that it sets.
+    ``kind`` is baseline, pure (the plain choices in one family), or trial; ``family`` the choice of the space's family
+    parameter, or a baseline's name; ``document`` the policy as data. ``policy`` is None where it is impossible, and
+    ``error`` then says why. ``run`` has the fields of :class:`~fp4graph.experiments.run.Run` that it sets.
     """
 
     kind: str
@@ -94,10 +97,6 @@ class Configuration:
     policy: Policy | None
     error: PolicyError | None = None
     run: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def refusal(self) -> str | None:
-        return None if self.error is None else str(self.error)
 
     @property
     def key(self) -> str:
@@ -115,56 +114,42 @@ class Space:
     """
 
     name: str
-    description: str
     family: str | None
     parameters: tuple[Parameter, ...]
     baselines: Mapping[str, Part]
     also: tuple[Part, ...]
     base: Node
-    registry: Registry
     inert: bool
     text: str
     digest: str
 
     def assignments(self) -> Iterator[Assignment]:
-        """Yield all assignments, the last parameter changing fastest."""
-        yield from self._completed({}, 0)
-
-    def _completed(self, begun: Assignment, index: int) -> Iterator[Assignment]:
-        if index == len(self.parameters):
-            yield begun
-            return
-        parameter = self.parameters[index]
-        labels = parameter.open_to(begun)
-        for label in labels:
-            yield from self._completed({**begun, parameter.name: label}, index + 1)
-        if not labels:
-            yield from self._completed(begun, index + 1)
+        """Return all assignments, the last parameter changing fastest."""
+        found: Iterator[Assignment] = iter([{}])
+        for parameter in self.parameters:
+            found = parameter.added(found)
+        return found
 
     def size(self, limit: int = 1_000_000) -> int:
         """Return the number of assignments, counted up to ``limit``."""
         return sum(1 for _ in itertools.islice(self.assignments(), limit))
 
-    def draw(self, generator: random.Random) -> Assignment:
-        """Draw an assignment: each parameter in turn takes any of its choices with equal probability."""
-        drawn: dict[str, str] = {}
-        for parameter in self.parameters:
-            labels = parameter.open_to(drawn)
-            if labels:
-                drawn[parameter.name] = generator.choice(labels)
-        return drawn
-
-    def contains(self, assignment: Assignment) -> bool:
-        """Return whether ``assignment`` is one of :meth:`assignments`."""
+    def assigned(self, choose: Callable[[Parameter, list[str]], str]) -> Assignment:
+        """Return the assignment whose choice of each parameter ``choose`` picks among the labels open to it."""
         taken: dict[str, str] = {}
         for parameter in self.parameters:
             labels = parameter.open_to(taken)
-            label = assignment.get(parameter.name)
-            if (label not in labels) if labels else label is not None:
-                return False
-            if label is not None:
-                taken[parameter.name] = label
-        return len(taken) == len(assignment)
+            if labels:
+                taken[parameter.name] = choose(parameter, labels)
+        return taken
+
+    def draw(self, generator: random.Random) -> Assignment:
+        """Draw an assignment: each parameter in turn takes any of its choices with equal probability."""
+        return self.assigned(lambda _, labels: generator.choice(labels))
+
+    def contains(self, assignment: Assignment) -> bool:
+        """Return whether ``assignment`` is one of :meth:`assignments`."""
+        return self._plain(assignment) == assignment
 
     def first(self) -> list[Configuration]:
         """Return a sweep's first configurations: the baselines, then the plain choices in every family."""
@@ -174,14 +159,8 @@ class Space:
         return [*baselines, *(self.configuration(assignment, "pure") for assignment in pure)]
 
     def _plain(self, chosen: Assignment) -> Assignment:
-        """Return the first choice of every parameter that is not ``chosen``."""
-        taken: dict[str, str] = {}
-        for parameter in self.parameters:
-            labels = parameter.open_to(taken)
-            if labels:
-                wanted = chosen.get(parameter.name)
-                taken[parameter.name] = wanted if wanted in labels else labels[0]
-        return taken
+        """Return ``chosen`` with the first choice of every parameter of which it has no possible one."""
+        return self.assigned(lambda p, labels: chosen[p.name] if chosen.get(p.name) in labels else labels[0])
 
     def configuration(self, assignment: Assignment, kind: str = "trial") -> Configuration:
         """Return the configuration of an assignment; it carries an error if it is impossible."""
@@ -217,7 +196,7 @@ class Space:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore" if self.inert else "error", PolicyWarning)
             try:
-                return resolve(document, "unnamed", None, self.registry)
+                return resolve(document, "unnamed", None, default_registry())
             except PolicyWarning as warning:
                 raise PolicyError(str(warning)) from None
 
@@ -257,18 +236,19 @@ class Space:
                 ancestors.update(parameter.when)
                 for label in wanted.get(parameter.name, parameter.choices):
                     ancestors.update(parameter.choices[label].fragment.when)
+        choices = {parameter.name: parameter.choices for parameter in self.parameters if parameter.name in ancestors}
+        combined = (dict(zip(choices, labels, strict=True)) for labels in itertools.product(*choices.values()))
         generator = random.Random(0)
-        plain = (self._plain(chosen) for chosen in _combinations(self.parameters, ancestors))
         drawn = (self.draw(generator) for _ in range(100 * TRIED))
         seen: set[tuple[tuple[str, str], ...]] = set()
-        for assignment in itertools.chain(plain, drawn):
+        for assignment in itertools.chain(map(self._plain, combined), drawn):
             found = tuple(assignment.items())
             if found not in seen and _holds(wanted, assignment):
                 seen.add(found)
                 yield assignment
 
 
-def load_space(ref: str | Path, registry: Registry | None = None) -> Space:
+def load_space(ref: str | Path) -> Space:
     """Load the space ``ref``: the name of a shipped one (``design-space``), or a file.
 
     Raises:
@@ -285,33 +265,30 @@ def load_space(ref: str | Path, registry: Registry | None = None) -> Space:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise PolicyError(f"cannot be read: {error}", file=str(path)) from None
-    return parse_space(text, str(path), registry)
+    return parse_space(text, str(path))
 
 
-def parse_space(text: str, file: str, registry: Registry | None = None) -> Space:
+def parse_space(text: str, file: str) -> Space:
     """Parse the space in ``text``; errors name ``file``, and a relative path of the base starts from it.
 
     Raises:
         PolicyError: as :func:`load_space`.
     """
-    registry = registry or default_registry()
     if not text.strip():
         raise PolicyError("the file is empty; a search space begins with 'version: 1'", file=file)
     root = parse(text, file)
     section = validate(SpaceSection, root, ("space",))
     parameters: dict[str, Parameter] = {}
-    labels: dict[str, Mapping[str, object]] = {}
     for name, written in section.parameters.items():
         node = root.get("parameters", name)
-        _check_condition(written.when, node, labels)
+        _check_condition(written.when, node, parameters)
         choices = {label: Part(part, node.get("choices", label)) for label, part in written.choices.items()}
         for part in choices.values():
-            _check_condition(part.fragment.when, part.node, labels)
+            _check_condition(part.fragment.when, part.node, parameters)
         parameters[name] = Parameter(name, choices, written.when, node)
-        labels[name] = choices
     also = tuple(Part(part, root.get("also", index)) for index, part in enumerate(section.also))
     for part in also:
-        _check_condition(part.fragment.when, part.node, labels)
+        _check_condition(part.fragment.when, part.node, parameters)
         if not part.fragment.when:
             raise part.node.place.error("an entry of also has no condition; add 'when', or put it into the base")
     if section.family is not None:
@@ -320,17 +297,15 @@ def parse_space(text: str, file: str, registry: Registry | None = None) -> Space
             raise place.error(f"family names no parameter: {section.family!r}; {suggest(section.family, parameters)}")
         if parameters[section.family].when:
             raise place.error(f"family is a parameter that every configuration has; {section.family!r} has a condition")
-    base = _base(root, section, file, registry)
+    base = _base(root, section, file)
     content = {**root.plain(), "base": {key: v for key, v in base.plain().items() if key not in ("version", "name")}}
     space = Space(
         name=section.name or Path(file).stem,
-        description=section.description.strip(),
         family=section.family,
         parameters=tuple(parameters.values()),
         baselines={name: Part(part, root.get("baselines", name)) for name, part in section.baselines.items()},
         also=also,
         base=base,
-        registry=registry,
         inert=section.inert,
         text=yaml.safe_dump(content, sort_keys=False, allow_unicode=True),
         digest=_digest(content),
@@ -339,13 +314,13 @@ def parse_space(text: str, file: str, registry: Registry | None = None) -> Space
     return space
 
 
-def _base(root: Node, section: SpaceSection, file: str, registry: Registry) -> Node:
+def _base(root: Node, section: SpaceSection, file: str) -> Node:
     """Return the document of the policy that choices are laid over."""
     node = root.get("base")
     if isinstance(section.base, str):
         path = Path(file).parent / section.base
         try:
-            policy = load_policy(path if path.is_file() else section.base, registry)
+            policy = load_policy(path if path.is_file() else section.base)
         except PolicyError as error:
             raise node.place.error(f"base: {error}") from None
         document = parse(policy.to_yaml(), section.base)
@@ -354,23 +329,21 @@ def _base(root: Node, section: SpaceSection, file: str, registry: Registry) -> N
             if key in node.value:
                 raise node.where(key).error(f"base takes no {key!r}: {why}; remove it")
         document = node.replacing({"version": (node.place, Node(1, node.place))})
-        policy = resolve(document, "base", None, registry)
+        policy = resolve(document, "base", None, default_registry())
     if not policy.quantizes:
         raise node.place.error("base quantizes nothing, so that no choice can change how; give it a rule that does")
     return document
 
 
-def _check_condition(
-    when: Mapping[str, tuple[str, ...]], node: Node, earlier: Mapping[str, Mapping[str, object]]
-) -> None:
+def _check_condition(when: Mapping[str, tuple[str, ...]], node: Node, earlier: Mapping[str, Parameter]) -> None:
     for parameter, labels in when.items():
         place = node.where("when", parameter)
         if parameter not in earlier:
             hint = suggest(parameter, earlier) if earlier else "there is none"
             raise place.error(f"when names {parameter!r}, which is no parameter before this one; {hint}")
         for label in labels:
-            if label not in earlier[parameter]:
-                raise place.error(f"{parameter!r} has no choice {label!r}; {suggest(label, earlier[parameter])}")
+            if label not in (known := earlier[parameter].choices):
+                raise place.error(f"{parameter!r} has no choice {label!r}; {suggest(label, known)}")
 
 
 def _check_run(part: Part) -> None:
@@ -379,13 +352,6 @@ def _check_run(part: Part) -> None:
         Run("digits", **part.fragment.run)
     except Error as error:
         raise part.node.where("run").error(str(error)) from None
-
-
-def _combinations(parameters: Sequence[Parameter], names: set[str]) -> Iterator[Assignment]:
-    """Yield all combinations of labels of the parameters in ``names``, whether their conditions hold or not."""
-    choices = {parameter.name: parameter.choices for parameter in parameters if parameter.name in names}
-    for labels in itertools.product(*choices.values()):
-        yield dict(zip(choices, labels, strict=True))
 
 
 def _digest(data: object) -> str:

@@ -16,22 +16,23 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import optuna
 import yaml
-from optuna.distributions import CategoricalDistribution
+from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.exceptions import DuplicatedStudyError, UpdateFinishedTrialError
 from optuna.pruners import BasePruner, NopPruner
 from optuna.samplers import RandomSampler
 from optuna.storages import RDBStorage
-from optuna.trial import TrialState
+from optuna.trial import FrozenTrial, TrialState
 
 import fp4graph
 from fp4graph.errors import Error
 from fp4graph.experiments.database import AWAY, answering, open_storage, reason
 from fp4graph.experiments.run import finite
-from fp4graph.experiments.space import Configuration, Space
+from fp4graph.experiments.space import Assignment, Configuration, Space
 from fp4graph.experiments.trial import FREE, Trial, read_trial
 
 #: The version of the attributes that this module writes; a later version may not be readable.
@@ -40,6 +41,12 @@ FORMAT = 1
 ASK_AGAIN = 120.0
 #: The same for clean-up that only makes the next start quicker.
 HURRIED = 5.0
+#: Pruners by name; their steps are validations.
+PRUNERS: dict[str, Callable[[], BasePruner]] = {
+    "none": NopPruner,
+    "median": partial(optuna.pruners.MedianPruner, n_startup_trials=5, n_warmup_steps=1),
+    "hyperband": optuna.pruners.HyperbandPruner,
+}
 _T = TypeVar("_T")
 
 
@@ -102,20 +109,15 @@ class Study:
         self._study = study
         self._id = storage.get_study_id_from_name(study.study_name)
         self._patience = ASK_AGAIN
-        self.manifest = manifest
-        self.shown = shown
-
-    @property
-    def name(self) -> str:
-        return self._study.study_name
+        self._beats: dict[int, tuple[int, float]] = {}
+        self.name, self.manifest, self.shown = study.study_name, manifest, shown
 
     @classmethod
-    def create(cls, url: str, name: str, manifest: Manifest, pruner: BasePruner | None = None) -> Study:
+    def create(cls, url: str, name: str, manifest: Manifest, pruner: str = "none") -> Study:
         """Open the study of that name, or create it.
 
         Raises:
-            Error: the database cannot be reached; or the study has another manifest, something else wrote it, or a
-                later fp4graph did.
+            Error: as :meth:`open`, or the study has another manifest.
         """
         storage, shown = open_storage(url)
         with answering(shown), suppress(DuplicatedStudyError):
@@ -132,12 +134,11 @@ class Study:
         return study
 
     @classmethod
-    def open(cls, url: str, name: str, pruner: BasePruner | None = None) -> Study:
-        """Open the study of that name.
+    def open(cls, url: str, name: str, pruner: str = "none") -> Study:
+        """Open the study of that name; ``pruner`` is one of :data:`PRUNERS`.
 
         Raises:
-            Error: the database cannot be reached, or has no such study; or something else wrote it, or a later
-                fp4graph did.
+            Error: the database cannot be reached, or has no such study; or something else or a later fp4graph wrote it.
         """
         storage, shown = open_storage(url, existing=True)
         with answering(shown):
@@ -145,7 +146,7 @@ class Study:
             if name not in names:
                 raise Error(f"{shown} has no study {name!r}; it has {', '.join(sorted(names)) or 'none'}")
             study = optuna.load_study(
-                study_name=name, storage=storage, sampler=RandomSampler(), pruner=pruner or NopPruner()
+                study_name=name, storage=storage, sampler=RandomSampler(), pruner=PRUNERS[pruner]()
             )
             manifest = None
             for _ in range(50):  # between a study's creation and its manifest lies a moment
@@ -182,13 +183,8 @@ class Study:
             "worker": worker,
         }
         # Optuna knows the parameters too, for its own tools.
-        choices = {parameter.name: CategoricalDistribution(tuple(parameter.choices)) for parameter in space.parameters}
-        template = optuna.create_trial(
-            state=TrialState.RUNNING,
-            params=dict(configuration.assignment),
-            distributions={name: choices[name] for name in configuration.assignment},
-            user_attrs={"configuration": attributes},
-        )
+        about = {"configuration": attributes}
+        template = optuna_trial(space, configuration.assignment, state=TrialState.RUNNING, user_attrs=about)
         identifier = self._patiently(lambda: self._storage.create_new_trial(self._id, template))
         number = self._patiently(lambda: self._storage.get_trial_number_from_id(identifier))
         before = [trial for trial in self.trials() if trial.number < number]
@@ -228,16 +224,25 @@ class Study:
         """Record that the worker of a running trial is gone."""
         self._tell(number, {"outcome": "lost"})
 
-    def tidy(self, trials: list[Trial], silent: Callable[[Trial], bool]) -> bool:
-        """Finish half-written trials, and lose running trials that are ``silent``. Return whether any were lost."""
+    def tidy(self, trials: list[Trial]) -> bool:
+        """Finish half-written trials, and lose the running trials of silent workers. Return whether any were lost."""
         tidied = False
         for trial in trials:
             if trial.result and not trial.told:
                 self._tell(trial.number, trial.result)
-            elif trial.state == "running" and silent(trial):
+            elif trial.state == "running" and self._is_silent(trial):
                 self.lose(trial.number)
                 tidied = True
         return tidied
+
+    def _is_silent(self, trial: Trial) -> bool:
+        """Return whether the trial's beat has not changed for too long, by this process's own clock."""
+        now = time.monotonic()
+        beat, since = self._beats.get(trial.number, (None, now))
+        if beat != trial.beat:
+            since = now
+        self._beats[trial.number] = trial.beat, since
+        return now - since > self.manifest.patience
 
     def _set(self, number: int, name: str, value: object) -> bool:
         """Write an attribute of a trial, and return whether the trial could be written: it had not ended."""
@@ -336,28 +341,8 @@ class Claim:
         storage.remove_session()  # this thread's
 
 
-class Watch:
-    """Finds trials whose beat has not changed for too long, by this process's own clock."""
-
-    def __init__(self, patience: float) -> None:
-        self._patience = patience
-        self._seen: dict[int, tuple[int, float]] = {}
-
-    def silent(self, trial: Trial) -> bool:
-        now = time.monotonic()
-        beat, since = self._seen.get(trial.number, (None, now))
-        if beat != trial.beat:
-            since = now
-        self._seen[trial.number] = trial.beat, since
-        return now - since > self._patience
-
-
-def make_pruner(name: str) -> BasePruner:
-    """Return the pruner ``none``, ``median`` or ``hyperband``; its steps are validations."""
-    if name == "median":
-        return optuna.pruners.MedianPruner(n_startup_trials=5, n_warmup_steps=1)
-    if name == "hyperband":
-        return optuna.pruners.HyperbandPruner()
-    if name == "none":
-        return NopPruner()
-    raise Error(f"unknown pruner {name!r}; known: none, median, hyperband")
+def optuna_trial(space: Space, assignment: Assignment, **more: Any) -> FrozenTrial:
+    """Return a trial of ``assignment`` as Optuna has it; ``more`` is as for ``optuna.create_trial``."""
+    taken = (parameter for parameter in space.parameters if parameter.name in assignment)
+    distributions: dict[str, BaseDistribution] = {p.name: CategoricalDistribution(tuple(p.choices)) for p in taken}
+    return optuna.create_trial(params=dict(assignment), distributions=distributions, **more)

@@ -14,20 +14,20 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any
 
 import optuna
-from optuna.distributions import CategoricalDistribution
+import torch
 from optuna.trial import TrialState
 
 from fp4graph.errors import Error, PolicyError
 from fp4graph.experiments.run import Outcome, Run
-from fp4graph.experiments.space import Configuration, Space
-from fp4graph.experiments.study import Away, Claim, Study, TakenOver, Watch
+from fp4graph.experiments.space import Configuration, Parameter, Space
+from fp4graph.experiments.study import Away, Claim, Study, TakenOver, optuna_trial
 from fp4graph.experiments.trial import FREE, Trial
 
-Sampler = Literal["random", "tpe"]
-Pruner = Literal["none", "median", "hyperband"]
+SAMPLERS = ("random", "tpe")
 #: Trains a run, calling back with (step, validation loss) after each validation.
 Objective = Callable[[Run, Callable[[int, float], None]], Outcome]
 
@@ -48,7 +48,7 @@ class Pruned(Exception):
 # ------------------------------------------------------------------ what comes next
 
 
-def propose(space: Space, trials: Sequence[Trial], seed: int, sampler: Sampler = "random") -> Configuration | None:
+def propose(space: Space, trials: Sequence[Trial], seed: int, sampler: str = "random") -> Configuration | None:
     """Return the next configuration to run, given all trials of the study; None if there is none, or none yet.
 
     The baselines come first and alone: without a finished one nothing can be scored, and faults of data or device show
@@ -71,7 +71,7 @@ def propose(space: Space, trials: Sequence[Trial], seed: int, sampler: Sampler =
     return _drawn(space, trials, taken, seed, sampler)
 
 
-def _drawn(space: Space, trials: Sequence[Trial], taken: set[str], seed: int, sampler: Sampler) -> Configuration | None:
+def _drawn(space: Space, trials: Sequence[Trial], taken: set[str], seed: int, sampler: str) -> Configuration | None:
     draws: Iterator[Mapping[str, str]] = (space.draw(random.Random(f"{seed}:{draw}")) for draw in itertools.count())
     if sampler == "tpe":
         draws = itertools.chain(_estimated(space, trials, seed), draws)
@@ -95,29 +95,23 @@ def _estimated(space: Space, trials: Sequence[Trial], seed: int) -> Iterator[Map
     """Yield suggestions of Optuna's TPE. A running trial counts as bad, so that suggestions differ from it."""
     estimator = optuna.samplers.TPESampler(seed=seed + len(trials), constant_liar=True, n_startup_trials=10)
     study = optuna.create_study(sampler=estimator, directions=["minimize", "minimize"])
-    choices = {parameter.name: CategoricalDistribution(tuple(parameter.choices)) for parameter in space.parameters}
     for trial in trials:
         if trial.kind == "baseline" or trial.complexity is None or not trial.counts:
             continue
         running = trial.state == "running"
         loss = float("inf") if trial.loss is None or trial.state in ("diverged", "failed") else trial.loss
-        study.add_trial(
-            optuna.create_trial(
-                state=TrialState.RUNNING if running else TrialState.COMPLETE,
-                values=None if running else [loss, trial.complexity],
-                params=dict(trial.assignment),
-                distributions={name: choices[name] for name in trial.assignment},
-            )
-        )
+        state, values = (TrialState.RUNNING, None) if running else (TrialState.COMPLETE, [loss, trial.complexity])
+        study.add_trial(optuna_trial(space, trial.assignment, state=state, values=values))
     for _ in range(20):
-        suggested = study.ask()
-        assignment: dict[str, str] = {}
-        for parameter in space.parameters:
-            if parameter.open_to(assignment):
-                assignment[parameter.name] = suggested.suggest_categorical(parameter.name, tuple(parameter.choices))
-        study.tell(suggested, state=TrialState.FAIL)
+        ask = study.ask()
+        assignment = space.assigned(partial(_asked, ask))
+        study.tell(ask, state=TrialState.FAIL)
         if space.contains(assignment):  # a choice may have a condition that the estimator does not know
             yield assignment
+
+
+def _asked(ask: optuna.Trial, parameter: Parameter, labels: list[str]) -> str:
+    return ask.suggest_categorical(parameter.name, tuple(parameter.choices))
 
 
 # ------------------------------------------------------------------ a worker
@@ -125,8 +119,6 @@ def _estimated(space: Space, trials: Sequence[Trial], seed: int) -> Iterator[Map
 
 def train_once(run: Run, report: Callable[[int, float], None]) -> Outcome:
     """The objective: one training, as ``fp4graph train`` does it."""
-    import torch
-
     from fp4graph.experiments.train import train
 
     torch.compiler.reset()  # each trial is a model of its own, and Dynamo allows few per function
@@ -139,35 +131,32 @@ def work(
     space: Space,
     target: int,
     *,
-    sampler: Sampler = "random",
+    sampler: str = "random",
     worker: str | None = None,
     device: str | None = None,
     objective: Objective = train_once,
     going: Callable[[], bool] = lambda: True,
 ) -> None:
-    """Run trials of ``study`` until it has ``target`` results, or the space has no more.
+    """Run trials of ``study`` until it has ``target`` results, or the space of its manifest has no more.
 
     Any number of processes, on any number of machines, may do so at once.
 
     Args:
-        space: the space of the study's manifest.
         target: results in all, earlier ones included; refused configurations do not count.
         worker: a unique mark of this worker's trials.
         device: in place of the run's.
         going: asked before each trial; False ends the worker.
 
     Raises:
-        Error: a baseline failed, or the policy of a plain configuration does not fit, and so would everything else; or
-            the database went away.
+        Error: a baseline or a plain configuration failed, as all others would; or the database went away.
     """
     run = Run(**study.manifest.run)
     if device is not None:
         run = replace(run, device=device)
-    watch = Watch(study.manifest.patience)
     worker = worker or worker_name(os.getpid(), uuid.uuid4().hex)
     while going():
         trials = study.trials()
-        if study.tidy(trials, watch.silent):
+        if study.tidy(trials):
             continue
         if sum(trial.finished for trial in trials) >= target:
             return
@@ -206,8 +195,8 @@ def _run(study: Study, claim: Claim, configuration: Configuration, run: Run, los
         if configuration.kind == "trial" and claim.should_prune():
             raise Pruned
 
-    if configuration.refusal is not None:
-        ended("refused", reason=configuration.refusal)
+    if configuration.error is not None:
+        ended("refused", reason=str(configuration.error))
         return
     if lost >= LOSSES:
         reason = f"its worker's process ended {lost} times while it ran"
@@ -233,8 +222,8 @@ def _run(study: Study, claim: Claim, configuration: Configuration, run: Run, los
         if configuration.kind == "baseline":
             raise stopped(reason) from error
         ended("failed", reason=reason[:4000])
-        if _device_is_broken(error):
-            sys.exit(REPLACE)
+        if isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError):
+            sys.exit(REPLACE)  # this process cannot use its accelerator any more; running out of memory is survived
     except BaseException:
         study.withdraw(claim.number, "interrupted")
         raise
@@ -242,14 +231,6 @@ def _run(study: Study, claim: Claim, configuration: Configuration, run: Run, los
         data = outcome.to_json()
         data["loss"] = data.pop("validation_loss")
         ended("diverged" if outcome.diverged else "complete", **data)
-
-
-def _device_is_broken(error: Exception) -> bool:
-    """Return whether this process cannot use its accelerator any more; running out of memory is survived."""
-    import torch
-
-    broken = getattr(torch, "AcceleratorError", ())
-    return isinstance(error, broken) and not isinstance(error, torch.OutOfMemoryError)
 
 
 def worker_name(pid: int, token: str) -> str:

@@ -23,10 +23,9 @@ from torch import Tensor, nn
 import fp4graph
 from fp4graph.analysis import Statistics
 from fp4graph.errors import Error
-from fp4graph.experiments.placement import placed
-from fp4graph.experiments.record import Record
 from fp4graph.experiments.run import Outcome, Run, Validation
-from fp4graph.experiments.tasks import Batch, Problem, Settings, task_named
+from fp4graph.experiments.run_folder import RunFolder
+from fp4graph.experiments.tasks import Batch, Problem, Settings, placed, task_named
 from fp4graph.model.runtime import runtime_of
 from fp4graph.optim import StableSPAM
 from fp4graph.policy import Policy, load_policy
@@ -39,12 +38,10 @@ __all__ = ["Outcome", "Run", "Validation", "train"]
 LOOK_EVERY = 10
 #: First steps that are left out of the time per step: they compile, and fill caches.
 WARM_UP_STEPS = 5
-#: Lines of a record between two validations are no more than this many in all.
+#: Lines of metrics between two validations are no more than this many in all.
 LINES = 1000
 #: Validation samples whose way through the model is compared from step to step.
 PROBE = 8
-
-Watch = Callable[[nn.Module, torch.optim.Optimizer], AbstractContextManager[Any]]
 
 
 def train(
@@ -55,7 +52,7 @@ def train(
     resume: bool = False,
     checkpoints: bool = True,
     tick: Callable[[int, int, float], None] | None = None,
-    watch: Watch | None = None,
+    watch: Callable[[nn.Module, torch.optim.Optimizer], AbstractContextManager[Any]] | None = None,
     statistics: int | None = None,
 ) -> Outcome:
     """Train a task and validate as it goes; two runs of equal ``run`` on one machine are equal.
@@ -66,7 +63,7 @@ def train(
         run: what to train.
         report: called with (step, validation loss) after each validation; an exception that it raises ends the training
             and passes through.
-        directory: folder for the record of the run (:mod:`fp4graph.experiments.record`).
+        directory: folder for the files of the run (:mod:`fp4graph.experiments.run_folder`).
         resume: go on from the checkpoint in ``directory``, if there is one, to the last bit as if nothing had happened.
         checkpoints: write one into ``directory`` after each validation.
         tick: called with (step, steps of the whole training, last training loss) whenever the loss is looked at.
@@ -75,13 +72,13 @@ def train(
             (:class:`fp4graph.analysis.Statistics`), kept in ``directory / "statistics"`` and TensorBoard's events.
 
     Raises:
-        Error: the task, its data, the policy or the device is not what the run needs, they do not fit, or the record
-            cannot be written.
+        Error: the task, its data, the policy or the device is not what the run needs, they do not fit, or
+            ``directory`` cannot be written.
     """
     task = task_named(run.task)
     policy = load_policy(run.policy)
     settings = task.settings(run)
-    record = Record(directory) if directory is not None else None
+    folder = RunFolder(directory) if directory is not None else None
     if statistics is not None and directory is None:
         raise Error("statistics are kept in the folder of the run; give one")
     with torch.random.fork_rng():
@@ -95,23 +92,29 @@ def train(
                 f"give a number from 1 to {training.steps}"
             )
         probe = training.probe() if statistics is not None else None  # before the state of random numbers is set
-        if record is not None:
-            content = {**training.description(), "run": run.to_json(), "settings": settings.to_json()}
-            record.begin(content | {"steps": training.steps}, resume=resume)
-            if resume and record.checkpoint.exists():
-                training.load(record.checkpoint)
-                record.keep_until(training.step)
+        if folder is not None:
+            folder.begin(training.description(), resume=resume)
+            if resume and folder.checkpoint.exists():
+                training.load(folder.checkpoint)
+                folder.keep_until(training.step)
         with ExitStack() as watching:
+            trained = training.model, training.optimizer
             if watch is not None:
-                watching.enter_context(watch(training.model, training.optimizer))
-            if statistics is not None and record is not None:
-                watching.enter_context(training.statistics(statistics, record, probe))
+                watching.enter_context(watch(*trained))
+            if statistics is not None and folder is not None:
+                span = min(10 * statistics, training.steps)  # weights are followed at the end of a short training too
+                watching.enter_context(
+                    Statistics(
+                        *trained, every=statistics, window=min(30, span), window_every=span, probe=probe,
+                        directory=folder.path / "statistics", tensorboard=folder.events, step=training.step,
+                    )
+                )  # fmt: skip
             try:
-                return training.go_on(record, report, tick, checkpoints)
+                return training.go_on(folder, report, tick, checkpoints)
             finally:
                 torch._dynamo.reset()  # its caches keep the model alive, and a sweep trains many in one process
-                if record is not None:
-                    record.close()
+                if folder is not None:
+                    folder.close()
 
 
 class _Training:
@@ -132,6 +135,10 @@ class _Training:
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(
             self.optimizer, lambda step: learning_rate_factor(step, self.steps, settings)
         )
+        #: Ω: the policy's, and what the optimizer adds as the technique that is the same would.
+        self.complexity = policy.complexity
+        if settings.optimizer == "stablespam":
+            self.complexity += default_registry().techniques["stable_spam"]().complexity
         self.step = 0
         self.seconds = 0.0
         self.step_seconds: list[float] = []
@@ -139,7 +146,7 @@ class _Training:
         self.sites = self.quantized = 0
 
     def description(self) -> dict[str, Any]:
-        """Return the facts that a record holds besides the run."""
+        """Return the content of ``run.json``."""
         return {
             "policy": self.policy.to_yaml(),
             "policy_name": self.policy.name,
@@ -151,13 +158,10 @@ class _Training:
                 "python": platform.python_version(),
             },
             "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
+            "run": self.settings.run.to_json(),
+            "settings": self.settings.to_json(),
+            "steps": self.steps,
         }
-
-    @property
-    def complexity(self) -> float:
-        """Ω: the policy's, and what the optimizer adds as the technique that is the same would."""
-        own = default_registry().techniques["stable_spam"]() if self.settings.optimizer == "stablespam" else None
-        return self.policy.complexity + (own.complexity if own is not None else 0.0)
 
     def load(self, file: Path) -> None:
         """Restore the state that :meth:`save` wrote."""
@@ -180,24 +184,9 @@ class _Training:
         few = tuple(tensor[:PROBE] for tensor in batch)
         return lambda: self._measure(few)
 
-    def statistics(self, every: int, record: Record, probe: Callable[[], object] | None) -> Statistics:
-        """Record statistics from here on; weights are followed at the end of a short training too."""
-        window_every = min(10 * every, self.steps)
-        return Statistics(
-            self.model,
-            self.optimizer,
-            every=every,
-            directory=record.folder / "statistics",
-            window=min(30, window_every),
-            window_every=window_every,
-            probe=probe,
-            step=self.step,
-            tensorboard=record.events,
-        )
-
     def go_on(
         self,
-        record: Record | None,
+        folder: RunFolder | None,
         report: Callable[[int, float], None] | None,
         tick: Callable[[int, int, float], None] | None,
         checkpoints: bool,
@@ -216,21 +205,30 @@ class _Training:
         self.model.train()
         while self.step < self.steps and not diverged:
             timed = not self.step_seconds or (self.step + 1) % look_every == 0
-            loss = (self._timed_step if timed else self._step)(list(islice(batches, settings.accumulate)))
+            group = list(islice(batches, settings.accumulate))
+            if timed:
+                _wait(settings.device)  # before and after, so that the clock means something
+            begin = time.perf_counter()
+            loss = self._step(group)
+            if timed:
+                _wait(settings.device)
+                self.step_seconds.append(time.perf_counter() - begin)
             self.step += 1
             since_validation.append(loss)
             since_line.append(loss)
             if self.step == 1:
-                self._count_sites()
+                runtime = runtime_of(self.model)
+                assert runtime is not None
+                self.sites, self.quantized = len(runtime.sites), sum(site.quantized for site in runtime.sites)
             validates = self.step % self.every == 0 or self.step == self.steps
             if self.step % look_every == 0 or validates:
                 diverged = not math.isfinite(loss.item())
                 if tick is not None:
                     tick(self.step, self.steps, loss.item())
-            if record is not None and (self.step % line_every == 0 or diverged):
+            if folder is not None and (self.step % line_every == 0 or diverged):
                 self.seconds = time.perf_counter() - started
                 rate = self.optimizer.param_groups[0]["lr"]
-                record.line(self.step, train_loss=_mean(since_line), lr=float(rate), seconds=self.seconds)
+                folder.line(self.step, train_loss=_mean(since_line), lr=float(rate), seconds=self.seconds)
                 since_line.clear()
             self.scheduler.step()
             if validates and not diverged:
@@ -240,32 +238,18 @@ class _Training:
                 self.history.append(entry)
                 diverged = not math.isfinite(entry.validation_loss)
                 self.seconds = time.perf_counter() - started
-                if record is not None:
+                if folder is not None:
                     losses = {"train_loss": entry.train_loss, "validation_loss": entry.validation_loss}
-                    record.line(self.step, **losses, **entry.metrics)
+                    folder.line(self.step, **losses, **entry.metrics)
                     if checkpoints and not diverged:
-                        self.save(record.checkpoint)
+                        self.save(folder.checkpoint)
                 if report is not None and not diverged:
                     report(self.step, entry.validation_loss)
         self.seconds = time.perf_counter() - started
         outcome = self._outcome(diverged)
-        if record is not None:
-            record.end(outcome)
+        if folder is not None:
+            folder.end(outcome)
         return outcome
-
-    def _count_sites(self) -> None:
-        runtime = runtime_of(self.model)
-        assert runtime is not None
-        self.sites, self.quantized = len(runtime.sites), sum(site.quantized for site in runtime.sites)
-
-    def _timed_step(self, batches: list[Batch]) -> Tensor:
-        """A step between two waits for the device, so that the clock means something."""
-        _wait(self.settings.device)
-        begin = time.perf_counter()
-        loss = self._step(batches)
-        _wait(self.settings.device)
-        self.step_seconds.append(time.perf_counter() - begin)
-        return loss
 
     def _step(self, batches: list[Batch]) -> Tensor:
         """Make one step of the optimizer, and return the mean loss of its batches, 0-d."""

@@ -16,14 +16,11 @@ FREE = ("lost", "withdrawn")
 
 @dataclass(frozen=True)
 class Trial:
-    """One trial, as the database has it.
+    """One trial, as the database has it: its configuration (``policy`` as YAML), and what came of it.
 
-    Attributes:
-        state: running; complete, diverged, failed, pruned or refused, which are final; lost (its worker is gone);
-            withdrawn (it does not count: another has the configuration, the sweep was interrupted, a failure excused).
-        kind, family, summary, assignment, run, key, policy: of its configuration; ``policy`` is YAML.
-        result: loss, metrics, seconds, reason, ...
-        beat: a number that changes as long as the worker lives.
+    ``state`` is running; complete, diverged, failed, pruned or refused, which are final; lost (its worker is gone); or
+    withdrawn (it does not count: another has the configuration, the sweep was interrupted, a failure excused). ``beat``
+    changes as long as the worker lives. ``result`` has loss, metrics, seconds, reason, ...
     """
 
     number: int

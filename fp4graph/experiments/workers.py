@@ -15,14 +15,15 @@ from dataclasses import dataclass, replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import optuna
+import torch
 
 from fp4graph.errors import Error
 from fp4graph.experiments.space import parse_space
-from fp4graph.experiments.study import Study, make_pruner
-from fp4graph.experiments.sweep import POLL, REPLACE, Objective, Pruner, Sampler, train_once, work, worker_name
+from fp4graph.experiments.study import PRUNERS, Study
+from fp4graph.experiments.sweep import POLL, REPLACE, SAMPLERS, Objective, train_once, work, worker_name
 from fp4graph.experiments.trial import Trial
 
 
@@ -33,8 +34,8 @@ class Job:
     url: str
     study: str
     target: int
-    sampler: Sampler
-    pruner: Pruner
+    sampler: str
+    pruner: str
     device: str
     log: str
     workers: int
@@ -44,7 +45,7 @@ class Job:
     objective: Objective = train_once
 
     def __post_init__(self) -> None:
-        for name, known in (("sampler", get_args(Sampler)), ("pruner", get_args(Pruner))):
+        for name, known in (("sampler", SAMPLERS), ("pruner", PRUNERS)):
             if getattr(self, name) not in known:
                 raise Error(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
 
@@ -54,13 +55,13 @@ def _process(job: Job, parent: Connection) -> None:
     with Path(job.log).open("a", encoding="utf-8", buffering=1) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
-    import torch
-
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.workers))
+    count = torch.cuda.device_count() if job.device in ("auto", "cuda") else 0
+    device = f"cuda:{job.index % count}" if count > 1 else job.device  # several are dealt out to the workers
     try:
-        study = Study.open(job.url, job.study, make_pruner(job.pruner))
+        study = Study.open(job.url, job.study, job.pruner)
         space = parse_space(study.manifest.space, f"space of study {job.study}")
         work(
             study,
@@ -68,7 +69,7 @@ def _process(job: Job, parent: Connection) -> None:
             job.target,
             sampler=job.sampler,
             worker=worker_name(os.getpid(), job.token),
-            device=_device(job),
+            device=device,
             objective=job.objective,
             going=lambda: os.getppid() == job.parent,  # an orphan finishes its trial, and no more
         )
@@ -77,21 +78,13 @@ def _process(job: Job, parent: Connection) -> None:
         sys.exit(1)
 
 
-def _device(job: Job) -> str:
-    """Return the job's device; several accelerators are dealt out to the workers."""
-    import torch
-
-    count = torch.cuda.device_count() if job.device in ("auto", "cuda") else 0
-    return f"cuda:{job.index % count}" if count > 1 else job.device
-
-
 @dataclass(frozen=True)
 class _Worker:
-    """A process, the pipe for its last error, its token, and the study's progress when the process began."""
+    """A process, the pipe for its last error, the mark of its trials, and the study's progress when it began."""
 
     process: Any
     pipe: Connection
-    token: str
+    name: str
     progress: int
 
 
@@ -118,7 +111,7 @@ class Workers:
                 worker.process.terminate()  # at any point: its running trial is withdrawn below
         for worker in self._running.values():
             worker.process.join()
-        names = {worker_name(worker.process.pid, worker.token) for worker in self._running.values()}
+        names = {worker.name for worker in self._running.values()}
         with contextlib.suppress(Error), self._study.hurried():  # where it is away, their silence tells
             for number in self._running_trials(names) if names else ():
                 self._study.withdraw(number, "interrupted")
@@ -128,10 +121,15 @@ class Workers:
         log = str(Path(self._job.log) / f"worker-{index}.log")
         job = replace(self._job, log=log, index=index, token=uuid.uuid4().hex, parent=os.getpid())
         process = self._context.Process(target=_process, args=(job, theirs), name=f"worker {index}")
-        with _deaf_to_interrupts():
+        # It blocks Ctrl-C, which reaches all processes of a terminal but is for the first one; a handler of its own
+        # would come after seconds of imports. The tracker would lift the block if the first process started it.
+        resource_tracker.ensure_running()
+        with _blocked(signal.SIGINT):
             process.start()
         theirs.close()
-        self._running[index] = _Worker(process, ours, job.token, _progress(self._study.trials()))
+        assert process.pid is not None
+        name = worker_name(process.pid, job.token)
+        self._running[index] = _Worker(process, ours, name, _progress(self._study.trials()))
 
     def watch(self, stop: Callable[[], bool] = lambda: False) -> Iterator[tuple[list[Trial], list[str]]]:
         """Yield the trials and the events of workers about once a second, until all workers have ended.
@@ -157,7 +155,7 @@ class Workers:
                         raise Error(worker.pipe.recv())
                 if worker.process.exitcode == 0:
                     continue
-                for number in self._running_trials({worker_name(worker.process.pid, worker.token)}):
+                for number in self._running_trials({worker.name}):
                     self._study.lose(number)
                 events.append(f"worker {index} ended ({_ending(worker.process.exitcode)}); its trial is free again")
                 if _progress(self._study.trials()) == worker.progress:
@@ -173,7 +171,7 @@ class Workers:
 
 
 class Interrupts:
-    """A context in which the first Ctrl-C or SIGTERM sets ``asked`` and tells the user, through ``say`` or on stderr.
+    """A context in which the first Ctrl-C or SIGTERM sets ``asked`` and tells the user.
 
     A KeyboardInterrupt may fall between any two instructions. Inside SQLAlchemy or Optuna's cache it would leave a
     wrong session or list of trials, through which the running trials must still be taken back; inside a finalizer it
@@ -181,9 +179,8 @@ class Interrupts:
     database that is away.
     """
 
-    def __init__(self, say: Callable[[str], object] | None = None) -> None:
+    def __init__(self) -> None:
         self.asked = False
-        self._say = say or _to_stderr
         self._since = math.inf
         self._before: dict[signal.Signals, Any] = {}
 
@@ -201,26 +198,10 @@ class Interrupts:
         now = time.monotonic()
         if not self.asked:
             self.asked, self._since = True, now
-            self._say("stopping, and taking the running trials back; once more to stop at once")
+            with contextlib.suppress(OSError):  # past Python's buffers, which the signal may have interrupted
+                os.write(2, b"\nstopping, and taking the running trials back; once more to stop at once\n")
         elif now - self._since >= 1:  # one that is pressed twice is meant once
             raise KeyboardInterrupt
-
-
-def _to_stderr(message: str) -> None:
-    """Write without Python's buffers, which a signal's handler may have interrupted."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"\n{message}\n".encode())
-
-
-@contextlib.contextmanager
-def _deaf_to_interrupts() -> Iterator[None]:
-    """Start processes that block Ctrl-C, which reaches all processes of a terminal but is for the first one.
-
-    A handler in the new processes would be installed only after seconds of imports.
-    """
-    resource_tracker.ensure_running()  # it would lift the block when it is started by the first process
-    with _blocked(signal.SIGINT):
-        yield
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from fp4graph.errors import Error
-from fp4graph.files import replacing
+from fp4graph.files import read_json, write
 from fp4graph.model.api import apply
 from fp4graph.policy import Policy
 from fp4graph.training import grad_scaler, prepare_optimizer
@@ -46,14 +46,8 @@ def apply_with_accelerate(
     ``accelerator.save_state`` and ``load_state`` work as always: the techniques' state is in the model's file, and the
     policy in ``fp4graph.json`` beside it.
 
-    Args:
-        accelerator: has not prepared this model yet.
-        model, policy, backend, seed, dynamic, total_forwards: as for :func:`fp4graph.apply`.
-        optimizer: holds this model's parameters.
-        same_policy: False lets ``load_state`` read a state that was saved under another policy.
-
-    Returns:
-        ``model``.
+    The other arguments are those of :func:`fp4graph.apply`, and ``model`` is returned. ``same_policy=False`` lets
+    ``load_state`` read a state that was saved under another policy.
 
     Raises:
         Error: the accelerator has already prepared the model; also the errors of :func:`fp4graph.apply` and
@@ -74,14 +68,12 @@ def apply_with_accelerate(
 
     def before_saving(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
         if is_here(models) and accelerator.is_main_process:
-            with replacing(Path(folder) / POLICY_FILE) as file:
-                file.write(json.dumps(written_under(model)).encode())
+            write(Path(folder) / POLICY_FILE, json.dumps(written_under(model)))
 
     def before_loading(models: list[nn.Module], folder: str) -> None:
         if is_here(models) and same_policy:
             file = Path(folder) / POLICY_FILE
-            saved = json.loads(file.read_text()) if file.exists() else None
-            check_policy(f"the state in {folder}", saved, model)
+            check_policy(f"the state in {folder}", read_json(file) if file.exists() else None, model)
 
     accelerator.register_save_state_pre_hook(before_saving)
     accelerator.register_load_state_pre_hook(before_loading)

@@ -35,7 +35,6 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
         same_policy: False lets training resume from a checkpoint of another policy.
 
     Raises:
-        PolicyError: the policy cannot be loaded.
         Mismatch: when training resumes from a checkpoint of another policy or seed, or of none.
         Error: the callback was added to the Trainer too late to resume or to evaluate. When training begins: the policy
             scales the loss, which the Trainer does with ``fp16=True`` only.

@@ -15,19 +15,7 @@ from fp4graph.numerics.spec import QuantSpec
 
 @dataclass(frozen=True)
 class Constants:
-    """A spec's numbers; those of the scale format begin with ``s_``.
-
-    Attributes:
-        block: elements of a block.
-        qmax, mantissa, min_exponent, emax, integer, code_bits, nan_code: of the element format.
-        draws: True if elements are rounded stochastically.
-        ties, random_bits: as in the spec.
-        shift: of the rules that take the scale's exponent from the statistic's; -1 for the others.
-        encode, to_one: the convention, and what a scale that underflows becomes.
-        s_rounding: as in the spec.
-        s_top: the exponent of the scale format's highest binade.
-        s_storage: what is stored of scales, codes or floats.
-    """
+    """A spec's numbers, those of the element format first; those of the scale and its format begin with ``s_``."""
 
     block: int
     qmax: float
@@ -37,36 +25,24 @@ class Constants:
     integer: bool
     code_bits: int
     nan_code: int
-    draws: bool
+    draws: bool  # whether elements are rounded stochastically
     ties: str
     random_bits: int
-    shift: int
+    shift: int  # of the rules that take the scale's exponent from the statistic's; -1 for the others
     encode: bool
-    to_one: bool
+    to_one: bool  # whether a scale that underflows becomes 1
     s_rounding: str
+    s_draws: bool
     s_mantissa: int
     s_min_exponent: int
-    s_top: int
+    s_top: int  # the exponent of the highest binade
     s_max: float
+    s_max_bits: int  # as an fp32
     s_min: float
+    s_min_bits: int  # as an fp32, which may be subnormal
     s_has_zero: bool
     s_nan_code: int
     s_storage: Literal["code", "float"]
-
-    @property
-    def s_draws(self) -> bool:
-        """True if scales are rounded stochastically."""
-        return self.s_rounding == "stochastic"
-
-    @property
-    def s_max_bits(self) -> int:
-        """The bits of the largest scale as an fp32."""
-        return _bits_of(self.s_max)
-
-    @property
-    def s_min_bits(self) -> int:
-        """The bits of the smallest scale as an fp32, which may be subnormal."""
-        return _bits_of(self.s_min)
 
 
 @cache
@@ -91,17 +67,19 @@ def constants(spec: QuantSpec) -> Constants:
         encode=spec.scale.convention == "encode",
         to_one=spec.scale.zero == "to_one",
         s_rounding=spec.scale.rounding,
+        s_draws=spec.scale.rounding == "stochastic",
         s_mantissa=number.mantissa_bits,
         s_min_exponent=number.min_exponent,
         s_top=number.top_exponent,
         s_max=number.max,
+        s_max_bits=_bits_of(number.max),
         s_min=number.min,
+        s_min_bits=_bits_of(number.min),
         s_has_zero=number.has_zero,
         s_nan_code=number.nan_code or 0,
         s_storage="code" if scale_storage(number) is torch.uint8 else "float",
     )
 
 
-@cache
 def _bits_of(value: float) -> int:
     return int(torch.tensor(value, dtype=torch.float32).view(torch.int32))

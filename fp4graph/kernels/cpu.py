@@ -41,8 +41,8 @@ _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-ma
 
 _QUANTIZE = """
 extern "C" void run(const {T}* x, Strides from, {T}* y, Strides to, u8* codes, Q::Stored* scales, Blocks given,
-                    Noise noise, Shape shape, int threads) {{
-    quantize<Q, {T}>(x, from, y, to, codes, scales, given, noise, shape, threads);
+                    Draw draw, Shape shape, int threads) {{
+    quantize<Q, {T}>(x, from, y, to, codes, scales, given, draw, shape, threads);
 }}
 """
 _MAXIMA = """
@@ -51,9 +51,9 @@ extern "C" void run(const {T}* x, Strides from, float* z, Shape shape, i64 lengt
 }}
 """
 _REQUANTIZE = """
-extern "C" void run(const u8* codes, const P::Stored* scales, {T}* y, Strides to, Noise noise, Shape shape,
+extern "C" void run(const u8* codes, const P::Stored* scales, {T}* y, Strides to, Draw draw, Shape shape,
                     int threads) {{
-    requantize<P, Q, {T}>(codes, scales, y, to, noise, shape, threads);
+    requantize<P, Q, {T}>(codes, scales, y, to, draw, shape, threads);
 }}
 """
 _UNPACK = """
@@ -75,12 +75,17 @@ class _Blockwise(ctypes.Structure):
     _fields_ = [("data", ctypes.c_void_p), ("step", ctypes.c_int64)]
 
 
-class _Blocks(ctypes.Structure):
+class _BlockwiseParts(ctypes.Structure):
     _fields_ = [(name, _Blockwise) for name in ("divisor", "statistic", "scale", "factor")]
 
 
-class _Noise(ctypes.Structure):
-    _fields_ = [*((name, ctypes.c_void_p) for name in ("key", "step", "salts")), ("count", ctypes.c_int64)]
+class _KeyParts(ctypes.Structure):
+    _fields_ = [
+        ("key", ctypes.c_void_p),
+        ("step", ctypes.c_void_p),
+        ("salts", ctypes.POINTER(ctypes.c_int32)),
+        ("count", ctypes.c_int64),
+    ]
 
 
 class Blocks(NamedTuple):
@@ -144,32 +149,23 @@ def quantize(
         x, y: ``[B, R, C]``, blocks along C, a dtype of :data:`DTYPES`; both contiguous along C, or both along R.
         codes, scales: receive the bytes, laid out as by :func:`fp4graph.pack`; only if C is contiguous.
     """
-    noise, kept = _noise(draw)
     run = _function(_QUANTIZE, x.dtype, Q=spec)
-    blocks = _Blocks(*map(_blockwise, given))
     tensors = _at(x), _Strides(*x.stride()), _at(y), _Strides(*y.stride()), _at(codes), _at(scales)
-    run(*tensors, blocks, noise, _Shape(*x.shape), torch.get_num_threads())
-    del kept
+    blocks = _BlockwiseParts(*map(_blockwise, given))
+    run(*tensors, blocks, _key_parts(draw), _Shape(*x.shape), torch.get_num_threads())
 
 
 def maxima(x: Tensor, z: Tensor, block: int) -> None:
     """Write the largest magnitude of every block of ``x [B, R, C]`` along C into ``z [B, R, ceil(C/block)]``, fp32."""
-    run = _function(_MAXIMA, x.dtype)
     shape = _Shape(*x.shape), ctypes.c_int64(block)
-    run(_at(x), _Strides(*x.stride()), _at(z), *shape, torch.get_num_threads())
+    _function(_MAXIMA, x.dtype)(_at(x), _Strides(*x.stride()), _at(z), *shape, torch.get_num_threads())
 
 
 def requantize(codes: Tensor, scales: Tensor, packed: str, y: Tensor, spec: str, draw: Draw | None) -> None:
-    """Quantize the transpose of a packed operand into ``y [B, R, C]``, contiguous along R.
-
-    Args:
-        codes, scales: the operand's bytes, packed along R by the spec ``packed``.
-    """
-    noise, kept = _noise(draw)
+    """Quantize the transpose of what the spec ``packed`` packed along R into ``y [B, R, C]``, contiguous along R."""
     run = _function(_REQUANTIZE, y.dtype, P=packed, Q=spec)
-    result = _at(y), _Strides(*y.stride())
-    run(_at(codes), _at(scales), *result, noise, _Shape(*y.shape), torch.get_num_threads())
-    del kept
+    tensors = _at(codes), _at(scales), _at(y), _Strides(*y.stride())
+    run(*tensors, _key_parts(draw), _Shape(*y.shape), torch.get_num_threads())
 
 
 def unpack(codes: Tensor, scales: Tensor, packed: str, y: Tensor) -> None:
@@ -178,12 +174,12 @@ def unpack(codes: Tensor, scales: Tensor, packed: str, y: Tensor) -> None:
     run(_at(codes), _at(scales), _at(y), _Shape(*y.shape), torch.get_num_threads())
 
 
-def _noise(draw: Draw | None) -> tuple[_Noise, object]:
-    """Return ``draw`` as the kernels take it, and the array that must outlive the call."""
+def _key_parts(draw: Draw | None) -> _KeyParts:
+    """Return ``draw`` as the kernels take it; the structure keeps the array of salts alive."""
     if draw is None:
-        return _Noise(None, None, None, 0), None
+        return _KeyParts()
     salts = (ctypes.c_int32 * len(draw.salts))(*draw.salts)
-    return _Noise(_at(draw.key), _at(draw.step), ctypes.addressof(salts), len(draw.salts)), salts
+    return _KeyParts(_at(draw.key), _at(draw.step), salts, len(draw.salts))
 
 
 def _at(tensor: Tensor | None) -> ctypes.c_void_p:
@@ -207,7 +203,7 @@ def _struct(name: str, spec: QuantSpec) -> str:
     numbers = constants(spec)
     values = {key.upper(): value for key, value in asdict(numbers).items() if not isinstance(value, str)}
     values |= {f"TIES_{ties.upper()}": numbers.ties == ties for ties in ("even", "up")}
-    values |= {"S_DRAWS": numbers.s_draws, "S_TOWARD_POSITIVE": numbers.s_rounding == "toward_positive"}
+    values["S_TOWARD_POSITIVE"] = numbers.s_rounding == "toward_positive"
     lines = "".join(f"    static constexpr {_typed(key, value)};\n" for key, value in values.items())
     return f"struct {name} {{\n{lines}    using Stored = {_STORED[scale_storage(spec.scale.format)]};\n}};\n"
 

@@ -217,7 +217,7 @@ def _quantize(
         return y
     draw, given = _draw(key, step, salts), Blocks(*blocks)
     source, target = _matrices(x), _matrices(y)
-    if source is not None and target is not None and _contiguous_axis(source) == _contiguous_axis(target):
+    if source is not None and target is not None and (source.stride(2) == 1) == (target.stride(2) == 1):
         cpu.quantize(source, target, spec, draw, given)
     else:
         source = _rows(x.contiguous())
@@ -279,10 +279,6 @@ def _matrices(x: Tensor) -> Tensor | None:
     except RuntimeError:
         return None
     return matrices if 1 in matrices.stride()[1:] else None
-
-
-def _contiguous_axis(x: Tensor) -> int:
-    return 2 if x.stride(2) == 1 else 1
 
 
 for _name, _fake, _run in (

@@ -548,7 +548,7 @@ inline Key derived(const i32* key, const i32* step, const i32* salts, i64 count)
 
 }  // namespace
 
-struct Noise {
+struct Draw {
     const i32 *key, *step, *salts;
     i64 count;
 };
@@ -559,8 +559,8 @@ struct Shape {
 
 template <class F, class T>
 void quantize(const T* x, Strides from, T* y, Strides to, u8* codes, typename F::Stored* scales, Blocks given,
-              Noise noise, Shape shape, int threads) {
-    const Key key = derived(noise.key, noise.step, noise.salts, noise.count);
+              Draw draw, Shape shape, int threads) {
+    const Key key = derived(draw.key, draw.step, draw.salts, draw.count);
     const Dense<T> source{x, from};
     const Target<F, T> target{y, to, codes, scales};
     const auto run = from.column != 1 ? across<F, T, Dense<T>>
@@ -571,9 +571,9 @@ void quantize(const T* x, Strides from, T* y, Strides to, u8* codes, typename F:
 
 // F of the transpose of what was packed in format P.
 template <class P, class F, class T>
-void requantize(const u8* codes, const typename P::Stored* scales, T* y, Strides to, Noise noise, Shape shape, int threads) {
+void requantize(const u8* codes, const typename P::Stored* scales, T* y, Strides to, Draw draw, Shape shape, int threads) {
     static_assert(LANES % P::BLOCK == 0);
-    const Key key = derived(noise.key, noise.step, noise.salts, noise.count);
+    const Key key = derived(draw.key, draw.step, draw.salts, draw.count);
     const PackedTranspose<P, T> source{codes, scales, shape.rows, shape.columns};
     across<F, T>(source, Target<F, T>{y, to, nullptr, nullptr}, Blocks{}, key, shape.batches, shape.rows, shape.columns,
                  threads);

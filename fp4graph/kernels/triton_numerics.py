@@ -290,14 +290,19 @@ def _store_bytes(q, scale, codes_to, scales_to, line, inside, first, length, F: 
 
 
 @triton.jit
-def _key(key, step, salts):
-    """Return ``Draw.varying`` of numerics/draw.py: the site's key, with this forward's step, then the salts."""
-    a, b = tl.load(key).to(tl.uint32, bitcast=True), tl.load(key + 1).to(tl.uint32, bitcast=True)
-    if step is not None:
-        for i in tl.static_range(2):
-            a, b = _absorb(a, b, tl.load(step + i).to(tl.uint32, bitcast=True))
-    for i in tl.static_range(len(salts)):
-        a, b = _absorb(a, b, tl.full([], 0, tl.uint32) + salts[i])
+def _key(key, step, salts, F: tl.constexpr):
+    """Return ``Draw.varying`` of numerics/draw.py: the site's key, with this forward's step, then the salts.
+
+    The key of a spec that draws nothing is 0, 0.
+    """
+    a, b = tl.full([], 0, tl.uint32), tl.full([], 0, tl.uint32)
+    if F.draws or F.s_draws:
+        a, b = tl.load(key).to(tl.uint32, bitcast=True), tl.load(key + 1).to(tl.uint32, bitcast=True)
+        if step is not None:
+            for i in tl.static_range(2):
+                a, b = _absorb(a, b, tl.load(step + i).to(tl.uint32, bitcast=True))
+        for i in tl.static_range(len(salts)):
+            a, b = _absorb(a, b, tl.full([], 0, tl.uint32) + salts[i])
     return a, b
 
 
@@ -341,22 +346,13 @@ def quantize_kernel(
     at = row.to(tl.int64)[:, None] * K + k[None, :]
     values = tl.load(x + at, inside, other=0.0).to(tl.float32)
 
-    a, b = tl.full([], 0, tl.uint32), tl.full([], 0, tl.uint32)
-    if R.draws or R.s_draws:
-        a, b = _key(key, step, row_salts)
     ACROSS: tl.constexpr = TILE // R.block
-    index = row.to(tl.uint32)[:, None] * K + k.to(tl.uint32)[None, :]
+    a, b = _key(key, step, row_salts, R)
+    index = tl.reshape(row.to(tl.uint32)[:, None] * K + k.to(tl.uint32)[None, :], [TILE, ACROSS, R.block])
     block = first_k // R.block + tl.arange(0, ACROSS)
     block_index = row.to(tl.uint32)[:, None] * tl.cdiv(K, R.block) + block.to(tl.uint32)[None, :]
-    q, scale, y = _quantized(
-        tl.reshape(values, [TILE, ACROSS, R.block]),
-        a,
-        b,
-        tl.reshape(index, [TILE, ACROSS, R.block]),
-        tl.reshape(block_index, [TILE, ACROSS, 1]),
-        2,
-        R,
-    )
+    block_index = tl.reshape(block_index, [TILE, ACROSS, 1])
+    q, scale, y = _quantized(tl.reshape(values, [TILE, ACROSS, R.block]), a, b, index, block_index, 2, R)
     y = tl.reshape(y, [TILE, TILE]).to(x.dtype.element_ty)
     if PACK:
         q, scale = tl.reshape(q, [TILE, TILE]), tl.reshape(scale, [TILE, ACROSS])
@@ -366,22 +362,13 @@ def quantize_kernel(
     if CHAINED:
         values = y.to(tl.float32)
 
-    a, b = tl.full([], 0, tl.uint32), tl.full([], 0, tl.uint32)
-    if C.draws or C.s_draws:
-        a, b = _key(key, step, column_salts)
     DOWN: tl.constexpr = TILE // C.block
-    index = column.to(tl.uint32)[None, :] * M + m.to(tl.uint32)[:, None]
+    a, b = _key(key, step, column_salts, C)
+    index = tl.reshape(column.to(tl.uint32)[None, :] * M + m.to(tl.uint32)[:, None], [DOWN, C.block, TILE])
     block = first_m // C.block + tl.arange(0, DOWN)
     block_index = column.to(tl.uint32)[None, :] * tl.cdiv(M, C.block) + block.to(tl.uint32)[:, None]
-    q, scale, y = _quantized(
-        tl.reshape(values, [DOWN, C.block, TILE]),
-        a,
-        b,
-        tl.reshape(index, [DOWN, C.block, TILE]),
-        tl.reshape(block_index, [DOWN, 1, TILE]),
-        1,
-        C,
-    )
+    block_index = tl.reshape(block_index, [DOWN, 1, TILE])
+    q, scale, y = _quantized(tl.reshape(values, [DOWN, C.block, TILE]), a, b, index, block_index, 1, C)
     if PACK:
         q, scale = tl.trans(tl.reshape(q, [TILE, TILE])), tl.trans(tl.reshape(scale, [DOWN, TILE]))
         _store_bytes(q, scale, column_codes, column_scales, column.to(tl.int64), k < K, first_m, M, C)

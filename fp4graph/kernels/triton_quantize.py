@@ -7,11 +7,8 @@ an input that the backward quantizes again: there ``columns`` has ``source: fpro
 ``rows``. Values are those of :func:`fp4graph.fake_quantize` and :func:`fp4graph.pack`, to the last bit.
 
 **Opt-in.** The engine does not call this module: GPUs run the Triton code that Inductor writes. This kernel has never
-run on a GPU. It is tested in Triton's interpreter, and compiled to machine code for compute capability 9.0 and 10.0
-(docs/kernels.md).
-
-Why one read. The kernel is a copy with arithmetic. For each bf16 element it moves 2 bytes in and 2 + 2 out, where two
-kernels of one direction each move 8 together; packed, 2 in and 2·(1/2 + 1/l) out, about 3.1 instead of 5.1.
+run on a GPU. It is tested in Triton's interpreter, and compiled to machine code for compute capability 9.0 and 10.0.
+docs/kernels.md says so in detail, and counts the bytes that one read saves.
 
 Why tiles of 64 x 64. Both directions need whole blocks, of up to 64 elements. A line of a bf16 tile is then one cache
 line of 128 bytes, and a line of its codes one sector of 32 in either direction, so that no sector is fetched or written
@@ -77,7 +74,7 @@ def quantize_both(
     Raises:
         Error: for a spec, dtype or device that the kernel does not know, and if ``draw`` is needed and not given.
     """
-    arguments = _arguments(x, (rows, row_salts), (columns, column_salts), draw)
+    arguments = _arguments(x, draw, (rows, row_salts), (columns, column_salts))
     result: tuple[Tensor, Tensor] = torch.ops.fp4graph.quantize_both(x, *arguments)
     return result
 
@@ -91,21 +88,15 @@ def pack_both(
     column_salts: tuple[int, ...] = (),
 ) -> tuple[Packed, Packed]:
     """Return ``pack(x, rows)`` and ``pack(x.mT, columns)``: the bytes of the results of :func:`quantize_both`."""
-    arguments = _arguments(x, (rows, row_salts), (columns, column_salts), draw)
+    arguments = _arguments(x, draw, (rows, row_salts), (columns, column_salts))
     row_codes, row_scales, column_codes, column_scales = torch.ops.fp4graph.pack_both(x, *arguments)
-    shape = tuple(x.shape)
-    return (
-        Packed(row_codes, row_scales, rows, shape, -1, x.dtype),
-        Packed(column_codes, column_scales, columns, (*shape[:-2], shape[-1], shape[-2]), -1, x.dtype),
-    )
+    along_rows = Packed(row_codes, row_scales, rows, tuple(x.shape), -1, x.dtype)
+    return along_rows, Packed(column_codes, column_scales, columns, tuple(x.mT.shape), -1, x.dtype)
 
 
-_Direction = tuple[QuantSpec, tuple[int, ...]]
-
-
-def _arguments(x: Tensor, rows: _Direction, columns: _Direction, draw: Draw | None) -> tuple[object, ...]:
+def _arguments(x: Tensor, draw: Draw | None, *directions: tuple[QuantSpec, tuple[int, ...]]) -> tuple[object, ...]:
     """Return the operators' arguments after x, checked; a direction is a spec and its salts."""
-    for spec, _ in (rows, columns):
+    for spec, _ in directions:
         if not supports(spec):
             raise Error(
                 f"the Triton kernel takes blocks of 2, 4, ... or {TILE} elements and codes of up to 8 bits; got "
@@ -121,7 +112,7 @@ def _arguments(x: Tensor, rows: _Direction, columns: _Direction, draw: Draw | No
             f"{x.dtype} {list(x.shape)} on {x.device}. Use fp4graph.fake_quantize"
         )
     key, step, salts = (None, None, ()) if draw is None else (draw.key, draw.step, draw.salts)
-    return rows[0].to_text(), columns[0].to_text(), key, step, [*salts, *rows[1]], [*salts, *columns[1]]
+    return *(spec.to_text() for spec, _ in directions), key, step, *([*salts, *own] for _, own in directions)
 
 
 # ------------------------------------------------------------------ operators, opaque to compilers
@@ -140,28 +131,27 @@ def empty_values(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 def empty_both(x: Tensor, rows: str, columns: str, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the tensors that ``pack_both`` writes to."""
     *leading, m, k = x.shape
-    row_bytes = empty_bytes(x, (*leading, m, k), QuantSpec.from_text(rows))
+    row_bytes = empty_bytes(x, x.shape, QuantSpec.from_text(rows))
     return *row_bytes, *empty_bytes(x, (*leading, k, m), QuantSpec.from_text(columns))
 
 
 def run_quantize_both(x: Tensor, rows: str, columns: str, *noise: Any) -> tuple[Tensor, Tensor]:
     """Run the operator ``quantize_both``; on CPU tensors in Triton's interpreter."""
-    y = empty_values(x)
-    _launch(x, (y[0], x, x), (y[1], x, x), rows, columns, *noise, pack=False)
-    return y
+    along_rows, along_columns = empty_values(x)
+    _launch(x, (along_rows, x, x, along_columns, x, x), rows, columns, *noise, pack=False)
+    return along_rows, along_columns
 
 
 def run_pack_both(x: Tensor, rows: str, columns: str, *noise: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the operator ``pack_both``; on CPU tensors in Triton's interpreter."""
     row_codes, row_scales, column_codes, column_scales = result = empty_both(x, rows, columns)
-    _launch(x, (x, row_codes, row_scales), (x, column_codes, column_scales), rows, columns, *noise, pack=True)
+    _launch(x, (x, row_codes, row_scales, x, column_codes, column_scales), rows, columns, *noise, pack=True)
     return result
 
 
 def _launch(
     x: Tensor,
-    row_results: tuple[Tensor, Tensor, Tensor],
-    column_results: tuple[Tensor, Tensor, Tensor],
+    results: Sequence[Tensor],
     rows: str,
     columns: str,
     key: Tensor | None,
@@ -177,24 +167,10 @@ def _launch(
     *leading, m, k = x.shape
     first, second = QuantSpec.from_text(rows), QuantSpec.from_text(columns)
     grid = (math.prod(leading) * triton.cdiv(m, TILE) * triton.cdiv(k, TILE),)
+    formats = {"R": constants(first), "C": constants(second), "CHAINED": second.source == "fprop"}
+    salts = tuple(row_salts), tuple(column_salts)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-        quantize_kernel[grid](
-            x,
-            *row_results,
-            *column_results,
-            key,
-            step,
-            tuple(row_salts),
-            tuple(column_salts),
-            m,
-            k,
-            R=constants(first),
-            C=constants(second),
-            PACK=pack,
-            CHAINED=second.source == "fprop",
-            TILE=TILE,
-            **OPTIONS,
-        )
+        quantize_kernel[grid](x, *results, key, step, *salts, m, k, **formats, PACK=pack, TILE=TILE, **OPTIONS)
 
 
 for _name, _fake, _run in (

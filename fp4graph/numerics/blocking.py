@@ -185,33 +185,27 @@ class Groups:
 
     Attributes:
         blocking: of the tensor, its blocks along the last axis.
-        granularity: "tensor", "row" (one line along the contraction axis; a row of blocks where they are 2-D), or the
-            number of elements along the contraction axis, a multiple of the block's.
+        granularity: "tensor", "row" (one line along the contraction axis; a row of blocks where they are 2-D), the
+            number of elements along the contraction axis, a multiple of the block's, or None: each block is a group.
     """
 
     blocking: Blocking
-    granularity: Granularity
-
-    @property
-    def run(self) -> int | None:
-        """The blocks of a group along the last axis, or None where a group is a row or the tensor."""
-        return None if isinstance(self.granularity, str) else self.granularity // block_length(self.blocking.block)
+    granularity: Granularity | None = None
 
     def reduce(self, x: Tensor, op: Literal["amax", "sum"], fill: float = 0) -> Tensor:
         """Return ``x``, of the shape of a statistic, reduced over each group; broadcastable to a statistic.
 
-        Args:
-            fill: stands for the blocks that a last, incomplete group lacks.
+        ``fill`` stands for the blocks that a last, incomplete group lacks.
         """
-        if self.run is None:
+        if self.granularity is None or (self.granularity == "row" and self.blocking.block in ("row", "tensor")):
+            return x
+        if isinstance(self.granularity, str):
             along = tuple(range(x.dim()))[0 if self.granularity == "tensor" else -2 :]
-            if self.granularity == "row" and self.blocking.block in ("row", "tensor"):
-                return x
             if op == "amax" and any(statically_known_true(x.shape[axis] == 0) for axis in along):
                 return x.new_zeros([1 if axis in along else size for axis, size in enumerate(x.shape)])
             return x.amax(along, keepdim=True) if op == "amax" else x.sum(along, keepdim=True)
         lines = x.squeeze(-1)
-        runs = Blocking(tuple(lines.shape), self.run)
+        runs = Blocking(tuple(lines.shape), self.granularity // block_length(self.blocking.block))
         split = runs.split(lines)
         valid = runs.valid(x.device) if fill else None
         split = split if valid is None else torch.where(valid > 0, split, torch.full_like(split, fill))
@@ -225,11 +219,7 @@ def is_scalar(x: Tensor) -> bool:
 
 
 def block_length(block: Block) -> int:
-    """Return the elements of a block along the contraction axis.
-
-    Raises:
-        ValueError: for blocks without a fixed length, "row" and "tensor".
-    """
+    """Return the elements of a block along the contraction axis; raise ValueError for "row" and "tensor" blocks."""
     if isinstance(block, str):
         raise ValueError(f"blocks of a {block} have no fixed length along the contraction axis")
     return block[1] if isinstance(block, tuple) else block

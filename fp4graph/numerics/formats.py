@@ -85,9 +85,7 @@ class ScaleFormat:
     """The values that the stored scale of a block may have: an unsigned format.
 
     Attributes:
-        name: the name in policies.
-        exponent_bits, mantissa_bits, bias: as in an :class:`ElementFormat`.
-        max: the largest finite value, to which larger values saturate.
+        name, exponent_bits, mantissa_bits, bias, max: as in an :class:`ElementFormat`.
         has_zero: whether code 0 is zero and the codes above it are subnormal (all formats but E8M0, where code 0 is a
             power of two like any other).
         nan_code: the code of NaN if the format is stored as a code; None if it is stored as a float.

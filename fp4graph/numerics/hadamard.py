@@ -20,7 +20,8 @@ def hadamard_matrix(size: int, device: torch.device | str | None = None, dtype: 
     Raises:
         ValueError: ``size`` is not a power of two.
     """
-    _check(size)
+    if size < 1 or size & (size - 1):
+        raise ValueError(f"a Hadamard block is a power of two; got {size}")
     index = torch.arange(size, dtype=torch.int32, device=device)
     parity = index[:, None] & index[None, :]
     for shift in (16, 8, 4, 2, 1):
@@ -30,36 +31,27 @@ def hadamard_matrix(size: int, device: torch.device | str | None = None, dtype: 
 
 
 def rotate(x: Tensor, block: int, signs: Tensor | None = None) -> Tensor:
-    """Return ``x · S · H`` on blocks of the last axis, zero-padded to whole blocks.
+    """Return ``x · S · H`` on blocks of the last axis of ``x [..., n]``, zero-padded: ``[..., ceil(n/block)·block]``.
 
     Computed in the dtype of ``x``; pass fp32 where the rounding of 1/√block in a shorter dtype matters.
 
     Args:
-        x: ``[..., n]``.
         block: elements of a block, a power of two.
         signs: ±1, broadcastable to ``[..., ceil(n/block), block]``: ``[block]`` for the same signs in every block.
-
-    Returns:
-        ``[..., ceil(n/block)·block]``, dtype of ``x``.
     """
-    _check(block)
+    h = hadamard_matrix(block, x.device, x.dtype)
     blocking = Blocking(tuple(x.shape), block, -1)
     blocks = blocking.split(x)
     if signs is not None:
         blocks = blocks * signs.to(x.dtype)
-    return (blocks @ hadamard_matrix(block, x.device, x.dtype)).reshape(blocking.padded_shape)
+    return (blocks @ h).reshape(blocking.padded_shape)
 
 
 def unrotate(x: Tensor, block: int, signs: Tensor | None = None, length: int | None = None) -> Tensor:
     """Return ``x · H · S``, the inverse of :func:`rotate`, cut to ``length`` elements of the last axis (None: all)."""
-    _check(block)
+    h = hadamard_matrix(block, x.device, x.dtype)
     blocking = Blocking((*x.shape[:-1], x.shape[-1] if length is None else length), block, -1)
-    blocks = x.reshape(blocking.layout) @ hadamard_matrix(block, x.device, x.dtype)
+    blocks = x.reshape(blocking.layout) @ h
     if signs is not None:
         blocks = blocks * signs.to(x.dtype)
     return blocking.join(blocks)
-
-
-def _check(block: int) -> None:
-    if block < 1 or block & (block - 1):
-        raise ValueError(f"a Hadamard block is a power of two; got {block}")

@@ -26,13 +26,9 @@ _Word = TypeVar("_Word", int, Tensor)
 
 
 def make_key(*parts: int | str, device: torch.device | str | None = None) -> Tensor:
-    """Return a key made from names and numbers, the same in every process.
+    """Return a key made from names and numbers, int32 ``[2]``, the same in every process.
 
-    Args:
-        parts: hashed in order; 1 and "1" differ, and so do ("ab",) and ("a", "b").
-
-    Returns:
-        int32 ``[2]``.
+    Parts are hashed in order; 1 and "1" differ, and so do ("ab",) and ("a", "b").
 
     Raises:
         TypeError: for a part that is neither an int nor a str.
@@ -155,9 +151,7 @@ def _shift_right(x: _Word, count: int) -> _Word:
 class Noise:
     """The random bits of one tensor's quantization.
 
-    Attributes:
-        key: int32 ``[2]``, or None where the caller gave none; asking for bits is then an error.
-        blocking, device: of the tensor.
+    ``key`` is int32 ``[2]``, or None where the caller gave none; asking for bits is then an error.
     """
 
     key: Tensor | None

@@ -42,7 +42,11 @@ def quantize(
     if not x.is_floating_point():
         raise TypeError(f"only floating-point tensors can be quantized; got {x.dtype}")
     blocking = Blocking(tuple(x.shape), spec.block, dim)
-    noise = Noise(as_key(key, x.device), blocking, x.device)
+    if isinstance(key, int):
+        key = make_key(key, device=x.device)
+    elif key is not None and (key.dtype is not torch.int32 or key.shape != (2,)):
+        raise ValueError(f"a key is an int32 tensor of two elements; got {key.dtype} {list(key.shape)}")
+    noise = Noise(key, blocking, x.device)
     if spec.needs_key and noise.key is None:
         raise ValueError("this spec rounds stochastically: pass a key (an int or a tensor from make_key)")
     values = blocking.split(x).to(torch.float32)
@@ -55,12 +59,3 @@ def round_elements(u: Tensor, spec: QuantSpec, noise: Noise) -> Tensor:
     if spec.rounding == "stochastic":
         return round_stochastic(u, spec.element, noise.bits(), spec.random_bits)
     return round_nearest(u, spec.element, spec.ties)
-
-
-def as_key(key: int | Tensor | None, device: torch.device) -> Tensor | None:
-    """Return the key tensor of a user's ``key``."""
-    if isinstance(key, int):
-        return make_key(key, device=device)
-    if key is not None and (key.dtype is not torch.int32 or key.shape != (2,)):
-        raise ValueError(f"a key is an int32 tensor of two elements; got {key.dtype} {list(key.shape)}")
-    return key

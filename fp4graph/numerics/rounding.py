@@ -36,15 +36,10 @@ def spacing(u: Tensor, min_exponent: int, mantissa_bits: int) -> tuple[Tensor, T
 
 
 def round_nearest(u: Tensor, element: ElementFormat, ties: Literal["even", "up", "away"] = "even") -> Tensor:
-    """Return the value of ``element`` nearest to each of ``u``, saturating.
+    """Return the value of ``element`` nearest to each of fp32 ``u``, saturating: fp32 of the same shape.
 
-    Args:
-        u: fp32, any shape.
-        ties: halfway between two values, ``even`` takes the one with the even code (OCP), ``up`` the greater
-            (TetraJet, Alg. 1), ``away`` the one farther from zero.
-
-    Returns:
-        fp32 of the same shape. NaN stays NaN; a zero keeps the sign of ``u`` if the format has a negative zero.
+    NaN stays NaN; a zero keeps the sign of ``u`` if the format has a negative zero. Halfway between two values ``even``
+    takes the one with the even code (OCP), ``up`` the greater (TetraJet, Alg. 1), ``away`` the one farther from zero.
     """
     u = u.clamp(-element.max, element.max)
     step, inverse = spacing(u, element.min_exponent, element.mantissa_bits)
@@ -68,18 +63,15 @@ def round_nearest(u: Tensor, element: ElementFormat, ties: Literal["even", "up",
 
 
 def round_stochastic(u: Tensor, element: ElementFormat, bits: Tensor, random_bits: int = 24) -> Tensor:
-    """Return one of the two values of ``element`` around each of ``u``, saturating.
+    """Return one of the two values of ``element`` around each of fp32 ``u``, saturating: fp32 of the same shape.
 
     The value farther from zero is taken with a probability equal to the fraction of the way that ``u`` lies towards it.
+    NaN and zeros are as in :func:`round_nearest`.
 
     Args:
-        u: fp32, any shape.
         bits: int32, broadcastable to ``u``; 32 random bits each, the top ones are used.
         random_bits: 24 compares the fraction with r = k·2^-24; b < 24 with the midpoint r = (k + 1/2)·2^-b
             (Fitzgibbon & Felix 2025, "Stochastic rounding with few random bits").
-
-    Returns:
-        fp32 of the same shape. NaN stays NaN; a zero keeps the sign of ``u`` if the format has a negative zero.
     """
     u = u.clamp(-element.max, element.max)
     step, inverse = spacing(u, element.min_exponent, element.mantissa_bits)
@@ -102,13 +94,9 @@ def uniform(bits: Tensor, random_bits: int = 24) -> Tensor:
 
 
 def bracket(u: Tensor, element: ElementFormat) -> tuple[Tensor, Tensor]:
-    """Return the values ``lower <= u <= upper`` of ``element``; equal where ``u`` is a value or out of range.
+    """Return the values ``lower <= u <= upper`` of ``element``, fp32, shape of fp32 ``u``; NaN gives NaN.
 
-    Args:
-        u: fp32, any shape.
-
-    Returns:
-        Two fp32 tensors of the same shape. NaN gives NaN.
+    They are equal where ``u`` is a value or out of range.
     """
     u = u.clamp(-element.max, element.max)
     step, inverse = spacing(u, element.min_exponent, element.mantissa_bits)

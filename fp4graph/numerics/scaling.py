@@ -133,19 +133,15 @@ def _to_format(ideal: Tensor, spec: ScaleSpec, noise: Tensor | None) -> Tensor:
     if not number.has_zero:
         bits = _unbounded(ideal)
         return _from_exponent(((bits + _carry(bits, 23, spec, noise)) >> 23) - 127, spec)
-    if number.min_exponent == -126:
-        scale = _round_bits(ideal, 23 - number.mantissa_bits, spec, noise)
-    else:
+    dropped = 23 - number.mantissa_bits
+    if number.min_exponent != -126:
         scale = _round_spaced(ideal, spec, noise)
+    elif dropped:  # fp32's exponents: the values are the fp32 numbers with zeros in the low bits
+        bits = ideal.view(torch.int32)
+        scale = ((bits + _carry(bits, dropped, spec, noise)) & -(1 << dropped)).view(torch.float32)
+    else:
+        scale = ideal
     return torch.where(scale == 0, 1.0, scale) if spec.zero == "to_one" else scale.clamp(min=number.min)
-
-
-def _round_bits(ideal: Tensor, dropped: int, spec: ScaleSpec, noise: Tensor | None) -> Tensor:
-    """Round to a format with fp32's exponents, whose values are the fp32 numbers with zeros in the low bits."""
-    if dropped == 0:
-        return ideal
-    bits = ideal.view(torch.int32)
-    return ((bits + _carry(bits, dropped, spec, noise)) & -(1 << dropped)).view(torch.float32)
 
 
 def _carry(bits: Tensor, dropped: int, spec: ScaleSpec, noise: Tensor | None) -> Tensor | int:

@@ -9,60 +9,48 @@ Source: "Elucidating the design space of FP4 training", sec. 4 and 5, Table 1, A
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from fp4graph.numerics.blocking import Groups
 from fp4graph.numerics.formats import ElementFormat, ScaleFormat
 from fp4graph.numerics.rounding import bracket, power_of_two, spacing
 
 _LAST = 2**31 - 1
-#: Reduces a tensor in the blocked layout to one value per block, or per group of blocks, broadcastable to it.
-Reduce = Callable[[Tensor], Tensor]
 
 
-def soft_weights(values: Tensor, m: Tensor, beta: Tensor, valid: Tensor | None) -> Tensor:
-    """Return exp(β(abs(x) - m)), zero at padding; m is the maximum, so that nothing overflows."""
-    weights = torch.exp(beta * (values.abs() - m))
-    return weights if valid is None else weights * valid
+def maximum(values: Tensor, groups: Groups) -> Tensor:
+    """Return m, the largest abs(x) of each group, broadcastable to ``values``."""
+    return groups.reduce(values.abs().amax(groups.blocking.axes, keepdim=True), "amax")
 
 
-def log_sum_exp(values: Tensor, m: Tensor, beta: Tensor, valid: Tensor | None, total: Reduce) -> Tensor:
-    """Return Z = m + log(Σ exp(β(abs(x) - m)))/β, which is at least m; 0 where m is 0.
-
-    Args:
-        m: the maximum of abs(x) of each block or group.
-        beta: broadcastable to ``m``.
-        total: sums over a block or group.
-    """
-    z = m + torch.log(total(soft_weights(values, m, beta, valid))) / beta
+def log_sum_exp(values: Tensor, m: Tensor, beta: Tensor, groups: Groups) -> Tensor:
+    """Return Z = m + log(Σ exp(β(abs(x) - m)))/β, at least m, of each group; 0 where m is 0. β has the shape of m."""
+    z = m + torch.log(_total(_soft_weights(values, m, beta, groups), groups)) / beta
     return torch.where(m > 0, z, m)
 
 
 def relative_beta(beta: float, unit: Tensor) -> Tensor:
     """Return β/unit, shape of ``unit``: the β of X for a β given for X/unit; β where the unit is 0."""
-    whole = torch.full_like(unit, beta)
-    return torch.where(unit > 0, whole / torch.where(unit > 0, unit, 1.0), whole)
+    absolute = torch.full_like(unit, beta)
+    return torch.where(unit > 0, absolute / torch.where(unit > 0, unit, 1.0), absolute)
 
 
-def softmax_gradient(values: Tensor, m: Tensor, beta: Tensor, valid: Tensor | None, total: Reduce) -> Tensor:
+def softmax_gradient(values: Tensor, m: Tensor, beta: Tensor, groups: Groups) -> Tensor:
     """Return dZ/dx = softmax(β·abs(x))·sign(x), with sign(0) = 0 (Eq. 5)."""
-    weights = soft_weights(values, m, beta, valid)
-    return weights / total(weights) * values.sign()
+    weights = _soft_weights(values, m, beta, groups)
+    return weights / _total(weights, groups) * values.sign()
 
 
-def absmax_gradient(values: Tensor, m: Tensor, index: Tensor, lowest: Reduce) -> Tensor:
-    """Return dZ/dx = sign(x*) at the first element x* that attains the maximum, and 0 elsewhere (Eq. 4).
-
-    Args:
-        index: the index of every element, int32.
-        lowest: returns the smallest value of a block or group.
-    """
+def absmax_gradient(values: Tensor, m: Tensor, groups: Groups) -> Tensor:
+    """Return dZ/dx = sign(x*) at the first element x* that attains the maximum, and 0 elsewhere (Eq. 4)."""
+    index = groups.blocking.index(values.device).expand(values.shape)
     candidates = torch.where(values.abs() == m, index, torch.full_like(index, _LAST))
-    return torch.where(candidates == lowest(candidates), values.sign(), torch.zeros_like(values)) * (
-        candidates != _LAST
-    ).to(values.dtype)
+    first = -groups.reduce(-candidates.amin(groups.blocking.axes, keepdim=True), "amax", fill=-_LAST)
+    attained = (candidates != _LAST).to(values.dtype)
+    return torch.where(candidates == first, values.sign(), torch.zeros_like(values)) * attained
 
 
 def fraction(u: Tensor, element: ElementFormat) -> Tensor:
@@ -109,6 +97,17 @@ def spline(u: Tensor, knots: Sequence[tuple[float, float]]) -> Tensor:
     for (t, value), (following, next_value) in itertools.pairwise(knots):
         slope = torch.where(magnitude >= t, (next_value - value) / (following - t), slope)
     return torch.where(magnitude > knots[-1][0], torch.zeros_like(u), slope)
+
+
+def _soft_weights(values: Tensor, m: Tensor, beta: Tensor, groups: Groups) -> Tensor:
+    """Return exp(β(abs(x) - m)), zero at padding; m is the maximum, so that nothing overflows."""
+    weights = torch.exp(beta * (values.abs() - m))
+    valid = groups.blocking.valid(values.device)
+    return weights if valid is None else weights * valid
+
+
+def _total(x: Tensor, groups: Groups) -> Tensor:
+    return groups.reduce(x.sum(groups.blocking.axes, keepdim=True), "sum")
 
 
 def _part(u: Tensor, lower: Tensor, upper: Tensor) -> Tensor:

@@ -22,9 +22,8 @@ def resolve(document: Node, name: str, file: str | None, registry: Registry) -> 
     """Return the policy that ``document`` describes, which has no ``extends``; ``name`` is for one without a name."""
     resolver = _Resolver(document, registry)
     written = resolver.written
-    phases = tuple(
-        _phase(document, registry, written.name or "policy", i, section) for i, section in enumerate(written.phases)
-    )
+    of = written.name or "policy"
+    phases = tuple(_phase(document, registry, of, index, section) for index, section in enumerate(written.phases))
     places = {name: document.where("expect", name) for name in ("quantized", "kept")}
     expect = Expect(written.expect.quantized, written.expect.kept, places)
     return replace(resolver.policy(name, file), phases=phases, expect=expect)
@@ -36,9 +35,8 @@ def _phase(document: Node, registry: Registry, name: str, index: int, section: P
     node = document.get(*path)
     own = {key: item for key, item in node.value.items() if key in ("default", "rules", "techniques")}
     late = Exceptions(section.operands, (*path, "operands"))
-    policy = _Resolver(merge(document, Node(own, node.place, node.keys)), registry, late).policy(
-        f"{name}, phase {index + 1}"
-    )
+    changed = merge(document, Node(own, node.place, node.keys))
+    policy = _Resolver(changed, registry, late).policy(f"{name}, phase {index + 1}")
     if section.operands and not policy.quantizes:
         raise document.error(late.path, "nothing is quantized in this phase, and so these do nothing; remove them")
     return Phase(section.at, policy, node.place)
@@ -68,7 +66,14 @@ class _Resolver:
             raise self._document.error(
                 ("rules",), "no rule quantizes; add one, or 'default: keep' to say that this is meant"
             )
-        self._check_names(rules)
+        names: set[str] = set()
+        for index, rule in enumerate(rules):
+            if rule.name in names:
+                raise self._document.error(
+                    ("rules", index, "name"),
+                    f"two rules are called {rule.name!r}; rename one, so that reports tell them apart",
+                )
+            names.add(rule.name)
         quantizes = any(rule.quantizes for rule in (*rules, default))
         if not quantizes:
             self._techniques.check_together(shared, KEPT)
@@ -124,14 +129,4 @@ class _Resolver:
         specs, reuses = self._specs.resolve(section, path, exceptions)
         self._techniques.check_together(techniques, specs)
         self._techniques.check_fit(techniques, specs, rule.match)
-        return replace(
-            rule, specs=specs, reuses=reuses, techniques=tuple(declared.technique for declared in techniques)
-        )
-
-    def _check_names(self, rules: Sequence[Rule]) -> None:
-        for index, rule in enumerate(rules):
-            if any(rule.name == other.name for other in rules[:index]):
-                raise self._document.error(
-                    ("rules", index, "name"),
-                    f"two rules are called {rule.name!r}; rename one, so that reports tell them apart",
-                )
+        return replace(rule, specs=specs, reuses=reuses, techniques=tuple(each.technique for each in techniques))

@@ -9,6 +9,7 @@ from typing import Any
 from fp4graph.numerics.formats import ElementFormat, ScaleFormat
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.policy.document import Node
+from fp4graph.policy.dump import BaseFormats
 from fp4graph.policy.rule import Specs
 from fp4graph.policy.schema import OperandException, QuantizeSection, ScaleSection
 from fp4graph.policy.validation import Path, dotted, refuse_contested
@@ -38,14 +39,10 @@ class _Layer:
 
 
 class SpecResolver:
-    """Resolves the quantize blocks of one document; ``late`` are a phase's exceptions, which act after every rule's.
-
-    Attributes:
-        base_formats: scale formats made with ``max``, and the name of the format that each was made from.
-    """
+    """Resolves the quantize blocks of one document; ``late`` are a phase's exceptions, which act after every rule's."""
 
     def __init__(self, document: Node, registry: Registry, late: Exceptions | None = None) -> None:
-        self.base_formats: dict[ScaleFormat, str] = {}
+        self.base_formats: BaseFormats = {}
         self._document = document
         self._registry = registry
         self._late = late

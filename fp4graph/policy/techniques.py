@@ -217,8 +217,7 @@ def _acts(technique: Technique, site: SiteView, planned: OperandSpecs) -> bool:
     operands = technique.acts_on(site)
     # A technique that names no operands and has the optimizer's hooks acts on weights, which a product of activations
     # does not have.
-    on_weight = (
-        not operands and site.op == "linear" and any(overrides(technique, s) for s in ("before_step", "after_step"))
-    )
+    steps = overrides(technique, "before_step") or overrides(technique, "after_step")
+    on_weight = steps and not operands and site.op == "linear"
     gemms = {operand.gemm for operand in quantized}
     return bool(operands & quantized or technique.pairs(site) & gemms) or on_weight or technique.per_model

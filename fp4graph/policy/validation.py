@@ -34,14 +34,9 @@ _WORDS = {
 
 
 def validate(model: type[_Model], node: Node, path: Path = (), what: str = "key") -> _Model:
-    """Return ``node`` as a ``model``.
+    """Return ``node``, which is at ``path`` of the policy, as a ``model``; raise PolicyError at the first mistake.
 
-    Args:
-        path: where ``node`` is in the policy, for messages.
-        what: the word for a key: "key", or "option" of a technique.
-
-    Raises:
-        PolicyError: at the first mistake.
+    ``what`` is the word for a key in messages: "key", or "option" of a technique.
     """
     try:
         return model.model_validate(node.plain())
@@ -61,8 +56,8 @@ def validate(model: type[_Model], node: Node, path: Path = (), what: str = "key"
         *others, last = missing
         needs = f"{dotted([*path, *steps]) or 'the policy'} needs {what}s {', '.join(others)} and {last}; add them"
         raise node.blame(*steps).error(needs) from None
-    messages = dict.fromkeys(_sentence(d, [*path, *s], model, what) for s, d in deepest if s == steps)
-    on_key = any(d["type"] in ("unknown", "extra_forbidden") for s, d in deepest if s == steps)
+    messages = dict.fromkeys(_sentence(detail, [*path, *steps], model, what) for detail in here)
+    on_key = any(detail["type"] in ("unknown", "extra_forbidden") for detail in here)
     place = node.where(*steps) if on_key else node.blame(*steps)
     raise place.error(" or ".join(messages)) from None
 

@@ -54,9 +54,7 @@ ForwardOperands = Annotated[tuple[str, ...], OperandList(GROUPS["forward"])]
 def check_kind(technique: BaseModel, owners: Mapping[str, tuple[str, ...]]) -> None:
     """Raise ValueError if an option is set that ``technique.kind`` does not read.
 
-    Args:
-        technique: a technique with an option ``kind``.
-        owners: the kinds that read an option, by the option's name.
+    ``owners`` are the kinds that read an option, by the option's name.
     """
     kind = getattr(technique, "kind")  # noqa: B009  # a field of the subclass
     for option, kinds in owners.items():

@@ -72,8 +72,7 @@ class Registry:
                 [item for batch in self._manager.subset_hook_caller(hook, others)() for item in batch]
                 for hook in ("fp4graph_techniques", "fp4graph_formats", "fp4graph_policies")
             )
-            self._check(name, techniques, number_formats)
-            self._check_policies(name, [Path(path) for path in policies])
+            self._check(name, techniques, number_formats, [Path(path) for path in policies])
         except BaseException:
             if self._manager.get_plugin(name) is plugin:  # registering stops halfway at a bad signature
                 self._manager.unregister(plugin)
@@ -89,7 +88,7 @@ class Registry:
                 self._scales[number_format.name] = number_format
         self._policies.update((Path(path).stem, Path(path)) for path in policies)
 
-    def _check(self, plugin: str, techniques: list[object], number_formats: list[object]) -> None:
+    def _check(self, plugin: str, techniques: list[object], number_formats: list[object], policies: list[Path]) -> None:
         offered: set[str] = set()
         for technique in techniques:
             if not (isinstance(technique, type) and issubclass(technique, Technique)):
@@ -114,8 +113,6 @@ class Registry:
                 error = PluginError(f"format {number_format.name!r} already exists", plugin=plugin)
                 self.contested[number_format.name] = error
                 raise error
-
-    def _check_policies(self, plugin: str, policies: list[Path]) -> None:
         for path in policies:
             if not path.is_file():
                 raise PluginError(f"policy file {str(path)!r} does not exist", plugin=plugin)

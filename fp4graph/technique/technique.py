@@ -90,6 +90,8 @@ class Technique(BaseModel):
     #: True if the technique acts once for the whole model (on the loss, on all of an optimizer) and not rule by rule.
     #: It is then declared for the policy, and acts also if nothing is quantized.
     per_model: ClassVar[bool] = False
+    #: True if the technique acts on the weight of a linear layer, and not on an activation in its place.
+    on_weight: ClassVar[bool] = False
     #: True if the stages from ``block_statistic`` to ``round`` treat every block by itself: their results depend on the
     #: block and its part of ``weight_like`` state, and neither on other blocks nor on the block's place. Statistics
     #: then quantize a few blocks again instead of whole operands. Each class declares it for itself. It has no effect
@@ -162,9 +164,11 @@ class Technique(BaseModel):
     def acts_on(self, site: SiteView) -> frozenset[Operand]:
         """Return the operands at whose tensor stages (split ... group_gradient, observe) this technique takes part.
 
-        By default these are the operands that its options of type :data:`~fp4graph.technique.Operands` list, if it has
-        tensor stages at all.
+        By default these are the forward weight of a linear layer for a technique ``on_weight``, and else the operands
+        that its options of type :data:`~fp4graph.technique.Operands` list, if it has tensor stages at all.
         """
+        if self.on_weight:
+            return frozenset({Operand.FPROP_WEIGHT}) if site.op == "linear" else frozenset()
         return self.operands_listed if any(overrides(self, stage) for stage in TENSOR_STAGES) else frozenset()
 
     def pairs(self, site: SiteView) -> frozenset[Gemm]:

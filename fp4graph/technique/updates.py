@@ -36,16 +36,22 @@ class WeightUpdate:
     quantize: Callable[[Tensor], Tensor]
     scratch: dict[Any, Any]
 
+    def progress(self, total_steps: int, start: float) -> Tensor:
+        """Count this step in ``memory``, once, and return (t - s·T)/(T - s·T) for the weight's t-th step from 1.
+
+        T is ``total_steps`` and s ``start``. The result is a 0-d tensor, so that nothing waits for an accelerator.
+        """
+        steps = self.memory.setdefault("steps", torch.zeros((), dtype=torch.int64, device=self.parameter.device))
+        steps += 1
+        return (steps - start * total_steps) / (total_steps - start * total_steps)
+
 
 @dataclass(frozen=True)
 class OptimizerStep:
     """One step of the user's optimizer, for a technique that acts on all parameters together.
 
-    Attributes:
-        optimizer: the user's optimizer.
-        scratch: the technique's own dict, kept from before the step until after it.
-        memory: returns the tensors that the technique keeps for a parameter in the optimizer's state, by name; the
-            technique reads, writes and deletes entries of this dict.
+    ``optimizer`` and ``scratch`` are as in a :class:`WeightUpdate`. ``memory`` returns the tensors that the technique
+    keeps for a parameter in the optimizer's state, by name: to be read, written and deleted from.
     """
 
     optimizer: torch.optim.Optimizer

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from fp4graph.numerics.sharding import whole
 
-#: Names of the statistics of one parameter's gradient, in the order of :func:`_conditioned`.
+#: Names of the statistics of one parameter's gradient, in the order of :func:`_conditioned`: m_max, m_norm and v_norm
+#: before bias correction, and n, the number of gradients that they average.
 STATISTICS = ("max_avg", "norm_avg", "norm_avg_sq", "conditioned")
 #: Initial values of the state of optimizers of Adam's kind, here and in torch and timm, by the entry's name there.
 START: dict[str, float] = {
@@ -55,11 +56,7 @@ def cosine(step: int, total_steps: int | None, eta_min: float) -> float:
 
 
 def new_statistics(grad: Tensor) -> dict[str, Tensor]:
-    """Return zeros for the statistics of gradients like ``grad``: 0-d, on the device of ``grad``, fp32 (fp64 if it is).
-
-    ``max_avg``, ``norm_avg`` and ``norm_avg_sq`` are m_max, m_norm and v_norm before bias correction,
-    ``conditioned`` is the number of gradients they average.
-    """
+    """Return zeros for the statistics of gradients like ``grad``: 0-d, on its device, fp32 (fp64 if it is)."""
     return {name: torch.zeros((), dtype=precision(grad), device=grad.device) for name in STATISTICS}
 
 

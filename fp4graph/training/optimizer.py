@@ -107,12 +107,7 @@ def _skips(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class _Hooks:
-    """The hooks on one optimizer, for the techniques of one or several models.
-
-    Attributes:
-        runtimes: of the models, in the order in which they were prepared.
-        techniques: of all these models, in one order.
-    """
+    """The hooks on one optimizer, for the techniques of models in the order in which these were prepared."""
 
     def __init__(self, runtimes: Sequence[Runtime], optimizer: torch.optim.Optimizer, memory: Memory) -> None:
         self.runtimes, self.optimizer, self.memory = tuple(runtimes), optimizer, memory
@@ -142,15 +137,13 @@ class _Hooks:
         self._scratch = {}
         names = ", ".join(t.name for t in self._live() if acting.acts_at(t, BEFORE))
         closures = (*args[1:], kwargs.get("closure"))  # after the optimizer itself
+        acts = f"technique {names} acts on gradients before the step, and"
         if names and any(closure is not None for closure in closures):
-            raise Error(
-                f"technique {names} acts on gradients before the step, and a closure computes them inside "
-                "it; call the closure yourself, then optimizer.step()"
-            )
+            raise Error(f"{acts} a closure computes them inside it; call the closure yourself, then optimizer.step()")
         if names and getattr(optimizer, "grad_scale", None) is not None:
             raise Error(
-                f"technique {names} acts on gradients before the step, and this fused optimizer unscales "
-                "them inside it; call scaler.unscale_(optimizer) before scaler.step(optimizer)"
+                f"{acts} this fused optimizer unscales them inside it; call scaler.unscale_(optimizer) before "
+                "scaler.step(optimizer)"
             )
         if not _skips(optimizer):
             self._run(BEFORE)
@@ -213,14 +206,11 @@ class _Hooks:
     def _update(self, technique: Technique, weight: Weight, runtime: Runtime, group: dict[str, Any]) -> WeightUpdate:
         parameter, entries = weight.parameter, weight.entries(technique)
         memory, kept = self.memory.of(parameter, technique.name), self._kept(technique, parameter)
-
-        def quantize(w: Tensor) -> Tensor:
-            return weight.quantize(w, runtime.step)
-
-        return WeightUpdate(weight.name, parameter, entries, memory, self.optimizer, group, quantize, kept)
+        shared = entries, memory, self.optimizer, group
+        return WeightUpdate(weight.name, parameter, *shared, lambda w: weight.quantize(w, runtime.step), kept)
 
     def _kept(self, technique: Technique, parameter: Tensor | None) -> dict[Any, Any]:
-        return self._scratch.setdefault((technique.name, None if parameter is None else id(parameter)), {})
+        return self._scratch.setdefault((technique.name, id(parameter)), {})
 
 
 def _follow(technique: Technique, weight: Weight, other: Weight) -> None:

@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp4graph.analysis import metrics as m
-from fp4graph.analysis.fields import operand_fields
 from fp4graph.analysis.sampling import Moments, Sample
 from fp4graph.formats import E2M1, ELEMENTS, INT4
 
@@ -27,7 +26,7 @@ def test_operand_statistics_of_five_elements():
     x, q = [1.0, -2.0, 0.1, 0.0, 7.0], [1.0, -1.5, 0.0, 0.0, 6.0]
     ideal, ratio = [1.25, -1.75, 0.0, 0.0, 7.0], [1.0, -2.0, 0.1, 0.0, 7.0]
     sums = {name: value.item() for name, value in m.operand_sums(sampled(x, q, ideal, ratio)).items()}
-    record = operand_fields(sums, EVERY)
+    record = m.operand_fields(sums, EVERY)
     signal = 1 + 4 + 0.01 + 49
     assert record["elements"] == 5
     assert record["snr_db"] == pytest.approx(10 * math.log10(signal / (0.25 + 0.01 + 1)), rel=1e-6)

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import fp4graph
 from fp4graph.analysis import Statistics, plots, read
 from fp4graph.cli import app
-from fp4graph.experiments.report import PARTS, write_report
+from fp4graph.experiments.report import PICTURES, write_report
 from tests.helpers.processes import PATIENCE
 
 
@@ -71,9 +71,9 @@ def page(run) -> Path:
 @pytest.mark.slow
 def test_it_holds_everything(page):
     text = page.read_text("utf-8")
-    for part in PARTS:
+    for part in PICTURES:
         assert f'<section id="{part.name}">' in text, part.name
-    assert text.count("<svg") == len(PARTS) + 2  # loss curves, other metrics
+    assert text.count("<svg") == len(PICTURES) + 2  # loss curves, other metrics
     assert "roll &lt;the&gt; rows" in text
     for site in ("0.up", "0.down", "1.up", "1.down"):
         assert f"<td>{site}</td>" in text
@@ -91,7 +91,7 @@ def test_it_refers_to_nothing_outside(page):
 def test_pictures_have_labelled_axes_and_legends_inside_the_picture(run):
     """Nothing that is drawn reaches over the edge."""
     recorded = read(run)
-    for part in PARTS:
+    for part in PICTURES:
         picture = part.picture(recorded)
         assert picture is not None, part.name
         renderer = FigureCanvasAgg(picture).get_renderer()
@@ -130,7 +130,7 @@ def test_in_a_browser(page):
         tab.goto(page.resolve().as_uri())
         assert tab.title() == "roll <the> rows under tetrajet"
         drawn = tab.eval_on_selector_all("figure svg", "all => all.map(e => e.getBoundingClientRect().width)")
-        assert len(drawn) == len(PARTS) + 2
+        assert len(drawn) == len(PICTURES) + 2
         assert min(drawn) > 500
         assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
 
@@ -180,7 +180,7 @@ def test_a_run_that_diverged(run, tmp_path):
 def test_pictures_of_what_was_not_recorded(tmp_path):
     (tmp_path / "statistics.jsonl").write_text('{"format": "fp4graph.statistics", "version": 1, "every": 50}\n')
     recorded = read(tmp_path)
-    assert all(part.picture(recorded) is None for part in PARTS)
+    assert all(part.picture(recorded) is None for part in PICTURES)
     assert plots.losses([]) is None
     assert plots.other_metrics([]) is None
 

@@ -110,7 +110,7 @@ def test_every_drawn_configuration_is_possible_and_counts_what_table_9_says(tabl
         chosen = table10.draw(generator)
         assert table10.contains(chosen)
         configuration = table10.configuration(chosen)
-        assert configuration.refusal is None
+        assert configuration.error is None
         assert configuration.policy is not None
         weights = (
             3.0 * (chosen["max approximation"] != "ste"),
@@ -228,11 +228,11 @@ def test_a_space_over_a_shipped_policy() -> None:
 
 def test_a_combination_that_is_impossible_is_refused_and_the_rest_is_not() -> None:
     space = parse_space(OWN, "own.yaml")
-    refused = [a for a in space.assignments() if space.configuration(a).refusal is not None]
+    refused = [a for a in space.assignments() if space.configuration(a).error is not None]
     assert refused == [a for a in space.assignments() if (a["weights"], a["also averaged"]) == ("ramped", "yes")]
     configuration = space.configuration(refused[0])
     assert configuration.policy is None
-    assert re.match(r"own\.yaml:\d+: .*q_ramping.*q_ema|own\.yaml:\d+: .*q_ema.*q_ramping", configuration.refusal or "")
+    assert re.match(r"own\.yaml:\d+: .*q_ramping.*q_ema|own\.yaml:\d+: .*q_ema.*q_ramping", str(configuration.error))
     assert len({space.configuration(a).key for a in refused}) == 4  # keys tell refused ones apart too
 
 
@@ -255,9 +255,9 @@ parameters:
   gradient: {choices: {ste: {}, clip: {techniques: [{step_gradient: {kind: clip}}]}}}
 """
     space = parse_space(text, "s.yaml")
-    refusals = {tuple(a.values()): space.configuration(a).refusal for a in space.assignments()}
+    refusals = {tuple(a.values()): space.configuration(a).error for a in space.assignments()}
     assert [pair for pair, refusal in refusals.items() if refusal] == [("up", "clip")]
-    assert "has no effect" in (refusals["up", "clip"] or "")
+    assert "has no effect" in str(refusals["up", "clip"])
     assert space.first()[0].summary == "bf16"  # without baselines of its own
     assert [c.family for c in space.first()] == ["bf16", "all"]
 
@@ -406,7 +406,7 @@ def test_the_documented_space_is_one(tmp_path: Path) -> None:
     (written,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     space = parse_space(written, "docs/sweeps.md")
     assert space.size() == 2 * (2 + 2) * 2
-    assert [space.configuration(a).refusal for a in space.assignments()] == [None] * 16
+    assert [space.configuration(a).error for a in space.assignments()] == [None] * 16
     assert f"{load_space('design-space').size():,} configurations" in page
     (settings,) = re.findall(r"\| `run` \| settings of the training: (.*?) \|", page)
     assert settings.split(", ") == list(RUN_KEYS)

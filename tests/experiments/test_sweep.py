@@ -29,7 +29,7 @@ from fp4graph.experiments import study as study_module
 from fp4graph.experiments.results import results
 from fp4graph.experiments.run import Outcome, Run
 from fp4graph.experiments.space import Space, load_space, parse_space
-from fp4graph.experiments.study import Manifest, Study, TakenOver, Watch, make_pruner
+from fp4graph.experiments.study import Claim, Manifest, Study, TakenOver
 from fp4graph.experiments.sweep import propose, work
 from fp4graph.experiments.workers import Interrupts, Job, Workers
 from tests.experiments import toy
@@ -96,7 +96,16 @@ def url(folder: Path) -> str:
 
 
 def make(url: str, space: Space, *, run: Run = RUN, patience: float = 60.0, pruner: str = "none") -> Study:
-    return Study.create(url, "s", Manifest.of(space, run.to_json(), patience), make_pruner(pruner))
+    return Study.create(url, "s", Manifest.of(space, run.to_json(), patience), pruner)
+
+
+def claimed(study: Study, space: Space) -> Claim:
+    """Claim the first configuration for a worker elsewhere, which never beats by itself."""
+    first = propose(space, [], 0)
+    assert first is not None
+    claim = study.claim(first, space, "elsewhere:1", 3)
+    assert claim is not None
+    return claim
 
 
 def counted(study: Study) -> list[Any]:
@@ -256,7 +265,7 @@ def test_pruning_gives_up_what_is_behind_but_no_baseline_and_no_pure_one(url: st
     assert {trial.kind for trial in pruned} == {"trial"}
     assert all(len(trial.reports) < 4 and trial.loss == trial.reports[-1] for trial in pruned)
     assert all(s.scores["table"] is None for s in results(study).trials if s.trial.state == "pruned")
-    other = Study.create(url, "h", Manifest.of(table10, RUN.to_json(), 60.0), make_pruner("hyperband"))
+    other = Study.create(url, "h", Manifest.of(table10, RUN.to_json(), 60.0), "hyperband")
     work(other, table10, 7, objective=worsening)
     assert len(counted(other)) == 7
 
@@ -278,15 +287,12 @@ def test_an_interrupted_trial_is_taken_back(url: str, table10: Space) -> None:
 
 def test_the_trial_of_a_silent_worker_is_taken_up_and_its_late_result_dropped(url: str, table10: Space) -> None:
     study = make(url, table10, patience=0.4)
-    first = propose(table10, [], 0)
-    assert first is not None
-    claim = study.claim(first, table10, "elsewhere:1", 3)
-    assert claim is not None  # and it never beats
+    claim = claimed(study, table10)
     work(make(url, table10), table10, 3, objective=toy.objective)
     states = [(trial.number, trial.state) for trial in study.trials()]
     assert states[0] == (0, "lost")
     assert len(counted(study)) == 3
-    assert {trial.key for trial in counted(study)} >= {first.key}
+    assert {trial.key for trial in counted(study)} >= {study.trials()[0].key}
     with pytest.raises(TakenOver):
         claim.report(1.0)
     with pytest.raises(TakenOver):
@@ -297,25 +303,18 @@ def test_the_trial_of_a_silent_worker_is_taken_up_and_its_late_result_dropped(ur
 def test_a_worker_that_beats_is_left_alone(url: str, table10: Space) -> None:
     patience = 4.0  # six times what lies between two beats, which a busy machine delays
     study = make(url, table10, patience=patience)
-    first = propose(table10, [], 0)
-    assert first is not None
-    claim = study.claim(first, table10, "elsewhere:1", 3)
-    assert claim is not None
-    watch = Watch(patience)
+    claim = claimed(study, table10)
     until = time.monotonic() + 2 * patience
     with claim:
         while time.monotonic() < until:
-            assert not study.tidy(study.trials(), watch.silent)
+            assert not study.tidy(study.trials())
             time.sleep(0.1)
     assert study.trials()[0].beat > 3
 
 
 def test_a_result_whose_writer_died_before_telling_optuna_is_kept(url: str, table10: Space) -> None:
     study = make(url, table10)
-    first = propose(table10, [], 0)
-    assert first is not None
-    claim = study.claim(first, table10, "elsewhere:1", 3)
-    assert claim is not None
+    claim = claimed(study, table10)
     study._tell = lambda number, result: None  # type: ignore[method-assign]  # killed here
     study.finish(claim.number, {"outcome": "complete", "loss": 1.25})
     del study._tell
@@ -373,25 +372,26 @@ def test_ctrl_c_is_not_for_workers_from_their_first_moment_on(tmp_path: Path, ur
     assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
-def test_an_interrupt_is_noted_and_a_later_one_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupt_is_noted_and_a_later_one_raises(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """One that fell into a read of the database left it locked, 4 times in 200, and running trials with it."""
     inherited = signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored if a shell runs us in the background
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     for number in (signal.SIGINT, signal.SIGTERM):
-        said: list[str] = []
-        with monkeypatch.context() as patch, Interrupts(said.append) as interrupts:
+        with monkeypatch.context() as patch, Interrupts() as interrupts:
             assert not interrupts.asked
             patch.setattr(time, "monotonic", lambda: 100.0)  # on a busy machine a second may pass between two lines
             signal.raise_signal(number)
             signal.raise_signal(number)  # pressed twice
             assert interrupts.asked
-            assert len(said) == 1
+            assert capfd.readouterr().err.count("stopping") == 1
             patch.setattr(time, "monotonic", lambda: 160.0)
             with pytest.raises(KeyboardInterrupt):
                 signal.raise_signal(signal.SIGINT)
         assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with Interrupts(said.append) as interrupts:
+    with Interrupts() as interrupts:
         signal.raise_signal(signal.SIGINT)
         assert not interrupts.asked  # what the shell ignores stays ignored
     signal.signal(signal.SIGINT, inherited)
@@ -402,7 +402,7 @@ def test_workers_that_end_with_the_sweep_are_no_loss(tmp_path: Path, url: str, t
     """A supervisor signals the whole process group: workers are gone before the sweep has looked."""
     study = make(url, table10)
     job = Job(url, "s", 3, "random", "none", "cpu", str(tmp_path), workers=1, objective=toy.slow)
-    with Interrupts(lambda message: None) as interrupts, Workers(job, study) as workers:
+    with Interrupts() as interrupts, Workers(job, study) as workers:
         for trials, events in workers.watch(lambda: interrupts.asked):
             assert not events
             if any(trial.state == "running" for trial in trials):

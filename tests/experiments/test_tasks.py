@@ -14,9 +14,9 @@ from torch import nn
 
 import fp4graph
 from fp4graph.errors import Error
+from fp4graph.experiments.data import images as sources
 from fp4graph.experiments.data.order import Order
-from fp4graph.experiments.placement import placed
-from fp4graph.experiments.tasks import TASKS, Problem, Settings, diffusion, language, regression, task_named
+from fp4graph.experiments.tasks import TASKS, Problem, Settings, diffusion, language, placed, regression, task_named
 from fp4graph.experiments.train import Run, train
 
 #: "Elucidating the design space of FP4 training", appendix, Table 11: batch, accumulation, lr, epochs, tokens, context.
@@ -154,7 +154,7 @@ def test_digits_are_scikits_scans_normalized() -> None:
     assert images.mean().abs() < 0.05
     assert images.std() == pytest.approx(1, abs=0.05)
     scans = load_digits()
-    rows = problem.pixels.split.validation.indices
+    rows = sources.digits().validation.indices
     assert np.allclose(images[:, 0] * 0.376 + 0.305, scans.images[rows] / 16, atol=1 / 500)
     assert labels.tolist() == scans.target[rows].tolist()
 

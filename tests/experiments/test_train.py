@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 
 import fp4graph
 from fp4graph.errors import Error
-from fp4graph.experiments.record import Record, read_metrics, read_outcome, read_run
 from fp4graph.experiments.run import finite
+from fp4graph.experiments.run_folder import RunFolder, read_metrics, read_outcome, read_run
 from fp4graph.experiments.tasks import TASKS
 from fp4graph.experiments.train import Outcome, Run, train
 from tests.helpers.processes import PATIENCE
@@ -338,18 +338,18 @@ def files_no_larger_than(size: int) -> Iterator[None]:
 
 
 def test_a_full_disk_is_one_sentence_and_what_was_written_stays(tmp_path: Path) -> None:
-    record = Record(tmp_path)
-    record.begin({"settings": {}, "policy": ""}, resume=False)
+    folder = RunFolder(tmp_path)
+    folder.begin({"settings": {}, "policy": ""}, resume=False)
     for step in range(2):
-        record.line(step, train_loss=1 / 3)
-    record.close()  # TensorBoard's thread writes when it likes, and would otherwise meet the limit too
+        folder.line(step, train_loss=1 / 3)
+    folder.close()  # TensorBoard's thread writes when it likes, and would otherwise meet the limit too
     with files_no_larger_than(100), pytest.raises(Error, match=r"cannot write .*metrics.jsonl: .*What was written"):
-        record.line(2, train_loss=1 / 3)
+        folder.line(2, train_loss=1 / 3)
     content = (tmp_path / "metrics.jsonl").read_bytes()
     assert 0 < len(content) <= 100
     assert content.endswith(b"}\n")
     assert [line["step"] for line in read_metrics(tmp_path)] == [0, 1]
-    record.line(2, train_loss=0.5)
+    folder.line(2, train_loss=0.5)
     assert len(read_metrics(tmp_path)) == 3
 
 

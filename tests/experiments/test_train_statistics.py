@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 import fp4graph
 from fp4graph.analysis import read
 from fp4graph.cli import app
-from fp4graph.experiments.report import PARTS
+from fp4graph.experiments.report import PICTURES
 from fp4graph.experiments.train import Run, train
 
 DIGITS = ["train", "digits", "--policy", "tetrajet", "--optimizer", "adamw", "--validate-every", "9", "--json"]
@@ -35,7 +35,7 @@ def test_a_training_and_its_report(tmp_path):
     assert {row["tensor"] for row in recorded.rows} >= {"fprop.input", "wgrad", "output"}
     command("report", tmp_path / "run")
     page = (tmp_path / "run" / "report.html").read_text("utf-8")
-    for part in PARTS:
+    for part in PICTURES:
         assert f'<section id="{part.name}">' in page, part.name
 
 

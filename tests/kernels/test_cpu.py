@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp4graph.kernels import cpu, operators
-from fp4graph.numerics import oracle, scaling
+from fp4graph.numerics import scaling
 from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.formats import ELEMENTS, ElementFormat, ScaleFormat
@@ -18,6 +18,7 @@ from fp4graph.numerics.noise import Noise, derive, make_step, mix
 from fp4graph.numerics.packing import pack
 from fp4graph.numerics.quantize import fake_quantize, round_elements
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
+from tests.helpers import oracle
 from tests.helpers.floats import any_floats, assert_same_bits
 from tests.kernels.quantizers import (
     CHOICES,

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from fp4graph.numerics import oracle
 from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.formats import ELEMENTS, SCALES, element_format, scale_format
 from fp4graph.numerics.noise import Noise, make_key
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.scaling import amax, block_scale
 from fp4graph.numerics.spec import POWERS_OF_TWO, QuantSpec, ScaleSpec
+from tests.helpers import oracle
 from tests.helpers.floats import any_floats, assert_same_bits, blocks_of_every_scale
 
 DECODE = ("floor", "ceil", "nearest_even", "toward_positive", "stochastic", "amax_ceil", "amax_even")

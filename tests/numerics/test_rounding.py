@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 
-from fp4graph.numerics import oracle
 from fp4graph.numerics.formats import ELEMENTS, element_format
 from fp4graph.numerics.noise import hash_bits, make_key
 from fp4graph.numerics.rounding import bracket, round_nearest, round_stochastic, uniform
+from tests.helpers import oracle
 from tests.helpers.floats import any_floats, assert_same_bits, critical_points
 
 

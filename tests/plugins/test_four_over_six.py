@@ -13,11 +13,12 @@ import fp4graph
 from fp4graph.errors import PolicyError, PolicyWarning
 from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
-from fp4graph.numerics import noise, oracle
+from fp4graph.numerics import noise
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.formats import E2M1
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
+from tests.helpers import oracle
 from tests.helpers.policies import loaded
 
 DRAW = Draw(noise.make_key("site", "fc"), noise.make_step(0, 0, 0))

@@ -14,12 +14,12 @@ from fp4graph.technique.site import SiteView
 E2M1 = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
 
 
-def policy(**quantize):
+def policy(factors=(1.0, 0.5, 2.0), **quantize):
     data = {
         "version": 1,
         "name": "mse",
         "rules": [{"name": "all", "match": {"op": "linear"}, "quantize": {"block": 32} | quantize}],
-        "techniques": [{"mse_scale": {"factors": [1.0, 0.5, 2.0]}}],
+        "techniques": [{"mse_scale": {"factors": list(factors)}}],
     }
     return fp4graph.load_policy(data)
 
@@ -96,6 +96,4 @@ def test_training():
 def test_wrong_factors():
     for factors in ([], [0.0], [-1.0]):
         with pytest.raises(fp4graph.PolicyError, match="factors"):
-            fp4graph.load_policy(
-                {"version": 1, "default": {"block": 32}, "techniques": [{"mse_scale": {"factors": factors}}]}
-            )
+            policy(factors)

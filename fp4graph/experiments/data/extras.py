@@ -15,7 +15,9 @@ def needs(package: str, why: str, extra: str = "tasks") -> None:
         raise Error(f"{why}, which is not installed; pip install 'fp4graph[{extra}]'")
 
 
-def data_folder(name: str) -> Path:
-    """Return the folder of downloaded or derived data: ``$FP4GRAPH_DATA/name``, or one below the user's cache."""
+def data_folder(name: str, given: str | None = None) -> Path:
+    """Return the folder ``given``, or that of downloads: ``$FP4GRAPH_DATA/name``, or one below the user's cache."""
+    if given:
+        return Path(given).expanduser()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fp4graph"
     return Path(os.environ.get("FP4GRAPH_DATA") or cache) / name

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -46,24 +47,34 @@ class Split:
         return len(self.mean)
 
 
-class Named:
-    """A Hugging Face dataset of images, under the names that its columns have."""
+class _Read:
+    """A data set of images that ``read`` makes of ``items`` when they are asked for."""
 
-    def __init__(self, rows: Any, image: str, label: str | None) -> None:
-        self.rows, self.image, self.label = rows, image, label
+    def __init__(self, items: Any, read: Callable[[Any], tuple[Image.Image, int]]) -> None:
+        self.items, self.read = items, read
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.items)
 
     def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        row = self.rows[index]
-        return row[self.image].convert("RGB"), 0 if self.label is None else int(row[self.label])
+        return self.read(self.items[index])
 
 
-def digits(split_seed: int = 0) -> Split:
+def _from_row(image: str, label: str | None, row: Any) -> tuple[Image.Image, int]:
+    return row[image].convert("RGB"), 0 if label is None else int(row[label])
+
+
+def _from_file(file: Path) -> tuple[Image.Image, int]:
+    from PIL import Image
+
+    with Image.open(file) as image:
+        return image.convert("RGB"), 0
+
+
+def digits() -> Split:
     """Return scikit-learn's 1797 scans of handwritten digits (8x8, 17 grey levels) as 8-bit grey images.
 
-    The split is stratified, 80/20. It depends on ``split_seed`` alone, so that runs of any seed are comparable.
+    The split is stratified, 80/20, and the same for runs of any seed, so that they are comparable.
     """
     needs("sklearn", "digits are scikit-learn's")
     from PIL import Image
@@ -74,44 +85,42 @@ def digits(split_seed: int = 0) -> Split:
     images = [Image.fromarray(np.uint8(np.round(scan * (255 / 16)))) for scan in scans.images]
     pairs: Any = list(zip(images, scans.target.tolist(), strict=True))
     numbers = np.arange(len(pairs))
-    parts = train_test_split(numbers, test_size=0.2, stratify=scans.target, random_state=split_seed)
+    parts = train_test_split(numbers, test_size=0.2, stratify=scans.target, random_state=0)
     train, validation = (Subset(pairs, part.tolist()) for part in parts)
     return Split(train, validation, classes=10, mean=(0.305,), std=(0.376,))
 
 
-def mnist(root: Path, *, download: bool = True) -> Split:
-    """Return MNIST from ``root``, fetched there by torchvision where ``download`` allows it."""
+def mnist(root: Path) -> Split:
+    """Return MNIST from ``root``, fetched there by torchvision if need be."""
     needs("torchvision", "MNIST is read by torchvision")
     from torchvision.datasets import MNIST
 
     where = f"{root}/MNIST/raw has the four files train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-..."
-    train, test = (_torchvision(MNIST, root, part, download, where) for part in (True, False))
+    train, test = _torchvision(MNIST, root, where)
     return Split(train, test, classes=10, mean=(0.1307,), std=(0.3081,))
 
 
-def cifar10(root: Path, *, download: bool = True) -> Split:
-    """Return CIFAR-10 from ``root``, fetched there by torchvision where ``download`` allows it."""
+def cifar10(root: Path) -> Split:
+    """Return CIFAR-10 from ``root``, fetched there by torchvision if need be."""
     needs("torchvision", "CIFAR-10 is read by torchvision")
     from torchvision.datasets import CIFAR10
 
     where = f"{root / CIFAR10.base_folder} exists (unpack {CIFAR10.filename} in {root})"
-    train, test = (_torchvision(CIFAR10, root, part, download, where) for part in (True, False))
+    train, test = _torchvision(CIFAR10, root, where)
     return Split(train, test, classes=10, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
 
 
-def _torchvision(kind: Callable[..., Images], root: Path, train: bool, download: bool, where: str) -> Images:
+def _torchvision(kind: Callable[..., Images], root: Path, where: str) -> list[Images]:
+    """Return the training and the validation images of a data set."""
     try:
-        return kind(root=str(root), train=train, download=False)
-    except RuntimeError as error:  # it is not there, or is damaged
-        missing = str(error).splitlines()[0]
-    if download:
         try:
-            return kind(root=str(root), train=train, download=True)
-        except (RuntimeError, OSError) as error:
-            missing = f"it cannot be downloaded ({str(error).splitlines()[-1]})"  # torchvision's last attempt
-    name = getattr(kind, "__name__", "the data set")
-    otherwise = "" if download else ", or let it be downloaded"
-    raise Error(f"{name} is not in {root}: {missing.rstrip('.')}. Make sure that {where}{otherwise}")
+            return [kind(root=str(root), train=part, download=False) for part in (True, False)]
+        except RuntimeError:  # it is not there, or is damaged
+            return [kind(root=str(root), train=part, download=True) for part in (True, False)]
+    except (RuntimeError, OSError) as error:
+        name = getattr(kind, "__name__", "the data set")
+        last = str(error).splitlines()[-1]  # torchvision's last attempt
+        raise Error(f"{name} is not in {root}: it cannot be downloaded ({last}). Make sure that {where}") from error
 
 
 def image_folder(root: Path) -> Split:
@@ -140,7 +149,14 @@ def flat_folder(root: Path) -> Split:
     files = sorted(path for path in root.rglob("*") if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp"))
     if len(files) < 50:
         raise Error(f"{root} has {len(files)} images: put at least 50 there, as .png, .jpg or .webp, in any subfolders")
-    return _unlabelled(_Files(files))
+    return _unlabelled(_Read(files, _from_file))
+
+
+def named(data: str, *, labelled: bool) -> Split:
+    """Return the images that ``--data`` names: ``hf:NAME``, or a folder."""
+    if data.startswith("hf:"):
+        return hugging_face(data[3:], labelled=labelled)
+    return (image_folder if labelled else flat_folder)(Path(data).expanduser())
 
 
 def hugging_face(name: str, *, labelled: bool) -> Split:
@@ -167,28 +183,15 @@ def hugging_face(name: str, *, labelled: bool) -> Split:
     if image is None or (labelled and label is None):
         lacks = "images" if image is None else "class labels"
         raise Error(f"dataset {name!r} has no column of {lacks} in a split 'train'; its columns: {', '.join(features)}")
-    train = Named(found["train"], image, label)
+    read = partial(_from_row, image, label)
+    train = _Read(found["train"], read)
     other = next((key for key in ("validation", "val", "test") if key in found), None)
     if other is None and labelled:
         raise Error(f"dataset {name!r} has no split validation, val or test; its splits: {', '.join(found)}")
     if other is None:
         return _unlabelled(train)
     classes = 1 if label is None else features[label].num_classes
-    return Split(train, Named(found[other], image, label), classes, mean=IMAGENET_MEAN, std=IMAGENET_STD)
-
-
-class _Files:
-    def __init__(self, files: Sequence[Path]) -> None:
-        self.files = files
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        from PIL import Image
-
-        with Image.open(self.files[index]) as image:
-            return image.convert("RGB"), 0
+    return Split(train, _Read(found[other], read), classes, mean=IMAGENET_MEAN, std=IMAGENET_STD)
 
 
 def _unlabelled(images: Any) -> Split:

@@ -19,7 +19,6 @@ import torch
 
 from fp4graph.errors import Error
 from fp4graph.experiments.data.extras import data_folder, needs
-from fp4graph.files import replacing
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -51,11 +50,6 @@ class Tokens:
 
     train: TokenArray
     validation: TokenArray
-
-    @property
-    def checksum(self) -> int:
-        """A checksum of the text and the tokenizer."""
-        return zlib.crc32(self.validation.tobytes(), zlib.crc32(self.train.tobytes()))
 
 
 def standard_library() -> Texts:
@@ -112,7 +106,7 @@ def named(data: str) -> Texts:
 def prepared(texts: Texts, vocabulary: int) -> Tokens:
     """Return ``texts`` as tokens of a tokenizer of their own; :func:`data_folder` keeps both for the next time."""
     if vocabulary == BYTES:
-        return tokenize(texts, vocabulary, Path())
+        return tokenize(texts)
     checksum = 0
     for part in (*texts.train, *texts.validation):
         checksum = zlib.crc32(part.encode(), checksum)
@@ -134,7 +128,7 @@ def _keep(texts: Texts, vocabulary: int, folder: Path) -> None:
         unfinished = Path(name) / folder.name
         unfinished.mkdir()
         train_tokenizer(texts.train, vocabulary, unfinished / "tokenizer.json")
-        tokens = tokenize(texts, vocabulary, unfinished / "tokenizer.json")
+        tokens = tokenize(texts, unfinished / "tokenizer.json")
         np.save(unfinished / "train.npy", tokens.train)
         np.save(unfinished / "validation.npy", tokens.validation)
         try:
@@ -170,15 +164,13 @@ def train_tokenizer(texts: Sequence[str], vocabulary: int, file: Path) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(_head(texts, TRAINED_ON), trainer)
-    with replacing(file) as opened:
-        opened.write(tokenizer.to_str().encode())
+    file.write_text(tokenizer.to_str(), encoding="utf-8")
 
 
-def tokenize(texts: Texts, vocabulary: int, tokenizer_file: Path) -> Tokens:
+def tokenize(texts: Texts, tokenizer_file: Path | None = None) -> Tokens:
     """Return both parts as tokens: bytes, or those of the tokenizer in ``tokenizer_file``."""
     tokenizer = None
-    if vocabulary != BYTES:
-        needs("tokenizers", "text is cut by tokenizers")
+    if tokenizer_file is not None:
         from tokenizers import Tokenizer
 
         tokenizer = Tokenizer.from_file(str(tokenizer_file))

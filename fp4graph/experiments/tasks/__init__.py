@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from fp4graph.errors import Error
 from fp4graph.experiments.tasks import classification, diffusion, language, regression
-from fp4graph.experiments.tasks.task import Batch, Problem, Recipe, Settings, Task
+from fp4graph.experiments.tasks.task import Batch, Problem, Recipe, Settings, Task, placed
 from fp4graph.text import suggest
 
 #: Every task by name, in the order of ``fp4graph train --list``.
@@ -22,4 +22,4 @@ def task_named(name: str) -> Task:
     return TASKS[name]
 
 
-__all__ = ["TASKS", "Batch", "Problem", "Recipe", "Settings", "Task", "task_named"]
+__all__ = ["TASKS", "Batch", "Problem", "Recipe", "Settings", "Task", "placed", "task_named"]

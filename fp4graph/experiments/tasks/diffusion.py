@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,9 +15,9 @@ from fp4graph.errors import Error
 from fp4graph.experiments.data import images as sources
 from fp4graph.experiments.data.extras import data_folder, needs
 from fp4graph.experiments.data.images import Split
-from fp4graph.experiments.data.loading import Pixels, Stream, in_memory, normalized
+from fp4graph.experiments.data.loading import Pixels, Stream, in_memory
 from fp4graph.experiments.data.order import Order, generator
-from fp4graph.experiments.tasks.task import Batch, Problem, Recipe, Settings, Task
+from fp4graph.experiments.tasks.task import PAPER, Batch, Problem, Recipe, Settings, Task
 
 #: Steps of the noise schedule.
 TIMESTEPS = 1000
@@ -31,18 +32,30 @@ class Diffusion(Problem):
     Source: Ho et al. 2020, "Denoising Diffusion Probabilistic Models", eq. 14; diffusers' linear schedule.
     """
 
-    def __init__(self, settings: Settings, **model: Any) -> None:
+    def __init__(
+        self, train: Pixels | Stream, held_out: Pixels | Stream, settings: Settings, channels: int, **model: Any
+    ) -> None:
         needs("diffusers", "this task's model is diffusers'")
         import diffusers
 
+        self.train, self.held_out, self.samples = train, held_out, len(train)
         self.seed, self.batch_size, self.dtype = settings.seed, settings.batch_size, settings.parameter_dtype
+        self.order = Order(self.samples, settings.batch_size, settings.seed)
         torch.manual_seed(settings.seed)
-        self.model = diffusers.UNet2DModel(**model)
+        self.model = diffusers.UNet2DModel(in_channels=channels, out_channels=channels, **model)
         # The blocks differ in kind and width, so that they are no stack that is found by itself.
         names = (name for name, _ in self.model.named_modules())
         self.blocks = tuple(name for name in names if re.fullmatch(r"mid_block|(down|up)_blocks\.[^.]+", name))
         kept = diffusers.DDPMScheduler(num_train_timesteps=TIMESTEPS).alphas_cumprod
         self.signal, self.noise = kept.sqrt(), (1 - kept).sqrt()
+
+    def batches(self, start: int) -> Iterator[Batch]:
+        for number, (images, _) in enumerate(self.train.shuffled(self.order, start), start):
+            yield self.noised(images, self.seed, 1, number)
+
+    def validation(self) -> Iterator[Batch]:
+        for number, (images, _) in enumerate(self.held_out.in_order(self.batch_size)):
+            yield self.noised(images, number)
 
     def noised(self, images: Tensor, *key: int) -> Batch:
         """Return ``images``, their noise and timesteps, which are a function of ``key``."""
@@ -58,90 +71,37 @@ class Diffusion(Problem):
         return {"loss": (predicted.float() - noise).square().mean((1, 2, 3))}
 
 
-class InMemory(Diffusion):
-    """Diffusion of images that fit in memory."""
+def from_folder(split: Split, settings: Settings, size: int, **model: Any) -> Problem:
+    """Return the diffusion of images in files, cut to squares of ``size`` pixels and mirrored at random."""
+    from torchvision import transforms
 
-    def __init__(self, pixels: Pixels, settings: Settings, **model: Any) -> None:
-        channels, size, _ = pixels.shape
-        super().__init__(settings, sample_size=size, in_channels=channels, out_channels=channels, **model)
-        self.pixels, self.samples = pixels, len(pixels.train)
-        self.order = Order(self.samples, settings.batch_size, settings.seed)
-
-    def batches(self, start: int) -> Iterator[Batch]:
-        for number, rows in enumerate(self.order.rows(start), start):
-            yield self.noised(normalized(self.pixels.train[rows], (0.5,), (0.5,)), self.seed, 1, number)
-
-    def validation(self) -> Iterator[Batch]:
-        for number, pixels in enumerate(torch.split(self.pixels.validation, self.batch_size)):
-            yield self.noised(normalized(pixels, (0.5,), (0.5,)), number)
-
-
-class FromFolder(Diffusion):
-    """Diffusion of images in files, cut to squares of ``size`` pixels and mirrored at random."""
-
-    def __init__(self, split: Split, settings: Settings, size: int, **model: Any) -> None:
-        from torchvision import transforms
-
-        super().__init__(settings, sample_size=size, in_channels=3, out_channels=3, **model)
-        cut = [transforms.Resize(size), transforms.CenterCrop(size)]
-        scaled = [transforms.ToTensor(), transforms.Normalize([0.5] * 3, [0.5] * 3)]
-        moving = transforms.Compose([*cut, transforms.RandomHorizontalFlip(), *scaled])
-        self.samples = len(split.train)
-        self.order = Order(self.samples, settings.batch_size, settings.seed)
-        self.train = Stream(split.train, moving, settings.seed, settings.run.workers)
-        still = transforms.Compose([*cut, *scaled])
-        self.held_out = Stream(split.validation, still, settings.seed, settings.run.workers)
-
-    def batches(self, start: int) -> Iterator[Batch]:
-        for number, (images, _) in enumerate(self.train.shuffled(self.order, start), start):
-            yield self.noised(images, self.seed, 1, number)
-
-    def validation(self) -> Iterator[Batch]:
-        for number, (images, _) in enumerate(self.held_out.in_order(self.batch_size)):
-            yield self.noised(images, number)
+    cut = [transforms.Resize(size), transforms.CenterCrop(size)]
+    scaled = [transforms.ToTensor(), transforms.Normalize([0.5] * 3, [0.5] * 3)]
+    moving = transforms.Compose([*cut, transforms.RandomHorizontalFlip(), *scaled])
+    parts = ((split.train, moving), (split.validation, transforms.Compose([*cut, *scaled])))
+    train, held_out = (Stream(images, how, settings.seed, settings.run.workers) for images, how in parts)
+    return Diffusion(train, held_out, settings, channels=3, sample_size=size, **model)
 
 
 # ------------------------------------------------------------------ the tasks
 
 
-def _digits(settings: Settings) -> Problem:
-    return InMemory(
-        in_memory(sources.digits),
-        settings,
-        block_out_channels=(32, 32),
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        layers_per_block=1,
-        norm_num_groups=8,
-        attention_head_dim=16,
-    )
-
-
-def _small(settings: Settings) -> Problem:
-    root = Path(settings.data).expanduser() if settings.data else data_folder("cifar10")
-    return InMemory(
-        in_memory(sources.cifar10, root),
-        settings,
-        block_out_channels=(64, 128, 128),
-        down_block_types=("DownBlock2D", "AttnDownBlock2D", "AttnDownBlock2D"),
-        up_block_types=("AttnUpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
-        layers_per_block=1,
-        attention_head_dim=32,
-    )
+def _small(load: Callable[..., Split], data: str | None, settings: Settings, **model: Any) -> Problem:
+    """Make a U-Net with options ``model``, on the images that ``load`` reads from the folder of ``data``, if any."""
+    root = () if data is None else (data_folder(data, settings.run.data),)
+    train, held_out = (replace(part, mean=(0.5,), std=(0.5,)) for part in in_memory(load, *root)[:2])
+    _, channels, size, _ = train.images.shape
+    return Diffusion(train, held_out, settings, channels, sample_size=size, layers_per_block=1, **model)
 
 
 def _big(settings: Settings) -> Problem:
-    if settings.data is None:
+    if settings.run.data is None:
         raise Error(
             f"task {settings.run.task!r} needs FFHQ: give --data FOLDER with its images as .png or .jpg, in any "
             "subfolders, or --data hf:NAME for a dataset of the Hugging Face hub"
         )
-    if settings.data.startswith("hf:"):
-        split = sources.hugging_face(settings.data[3:], labelled=False)
-    else:
-        split = sources.flat_folder(Path(settings.data).expanduser())
-    return FromFolder(
-        split,
+    return from_folder(
+        sources.named(settings.run.data, labelled=False),
         settings,
         size=128,
         block_out_channels=(128, 128, 256, 256, 512, 512),
@@ -151,33 +111,47 @@ def _big(settings: Settings) -> Problem:
     )
 
 
-PAPER = '"Elucidating the design space of FP4 training", appendix, Table 11'
-
-DIGITS = Task(
-    name="digits-diffusion",
-    family="diffusion",
-    description="A U-Net of 2 levels on scikit-learn's digits, 8x8 pixels",
-    source="ours",
-    recipe=Recipe(lr=1e-3, batch_size=64, epochs=10),
-    make=_digits,
-    embedded=True,
+_task = partial(Task, family="diffusion")
+TASKS = (
+    _task(
+        name="digits-diffusion",
+        description="A U-Net of 2 levels on scikit-learn's digits, 8x8 pixels",
+        source="ours",
+        recipe=Recipe(lr=1e-3, batch_size=64, epochs=10),
+        make=partial(
+            _small,
+            sources.digits,
+            None,
+            block_out_channels=(32, 32),
+            down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+            up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+            norm_num_groups=8,
+            attention_head_dim=16,
+        ),
+        embedded=True,
+    ),
+    _task(
+        name="small-diffusion",
+        description="A U-Net of 3 levels on CIFAR-10",
+        source=f"{PAPER}; the model's size is ours, for the paper gives none",
+        recipe=Recipe(lr=1e-3, batch_size=512, epochs=20),
+        make=partial(
+            _small,
+            sources.cifar10,
+            "cifar10",
+            block_out_channels=(64, 128, 128),
+            down_block_types=("DownBlock2D", "AttnDownBlock2D", "AttnDownBlock2D"),
+            up_block_types=("AttnUpBlock2D", "AttnUpBlock2D", "UpBlock2D"),
+            attention_head_dim=32,
+        ),
+        data="FOLDER; downloaded if it has none",
+    ),
+    _task(
+        name="big-diffusion",
+        description="A U-Net of 6 levels on FFHQ, 128x128 pixels",
+        source=f"{PAPER}; the model is that of diffusers' tutorial, for the paper gives none",
+        recipe=Recipe(lr=1e-4, batch_size=20, epochs=3, autocast=True),
+        make=_big,
+        data="FOLDER (images) or hf:NAME",
+    ),
 )
-SMALL = Task(
-    name="small-diffusion",
-    family="diffusion",
-    description="A U-Net of 3 levels on CIFAR-10",
-    source=f"{PAPER}; the model's size is ours, for the paper gives none",
-    recipe=Recipe(lr=1e-3, batch_size=512, epochs=20),
-    make=_small,
-    data="FOLDER; downloaded if it has none",
-)
-BIG = Task(
-    name="big-diffusion",
-    family="diffusion",
-    description="A U-Net of 6 levels on FFHQ, 128x128 pixels",
-    source=f"{PAPER}; the model is that of diffusers' tutorial, for the paper gives none",
-    recipe=Recipe(lr=1e-4, batch_size=20, epochs=3, autocast=True),
-    make=_big,
-    data="FOLDER (images) or hf:NAME",
-)
-TASKS = (DIGITS, SMALL, BIG)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import count
 
@@ -16,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from fp4graph.errors import Error
 from fp4graph.experiments.data import text
 from fp4graph.experiments.data.extras import needs
-from fp4graph.experiments.tasks.task import Batch, Problem, Recipe, Settings, Task
+from fp4graph.experiments.tasks.task import PAPER, Batch, Problem, Recipe, Settings, Task
 
 #: Width, feed-forward width, layers, heads, vocabulary. All but the first are those of GaLore (Zhao et al. 2024), which
 #: StableSPAM took over: 8,995,968, 58,073,600, 367,969,280 and 1,339,082,752 parameters. The design-space paper takes
@@ -37,14 +36,15 @@ class Language(Problem):
 
     Validation goes through the first sequences of the validation text that do not overlap, at most ``VALIDATED``.
     Perplexity is the exponential of the mean loss. Losses are comparable under one text and one vocabulary only.
+    ``data`` is the text unless the run names another.
     """
 
-    def __init__(self, size: str, context: int, settings: Settings) -> None:
+    def __init__(self, size: str, context: int, settings: Settings, data: str = "wikitext") -> None:
         needs("transformers", "this task's model is transformers'")
         from transformers import LlamaConfig, LlamaForCausalLM
 
         width, feed_forward, layers, heads, vocabulary = SIZES[size]
-        self.tokens = tokens_of(settings.data, vocabulary)
+        self.tokens = tokens_of(settings.run.data or data, vocabulary)
         self.seed, self.batch_size, self.dtype = settings.seed, settings.batch_size, settings.parameter_dtype
         self.context = self.tokens_per_sample = context
         self.samples = len(self.tokens.train) // context
@@ -88,19 +88,12 @@ class Language(Problem):
 
 
 @lru_cache(maxsize=2)  # a sweep trains on one text many times
-def tokens_of(data: str | None, vocabulary: int) -> text.Tokens:
+def tokens_of(data: str, vocabulary: int) -> text.Tokens:
     """Return the text that ``--data`` names as tokens; the tokenizer is trained on the text and kept."""
-    return text.prepared(text.named(data or "wikitext"), vocabulary)
-
-
-def _stdlib(size: str, context: int, settings: Settings) -> Problem:
-    """Make a problem on the standard library's text unless other text is named."""
-    run = replace(settings.run, data=settings.data or "stdlib")
-    return Language(size, context, replace(settings, run=run))
+    return text.prepared(text.named(data), vocabulary)
 
 
 DATA = "wikitext, stdlib, FILE or FOLDER of text"
-PAPER = '"Elucidating the design space of FP4 training", appendix, Table 11; sizes of GaLore (Zhao et al. 2024)'
 
 TEXT = Task(
     name="text",
@@ -108,7 +101,7 @@ TEXT = Task(
     description="A LLaMA of 2 blocks and 133,440 parameters on the bytes of Python's standard library",
     source="ours",
     recipe=Recipe(lr=3e-3, batch_size=32, steps=300, warmup=0.1),
-    make=partial(_stdlib, "tiny", 64),
+    make=partial(Language, "tiny", 64, data="stdlib"),
     data=DATA,
     embedded=True,
 )
@@ -119,7 +112,7 @@ def _llama(size: str, context: int, batch_size: int, accumulate: int, lr: float,
         name=f"llama-{size}",
         family="language",
         description=f"LLaMA {size.upper()} on WikiText, {context} tokens per sequence",
-        source=PAPER,
+        source=f"{PAPER}; sizes of GaLore (Zhao et al. 2024)",
         recipe=Recipe(lr=lr, batch_size=batch_size, accumulate=accumulate, tokens=tokens, autocast=True),
         make=partial(Language, size, context),
         data=DATA,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -13,7 +13,10 @@ from torch import Tensor, nn
 
 from fp4graph.errors import Error
 from fp4graph.experiments.run import Run
+from fp4graph.policy import Policy, Rule
 
+#: The source of most recipes.
+PAPER = '"Elucidating the design space of FP4 training", appendix, Table 11'
 #: Parameters' dtypes, by the names that a run gives them.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 #: Tensors with the samples along their first axis.
@@ -57,10 +60,6 @@ class Settings(Recipe):
         return self.run.seed
 
     @property
-    def data(self) -> str | None:
-        return self.run.data
-
-    @property
     def parameter_dtype(self) -> torch.dtype:
         return DTYPES[self.dtype]
 
@@ -93,9 +92,8 @@ class Problem(ABC):
     Attributes:
         model: on the CPU, in fp32; its weights are a function of the seed.
         dtype: the dtype that its parameters will have, and so of the model's input.
-        blocks: names of the modules that are its blocks, where they are not one repeated stack that
-            ``block: true`` finds by itself.
         samples: the number of training samples, which make an epoch.
+        blocks: its blocks by module name, where ``block: true`` finds no repeated stack by itself.
     """
 
     model: nn.Module
@@ -170,3 +168,31 @@ def device_named(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         raise Error(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
     return device
+
+
+def placed(policy: Policy, blocks: Sequence[str]) -> Policy:
+    """Return ``policy`` with each rule's ``block``, ``first_blocks`` and ``last_blocks`` written as module names.
+
+    ``blocks`` are :attr:`Problem.blocks`, in the order in which they run.
+
+    Raises:
+        PolicyError: a rule says ``block: false``, or ``module`` besides, which a list of modules cannot express.
+    """
+    rules = tuple(_placed(rule, blocks) for rule in policy.rules)
+    phases = tuple(replace(phase, policy=placed(phase.policy, blocks)) for phase in policy.phases)
+    return replace(policy, rules=rules, phases=phases)
+
+
+def _placed(rule: Rule, blocks: Sequence[str]) -> Rule:
+    match = rule.match
+    if match.block is None and match.first_blocks is None and match.last_blocks is None:
+        return rule
+    if match.block is False or match.module is not None:
+        raise rule.error(
+            "this task's model has blocks of several kinds, for which a rule can say block: true, first_blocks and "
+            "last_blocks, but not block: false or module besides; name its modules instead"
+        )
+    first, last = (len(blocks) if some is None else some for some in (match.first_blocks, match.last_blocks))
+    names = tuple(f"{name}.*" for number, name in enumerate(blocks) if len(blocks) - last <= number < first)
+    placed = match.model_copy(update={"module": names, "block": None, "first_blocks": None, "last_blocks": None})
+    return replace(rule, match=placed)

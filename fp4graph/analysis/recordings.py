@@ -1,30 +1,30 @@
-"""Observers that measure a sample of each operand, or each site's output, while the model runs."""
+"""Recordings (:class:`fp4graph.graph.observe.Recording`): of a sample of each operand, and of each site's output."""
 
 from __future__ import annotations
 
 import fnmatch
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from fp4graph.analysis import metrics as m
-from fp4graph.analysis.fields import gemm_fields, operand_fields
-from fp4graph.analysis.sampling import Moments, Sample, Selection, sample
+from fp4graph.analysis.sampling import Moments, Selection, sample
 from fp4graph.ops.observe import ObservedOperand, OperandObserver
 from fp4graph.technique.operands import Gemm, Operand
 
 
-class Collector:
-    """The observer of a step: sums over sampled operands, added up over the step's forwards and backwards.
+class OperandRecording:
+    """Sums over sampled operands, added up over the forwards and backwards of a step.
 
     Sums are added as Python numbers: a checkpointed region must run the same operators when it is recomputed.
     """
 
     def __init__(self, patterns: Sequence[str], metrics: frozenset[str], sample: int | None, device: str) -> None:
-        self._patterns, self.metrics, self.sample, self._device = patterns, metrics, sample, device
+        self._patterns, self._metrics, self._sample, self._device = patterns, metrics, sample, device
         self.sites: set[str] = set()  # every site that was offered
         self.autocast: torch.dtype | None = None  # the dtype of the latest forward's autocast
         self.clear()
@@ -42,72 +42,58 @@ class Collector:
             return None
         enabled = torch.is_autocast_enabled(self._device)
         self.autocast = torch.get_autocast_dtype(self._device) if enabled else None
-        return _SiteCall(self, site)
+        return partial(self._add_gemm, site, {})
 
     def output(self, site: str, y: Tensor) -> None:
         """Ignored: the input of a site changes from step to step."""
-
-    def add_operand(self, site: str, operand: Operand, sampled: Sample) -> None:
-        """Add one operand's statistics."""
-        sums = m.operand_sums(sampled)
-        if "scales" in self.metrics:
-            sums |= m.scale_sums(sampled.scales)
-        if operand is Operand.FPROP_WEIGHT:
-            sums |= m.latent_sums(sampled.ratio, sampled.element, self.metrics)
-            self._limits[site] = sampled.element.max
-        self.add(site, str(operand), sums)
 
     def finish(self) -> list[dict[str, Any]]:
         """Return the measurements of the step, one for each site and tensor."""
         measured = []
         for (site, tensor), sums in self._sums.items():
             is_gemm = tensor in set(Gemm)
-            fields = gemm_fields(sums) if is_gemm else operand_fields(sums, self.metrics, self._limits.get(site))
+            fields = m.gemm_fields(sums) if is_gemm else m.operand_fields(sums, self._metrics, self._limits.get(site))
             measured.append({"site": site, "tensor": tensor, **fields})
         return measured
 
-    def add(self, site: str, tensor: str, sums: Mapping[str, Tensor]) -> None:
-        """Add sums over a tensor's elements."""
-        former, new = self._sums.get((site, tensor)), _numbers(sums)
-        self._sums[site, tensor] = {name: _plus(former[name], new[name]) for name in new} if former else new
-
-
-class _SiteCall:
-    """One forward of one site, and its backward."""
-
-    def __init__(self, collector: Collector, site: str) -> None:
-        self._collector, self._site = collector, site
-        self._exact: dict[Operand, Tensor] = {}
-
     @torch.no_grad()
-    def __call__(self, left: ObservedOperand, right: ObservedOperand) -> None:
-        collector, gemm = self._collector, left.operand.gemm
-        wants_gradient = "gradient" in collector.metrics
+    def _add_gemm(self, site: str, exact: dict[Operand, Tensor], left: ObservedOperand, right: ObservedOperand) -> None:
+        """Add the statistics of one GEMM; ``exact`` holds the fprop operands in high precision until the backward."""
+        gemm, wants_gradient = left.operand.gemm, "gradient" in self._metrics
         if gemm is Gemm.FPROP and wants_gradient:
-            self._exact = {Operand.DGRAD_WEIGHT: right.given.mT, Operand.WGRAD_INPUT: left.given.mT}
+            exact.update({Operand.DGRAD_WEIGHT: right.given.mT, Operand.WGRAD_INPUT: left.given.mT})
         # An operand may be empty, such as the input of an expert without tokens; the other one is measured.
-        measured = [self._measured(seen) for seen in (left, right) if seen.x.numel()]
+        measured = [self._add_operand(site, exact, seen) for seen in (left, right) if seen.x.numel()]
         if gemm is not Gemm.FPROP and wants_gradient and len(measured) == 2:
             (left_moments, left_exact), (right_moments, right_exact) = measured
-            sums = m.gradient_sums(left_moments, right_moments, left_exact, right_exact)
-            collector.add(self._site, str(gemm), sums)
+            self._add(site, str(gemm), m.gradient_sums(left_moments, right_moments, left_exact, right_exact))
 
-    def _measured(self, seen: ObservedOperand) -> tuple[Moments, Tensor]:
+    def _add_operand(self, site: str, exact: dict[Operand, Tensor], seen: ObservedOperand) -> tuple[Moments, Tensor]:
         """Return the moments of the sampled lines, and the same lines of the factor in high precision."""
-        selection = Selection(tuple(seen.x.shape), self._collector.sample)
+        selection = Selection(tuple(seen.x.shape), self._sample)
         if seen.program.spec is None:
             x = selection.of(seen.x)
             moments = Moments(x)
         else:
             sampled = sample(seen, selection)
-            self._collector.add_operand(self._site, seen.operand, sampled)
             x, moments = sampled.x, sampled.moments
-        given = self._exact.get(seen.operand, seen.given)
+            sums = m.operand_sums(sampled)
+            if "scales" in self._metrics:
+                sums |= m.scale_sums(sampled.scales)
+            if seen.operand is Operand.FPROP_WEIGHT:
+                sums |= m.latent_sums(sampled.ratio, sampled.element, self._metrics)
+                self._limits[site] = sampled.element.max
+            self._add(site, str(seen.operand), sums)
+        given = exact.get(seen.operand, seen.given)
         return moments, x if given is seen.x or seen.operand.gemm is Gemm.FPROP else selection.of(given)
 
+    def _add(self, site: str, tensor: str, sums: Mapping[str, Tensor]) -> None:
+        former, new = self._sums.get((site, tensor)), _numbers(sums)
+        self._sums[site, tensor] = {name: _plus(former[name], new[name]) for name in new} if former else new
 
-class Outputs:
-    """The observer of a probe: each site's output, and its relative change from one run to the next."""
+
+class OutputRecording:
+    """Each site's output, and its relative change from one run of a probe to the next."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self._patterns = patterns

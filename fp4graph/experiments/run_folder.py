@@ -1,4 +1,4 @@
-"""The record of a run in its folder, which stays readable after a crash or a kill.
+"""The folder of a run, which stays readable after a crash or a kill.
 
 ====================  ==========================================================================================
 ``run.json``          the run as asked for and as resolved, the policy as YAML, versions; written first
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 from fp4graph.analysis import jsonlines
 from fp4graph.errors import Error
 from fp4graph.experiments.run import Outcome, finite
-from fp4graph.files import replacing
+from fp4graph.files import read_json, replacing
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -39,16 +39,12 @@ class Ended(Error):
     """The run to resume has ended: nothing of it is left to do."""
 
 
-class Record:
-    """Writes the record of one run into ``folder``."""
+class RunFolder:
+    """Writes the files of one run into the folder ``path``."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, path: Path) -> None:
+        self.path, self.checkpoint = path, path / CHECKPOINT
         self._events: SummaryWriter | None = None
-
-    @property
-    def checkpoint(self) -> Path:
-        return self.folder / CHECKPOINT
 
     def begin(self, content: Mapping[str, Any], *, resume: bool) -> None:
         """Write ``run.json``, or with ``resume`` check that the run there is this one.
@@ -56,36 +52,37 @@ class Record:
         Raises:
             Error: the folder holds a run, or another one than this, or cannot be written.
         """
-        if self._holds_a_run():
+        metrics = self.path / METRICS  # a folder with run.json alone can be used again
+        if self.checkpoint.exists() or (self.path / OUTCOME).exists() or (metrics.exists() and metrics.stat().st_size):
             if not resume:
-                raise Error(f"{self.folder} holds a run already: resume it, or give another folder")
-            before = read_run(self.folder)
-            changed = [
+                raise Error(f"{self.path} holds a run already: resume it, or give another folder")
+            before = read_run(self.path)
+            changed = [  # without what says where it runs, not what it computes
                 f"{name} was {before['settings'].get(name)!r}, is {value!r}"
                 for name, value in finite(content["settings"]).items()
-                if name not in FREE and before["settings"].get(name) != value
+                if name not in ("device", "backend", "workers") and before["settings"].get(name) != value
             ]
             if before["policy"] != content["policy"]:
                 changed.append("the policy is another one")
             if changed:
-                raise Error(f"{self.folder} holds another run: {'; '.join(changed)}")
-            if (self.folder / OUTCOME).exists():
-                raise Ended(f"{self.folder} holds this run, and it has ended: {OUTCOME} says with what")
+                raise Error(f"{self.path} holds another run: {'; '.join(changed)}")
+            if (self.path / OUTCOME).exists():
+                raise Ended(f"{self.path} holds this run, and it has ended: {OUTCOME} says with what")
         started = datetime.now(UTC).isoformat(timespec="seconds")
         with self._writing(RUN):
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(parents=True, exist_ok=True)
         self._replace(RUN, {"format": FORMAT, "version": VERSION, "started": started, **content})
 
     def keep_until(self, step: int) -> None:
         """Drop the lines after ``step``: a run that is resumed there writes them again."""
-        kept = [line for line in read_metrics(self.folder) if line["step"] <= step]
-        with self._writing(METRICS), replacing(self.folder / METRICS) as file:
+        kept = [line for line in read_metrics(self.path) if line["step"] <= step]
+        with self._writing(METRICS), replacing(self.path / METRICS) as file:
             file.writelines(map(jsonlines.line, kept))
 
     def line(self, step: int, **values: float) -> None:
         """Add a line to ``metrics.jsonl``, and its values to TensorBoard's events."""
         with self._writing(METRICS):
-            jsonlines.append(self.folder / METRICS, [finite({"step": step, **values})])
+            jsonlines.append(self.path / METRICS, [finite({"step": step, **values})])
         if self.events is not None:
             with self._writing(EVENTS):
                 for name, value in values.items():
@@ -100,17 +97,6 @@ class Record:
         if self._events is not None:
             self._events.close()
 
-    def _holds_a_run(self) -> bool:
-        """Return whether the folder holds more than ``run.json``; a folder with that alone can be used again."""
-        metrics = self.folder / METRICS
-        return any((self.folder / name).exists() for name in (OUTCOME, CHECKPOINT)) or (
-            metrics.exists() and metrics.stat().st_size > 0
-        )
-
-    def _replace(self, name: str, content: Mapping[str, Any]) -> None:
-        with self._writing(name), replacing(self.folder / name) as file:
-            file.write(json.dumps(finite(content), indent=1, ensure_ascii=False).encode() + b"\n")
-
     @property
     def events(self) -> SummaryWriter | None:
         """The writer of TensorBoard's events, opened at its first use; None where TensorBoard is not installed."""
@@ -118,8 +104,12 @@ class Record:
             from torch.utils.tensorboard import SummaryWriter
 
             with self._writing(EVENTS):
-                self._events = SummaryWriter(str(self.folder / EVENTS))
+                self._events = SummaryWriter(str(self.path / EVENTS))
         return self._events
+
+    def _replace(self, name: str, content: Mapping[str, Any]) -> None:
+        with self._writing(name), replacing(self.path / name) as file:
+            file.write(json.dumps(finite(content), indent=1, ensure_ascii=False).encode() + b"\n")
 
     @contextmanager
     def _writing(self, name: str) -> Iterator[None]:
@@ -129,12 +119,8 @@ class Record:
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             remedy = "make room and resume the run" if full else "see that the folder is one and can be written"
-            what = f"cannot write {self.folder / name}: {error.strerror or error}"
+            what = f"cannot write {self.path / name}: {error.strerror or error}"
             raise Error(f"{what}. What was written before is readable; {remedy}") from error
-
-
-#: Settings that may change when a run is resumed: they say where it runs, not what it computes.
-FREE = {"device", "backend", "workers"}
 
 
 def read_run(folder: Path) -> dict[str, Any]:
@@ -145,11 +131,11 @@ def read_run(folder: Path) -> dict[str, Any]:
     """
     file = folder / RUN
     try:
-        content = _read(file)
+        content = read_json(file)
     except OSError as error:
         raise Error(f"{folder} holds no run: {RUN} cannot be read ({error.strerror})") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise Error(f"{file} is not the record of a run")
+        raise Error(f"{file} is not that of a run")
     if content.get("version") != VERSION:
         raise Error(f"{file} is of version {content.get('version')}; this fp4graph reads version {VERSION}")
     return content
@@ -163,12 +149,4 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 def read_outcome(folder: Path) -> dict[str, Any] | None:
     """Read ``outcome.json``; None for a run that has not ended."""
-    file = folder / OUTCOME
-    return _read(file) if file.exists() else None
-
-
-def _read(file: Path) -> Any:
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except ValueError:
-        raise Error(f"{file} is not JSON; it was damaged, or something else wrote it") from None
+    return read_json(folder / OUTCOME) if (folder / OUTCOME).exists() else None
