@@ -11,7 +11,7 @@ import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -31,7 +31,7 @@ from fp4graph.graph.names import Names
 from fp4graph.graph.observe import Recording, numbered
 from fp4graph.graph.plan import Planner, plan_once
 from fp4graph.graph.products import PRODUCER, producer_of, value_of
-from fp4graph.graph.replace import SiteCall, call_of
+from fp4graph.graph.replace import SiteCall, UnmarkedWeight, call_of
 from fp4graph.ops.observe import observed
 from fp4graph.policy import Policy
 
@@ -59,6 +59,8 @@ class Direct(TorchFunctionMode):
             of the model; in a part, some operation outside of the part may have made it.
         produced: the operation that made a tensor, by the tensor; of tensors that earlier passes returned.
         idle: operations that are known to do no matrix work; the pass adds to it.
+        carries: marks the weight of a module that the forward uses without calling the module; returns whether it
+            could.
         recording: is shown the sites at work, or None.
         first_occurrence: number of sites of each module that ran before.
 
@@ -75,6 +77,7 @@ class Direct(TorchFunctionMode):
         whole: bool,
         produced: MutableMapping[Tensor, str | None],
         idle: set[Any],
+        carries: Callable[[UnmarkedWeight], bool],
         recording: Recording | None = None,
         first_occurrence: Mapping[str, int] | None = None,
     ) -> None:
@@ -82,7 +85,7 @@ class Direct(TorchFunctionMode):
         self.planner = Planner(policy, first_occurrence)
         self.marked: set[str | None] = set()
         self._policy, self._whole, self._produced, self._idle = policy, whole, produced, idle
-        self._recording = recording
+        self._recording, self._carries = recording, carries
         self._shown: Counter[str] = Counter()
         self._finder = Finder(names, lambda attention: policy.decide(attention).rule.quantizes, {})
         self._markers = Markers()
@@ -210,7 +213,16 @@ class Direct(TorchFunctionMode):
             raise self.planner.refused
         if isinstance(work, FoundProduct):
             self._check(work)
-        return call_of(planned[0], planned[0].found.product) if planned else None
+        if not planned:
+            return None
+        try:
+            return call_of(planned[0], planned[0].found.product)
+        except UnmarkedWeight as error:
+            if not self._carries(error):
+                raise
+        found = self._finder.describe(node, self._markers)
+        assert isinstance(found, FoundProduct)
+        return call_of(replace(planned[0], found=found), found.product)
 
     def _check(self, found: FoundProduct) -> None:
         """Raise CaptureError where the decision depends on what this pass cannot know."""

@@ -86,6 +86,7 @@ class FoundProduct:
         weight_first: the product as work that cannot be quantized, where the first factor is a parameter and the second
             is none; None elsewhere.
         newcomer: name of the module, if it joined the model after the names were taken.
+        caller: name of the module that the product was called in, or None.
     """
 
     product: Product
@@ -96,6 +97,7 @@ class FoundProduct:
     has_weight: bool
     weight_first: FoundWork | None
     newcomer: str | None
+    caller: str | None
 
     @property
     def places(self) -> tuple[int, ...] | None:
@@ -281,7 +283,8 @@ class Finder:
         sizes = _static(a.shape[-1]), _static(b.shape[0 if product.form == "linear" else -1]), _static(b.numel())
         view = SiteView(module, op, *sizes, self._names.block(module), products.producer_of(product.a))
         work = self._like_linear(node, name_of(node), markers) if weight_first else None
-        return FoundProduct(product, view, marked, owner, views, has_weight, work, self._names.newcomer(node))
+        newcomer, caller = self._names.newcomer(node), self._names.module(node)
+        return FoundProduct(product, view, marked, owner, views, has_weight, work, newcomer, caller)
 
     def wants_sdpa(self, node: Node) -> bool:
         """Return whether a rule wants the two products of the fused attention at ``node``."""

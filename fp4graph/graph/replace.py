@@ -18,6 +18,18 @@ from fp4graph.numerics.sharding import is_sharded
 from fp4graph.ops.state import StateSlot
 
 
+class UnmarkedWeight(CaptureError):
+    """A product needs the key or the state of its weight, and no marker carries them where the product is.
+
+    A module has multiplied with the weight of another that it did not call. ``owner`` is the weight's, ``caller`` names
+    the module; either may be unknown (None).
+    """
+
+    def __init__(self, message: str, found: FoundProduct) -> None:
+        super().__init__(message, site=str(found.view))
+        self.owner, self.caller = found.owner, found.caller
+
+
 @dataclass(frozen=True)
 class SiteCall:
     """The call that stands for a planned site: ``function(*inputs, salt, *state, site=site)``.
@@ -54,10 +66,10 @@ def call_of(site: PlannedSite, product: Product) -> SiteCall:
     key = step = None
     if program.draws:
         if marked is None:
-            raise CaptureError(
+            raise UnmarkedWeight(
                 "its quantizers draw noise, but no module that fp4graph prepared was called in its graph (a graph "
                 "break inside the module's forward?); remove the break, or keep this site in high precision",
-                site=where,
+                found,
             )
         key, step = marked.marker.key, marked.marker.step
     state = tuple((_entry(slot, found), found.views if slot.entry.weight_like else ()) for slot in program.state)
@@ -90,10 +102,10 @@ def _entry(slot: StateSlot, found: FoundProduct) -> Node:
         for tagged, node in zip(marker.tag.state, marker.state, strict=True):
             if tagged == wanted:
                 return node
-    raise CaptureError(
+    raise UnmarkedWeight(
         f"technique {slot.technique} keeps state for its weight, which is not known as one: make it the "
         "weight of an nn.Linear or call the parameter '...weight', or drop the technique for it",
-        site=str(found.view),
+        found,
     )
 
 

@@ -6,6 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -68,6 +69,30 @@ class MarkHook:
     def __deepcopy__(self, memo: dict[Any, Any]) -> MarkHook:
         copy.deepcopy(self.current, memo)  # has the copy of the model applied
         return _detached(self.name)
+
+
+@dataclass(eq=False)
+class CarryHook:
+    """Forward pre-hook that marks the weights of ``owner``, which the hooked module uses without calling their owner."""
+
+    hook: MarkHook
+    owner: nn.Module
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        self.hook(self.owner, args)
+
+    @staticmethod
+    def add(module: nn.Module, owner: nn.Module) -> CarryHook | None:
+        """Let ``module`` mark the weights of ``owner``, before its own; return None where that is not possible."""
+        hook = next((h for h in owner._forward_pre_hooks.values() if isinstance(h, MarkHook)), None)
+        hooks = module._forward_pre_hooks
+        if hook is None or any(isinstance(h, CarryHook) and h.hook is hook for h in hooks.values()):
+            return None
+        carrying = CarryHook(hook, owner)
+        module.register_forward_pre_hook(carrying)
+        for key in [key for key, h in hooks.items() if isinstance(h, MarkHook)]:
+            hooks.move_to_end(key)
+        return carrying
 
 
 def _detached(name: str) -> MarkHook:
@@ -159,6 +184,8 @@ def remove_hooks(root: nn.Module) -> None:
             module._forward_pre_hooks.pop(key)
             module._forward_pre_hooks_with_kwargs.pop(key, None)
     for module in list(root.modules()):
+        for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, CarryHook)]:
+            del module._forward_pre_hooks[key]
         module._modules.pop(state.NAME, None)
         if isinstance(module.__dict__.get("forward"), GuardedForward | ShardedForward):
             del module.forward

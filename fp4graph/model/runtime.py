@@ -18,6 +18,7 @@ from fp4graph.errors import Error, PolicyWarning
 from fp4graph.graph.backend import inner_backend
 from fp4graph.graph.direct import Direct
 from fp4graph.graph.observe import Recording
+from fp4graph.graph.replace import UnmarkedWeight
 from fp4graph.graph.site import Site
 from fp4graph.model import coverage, distributed, hooks, state
 from fp4graph.model.capture import Capture
@@ -279,6 +280,7 @@ class Runtime:
             whole=whole,
             produced=self._produced,
             idle=self._idle,
+            carries=self._carry_now,
             recording=self.inspection.shown(training=torch.is_grad_enabled(), checked=self._checked),
             first_occurrence=occurrences,
         )
@@ -316,12 +318,28 @@ class Runtime:
                 return run(*args, **kwargs)
         except Exception as error:
             ours, capture.error = capture.error, None
+            if isinstance(ours, UnmarkedWeight) and not self.capture.graphs and self._carry(ours) is not None:
+                return self._run(training, args, kwargs)  # nothing has run: the first graph was refused
             if ours is not None:
                 self._failure = None if self._checked else ours
                 raise ours from ours.__cause__  # without the compiler's own errors around it
             raise error
         finally:
             self._current.compiled = False
+
+    def _carry(self, error: UnmarkedWeight) -> hooks.CarryHook | None:
+        """Let the module that multiplies with another's weight mark it too; return None where that is not possible."""
+        if error.owner is None or error.caller is None:
+            return None
+        modules = dict(self.root.named_modules(remove_duplicate=False))
+        return hooks.CarryHook.add(modules[error.caller], modules[error.owner.module])
+
+    def _carry_now(self, error: UnmarkedWeight) -> bool:
+        """The same inside a forward that runs uncompiled."""
+        if (carrying := self._carry(error)) is None:
+            return False
+        carrying(self.root, ())
+        return True
 
     def _settle(self, root_state: state.RootState, training: bool) -> None:
         """Start state before the first forwards at the weights as they are now (initialized after apply(), sharded, or

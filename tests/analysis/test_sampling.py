@@ -169,6 +169,7 @@ def test_programs_of_techniques_are_quantized_whole():
         assert torch.equal(found.moments.mean, found.q)
 
 
+@pytest.mark.slow
 def test_normalized_and_stochastic():
     """γ is in the moments; of what is random in other ways than rounding there are none."""
     techniques = default_registry().techniques

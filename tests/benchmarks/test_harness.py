@@ -165,6 +165,7 @@ def test_the_floor_of_six_quantized_operands_is_three_reads_and_six_writes():
     assert quantizer_bytes(m, k, n, 2, set()) == 0
 
 
+@pytest.mark.slow
 def test_the_sites_of_a_model_have_the_extents_of_its_products():
     from benchmarks.floor import extents
     from benchmarks.models import MODELS, explained
@@ -185,6 +186,7 @@ def test_the_sites_of_a_model_have_the_extents_of_its_products():
     assert extents(site) == (17, 32, 17, 8)  # Q·Kᵀ of 4 images and 2 heads
 
 
+@pytest.mark.slow
 def test_rates_are_those_of_the_machine():
     from benchmarks.floor import bandwidth, gemm_rate
 

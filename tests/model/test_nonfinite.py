@@ -47,6 +47,7 @@ def x():
     return torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.slow
 def test_a_healthy_step_is_the_same_step(x):
     """Masks of -inf are none of its business; noise, gradients and the count are those of any other step."""
     watched, plain = applied(), applied()
