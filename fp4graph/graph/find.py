@@ -162,7 +162,8 @@ class Markers:
         """Record a marker, which belongs to the nodes after it."""
         for index, weight in enumerate(marker.weights):
             self._by_weight[weight] = Marked(marker, index)
-        self._by_module[marker.module_id] = marker
+        if not marker.tag.carried:
+            self._by_module[marker.module_id] = marker
 
     def marker_of(self, node: Node, weight: Node | None = None) -> Marked | None:
         """Return the marker that carries ``weight``, else that of the innermost module around ``node`` that has one."""

@@ -46,23 +46,25 @@ class Tag:
         state: for each state tensor, (index of its weight, technique, entry name).
         plans: for each weight, a number that tells its plan from the model's other plans: a technique may plan by the
             name or the place of a module.
+        carried: whether another module than the weights' owner gives the mark, for these weights alone.
     """
 
     rules: tuple[int, ...]
     weights: tuple[str, ...]
     state: tuple[tuple[int, str, str], ...]
     plans: tuple[int, ...] = ()
+    carried: bool = False
 
     def encode(self) -> str:
         """Return the string that the marker takes."""
-        return json.dumps([self.rules, self.weights, self.state, self.plans])
+        return json.dumps([self.rules, self.weights, self.state, self.plans, self.carried])
 
     @staticmethod
     def decode(text: str) -> Tag:
         """Return the tag that :meth:`encode` wrote."""
-        rules, weights, state, plans = json.loads(text)
+        rules, weights, state, plans, carried = json.loads(text)
         entries = tuple((i, technique, entry) for i, technique, entry in state)
-        return Tag(tuple(rules), tuple(weights), entries, tuple(plans))
+        return Tag(tuple(rules), tuple(weights), entries, tuple(plans), carried)
 
 
 @dataclass(frozen=True)

@@ -169,9 +169,9 @@ def value_of(node: Any) -> torch.Tensor | None:
 #: Operations that show the same numbers in another shape, layout or dtype: a weight is followed through them.
 _VIEW_NAMES = frozenset({
     "t", "transpose", "permute", "view", "reshape", "contiguous", "to", "float", "half", "bfloat16", "type_as",
-    "chunk", "split", "split_with_sizes", "unbind", "narrow", "select", "unsqueeze", "squeeze", "expand", "detach", "clone", "flatten",
+    "chunk", "split", "unbind", "narrow", "select", "unsqueeze", "squeeze", "expand", "detach", "clone", "flatten",
     "unflatten", "swapaxes", "adjoint", "getitem", "__getitem__", "getattr", "slice", "alias", "_to_copy",
-    "_unsafe_view", "numpy_T", "mT", "T", "tensor_split", "movedim",
+    "_unsafe_view", "numpy_T", "mT", "T", "tensor_split", "movedim", "split_with_sizes",
 })  # fmt: skip
 
 

@@ -6,7 +6,7 @@ import copy
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,19 +33,20 @@ class MarkHook:
         self.name = name
         self.bypassed = 0
         self.tag = tag.encode()
-        self._decoded = tag
+        self._decoded, self._carried = tag, replace(tag, carried=True).encode()
         self._weights = tuple(tuple(path.split(".")) for path in tag.weights)
         self._entries = tuple(tuple(path.split(".")) for path in entries)
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
+    def __call__(self, module: nn.Module, args: Any, *, carried: bool = False) -> None:
         if torch.compiler.is_compiling():
             if self.current is None:
                 raise UncompiledError("this copy of an applied model was not applied; call fp4graph.apply on it")
+            tag = self._carried if carried else self.tag
             weights = [_follow(module, path) for path in self._weights]
-            MARK(self.tag, module._fp4graph.key, self.current.step, weights, self._state(module), module.training)  # type: ignore[union-attr]
+            MARK(tag, module._fp4graph.key, self.current.step, weights, self._state(module), module.training)  # type: ignore[union-attr]
         elif self.current is not None and (direct := self.current.direct) is not None:
             weights = [_follow(module, path) for path in self._weights]
-            direct.mark(module, self.name, self._decoded, self.current.step, weights, self._state(module))
+            direct.mark(module, self.name, replace(self._decoded, carried=carried), self.current.step, weights, self._state(module))
         elif not self.bypassed:
             why = (
                 "it is a copy or a reloaded checkpoint of an applied model"
@@ -73,13 +74,13 @@ class MarkHook:
 
 @dataclass(eq=False)
 class CarryHook:
-    """Forward pre-hook that marks the weights of ``owner``, which the hooked module uses without calling their owner."""
+    """Forward pre-hook that marks the weights of ``owner``, which the hooked module uses without a call."""
 
     hook: MarkHook
     owner: nn.Module
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        self.hook(self.owner, args)
+        self.hook(self.owner, args, carried=True)
 
     @staticmethod
     def add(module: nn.Module, owner: nn.Module) -> CarryHook | None:
