@@ -377,6 +377,7 @@ def test_a_resumed_training_whose_optimizer_counts_anew(tmp_path):
     assert read(tmp_path).steps == [5, 10, 15, 20]
 
 
+@pytest.mark.slow
 def test_after_it_is_closed_nothing_is_left(tmp_path):
     model, optimizer = make(policy())
     Statistics(model, optimizer, every=1, directory=tmp_path).close()

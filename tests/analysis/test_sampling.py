@@ -73,6 +73,7 @@ def test_sampled_lines_and_the_whole_operand_agree(name, shape, of_whole):
     assert same(found, of_whole(one, selection))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stochastic", "few bits", "encode"])
 def test_the_ideal_quantization_draws_the_bits_of_the_operand(name):
     """Where scales are exact already, ideal scales change nothing."""

@@ -79,6 +79,7 @@ def results(folder: Path) -> Any:
     return Results("step", FakeContext(), torch.device("cpu"), folder)  # type: ignore[arg-type]
 
 
+@pytest.mark.process
 def test_a_row_measured_again_replaces_its_like_and_keeps_the_others(tmp_path: Path):
     from benchmarks.results import Row, load
 

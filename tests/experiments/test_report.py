@@ -81,6 +81,7 @@ def test_it_holds_everything(page):
     assert "stochastic" in text  # the policy
 
 
+@pytest.mark.slow
 def test_it_refers_to_nothing_outside(page):
     text = page.read_text("utf-8")
     outside = re.findall(r"""(?:src|href)\s*=\s*["'](?!#|data:)([^"']+)|url\((?!["']?#)([^)]+)\)|@import""", text)

@@ -101,6 +101,7 @@ def test_an_operation_that_is_no_product(x):
     assert caught.value.site == "(root) (log), forward"
 
 
+@pytest.mark.slow
 def test_a_gradient(x):
     """sqrt at 0: finite forward, infinite gradient."""
     model = applied(middle=lambda h: torch.sqrt(torch.relu(h)))
