@@ -11,6 +11,7 @@ from fp4graph.commands.compare import compare
 from fp4graph.commands.listing import policies, techniques
 from fp4graph.commands.report import report
 from fp4graph.commands.score import pareto, score
+from fp4graph.commands.strip import strip
 from fp4graph.commands.sweep import sweep
 from fp4graph.commands.train import train
 from fp4graph.errors import Error
@@ -18,7 +19,7 @@ from fp4graph.errors import Error
 app = typer.Typer(
     name="fp4graph", help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
-for _command in (train, compare, sweep, score, pareto, report, policies, techniques, check, explain):
+for _command in (train, compare, sweep, score, pareto, report, policies, techniques, check, explain, strip):
     app.command()(_command)
 
 

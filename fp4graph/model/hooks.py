@@ -46,7 +46,8 @@ class MarkHook:
             MARK(tag, module._fp4graph.key, self.current.step, weights, self._state(module), module.training)  # type: ignore[union-attr]
         elif self.current is not None and (direct := self.current.direct) is not None:
             weights = [_follow(module, path) for path in self._weights]
-            direct.mark(module, self.name, replace(self._decoded, carried=carried), self.current.step, weights, self._state(module))
+            decoded = replace(self._decoded, carried=carried)
+            direct.mark(module, self.name, decoded, self.current.step, weights, self._state(module))
         elif not self.bypassed:
             why = (
                 "it is a copy or a reloaded checkpoint of an applied model"
@@ -92,7 +93,7 @@ class CarryHook:
         carrying = CarryHook(hook, owner)
         module.register_forward_pre_hook(carrying)
         for key in [key for key, h in hooks.items() if isinstance(h, MarkHook)]:
-            hooks.move_to_end(key)
+            hooks[key] = hooks.pop(key)
         return carrying
 
 

@@ -66,6 +66,11 @@ def _analysis(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _clients(folder: Path) -> dict[str, Any]:
+    model = models.vit()
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+
 def _distributed(folder: Path) -> dict[str, Any]:
     """A group of one process."""
     from torch.distributed.fsdp import fully_shard
@@ -127,6 +132,7 @@ ALTERNATIVES = {"docs/distributed.md", "docs/training.md"}
 GIVEN = {
     "README.md": _readme,
     "docs/analysis.md": _analysis,
+    "docs/clients.md": _clients,
     "docs/distributed.md": _distributed,
     "docs/kernels.md": _kernels,
     "docs/training.md": _training,

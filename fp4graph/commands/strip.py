@@ -1,0 +1,73 @@
+"""``fp4graph strip``: a file of weights without what fp4graph keeps beside them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from fp4graph.errors import Error
+from fp4graph.files import replacing
+from fp4graph.model.state import is_ours
+
+
+def strip(
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A .safetensors file, or one of torch.save.")],
+    target: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write, of the same kind.")],
+) -> None:
+    """Write a file of weights without the state of techniques, so that it loads into the plain model.
+
+    Everything else in the file stays: nested state dicts, optimizer, epoch, metadata.
+
+    fp4graph strip model.safetensors plain.safetensors
+    """
+    if (source.suffix == ".safetensors") != (target.suffix == ".safetensors"):
+        raise Error("IN and OUT must be of one kind: both .safetensors, or both of torch.save")
+    if not source.is_file():
+        raise Error(f"there is no file {str(source)!r}")
+    try:
+        removed = _safetensors(source, target) if source.suffix == ".safetensors" else _pickled(source, target)
+    except OSError as error:
+        raise Error(f"cannot write {target}: {error.strerror or error}; make room, or name another place") from error
+    print(f"{target}: without {removed} entries of {source}")
+
+
+def _safetensors(source: Path, target: Path) -> int:
+    from safetensors import SafetensorError, safe_open
+    from safetensors.torch import save
+
+    try:
+        with safe_open(source, "pt") as file:
+            keys = list(file.keys())
+            kept = {key: file.get_tensor(key) for key in keys if not is_ours(key)}
+            content = save(kept, file.metadata())
+    except SafetensorError as error:
+        raise Error(f"{source} is not a safetensors file ({error})") from error
+    with replacing(target) as out:
+        out.write(content)
+    return len(keys) - len(kept)
+
+
+def _pickled(source: Path, target: Path) -> int:
+    try:
+        content = torch.load(source, map_location="cpu", weights_only=True)
+    except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError, KeyError) as error:
+        first = "".join(str(error).strip().splitlines()[:1])
+        raise Error(f"{source} cannot be read as tensors and plain data: {first}") from error
+    plain, removed = _without_ours(content)
+    with replacing(target) as out:
+        torch.save(plain, out)
+    return removed
+
+
+def _without_ours(value: Any) -> tuple[Any, int]:
+    """Return ``value`` with every mapping in it stripped, and the number of entries removed."""
+    if not isinstance(value, Mapping):
+        return value, 0
+    kept = {key: _without_ours(item) for key, item in value.items() if not is_ours(str(key))}
+    removed = len(value) - len(kept) + sum(number for _, number in kept.values())
+    return type(value)((key, item) for key, (item, _) in kept.items()), removed  # type: ignore[call-arg]
