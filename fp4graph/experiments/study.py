@@ -138,8 +138,11 @@ class Study:
         """Open the study of that name; ``pruner`` is one of :data:`PRUNERS`.
 
         Raises:
-            Error: the database cannot be reached, or has no such study; or something else or a later fp4graph wrote it.
+            Error: the pruner is unknown; the database cannot be reached, or has no such study; or something else or a
+                later fp4graph wrote it.
         """
+        if pruner not in PRUNERS:
+            raise Error(f"unknown pruner {pruner!r}; known: {', '.join(PRUNERS)}")
         storage, shown = open_storage(url, existing=True)
         with answering(shown):
             names = optuna.get_all_study_names(storage)
