@@ -55,6 +55,7 @@ def only(recorded, **wanted):
     return row
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tetrajet-qema", "mxfp4-rl", "nvfp4-te"])
 def test_training_is_the_same_to_the_last_bit(name, vit, tmp_path):
     """Dropout, stochastic rounding, state of techniques and the model's own random numbers included."""
@@ -82,6 +83,7 @@ def test_training_is_the_same_to_the_last_bit(name, vit, tmp_path):
     assert {r["tensor"] for r in recorded.rows} >= {"fprop.input", "wgrad.input", "dgrad", "wgrad", "output"}
 
 
+@pytest.mark.slow
 def test_operands_by_hand(tmp_path):
     """Every operand of a linear by itself, to nearest, with what reaches it."""
     model = nn.Linear(32, 48)
@@ -141,6 +143,7 @@ def test_operands_by_hand(tmp_path):
         assert row["deviation"] == 0
 
 
+@pytest.mark.slow
 def test_the_gradient_of_a_stochastic_backward_by_many_draws(tmp_path):
     """Bias and deviation of dW over the noise, against the exact product: the closed form and 400 backwards."""
     recipe = policy(**{"wgrad.input": {"source": "fprop", "rounding": "stochastic"}})
@@ -166,6 +169,7 @@ def test_the_gradient_of_a_stochastic_backward_by_many_draws(tmp_path):
     assert row["gain"] == pytest.approx(((draws.mean(0) * exact).sum() / exact.square().sum()).item(), rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("technique", [None, {"q_ema": {"beta": 0.9}}], ids=["plain", "q_ema"])
 def test_oscillation_in_loops(technique, tmp_path):
     """The way of w and of Q(w) over the window, element by element, beside the training itself."""
@@ -204,6 +208,7 @@ def test_oscillation_in_loops(technique, tmp_path):
         assert any(np.allclose(w[:, i, j], example["weight"], rtol=1e-5) for i in range(24) for j in range(32))
 
 
+@pytest.mark.slow
 def test_the_rate_of_change_of_outputs(tmp_path):
     """Of the same inputs from step to step, in evaluation mode, over the last five steps of each window."""
     probe = torch.randn(5, 32, generator=torch.Generator().manual_seed(9))
@@ -222,6 +227,7 @@ def test_the_rate_of_change_of_outputs(tmp_path):
         assert row["rate_of_change"] == pytest.approx(np.mean(rates[last - 6 : last - 1]), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_module_called_twice_is_two_sites_with_one_weight(tmp_path):
     model, optimizer = make(policy())
     with Statistics(model, optimizer, every=5, directory=tmp_path, window=3, window_every=25):
@@ -231,6 +237,7 @@ def test_a_module_called_twice_is_two_sites_with_one_weight(tmp_path):
     assert {r["site"] for r in recorded.rows if r["tensor"] == "weight"} == {"first", "second"}
 
 
+@pytest.mark.slow
 def test_evaluations_and_accumulated_batches(tmp_path):
     """What a step consists of is looked at together; an evaluation in between is not."""
     model, optimizer = make(policy())
@@ -243,6 +250,7 @@ def test_evaluations_and_accumulated_batches(tmp_path):
     assert only(read(tmp_path), step=2, site="first", tensor="fprop.input")["elements"] == 3 * 8 * 32
 
 
+@pytest.mark.slow
 def test_a_site_without_a_single_token(tmp_path):
     """An expert that no token was sent to: there is nothing to say of its products, but of its weight."""
     model, optimizer = make(policy())
@@ -256,6 +264,7 @@ def test_a_site_without_a_single_token(tmp_path):
     assert recorded[1] == {"fprop.weight", "dgrad.weight"}
 
 
+@pytest.mark.slow
 def test_a_weight_without_elements(tmp_path):
     model, optimizer = make(policy(), nn.Sequential(nn.Linear(32, 24), nn.Linear(24, 0)))
     with Statistics(model, optimizer, every=2, directory=tmp_path, window=2, window_every=4):
@@ -265,6 +274,7 @@ def test_a_weight_without_elements(tmp_path):
     assert {row["site"] for row in read(tmp_path).rows if row["tensor"] == "weight"} == {"0"}
 
 
+@pytest.mark.slow
 def test_only_what_was_asked_for(tmp_path):
     model, optimizer = make(policy())
     with Statistics(model, optimizer, every=2, directory=tmp_path, metrics=["snr", "confidence"], sites="sec*"):
@@ -276,6 +286,7 @@ def test_only_what_was_asked_for(tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_weights_that_are_alike_with_inputs(tmp_path):
     """Same shape, same quantizer, looked at together: confidence and latent weights are those of weights alone."""
     model, optimizer = make(policy("nearest"), nn.Linear(32, 8))
@@ -295,6 +306,7 @@ def test_weights_that_are_alike_with_inputs(tmp_path):
     assert sum(row["confidence_histogram"]) == sum(row["latent"]["counts"]) == w.numel()
 
 
+@pytest.mark.slow
 def test_under_autocast_and_with_phases(tmp_path):
     """The policy of the phase is the one that is looked at."""
     recipe = policy() | {"phases": [{"at": 5, "operands": {"backward": "keep"}}]}
@@ -314,6 +326,7 @@ def test_under_autocast_and_with_phases(tmp_path):
     assert not {"wgrad.input", "dgrad.weight"} & tensors[8]
 
 
+@pytest.mark.slow
 def test_where_gradients_are_checkpointed(vit, tmp_path):
     """The forward runs twice; shares and ratios are those of once."""
     rows = []
@@ -329,6 +342,7 @@ def test_where_gradients_are_checkpointed(vit, tmp_path):
         assert rows[1][key] == pytest.approx(value, rel=1e-3), key
 
 
+@pytest.mark.slow
 def test_a_model_of_nothing_quantized(tmp_path):
     model, optimizer = make("bf16")
     with Statistics(model, optimizer, every=2, directory=tmp_path):
@@ -338,6 +352,7 @@ def test_a_model_of_nothing_quantized(tmp_path):
     assert recorded.header["policy"] == "bf16"
 
 
+@pytest.mark.slow
 def test_a_resumed_training_goes_on_counting(tmp_path):
     model, optimizer = make(policy())
     with Statistics(model, optimizer, every=5, directory=tmp_path):
@@ -350,6 +365,7 @@ def test_a_resumed_training_goes_on_counting(tmp_path):
     assert read(tmp_path).steps == [5, 10]
 
 
+@pytest.mark.slow
 def test_a_resumed_training_whose_optimizer_counts_anew(tmp_path):
     """StableSPAM's moments, and their count of steps, are reset every so often."""
     model = fp4graph.apply(Net(), policy(), backend="eager")
@@ -361,6 +377,7 @@ def test_a_resumed_training_whose_optimizer_counts_anew(tmp_path):
     assert read(tmp_path).steps == [5, 10, 15, 20]
 
 
+@pytest.mark.slow
 def test_after_it_is_closed_nothing_is_left(tmp_path):
     model, optimizer = make(policy())
     Statistics(model, optimizer, every=1, directory=tmp_path).close()
@@ -386,6 +403,7 @@ def test_what_there_is_not(case, tmp_path):
         Statistics(model, optimizer, every=2, directory=tmp_path, **options)
 
 
+@pytest.mark.slow
 def test_a_further_site_that_there_is_not(tmp_path):
     """Known only once the model has run."""
     model, optimizer = make(policy())
@@ -411,6 +429,7 @@ def test_models_and_optimizers_that_will_not_do(tmp_path):
         Statistics(model, torch.optim.SGD(model.parameters(), 0.1), directory=tmp_path, every=0)
 
 
+@pytest.mark.slow
 def test_inside_ddp(tmp_path):
     """The model inside is what is looked at and probed."""
     torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
@@ -433,6 +452,7 @@ def test_sharded_models_are_refused(tmp_path, monkeypatch):
         Statistics(model, optimizer, every=1, directory=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("techniques", [[], ["q_ema"]], ids=["plain", "q_ema"])
 def test_the_model_was_removed(techniques, tmp_path):
     model, optimizer = make(policy(techniques=techniques))
@@ -443,6 +463,7 @@ def test_the_model_was_removed(techniques, tmp_path):
             steps(model, optimizer, 1)
 
 
+@pytest.mark.slow
 def test_in_tensorboard(tmp_path):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     model, optimizer = make(policy())
@@ -456,6 +477,7 @@ def test_in_tensorboard(tmp_path):
     assert [value for _, value in got] == pytest.approx([r["snr_db"] for r in rows], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_with_a_writer_of_another_kind(tmp_path):
     class Writer:
         def __init__(self):

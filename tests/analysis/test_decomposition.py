@@ -29,6 +29,7 @@ NUMBERS = st.one_of(
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("element", "scale"), PAIRS)
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())

@@ -77,6 +77,7 @@ def test_stand_ins_for_rounding():
     assert torch.allclose(differences[inner[1:-1]], slope[1:-1][inner[1:-1]], rtol=0.01)
 
 
+@pytest.mark.slow
 def test_the_figures_metric(tmp_path, monkeypatch):
     """By default the paper's |X − X̂|/|X| by element, of which a table row is the mean."""
     x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
@@ -95,6 +96,7 @@ def test_the_figures_metric(tmp_path, monkeypatch):
         assert row.split("│")[2].strip() == f"{value:.4g}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["reconstruction", "formats", "decomposition"])
 def test_the_figures(name, tmp_path, monkeypatch):
     monkeypatch.setattr(r, "gaussian", lambda lines=4, length=256, seed=0: torch.randn(4, 256))

@@ -73,6 +73,7 @@ def test_sampled_lines_and_the_whole_operand_agree(name, shape, of_whole):
     assert same(found, of_whole(one, selection))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["stochastic", "few bits", "encode"])
 def test_the_ideal_quantization_draws_the_bits_of_the_operand(name):
     """Where scales are exact already, ideal scales change nothing."""
@@ -169,6 +170,7 @@ def test_programs_of_techniques_are_quantized_whole():
         assert torch.equal(found.moments.mean, found.q)
 
 
+@pytest.mark.slow
 def test_normalized_and_stochastic():
     """γ is in the moments; of what is random in other ways than rounding there are none."""
     techniques = default_registry().techniques

@@ -110,6 +110,7 @@ except fp4graph.Error as error:
     return run(python("-c", code))
 
 
+@pytest.mark.process
 @pytest.mark.skipif(os.name != "posix", reason="limits of file sizes are POSIX's")
 def test_a_disk_that_fills_up_is_an_error_and_what_was_written_stays(tmp_path):
     said = full_disk(tmp_path, 10_000)

@@ -28,6 +28,7 @@ def check_ratio(figures: dict[str, Any]) -> None:
     assert math.isfinite(figures["ratio"])
 
 
+@pytest.mark.process
 def test_a_linear_beside_the_unquantized_one_and_a_peer(command: Command):
     pytest.importorskip("torchao.prototype.qat")
     options = ("--shapes=trial", "--dtypes=float32", "--peers=", *QUICK)
@@ -49,6 +50,7 @@ def test_a_linear_beside_the_unquantized_one_and_a_peer(command: Command):
     assert "nvfp4-te, unquantized: not measured" in printed
 
 
+@pytest.mark.slow
 def test_a_cheaper_policy_under_another_name_is_not_measured():
     from benchmarks.linear import Case
 
@@ -94,6 +96,7 @@ def test_equal_quantizers_are_measured_once_and_those_of_the_optimizer_not_at_al
     }
 
 
+@pytest.mark.slow
 def test_a_quantizer_alone_gives_what_its_spec_says(command: Command):
     from benchmarks.quantizers import quantizers
 
@@ -112,6 +115,7 @@ def test_a_quantizer_alone_gives_what_its_spec_says(command: Command):
         assert figures["bytes_per_second"] == pytest.approx(2 * 64 * 96 * 2 / seconds)
 
 
+@pytest.mark.slow
 def test_a_training_step_of_both_kinds_of_model(command: Command):
     options = ("--models=trial-vit,trial-llama", "--dtypes=bfloat16", "--policies=microscaling", *QUICK)
     code, rows, _ = command("step", *options)
@@ -125,6 +129,7 @@ def test_a_training_step_of_both_kinds_of_model(command: Command):
         assert row["figures"]["floor"] > 1
 
 
+@pytest.mark.slow
 def test_the_steps_of_a_model_train_it():
     from benchmarks.models import MODELS, Training
 
@@ -156,6 +161,7 @@ def test_both_contenders_of_a_first_step_have_caches_of_their_own_twice():
     assert len({cache for _, cache in calls}) == 6  # new ones for each repeat
 
 
+@pytest.mark.process
 def test_a_process_times_its_first_step(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
     from benchmarks.first_step import run
 
@@ -176,6 +182,7 @@ def test_what_a_plain_linear_keeps_is_its_input_and_its_weight():
     assert shared == (4 * (64 * 32 + 96 * 32), 4 * 64 * 32)
 
 
+@pytest.mark.slow
 def test_what_a_compiled_graph_keeps_is_what_its_function_saved():
     from benchmarks.memory import saved
 
@@ -190,6 +197,7 @@ def test_what_a_compiled_graph_keeps_is_what_its_function_saved():
     assert saved(lambda: model(x), model.parameters())[0] == sum(kept.values())
 
 
+@pytest.mark.slow
 def test_bytes_of_all_linears_and_of_the_model(command: Command):
     code, rows, _ = command("memory", "--models=trial-vit", "--policies=microscaling", "--backend=aot_eager")
     assert code == 0
@@ -201,6 +209,7 @@ def test_bytes_of_all_linears_and_of_the_model(command: Command):
     assert by_kind["model"]["bytes"] > by_kind["model"]["activation_bytes"] > 0
 
 
+@pytest.mark.slow
 def test_what_acts_at_the_optimizers_step(command: Command):
     code, rows, _ = command("techniques", "--models=trial-vit", "--seconds=0")
     assert code == 0

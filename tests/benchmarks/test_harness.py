@@ -79,6 +79,7 @@ def results(folder: Path) -> Any:
     return Results("step", FakeContext(), torch.device("cpu"), folder)  # type: ignore[arg-type]
 
 
+@pytest.mark.process
 def test_a_row_measured_again_replaces_its_like_and_keeps_the_others(tmp_path: Path):
     from benchmarks.results import Row, load
 
@@ -165,6 +166,7 @@ def test_the_floor_of_six_quantized_operands_is_three_reads_and_six_writes():
     assert quantizer_bytes(m, k, n, 2, set()) == 0
 
 
+@pytest.mark.slow
 def test_the_sites_of_a_model_have_the_extents_of_its_products():
     from benchmarks.floor import extents
     from benchmarks.models import MODELS, explained
@@ -185,6 +187,7 @@ def test_the_sites_of_a_model_have_the_extents_of_its_products():
     assert extents(site) == (17, 32, 17, 8)  # Q·Kᵀ of 4 images and 2 heads
 
 
+@pytest.mark.slow
 def test_rates_are_those_of_the_machine():
     from benchmarks.floor import bandwidth, gemm_rate
 

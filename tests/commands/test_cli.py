@@ -45,6 +45,7 @@ def fp4graph(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 SHIPPED = ["bf16", "microscaling", "mxfp4", "nvfp4", "tetrajet", "tetrajet-qema"]
 
 
+@pytest.mark.inductor
 def test_policies(fp4graph: Any) -> None:
     result = fp4graph("policies")
     assert (result.code, result.err) == (0, "")
@@ -53,6 +54,7 @@ def test_policies(fp4graph: Any) -> None:
         assert name in result.out
 
 
+@pytest.mark.slow
 def test_policies_as_json(fp4graph: Any) -> None:
     rows = {row["name"]: row for row in fp4graph("policies", "--json").data}
     assert set(SHIPPED) <= set(rows)
@@ -69,6 +71,7 @@ def test_techniques(fp4graph: Any) -> None:
         assert words in result.out
 
 
+@pytest.mark.slow
 def test_one_technique(fp4graph: Any) -> None:
     found = registry.default_registry()
     result = fp4graph("techniques", "q_ema")
@@ -171,6 +174,7 @@ def test_usage_errors_are_typers(fp4graph: Any) -> None:
     assert fp4graph("nonsense").code == 2
 
 
+@pytest.mark.slow
 def test_broken_plugins_and_policies_are_warnings(
     fp4graph: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -219,6 +219,7 @@ def test_a_policy_files_comment_becomes_prose(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ the command
 
 
+@pytest.mark.slow
 def test_pages_are_the_same_every_time() -> None:
     again = catalogue.shipped_registry()
     assert again is not SHIPPED

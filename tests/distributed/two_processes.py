@@ -6,6 +6,7 @@ outcome. ``run_ranks(python("two_processes.py", FILE, FOLDER, *CASES), FOLDER)``
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import sys
@@ -59,6 +60,7 @@ def main(file: str, folder: Path, *only: str) -> None:
     module = _module(file)
     module.FOLDER = folder  # type: ignore[attr-defined]
     outcomes = {}
+    gc.freeze()  # as tests/conftest.py does
     for name, case in cases(module).items():
         if only and name not in only:
             continue

@@ -12,6 +12,8 @@ from fp4graph.analysis import decompose
 from fp4graph.policy import load_policy
 from fp4graph.technique.operands import Operand
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -10,12 +10,21 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import LlamaConfig
 
 from fp4graph.training import checkpoint
 
 LLAMA = [
     "--backend=eager", "--policy=tetrajet", "--context=32", "--batch-size=8", "--lr=3e-3", "--validate-every=3",
 ]  # fmt: skip
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> str:
+    """An option that names the configuration of a LLaMA of two layers."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+    LlamaConfig(vocab_size=256, **sizes).save_pretrained(tmp_path / "small")
+    return f"--config={tmp_path / 'small'}"
 
 
 @pytest.fixture
@@ -42,6 +51,7 @@ def identical(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -52,10 +62,16 @@ def identical(left: Any, right: Any) -> bool:
     ids=["vit", "llama", "llama-stablespam"],
 )
 def test_learns_and_goes_on_to_the_last_bit(
-    example: Any, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: list[str]
+    example: Any,
+    text: str,
+    small: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    options: list[str],
 ) -> None:
     if "llama" in name:
-        options = [*options, text]
+        options = [*options, text, small]
     whole, killed = tmp_path / "whole.pt", tmp_path / "killed.pt"
     first, last = validation_losses(example(name, *options, f"--checkpoint={whole}"))
     assert last < first
@@ -74,6 +90,7 @@ def test_learns_and_goes_on_to_the_last_bit(
     assert identical(*(torch.load(file, weights_only=True) for file in (whole, killed)))
 
 
+@pytest.mark.slow
 def test_vit_trains_from_a_folder(example: Any, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     for part, classes in (("train", "abc"), ("val", "ac")):
@@ -84,7 +101,7 @@ def test_vit_trains_from_a_folder(example: Any, tmp_path: Path) -> None:
                 Image.fromarray(pixels).save(tmp_path / part / label / f"{number}.png")
     options = [
         "--backend=eager",
-        "--model=test_vit3",
+        "--model=test_vit",
         "--epochs=1",
         "--batch-size=3",
         "--amp=bf16",
@@ -94,18 +111,21 @@ def test_vit_trains_from_a_folder(example: Any, tmp_path: Path) -> None:
     assert len(validation_losses(printed)) == 1
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("fsdp", [False, True])
-def test_llama_runs_under_torchrun(torchrun: Any, text: str, tmp_path: Path, fsdp: bool) -> None:
-    options = [*LLAMA, text, "--steps=6", "--accumulate=2", f"--checkpoint={tmp_path}/run.pt", *["--fsdp"] * fsdp]
+def test_llama_runs_under_torchrun(torchrun: Any, text: str, small: str, tmp_path: Path, fsdp: bool) -> None:
+    options = [*LLAMA, text, small, "--steps=6", "--accumulate=2", f"--checkpoint={tmp_path}/run.pt"]
+    options += ["--fsdp"] * fsdp
     printed = torchrun("pretrain_llama.py", *options)
     first, last = validation_losses(printed)  # the first process speaks for both
     assert last < first
 
 
+@pytest.mark.process
 def test_vit_runs_under_torchrun_as_in_one_process(example: Any, torchrun: Any, tmp_path: Path) -> None:
     """Unquantized, they differ in the order of the batches alone."""
-    options = ["--backend=eager", "--policy=bf16", "--epochs=3"]
+    options = ["--backend=eager", "--policy=bf16", "--epochs=2"]
     two = validation_losses(torchrun("pretrain_vit.py", *options, f"--checkpoint={tmp_path}/two.pt"))
     one = validation_losses(example("pretrain_vit.py", *options, f"--checkpoint={tmp_path}/one.pt"))
-    assert len(two) == 3
+    assert len(two) == 2
     assert two == pytest.approx(one, rel=0.01)

@@ -63,6 +63,7 @@ def test_nothing_quantized_is_the_exact_gradient():
     assert all(torch.equal(a, b) for a, b in zip(gradients, exact, strict=True))
 
 
+@pytest.mark.slow
 def test_the_whole_is_the_policy():
     _, whole = linear(only(fp4graph.load_policy("tetrajet"), tuple(Operand)))
     _, shipped = linear("tetrajet")

@@ -42,6 +42,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     return call
 
 
+@pytest.mark.slow
 def test_prints_a_table_and_keeps_what_it_found(command: Any, tmp_path: Path) -> None:
     code, out, err = command(*BRIEF, "--policies=bf16", "--policies=tetrajet, tetrajet-qema")
     assert code == 0, err
@@ -80,12 +81,14 @@ def test_prints_a_table_and_keeps_what_it_found(command: Any, tmp_path: Path) ->
     assert sorted(file.name for file in folder.iterdir()) == names
 
 
+@pytest.mark.slow
 def test_a_comparison_is_what_train_gives(tmp_path: Path) -> None:
     (result,) = compare(runs("mxfp4"), tmp_path)
     (run,) = runs("mxfp4")
     assert result.outcome["validation_loss"] == train(run).validation_loss
 
 
+@pytest.mark.slow
 def test_goes_on_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both = runs("bf16", "tetrajet-qema")
     whole = compare(both, tmp_path / "whole")
@@ -110,6 +113,7 @@ def test_goes_on_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert [result.outcome["history"] for result in resumed] == [result.outcome["history"] for result in whole]
 
 
+@pytest.mark.slow
 def test_several_seeds_have_a_mean_and_a_deviation(command: Any, tmp_path: Path) -> None:
     code, out, err = command(
         "digits", "--batch-size=16", "--steps=1", "--validation-batches=1", "--policies=mxfp4", "--seed=3", "--seeds=2"
@@ -135,6 +139,7 @@ def test_a_run_that_diverged_is_a_row_of_the_table() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_prints_json(command: Any, tmp_path: Path) -> None:
     brief = ["digits", "--batch-size=16", "--steps=1", "--validation-batches=1", "--policies=bf16", "--json"]
     code, out, err = command(*brief, "--output=here")

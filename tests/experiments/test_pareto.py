@@ -131,6 +131,7 @@ _POINTS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(_POINTS, st.sampled_from(RULES))
 def test_the_frontier_is_what_nothing_is_preferable_to(points: list[tuple[float, float | None]], rule: Any) -> None:
     """Against the definition, over all pairs; of equal points the first stands."""
@@ -177,6 +178,7 @@ def test_the_figure_names_its_axes_its_families_and_its_best_points(rule: Any) -
             assert f"trial {s.trial.number}, {figures}: {s.trial.summary}" in shown
 
 
+@pytest.mark.slow
 def test_everything_written_in_the_figure_lies_inside_it_and_lines_do_not_overlap() -> None:
     many = [trial(n, 2.0 - 0.001 * n, 0.5 * n, "e8m0", summary="MXFP4, " + "long words " * 12) for n in range(2, 10)]
     many += [trial(20 + n, 2.1 - 0.003 * n, 0.5 * n, "e4m3", summary="NVFP4") for n in range(2, 10)]

@@ -68,6 +68,7 @@ def page(run) -> Path:
     return write_report(run)
 
 
+@pytest.mark.slow
 def test_it_holds_everything(page):
     text = page.read_text("utf-8")
     for part in PICTURES:
@@ -80,12 +81,14 @@ def test_it_holds_everything(page):
     assert "stochastic" in text  # the policy
 
 
+@pytest.mark.slow
 def test_it_refers_to_nothing_outside(page):
     text = page.read_text("utf-8")
     outside = re.findall(r"""(?:src|href)\s*=\s*["'](?!#|data:)([^"']+)|url\((?!["']?#)([^)]+)\)|@import""", text)
     assert not outside
 
 
+@pytest.mark.slow
 def test_pictures_have_labelled_axes_and_legends_inside_the_picture(run):
     """Nothing that is drawn reaches over the edge."""
     recorded = read(run)
@@ -148,6 +151,7 @@ def test_in_a_browser(page):
     assert asked == [page.resolve().as_uri()]
 
 
+@pytest.mark.slow
 def test_statistics_without_a_run(run, tmp_path):
     shutil.copytree(run / "statistics", tmp_path / "statistics")
     text = write_report(tmp_path, tmp_path / "other.html").read_text("utf-8")
@@ -155,6 +159,7 @@ def test_statistics_without_a_run(run, tmp_path):
     assert "Curves" not in text
 
 
+@pytest.mark.slow
 def test_a_run_without_statistics(run, tmp_path):
     for name in ("run.json", "metrics.jsonl"):
         shutil.copy(run / name, tmp_path)
@@ -164,6 +169,7 @@ def test_a_run_without_statistics(run, tmp_path):
     assert "validation loss at step 100" in text
 
 
+@pytest.mark.slow
 def test_a_run_that_diverged(run, tmp_path):
     shutil.copy(run / "run.json", tmp_path)
     lines = [{"step": 1, "train_loss": 2.0}, {"step": 2, "train_loss": None, "validation_loss": None}]
@@ -180,6 +186,7 @@ def test_pictures_of_what_was_not_recorded(tmp_path):
     assert plots.other_metrics([]) is None
 
 
+@pytest.mark.slow
 def test_the_command(run, tmp_path):
     result = CliRunner().invoke(app, ["report", str(run), "-o", str(tmp_path / "page.html")])
     assert result.exit_code == 0, result.output
@@ -204,6 +211,7 @@ def test_folders_that_hold_something_else(tmp_path, make, message):
         write_report(folder)
 
 
+@pytest.mark.slow
 def test_a_report_that_cannot_be_written(run, tmp_path):
     (tmp_path / "taken").write_text("")
     with pytest.raises(fp4graph.Error, match="cannot write"):

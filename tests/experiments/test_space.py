@@ -65,6 +65,7 @@ def test_table_10_has_as_many_configurations_as_its_conditions_leave() -> None:
     assert space.size(limit=1000) == 1000
 
 
+@pytest.mark.slow
 def test_assignments_are_distinct_and_are_those_that_the_space_contains(table10: Space) -> None:
     every = [tuple(assignment.items()) for assignment in table10.assignments()]
     assert len(set(every)) == len(every)
@@ -100,6 +101,7 @@ def test_rows_of_the_papers_tables_are_configurations_of_the_printed_complexity(
     assert deviant == CONTRADICTORY
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*has no effect here:fp4graph.PolicyWarning")
 def test_every_drawn_configuration_is_possible_and_counts_what_table_9_says(table10: Space) -> None:
     """Ω from the labels alone, by the table's weights."""
@@ -157,6 +159,7 @@ def test_what_depends_on_several_choices(table10: Space) -> None:
             assert (rotated["scope"], rotated["block"]) == (scope, block)
 
 
+@pytest.mark.slow
 def test_keys_tell_configurations_apart(table10: Space) -> None:
     every = itertools.islice(table10.assignments(), 0, None, 101)
     configurations = [table10.configuration(assignment) for assignment in every]

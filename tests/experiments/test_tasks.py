@@ -59,6 +59,7 @@ def test_a_length_in_tokens_counts_whole_steps(task: str, steps: int) -> None:
     assert settings(task).total_steps(problem) == steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "quantized", "sites"),
     [("gaussian", 1, 1), ("digits", 8, 12), ("digits-diffusion", 24, 54), ("text", 14, 17)],
@@ -95,6 +96,7 @@ def test_batches_are_a_function_of_seed_and_number() -> None:
         Order(10, 11, seed=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["digits", "digits-diffusion", "text"])
 def test_a_problem_goes_on_from_any_batch(task: str) -> None:
     problem = TASKS[task].make(settings(task, batch_size=8, seed=5))
@@ -225,6 +227,7 @@ def test_the_big_u_net_is_that_of_the_tutorial(tmp_path: Any, monkeypatch: pytes
 # ------------------------------------------------------------------ language
 
 
+@pytest.mark.slow
 def test_language_loss_is_the_models_own() -> None:
     problem = TASKS["text"].make(settings("text", batch_size=4))
     (ids,) = batch = next(problem.batches(0))
@@ -269,6 +272,7 @@ def test_text_is_cut_by_a_tokenizer_of_its_own_that_is_kept(tmp_path: Any, monke
 # ------------------------------------------------------------------ which layers are quantized
 
 
+@pytest.mark.slow
 def test_a_u_nets_blocks_are_all_its_levels(denoising: Any) -> None:
     """Every linear of every level, and neither the time embedding before them nor a convolution."""
     policy = placed(fp4graph.load_policy("mxfp4"), denoising.blocks)
@@ -303,6 +307,7 @@ def test_placing_follows_first_and_last_blocks_through_phases() -> None:
 _MXFP4 = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "floor"}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("features", [(1024, 1), (64, 128, 10)])
 def test_a_regression_or_an_mlp_is_one_block(features: tuple[int, ...]) -> None:
     """``block: true`` is the whole of a model without repeated blocks, its last layer included."""

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from sklearn.datasets import load_digits
 from torch.utils.data import DataLoader
 
 from fp4graph.errors import Error
@@ -56,6 +55,8 @@ def augmented() -> Any:
 
 
 def test_digits_are_split_by_class_without_leakage(augmented: Any) -> None:
+    from sklearn.datasets import load_digits
+
     train_part, validation = augmented.train.images, augmented.held_out.images
     assert (len(train_part), len(validation)) == (1437, 360)
     assert sorted(train_part.indices + validation.indices) == list(range(1797))
@@ -81,6 +82,7 @@ def test_whole_passes_are_those_of_a_shuffling_loader() -> None:
     assert [order.key(batch) for batch in range(12)] == [0] * 6 + [1] * 6
 
 
+@pytest.mark.process
 def test_an_image_is_augmented_anew_each_epoch_and_validation_never(augmented: Any) -> None:
     first, number = next(augmented.batches(0)), 1437 // 64
     assert first[0].shape == (64, 1, 16, 16)
@@ -137,6 +139,7 @@ def mnist(tmp_path: Path) -> Callable[[int], np.ndarray]:
     return write
 
 
+@pytest.mark.slow
 def test_mnist_is_read_from_its_files(mnist: Any, tmp_path: Path) -> None:
     pixels = mnist(40)
     problem = TASKS["mnist"].make(settings("mnist", data=str(tmp_path), batch_size=20))
@@ -174,6 +177,7 @@ def cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": checksum})
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cifar10")
 @pytest.mark.parametrize(("task", "quantized"), [("cifar10", 24), ("small-diffusion", 39)])
 def test_cifar10_is_read_from_its_files(task: str, quantized: int, tmp_path: Path) -> None:
@@ -238,6 +242,7 @@ def folder(tmp_path: Path) -> Path:
     return root
 
 
+@pytest.mark.slow
 def test_imagenet_is_shown_as_it_is(folder: Path) -> None:
     options: dict[str, Any] = {"data": str(folder), "batch_size": 2, "autocast": False}
     problem = TASKS["imagenet100"].make(settings("imagenet100", **options))
@@ -253,6 +258,7 @@ def test_imagenet_is_shown_as_it_is(folder: Path) -> None:
     assert (outcome.quantized, outcome.diverged) == (48, False)
 
 
+@pytest.mark.slow
 def test_deit_is_augmented_mixed_and_the_same_from_any_batch(folder: Path) -> None:
     chosen = settings("deit-tiny", data=str(folder), batch_size=2)
     problem = TASKS["deit-tiny"].make(chosen)
@@ -270,6 +276,7 @@ def test_deit_is_augmented_mixed_and_the_same_from_any_batch(folder: Path) -> No
         TASKS["deit-tiny"].make(settings("deit-tiny", data=str(folder), batch_size=3))
 
 
+@pytest.mark.process
 def test_workers_change_nothing(folder: Path) -> None:
     found = [
         next(TASKS["imagenet100"].make(settings("imagenet100", data=str(folder), batch_size=3, workers=n)).batches(1))
@@ -362,6 +369,7 @@ def _own_dataset_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
 
 
+@pytest.mark.slow
 def test_a_hugging_face_dataset_of_classes(tmp_path: Path) -> None:
     name = dataset(tmp_path / "animals", {"train": 6, "validation": 3}, labelled=True)
     problem = TASKS["imagenet100"].make(settings("imagenet100", data=f"hf:{name}", batch_size=3))
@@ -384,6 +392,7 @@ def test_a_hugging_face_dataset_of_faces(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ text
 
 
+@pytest.mark.slow
 def test_a_llama_on_text_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "words.txt"
     words = np.array(["rounding", "scale", "block", "tensor", "gradient", "weight"])
@@ -440,6 +449,7 @@ def test_batches_are_a_function_of_seed_and_step() -> None:
     assert text_data.batch(tokens[:16], 1, 16, 0, 0).tolist() == [list(range(16))]
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_text_enough() -> None:
     texts = text_data.standard_library()
     assert sum(map(len, texts.train)) > 4_000_000

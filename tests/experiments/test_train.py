@@ -47,6 +47,7 @@ def losses(outcome: Outcome) -> list[tuple[int, float, float]]:
 # ------------------------------------------------------------------ what is computed
 
 
+@pytest.mark.slow
 def test_equals_a_loop_written_by_hand() -> None:
     """AdamW with a cosine, warm-up and clipping, nothing quantized: digit by digit."""
     chosen = run(optimizer="adamw", lr=1e-2, weight_decay=0.1, schedule="cosine", warmup=0.34, clip=0.5, accumulate=2)
@@ -87,6 +88,7 @@ def test_equals_a_loop_written_by_hand() -> None:
     assert outcome.quantized == 0
 
 
+@pytest.mark.slow
 def test_repeats_itself_and_depends_on_the_seed() -> None:
     torch.manual_seed(1)
     first = train(run(policy="tetrajet"))
@@ -99,6 +101,7 @@ def test_repeats_itself_and_depends_on_the_seed() -> None:
     assert torch.equal(torch.get_rng_state(), state)  # the caller's random numbers are left alone
 
 
+@pytest.mark.slow
 def test_a_policy_changes_what_is_computed_and_bf16_what_it_is_computed_in() -> None:
     found = {name: train(run(**options)) for name, options in {
         "fp32": {},
@@ -111,6 +114,7 @@ def test_a_policy_changes_what_is_computed_and_bf16_what_it_is_computed_in() -> 
     assert max(values) - min(values) < 0.2
 
 
+@pytest.mark.slow
 def test_the_last_short_validation_batch_counts_each_sample_once() -> None:
     """360 images in batches of 100: the last has 60, filled up for the compiled shape."""
     whole = train(run(steps=1, batch_size=100, validate_every=1, validation_batches=None))
@@ -121,12 +125,14 @@ def test_the_last_short_validation_batch_counts_each_sample_once() -> None:
     assert (whole.metrics["accuracy"] * 360) == pytest.approx(round(whole.metrics["accuracy"] * 360))
 
 
+@pytest.mark.slow
 def test_complexity_counts_the_optimizer() -> None:
     adam, stable = (train(run(policy="tetrajet", optimizer=name, steps=1)) for name in ("adam", "stablespam"))
     assert adam.complexity == fp4graph.load_policy("tetrajet").complexity == 0.5
     assert stable.complexity == 1.0
 
 
+@pytest.mark.slow
 def test_sgd_and_options_reach_the_optimizer() -> None:
     plain, momentum = (
         train(run(optimizer="sgd", lr=0.1, optimizer_options=options)) for options in ({}, {"momentum": 0.9})
@@ -134,6 +140,7 @@ def test_sgd_and_options_reach_the_optimizer() -> None:
     assert losses(plain)[0] != losses(momentum)[0]
 
 
+@pytest.mark.slow
 def test_a_policy_with_phases_and_loss_scaling_trains() -> None:
     policy = {
         "version": 1, "extends": "mxfp4", "techniques": ["loss_scaling"],
@@ -147,6 +154,7 @@ def test_a_policy_with_phases_and_loss_scaling_trains() -> None:
 # ------------------------------------------------------------------ who listens
 
 
+@pytest.mark.slow
 def test_report_hears_each_validation_and_may_end_the_training(tmp_path: Path) -> None:
     heard: list[tuple[int, float]] = []
     outcome = train(run(), report=lambda step, loss: heard.append((step, loss)))
@@ -166,6 +174,7 @@ def test_report_hears_each_validation_and_may_end_the_training(tmp_path: Path) -
     assert read_metrics(tmp_path)[-1]["step"] == 4
 
 
+@pytest.mark.slow
 def test_watch_is_entered_with_the_prepared_model_and_optimizer() -> None:
     events: list[Any] = []
 
@@ -179,6 +188,7 @@ def test_watch_is_entered_with_the_prepared_model_and_optimizer() -> None:
     assert events == ["VisionTransformer"] * 6 + ["left"]
 
 
+@pytest.mark.slow
 def test_nothing_keeps_the_model_alive_afterwards() -> None:
     """A sweep trains hundreds in one process."""
     kept: list[Any] = []
@@ -196,6 +206,7 @@ def test_nothing_keeps_the_model_alive_afterwards() -> None:
 # ------------------------------------------------------------------ diverging
 
 
+@pytest.mark.slow
 def test_a_run_that_diverges_ends_there_and_is_still_json(tmp_path: Path) -> None:
     outcome = train(run(optimizer="sgd", lr=1e30, steps=50, validate_every=50), directory=tmp_path)
     assert outcome.diverged
@@ -214,6 +225,7 @@ def test_a_run_that_diverges_ends_there_and_is_still_json(tmp_path: Path) -> Non
 # ------------------------------------------------------------------ the record
 
 
+@pytest.mark.slow
 def test_the_record_says_what_was_run_and_what_came_of_it(tmp_path: Path) -> None:
     chosen = run(policy="tetrajet", optimizer="adamw", lr=1e-3)
     outcome = train(chosen, directory=tmp_path / "new" / "folder")
@@ -237,6 +249,7 @@ def test_the_record_says_what_was_run_and_what_came_of_it(tmp_path: Path) -> Non
     assert sum(line["train_loss"] for line in steps[:2]) / 2 == pytest.approx(outcome.history[0].train_loss)
 
 
+@pytest.mark.slow
 def test_tensorboard_shows_the_same_curves(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -247,6 +260,7 @@ def test_tensorboard_shows_the_same_curves(tmp_path: Path) -> None:
     assert found == [(step, pytest.approx(validation)) for step, _, validation in losses(outcome)]
 
 
+@pytest.mark.slow
 def test_goes_on_to_the_last_bit(tmp_path: Path) -> None:
     """With state in techniques, optimizer, loss scaler and schedule, and noise."""
     policy = {"version": 1, "extends": "tetrajet-qema", "techniques": ["loss_scaling"]}
@@ -273,10 +287,12 @@ def test_goes_on_to_the_last_bit(tmp_path: Path) -> None:
         train(chosen, directory=tmp_path / "stopped", resume=True)
 
 
+@pytest.mark.slow
 def test_resume_of_nothing_begins(tmp_path: Path) -> None:
     assert losses(train(run(), directory=tmp_path, resume=True)) == losses(train(run()))
 
 
+@pytest.mark.slow
 def test_without_checkpoints_none_is_written(tmp_path: Path) -> None:
     train(run(steps=1), directory=tmp_path, checkpoints=False)
     assert not (tmp_path / "checkpoint.pt").exists()
@@ -402,6 +418,7 @@ def test_a_mistake_is_one_sentence(options: dict[str, Any], says: str) -> None:
         train(run(**options))
 
 
+@pytest.mark.slow
 def test_a_policy_that_quantizes_nothing_of_a_task_is_said_so(tmp_path: Path) -> None:
     nothing = {
         "version": 1,
@@ -440,6 +457,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 BRIEF = ["digits", "--batch-size=16", "--steps=2", "--validate-every=1", "--validation-batches=1"]
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_keeps_a_record(command: Any, tmp_path: Path) -> None:
     code, out, err = command(*BRIEF, "--policy=mxfp4", "--optimizer=stablespam")
     assert code == 0, err
@@ -454,6 +472,7 @@ def test_the_command_prints_a_table_and_keeps_a_record(command: Any, tmp_path: P
     assert (tmp_path / "runs" / "digits-mxfp4-stablespam-0.2" / "outcome.json").exists()
 
 
+@pytest.mark.slow
 def test_the_command_prints_json(command: Any) -> None:
     code, out, err = command(*BRIEF, "--json", "--optimizer-option=betas=[0.5, 0.9]", "--output=here")
     assert code == 0, err

@@ -22,6 +22,7 @@ def command(*arguments):
     return result.stdout
 
 
+@pytest.mark.slow
 def test_a_training_and_its_report(tmp_path):
     """Statistics change nothing of the training, and the report has every picture."""
     plain = json.loads(command(*DIGITS, "--steps", 12, "--output", tmp_path / "plain"))
@@ -38,6 +39,7 @@ def test_a_training_and_its_report(tmp_path):
         assert f'<section id="{part.name}">' in page, part.name
 
 
+@pytest.mark.slow
 def test_in_tensorboard_beside_the_curves(tmp_path):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run = Run("digits", policy="tetrajet", optimizer="sgd", steps=4, validate_every=4, device="cpu")
@@ -52,9 +54,10 @@ def test_in_tensorboard_beside_the_curves(tmp_path):
     assert "validation_loss" in events.Tags()["scalars"]
 
 
+@pytest.mark.slow
 def test_a_resumed_run(tmp_path):
     """Goes on recording where the checkpoint is; what was recorded beyond it is recorded anew."""
-    run = Run("digits", policy="tetrajet", optimizer="sgd", steps=12, validate_every=4, device="cpu")
+    run = Run("digits", policy="tetrajet", optimizer="sgd", steps=8, validate_every=4, device="cpu")
     whole = train(run, directory=tmp_path / "whole", statistics=2)
 
     def stop(step, steps, loss):
@@ -68,11 +71,12 @@ def test_a_resumed_run(tmp_path):
     assert resumed.validation_loss == whole.validation_loss
     recorded, expected = read(tmp_path / "run"), read(tmp_path / "whole")
     assert recorded.header["step"] == 4  # though plain SGD counts no steps
-    assert recorded.steps == expected.steps == [2, 4, 6, 8, 10, 12]
+    assert recorded.steps == expected.steps == [2, 4, 6, 8]
     # All but what the window that began before the kill would have said, of weights and outputs.
     assert recorded.rows == tuple(row for row in expected.rows if row["tensor"] not in ("weight", "output"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "policy"), [("text", "mxfp4"), ("digits-diffusion", "nvfp4"), ("gaussian", "mxfp4")])
 def test_the_other_families(task, policy, tmp_path):
     """What goes into the model is the task's, noise and timesteps of a diffusion included."""

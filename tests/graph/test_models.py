@@ -11,6 +11,7 @@ from torch import nn
 import fp4graph
 from fp4graph.graph.expand import attention, encoder_layer
 from fp4graph.model.runtime import runtime_of
+from tests.helpers import models
 
 QUANTIZE = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}}
 
@@ -19,12 +20,12 @@ def swin():
     model = timm.create_model(
         "swin_tiny_patch4_window7_224",
         img_size=56,
-        depths=(2, 2, 2, 1),
+        depths=(2, 1),
         embed_dim=32,
-        num_heads=(1, 2, 4, 8),
+        num_heads=(1, 2),
         num_classes=5,
     )
-    names = [f"layers.{s}.blocks.{b}.{m}" for s, d in enumerate((2, 2, 2, 1)) for b in range(d) for m in BLOCK]
+    names = [f"layers.{s}.blocks.{b}.{m}" for s, d in enumerate((2, 1)) for b in range(d) for m in BLOCK]
     return model, (torch.randn(2, 3, 56, 56),), names
 
 
@@ -48,23 +49,9 @@ def gpt2():
 
 
 def llama():
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        vocab_size=97,
-        max_position_embeddings=32,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-    )
     linears = [f"self_attn.{p}_proj" for p in "qkvo"] + [f"mlp.{p}_proj" for p in ("gate", "up", "down")]
     names = [f"model.layers.{i}.{m}" for i in range(2) for m in linears]
-    return LlamaForCausalLM(config), (torch.randint(97, (2, 16)),), names
+    return models.llama(), (torch.randint(97, (2, 16)),), names
 
 
 def encoder():
@@ -76,6 +63,7 @@ def bare_linear():
     return nn.Linear(40, 24), (torch.randn(6, 40),), [""]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
 @pytest.mark.parametrize("make", [deit, swin, gpt2, llama, encoder, bare_linear])
 def test_sites_are_those_a_person_counts(make, training):
@@ -101,6 +89,7 @@ def test_sites_are_those_a_person_counts(make, training):
     assert {site.module for site in sites if site.quantized} == set(names)
 
 
+@pytest.mark.slow
 def test_llama_knows_its_swiglu():
     model, args, _ = llama()
     rules = [
@@ -110,6 +99,7 @@ def test_llama_knows_its_swiglu():
     assert [s.module for s in explanation.sites if s.quantized] == [f"model.layers.{i}.mlp.down_proj" for i in range(2)]
 
 
+@pytest.mark.slow
 def test_a_quantized_linear_layer_is_known_as_a_producer():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
     rules = [
@@ -120,6 +110,7 @@ def test_a_quantized_linear_layer_is_known_as_a_producer():
     assert [(s.module, s.rule) for s in explanation.sites] == [("0", "rest"), ("1", "after linear"), ("3", "rest")]
 
 
+@pytest.mark.slow
 def test_first_and_last_blocks():
     model, args, _ = deit()
     rules = [
@@ -188,6 +179,7 @@ def test_a_product_of_vectors_or_of_integers_is_listed_with_its_reason():
     assert sorted(reasons) == ["a matrix-vector product", "not floating point"]
 
 
+@pytest.mark.slow
 def test_explain_touches_nothing(vit, images):
     model = vit(drop_rate=0.5)
     keys, before = list(model.state_dict()), torch.get_rng_state()
@@ -226,6 +218,7 @@ def test_the_opened_encoder_layer_is_torchs(norm_first, masked):
         torch.testing.assert_close(got, layer(x, src_mask=mask))
 
 
+@pytest.mark.slow
 def test_the_entry_point_opens_the_fused_encoder_layer():
     layer, (x,), _ = encoder()
     layer.eval()

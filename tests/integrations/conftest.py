@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+
+from tests.helpers import models
 
 
 class Counting(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
@@ -28,20 +31,6 @@ def counting() -> Counting:
 @pytest.fixture
 def llama() -> Callable[..., Any]:
     """Makes the same two-layer LLaMA every time, with dropout in its attention and the head tied to the embedding."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    def make() -> LlamaForCausalLM:
-        torch.manual_seed(0)
-        config = LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            max_position_embeddings=32,
-            attention_dropout=0.1,
-            tie_word_embeddings=True,
-        )
-        return LlamaForCausalLM(config)
-
-    return make
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_key_value_heads": 2}
+    options = {"vocab_size": 64, "attention_dropout": 0.1, "tie_word_embeddings": True, "use_cache": True}
+    return partial(models.llama, **sizes, **options)

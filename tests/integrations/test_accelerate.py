@@ -13,6 +13,8 @@ import torch
 import fp4graph
 from fp4graph.model.runtime import runtime_of
 
+pytestmark = pytest.mark.slow
+
 NEEDED = "install fp4graph[hf]: transformers and accelerate"
 accelerate = pytest.importorskip("accelerate", reason=NEEDED)
 pytest.importorskip("transformers", reason=NEEDED)

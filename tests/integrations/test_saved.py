@@ -43,6 +43,7 @@ def entries(model: nn.Module) -> dict[str, torch.Tensor]:
     return {key: value for key, value in model.state_dict().items() if "_fp4graph" in key}
 
 
+@pytest.mark.slow
 def test_the_same_policy_goes_on_where_it_was(trained: nn.Module, tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", fp4graph.PolicyWarning)
@@ -67,6 +68,7 @@ def changed(folder: Path) -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [another, changed])
 def test_other_weights_begin_anew(trained: nn.Module, tmp_path: Path, make) -> None:
     with pytest.warns(fp4graph.PolicyWarning, match=r"16 of its entries are left out .* is not what the folder holds"):
@@ -76,6 +78,7 @@ def test_other_weights_begin_anew(trained: nn.Module, tmp_path: Path, make) -> N
     assert torch.equal(layer._fp4graph.q_ema_weight, layer.weight.detach())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{"max_shard_size": "20kB"}, {}], ids=["sharded", "one file"])
 def test_files_of_every_kind(trained: nn.Module, tmp_path: Path, options) -> None:
     folder = tmp_path / "other"
@@ -87,6 +90,7 @@ def test_files_of_every_kind(trained: nn.Module, tmp_path: Path, options) -> Non
     assert all(torch.equal(entries(again)[key], value) for key, value in entries(trained).items())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:this state was saved under policy:fp4graph.PolicyWarning")
 def test_what_another_policy_does_not_keep_is_said(trained: nn.Module, tmp_path: Path) -> None:
     match = r"14 of its entries are left out .*keeps nothing under these names"

@@ -62,6 +62,7 @@ def alike(left: torch.nn.Module, right: torch.nn.Module) -> bool:
     return ours.keys() == theirs.keys() and all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
+@pytest.mark.slow
 def test_trains_as_the_same_loop_by_hand_and_resumes_to_the_last_bit(
     trainer: Any, llama: Any, counting: Any, tmp_path: Path
 ) -> None:
@@ -96,6 +97,7 @@ def test_trains_as_the_same_loop_by_hand_and_resumes_to_the_last_bit(
     assert not torch.equal(whole.model.state_dict()[ema], whole.model.model.layers[1].mlp.up_proj.weight)
 
 
+@pytest.mark.slow
 def test_what_it_saves_is_a_plain_model_and_more(trainer: Any, llama: Any, tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
@@ -116,6 +118,7 @@ def test_what_it_saves_is_a_plain_model_and_more(trainer: Any, llama: Any, tmp_p
         assert torch.equal(reloaded.eval()(input_ids=tokens).logits, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "forwards"),
     [
@@ -137,6 +140,7 @@ def test_with_options_that_wrap_or_reload_the_model(trainer: Any, options: dict[
     assert losses(run)[-1] < losses(run)[0]
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_ones_own(trainer: Any, llama: Any, counting: Any, tmp_path: Path) -> None:
     from fp4graph.integrations import FP4GraphCallback
     from fp4graph.optim import StableSPAM
@@ -163,6 +167,7 @@ PHASES = {
 }
 
 
+@pytest.mark.slow
 def test_phases_know_how_long_training_is(trainer: Any, tmp_path: Path) -> None:
     whole = trainer(PHASES)
     whole.train()
@@ -175,6 +180,7 @@ def test_phases_know_how_long_training_is(trainer: Any, tmp_path: Path) -> None:
     assert alike(whole.model, again.model)
 
 
+@pytest.mark.slow
 def test_resuming_under_another_policy_is_refused(trainer: Any, tmp_path: Path) -> None:
     from fp4graph.integrations import FP4GraphCallback
 
@@ -190,6 +196,7 @@ def test_resuming_under_another_policy_is_refused(trainer: Any, tmp_path: Path) 
     other.train(resume_from_checkpoint=checkpoint)  # the plain model takes a checkpoint of an applied one
 
 
+@pytest.mark.slow
 def test_added_late_it_trains_from_the_start(trainer: Any) -> None:
     from fp4graph.integrations import FP4GraphCallback
 

@@ -132,6 +132,7 @@ def name_of(program: MatmulProgram, form: str = "linear", alpha: float = 1.0, be
     return site_function(program, form, alpha, beta).__name__
 
 
+@pytest.mark.slow
 def test_names_tell_programs_apart() -> None:
     """One name for equal programs, another for any other."""
     by_program: dict[MatmulProgram, str] = {}

@@ -71,6 +71,7 @@ def test_an_unquantized_linear_keeps_its_input_and_its_weight() -> None:
     assert size(of_linear(None)) == BF16 * (INPUT + WEIGHT)
 
 
+@pytest.mark.slow
 def test_packed_operands_take_little_more_than_a_quarter() -> None:
     tensors = of_linear(policy_of())
     assert size(tensors) == PACKED * (INPUT + WEIGHT) + KEYS
@@ -86,6 +87,7 @@ def test_blocks_are_kept_whole(shape: tuple[int, ...]) -> None:
     assert size(of_linear(policy_of(), shape)) == PACKED * (tokens + N) * length + KEYS
 
 
+@pytest.mark.slow
 def test_what_no_gradient_reads_is_not_kept() -> None:
     assert size(of_linear(policy_of(), needs_grad=False)) == PACKED * INPUT + KEYS
 
@@ -154,6 +156,7 @@ class Blocks(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_the_shipped_policy() -> None:
     """Two linears a block, K to N and N to K, under autocast."""
     unquantized, quantized = Blocks(), fp4graph.apply(Blocks(), "tetrajet", backend="eager")

@@ -35,14 +35,20 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
+#: Policies that leave the first and the last block alone need a third; a capture takes as long as a model is deep.
+BLOCKS = {"nvfp4-te": 3}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
 def test_every_policy_trains_to_the_same_bits(policy: str, calls: list[str]) -> None:
+    blocks = BLOCKS.get(policy, 1)
     for dtype in DTYPES:
-        by_kernels = train(policy, dtype)
+        by_kernels = train(policy, dtype, blocks=blocks)
         assert bool(calls) is (policy != "bf16")
         calls.clear()
         with operators.tensor_code():
-            by_tensor_code = train(policy, dtype)
+            by_tensor_code = train(policy, dtype, blocks=blocks)
         assert not calls
         assert by_kernels.isfinite().all()
         assert_same_bits(by_kernels, by_tensor_code)
@@ -54,7 +60,8 @@ def test_what_is_requantized_comes_from_bytes(calls: list[str]) -> None:
     assert calls.count("requantize") == 2 * 2 * 3 * 3
 
 
+@pytest.mark.slow
 def test_under_aot_autograd_the_bits_are_those_of_eager(calls: list[str]) -> None:
-    compiled = train("tetrajet-qema", torch.bfloat16, "aot_eager")
+    compiled = train("tetrajet-qema", torch.bfloat16, "aot_eager", blocks=1)
     assert calls
-    assert_same_bits(compiled, train("tetrajet-qema", torch.bfloat16))
+    assert_same_bits(compiled, train("tetrajet-qema", torch.bfloat16, blocks=1))

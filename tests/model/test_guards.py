@@ -22,27 +22,32 @@ def applied(vit, images):
     return model
 
 
+@pytest.mark.slow
 def test_deepcopy_raises(applied, images):
     with pytest.raises(fp4graph.UncompiledError, match=r"apply.*bypass"):
         copy.deepcopy(applied)(images)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", ["forward", "forward_features"])
 def test_methods_raise(applied, images, call):
     with pytest.raises(fp4graph.UncompiledError, match=r"blocks\.0\.attn\.qkv"):
         getattr(applied, call)(images)
 
 
+@pytest.mark.slow
 def test_a_block_called_alone_raises(applied):
     with pytest.raises(fp4graph.UncompiledError, match="apply"):
         applied.blocks[0](torch.randn(1, 17, 64))
 
 
+@pytest.mark.slow
 def test_force_eager_raises(applied, images):
     with torch.compiler.set_stance("force_eager"), pytest.raises(fp4graph.UncompiledError, match="force_eager"):
         applied(images)
 
 
+@pytest.mark.slow
 def test_the_recompile_limit_raises():
     class OneLayer(nn.Module):
         def __init__(self):
@@ -65,6 +70,7 @@ def test_the_recompile_limit_raises():
         call_with_ever_more_dimensions()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_another_backend_is_refused(vit, backend):
     model = fp4graph.apply(vit(), "tetrajet", backend="eager")
@@ -94,6 +100,7 @@ def test_a_glob_that_names_no_module_fails_at_apply_and_leaves_the_model(vit, im
     assert torch.equal(model(images), expected)
 
 
+@pytest.mark.slow
 def test_a_rule_without_a_site_is_an_error_at_every_forward_until_remove(vit, images):
     model = vit()
     expected = model(images)
@@ -128,6 +135,7 @@ KEEPS_EXPERTS = {
 }
 
 
+@pytest.mark.slow
 def test_a_grouped_product_is_an_error_at_every_forward_until_a_rule_keeps_it():
     model, x = fp4graph.apply(mixture(), "tetrajet", backend="eager"), torch.randn(16, 32)
     for _ in range(2):
@@ -137,6 +145,7 @@ def test_a_grouped_product_is_an_error_at_every_forward_until_a_rule_keeps_it():
     assert fp4graph.remove(model)(x).shape == (16, 8)
 
 
+@pytest.mark.slow
 def test_explain_lists_a_grouped_product():
     x = torch.randn(16, 32)
     found = fp4graph.explain(mixture(), "tetrajet", (x,))
@@ -206,6 +215,7 @@ def test_an_unknown_product_with_a_parameter_is_an_error(layer):
         model(torch.randn(4, 32))
 
 
+@pytest.mark.slow
 def test_it_is_none_where_no_linear_layer_would_be_quantized(vit, images):
     model = vit()
     model.head = Inner(64, 10, bias=False)
@@ -229,6 +239,7 @@ class Looping(nn.Module):
         return self.multiply(x)
 
 
+@pytest.mark.slow
 def test_a_product_that_no_graph_shows_is_an_error():
     model = fp4graph.apply(nn.Sequential(nn.Linear(32, 32), Looping()), "microscaling", backend="eager")
     for _ in range(2):
@@ -238,6 +249,7 @@ def test_a_product_that_no_graph_shows_is_an_error():
     assert fp4graph.apply(model, kept, backend="eager")(torch.randn(4, 32)).shape == (4, 32)
 
 
+@pytest.mark.slow
 def test_a_module_that_came_after_apply_is_an_error(vit, images):
     model = fp4graph.apply(vit(), "tetrajet", backend="eager")
     model(images)
@@ -247,6 +259,7 @@ def test_a_module_that_came_after_apply_is_an_error(vit, images):
     fp4graph.apply(model, "tetrajet", backend="eager")(images)
 
 
+@pytest.mark.slow
 def test_a_block_that_came_after_apply_is_an_error(vit, images):
     model = fp4graph.apply(vit(), "tetrajet", backend="eager")
     model.blocks.append(vit().blocks[0])
@@ -282,6 +295,7 @@ def small_resnet():
     return timm.create_model("resnet10t", num_classes=10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "shape", "head"), [(small_resnet, (2, 3, 32, 32), "fc"), (Recurrent, (2, 5, 32), "head")]
 )
@@ -294,6 +308,7 @@ def test_a_policy_for_blocks_does_not_quantize_a_head_alone(make, shape, head):
     fp4graph.apply(model, meant, backend="eager")(torch.randn(shape))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [nn.TransformerEncoderLayer(32, 4, 64, batch_first=True), nn.Sequential(nn.utils.weight_norm(nn.Linear(32, 32)))],
@@ -310,6 +325,7 @@ def test_a_policy_for_blocks_quantizes_a_perceptron():
     assert (found.quantized, found.problem) == (2, None)
 
 
+@pytest.mark.slow
 def test_layers_with_a_number_behind_an_underscore_are_a_stack():
     model = torchvision.models.VisionTransformer(
         image_size=16, patch_size=8, num_layers=2, num_heads=2, hidden_dim=32, mlp_dim=64, num_classes=10
@@ -320,6 +336,7 @@ def test_layers_with_a_number_behind_an_underscore_are_a_stack():
     assert not next(site for site in found.sites if site.module == "heads.head").quantized
 
 
+@pytest.mark.slow
 def test_sites_count_their_flops(vit, images):
     found = {site.module: site for site in fp4graph.explain(vit(), "tetrajet", (images,)).sites}
     assert found["blocks.0.attn.qkv"].flops == 2 * (4 * 17) * 64 * 192
@@ -343,6 +360,7 @@ def test_an_error_stays_one_where_a_later_forward_would_have_passed():
             model(torch.randn(4, 32), both)
 
 
+@pytest.mark.slow
 def test_an_application_that_fails_leaves_the_one_before(vit, images, monkeypatch):
     model = fp4graph.apply(vit(), "tetrajet-qema", backend="eager")
     expected, state = model(images), {k: v.clone() for k, v in model.state_dict().items()}
@@ -371,12 +389,14 @@ def test_a_model_without_a_product_is_refused():
     assert torch.equal(fp4graph.remove(model)(torch.ones(2, 4)), torch.zeros(2, 4))
 
 
+@pytest.mark.slow
 def test_nothing_quantized_is_refused(vit, images):
     rules = [{**rule(op="linear", out_features=7), "required": False}]
     with pytest.raises(fp4graph.PolicyError, match="quantizes no site"):
         fp4graph.apply(vit(), {"version": 1, "name": "p", "rules": rules}, backend="eager")(images)
 
 
+@pytest.mark.slow
 def test_expectations_are_checked(vit, images):
     policy = {"version": 1, "name": "p", "rules": [rule(op="linear")], "expect": {"quantized": {"min": 100}}}
     with pytest.raises(fp4graph.PolicyError, match="100"):
@@ -390,6 +410,7 @@ def test_a_nested_application_is_refused(vit):
         fp4graph.apply(model, "tetrajet", backend="eager")
 
 
+@pytest.mark.slow
 def test_q_ema_without_the_optimizers_hooks_is_refused(vit, images):
     model = fp4graph.apply(vit(), "tetrajet-qema", backend="eager")
     model(images).sum().backward()
@@ -415,6 +436,7 @@ def test_wrong_arguments():
         fp4graph.prepare_optimizer(nn.Linear(2, 2), None)
 
 
+@pytest.mark.slow
 def test_the_entry_point_serves_stateless_policies_and_refuses_others(vit, images):
     expected = fp4graph.apply(vit(), "microscaling", backend="eager")(images)
     options = {"policy": "microscaling", "backend": "eager"}

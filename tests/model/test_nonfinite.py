@@ -47,6 +47,7 @@ def x():
     return torch.randn(8, 32, generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.slow
 def test_a_healthy_step_is_the_same_step(x):
     """Masks of -inf are none of its business; noise, gradients and the count are those of any other step."""
     watched, plain = applied(), applied()
@@ -100,6 +101,7 @@ def test_an_operation_that_is_no_product(x):
     assert caught.value.site == "(root) (log), forward"
 
 
+@pytest.mark.slow
 def test_a_gradient(x):
     """sqrt at 0: finite forward, infinite gradient."""
     model = applied(middle=lambda h: torch.sqrt(torch.relu(h)))

@@ -45,6 +45,7 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
+@pytest.mark.slow
 def test_each_phase_is_its_policy_and_is_captured_once() -> None:
     """Weights stay as they are here, so that each forward can be held against the policy of its phase."""
     exact_backward = policy()
@@ -63,6 +64,7 @@ def test_each_phase_is_its_policy_and_is_captured_once() -> None:
     assert not equal(alone(exact_backward, 7), alone(nothing, 7))
 
 
+@pytest.mark.slow
 def test_noise_goes_on_counting() -> None:
     """A phase that changes nothing changes nothing."""
     data = policy(techniques=[{"stochastic_rounding": {"operands": ["forward", "backward"]}}])
@@ -77,6 +79,7 @@ def test_noise_goes_on_counting() -> None:
         assert equal(gradients(phased, step), reference) == (step < 2)
 
 
+@pytest.mark.slow
 def test_evaluation_is_that_of_the_phase_and_moves_nothing() -> None:
     applied = fp4graph.apply(model(), policy({"at": 2, "rules": [], "default": "keep"}), backend="eager")
     exact = model()
@@ -89,6 +92,7 @@ def test_evaluation_is_that_of_the_phase_and_moves_nothing() -> None:
     assert runtime_of(applied).root_state.count == 2
 
 
+@pytest.mark.slow
 def test_the_length_of_the_training_is_needed_for_a_share_of_it() -> None:
     data = policy({"at": 0.5, "operands": {"dgrad": "keep"}})
     applied = fp4graph.apply(model(), data, backend="eager")
@@ -129,6 +133,7 @@ def run(data: dict[str, Any], steps: range, saved: Any = None) -> tuple[list[tor
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("technique", [RAMPING, {"q_ema": {"beta": 0.9}}])
 def test_what_techniques_remember_lives_on(technique: dict[str, Any]) -> None:
     data = policy(techniques=[technique])
@@ -136,6 +141,7 @@ def test_what_techniques_remember_lives_on(technique: dict[str, Any]) -> None:
     assert equal(run(data, range(12))[0], run(phased, range(12))[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [4, 6, 8])  # before the phase, at its start, in it
 def test_resumes_bit_for_bit(at: int) -> None:
     data = policy({"at": 6, "operands": {"backward": "keep"}}, techniques=[RAMPING])
@@ -145,6 +151,7 @@ def test_resumes_bit_for_bit(at: int) -> None:
     assert equal(whole, resumed)
 
 
+@pytest.mark.slow
 def test_a_technique_of_a_phase_that_is_over_leaves_nothing_behind() -> None:
     later = {"at": 3, "rules": [], "default": "keep"}
     _, (state, optimizer) = run(policy(later, techniques=[RAMPING, "tensor_scaling"]), range(5))
@@ -162,6 +169,7 @@ def test_the_dynamo_entry_point_has_no_phases() -> None:
         compiled(batch(0))
 
 
+@pytest.mark.slow
 def test_watching_sees_the_phase_that_begins() -> None:
     applied = fp4graph.apply(model(), policy({"at": 2, "operands": {"backward": "keep"}}), backend="eager")
     for step in range(2):

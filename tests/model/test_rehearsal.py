@@ -12,6 +12,7 @@ from fp4graph.model.runtime import runtime_of
 WIDE = {"version": 1, "name": "p", "rules": [{"name": "wide", "match": {"in_features": 12345}, "quantize": {}}]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [lambda x: (x,), lambda x: x, lambda x: {"x": x}], ids=["tuple", "alone", "keywords"])
 def test_the_model_is_untouched_where_something_is_wrong(vit, images, given):
     model = vit()
@@ -23,12 +24,14 @@ def test_the_model_is_untouched_where_something_is_wrong(vit, images, given):
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.slow
 def test_it_trains_as_without_where_nothing_is(vit, images):
     with_it = fp4graph.apply(vit(), "tetrajet", backend="eager", example_inputs=images)
     without = fp4graph.apply(vit(), "tetrajet", backend="eager")
     assert torch.equal(with_it(images), without(images))
 
 
+@pytest.mark.slow
 def test_every_phase_is_tried(vit, images):
     policy = {
         **WIDE,
@@ -46,6 +49,7 @@ def test_phases_out_of_order_or_of_unknown_length_are_found(vit, images):
             fp4graph.apply(vit(), policy, backend="eager", example_inputs=images)
 
 
+@pytest.mark.slow
 def test_a_forward_that_depends_on_values_cannot_be_tried():
     class Model(nn.Linear):
         def forward(self, x):
@@ -57,6 +61,7 @@ def test_a_forward_that_depends_on_values_cannot_be_tried():
     fp4graph.apply(model, "microscaling", backend="eager")(torch.randn(4, 32))
 
 
+@pytest.mark.slow
 def test_the_backward_is_tried(monkeypatch):
     from fp4graph_plugins.step_gradient import StepGradient
 

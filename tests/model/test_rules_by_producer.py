@@ -43,6 +43,7 @@ def trained(technique: dict | None, on: str = "gelu", steps: int = 2) -> nn.Modu
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("on", "moved", "still"), [("gelu", "down", "up"), ("rest", "up", "down")])
 def test_dampen_acts_where_the_graph_says(on: str, moved: str, still: str) -> None:
     damped, plain = trained({"dampen": {"strength": 10.0}}, on, steps=1), trained(None, on, steps=1)
@@ -50,6 +51,7 @@ def test_dampen_acts_where_the_graph_says(on: str, moved: str, still: str) -> No
     assert torch.equal(damped.get_parameter(f"{still}.weight"), plain.get_parameter(f"{still}.weight"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("on", "moved"), [("gelu", "down"), ("rest", "up")])
 def test_q_ema_averages_where_the_graph_says(on: str, moved: str) -> None:
     start = Perceptron()
@@ -62,6 +64,7 @@ def test_q_ema_averages_where_the_graph_says(on: str, moved: str) -> None:
         torch.testing.assert_close(average, expected, rtol=1e-6, atol=1e-8)  # one rounding of the average
 
 
+@pytest.mark.slow
 def test_the_optimizers_view_is_that_of_the_graph() -> None:
     weights = {weight.name: weight for weight in runtime_of(trained(None)).weights}
     assert {name: weight.rule.name for name, weight in weights.items()} == {

@@ -12,6 +12,7 @@ import torch
 from fp4graph.numerics.exact import root, total
 
 
+@pytest.mark.slow
 def test_the_root_of_every_significand_is_correctly_rounded() -> None:
     """All fp32 numbers of [1, 4): every root is one of these times a power of two.
 

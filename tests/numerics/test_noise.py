@@ -65,6 +65,7 @@ def test_raw_keys_that_differ_in_one_bit(pair: tuple[list[int], list[int]]) -> N
     assert abs(torch.corrcoef(torch.stack([as_uniform(a), as_uniform(b)]))[0, 1]) < 5.5 / N**0.5
 
 
+@pytest.mark.slow
 def test_avalanche() -> None:
     """Flipping any bit of the index, of either word of a key, or of a mixed-in word flips half of the output's."""
     key = make_key("avalanche")
@@ -149,6 +150,7 @@ def test_keys_in_pythons_integers_are_those_of_tensors(word: int, monkeypatch: p
         assert torch.equal(mixed, mix(key, other))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["real", "fake"])
 def test_a_trace_holds_the_derivation_and_not_its_result(mode: str) -> None:
     def both(key: torch.Tensor) -> torch.Tensor:

@@ -38,6 +38,7 @@ def by_oracle(blocks: torch.Tensor, spec: QuantSpec, noise: Noise) -> torch.Tens
     return torch.tensor([oracle.quantize_block(row, spec, b, s) for row, b, s in rows])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spec", SCALE_SPECS, ids=lambda s: f"{s.format.name}-{s.rounding}-{s.convention}-{s.zero}")
 def test_scales_agree_with_the_oracle(spec: ScaleSpec) -> None:
     blocks = torch.cat([blocks_of_every_scale(1), any_floats((100, 1))])

@@ -6,6 +6,7 @@ Expected values are float64 products of the operands that were multiplied, as :f
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -33,8 +34,7 @@ LOW_RANK = {"low_rank_residual": {"rank": 4, "operands": ["fprop.weight"]}}
 FALLBACK = {"outlier_fallback": {"operands": ["fprop.input"]}}
 
 
-def policy(quantize=NVFP4, techniques=(), op="linear"):
-    return loaded("tensor_scaling", after=techniques, quantize=quantize, op=op)
+policy = partial(loaded, "tensor_scaling", quantize=NVFP4)
 
 
 def program(rule, op="linear"):
@@ -100,7 +100,7 @@ def test_the_relative_error_is_that_of_one_rounding():
 @pytest.mark.parametrize("addend", [False, True])
 def test_terms_are_summed_before_the_rounding(techniques, addend):
     x, w, bias, dy = data((64, 128), (96, 128), (96,), (64, 96))
-    f = site_function(program(policy(techniques=techniques).rules[0]), "linear", 1.0, 1.0)
+    f = site_function(program(policy(after=techniques).rules[0]), "linear", 1.0, 1.0)
     found = run(f, x, w, bias if addend else None, dy)
     assert_rounded_once(*found[Operand.FPROP_INPUT], addend=bias.double() if addend else 0.0)
 
@@ -110,7 +110,8 @@ def test_terms_are_summed_before_the_rounding(techniques, addend):
 def test_tensors_of_any_magnitude(quantize, scale):
     """γ_a·γ_b of the smallest would be subnormal in fp32."""
     x, w, dy = data((64, 128), (96, 128), (64, 96), scale=scale)
-    for parts in run(site_function(program(policy(quantize).rules[0]), "linear", 1.0, 1.0), x, w, None, dy).values():
+    f = site_function(program(policy(quantize=quantize).rules[0]), "linear", 1.0, 1.0)
+    for parts in run(f, x, w, None, dy).values():
         assert_rounded_once(*parts)
 
 
@@ -118,13 +119,13 @@ def test_tensors_of_any_magnitude(quantize, scale):
 def test_the_largest_numbers_of_fp16_do_not_overflow(quantize):
     x = torch.full((8, 64), 65504.0, dtype=torch.float16)
     w = torch.eye(8, 64, dtype=torch.float16) * 0.5
-    y = site_function(program(policy(quantize).rules[0]), "linear", 1.0, 1.0)(x, w, None, KEY, STEP, 0)
+    y = site_function(program(policy(quantize=quantize).rules[0]), "linear", 1.0, 1.0)(x, w, None, KEY, STEP, 0)
     torch.testing.assert_close(y, torch.full((8, 8), 32752.0, dtype=torch.float16), rtol=2**-10, atol=0)
 
 
 def test_operands_from_the_master_weights_under_autocast():
     x, w, bias, dy = data((64, 128), (96, 128), (96,), (64, 96), dtype=torch.float32)
-    f = site_function(program(policy({**NVFP4, "from_master": True}).rules[0]), "linear", 1.0, 1.0)
+    f = site_function(program(policy(quantize={**NVFP4, "from_master": True}).rules[0]), "linear", 1.0, 1.0)
     with torch.autocast("cpu", torch.bfloat16):
         y, left, right = run(f, x, w, bias, dy)[Operand.FPROP_INPUT]
     assert y.dtype is torch.bfloat16

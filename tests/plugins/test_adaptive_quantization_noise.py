@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -24,8 +25,7 @@ SCHEDULE = {"sigma_start": 0.05, "sigma_end": 0.0005, "stages": 5, "steps_per_st
 KEY = noise.make_key("site", "fc")
 
 
-def policy(options=SCHEDULE, techniques=(), **rule):
-    return loaded("adaptive_quantization_noise", options, after=techniques, **rule)
+policy = partial(loaded, "adaptive_quantization_noise")
 
 
 def draw(count=0, site="fc"):
@@ -106,11 +106,12 @@ def test_other_operands_and_evaluation_are_left_alone():
         assert torch.equal(noisy(w, operand=operand), q) == (operand is not Operand.FPROP_WEIGHT)
     assert torch.equal(noisy(w, training=False), q)
     with pytest.warns(PolicyWarning, match="no effect"):
-        products = policy(op="matmul")
+        products = policy(SCHEDULE, op="matmul")
     plan = plan_site(SiteView("qk", "matmul", 64, 64, None), products.rules[0])
     assert plan.program.fprop.right.techniques == ()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_rollouts_have_noise_where_a_policy_asks_for_it(backend):
     """In evaluation mode: one draw between two training forwards, that of the next; none by default."""
@@ -157,7 +158,7 @@ def test_the_noise_is_not_scaled_with_a_tensor():
     z = noisy(torch.zeros(1, 96)).double()
     gamma = (w.abs().max() / torch.tensor(6.0 * 64)).item()
     q = fp4graph.fake_quantize((w / gamma), NEAREST).double() * gamma
-    torch.testing.assert_close(noisy(w, techniques=[scaling]).double(), q + z, rtol=0, atol=1e-6)
+    torch.testing.assert_close(noisy(w, after=[scaling]).double(), q + z, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["additive", "multiplicative"])
@@ -190,9 +191,10 @@ def test_gradients_go_straight_through():
     torch.testing.assert_close(x.detach() @ z[0], noise_of_y[:, 0], rtol=0, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_model_is_noisy_in_training_and_not_in_evaluation():
     torch.manual_seed(0)
-    model = fp4graph.apply(nn.Linear(64, 32), policy(), backend="eager")
+    model = fp4graph.apply(nn.Linear(64, 32), policy(SCHEDULE), backend="eager")
     x = weight(8, 64)
     train = [model(x).detach() for _ in range(2)]
     assert not torch.equal(*train)
@@ -204,7 +206,7 @@ def test_a_model_is_noisy_in_training_and_not_in_evaluation():
 
 
 def test_the_policy_writes_its_options_down():
-    loaded = policy()
+    loaded = policy(SCHEDULE)
     assert loaded.complexity == 0.5
     written = yaml.safe_load(loaded.to_yaml())
     assert written["rules"][0]["techniques"] == [{"adaptive_quantization_noise": SCHEDULE}]

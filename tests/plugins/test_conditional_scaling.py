@@ -147,6 +147,7 @@ def test_case_two_maps_the_scales_to_the_whole_range():
     torch.testing.assert_close(6 / q.z.flatten(), ideal.float(), rtol=1e-5, atol=1e-8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("decades", [5.5, 7, 12])
 def test_in_case_two_every_block_rounds_to_zero(decades):
     """At g/g̃ = 1e7, and anywhere else: the bound of the docstring."""

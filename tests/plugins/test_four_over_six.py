@@ -82,6 +82,7 @@ def expected(x, spec, measure="mse", length=16):
     return y, fours
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("measure", MEASURES)
 @pytest.mark.parametrize(
     "scale",

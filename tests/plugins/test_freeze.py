@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -17,11 +18,10 @@ SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"), ti
 OPTIONS = {"momentum": 0.125, "threshold": 0.3}
 
 
-def policy(options=None, *, quantize=TIES_UP, **rule):
-    return with_technique("freeze", OPTIONS if options is None else options, quantize=quantize, **rule)
+policy = partial(with_technique, "freeze", quantize=TIES_UP)
 
 
-def prepared(options=None, dtype=torch.float32, make=None, **where):
+def prepared(options=OPTIONS, dtype=torch.float32, make=None, **where):
     torch.manual_seed(0)
     applied = fp4graph.apply(nn.Linear(64, 6).to(dtype), policy(options, **where), backend="eager")
     make = make or (lambda p: torch.optim.SGD(p, lr=1.0))
@@ -200,7 +200,7 @@ def test_state_loaded_before_preparing_is_understood():
     grads = list(wandering(60))
     for grad in grads[:30]:
         step(applied, optimizer, grad)
-    other = fp4graph.apply(nn.Linear(64, 6), policy(), backend="eager")
+    other = fp4graph.apply(nn.Linear(64, 6), policy(OPTIONS), backend="eager")
     other.load_state_dict(applied.state_dict())
     its = torch.optim.SGD(other.parameters(), lr=1.0)
     its.load_state_dict(optimizer.state_dict())
@@ -263,19 +263,19 @@ def test_quantizers_under_which_a_flip_says_nothing_are_refused(where, message):
     if "stochastic_scale_rounding" in str(where):
         where["quantize"] = {"element": "e2m1", "block": 16, "scale": {"format": "e4m3", "rounding": "nearest_even"}}
     with pytest.raises(PolicyError, match=message):
-        fp4graph.load_policy(policy(**where))
+        fp4graph.load_policy(policy(OPTIONS, **where))
 
 
 @pytest.mark.parametrize("element", ["e2m1", "e3m0", "int4"])
 def test_grids_of_four_bits_are_taken(element):
-    fp4graph.load_policy(policy(operands={"forward": {"element": element}}))
+    fp4graph.load_policy(policy(OPTIONS, operands={"forward": {"element": element}}))
 
 
 def test_backward_rotations_are_no_hindrance():
-    fp4graph.load_policy(policy(more=[{"hadamard": {"scope": "backward"}}]))
+    fp4graph.load_policy(policy(OPTIONS, more=[{"hadamard": {"scope": "backward"}}]))
 
 
 @pytest.mark.parametrize("where", [{"op": "matmul"}, {"operands": {"fprop.weight": "keep"}}])
 def test_without_a_quantized_weight_it_is_inert(where):
     with pytest.warns(PolicyWarning, match="no effect"):
-        fp4graph.load_policy(policy(**where))
+        fp4graph.load_policy(policy(OPTIONS, **where))

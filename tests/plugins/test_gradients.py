@@ -384,6 +384,7 @@ def test_the_factor_multiplies_the_gradient_of_the_product(convention):
     close(w.grad, ((dy.double().T @ f[0]) * slope[1]) @ h.T)
 
 
+@pytest.mark.inductor
 @pytest.mark.compiler
 def test_gradients_compile(x):
     """The factor under Inductor; pow and exp may differ from eager's in the last bits, so to a few ulps."""

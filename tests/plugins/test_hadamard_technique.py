@@ -109,6 +109,7 @@ def test_random_signs_go_before_the_rotation_and_are_the_same_in_every_block():
     assert all(torch.equal(row, diagonal[0]) for row in diagonal)
 
 
+@pytest.mark.slow
 def test_signs_are_drawn_anew_at_every_forward_unless_told_otherwise():
     anew, kept = program({"block": 16}), program({"block": 16, "resample": "never"})
     assert len({tuple(signs_of(anew, step=i).diagonal().tolist()) for i in range(8)}) == 8

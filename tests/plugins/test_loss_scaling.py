@@ -54,6 +54,7 @@ def test_the_defaults_are_torchs():
     assert fp4graph.grad_scaler(model).state_dict() == torch.amp.GradScaler("cpu").state_dict()
 
 
+@pytest.mark.slow
 def test_without_it_the_scaler_does_nothing():
     data = policy()
     del data["techniques"]

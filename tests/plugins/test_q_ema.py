@@ -130,6 +130,7 @@ def test_the_average_follows_eq_10_at_every_optimizer_step():
     assert not torch.allclose(state, model.weight, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_average_of_a_weight_that_is_used_twice_moves_once_a_step(sharing):
     torch.manual_seed(0)
     model = fp4graph.apply(sharing(torch.nn.Linear(64, 8)), policy({"beta": 0.9}), backend="eager")
@@ -144,6 +145,7 @@ def test_the_average_of_a_weight_that_is_used_twice_moves_once_a_step(sharing):
         torch.testing.assert_close(user._fp4graph.q_ema_weight.double(), expected, rtol=0, atol=4 * 2.0**-23)
 
 
+@pytest.mark.slow
 def test_a_weight_that_wanders_about_a_threshold_stays():
     """The purpose: the weight crosses 2.5 at every step and nearest flips every time; its average lies at 2.45."""
     average = torch.full((1, 32), 2.3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 
 import pytest
 import timm.optim
@@ -19,8 +20,7 @@ SPEC = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"), ti
 OPTIONS = {"t_update": 20, "t0": 8, "n_max": 4, "k1": 2.0, "k2": 1}
 
 
-def policy(options=None, **rule):
-    return with_technique("q_ramping", OPTIONS if options is None else options, quantize=TIES_UP, **rule)
+policy = partial(with_technique, "q_ramping", quantize=TIES_UP)
 
 
 def model(dtype=torch.float32):
@@ -52,7 +52,7 @@ def drive(applied, optimizer, grads):
         optimizer.step()
 
 
-def prepared(options=None, make=adamw, dtype=torch.float32):
+def prepared(options=OPTIONS, make=adamw, dtype=torch.float32):
     applied = fp4graph.apply(model(dtype), policy(options), backend="eager")
     return applied, fp4graph.prepare_optimizer(applied, make(applied.parameters()))
 
@@ -129,7 +129,7 @@ def test_is_algorithm_2(kind, make, steps):
 
 @pytest.mark.parametrize("steps", [20, 47])
 def test_is_algorithm_2_for_a_weight_that_is_used_twice(sharing, steps):
-    applied = fp4graph.apply(sharing(model()), policy(), backend="eager")
+    applied = fp4graph.apply(sharing(model()), policy(OPTIONS), backend="eager")
     optimizer = fp4graph.prepare_optimizer(applied, adamw(applied.parameters()))
     drive(applied, optimizer, gradients(steps))
     expected, _ = algorithm_2(steps, "adamw", OPTIONS)
@@ -160,6 +160,7 @@ def change(applied, optimizer, options):
 MOMENTS = [3, 5, 8, 11, 22]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", MOMENTS)
 @pytest.mark.parametrize("other", [{"t0": 4}, {"t0": 12}, {"t_update": 14}, {"t_update": 27}, {"n_max": 2}], ids=str)
 def test_other_options_while_it_runs(at, other):
@@ -173,8 +174,9 @@ def test_other_options_while_it_runs(at, other):
     torch.testing.assert_close(applied.weight.double(), expected, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_a_phase_with_other_options():
-    data = policy()
+    data = policy(OPTIONS)
     other = {"t0": 12}
     changed = [{**rule, "techniques": [{"q_ramping": {**OPTIONS, **other}}]} for rule in data["rules"]]
     data["phases"] = [{"at": 5, "rules": changed}]
@@ -212,7 +214,7 @@ def test_a_detection_is_taken_back_if_restore_held_when_it_began(restore, at):
 def with_resets(how, options, interval):
     if how != "technique":
         return prepared(options, lambda p: StableSPAM(p, lr=3e-3, reset_interval=interval))
-    rule = {name: value for name, value in policy()["rules"][0].items() if name != "techniques"}
+    rule = {name: value for name, value in policy(OPTIONS)["rules"][0].items() if name != "techniques"}
     spam = {"stable_spam": {"reset_interval": interval}}
     data = {"version": 1, "name": "p", "rules": [rule], "techniques": [{"q_ramping": options}, spam]}
     applied = fp4graph.apply(model(), data, backend="eager")
@@ -436,8 +438,8 @@ def test_frozen_weights_and_missing_gradients_are_skipped():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (policy(operands={"fprop.weight": {"rounding": "stochastic"}}), "rounds stochastically"),
-        (policy(more=["q_ema"]), "'q_ramping' and 'q_ema' cannot share a site"),
+        (policy(OPTIONS, operands={"fprop.weight": {"rounding": "stochastic"}}), "rounds stochastically"),
+        (policy(OPTIONS, more=["q_ema"]), "'q_ramping' and 'q_ema' cannot share a site"),
     ],
 )
 def test_refusals_at_load(data, message):

@@ -184,6 +184,7 @@ class SwiGlu(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
+@pytest.mark.slow
 def test_in_a_model_it_acts_on_the_down_projection_only():
     model, x = SwiGlu(), torch.randn(2, 10, 32)
     gate, up, down = (m.weight.detach().clone() for m in (model.gate, model.up, model.down))

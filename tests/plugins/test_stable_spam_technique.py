@@ -349,6 +349,7 @@ def test_a_group_added_later_joins_the_schedule():
 # ---------------------------------------------------------------------- resuming
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", ["fused", "AdamW", "lamb", "adan"])
 def test_a_resumed_run_is_the_run(dtype, name):

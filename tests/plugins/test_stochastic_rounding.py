@@ -47,6 +47,7 @@ def test_scopes(operands, stochastic):
     assert policy.complexity == 0.5
 
 
+@pytest.mark.slow
 def test_three_quarters_never_clips_and_is_unbiased():
     """Tseng et al.: u = 3/4·x/S with S = 2^(floor(log2 amax) - 2), so that abs(u) < 6; the mean of 4/3·SR(u)·S is x."""
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
@@ -92,6 +93,7 @@ def test_implied_by_its_spec():
     assert plan([], quantize)[1].complexity == 0.25
 
 
+@pytest.mark.inductor
 @pytest.mark.compiler
 def test_compiled_bits():
     x = torch.randn(16, 64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -16,13 +17,12 @@ from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
 from tests.helpers.policies import NVFP4, loaded
 
-
-def policy(options, quantize=NVFP4, op="linear"):
-    return loaded("tensor_scaling", options, quantize=quantize, op=op)
+policy = partial(loaded, "tensor_scaling", quantize=NVFP4)
 
 
 def program(options, quantize=NVFP4, operand=Operand.FPROP_INPUT):
-    return plan_site(SiteView("fc", "linear", 64, 8, 512), policy(options, quantize).rules[0]).program.operand(operand)
+    rule = policy(options, quantize=quantize).rules[0]
+    return plan_site(SiteView("fc", "linear", 64, 8, 512), rule).program.operand(operand)
 
 
 def nvfp4(x, largest=448.0, granularity=None):
@@ -102,6 +102,7 @@ def test_zeros_subnormals_and_poison():
     assert total(f(torch.zeros(0, 64))).shape == (0, 64)
 
 
+@pytest.mark.slow
 def test_every_operand_has_its_own():
     six = plan_site(SiteView("fc", "linear", 64, 8, 512), policy({}).rules[0]).program
     assert all(six.operand(operand).techniques for operand in Operand)
@@ -111,6 +112,7 @@ def test_every_operand_has_its_own():
     assert acting == {Operand.DGRAD_GRAD_OUTPUT, Operand.WGRAD_GRAD_OUTPUT}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.compiler)])
 def test_held_scales_are_refreshed_every_few_forwards(backend):
     """γ of all six operands: kept for 3 forwards, saved, restored; an evaluation in between changes nothing."""
@@ -138,6 +140,7 @@ def test_held_scales_are_refreshed_every_few_forwards(backend):
     assert len(history[0]) == 6
 
 
+@pytest.mark.slow
 def test_two_forwards_before_one_backward_with_held_scales():
     """Under eager. AOTAutograd saves the γ of gradients, which a backward changes, and torch then refuses, loudly."""
     model = fp4graph.apply(nn.Linear(64, 32), policy({"hold_steps": 2}), backend="eager")
@@ -147,6 +150,7 @@ def test_two_forwards_before_one_backward_with_held_scales():
     assert x.grad.isfinite().all()
 
 
+@pytest.mark.inductor
 @pytest.mark.compiler
 def test_compiled_bits(x):
     for options in ({}, {"granularity": "row"}, {"granularity": 32}):
@@ -158,12 +162,12 @@ def test_compiled_bits(x):
 def test_the_encode_scale_of_the_largest_block_must_fit():
     encode = {**NVFP4, "scale": {**NVFP4["scale"], "convention": "encode"}}
     with pytest.raises(PolicyError, match=r"target 0.001 makes the encode scale .* 1000, and e4m3 ends at 448"):
-        policy({"target": 1e-3}, encode)
+        policy({"target": 1e-3}, quantize=encode)
 
 
 def test_a_row_has_no_macro_blocks():
     with pytest.raises(PolicyError, match="blocks of a row have no fixed length"):
-        policy({"granularity": 32}, {**NVFP4, "block": "row"})
+        policy({"granularity": 32}, quantize={**NVFP4, "block": "row"})
 
 
 def test_products_of_activations_hold_nothing():

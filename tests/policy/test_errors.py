@@ -290,6 +290,7 @@ def test_empty_file(tmp_path: Path, registry: Registry) -> None:
         load_policy(path, registry)
 
 
+@pytest.mark.slow
 def test_nesting_without_end(tmp_path: Path, registry: Registry) -> None:
     path = tmp_path / "deep.yaml"
     path.write_text("[" * 100_000)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import csv
 import warnings
 from pathlib import Path
-from typing import Any
 
 from fp4graph.errors import PolicyWarning
 from fp4graph.policy import load_policy
+from tests.helpers.policies import one_rule
 
 with (Path(__file__).parents[1] / "golden" / "design_space.csv").open(encoding="utf-8", newline="") as file:
     QUANTIZED = [row for row in csv.DictReader(file) if row["kind"] == "quantized"]
@@ -88,15 +88,10 @@ def entries(row: dict[str, str]) -> list[Entry]:
     return [entry for column, cells in ENTRIES.items() if (entry := cells[row[column]]) is not None]
 
 
-def policy(techniques: list[Entry]) -> dict[str, Any]:
-    """A policy of one rule."""
-    return {"version": 1, "rules": [{"match": {"op": "linear"}, "quantize": {}}], "techniques": techniques}
-
-
 def complexity(techniques: list[Entry]) -> float:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PolicyWarning)  # one row has a scale gradient without a differentiated scale
-        return load_policy(policy(techniques)).complexity
+        return load_policy(one_rule(quantize={}, techniques=techniques)).complexity
 
 
 def test_printed_complexity_follows_from_the_columns() -> None:

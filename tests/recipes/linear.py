@@ -100,9 +100,25 @@ class Data:
         return Data(matrix(TOKENS, IN), matrix(OUT, IN), matrix(TOKENS, OUT))
 
 
+def applied(policy: Any, data: Data) -> Blocks:
+    """Return the model of ``data`` under ``policy``, without a compiler."""
+    return fp4graph.apply(Blocks(data.w), policy, backend="eager", total_forwards=1_000_000)
+
+
+def begin_anew(model: Blocks, data: Data) -> None:
+    """Bring a model that was trained to the beginning, with the weights of ``data``, without another capture."""
+    model.zero_grad()
+    fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters()))  # steps after the first ask for it
+    model.load_state_dict(Blocks(data.w).state_dict())  # a plain checkpoint starts counts and state anew
+
+
 def run(policy: Any, data: Data) -> tuple[np.ndarray, ...]:
-    """(y, dx, dw) of the middle block and y of the head, at the first step under ``policy``, without a compiler."""
-    model = fp4graph.apply(Blocks(data.w), policy, backend="eager", total_forwards=1_000_000)
+    """Return (y, dx, dw) of the middle block and y of the head, at the first step under ``policy``."""
+    return step(applied(policy, data), data)
+
+
+def step(model: Blocks, data: Data) -> tuple[np.ndarray, ...]:
+    """Return (y, dx, dw) of the middle block and y of the head."""
     x = torch.from_numpy(data.x).float().requires_grad_()
     y, head, _ = model(x)
     y.backward(torch.from_numpy(data.dy).float())

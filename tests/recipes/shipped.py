@@ -62,8 +62,15 @@ def expected(policy: str, data: Data) -> list[tuple[np.ndarray, ...]]:
 
 def differences(policy: str, given: Any, data: Data, references: list[tuple[np.ndarray, ...]]) -> list[str]:
     """How training under ``given`` differs from ``references``, those of the shipped ``policy``."""
+    return differences_of(policy, run(given, data), data, references)
+
+
+def differences_of(
+    policy: str, got: tuple[np.ndarray, ...], data: Data, references: list[tuple[np.ndarray, ...]]
+) -> list[str]:
+    """How what a training step gave differs from ``references``, those of the shipped ``policy``."""
     block = _SIGNS.get(policy, 32) if policy in ROTATING else 1
-    return mismatches(run(given, data), references, data, added=_NOISE.get(policy, 0.0), rotated=block)
+    return mismatches(got, references, data, added=_NOISE.get(policy, 0.0), rotated=block)
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from tests.recipes.linear import IN, OUT, TOKENS, Blocks
 from tests.recipes.mx_references import tetrajet_qema
 from tests.recipes.shipped import REFERENCES, bits
 
+pytestmark = pytest.mark.slow
+
 STEPS = 8
 #: Options under which a technique acts within a few steps; the shipped ones of some begin after many.
 QUICK: dict[str, dict[str, Any]] = {

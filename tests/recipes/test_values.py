@@ -5,15 +5,23 @@ from __future__ import annotations
 import pytest
 
 import fp4graph
-from tests.recipes.shipped import POLICIES, REFERENCES, data_for, differences, expected, forms
+from tests.recipes.linear import applied, begin_anew, step
+from tests.recipes.shipped import POLICIES, REFERENCES, data_for, differences_of, expected, forms
+
+pytestmark = pytest.mark.slow
 
 
 def test_every_policy_has_a_reference() -> None:
     assert {name for policy in POLICIES for name in forms(fp4graph.load_policy(policy))} == {*REFERENCES}
 
 
-@pytest.mark.parametrize(("policy", "which"), [(policy, which) for policy in POLICIES for which in data_for(policy)])
-def test_values(policy: str, which: str) -> None:
-    data = data_for(policy)[which]
+@pytest.mark.parametrize("policy", POLICIES)
+def test_values(policy: str) -> None:
     for name, form in forms(fp4graph.load_policy(policy)).items():
-        assert differences(policy, form, data, expected(name, data)) == [], name
+        model = None
+        for which, data in data_for(policy).items():
+            if model is None:
+                model = applied(form, data)
+            else:
+                begin_anew(model, data)
+            assert differences_of(policy, step(model, data), data, expected(name, data)) == [], (name, which)

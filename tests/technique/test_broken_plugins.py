@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, ClassVar
 
 import pytest
@@ -195,7 +196,13 @@ def model() -> Iterator[nn.Module]:
     before = {name: value.clone() for name, value in model.state_dict().items()}
     yield model
     model.load_state_dict(before)
-    assert torch.equal(train(model, policy("healthy", healthy())), train(Mlp(48, 64, 32), policy("healthy", healthy())))
+    assert torch.equal(train(model, policy("healthy", healthy())), healthy_loss())
+
+
+@cache
+def healthy_loss() -> Tensor:
+    """Return the loss of a fresh model."""
+    return train(Mlp(48, 64, 32), policy("healthy", healthy()))
 
 
 def check(error: fp4graph.PluginError, stage: str, *, site: str | None = None) -> None:
@@ -205,6 +212,7 @@ def check(error: fp4graph.PluginError, stage: str, *, site: str | None = None) -
     assert str(error).startswith(f"plugin 'broken-plugin', at {error.site}: technique 'broken', {stage}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", WRONG)
 def test_a_wrong_result_is_named(case: str, model: nn.Module) -> None:
     members, message = WRONG[case]
@@ -215,6 +223,7 @@ def test_a_wrong_result_is_named(case: str, model: nn.Module) -> None:
     assert message in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", RAISING)
 def test_an_exception_is_named(stage: str, model: nn.Module) -> None:
     broken = policy("broken", technique("broken", **RAISING[stage] | {stage: raises}), healthy())
@@ -224,6 +233,7 @@ def test_an_exception_is_named(stage: str, model: nn.Module) -> None:
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", TRACED)
 def test_an_exception_while_the_model_is_compiled_is_named(stage: str, model: nn.Module) -> None:
     broken = policy("broken", technique("broken", **RAISING[stage] | {stage: raises}), healthy())
@@ -245,6 +255,7 @@ def test_a_wrong_result_under_inductor_is_named(model: nn.Module) -> None:
     check(caught.value, "round", site="first")
 
 
+@pytest.mark.slow
 def test_only_the_broken_one_of_two_techniques_is_named(model: nn.Module) -> None:
     registry = Registry(
         [
@@ -259,6 +270,7 @@ def test_only_the_broken_one_of_two_techniques_is_named(model: nn.Module) -> Non
     assert (caught.value.plugin, caught.value.site) == ("inner-plugin", "first")
 
 
+@pytest.mark.slow
 def test_running_out_of_memory_is_nobodys_fault(model: nn.Module) -> None:
     def greedy(*args: Any) -> Any:
         raise torch.OutOfMemoryError("no memory left")
@@ -293,6 +305,7 @@ def test_a_plan_of_garbage_is_refused_when_the_policy_is_loaded(case: str) -> No
     assert message in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", GARBAGE)
 def test_a_plan_of_garbage_for_a_site_names_it(case: str, model: nn.Module) -> None:
     garbage, message = GARBAGE[case]
@@ -303,6 +316,7 @@ def test_a_plan_of_garbage_for_a_site_names_it(case: str, model: nn.Module) -> N
     assert message in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "wrong", "message"),
     [
@@ -321,6 +335,7 @@ def test_other_garbage_of_planning_names_the_site(method: str, wrong: Any, messa
     assert message in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["plan", "acts_on", "pairs", "state"])
 @pytest.mark.filterwarnings("ignore:technique .broken. has no effect here:fp4graph.errors.PolicyWarning")
 def test_an_exception_while_planning_is_named(method: str, model: nn.Module) -> None:
@@ -332,6 +347,7 @@ def test_an_exception_while_planning_is_named(method: str, model: nn.Module) -> 
     check(caught.value, "planning", site="first")
 
 
+@pytest.mark.slow
 def test_a_refusal_while_planning_names_technique_and_site(model: nn.Module) -> None:
     def refuse(self: Technique, site: Any, specs: Any) -> Any:
         if known(site):
@@ -343,6 +359,7 @@ def test_a_refusal_while_planning_names_technique_and_site(model: nn.Module) -> 
     assert caught.value.site == "first"
 
 
+@pytest.mark.slow
 def test_a_technique_nobody_asked_for_stops_no_policy(model: nn.Module) -> None:
     with pytest.warns(
         PolicyWarning, match=r"plugin 'broken-plugin': technique 'broken', implied_by: ZeroDivisionError"

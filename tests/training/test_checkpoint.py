@@ -98,6 +98,7 @@ def test_everything_comes_back(made: Any, tmp_path: Path) -> None:
     assert checkpoint.read_summary(file).progress["step"] == 3
 
 
+@pytest.mark.slow
 def test_looking_at_a_model_leaves_the_random_state(made: Any, tmp_path: Path) -> None:
     file = tmp_path / "run.pt"
     model, optimizer = made(steps=1)
@@ -148,6 +149,7 @@ def test_other_files_are_refused(made: Any, tmp_path: Path) -> None:
         checkpoint.load(tmp_path / "model.pt", model, optimizer)
 
 
+@pytest.mark.slow
 def test_another_policy_is_refused_with_the_difference(made: Any, tmp_path: Path) -> None:
     file = tmp_path / "run.pt"
     checkpoint.save(file, *made(steps=1))
@@ -167,6 +169,7 @@ def test_another_policy_is_refused_with_the_difference(made: Any, tmp_path: Path
     checkpoint.load(file, *made(tmp_path / "mine.yaml"))
 
 
+@pytest.mark.slow
 def test_phases_go_on_where_they_were(tmp_path: Path) -> None:
     phases = [{"at": 0.5, "operands": {"backward": "keep"}}]
     policy = {"version": 1, "name": "p", "extends": "tetrajet-qema", "phases": phases}
@@ -199,6 +202,7 @@ def test_phases_go_on_where_they_were(tmp_path: Path) -> None:
         checkpoint.load(file, *make(total_forwards=9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["tetrajet", None])
 def test_another_policy_can_be_asked_for(made: Any, tmp_path: Path, policy: str | None) -> None:
     file = tmp_path / "run.pt"

@@ -178,6 +178,7 @@ def bitwise(a: Iterable[Tensor], b: Iterable[Tensor]) -> bool:
 # ---------------------------------------------------------------------- the equations
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changed", [{}, {"total_steps": None}, {"reset_interval": None}, {"theta": 0.0, "gamma1": 0.0}]
 )
@@ -337,6 +338,7 @@ def test_nothing_to_condition() -> None:
 # ---------------------------------------------------------------------- state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 9, 10, 11, 23, 40])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("faithful", [False, True])
@@ -586,6 +588,7 @@ def regression_loss(build: Callable[[Any], torch.optim.Optimizer], seed: int) ->
         return nn.functional.mse_loss(model(x[train:]).float(), y[train:].float()).item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_pure_bf16_regression(seed: int) -> None:
     """ "Elucidating the design space of FP4 training", Table 3, at half its rows: Adam stalls, StableSPAM does not.

@@ -13,6 +13,8 @@ from torch import nn
 
 import fp4graph
 
+pytestmark = pytest.mark.slow
+
 POLICIES = ["tetrajet", "tetrajet-qema", "nvfp4-best", "quartet"]
 
 
