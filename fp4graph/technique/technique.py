@@ -309,8 +309,6 @@ class Technique(BaseModel):
     def after_optimizer(self, step: OptimizerStep) -> None:
         """Act after ``optimizer.step()``, once for all parameters, after :meth:`after_step` of the weights."""
 
-    # ------------------------------------------------------------------ loss
-
     @property
     def loss_scaler(self) -> Mapping[str, float] | None:
         """The arguments of torch's ``GradScaler`` that ``fp4graph.grad_scaler`` enables; None asks for none."""
