@@ -1,8 +1,10 @@
 """Pre-train a Hugging Face LLaMA under an fp4graph policy: an ordinary loop. fp4graph's lines end in "# fp4graph".
 
-python examples/pretrain_llama.py                                     # bytes of Python's own standard library
-python examples/pretrain_llama.py --data book.txt --policy nvfp4-best --amp bf16 --accumulate 4
-torchrun --standalone --nproc-per-node 2 examples/pretrain_llama.py   # DDP; FSDP2 with --fsdp
+    python examples/pretrain_llama.py                                     # bytes of Python's own standard library
+    python examples/pretrain_llama.py --data book.txt --policy nvfp4-best --amp bf16 --accumulate 4
+    torchrun --standalone --nproc-per-node 2 examples/pretrain_llama.py   # DDP; FSDP2 with --fsdp
+
+A run that was killed goes on from its last checkpoint with --resume, as if nothing had happened.
 """
 
 import argparse
@@ -24,6 +26,7 @@ from fp4graph.training import checkpoint  # fp4graph
 
 DTYPES = {"none": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALL = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4}
+VALIDATION_BATCHES = 16
 NUMBERS = {"steps": 500, "batch-size": 16, "accumulate": 1, "context": 128, "validate-every": 50, "seed": 0, "lr": 1e-3}
 
 
@@ -41,85 +44,90 @@ def batch(tokens, size, context, *key):
     return tokens[places + torch.arange(context)].long()
 
 
-parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-parser.add_argument("--policy", default="tetrajet", help="a shipped policy's name, or a policy file")
-parser.add_argument("--data", type=Path, help="a text file [the standard library's source]")
-parser.add_argument("--config", help="folder or hub name of a config.json of another size [1M parameters]")
-parser.add_argument("--backend", default="inductor", choices=["inductor", "aot_eager", "eager"])
-parser.add_argument("--optimizer", default="adamw", choices=["adamw", "stablespam"])
-parser.add_argument("--amp", default="none", choices=DTYPES)
-for name, default in NUMBERS.items():
-    parser.add_argument(f"--{name}", type=type(default), default=default)
-parser.add_argument("--checkpoint", type=Path, default=Path("runs/pretrain_llama.pt"))
-parser.add_argument("--resume", action="store_true", help="go on from --checkpoint as if nothing had happened")
-for name in ("fsdp", "grad-checkpointing"):
-    parser.add_argument(f"--{name}", action="store_true")
-args = parser.parse_args()
-rank, world, local = (int(os.environ.get(*each)) for each in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-if args.checkpoint.exists() and not args.resume:
-    parser.error(f"{args.checkpoint} holds a run already; go on with --resume, or name another --checkpoint")
-if args.batch_size % world:
-    parser.error("--batch-size must be a multiple of the number of processes")
+def train(args):
+    rank = int(os.environ.get("RANK", 0))  # set by torchrun
+    world = int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+    local = int(os.environ.get("LOCAL_RANK", 0))  # set by torchrun
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    if world > 1:
+        distributed.init_process_group()
+    text, validation = tokens_of(args.data)
+    steps, size = args.steps, args.batch_size // args.accumulate // world
+    torch.manual_seed(args.seed)
+    config = AutoConfig.from_pretrained(args.config) if args.config else LlamaConfig(vocab_size=256, **SMALL)
+    model = AutoModelForCausalLM.from_config(config).to(device)
+    if args.grad_checkpointing:
+        model.gradient_checkpointing_enable()
+    options = {"seed": args.seed, "total_forwards": steps * args.accumulate}
+    model = fp4graph.apply(model, args.policy, backend=args.backend, **options)  # fp4graph
+    wrapped, waiting = model, nullcontext
+    if world > 1 and args.fsdp:
+        for module in (*model.model.layers, model):
+            fully_shard(module)
+    elif world > 1:
+        waiting = (wrapped := DistributedDataParallel(model)).no_sync
+    if args.optimizer == "stablespam":
+        optimizer = StableSPAM(model.parameters(), lr=args.lr, total_steps=steps)  # fp4graph
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = fp4graph.prepare_optimizer(model, optimizer)  # fp4graph
+    scaler = torch.amp.GradScaler(device.type) if args.amp == "fp16" else fp4graph.grad_scaler(model)  # fp4graph
+    scheduler = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda step: min(10 * (step + 1) / steps, 0.1 + 0.9 * (1 + math.cos(math.pi * step / steps)) / 2)
+    )
+    states, resumes = {"scaler": scaler, "scheduler": scheduler}, args.resume and args.checkpoint.exists()
+    first = checkpoint.load(args.checkpoint, wrapped, optimizer, **states)["steps"] if resumes else 0  # fp4graph
+    autocast = torch.autocast(device.type, DTYPES[args.amp], enabled=args.amp != "none")
+    args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
 
-device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
-if world > 1:
-    distributed.init_process_group()
-text, validation = tokens_of(args.data)
-steps, size = args.steps, args.batch_size // args.accumulate // world
-torch.manual_seed(args.seed)
-config = AutoConfig.from_pretrained(args.config) if args.config else LlamaConfig(vocab_size=256, **SMALL)
-model = AutoModelForCausalLM.from_config(config).to(device)
-if args.grad_checkpointing:
-    model.gradient_checkpointing_enable()
-forwards = steps * args.accumulate
-model = fp4graph.apply(model, args.policy, backend=args.backend, seed=args.seed, total_forwards=forwards)  # fp4graph
-wrapped, waiting = model, nullcontext
-if world > 1 and args.fsdp:
-    for module in (*model.model.layers, model):
-        fully_shard(module)
-elif world > 1:
-    waiting = (wrapped := DistributedDataParallel(model)).no_sync
-if args.optimizer == "stablespam":
-    optimizer = StableSPAM(model.parameters(), lr=args.lr, total_steps=steps)  # fp4graph
-else:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
-optimizer = fp4graph.prepare_optimizer(model, optimizer)  # fp4graph
-scaler = torch.amp.GradScaler(device.type) if args.amp == "fp16" else fp4graph.grad_scaler(model)  # fp4graph
-scheduler = torch.optim.lr_scheduler.LambdaLR(
-    optimizer, lambda step: min(10 * (step + 1) / steps, 0.1 + 0.9 * (1 + math.cos(math.pi * step / steps)) / 2)
-)
-states, resumes = {"scaler": scaler, "scheduler": scheduler}, args.resume and args.checkpoint.exists()
-first = checkpoint.load(args.checkpoint, wrapped, optimizer, **states)["steps"] if resumes else 0  # fp4graph
-autocast = torch.autocast(device.type, DTYPES[args.amp], enabled=args.amp != "none")
-args.checkpoint.parent.mkdir(parents=True, exist_ok=True)
+    for step in range(first + 1, steps + 1):
+        total = torch.zeros(2, device=device)  # training and validation loss
+        rows = batch(text, args.batch_size, args.context, args.seed, step).to(device)
+        for number, part in enumerate(rows.view(args.accumulate, world, size, -1)[:, rank], 1):
+            with nullcontext() if number == args.accumulate else waiting():
+                with autocast:
+                    loss = wrapped(input_ids=part, labels=part, use_cache=False).loss / args.accumulate
+                scaler.scale(loss).backward()
+            total[0] += loss.detach()
+        if args.optimizer == "adamw":  # StableSPAM clips by itself
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        scheduler.step()
+        optimizer.zero_grad()
+        if step % args.validate_every == 0 or step == steps:
+            wrapped.eval()
+            with torch.no_grad(), autocast:
+                for number in range(rank, VALIDATION_BATCHES * world, world):
+                    part = batch(validation, size, args.context, number).to(device)
+                    total[1] += wrapped(input_ids=part, labels=part, use_cache=False).loss / VALIDATION_BATCHES
+            wrapped.train()
+            if world > 1:
+                distributed.all_reduce(total)
+            if rank == 0:
+                print(f"step {step}/{steps}: loss {total[0] / world:.3f}, val. {total[1] / world:.3f}", flush=True)
+            checkpoint.save(args.checkpoint, wrapped, optimizer, **states, progress={"steps": step})  # fp4graph
+    if world > 1:
+        distributed.destroy_process_group()
 
-for step in range(first + 1, steps + 1):
-    total = torch.zeros(2, device=device)  # training and validation loss
-    rows = batch(text, args.batch_size, args.context, args.seed, step).to(device)
-    for number, part in enumerate(rows.view(args.accumulate, world, size, -1)[:, rank], 1):
-        with nullcontext() if number == args.accumulate else waiting():
-            with autocast:
-                loss = wrapped(input_ids=part, labels=part, use_cache=False).loss / args.accumulate
-            scaler.scale(loss).backward()
-        total[0] += loss.detach()
-    if args.optimizer == "adamw":  # StableSPAM clips by itself
-        scaler.unscale_(optimizer)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    scaler.step(optimizer)
-    scaler.update()
-    scheduler.step()
-    optimizer.zero_grad()
-    if step % args.validate_every == 0 or step == steps:
-        wrapped.eval()
-        with torch.no_grad(), autocast:
-            for number in range(rank, 16 * world, world):
-                part = batch(validation, size, args.context, number).to(device)
-                total[1] += wrapped(input_ids=part, labels=part, use_cache=False).loss / 16
-        wrapped.train()
-        if world > 1:
-            distributed.all_reduce(total)
-        if rank == 0:
-            print(f"step {step}/{steps}: loss {total[0] / world:.3f}, val. {total[1] / world:.3f}", flush=True)
-        checkpoint.save(args.checkpoint, wrapped, optimizer, **states, progress={"steps": step})  # fp4graph
-if world > 1:
-    distributed.destroy_process_group()
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", default="tetrajet", help="a shipped policy's name, or a policy file")
+    parser.add_argument("--data", type=Path, help="a text file [the standard library's source]")
+    parser.add_argument("--config", help="folder or hub name of a config.json of another size [1M parameters]")
+    parser.add_argument("--backend", default="inductor", choices=["inductor", "aot_eager", "eager"])
+    parser.add_argument("--optimizer", default="adamw", choices=["adamw", "stablespam"])
+    parser.add_argument("--amp", default="none", choices=DTYPES)
+    for name, default in NUMBERS.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    parser.add_argument("--checkpoint", type=Path, default=Path("runs/pretrain_llama.pt"))
+    for name in ("fsdp", "grad-checkpointing", "resume"):
+        parser.add_argument(f"--{name}", action="store_true")
+    args = parser.parse_args()
+    if args.checkpoint.exists() and not args.resume:
+        parser.error(f"{args.checkpoint} holds a run already; go on with --resume, or name another --checkpoint")
+    if args.batch_size % int(os.environ.get("WORLD_SIZE", 1)):
+        parser.error("--batch-size must be a multiple of the number of processes")
+    train(args)

@@ -1,8 +1,10 @@
 """Pre-train a timm model under an fp4graph policy: an ordinary loop. fp4graph's lines end in "# fp4graph".
 
-python examples/pretrain_vit.py                                            # scikit-learn's handwritten digits
-python examples/pretrain_vit.py --data /data/imagenet --model deit_tiny_patch16_224 --amp bf16 --workers 8
-torchrun --standalone --nproc-per-node 2 examples/pretrain_vit.py          # DistributedDataParallel
+    python examples/pretrain_vit.py                                            # scikit-learn's handwritten digits
+    python examples/pretrain_vit.py --data /data/imagenet --model deit_tiny_patch16_224 --amp bf16 --workers 8
+    torchrun --standalone --nproc-per-node 2 examples/pretrain_vit.py          # DistributedDataParallel
+
+A run that was killed goes on after its last whole epoch with --resume, as if nothing had happened.
 """
 
 import argparse
@@ -15,7 +17,7 @@ import torch
 from sklearn.datasets import load_digits
 from timm.data import ImageDataset, create_transform
 from timm.optim import create_optimizer_v2
-from timm.utils import init_distributed_device, random_seed
+from timm.utils import random_seed
 from torch import distributed
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -46,8 +48,12 @@ def datasets(folder, model):
 
 
 def train(args):
-    args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    device, rank, world = init_distributed_device(args), args.rank, args.world_size
+    rank = int(os.environ.get("RANK", 0))  # set by torchrun
+    world = int(os.environ.get("WORLD_SIZE", 1))  # set by torchrun
+    local = int(os.environ.get("LOCAL_RANK", 0))  # set by torchrun
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    if world > 1:
+        distributed.init_process_group()
     train_set, validation_set, options = datasets(args.data, args.model)
     sampler = DistributedSampler(train_set, world, rank, seed=args.seed, drop_last=True)
     loading = {"batch_size": args.batch_size // world, "num_workers": args.workers}
@@ -109,11 +115,11 @@ if __name__ == "__main__":
     parser.add_argument("--data", type=Path, help="folder with train/CLASS/*.jpg and val/CLASS/*.jpg [digits]")
     parser.add_argument("--backend", default="inductor", choices=["inductor", "aot_eager", "eager"])
     parser.add_argument("--amp", default="none", choices=DTYPES)
-    parser.add_argument("--grad-checkpointing", action="store_true")
     for name, default in {"epochs": 20, "batch-size": 64, "workers": 0, "seed": 0, "lr": 2e-3}.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
     parser.add_argument("--checkpoint", type=Path, default=Path("runs/pretrain_vit.pt"))
-    parser.add_argument("--resume", action="store_true", help="go on after the last whole epoch in --checkpoint")
+    for name in ("grad-checkpointing", "resume"):
+        parser.add_argument(f"--{name}", action="store_true")
     args = parser.parse_args()
     if args.checkpoint.exists() and not args.resume:
         parser.error(f"{args.checkpoint} holds a run already; go on with --resume, or name another --checkpoint")

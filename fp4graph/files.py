@@ -17,8 +17,8 @@ from fp4graph.errors import Error
 def replacing(path: str | PathLike[str], writer: str = "") -> Iterator[BinaryIO]:
     """Open a file that takes the place of ``path`` when the block ends without an error.
 
-    Until then ``path`` is unchanged. A kill leaves ``path`` with ``.tmp`` behind, which is overwritten the next time.
-    One process at a time may write ``path``, unless each gives a ``writer`` of its own, which becomes part of the name.
+    Until then ``path`` is unchanged. A kill leaves ``path`` with ``writer`` and ``.tmp`` behind, which the same writer
+    overwrites the next time. Processes that may write ``path`` at once each give a ``writer`` of their own.
     """
     path = Path(path)
     temporary = path.with_name(f"{path.name}{writer}.tmp")
@@ -39,8 +39,8 @@ def replacing(path: str | PathLike[str], writer: str = "") -> Iterator[BinaryIO]
             os.close(folder)
 
 
-def write(path: str | PathLike[str], content: str | bytes) -> None:
-    """Write ``content`` to ``path`` whole or not at all; several processes may write the same path at once.
+def write(path: str | PathLike[str], content: str | bytes, writer: str = "") -> None:
+    """Write ``content`` to ``path`` whole or not at all; ``writer`` is as for :func:`replacing`.
 
     Raises:
         Error: it cannot be written; what was there stays.
@@ -48,7 +48,7 @@ def write(path: str | PathLike[str], content: str | bytes) -> None:
     path = Path(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path, f".{os.getpid()}") as file:
+        with replacing(path, writer) as file:
             file.write(content.encode() if isinstance(content, str) else content)
     except OSError as error:
         what = f"cannot write {path}: {error.strerror or error}"

@@ -51,8 +51,12 @@ class AdaptiveQuantizationNoise(Technique):
     sigma_start: Positive = Field(description="σ of the first stage.")
     sigma_end: Positive = Field(description="σ of the last stage, at most sigma_start.")
     stages: int = Field(ge=2, description="Number of stages, K_s.")
-    steps_per_stage: int = Field(ge=1, lt=2**31, description="Training forwards per stage, T; the last has no end.")
-    kind: Literal["additive", "multiplicative"] = Field("additive", description="Whether Q(W) + z or Q(W)·(1 + z).")
+    steps_per_stage: int = Field(
+        ge=1, lt=2**31, description="Training forwards per stage, T; the last stage has no end."
+    )
+    kind: Literal["additive", "multiplicative"] = Field(
+        "additive", description="Whether z is added to Q(W) or multiplies it as 1 + z."
+    )
     rollout: bool = Field(False, description="Whether there is noise in evaluation mode too, as rollouts need it.")
 
     @model_validator(mode="after")

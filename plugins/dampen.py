@@ -71,7 +71,7 @@ class Dampen(Technique):
         error = weight.to(torch.float32) - update.quantize(weight).to(torch.float32)
         strength: Tensor | float = self.strength
         if self.total_steps is not None:
-            progress = update.progress(self.total_steps, self.start).clamp(0, 1)
+            progress = update.count_progress(self.total_steps, self.start).clamp(0, 1)
             strength = self.strength / 2 * (1 - torch.cos(math.pi * progress))
         grad.add_(error * (2 * strength))
 

@@ -56,7 +56,9 @@ class Freeze(Technique):
     conflicts: ClassVar[frozenset[str]] = frozenset({"q_ramping", "adaptive_quantization_noise"})
 
     momentum: Share = Field(0.001, description="m, the weight of the latest step in f and in the mean.")
-    threshold: Share = Field(0.01, description="θ, the flips per step that freeze an element; several times momentum.")
+    threshold: Share = Field(
+        0.01, description="θ, the flips per step above which an element is frozen; several times momentum."
+    )
     final_threshold: Share | None = Field(None, description="Where θ ends; null for a constant θ.")
     total_steps: int | None = Field(None, ge=1, description="T, steps of the schedule.")
     start: float = Field(0.0, ge=0, lt=1, description="s, the share of total_steps before which nothing is frozen.")
@@ -126,7 +128,7 @@ class Freeze(Technique):
         """Count the step and return its θ."""
         if self.total_steps is None:
             return self.threshold
-        progress = update.progress(self.total_steps, self.start)
+        progress = update.count_progress(self.total_steps, self.start)
         end = self.threshold if self.final_threshold is None else self.final_threshold
         theta = end + (self.threshold - end) / 2 * (1 + torch.cos(math.pi * progress.clamp(0, 1)))
         return torch.where(progress < 0, math.inf, theta)

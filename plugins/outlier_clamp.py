@@ -48,8 +48,12 @@ class OutlierClamp(Technique):
     name: ClassVar[str] = "outlier_clamp"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=False)
 
-    quantile: float = Field(0.99, gt=0.5, lt=1, description="α: elements outside the (1 − α)- and α-quantile are cut.")
-    residual: bool = Field(True, description="Whether what is cut off is multiplied apart or dropped.")
+    quantile: float = Field(
+        0.99, gt=0.5, lt=1, description="α: elements beyond the α-quantile and below the (1 − α)-quantile are clamped."
+    )
+    residual: bool = Field(
+        True, description="Whether the cut-off parts are multiplied apart, in high precision, or dropped."
+    )
     operands: Operands = Field(("fprop.input",), description="Operands, or groups of them, that are clamped.")
 
     @property

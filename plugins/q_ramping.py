@@ -94,8 +94,6 @@ class QRamping(Technique):
                 "fprop.weight rounds stochastically, under which every weight seems to oscillate; round it to nearest"
             )
 
-    # ------------------------------------------------------------------ one weight
-
     def before_step(self, update: WeightUpdate) -> None:
         """Start a detection, or give the optimizer the gradients of the elements that are due."""
         memory, weight, grad = update.memory, update.parameter, update.parameter.grad
@@ -160,8 +158,6 @@ class QRamping(Technique):
         if bool((factor > 1).any()):
             memory["factor"], memory["summed"] = factor, torch.zeros_like(moved)
             memory["ramped"] = torch.zeros((), dtype=torch.int64)
-
-    # ------------------------------------------------------------------ the whole optimizer
 
     def before_optimizer(self, step: OptimizerStep) -> None:
         """Save what ``restore`` brings back, if a detection begins."""

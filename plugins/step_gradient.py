@@ -56,7 +56,9 @@ class StepGradient(Technique):
     overhead: ClassVar[Overhead] = Overhead("O(n log k)", "O(n)", fusable=False)
 
     kind: Literal["spline", "dge", "sigmoid", "clip", "ste"] = Field("spline", description="The surrogate Q'.")
-    operands: ForwardOperands = Field(("forward",), description="Operands of fprop, or both, whose gradient changes.")
+    operands: ForwardOperands = Field(
+        ("forward",), description="Operands whose gradient changes: fprop.input, fprop.weight, or both."
+    )
     k: float = Field(5.0, gt=1, allow_inf_nan=False, description="dge: the exponent is 1/k - 1.")
     temperature: Positive = Field(1.0, description="sigmoid: T; towards 0 it becomes the step.")
     knots: tuple[tuple[float, float], ...] = Field(

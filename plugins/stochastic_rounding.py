@@ -64,7 +64,8 @@ class StochasticRounding(Technique):
         """Refuse a guard beside a differentiated block scale, whose gradient it would change."""
         smooth = techniques.get("smooth_max")
         differentiated = smooth is not None and getattr(smooth, "kind", "ste") != "ste"
-        if self.range_guard is not None and differentiated and any(o.gemm == "fprop" for o in self.operands_listed):
+        in_fprop = self.operands_listed & {Operand.FPROP_INPUT, Operand.FPROP_WEIGHT}
+        if self.range_guard is not None and differentiated and in_fprop:
             raise ValueError("range_guard on an operand of fprop and smooth_max do not go together; drop one of them")
 
     @classmethod

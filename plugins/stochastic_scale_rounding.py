@@ -33,7 +33,9 @@ class StochasticScaleRounding(Technique):
     overhead: ClassVar[Overhead] = Overhead("O(n/l)", "O(1)", fusable=True)
     complexity: ClassVar[float] = 0.25
 
-    operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, whose scales do so.")
+    operands: Operands = Field(
+        ("forward", "backward"), description="Operands, or groups of them, whose scales round stochastically."
+    )
 
     @classmethod
     def implied_by(cls, spec: QuantSpec) -> StochasticScaleRounding | None:

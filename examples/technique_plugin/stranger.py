@@ -2,7 +2,8 @@
 
 The new environment reaches the dependencies (torch, pydantic, ...) of the interpreter that runs this through a .pth
 file: installing them again would take gigabytes. A package found that way is only looked up after those installed
-here, and its own .pth files (an editable fp4graph, say) are not read, so that fp4graph is the wheel.
+here, and its own .pth files (an editable fp4graph, say) are not read, so that fp4graph is the wheel. The tests need
+pytest in the interpreter that runs this.
 """
 
 import shutil

@@ -120,8 +120,6 @@ class Statistics:
         if self._log is not None:
             self._log.close()
 
-    # ------------------------------------------------------------------ around the optimizer's step
-
     def _hook(self) -> None:
         """Register our hooks after those of techniques, so that changes by techniques are measured."""
         for handle in self._handles:
@@ -174,8 +172,6 @@ class Statistics:
         if measured:
             self._log.append([{"step": self._step, **fields} for fields in measured])
         self._arm()
-
-    # ------------------------------------------------------------------ weights, outputs
 
     def _open_window(self) -> None:
         """Begin to follow the weights, if a window begins at this step and none is open."""
@@ -232,9 +228,6 @@ class Statistics:
                 for weight in weights
             ],
         }
-
-
-# ------------------------------------------------------------------ what was asked for
 
 
 def _checked(metrics: Iterable[str] | None) -> frozenset[str]:

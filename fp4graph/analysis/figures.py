@@ -45,10 +45,13 @@ _DASHES: dict[str, Any] = {"ue5m3": (0, (3, 6)), "e8m3": (4.5, (3, 6))}
 
 
 class Metric(StrEnum):
-    """A relative error, in the order of :func:`fp4graph.analysis.reconstruction_error`."""
+    """A relative error, a field of :class:`fp4graph.analysis.reconstruction.RelativeError`."""
 
     elementwise = "elementwise"
     normwise = "normwise"
+
+
+_FORMULAS = {Metric.elementwise: "mean of |Q(x) − x| / |x|", Metric.normwise: "‖Q(x) − x‖ / ‖x‖"}
 
 
 @app.command()
@@ -61,14 +64,13 @@ def reconstruction(
 ) -> None:
     """Figures 11 to 15 of the design-space paper's appendix, on Gaussian data, and their numbers."""
     x = r.gaussian(seed=seed)
-    place = list(Metric).index(metric)
-    formula = ("mean of |Q(x) − x| / |x|", "‖Q(x) − x‖ / ‖x‖")[place]
+    formula = _FORMULAS[metric]
     with styled():
         picture, every = subplots(9.6, 3, 2)
         for axes, (title, (setting, values, others)) in zip(every.flat, PANELS.items(), strict=False):
             table = Table(title=f"Figure {title}: {formula}", title_justify="left")
             curves = {
-                name: [r.e2m1_error(x, name, **{setting: value}, **others)[place] for value in values]
+                name: [getattr(r.e2m1_error(x, name, **{setting: value}, **others), metric) for value in values]
                 for name in r.FORMATS
             }
             for column in (_LABELS[setting], *curves):

@@ -162,8 +162,6 @@ def gradient_sums(left: Moments, right: Moments, left_exact: Tensor, right_exact
     }
 
 
-# ------------------------------------------------------------------ fields
-
 #: Fields of an operand by metric, each the quotient of two sums.
 _SHARES: dict[str, dict[str, tuple[str, str]]] = {
     "snr": {"gain": ("product", "signal")},
@@ -218,9 +216,6 @@ def _trimmed(counts: list[float]) -> dict[str, Any]:
         return {"lowest": 0, "counts": []}
     first, last = filled[0], filled[-1]
     return {"lowest": first + LOWEST_EXPONENT, "counts": _counts(counts[first : last + 1])}
-
-
-# ------------------------------------------------------------------ from step to step
 
 
 def oscillation_ratio(moved_q: Tensor, moved: Tensor) -> Tensor:

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-# ------------------------------------------------------------------ the training
-
-
 @styled()
 def losses(metrics: Sequence[Measurement]) -> Figure | None:
     """Training and validation loss over steps."""
@@ -61,9 +58,6 @@ def other_metrics(metrics: Sequence[Measurement]) -> Figure | None:
 
 def _points(metrics: Sequence[Measurement], column: str) -> list[tuple[int, float]]:
     return [(row["step"], row[column]) for row in metrics if row.get(column) is not None]
-
-
-# ------------------------------------------------------------------ operands
 
 
 @styled()
@@ -141,9 +135,6 @@ def scales(recorded: Recorded) -> Figure | None:
         axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend(fontsize=8, handlelength=1.2)
     return picture
-
-
-# ------------------------------------------------------------------ weights
 
 
 @styled()
@@ -255,9 +246,6 @@ def flips(recorded: Recorded) -> Figure | None:
     axes.set(ylabel="flips per step, % of weights", ylim=(0, None))
     p.legend_beside(axes, None)
     return picture
-
-
-# ------------------------------------------------------------------ gradients
 
 
 @styled()

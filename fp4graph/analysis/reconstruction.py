@@ -7,7 +7,7 @@ surrogates of the element quantizer, and what scale formats do to a scale.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,11 +31,19 @@ TENSOR_SCALES = tuple(10.0**exponent for exponent in range(-8, 7))
 BETAS = (1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0)
 
 
-def reconstruction_error(x: Tensor, spec: QuantSpec, beta: float | None = None) -> tuple[float, float]:
-    """Return the (elementwise, normwise) relative errors of Q(x), blocks along the last axis.
+class RelativeError(NamedTuple):
+    """The relative errors of a quantized tensor.
 
-    Elementwise is the paper's relative error (A.12), the mean of abs(Q(x) − x)/abs(x) over elements that are not zero;
-    normwise is ‖Q(x) − x‖/‖x‖, to which small elements contribute little.
+    ``elementwise`` is the paper's relative error (A.12), the mean of abs(Q(x) − x)/abs(x) over elements that are not
+    zero; ``normwise`` is ‖Q(x) − x‖/‖x‖, to which small elements contribute little.
+    """
+
+    elementwise: float
+    normwise: float
+
+
+def reconstruction_error(x: Tensor, spec: QuantSpec, beta: float | None = None) -> RelativeError:
+    """Return the relative errors of Q(x), blocks along the last axis.
 
     Args:
         x: floating point, converted to fp32.
@@ -48,12 +56,12 @@ def reconstruction_error(x: Tensor, spec: QuantSpec, beta: float | None = None) 
         error = (total(OperandProgram(spec, soft)(x)).double() - x.double()).abs()
     size = x.double().abs()
     nonzero = size > 0
-    return (error[nonzero] / size[nonzero]).mean().item(), (error.norm() / size.norm()).item()
+    return RelativeError((error[nonzero] / size[nonzero]).mean().item(), (error.norm() / size.norm()).item())
 
 
 def e2m1_error(
     x: Tensor, scale: str, *, block: int = 16, tensor_scale: float = 1.0, beta: float | None = None
-) -> tuple[float, float]:
+) -> RelativeError:
     """Return the errors of ``tensor_scale``·x in E2M1, its encode scales Qmax/Z rounded to nearest as in the paper."""
     spec = QuantSpec(E2M1, block, ScaleSpec(SCALES[scale], "nearest_even", "encode"))
     return reconstruction_error(x * tensor_scale, spec, beta)

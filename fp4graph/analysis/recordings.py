@@ -1,4 +1,7 @@
-"""Recordings (:class:`fp4graph.graph.observe.Recording`): of a sample of each operand, and of each site's output."""
+"""Recordings, to be handed to ``Runtime.observe``: of a sample of each operand, and of each site's output.
+
+Both are a :class:`fp4graph.graph.observe.Recording`.
+"""
 
 from __future__ import annotations
 

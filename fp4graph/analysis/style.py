@@ -46,7 +46,10 @@ _RC = {
 
 
 def subplots(height: float, *shape: int, width: float = WIDTH, **options: Any) -> tuple[Figure, Any]:
-    """Return a figure, sized in inches, and its axes in rows and columns; without pyplot, its display and its state."""
+    """Return a figure, sized in inches, and its axes in rows and columns; without pyplot, its display and its state.
+
+    Call it inside :func:`styled`, which says ``pip install 'fp4graph[analysis]'`` where matplotlib is missing.
+    """
     from matplotlib.figure import Figure
 
     picture = Figure(figsize=(width, height))

@@ -65,7 +65,9 @@ def technique_row(technique: type[Technique], registry: Registry) -> dict[str, A
     return {
         "name": technique.name,
         "complexity": weight_of(technique, {}),
-        **{key: getattr(technique.overhead, key) for key in ("compute", "memory", "fusable")},
+        "compute": technique.overhead.compute,
+        "memory": technique.overhead.memory,
+        "fusable": technique.overhead.fusable,
         "plugin": registry.origin(technique.name),
     }
 
@@ -87,12 +89,21 @@ def _rules_data(policy: Policy) -> dict[str, Any]:
 
 def policy_row(policy: Policy) -> dict[str, Any]:
     """Return the short form of :func:`policy_data`, a row of the list."""
-    row = {key: getattr(policy, key) for key in ("name", "description", "file", "complexity")}
-    return row | {"techniques": [technique.name for technique in policy.used]}
+    return {
+        "name": policy.name,
+        "description": policy.description,
+        "file": policy.file,
+        "complexity": policy.complexity,
+        "techniques": [technique.name for technique in policy.used],
+    }
 
 
 def _rule_data(rule: Rule) -> dict[str, Any]:
-    return {key: getattr(rule, key) for key in ("name", "file", "line", "required")} | {
+    return {
+        "name": rule.name,
+        "file": rule.file,
+        "line": rule.line,
+        "required": rule.required,
         "match": str(rule.match),
         "keep": rule.keep,
         "operands": {operand.value: spec_words(spec) for operand, spec in planned(rule).items()},

@@ -1,7 +1,8 @@
 """Reference pages, generated from the code: ``python -m fp4graph.commands.reference docs/reference [--check]``.
 
-``fp4graph techniques NAME`` and ``fp4graph policies NAME`` print the same text, which depends neither on the machine
-nor on the order of installation.
+A technique's page comes from its class: docstring, options, stages, overhead. A policy's comes from its file and from
+what it resolves to. ``fp4graph techniques NAME`` and ``fp4graph policies NAME`` print the same text. Nothing in it
+depends on the machine or the order of installation.
 """
 
 from __future__ import annotations

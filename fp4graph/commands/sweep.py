@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -86,12 +87,13 @@ def sweep(
             progress.show(now, events)
 
     found: Results = results(made)
-    write(folder / "results.csv", to_csv([found]))
-    write(folder / "results.json", to_json([found]))
+    writer = f".{os.getpid()}"  # several processes of a sweep may end at once
+    write(folder / "results.csv", to_csv([found]), writer)
+    write(folder / "results.json", to_json([found]), writer)
     console.print(best_table(found, score_rule))
     files = ["results.csv", "results.json"]
     if any(s.scores[score_rule] is not None for s in found.complete):
-        write(folder / "pareto.png", png([found], score_rule))
+        write(folder / "pareto.png", png([found], score_rule), writer)
         files.append("pareto.png")
     console.print(f"{folder}: {', '.join(files)}", soft_wrap=True)
     done = sum(s.trial.finished for s in found.trials)

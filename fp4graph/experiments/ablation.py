@@ -157,10 +157,8 @@ class Ablation:
         return [(at, statistics.fmean(curve[at] for curve in (first, *others))) for at in shared]
 
     def _result(self, variant: str) -> VariantResult:
-        finals, exact = (
-            {seed: curve[-1][1] if curve else math.nan for seed, curve in self.curves.get(name, {}).items()}
-            for name in (variant, "none")
-        )
+        finals = {seed: _final(curve) for seed, curve in self.curves[variant].items()}
+        exact = {seed: _final(curve) for seed, curve in self.curves.get("none", {}).items()}
         excess = [finals[seed] - exact[seed] for seed in finals if seed in exact]
         reached = reaches(self.mean(variant), self.target)
         base = reaches(self.mean("none"), self.target) if "none" in self.curves else None
@@ -245,6 +243,10 @@ def reaches(curve: Curve, target: float) -> float | None:
             return former[0] + (at - former[0]) * (former[1] - target) / (former[1] - loss)
         former = at, loss
     return None
+
+
+def _final(curve: Curve) -> float:
+    return curve[-1][1] if curve else math.nan
 
 
 def _deviation(values: Sequence[float]) -> float:

@@ -140,9 +140,6 @@ def write_report(directory: str | PathLike[str], output: str | PathLike[str] | N
     return path
 
 
-# ------------------------------------------------------------------ words and numbers
-
-
 def _title(run: Measurement | None, recorded: Recorded | None, directory: Path) -> dict[str, str]:
     policy = recorded.header.get("policy") if recorded is not None else None
     asked: Mapping[str, Any] = (run or {}).get("run", {})

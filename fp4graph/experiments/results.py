@@ -151,9 +151,6 @@ def effects(found: Results) -> list[Effect]:
     ]
 
 
-# ------------------------------------------------------------------ as data
-
-
 def flat_trials(found: Results) -> list[dict[str, Any]]:
     """Return one flat mapping per trial."""
     return [

@@ -22,18 +22,19 @@ class Run:
     """Everything that determines a training run, as plain data. The task's recipe chooses what is None.
 
     Attributes:
+        task: name of a task (``fp4graph train --list``).
         policy: a shipped policy's name, a policy file's path, or a policy as data; loss scaling is a technique of it.
         optimizer: adam, adamw, sgd or stablespam. The last counts in Ω as the technique ``stable_spam`` does.
         optimizer_options: arguments of the optimizer's constructor besides lr and weight_decay.
         seed: of weights, order of the data, what the model draws, and the policy's noise; of synthetic data too.
-        lr: learning rate, the highest of a schedule.
+        lr: learning rate, its highest where a schedule changes it.
         weight_decay: of weights; vectors (biases, norms' gains) do not decay.
         schedule: constant, or cosine to a hundredth of lr; after warm-up. ``timm`` is the cosine of timm's scheduler,
             whose warm-up begins at 1e-6 and takes the place of the cosine's beginning.
         warmup: share of the steps over which lr grows to its value, linearly.
         clip: largest norm of the gradient; 0 for none.
         batch_size, accumulate: samples per forward pass, and forward passes per step of the optimizer.
-        epochs, steps: length of the training, one of them.
+        epochs, steps: length of the training, one of them. A step is one of the optimizer.
         validate_every: steps between validations; the last step is always followed by one.
         validation_batches: at most so many batches per validation.
         dtype: of the parameters. With bf16 everything is: there is no fp32 copy of the weights.
@@ -73,10 +74,14 @@ class Run:
             value = getattr(self, name)
             if value is not None and value not in known:
                 raise Error(f"unknown {name} {value!r}; {suggest(str(value), known)}")
-        for name in ("batch_size", "accumulate", "steps", "validate_every", "validation_batches", "seed", "workers"):
-            value, least = getattr(self, name), 0 if name in ("seed", "workers") else 1
-            if (value is not None or not least) and (type(value) is not int or value < least):
-                raise Error(f"{name} must be a whole number of at least {least}; got {value!r}")
+        for name in ("batch_size", "accumulate", "steps", "validate_every", "validation_batches"):
+            value = getattr(self, name)
+            if value is not None and (type(value) is not int or value < 1):
+                raise Error(f"{name} must be a whole number of at least 1; got {value!r}")
+        for name in ("seed", "workers"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise Error(f"{name} must be a whole number of at least 0; got {value!r}")
         for name in ("lr", "epochs"):
             value = getattr(self, name)
             if value is not None and not (_is_number(value) and 0 < value < math.inf):

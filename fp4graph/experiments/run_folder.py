@@ -135,7 +135,7 @@ def read_run(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise Error(f"{folder} holds no run: {RUN} cannot be read ({error.strerror})") from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise Error(f"{file} is not that of a run")
+        raise Error(f"{file} is not the record of a run")
     if content.get("version") != VERSION:
         raise Error(f"{file} is of version {content.get('version')}; this fp4graph reads version {VERSION}")
     return content

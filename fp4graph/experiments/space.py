@@ -68,11 +68,14 @@ class Parameter:
             return []
         return [label for label, part in self.choices.items() if part.holds(assignment)]
 
-    def added(self, several: Iterator[Assignment]) -> Iterator[Assignment]:
-        """Yield each of ``several`` with every choice of this parameter that is open to it."""
-        for begun in several:
-            labels = self.open_to(begun)
-            yield from ({**begun, self.name: label} for label in labels) if labels else (begun,)
+    def extended(self, assignments: Iterator[Assignment]) -> Iterator[Assignment]:
+        """Yield each assignment once for every choice open to it, with the choice; unchanged where none is open."""
+        for assignment in assignments:
+            labels = self.open_to(assignment)
+            for label in labels:
+                yield {**assignment, self.name: label}
+            if not labels:
+                yield assignment
 
     def shown(self, label: str) -> str:
         """Return a choice's text in a summary; the plain choice has one only if it has a title."""
@@ -127,7 +130,7 @@ class Space:
         """Return all assignments, the last parameter changing fastest."""
         found: Iterator[Assignment] = iter([{}])
         for parameter in self.parameters:
-            found = parameter.added(found)
+            found = parameter.extended(found)
         return found
 
     def size(self, limit: int = 1_000_000) -> int:

@@ -50,6 +50,12 @@ PRUNERS: dict[str, Callable[[], BasePruner]] = {
 _T = TypeVar("_T")
 
 
+def _pruner(name: str) -> BasePruner:
+    if name not in PRUNERS:
+        raise Error(f"unknown pruner {name!r}; known: {', '.join(PRUNERS)}")
+    return PRUNERS[name]()
+
+
 class Away(Error):
     """The database has not answered for too long."""
 
@@ -119,6 +125,7 @@ class Study:
         Raises:
             Error: as :meth:`open`, or the study has another manifest.
         """
+        _pruner(pruner)  # refuses an unknown one before anything is written
         storage, shown = open_storage(url)
         with answering(shown), suppress(DuplicatedStudyError):
             made = optuna.create_study(storage=storage, study_name=name, direction="minimize", sampler=RandomSampler())
@@ -138,16 +145,16 @@ class Study:
         """Open the study of that name; ``pruner`` is one of :data:`PRUNERS`.
 
         Raises:
-            Error: the database cannot be reached, or has no such study; or something else or a later fp4graph wrote it.
+            Error: the pruner is unknown; the database cannot be reached, or has no such study; or something else or a
+                later fp4graph wrote it.
         """
+        chosen = _pruner(pruner)
         storage, shown = open_storage(url, existing=True)
         with answering(shown):
             names = optuna.get_all_study_names(storage)
             if name not in names:
                 raise Error(f"{shown} has no study {name!r}; it has {', '.join(sorted(names)) or 'none'}")
-            study = optuna.load_study(
-                study_name=name, storage=storage, sampler=RandomSampler(), pruner=PRUNERS[pruner]()
-            )
+            study = optuna.load_study(study_name=name, storage=storage, sampler=RandomSampler(), pruner=chosen)
             manifest = None
             for _ in range(50):  # between a study's creation and its manifest lies a moment
                 manifest = study.user_attrs.get("fp4graph")

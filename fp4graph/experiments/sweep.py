@@ -45,9 +45,6 @@ class Pruned(Exception):
     """The study's pruner has given a trial up."""
 
 
-# ------------------------------------------------------------------ what comes next
-
-
 def propose(space: Space, trials: Sequence[Trial], seed: int, sampler: str = "random") -> Configuration | None:
     """Return the next configuration to run, given all trials of the study; None if there is none, or none yet.
 
@@ -112,9 +109,6 @@ def _estimated(space: Space, trials: Sequence[Trial], seed: int) -> Iterator[Map
 
 def _asked(ask: optuna.Trial, parameter: Parameter, labels: list[str]) -> str:
     return ask.suggest_categorical(parameter.name, tuple(parameter.choices))
-
-
-# ------------------------------------------------------------------ a worker
 
 
 def train_once(run: Run, report: Callable[[int, float], None]) -> Outcome:

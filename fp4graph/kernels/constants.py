@@ -26,7 +26,7 @@ class Constants:
     code_bits: int
     nan_code: int
     draws: bool  # whether elements are rounded stochastically
-    ties: str
+    ties: str  # as in the spec, like random_bits and s_rounding
     random_bits: int
     shift: int  # of the rules that take the scale's exponent from the statistic's; -1 for the others
     encode: bool
@@ -42,7 +42,7 @@ class Constants:
     s_min_bits: int  # as an fp32, which may be subnormal
     s_has_zero: bool
     s_nan_code: int
-    s_storage: Literal["code", "float"]
+    s_storage: Literal["code", "float"]  # what is stored of scales
 
 
 @cache

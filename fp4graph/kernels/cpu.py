@@ -40,8 +40,8 @@ _LANES = 64  # of quantize.cpp
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 
 _QUANTIZE = """
-extern "C" void run(const {T}* x, Strides from, {T}* y, Strides to, u8* codes, Q::Stored* scales, Blocks given,
-                    Draw draw, Shape shape, int threads) {{
+extern "C" void run(const {T}* x, Strides from, {T}* y, Strides to, u8* codes, Q::Stored* scales,
+                    BlockwiseParts given, KeyParts draw, Shape shape, int threads) {{
     quantize<Q, {T}>(x, from, y, to, codes, scales, given, draw, shape, threads);
 }}
 """
@@ -51,8 +51,8 @@ extern "C" void run(const {T}* x, Strides from, float* z, Shape shape, i64 lengt
 }}
 """
 _REQUANTIZE = """
-extern "C" void run(const u8* codes, const P::Stored* scales, {T}* y, Strides to, Draw draw, Shape shape,
-                    int threads) {{
+extern "C" void run(const u8* codes, const P::Stored* scales, {T}* y, Strides to, KeyParts draw,
+                    Shape shape, int threads) {{
     requantize<P, Q, {T}>(codes, scales, y, to, draw, shape, threads);
 }}
 """
@@ -61,6 +61,9 @@ extern "C" void run(const u8* codes, const P::Stored* scales, {T}* y, Shape shap
     unpack<P, {T}>(codes, scales, y, shape, threads);
 }}
 """
+
+
+# The structures mirror those of the same names in quantize.cpp, field by field.
 
 
 class _Strides(ctypes.Structure):

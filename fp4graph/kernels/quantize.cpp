@@ -371,7 +371,7 @@ struct Blockwise {
     explicit operator bool() const { return data != nullptr; }
 };
 
-struct Blocks {
+struct BlockwiseParts {
     Blockwise divisor;    // of the values, before anything else
     Blockwise statistic;  // instead of the maximum of the values' magnitudes
     Blockwise scale;      // instead of the one that the statistic gives
@@ -403,7 +403,7 @@ struct Place {
 
 // Blocks along C, and C contiguous.
 template <class F, class T, bool PACKS, class Source>
-void along(const Source& source, const Target<F, T>& to, const Blocks& given, Key key, i64 batches, i64 R, i64 C, int threads) {
+void along(const Source& source, const Target<F, T>& to, const BlockwiseParts& given, Key key, i64 batches, i64 R, i64 C, int threads) {
     constexpr int B = F::BLOCK;
     const i64 blocks = (C + B - 1) / B, all = batches * R * blocks, strips = (all + STRIP - 1) / STRIP;
     const Key block_key = key.absorb(BLOCK_SALT), element_key = key.absorb(0);
@@ -474,7 +474,7 @@ void along(const Source& source, const Target<F, T>& to, const Blocks& given, Ke
 
 // Blocks along C, and R contiguous. A source that is packed needs its blocks to fill lanes.
 template <class F, class T, class Source>
-void across(const Source& source, const Target<F, T>& to, const Blocks& given, Key key, i64 batches, i64 R, i64 C, int threads) {
+void across(const Source& source, const Target<F, T>& to, const BlockwiseParts& given, Key key, i64 batches, i64 R, i64 C, int threads) {
     constexpr int B = F::BLOCK;
     const i64 blocks = (C + B - 1) / B, groups = (R + LANES - 1) / LANES, tiles = batches * blocks * groups;
     const Key block_key = key.absorb(BLOCK_SALT), element_key = key.absorb(0);
@@ -548,7 +548,7 @@ inline Key derived(const i32* key, const i32* step, const i32* salts, i64 count)
 
 }  // namespace
 
-struct Draw {
+struct KeyParts {
     const i32 *key, *step, *salts;
     i64 count;
 };
@@ -558,8 +558,8 @@ struct Shape {
 };
 
 template <class F, class T>
-void quantize(const T* x, Strides from, T* y, Strides to, u8* codes, typename F::Stored* scales, Blocks given,
-              Draw draw, Shape shape, int threads) {
+void quantize(const T* x, Strides from, T* y, Strides to, u8* codes, typename F::Stored* scales, BlockwiseParts given,
+              KeyParts draw, Shape shape, int threads) {
     const Key key = derived(draw.key, draw.step, draw.salts, draw.count);
     const Dense<T> source{x, from};
     const Target<F, T> target{y, to, codes, scales};
@@ -571,11 +571,11 @@ void quantize(const T* x, Strides from, T* y, Strides to, u8* codes, typename F:
 
 // F of the transpose of what was packed in format P.
 template <class P, class F, class T>
-void requantize(const u8* codes, const typename P::Stored* scales, T* y, Strides to, Draw draw, Shape shape, int threads) {
+void requantize(const u8* codes, const typename P::Stored* scales, T* y, Strides to, KeyParts draw, Shape shape, int threads) {
     static_assert(LANES % P::BLOCK == 0);
     const Key key = derived(draw.key, draw.step, draw.salts, draw.count);
     const PackedTranspose<P, T> source{codes, scales, shape.rows, shape.columns};
-    across<F, T>(source, Target<F, T>{y, to, nullptr, nullptr}, Blocks{}, key, shape.batches, shape.rows, shape.columns,
+    across<F, T>(source, Target<F, T>{y, to, nullptr, nullptr}, BlockwiseParts{}, key, shape.batches, shape.rows, shape.columns,
                  threads);
 }
 

@@ -74,7 +74,7 @@ def quantize_both(
     Raises:
         Error: for a spec, dtype or device that the kernel does not know, and if ``draw`` is needed and not given.
     """
-    arguments = _arguments(x, draw, (rows, row_salts), (columns, column_salts))
+    arguments = _arguments(x, (rows, row_salts), (columns, column_salts), draw)
     result: tuple[Tensor, Tensor] = torch.ops.fp4graph.quantize_both(x, *arguments)
     return result
 
@@ -88,15 +88,18 @@ def pack_both(
     column_salts: tuple[int, ...] = (),
 ) -> tuple[Packed, Packed]:
     """Return ``pack(x, rows)`` and ``pack(x.mT, columns)``: the bytes of the results of :func:`quantize_both`."""
-    arguments = _arguments(x, draw, (rows, row_salts), (columns, column_salts))
+    arguments = _arguments(x, (rows, row_salts), (columns, column_salts), draw)
     row_codes, row_scales, column_codes, column_scales = torch.ops.fp4graph.pack_both(x, *arguments)
     along_rows = Packed(row_codes, row_scales, rows, tuple(x.shape), -1, x.dtype)
     return along_rows, Packed(column_codes, column_scales, columns, tuple(x.mT.shape), -1, x.dtype)
 
 
-def _arguments(x: Tensor, draw: Draw | None, *directions: tuple[QuantSpec, tuple[int, ...]]) -> tuple[object, ...]:
+_Direction = tuple[QuantSpec, tuple[int, ...]]
+
+
+def _arguments(x: Tensor, rows: _Direction, columns: _Direction, draw: Draw | None) -> tuple[object, ...]:
     """Return the operators' arguments after x, checked; a direction is a spec and its salts."""
-    for spec, _ in directions:
+    for spec, _ in (rows, columns):
         if not supports(spec):
             raise Error(
                 f"the Triton kernel takes blocks of 2, 4, ... or {TILE} elements and codes of up to 8 bits; got "
@@ -112,7 +115,7 @@ def _arguments(x: Tensor, draw: Draw | None, *directions: tuple[QuantSpec, tuple
             f"{x.dtype} {list(x.shape)} on {x.device}. Use fp4graph.fake_quantize"
         )
     key, step, salts = (None, None, ()) if draw is None else (draw.key, draw.step, draw.salts)
-    return *(spec.to_text() for spec, _ in directions), key, step, *([*salts, *own] for _, own in directions)
+    return rows[0].to_text(), columns[0].to_text(), key, step, [*salts, *rows[1]], [*salts, *columns[1]]
 
 
 # ------------------------------------------------------------------ operators, opaque to compilers
@@ -138,20 +141,21 @@ def empty_both(x: Tensor, rows: str, columns: str, *_: Any) -> tuple[Tensor, Ten
 def run_quantize_both(x: Tensor, rows: str, columns: str, *noise: Any) -> tuple[Tensor, Tensor]:
     """Run the operator ``quantize_both``; on CPU tensors in Triton's interpreter."""
     along_rows, along_columns = empty_values(x)
-    _launch(x, (along_rows, x, x, along_columns, x, x), rows, columns, *noise, pack=False)
+    _launch(x, (along_rows, x, x), (along_columns, x, x), rows, columns, *noise, pack=False)
     return along_rows, along_columns
 
 
 def run_pack_both(x: Tensor, rows: str, columns: str, *noise: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Run the operator ``pack_both``; on CPU tensors in Triton's interpreter."""
     row_codes, row_scales, column_codes, column_scales = result = empty_both(x, rows, columns)
-    _launch(x, (x, row_codes, row_scales, x, column_codes, column_scales), rows, columns, *noise, pack=True)
+    _launch(x, (x, row_codes, row_scales), (x, column_codes, column_scales), rows, columns, *noise, pack=True)
     return result
 
 
 def _launch(
     x: Tensor,
-    results: Sequence[Tensor],
+    row_results: tuple[Tensor, Tensor, Tensor],
+    column_results: tuple[Tensor, Tensor, Tensor],
     rows: str,
     columns: str,
     key: Tensor | None,
@@ -161,6 +165,7 @@ def _launch(
     *,
     pack: bool,
 ) -> None:
+    """Run the kernel; a direction's results are (values, codes, scales), with x for those that are not written."""
     if not x.numel():
         return
     x = x.contiguous()
@@ -170,7 +175,9 @@ def _launch(
     formats = {"R": constants(first), "C": constants(second), "CHAINED": second.source == "fprop"}
     salts = tuple(row_salts), tuple(column_salts)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-        quantize_kernel[grid](x, *results, key, step, *salts, m, k, **formats, PACK=pack, TILE=TILE, **OPTIONS)
+        quantize_kernel[grid](
+            x, *row_results, *column_results, key, step, *salts, m, k, **formats, PACK=pack, TILE=TILE, **OPTIONS
+        )
 
 
 for _name, _fake, _run in (

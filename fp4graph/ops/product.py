@@ -88,9 +88,6 @@ def _unscaled(left: Terms, right: Terms, addend: Tensor | None, alpha: float, be
     return y if addend is None else y + (addend if beta == 1 else addend * beta).to(y.dtype)
 
 
-# ------------------------------------------------------------------ a product times a scalar, rounded once
-
-
 _library: Any = torch.library.Library("fp4graph", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("scaled_product(Tensor left, Tensor right, Tensor scale, Tensor? addend, float beta) -> Tensor")
 

@@ -151,8 +151,9 @@ class Policy:
         starts = [phase.start(total_forwards) for phase in self.phases]
         for earlier, later, phase in zip(starts, starts[1:], self.phases[1:], strict=False):
             if later <= earlier:
-                what = f"this phase begins at {later}, and the one above it at {earlier}; reorder them"
-                raise phase.place.error(what)
+                raise phase.place.error(
+                    f"this phase begins at {later}, and the one above it at {earlier}; reorder them"
+                )
         return sum(start <= count for start in starts)
 
     def in_phase(self, index: int) -> Policy:

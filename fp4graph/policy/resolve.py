@@ -22,8 +22,8 @@ def resolve(document: Node, name: str, file: str | None, registry: Registry) -> 
     """Return the policy that ``document`` describes, which has no ``extends``; ``name`` is for one without a name."""
     resolver = _Resolver(document, registry)
     written = resolver.written
-    of = written.name or "policy"
-    phases = tuple(_phase(document, registry, of, index, section) for index, section in enumerate(written.phases))
+    title = written.name or "policy"
+    phases = tuple(_phase(document, registry, title, index, section) for index, section in enumerate(written.phases))
     places = {name: document.where("expect", name) for name in ("quantized", "kept")}
     expect = Expect(written.expect.quantized, written.expect.kept, places)
     return replace(resolver.policy(name, file), phases=phases, expect=expect)

@@ -40,6 +40,8 @@ class Rule:
     """The sites that match, and what happens to them.
 
     Attributes:
+        name: the rule's name in reports.
+        match: the predicates on a site.
         keep: why the sites stay in high precision, or None where they are quantized.
         specs: the specs of the six operands; all None for a rule that keeps.
         reuses: the operands in high precision that read the dequantized fprop operand instead of the original.

@@ -39,7 +39,10 @@ class _Layer:
 
 
 class SpecResolver:
-    """Resolves the quantize blocks of one document; ``late`` are a phase's exceptions, which act after every rule's."""
+    """Resolves the quantize blocks of one document; ``late`` are a phase's exceptions, which act after every rule's.
+
+    ``base_formats`` maps each scale format made with ``max`` to the name of the format that it was made from.
+    """
 
     def __init__(self, document: Node, registry: Registry, late: Exceptions | None = None) -> None:
         self.base_formats: BaseFormats = {}

@@ -218,6 +218,6 @@ def _acts(technique: Technique, site: SiteView, planned: OperandSpecs) -> bool:
     # A technique that names no operands and has the optimizer's hooks acts on weights, which a product of activations
     # does not have.
     steps = overrides(technique, "before_step") or overrides(technique, "after_step")
-    on_weight = steps and not operands and site.op == "linear"
+    steps_weight = steps and not operands and site.op == "linear"
     gemms = {operand.gemm for operand in quantized}
-    return bool(operands & quantized or technique.pairs(site) & gemms) or on_weight or technique.per_model
+    return bool(operands & quantized or technique.pairs(site) & gemms) or steps_weight or technique.per_model

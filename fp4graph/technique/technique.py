@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
@@ -99,6 +99,14 @@ class Technique(BaseModel):
     by_block: ClassVar[bool] = False
     #: The plugin that offers the technique, for errors; set by the registry.
     plugin: ClassVar[str | None] = None
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Refuse ``on_weight`` beside an option that lists operands: the two would contradict each other."""
+        if cls.on_weight and (lists := ", ".join(cls.operand_lists())):
+            raise TypeError(
+                f"{cls.__name__} acts on_weight, and its option {lists} lists operands; declare one of the two"
+            )
 
     # ------------------------------------------------------------------ options that list operands
 
@@ -300,8 +308,6 @@ class Technique(BaseModel):
 
     def after_optimizer(self, step: OptimizerStep) -> None:
         """Act after ``optimizer.step()``, once for all parameters, after :meth:`after_step` of the weights."""
-
-    # ------------------------------------------------------------------ loss
 
     @property
     def loss_scaler(self) -> Mapping[str, float] | None:

@@ -36,10 +36,11 @@ class WeightUpdate:
     quantize: Callable[[Tensor], Tensor]
     scratch: dict[Any, Any]
 
-    def progress(self, total_steps: int, start: float) -> Tensor:
-        """Count this step in ``memory``, once, and return (t - s·T)/(T - s·T) for the weight's t-th step from 1.
+    def count_progress(self, total_steps: int, start: float) -> Tensor:
+        """Count one more step and return (t - s·T)/(T - s·T) of a schedule, t being the count.
 
-        T is ``total_steps`` and s ``start``. The result is a 0-d tensor, so that nothing waits for an accelerator.
+        T is ``total_steps`` and s ``start``. Every call counts, in ``memory["steps"]``, which is reserved for the
+        count: call this once a step. The result is a 0-d tensor, so that nothing waits for an accelerator.
         """
         steps = self.memory.setdefault("steps", torch.zeros((), dtype=torch.int64, device=self.parameter.device))
         steps += 1

@@ -207,10 +207,17 @@ class _Hooks:
                 self.memory.mirror(stepping=True)  # for techniques that act on the optimizer's state
 
     def _update(self, technique: Technique, weight: Weight, runtime: Runtime, group: dict[str, Any]) -> WeightUpdate:
-        parameter, entries = weight.parameter, weight.entries(technique)
-        memory, kept = self.memory.of(parameter, technique.name), self._kept(technique, parameter)
-        shared = entries, memory, self.optimizer, group
-        return WeightUpdate(weight.name, parameter, *shared, lambda w: weight.quantize(w, runtime.step), kept)
+        parameter = weight.parameter
+        return WeightUpdate(
+            name=weight.name,
+            parameter=parameter,
+            state=weight.entries(technique),
+            memory=self.memory.of(parameter, technique.name),
+            optimizer=self.optimizer,
+            group=group,
+            quantize=lambda w: weight.quantize(w, runtime.step),
+            scratch=self._kept(technique, parameter),
+        )
 
     def _kept(self, technique: Technique, parameter: Tensor | None) -> dict[Any, Any]:
         return self._scratch.setdefault((technique.name, id(parameter)), {})

@@ -293,6 +293,10 @@ def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch:
         write(path, "second, longer")
     assert path.read_text() == "first"
     assert [item.name for item in path.parent.iterdir()] == ["results.csv"]
+    monkeypatch.undo()
+    (path.parent / "results.csv.tmp").write_text("what a kill left")  # the next writer overwrites it
+    write(path, "third")
+    assert [item.name for item in path.parent.iterdir()] == ["results.csv"]
 
 
 # ------------------------------------------------------------------ as it goes

@@ -757,6 +757,16 @@ def test_the_end_of_a_sweep_does_not_wait_for_a_database_that_is_away(
     assert time.monotonic() - started < study_module.ASK_AGAIN  # which it would wait otherwise
 
 
+def test_an_unknown_pruner_is_refused_before_a_study_is_made(url: str, table10: Space) -> None:
+    manifest = Manifest.of(table10, RUN.to_json(), 60.0)
+    with pytest.raises(Error, match="unknown pruner 'mean'; known: none, median, hyperband"):
+        Study.create(url, "s", manifest, "mean")
+    assert not Path(url.removeprefix("sqlite:///")).exists()
+    Study.create(url, "s", manifest)
+    with pytest.raises(Error, match="unknown pruner 'mean'; known: none, median, hyperband"):
+        Study.open(url, "s", "mean")
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import fp4graph
 from fp4graph.errors import PolicyWarning
 from fp4graph.ops import contract
-from fp4graph.technique import Overhead, StateEntry, Technique
+from fp4graph.technique import Operands, Overhead, StateEntry, Technique
 from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.registry import Registry
 from tests.helpers.models import Mlp
@@ -366,6 +366,14 @@ def test_a_technique_nobody_asked_for_stops_no_policy(model: nn.Module) -> None:
     ):
         chosen = policy("healthy", technique("broken", implied_by=classmethod(raises)), healthy())
     train(model, chosen)
+
+
+def test_on_weight_beside_a_list_of_operands_is_refused_when_the_class_is_made() -> None:
+    with pytest.raises(TypeError, match="Both acts on_weight, and its option operands lists operands; declare one"):
+
+        class Both(Technique):
+            on_weight: ClassVar[bool] = True
+            operands: Operands = ("forward",)
 
 
 def test_an_option_of_a_type_that_does_not_exist_keeps_the_plugin_out() -> None:

@@ -104,9 +104,6 @@ def transformed(
     return Classification(train, held_out, settings, model, classes=split.classes, **options)
 
 
-# ------------------------------------------------------------------ the tasks
-
-
 def _small(load: Callable[..., Split], data: str | None, settings: Settings, **model: Any) -> Problem:
     """Make a ViT with options ``model``, on the images that ``load`` reads from the folder of ``data``, if any."""
     root = () if data is None else (data_folder(data, settings.run.data),)

@@ -83,9 +83,6 @@ def from_folder(split: Split, settings: Settings, size: int, **model: Any) -> Pr
     return Diffusion(train, held_out, settings, channels=3, sample_size=size, **model)
 
 
-# ------------------------------------------------------------------ the tasks
-
-
 def _small(load: Callable[..., Split], data: str | None, settings: Settings, **model: Any) -> Problem:
     """Make a U-Net with options ``model``, on the images that ``load`` reads from the folder of ``data``, if any."""
     root = () if data is None else (data_folder(data, settings.run.data),)
