@@ -233,7 +233,8 @@ class Runtime:
         """
         call: Any = module._call_impl if module is not self.root else type(module).forward.__get__(module)
         if self._bypassed or hooks.has_sharded_forward(self.root):
-            return call(*args, **kwargs)
+            with self._parts.hidden():  # modules of fully_shard have graphs of their own
+                return call(*args, **kwargs)
         if self._failure is not None:
             raise self._failure.with_traceback(None)
         if runtime_of(self.root) is not self:  # nn.Module.compile() has put another call in the place of ours

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4graph.numerics import noise
-from fp4graph.numerics.sharding import like, whole
+from fp4graph.numerics.sharding import is_sharded, like, whole
 
 #: Name of the submodule that holds our buffers, on the root and on every module with planned sites.
 NAME = "_fp4graph"
@@ -49,14 +49,23 @@ class State(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         local_metadata, strict, _missing, *rest = args
+        own = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         absent: list[str] = []
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, absent, *rest)
         for key in absent:
             self.reset(key.removeprefix(prefix))
-        self.loaded |= any(f"{prefix}{name}" in state_dict for name in self._buffers)
+        given = {name: state_dict.get(f"{prefix}{name}") for name in own}
+        self.loaded |= any(value is not None and not _share(value, own[name]) for name, value in given.items())
 
     def reset(self, name: str) -> None:
         """Give buffer ``name`` its first value again, because a plain checkpoint without it was loaded."""
+
+
+def _share(x: Tensor, y: Tensor) -> bool:
+    """Return whether two tensors share memory: torch's distributed checkpoint loads what it has no values for from the
+    model itself."""
+    first, second = (t.to_local() if is_sharded(t) else t for t in (x, y))
+    return first.device == second.device and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
 class SiteState(State):

@@ -238,6 +238,7 @@ def case_a_checkpoint_that_rank_0_alone_loads_reaches_all() -> None:
     model = fp4graph.apply(vit(), "tetrajet-qema", **EAGER)
     if rank() == 0:
         model.load_state_dict(trained.state_dict())
+        runtime.runtime_of(model).count_from(3)  # which an optimizer's state would carry
     wrapper = DDP(model)
     fp4graph.prepare_optimizer(model, torch.optim.SGD(wrapper.parameters(), lr=0.1))
     image_loss(wrapper, rank()).backward()

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import fp4graph
-from fp4graph.model.runtime import runtime_of
 from tests.distributed import ddp_cases
 from tests.distributed.two_process_models import image_loss, vit
 from tests.distributed.two_processes import cases, launch
@@ -38,7 +37,6 @@ def test_a_checkpoint_stores_no_rank_and_loads_in_one_process(outcomes: dict[str
     model = fp4graph.apply(vit(), "tetrajet-qema", backend="eager")
     assert saved.keys() == model.state_dict().keys()
     model.load_state_dict(saved, strict=True)
-    assert runtime_of(model).root_state.count == 2
     assert torch.equal(model.blocks[1].mlp.fc1._fp4graph.q_ema_weight, saved["blocks.1.mlp.fc1._fp4graph.q_ema_weight"])
     fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     image_loss(model, 0).backward()
