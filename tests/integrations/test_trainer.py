@@ -170,7 +170,7 @@ def test_phases_know_how_long_training_is(trainer: Any, tmp_path: Path) -> None:
     whole = trainer(PHASES)
     whole.train()
     runtime = runtime_of(whole.model)
-    assert runtime.total_forwards == 6
+    assert runtime.settings.total_forwards == 6
     assert runtime.phase == 1
     again = trainer(PHASES, folder="again")
     again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
