@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import copy
 import pickle
-from collections.abc import Mapping
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,7 +56,8 @@ def _safetensors(source: Path, target: Path) -> int:
 
 def _pickled(source: Path, target: Path) -> int:
     try:
-        content = torch.load(source, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals([argparse.Namespace]):  # the arguments of timm's and DeiT's scripts
+            content = torch.load(source, map_location="cpu", weights_only=True)
     except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError, KeyError) as error:
         first = "".join(str(error).strip().splitlines()[:1])
         raise Error(f"{source} cannot be read as tensors and plain data: {first}") from error
@@ -66,8 +69,17 @@ def _pickled(source: Path, target: Path) -> int:
 
 def _without_ours(value: Any) -> tuple[Any, int]:
     """Return ``value`` with every mapping in it stripped, and the number of entries removed."""
-    if not isinstance(value, Mapping):
+    if type(value) in (list, tuple):
+        parts = [_without_ours(item) for item in value]
+        return type(value)(part for part, _ in parts), sum(number for _, number in parts)
+    if not isinstance(value, MutableMapping):
         return value, 0
-    kept = {key: _without_ours(item) for key, item in value.items() if not is_ours(str(key))}
-    removed = len(value) - len(kept) + sum(number for _, number in kept.values())
-    return type(value)((key, item) for key, (item, _) in kept.items()), removed  # type: ignore[call-arg]
+    plain, removed = copy.copy(value), 0  # a state dict has attributes too
+    for key, item in value.items():
+        if is_ours(str(key)):
+            del plain[key]
+            removed += 1
+        else:
+            plain[key], number = _without_ours(item)
+            removed += number
+    return plain, removed

@@ -107,6 +107,10 @@ class Names:
         owners = [o for o in known if self._by_name[o.module]._parameters.get(o.parameter) is example]
         if owners:
             return next((owner for owner in owners if owner.module == calling), owners[0])
+        if calling is not None and calling in self._by_name:  # it may have taken the place of another since
+            for name, parameter in self._by_name[calling]._parameters.items():
+                if parameter is example is not None:
+                    return Owner(calling, name)
         source = _source(weight)
         if source is None or not self._by_name:
             return source

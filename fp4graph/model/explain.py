@@ -19,9 +19,9 @@ from torch.utils import _pytree as pytree
 
 from fp4graph.errors import CaptureError, Error
 from fp4graph.graph.site import Site
+from fp4graph.model.current import PLAIN
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.runtime import Runtime, Settings, detach
-from fp4graph.model.uncompiled import PLAIN
 from fp4graph.policy import Policy, load_policy
 from fp4graph.policy.words import describe, summarize
 from fp4graph.technique.site import BlockPosition

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fp4graph.errors import UncompiledError
 from fp4graph.graph.marker import MARK, Tag
 from fp4graph.model import state
-from fp4graph.model.uncompiled import CurrentForward
+from fp4graph.model.current import CurrentForward
 from fp4graph.numerics.sharding import whole
 
 
@@ -46,6 +46,7 @@ class MarkHook:
             MARK(tag, module._fp4graph.key, self.current.step, weights, self._state(module), module.training)  # type: ignore[union-attr]
         elif self.current is not None and (direct := self.current.direct) is not None:
             weights = [_follow(module, path) for path in self._weights]
+            self.current.require_thread()
             decoded = replace(self._decoded, carried=carried)
             direct.mark(module, self.name, decoded, self.current.step, weights, self._state(module))
         elif not self.bypassed:
@@ -118,10 +119,10 @@ class GuardedForward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         current = self._current
-        if not torch.compiler.is_compiling() and current.direct is None:
-            if not current.compiled and current.part is not None:
+        if not torch.compiler.is_compiling():
+            if current.direct is None and not current.compiled and current.part is not None:
                 return current.part(self.module, args, kwargs)
-            for _, _, hook in mark_hooks(self.module):
+            for hook in [hook for hook in self.module._forward_pre_hooks.values() if isinstance(hook, MarkHook)]:
                 hook(self.module, args)
         return type(self.module).forward(self.module, *args, **kwargs)
 

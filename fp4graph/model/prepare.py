@@ -14,7 +14,7 @@ from fp4graph.graph.marker import Tag
 from fp4graph.graph.names import Names
 from fp4graph.graph.plan import Plan
 from fp4graph.model import hooks, state
-from fp4graph.model.uncompiled import CurrentForward
+from fp4graph.model.current import CurrentForward
 from fp4graph.model.weight import PlannedWeight, Weight
 from fp4graph.policy import Policy, Rule
 from fp4graph.technique import Technique

@@ -3,29 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
+import threading
 import weakref
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp4graph.errors import Error, PolicyWarning
+from fp4graph.errors import Error
 from fp4graph.graph.backend import inner_backend
-from fp4graph.graph.direct import Direct
 from fp4graph.graph.observe import Recording
 from fp4graph.graph.replace import UnmarkedWeight
 from fp4graph.graph.site import Site
 from fp4graph.model import coverage, distributed, hooks, state
 from fp4graph.model.capture import Capture
+from fp4graph.model.current import CurrentForward, Parts
 from fp4graph.model.inspection import Inspection
 from fp4graph.model.optimizers import PreparedOptimizers
 from fp4graph.model.prepare import PhasePlan, device_of, prepare, unprepare
-from fp4graph.model.uncompiled import CurrentForward, Parts, cause, checkpointed_region
+from fp4graph.model.uncompiled import Uncompiled, cause
 from fp4graph.model.weight import Weight
 from fp4graph.numerics import noise
 from fp4graph.policy import Policy
@@ -89,11 +88,8 @@ class Runtime:
         self.inspection = Inspection(self.plan, settings.dynamic)
         part = None if settings.strict else self.run_part
         self._current = CurrentForward(noise.make_step(settings.seed, 0, 0), part=part, copied=self._apply_to_copy)
-        self._parts = Parts((), self._current)
+        self._uncompiled = Uncompiled(self.plan, self._current, self.inspection)
         self._any_hook: hooks.MarkHook | None = None
-        self._produced: MutableMapping[Tensor, str | None] = WeakTensorKeyDictionary()
-        self._idle: set[Any] = set()
-        self._warned: set[str] = set()
         self._checked = explains
         self._failure: Error | None = None  # of the first forward; every later one raises it again
         self._trained = 0
@@ -145,9 +141,14 @@ class Runtime:
         self.root_state = prepare(self.plan, self.policy, self._current, former)
         if self.root_state is not None and not self.settings.strict:
             inner = [m for name, m in self.root.named_modules() if name and not state.is_ours(name)]
-            self._parts = Parts(inner, self._current)
-            self._parts.show()
+            self._uncompiled.parts = Parts(inner, self._current)
+            self._uncompiled.parts.show()
         self._any_hook = next((hook for _, _, hook in hooks.mark_hooks(self.root)), None)
+
+    @property
+    def count(self) -> int | None:
+        """The number of forwards with gradients that have begun; None where no phase quantizes anything."""
+        return None if self.root_state is None else self.root_state.count + bool(self._current.ran)
 
     def count_from(self, count: int) -> None:
         """Set the count of forwards, as a resumed training has it."""
@@ -158,7 +159,7 @@ class Runtime:
     def give_back(self, root: nn.Module) -> None:
         """Give ``root``, the model or a copy of it, the compiled call that the model had before."""
         if root is self.root:
-            self._parts.hide()
+            self._uncompiled.parts.hide()
         del root._compiled_call_impl  # the class has None
         if self._previous is not None:
             root._compiled_call_impl = self._previous
@@ -172,7 +173,9 @@ class Runtime:
         def finish(attributes: dict[str, Any]) -> None:  # deepcopy's last step: it hands the attributes over
             del twin.__dict__["__setstate__"]
             twin.__setstate__(attributes)  # type: ignore[no-untyped-call]
-            Runtime(twin, self.policy, self.settings, self.phase).attach()
+            copied = Runtime(twin, self.policy, self.settings, self.phase)
+            copied.attach()
+            copied.count_from(self.count or 0)
 
         twin.__dict__["__setstate__"] = finish
 
@@ -181,7 +184,8 @@ class Runtime:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one forward of the root."""
         if self._bypassed:
-            return self.root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+            with self._uncompiled.parts.hidden():
+                return self.root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self._failure is not None:
             raise self._failure.with_traceback(None)
         training = torch.is_grad_enabled()
@@ -227,81 +231,47 @@ class Runtime:
     def run_part(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module of the model that was called by itself: by another method than the model's call, or alone.
 
-        The count of forwards advances when a module runs with gradients for the second time since it last changed.
+        The count of forwards advances when a module that has run with gradients since it last changed runs again.
         Activation checkpointing calls modules again in the backward; that is no forward of its own, and its noise is
         that of the first time.
         """
-        call: Any = module._call_impl if module is not self.root else type(module).forward.__get__(module)
+        call: Any = module.forward if module is self.root else module._call_impl
         if self._bypassed or hooks.has_sharded_forward(self.root):
-            with self._parts.hidden():  # modules of fully_shard have graphs of their own
+            with self._uncompiled.parts.hidden():  # modules of fully_shard have graphs of their own
                 return call(*args, **kwargs)
         if self._failure is not None:
             raise self._failure.with_traceback(None)
         if runtime_of(self.root) is not self:  # nn.Module.compile() has put another call in the place of ours
             self.root._compiled_call_impl = self
-            self._warn(
+            self._uncompiled.warn(
                 "compile",
                 "model.compile() was called after fp4graph.apply(), which compiles the model already; it has no effect",
             )
         training, again = torch.is_grad_enabled(), torch._C._current_graph_task_id() != -1
-        if training and not again and id(module) in self._current.ran:
+        if not again and id(module) in self._current.ran:
             self._advance()
+            self._trained = max(1, self._trained)
         due = self._due()
-        if due != self.phase:
+        if due != self.phase and not again:  # a backward ends in the phase of its forward
             return self._enter(due).run_part(module, args, kwargs)
         if not again:
             first = training and not self._current.ran
             self._begin(first)
             self._trained += first
         place = self.plan.names.name(module)
-        self._warn(
+        self._uncompiled.warn(
             f"module {place}",
             f"module {place or '(root)'!r} was called by itself, so it runs uncompiled: quantized as ever, and slower. "
             "Only calling the applied model runs the compiled graph",
         )
-        return self._direct(module, call, args, kwargs)
+        return self._uncompiled.run(module, call, args, kwargs, self.capture, checked=self._checked)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run_uncompiled(self, *args: Any, **kwargs: Any) -> Any:
         """Run a forward of the model that Dynamo does not compile."""
-        self._warn(why := cause(), f"this forward runs uncompiled, quantized as ever, and slower: {why}")
-        return self._direct(self.root, self.root._call_impl, args, kwargs)
-
-    def _direct(self, module: nn.Module, call: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``call``, the call of ``module``, operation by operation."""
-        if self.inspection.watching:
-            raise Error("detect_nonfinite() watches compiled forwards only, and this one is not compiled")
-        current, former = self._current, self._current.step
-        region = checkpointed_region()
-        current.step, occurrences = current.regions.get(region, (former, None)) if region else (former, None)
-        whole, compiled = module is self.root, current.compiled
-        direct = Direct(
-            self.plan.policy,
-            self.plan.names,
-            whole=whole,
-            produced=self._produced,
-            idle=self._idle,
-            carries=self._carry_now,
-            recording=self.inspection.shown(training=torch.is_grad_enabled(), checked=self._checked),
-            first_occurrence=occurrences,
-        )
-        current.direct, current.compiled = direct, False
-        shown = self._parts.hidden(False) if compiled else nullcontext()
-        try:
-            current.enter(module)
-            with shown, direct, direct.inside(module):
-                result = call(*args, **kwargs)
-        finally:
-            current.direct, current.compiled, current.step = None, compiled, former
-        direct.finish(result)
-        self.capture.take(direct.planner, direct.marked, whole=whole and not self._checked)
-        return result
-
-    def _warn(self, key: str, text: str) -> None:
-        """Warn once."""
-        if key not in self._warned:
-            self._warned.add(key)
-            warnings.warn(text, PolicyWarning, stacklevel=2)
+        self._uncompiled.warn(why := cause(), f"this forward runs uncompiled, quantized as ever, and slower: {why}")
+        call: Any = self.root._call_impl
+        return self._uncompiled.run(self.root, call, args, kwargs, self.capture, checked=self._checked)
 
     def _run(self, training: bool, args: Any, kwargs: Any) -> Any:
         """Run the compiled forward, or the observed one."""
@@ -313,13 +283,13 @@ class Runtime:
             run = self.root._call_impl
         elif (looked_at := self.inspection.capture(training=training, checked=self._checked)) is not None:
             capture, run = looked_at, looked_at.run
-        self._current.compiled = True
+        self._current.compiled, self._current.thread = True, threading.get_ident()
         try:
-            with capture.configured(), self._parts.hidden():
+            with capture.configured(), self._uncompiled.parts.hidden():
                 return run(*args, **kwargs)
         except Exception as error:
             ours, capture.error = capture.error, None
-            if isinstance(ours, UnmarkedWeight) and not self.capture.graphs and self._carry(ours) is not None:
+            if isinstance(ours, UnmarkedWeight) and not self.capture.graphs and self._uncompiled.carry(ours):
                 return self._run(training, args, kwargs)  # nothing has run: the first graph was refused
             if ours is not None:
                 self._failure = None if self._checked else ours
@@ -327,20 +297,6 @@ class Runtime:
             raise error
         finally:
             self._current.compiled = False
-
-    def _carry(self, error: UnmarkedWeight) -> hooks.CarryHook | None:
-        """Let the module that multiplies with another's weight mark it too; return None where that is not possible."""
-        if error.owner is None or error.caller is None:
-            return None
-        modules = dict(self.root.named_modules(remove_duplicate=False))
-        return hooks.CarryHook.add(modules[error.caller], modules[error.owner.module])
-
-    def _carry_now(self, error: UnmarkedWeight) -> bool:
-        """The same inside a forward that runs uncompiled."""
-        if (carrying := self._carry(error)) is None:
-            return False
-        carrying(self.root, ())
-        return True
 
     def _settle(self, root_state: state.RootState, training: bool) -> None:
         """Start state before the first forwards at the weights as they are now (initialized after apply(), sharded, or

@@ -6,125 +6,101 @@ compiled graph, slower than it.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+import threading
+import warnings
+from collections.abc import Callable, MutableMapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import _CheckpointFrame
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from fp4graph.errors import Error, PolicyWarning
 from fp4graph.graph.direct import Direct
+from fp4graph.graph.replace import UnmarkedWeight
+from fp4graph.model import hooks
+from fp4graph.model.capture import Capture
+from fp4graph.model.current import CurrentForward, Parts, checkpointed_region
+from fp4graph.model.inspection import Inspection
+from fp4graph.model.prepare import PhasePlan
 
-#: Key of a deepcopy's memo: the copy is not to be applied.
-PLAIN: Any = "fp4graph_plain"
 
-
-@dataclass(eq=False)
-class CurrentForward:
-    """The forward of an applied model that is running, or was the last to run.
+class Uncompiled:
+    """Runs forwards of one model, or of a part of it, operation by operation.
 
     Attributes:
-        step: the tensor (seed, rank, count), which every mark hook of the model hands to the graph. Set anew for each
-            forward, because a graph takes the tensor that is here when the forward begins.
-        compiled: whether the compiled call is running.
-        direct: the pass that is running uncompiled, or None.
-        ran: ids of the modules that ran uncompiled, with gradients, since the count of forwards last changed.
-        regions: of each checkpointed region, the step of its forward and the sites of each module before it.
-        part: runs a module that was called by itself; None runs it as it is, which its hook refuses.
-        copied: called with the memo of a deepcopy that meets this object.
+        parts: the calls of the model's parts; shown and hidden by whoever runs the model.
     """
 
-    step: Tensor
-    compiled: bool = False
-    direct: Direct | None = None
-    ran: set[int] = field(default_factory=set)
-    regions: weakref.WeakKeyDictionary[Any, tuple[Tensor, dict[str, int]]] = field(
-        default_factory=weakref.WeakKeyDictionary
-    )
-    part: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any] | None = None
-    copied: Callable[[dict[Any, Any]], None] | None = None
+    def __init__(self, plan: PhasePlan, current: CurrentForward, inspection: Inspection) -> None:
+        self.parts = Parts((), current)
+        self._plan, self._current, self._inspection = plan, current, inspection
+        self._produced: MutableMapping[Tensor, str | None] = WeakTensorKeyDictionary()
+        self._idle: set[Any] = set()
+        self._warned: set[str] = set()
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return CurrentForward, (self.step,)  # no forward travels
+    def run(
+        self,
+        module: nn.Module,
+        call: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        capture: Capture,
+        *,
+        checked: bool,
+    ) -> Any:
+        """Run ``call``, the call of ``module``, and tell ``capture`` what the forward came to.
 
-    def __deepcopy__(self, memo: dict[Any, Any]) -> CurrentForward:
-        memo[id(self)] = twin = CurrentForward(self.step)
-        if self.copied is not None and PLAIN not in memo:
-            self.copied(memo)
-        return twin
-
-    def enter(self, module: nn.Module) -> None:
-        """Note that ``module`` begins to run in the pass."""
-        assert self.direct is not None
-        if torch.is_grad_enabled():
-            self.ran.add(id(module))
+        ``checked`` says whether the model's coverage was checked: only a later forward is recorded.
+        """
+        if self._inspection.watching:
+            raise Error("detect_nonfinite() watches compiled forwards only, and this one is not compiled")
+        current, former = self._current, self._current.step
         region = checkpointed_region()
-        if region is not None and region not in self.regions:
-            self.regions[region] = self.step, self.direct.planner.occurrences
-
-
-class Part:
-    """The call of a module inside an applied model, where the model itself is not called."""
-
-    def __init__(self, module: nn.Module, current: CurrentForward) -> None:
-        self._module, self._current = module, current
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        current, module = self._current, self._module
-        if current.direct is None:
-            assert current.part is not None
-            return current.part(module, args, kwargs)
-        current.enter(module)
-        with current.direct.inside(module):
-            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-
-class Parts:
-    """The parts of an applied model: ``nn.Module.__call__`` runs a :class:`Part` in the place of the module's own call.
-
-    Dynamo would trace that call, so the parts are taken away while a compiled forward runs.
-    """
-
-    def __init__(self, modules: Iterable[nn.Module], current: CurrentForward) -> None:
-        self._parts = [(m.__dict__, Part(m, current), m._compiled_call_impl) for m in dict.fromkeys(modules)]
-
-    def show(self) -> None:
-        """Put the parts in place."""
-        for attributes, part, _ in self._parts:
-            attributes["_compiled_call_impl"] = part
-
-    def hide(self) -> None:
-        """Give the modules the calls that they had before."""
-        for attributes, _, former in self._parts:
-            if former is None:
-                attributes.pop("_compiled_call_impl", None)
-            else:
-                attributes["_compiled_call_impl"] = former
-
-    @contextmanager
-    def hidden(self, yes: bool = True) -> Iterator[None]:
-        """Take the parts away in this context; with False, put them in place."""
-        (self.hide if yes else self.show)()
+        current.step, occurrences = current.regions.get(region, (former, None)) if region else (former, None)
+        whole, compiled = module is self._plan.root, current.compiled
+        direct = Direct(
+            self._plan.policy,
+            self._plan.names,
+            whole=whole,
+            produced=self._produced,
+            idle=self._idle,
+            carries=self._carries,
+            recording=self._inspection.shown(training=torch.is_grad_enabled(), checked=checked),
+            first_occurrence=occurrences,
+        )
+        current.direct, current.compiled, current.thread = direct, False, threading.get_ident()
+        shown = self.parts.hidden(False) if compiled else nullcontext()
         try:
-            yield
+            current.enter(module)
+            with shown, direct, direct.inside(module):
+                result = call(*args, **kwargs)
         finally:
-            (self.show if yes else self.hide)()
+            current.direct, current.compiled, current.step = None, compiled, former
+        direct.finish(result)
+        capture.take(direct.planner, direct.marked, whole=whole and not checked)
+        return result
 
+    def warn(self, key: str, text: str) -> None:
+        """Warn, once for each ``key``."""
+        if key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(text, PolicyWarning, stacklevel=2)
 
-def checkpointed_region() -> Any:
-    """Return torch's object for the region of activation checkpointing around this call, in its forward and when it is
-    computed again; None outside of one."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    pack = None if hooks is None else hooks[0]
-    for cell in getattr(getattr(pack, "_torchdynamo_orig_callable", pack), "__closure__", None) or ():
-        content = cell.cell_contents
-        content = content() if isinstance(content, weakref.ref) else content
-        if isinstance(content, _CheckpointFrame):
-            return content
-    return None
+    def carry(self, error: UnmarkedWeight) -> hooks.CarryHook | None:
+        """Let the module that multiplies with another's weight mark it too; return None where that is not possible."""
+        if error.owner is None or error.caller is None:
+            return None
+        modules = dict(self._plan.root.named_modules(remove_duplicate=False))
+        return hooks.CarryHook.add(modules[error.caller], modules[error.owner.module])
+
+    def _carries(self, error: UnmarkedWeight) -> bool:
+        """The same inside a forward."""
+        if (carrying := self.carry(error)) is None:
+            return False
+        carrying(self._plan.root, ())
+        return True
 
 
 def cause() -> str:

@@ -277,9 +277,7 @@ def _fitting(path: str | PathLike[str], saved: dict[str, Any], module: nn.Module
     wrong += [
         f"{key} is {tuple(saved[key].shape)} there and {tuple(value.shape)} here"
         for key, value in here.items()
-        if isinstance(value, Tensor)
-        and isinstance(saved.get(key), Tensor)
-        and saved[key].shape != value.shape
+        if isinstance(value, Tensor) and isinstance(saved.get(key), Tensor) and saved[key].shape != value.shape
     ]
     if wrong:
         more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""

@@ -29,35 +29,50 @@ class ForwardCounts:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._roots: list[weakref.ref[nn.Module]] = []
-        self._loaded: dict[str, Any] = {}  # while load_state_dict runs
+        self._loaded: dict[str, Any] = {}  # until the model that they are of is prepared
         optimizer.register_state_dict_pre_hook(self._write)
-        optimizer.register_state_dict_post_hook(lambda saved, _: _pop(saved.param_groups) and None)
+        optimizer.register_state_dict_post_hook(self._written)
         optimizer.register_load_state_dict_pre_hook(self._loading)
-        optimizer.register_load_state_dict_post_hook(lambda _: self._restore(self._loaded))
+        optimizer.register_load_state_dict_post_hook(lambda _: self._restore())
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer, runtime: Runtime) -> None:
         """Let ``optimizer`` carry the count of the model of ``runtime``."""
+        while not hasattr(optimizer, "_optimizer_state_dict_pre_hooks"):  # a wrapper, which asks another for its state
+            inner = getattr(optimizer, "optimizer", getattr(optimizer, "_base_optimizer", None))
+            if inner is None:
+                warnings.warn(
+                    f"{type(optimizer).__name__} runs no hooks when its state is saved, so the count of forwards does not "
+                    "travel with it: a resumed training repeats noise and phases; fp4graph.training.checkpoint keeps it",
+                    PolicyWarning,
+                    stacklevel=3,
+                )
+                return
+            optimizer = inner
         own: ForwardCounts | None = optimizer.__dict__.get("_fp4graph_counts")
         if own is None:
             optimizer.__dict__["_fp4graph_counts"] = own = ForwardCounts(optimizer)
         if all(root() is not runtime.root for root in own._roots):
             own._roots.append(weakref.ref(runtime.root))
-        own._restore(_pop(optimizer.param_groups))
+        own._loaded |= _pop(optimizer.param_groups)
+        own._restore()
 
     def _write(self, optimizer: torch.optim.Optimizer) -> None:
         for number, runtime in self._runtimes():
             for group in optimizer.param_groups:
                 group |= {f"{_PREFIX}{name}{number}": value for name, value in _facts(runtime).items()}
 
+    def _written(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
+        _pop(optimizer.param_groups)
+
     def _loading(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         groups = [dict(group) for group in saved["param_groups"]]
         self._loaded = _pop(groups)
         return {**saved, "param_groups": groups}
 
-    def _restore(self, facts: dict[str, Any]) -> None:
+    def _restore(self) -> None:
         for number, runtime in self._runtimes():
-            there = {name: facts.get(f"{_PREFIX}{name}{number}") for name in ("forwards", "seed", "policy")}
+            there = {name: self._loaded.pop(f"{_PREFIX}{name}{number}", None) for name in ("forwards", "seed", "policy")}
             if there["forwards"] is None:
                 continue
             here = _facts(runtime)
@@ -70,7 +85,6 @@ class ForwardCounts:
                     stacklevel=4,
                 )
             runtime.count_from(int(there["forwards"]))
-        self._loaded = {}
 
     def _runtimes(self) -> Iterable[tuple[str, Runtime]]:
         for number, reference in enumerate(self._roots):
@@ -81,9 +95,8 @@ class ForwardCounts:
 
 
 def _facts(runtime: Runtime) -> dict[str, int]:
-    assert runtime.root_state is not None
     policy = int(runtime.policy.fingerprint[:12], 16)
-    return {"forwards": runtime.root_state.count, "seed": runtime.settings.seed, "policy": policy}
+    return {"forwards": runtime.count or 0, "seed": runtime.settings.seed, "policy": policy}
 
 
 def _pop(groups: list[dict[str, Any]]) -> dict[str, Any]:

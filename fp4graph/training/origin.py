@@ -27,7 +27,7 @@ def written_under(module: nn.Module) -> dict[str, Any] | None:
         "text": policy.to_yaml(),
         "fingerprint": policy.fingerprint,
         "seed": runtime.settings.seed,
-        "forwards": None if runtime.root_state is None else runtime.root_state.count,
+        "forwards": runtime.count,
         "total_forwards": runtime.settings.total_forwards if policy.phases else None,
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections import OrderedDict
 
 import pytest
@@ -38,15 +39,17 @@ def test_safetensors(tmp_path):
 def test_a_checkpoint_of_another_trainer(tmp_path):
     state = fp4graph.apply(made(), "tetrajet-qema", backend="eager").state_dict()
     content = {"state_dict": state, "state_dict_ema": OrderedDict(state), "epoch": 3, "lr": [0.1, {"a": 2}]}
+    content["args"] = Namespace(lr=0.1)
     torch.save(content, tmp_path / "in.pt")
     assert run(tmp_path / "in.pt", tmp_path / "out.pt").exit_code == 0
-    plain = torch.load(tmp_path / "out.pt", weights_only=True)
+    plain = torch.load(tmp_path / "out.pt", weights_only=False)
+    assert plain["args"] == Namespace(lr=0.1)
     assert plain["epoch"] == 3
     assert plain["lr"] == [0.1, {"a": 2}]
     assert isinstance(plain["state_dict_ema"], OrderedDict)
     for part in ("state_dict", "state_dict_ema"):
         made().load_state_dict(plain[part], strict=True)
-    assert torch.load(tmp_path / "in.pt", weights_only=True)["state_dict"].keys() == state.keys()
+    assert torch.load(tmp_path / "in.pt", weights_only=False)["state_dict"].keys() == state.keys()
 
 
 @pytest.mark.parametrize("name", ["missing.pt", "text.pt", "text.safetensors"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 
 import pytest
@@ -318,3 +319,71 @@ def test_an_outer_compilation_runs_the_applied_model(outside):
     y.sum().backward()
     if outside != "average":
         assert model.blocks[0].attn.qkv.weight.grad is not None
+
+
+@uncompiled
+def test_a_root_that_owns_its_weight():
+    torch.manual_seed(0)
+    model = fp4graph.apply(nn.Linear(32, 32), "tetrajet", backend="eager")
+    twin = fp4graph.apply(copy.deepcopy(fp4graph.remove(copy.deepcopy(model))), "tetrajet", backend="eager")
+    x = torch.randn(8, 32)
+    for _ in range(2):
+        assert_equal([model(x)], [twin.forward(x)])
+    assert [type(hook).__name__ for hook in twin._forward_pre_hooks.values()] == ["MarkHook"]
+
+
+@uncompiled
+def test_weights_that_load_state_dict_assigned():
+    models = [fp4graph.apply(vit(), "tetrajet-qema", backend="eager") for _ in range(2)]
+    for model in models:
+        model.load_state_dict(vit(seed=1).state_dict(), assign=True)
+    with torch.compiler.set_stance("force_eager"):
+        y = models[0](images())
+    assert_equal([y], [models[1](images())])
+
+
+@uncompiled
+def test_a_checkpoint_between_steps_of_parts_has_begun_forwards():
+    model = fp4graph.apply(vit(), "tetrajet", backend="eager")
+    for _ in range(3):
+        model.forward_features(images()).mean().backward()
+    assert runtime_of(model).count == 3
+    assert runtime_of(copy.deepcopy(model)).count == 3
+
+
+@uncompiled
+def test_reentrant_checkpointing_of_parts_counts():
+    model = fp4graph.apply(vit(), "tetrajet-qema", backend="eager")
+    optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    x = torch.randn(2, 17, 64, requires_grad=True)
+    for _ in range(3):
+        checkpoint(model.blocks[0], x, use_reentrant=True).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert runtime_of(model).count == 3
+    qkv = model.blocks[0].attn.qkv
+    assert not torch.equal(qkv._fp4graph.q_ema_weight, qkv.weight)
+
+
+def test_two_threads_are_refused():
+    model = fp4graph.apply(vit(), "tetrajet", backend="eager")
+    errors = []
+
+    class Other(nn.Module):
+        def forward(self, x):
+            def run():
+                try:
+                    model.blocks[1](x.detach())
+                except fp4graph.Error as error:
+                    errors.append(str(error))
+
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+            return x
+
+    model.blocks[0].drop_path1 = Other()
+    with torch.compiler.set_stance("force_eager"), warnings.catch_warnings(action="ignore"):
+        model(images())
+    assert len(errors) == 1
+    assert "threads" in errors[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 
 import pytest
@@ -96,3 +97,47 @@ def test_another_origin_is_said(other, what):
     fp4graph.prepare_optimizer(model, its)
     with pytest.warns(PolicyWarning, match=f"another {what}"):
         its.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("gone", ["removed", "baseline", "collected"])
+def test_without_a_count_the_state_is_the_optimizers_own(gone):
+    model, optimizer = made(*(["bf16"] if gone == "baseline" else []))
+    fp4graph.prepare_optimizer(model, optimizer)
+    trained(model, optimizer, 1)
+    if gone == "removed":
+        fp4graph.remove(model)
+    if gone == "collected":
+        del model
+        gc.collect()
+    saved = optimizer.state_dict()
+    assert len(saved["state"]) == 4
+    assert saved["param_groups"][0]["lr"] == 1e-2
+    optimizer.load_state_dict(saved)
+
+
+def test_two_models_that_are_prepared_after_loading():
+    (first, _), (second, _) = made(), made(seed=4)
+    optimizer = torch.optim.AdamW([*first.parameters(), *second.parameters()])
+    for model in (first, second):
+        fp4graph.prepare_optimizer(model, optimizer)
+    trained(first, optimizer, 2)
+    trained(second, optimizer, 1)
+    (other, _), (another, _) = made(), made(seed=4)
+    its = torch.optim.AdamW([*other.parameters(), *another.parameters()])
+    its.load_state_dict(optimizer.state_dict())
+    for model in (other, another):
+        fp4graph.prepare_optimizer(model, its)
+    assert (count(other), count(another)) == (2, 1)
+
+
+def test_wrappers_of_optimizers():
+    import timm
+
+    model, optimizer = made()
+    wrapper = timm.optim.Lookahead(optimizer)
+    fp4graph.prepare_optimizer(model, wrapper)
+    trained(model, wrapper, 2)
+    other, its = made()
+    fp4graph.prepare_optimizer(other, its := timm.optim.Lookahead(its))
+    its.load_state_dict(wrapper.state_dict())
+    assert count(other) == 2

@@ -1,0 +1,133 @@
+"""The forward of an applied model that is running, and the calls of the model's parts."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import _CheckpointFrame
+
+from fp4graph.errors import Error
+from fp4graph.graph.direct import Direct
+
+#: Key of a deepcopy's memo: the copy is not to be applied.
+PLAIN: Any = "fp4graph_plain"
+
+
+@dataclass(eq=False)
+class CurrentForward:
+    """The forward of an applied model that is running, or was the last to run.
+
+    Attributes:
+        step: the tensor (seed, rank, count), which every mark hook of the model hands to the graph. Set anew for each
+            forward, because a graph takes the tensor that is here when the forward begins.
+        compiled: whether the compiled call is running.
+        direct: the pass that is running uncompiled, or None. thread: the one that runs it, or the compiled call.
+        ran: ids of the modules that ran uncompiled, with gradients, since the count of forwards last changed.
+        regions: of each checkpointed region, the step of its forward and the sites of each module before it.
+        part: runs a module that was called by itself; None runs it as it is, which its hook refuses.
+        copied: called with the memo of a deepcopy that meets this object.
+    """
+
+    step: Tensor
+    compiled: bool = False
+    direct: Direct | None = None
+    thread: int | None = None
+    ran: set[int] = field(default_factory=set)
+    regions: weakref.WeakKeyDictionary[Any, tuple[Tensor, dict[str, int]]] = field(
+        default_factory=weakref.WeakKeyDictionary
+    )
+    part: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any] | None = None
+    copied: Callable[[dict[Any, Any]], None] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CurrentForward, (self.step,)  # no forward travels
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> CurrentForward:
+        memo[id(self)] = twin = CurrentForward(self.step)
+        if self.copied is not None and PLAIN not in memo:
+            self.copied(memo)
+        return twin
+
+    def require_thread(self) -> None:
+        """Raise an Error in another thread than the one that runs the forward: what it multiplies would not be seen."""
+        if self.thread != threading.get_ident():
+            raise Error("two threads run one applied model at the same time; give each its own copy.deepcopy of it")
+
+    def enter(self, module: nn.Module) -> None:
+        """Note that ``module`` begins to run in the pass."""
+        assert self.direct is not None
+        if torch.is_grad_enabled():
+            self.ran.add(id(module))
+        region = checkpointed_region()
+        if region is not None and region not in self.regions:
+            self.regions[region] = self.step, self.direct.planner.occurrences
+
+
+class Part:
+    """The call of a module inside an applied model, where the model itself is not called."""
+
+    def __init__(self, module: nn.Module, current: CurrentForward) -> None:
+        self._module, self._current = module, current
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        current, module = self._current, self._module
+        if current.direct is not None or current.compiled:
+            current.require_thread()
+        if current.direct is None:
+            assert current.part is not None
+            return current.part(module, args, kwargs)
+        current.enter(module)
+        with current.direct.inside(module):
+            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+class Parts:
+    """The parts of an applied model: ``nn.Module.__call__`` runs a :class:`Part` in the place of the module's own call.
+
+    Dynamo would trace that call, so the parts are taken away while a compiled forward runs.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], current: CurrentForward) -> None:
+        self._parts = [(m.__dict__, Part(m, current), m._compiled_call_impl) for m in dict.fromkeys(modules)]
+
+    def show(self) -> None:
+        """Put the parts in place."""
+        for attributes, part, _ in self._parts:
+            attributes["_compiled_call_impl"] = part
+
+    def hide(self) -> None:
+        """Give the modules the calls that they had before."""
+        for attributes, _, former in self._parts:
+            if former is None:
+                attributes.pop("_compiled_call_impl", None)
+            else:
+                attributes["_compiled_call_impl"] = former
+
+    @contextmanager
+    def hidden(self, yes: bool = True) -> Iterator[None]:
+        """Take the parts away in this context; with False, put them in place."""
+        (self.hide if yes else self.show)()
+        try:
+            yield
+        finally:
+            (self.show if yes else self.hide)()
+
+
+def checkpointed_region() -> Any:
+    """Return torch's object for the region of activation checkpointing around this call, in its forward and when it is
+    computed again; None outside of one."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    pack = None if hooks is None else hooks[0]
+    for cell in getattr(getattr(pack, "_torchdynamo_orig_callable", pack), "__closure__", None) or ():
+        content = cell.cell_contents
+        content = content() if isinstance(content, weakref.ref) else content
+        if isinstance(content, _CheckpointFrame):
+            return content
+    return None
