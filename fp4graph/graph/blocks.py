@@ -61,10 +61,10 @@ def find_blocks(modules: Mapping[str, ModuleInfo]) -> dict[str, BlockPosition]:
 
 def block_of(name: str | None, blocks: Mapping[str, BlockPosition]) -> BlockPosition | None:
     """Return the position of the block that module ``name`` is in, or None."""
-    return None if name is None else next((blocks[around] for around in _upwards(name) if around in blocks), None)
+    return None if name is None else next((blocks[around] for around in upwards(name) if around in blocks), None)
 
 
-def _upwards(name: str) -> Iterator[str]:
+def upwards(name: str) -> Iterator[str]:
     """Yield ``name`` and the names of the modules around it, the root's last."""
     while name:
         yield name
@@ -81,7 +81,7 @@ class _Tree:
         for name, info in modules.items():
             if name:
                 self.children.setdefault(name.rpartition(".")[0], []).append(name)
-            for around in _upwards(name):
+            for around in upwards(name):
                 self.matrices[around] = self.matrices.get(around, 0) + info.matrices
 
     def is_composite(self, name: str) -> bool:

@@ -108,8 +108,8 @@ class Names:
         if owners:
             return next((owner for owner in owners if owner.module == calling), owners[0])
         if calling is not None and calling in self._by_name:  # it may have taken the place of another since
-            for name, parameter in self._by_name[calling]._parameters.items():
-                if parameter is example is not None:
+            for name, value in self._by_name[calling]._parameters.items():
+                if value is example is not None:
                     return Owner(calling, name)
         source = _source(weight)
         if source is None or not self._by_name:

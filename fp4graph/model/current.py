@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -71,16 +71,21 @@ class CurrentForward:
 
 
 class Part:
-    """The call of a module inside an applied model, where the model itself is not called."""
+    """The call of a module inside an applied model, where the model itself is not called.
 
-    def __init__(self, module: nn.Module, current: CurrentForward) -> None:
-        self._module, self._current = module, current
+    ``holds`` says whether the module or one below has quantized sites; another runs by itself as it is.
+    """
+
+    def __init__(self, module: nn.Module, current: CurrentForward, holds: bool) -> None:
+        self._module, self._current, self._holds = module, current, holds
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         current, module = self._current, self._module
         if current.direct is not None or current.compiled:
             current.require_thread()
         if current.direct is None:
+            if not self._holds:
+                return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
             assert current.part is not None
             return current.part(module, args, kwargs)
         current.enter(module)
@@ -94,8 +99,9 @@ class Parts:
     Dynamo would trace that call, so the parts are taken away while a compiled forward runs.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], current: CurrentForward) -> None:
-        self._parts = [(m.__dict__, Part(m, current), m._compiled_call_impl) for m in dict.fromkeys(modules)]
+    def __init__(self, modules: Mapping[nn.Module, bool], current: CurrentForward) -> None:
+        """``modules`` are all below the root, each with whether it holds sites."""
+        self._parts = [(m.__dict__, Part(m, current, holds), m._compiled_call_impl) for m, holds in modules.items()]
 
     def show(self) -> None:
         """Put the parts in place."""

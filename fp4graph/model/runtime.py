@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from fp4graph.errors import Error
 from fp4graph.graph.backend import inner_backend
+from fp4graph.graph.blocks import upwards
 from fp4graph.graph.observe import Recording
 from fp4graph.graph.replace import UnmarkedWeight
 from fp4graph.graph.site import Site
@@ -140,8 +141,10 @@ class Runtime:
         self.root._compiled_call_impl = self
         self.root_state = prepare(self.plan, self.policy, self._current, former)
         if self.root_state is not None and not self.settings.strict:
-            inner = [m for name, m in self.root.named_modules() if name and not state.is_ours(name)]
-            self._uncompiled.parts = Parts(inner, self._current)
+            holding = {name for _, _, hook in hooks.mark_hooks(self.root) for name in upwards(hook.name)}
+            named = [(n, m) for n, m in self.root.named_modules(remove_duplicate=False) if n and not state.is_ours(n)]
+            holds = {module for name, module in named if name in holding}
+            self._uncompiled.parts = Parts({module: module in holds for _, module in named}, self._current)
             self._uncompiled.parts.show()
         self._any_hook = next((hook for _, _, hook in hooks.mark_hooks(self.root)), None)
 

@@ -34,7 +34,7 @@ class Uncompiled:
     """
 
     def __init__(self, plan: PhasePlan, current: CurrentForward, inspection: Inspection) -> None:
-        self.parts = Parts((), current)
+        self.parts = Parts({}, current)
         self._plan, self._current, self._inspection = plan, current, inspection
         self._produced: MutableMapping[Tensor, str | None] = WeakTensorKeyDictionary()
         self._idle: set[Any] = set()

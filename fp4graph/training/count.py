@@ -42,8 +42,9 @@ class ForwardCounts:
             inner = getattr(optimizer, "optimizer", getattr(optimizer, "_base_optimizer", None))
             if inner is None:
                 warnings.warn(
-                    f"{type(optimizer).__name__} runs no hooks when its state is saved, so the count of forwards does not "
-                    "travel with it: a resumed training repeats noise and phases; fp4graph.training.checkpoint keeps it",
+                    f"{type(optimizer).__name__} runs no hooks when its state is saved, so the count of forwards does "
+                    "not travel with it, and a resumed training repeats noise and phases; "
+                    "fp4graph.training.checkpoint keeps the count",
                     PolicyWarning,
                     stacklevel=3,
                 )
@@ -72,7 +73,8 @@ class ForwardCounts:
 
     def _restore(self) -> None:
         for number, runtime in self._runtimes():
-            there = {name: self._loaded.pop(f"{_PREFIX}{name}{number}", None) for name in ("forwards", "seed", "policy")}
+            names = ("forwards", "seed", "policy")
+            there = {name: self._loaded.pop(f"{_PREFIX}{name}{number}", None) for name in names}
             if there["forwards"] is None:
                 continue
             here = _facts(runtime)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import fp4graph
+from fp4graph.model.runtime import runtime_of
 
 TOKENS, IN, OUT = 128, 256, 128
 SITE = "blocks.1.fc"
@@ -109,7 +110,8 @@ def begin_anew(model: Blocks, data: Data) -> None:
     """Bring a model that was trained to the beginning, with the weights of ``data``, without another capture."""
     model.zero_grad()
     fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters()))  # steps after the first ask for it
-    model.load_state_dict(Blocks(data.w).state_dict())  # a plain checkpoint starts counts and state anew
+    model.load_state_dict(Blocks(data.w).state_dict())  # a plain checkpoint starts state anew
+    runtime_of(model).count_from(0)
 
 
 def run(policy: Any, data: Data) -> tuple[np.ndarray, ...]:

@@ -7,6 +7,7 @@ import io
 
 import pytest
 import torch
+from timm.optim import Lookahead
 from torch import nn
 
 import fp4graph
@@ -131,13 +132,11 @@ def test_two_models_that_are_prepared_after_loading():
 
 
 def test_wrappers_of_optimizers():
-    import timm
-
     model, optimizer = made()
-    wrapper = timm.optim.Lookahead(optimizer)
+    wrapper = Lookahead(optimizer)
     fp4graph.prepare_optimizer(model, wrapper)
     trained(model, wrapper, 2)
     other, its = made()
-    fp4graph.prepare_optimizer(other, its := timm.optim.Lookahead(its))
+    fp4graph.prepare_optimizer(other, its := Lookahead(its))
     its.load_state_dict(wrapper.state_dict())
     assert count(other) == 2
