@@ -42,7 +42,7 @@ def check_fit(plan: PhasePlan, optimizer: torch.optim.Optimizer) -> None:
                 f"technique {technique.name} acts on {due[0].name}, which this optimizer does not hold; pass it "
                 "model.parameters() of the applied model"
             )
-    # torch marks a step that runs hooks. Wrappers that skip Optimizer.__init__, as timm's Lookahead does, run none until
+    # torch marks a step that runs hooks. Wrappers that skip Optimizer.__init__, as timm's Lookahead, run none until
     # they load a state, and then still none around saving.
     hooked = getattr(type(optimizer).step, "hooked", False) and hasattr(optimizer, "_optimizer_state_dict_pre_hooks")
     if acting and not hooked:
