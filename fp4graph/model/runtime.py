@@ -125,7 +125,7 @@ class Runtime:
         """Add state, hooks and the compiled call to the root. After an error the model is as it was, under its former
         policy if it had one."""
         replaced = runtime_of(self.root)
-        former = {k: v for k, v in self.root.named_buffers(remove_duplicate=False) if state.is_ours(k)}
+        former = state.buffers_to_keep(self.root)
         detach(self.root)
         try:
             self.install(former)

@@ -125,6 +125,18 @@ def site_states(root: nn.Module) -> list[SiteState]:
     return [module for module in root.modules() if isinstance(module, SiteState)]
 
 
+def buffers_to_keep(root: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers of an application that the next one takes over, by name.
+
+    Before the first training forward these are only the buffers of states that were loaded: others begin at the weights
+    as they are by then.
+    """
+    trained = any(isinstance(module, RootState) and module.count for module in root.modules())
+    idle = {id(buffer) for own in site_states(root) if not own.loaded for buffer in own.buffers()}
+    buffers = root.named_buffers(remove_duplicate=False)
+    return {name: value for name, value in buffers if is_ours(name) and (trained or id(value) not in idle)}
+
+
 #: Entries that the state of the root had in state dicts of fp4graph before it kept the count out of them.
 _FORMER = ("forwards", "_extra_state")
 

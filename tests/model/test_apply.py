@@ -313,3 +313,15 @@ def test_the_count_in_a_state_dict_of_before_is_read(vit):
     text = torch.zeros(3, dtype=torch.uint8)
     model.load_state_dict({**model.state_dict(), "_fp4graph.forwards": torch.tensor(7), "_fp4graph._extra_state": text})
     assert model._fp4graph.forwards == 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", ["tetrajet", "tetrajet-qema"])
+def test_state_starts_at_the_weights_of_the_first_forward_after_applying_again(vit, images, before):
+    model = fp4graph.apply(vit(), before, backend="eager")
+    fp4graph.apply(model, "tetrajet-qema", backend="eager")
+    qkv = model.blocks[0].attn.qkv
+    with torch.no_grad():
+        qkv.weight.add_(1)
+    model(images)
+    assert torch.equal(qkv._fp4graph.q_ema_weight, qkv.weight)
