@@ -187,8 +187,7 @@ class Runtime:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one forward of the root."""
         if self._bypassed:
-            with self._uncompiled.parts.hidden():
-                return self.root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+            return self.root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self._failure is not None:
             raise self._failure.with_traceback(None)
         training = torch.is_grad_enabled()
@@ -240,8 +239,7 @@ class Runtime:
         """
         call: Any = module.forward if module is self.root else module._call_impl
         if self._bypassed or hooks.has_sharded_forward(self.root):
-            with self._uncompiled.parts.hidden():  # modules of fully_shard have graphs of their own
-                return call(*args, **kwargs)
+            return call(*args, **kwargs)  # modules of fully_shard have graphs of their own
         if self._failure is not None:
             raise self._failure.with_traceback(None)
         if runtime_of(self.root) is not self:  # nn.Module.compile() has put another call in the place of ours
@@ -288,7 +286,7 @@ class Runtime:
             capture, run = looked_at, looked_at.run
         self._current.compiled, self._current.thread = True, threading.get_ident()
         try:
-            with capture.configured(), self._uncompiled.parts.hidden():
+            with capture.configured():
                 return run(*args, **kwargs)
         except Exception as error:
             ours, capture.error = capture.error, None

@@ -80,8 +80,11 @@ def encoder_and_decoder():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
-@pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema"])
-@pytest.mark.parametrize("make", [beit, eva02, swin_v2, torchvision_swin, encoder_and_decoder])
+@pytest.mark.parametrize("policy", ["tetrajet-qema", pytest.param("tetrajet", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "make",
+    [beit, eva02, *(pytest.param(m, marks=pytest.mark.long) for m in (swin_v2, torchvision_swin)), encoder_and_decoder],
+)
 def test_models_that_borrow_train(make, policy):
     shape = (2, 8, 64) if make is encoder_and_decoder else (2, 3, 32, 32)
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(0)),) * (1 + (make is encoder_and_decoder))

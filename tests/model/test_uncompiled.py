@@ -18,6 +18,7 @@ from fp4graph.errors import PolicyWarning
 from fp4graph.model.runtime import runtime_of
 from fp4graph.policy import shipped_policies
 from fp4graph.technique.registry import default_registry
+from tests.helpers.policies import long_but_few
 
 uncompiled = pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
 
@@ -70,7 +71,7 @@ def assert_equal(some, others):
 
 @uncompiled
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("policy", sorted(shipped_policies(default_registry())))
+@pytest.mark.parametrize("policy", long_but_few(sorted(shipped_policies(default_registry()))))
 def test_uncompiled_training_is_that_of_the_graph(policy, kind):
     make, inputs, output = MODELS[kind]
     depth = 12 if policy == "nvfp4-te" else 2  # it keeps the first blocks and the last ones
