@@ -178,9 +178,21 @@ class Runtime:
             twin.__setstate__(attributes)  # type: ignore[no-untyped-call]
             copied = Runtime(twin, self.policy, self.settings, self.phase)
             copied.attach()
-            copied.count_from(self.count or 0)
+            copied.follow(self.root)
 
         twin.__dict__["__setstate__"] = finish
+
+    def follow(self, original: nn.Module) -> None:
+        """Have the count of the applied model ``original`` until this one trains: phases and noise go on together."""
+        reference = weakref.ref(original)
+
+        def count() -> int | None:
+            model = reference()
+            runtime = None if model is None else runtime_of(model)
+            return None if runtime is None else runtime.count
+
+        if self.root_state is not None:
+            self.root_state.followed = count
 
     # An outer torch.compile must not trace through into our graphs with its own backend.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -308,7 +320,7 @@ class Runtime:
                 for own in state.site_states(self.root):
                     if root_state.count == 0:
                         own.restart()
-                    own.follow_weights()
+                    own.settle()
         wrapper = distributed.active_ddp()
         former = None if self._synchronized is None else self._synchronized()
         if training and wrapper is not None and wrapper is not former:
@@ -330,6 +342,8 @@ class Runtime:
             raise Error("a phase of the policy begins inside detect_nonfinite(); watch the steps of each by themselves")
         following = Runtime(self.root, self.policy, self.settings, phase)
         following.attach()
+        if following.root_state is not None and self.root_state is not None:
+            following.root_state.followed = self.root_state.followed
         following.observe(self.inspection.recording, training=self.inspection.training)
         self.optimizers.prepare_again(self.root)
         return following
