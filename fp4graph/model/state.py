@@ -74,6 +74,7 @@ class SiteState(State):
     def __init__(self, fqn: str, device: torch.device) -> None:
         super().__init__()
         self.fqn = fqn
+        self._version_of_key = 0
         # Derivable from the name, so not saved.
         self.register_buffer("key", None, persistent=False)
         self._make_key(device)

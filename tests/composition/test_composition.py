@@ -185,6 +185,7 @@ def test_any_combination_trains(data: dict[str, Any]) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.inductor
 @pytest.mark.compiler
 @settings(quick, max_examples=5)
 @given(policies())
