@@ -25,7 +25,7 @@ from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops.gemm import GemmProgram, MatmulProgram
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.state import StateSlot
-from fp4graph.policy import Decision, Policy, Rule, plan_specs
+from fp4graph.policy import DEFAULT_INDEX, Decision, Policy, Rule, plan_specs
 from fp4graph.technique import OperandSpecs, StateEntry, Technique, checked_plan, overrides
 from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.site import SiteView
@@ -206,7 +206,7 @@ class Planner:
             plan = plan_once(view, rule, training=found.marked is None or found.marked.marker.training)
         quantized = plan.program is not None
         shapes, work = tuple(map(_shape, found.product.values)), flops.of_product(found.product)
-        name = rule.name if index >= 0 or rule.quantizes else None
+        name = rule.name if index != DEFAULT_INDEX or rule.quantizes else None
         reason = "" if quantized else rule.keep or "every operand is kept in high precision"
         self.sites.append(
             Site(view.module, view.op, shapes, name, reason, dict(plan.specs), quantized, occurrence, index, work)
@@ -217,9 +217,9 @@ class Planner:
         """Keep work that cannot be quantized. Where the policy would quantize a linear layer that does it, refuse."""
         if not found.like_linear:
             return self._keep(found.node, found.module, found.view.op, found.reason)
-        op, module, block = found.view.op, found.view.module, found.view.block
+        op, module, linear = found.view.op, found.view.module, dataclasses.replace(found.view, op="linear")
         decision = self._policy.decide(found.view, found.places)
-        if decision.index >= 0 or not self._policy.may_quantize("linear", module, block, found.places):
+        if decision.index >= 0 or not self._policy.may_quantize(linear, found.places):
             return self._keep(found.node, found.module, op, decision.rule.keep or "", decision)
         unsupported = "it multiplies matrices in a way that cannot be quantized yet"
         self._keep(found.node, found.module, op, f"not supported: {unsupported}")

@@ -14,7 +14,7 @@ from fp4graph.graph.site import Site, WeightUse
 from fp4graph.model import hooks
 from fp4graph.model.capture import Capture
 from fp4graph.model.prepare import PhasePlan
-from fp4graph.policy import Policy
+from fp4graph.policy import ADAPTERS_INDEX, Policy
 from fp4graph.policy.document import Place
 
 #: A captured site, with the modules that it serves, its own first.
@@ -74,8 +74,13 @@ def check_sites(policy: Policy, sites: Sequence[Site]) -> None:
     for index, rule in enumerate(policy.rules):
         if rule.required and index not in matched:
             shown = ", ".join(products[:8]) + (" ..." if len(products) > 8 else "")
+            adapters = (site.module for site in sites if site.rule_index == ADAPTERS_INDEX)
+            named = next((name for name in adapters if rule.match.names(name)), None)
+            remedy = "give it 'required: false' if that is meant"
+            if named is not None:
+                remedy = f"{named} is an adapter, and only a rule that says 'adapter: true' quantizes adapters"
             raise Place(rule.file, rule.line).error(
-                f"rule {rule.name!r} matches no site of this model; give it 'required: false' if that is meant. "
+                f"rule {rule.name!r} matches no site of this model; {remedy}. "
                 f"Sites: {shown or 'none, the model has no matrix product'}"
             )
     quantized = sum(site.quantized for site in sites)
@@ -138,4 +143,4 @@ def _ran_uncaptured(name: str, plan: PhasePlan, capture: Capture) -> bool:
         return False  # without a graph break a parameter that no graph reads was not used
     matrices = {key for key, p in module._parameters.items() if p is not None and min((1, *p.shape)[-2:]) > 1}
     reads = any((name, key) in capture.read for key in matrices)
-    return bool(matrices) and not reads and plan.policy.may_quantize("linear", name, plan.names.block(name))
+    return bool(matrices) and not reads and plan.policy.may_quantize(plan.names.view(name, "linear"))
