@@ -22,12 +22,13 @@ class UnmarkedWeight(CaptureError):
     """A product needs the key or the state of its weight, and no marker carries them where the product is.
 
     A module has multiplied with the weight of another that it did not call. ``owner`` is the weight's, ``caller`` names
-    the module; either may be unknown (None).
+    the module; either may be unknown (None). ``all`` are the errors of one graph, this one first.
     """
 
     def __init__(self, message: str, found: FoundProduct) -> None:
         super().__init__(message, site=str(found.view))
         self.owner, self.caller = found.owner, found.caller
+        self.all: list[UnmarkedWeight] = [self]
 
 
 @dataclass(frozen=True)

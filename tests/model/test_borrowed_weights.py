@@ -55,6 +55,12 @@ def test_borrowing_is_calling(policy):
         assert all(map(torch.equal, results, expected))
 
 
+def test_all_borrowed_weights_are_marked_at_once():
+    torch._dynamo.utils.counters.clear()
+    trained(nn.Sequential(*(Borrows() for _ in range(4))), (torch.randn(8, 64),), "tetrajet-qema", steps=1)
+    assert torch._dynamo.utils.counters["frames"]["total"] == 2
+
+
 def beit():
     sizes = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 64, "num_heads": 2, "num_classes": 10}
     return timm.create_model("beit_base_patch16_224", **sizes)
