@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 #: One architecture of each of timm's families (its modules), mostly the smallest, with arguments that make it small.
-#: ``size`` is the side of the image; all else goes to ``timm.create_model``. Stacks keep two blocks or more, because
-#: rules tell blocks by repetition.
+#: ``size`` is the side of the image, ``shorten`` whether equal blocks in a row are cut to two (one would be no stack,
+#: which rules ask for); all else goes to ``timm.create_model``.
 TIMM: dict[str, dict[str, Any]] = {
     "beit_base_patch16_224": {"size": 32, "img_size": 32, "depth": 2, "embed_dim": 192, "num_heads": 3},
     "halonet26t": {"size": 256},
@@ -104,19 +104,19 @@ TIMM: dict[str, dict[str, Any]] = {
                             "global_attn_indexes": (2,)},
     "vitamin_small_224": {"size": 64, "img_size": 64},
     "volo_d1_224": {"size": 64, "img_size": 64},
-    "ese_vovnet19b_slim_dw": {"size": 32},
+    "ese_vovnet19b_slim_dw": {"size": 32, "shorten": False},
     "legacy_xception": {"size": 71},
     "xception41": {"size": 64},
     "xcit_nano_12_p16_224": {"size": 64, "img_size": 64, "depth": 2},
 }  # fmt: skip
 
-#: Where one of torchvision's models needs another image than 64 x 64 or other arguments. A ViT keeps ``blocks``.
+#: Where one of torchvision's models needs another image than 64 x 64 or other arguments.
 TORCHVISION: dict[str, dict[str, Any]] = {
-    "inception_v3": {"size": 75},
-    "maxvit_t": {"size": 64, "input_size": (64, 64), "partition_size": 2},
-    "vit_b_16": {"size": 32, "image_size": 32, "blocks": 2},
-    "vit_b_32": {"size": 32, "image_size": 32, "blocks": 2},
-    "vit_l_16": {"size": 32, "image_size": 32, "blocks": 2},
-    "vit_l_32": {"size": 32, "image_size": 32, "blocks": 2},
-    "vit_h_14": {"size": 28, "image_size": 28, "blocks": 2},
+    "inception_v3": {"size": 112},
+    "maxvit_t": {"size": 224, "input_size": (224, 224)},
+    "vit_b_16": {"size": 32, "image_size": 32},
+    "vit_b_32": {"size": 32, "image_size": 32},
+    "vit_l_16": {"size": 32, "image_size": 32},
+    "vit_l_32": {"size": 32, "image_size": 32},
+    "vit_h_14": {"size": 28, "image_size": 28},
 }

@@ -65,14 +65,21 @@ def cases() -> dict[str, tuple[str, str, dict[str, Any]]]:
 def build(library: str, name: str, given: dict[str, Any]) -> tuple[nn.Module, str, Tensor]:
     """Return the model, the name of its family and a batch of images."""
     torch.manual_seed(0)
-    arguments = {key: value for key, value in given.items() if key not in ("size", "blocks")}
+    arguments = {key: value for key, value in given.items() if key not in ("size", "shorten")}
     if library == "timm":
         model: nn.Module = timm.create_model(name, num_classes=CLASSES, **arguments)
     else:
         with warnings.catch_warnings(action="ignore", category=FutureWarning):  # googlenet, on its initialization
             model = torchvision.models.get_model(name, num_classes=CLASSES, **arguments)
-    if blocks := given.get("blocks"):
-        model.encoder.layers = model.encoder.layers[:blocks]  # type: ignore[index, union-attr]
+    if given.get("shorten", True):
+        for stack in [module for module in model.modules() if isinstance(module, nn.Sequential)]:
+            alike = [(type(block), [p.shape for p in block.parameters()]) for block in stack]
+            for index in range(len(stack) - 1, 1, -1):
+                if alike[index][1] and alike[index] == alike[index - 1] == alike[index - 2]:
+                    del stack[index]
+    for parameter in model.parameters():
+        if parameter.abs().max() < 0.01:  # else branches that begin at zero would neither count nor train
+            nn.init.normal_(parameter, std=0.1)
     size = given.get("size", 64)
     return model.train(), type(model).__module__.rpartition(".")[2], torch.randn(BATCH, 3, size, size)
 
