@@ -47,8 +47,8 @@ one step under `tetrajet` and `tetrajet-qema`. `python -m benchmarks.zoo` wrote 
 usual, as `benchmarks/families.py` says.
 
 - **sites**: the products that are quantized, of all matrix work of the graph, convolutions included.
-- **works**: the loss is finite and not that of the plain model, and every quantized weight of 32 elements or more has moved
-  that moves in the plain model.
+- **works**: the loss is finite and not that of the plain model, and every quantized weight of 32 elements or more has
+  moved that moves in the plain model.
 - **refused**: the model's first call raises an error of ours, whose first sentence is the remark. Both policies are
   written for repeated blocks with linear layers. A model of convolutions has none: keep it as it is, or write a policy
   that names its layers.

@@ -74,8 +74,10 @@ def check_sites(policy: Policy, sites: Sequence[Site]) -> None:
     for index, rule in enumerate(policy.rules):
         if rule.required and index not in matched:
             shown = ", ".join(products[:8]) + (" ..." if len(products) > 8 else "")
+            convolutions = sum(site.op == "conv" for site in sites)
+            known = f", whose {convolutions} convolutions cannot be quantized" if convolutions else ""
             raise Place(rule.file, rule.line).error(
-                f"rule {rule.name!r} matches no site of this model; give it 'required: false' if that is meant. "
+                f"rule {rule.name!r} matches no site of this model{known}; give it 'required: false' if that is meant. "
                 f"Sites: {shown or 'none, the model has no matrix product'}"
             )
     quantized = sum(site.quantized for site in sites)

@@ -293,7 +293,8 @@ class Runtime:
         except Exception as error:
             ours, capture.error = capture.error, None
             unmarked = ours.all if isinstance(ours, UnmarkedWeight) and not self.capture.graphs else []
-            if any([self._uncompiled.carry(each) for each in unmarked]):
+            carried = [self._uncompiled.carry(each) for each in unmarked]
+            if any(carried):
                 return self._run(training, args, kwargs)  # nothing has run: the first graph was refused
             if ours is not None:
                 self._failure = None if self._checked else ours
