@@ -302,7 +302,9 @@ class Runtime:
                 return run(*args, **kwargs)
         except Exception as error:
             ours, capture.error = capture.error, None
-            if isinstance(ours, UnmarkedWeight) and not self.capture.graphs and self._uncompiled.carry(ours):
+            unmarked = ours.all if isinstance(ours, UnmarkedWeight) and not self.capture.graphs else []
+            carried = [self._uncompiled.carry(each) for each in unmarked]
+            if any(carried):
                 return self._run(training, args, kwargs)  # nothing has run: the first graph was refused
             if ours is not None:
                 self._failure = None if self._checked else ours

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import timm
 import torch
 import torchvision
+import yaml
 from torch import nn
 from torch.nn import functional as F
 
@@ -53,6 +56,40 @@ def test_borrowing_is_calling(policy):
     for stance in ("default", "force_eager"):
         results = trained(made(Borrows), x, policy, stance)
         assert all(map(torch.equal, results, expected))
+
+
+def test_all_borrowed_weights_are_marked_at_once():
+    torch._dynamo.utils.counters.clear()
+    trained(nn.Sequential(*(Borrows() for _ in range(4))), (torch.randn(8, 64),), "tetrajet-qema", steps=1)
+    assert torch._dynamo.utils.counters["frames"]["total"] == 2
+
+
+class Gated(Calls):
+    """Multiplies with a matrix that is the weight of no layer, as SwiftFormer and MViTv2 do."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x):
+        return super().forward(x @ self.gate)
+
+
+@pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
+@pytest.mark.parametrize("stance", ["default", "force_eager"])
+def test_a_technique_with_state_asks_to_keep_a_matrix_that_is_no_weight(stance):
+    def made():
+        return nn.Sequential(Gated(), Gated())
+
+    x = (torch.randn(8, 64),)
+    with pytest.raises(
+        fp4graph.CaptureError, match=r"q_ema keeps .* parameter 'gate', the weight of no layer"
+    ) as error:
+        trained(made(), x, "tetrajet-qema", stance)
+    rule = yaml.safe_load(str(error.value).partition("repeat those): ")[2])
+    shipped = fp4graph.load_policy("tetrajet").file
+    rules = [rule, *yaml.safe_load(Path(shipped).read_text())["rules"]]
+    trained(made(), x, {"version": 1, "name": "kept", "extends": "tetrajet-qema", "rules": rules}, stance)
 
 
 def beit():
