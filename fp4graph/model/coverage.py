@@ -44,7 +44,7 @@ def check(plan: PhasePlan, capture: Capture) -> list[WeightUse]:
             )
     recurrent = {site.module for site in capture.sites if site.op == "recurrent"}
     capture.sites += [
-        Site(name, "recurrent", (tuple(module.weight_ih_l0.shape),), None, _RECURRENT, dict(NOTHING.specs), False)
+        Site(name, "recurrent", (tuple(module.get_parameter("weight_ih_l0").shape),), None, _RECURRENT, dict(NOTHING.specs), False)
         for name, module in plan.root.named_modules()
         if isinstance(module, nn.RNNBase) and name not in recurrent
     ]
