@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from fp4graph.policy.adapters import is_adapter
 from fp4graph.technique.site import BlockPosition
 
 
@@ -40,6 +41,7 @@ def describe_modules(root: nn.Module) -> dict[str, ModuleInfo]:
 
 def find_blocks(modules: Mapping[str, ModuleInfo]) -> dict[str, BlockPosition]:
     """Map the name of every block to its position; in a model without a stack the root is the one block."""
+    modules = _without_adapters(modules)
     tree = _Tree(modules)
     stacks: dict[tuple[type, str], list[str]] = {}
     for name, info in modules.items():
@@ -57,6 +59,11 @@ def find_blocks(modules: Mapping[str, ModuleInfo]) -> dict[str, BlockPosition]:
         for (_, pattern), names in chosen.items()
         for index, name in enumerate(names)
     }
+
+
+def _without_adapters(modules: Mapping[str, ModuleInfo]) -> dict[str, ModuleInfo]:
+    """Return ``modules`` as they were before PEFT put layers into wrappers: an adapter makes no block of its layer."""
+    return {name.replace(".base_layer", ""): info for name, info in modules.items() if not is_adapter(name, modules)}
 
 
 def block_of(name: str | None, blocks: Mapping[str, BlockPosition]) -> BlockPosition | None:

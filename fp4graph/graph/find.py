@@ -282,7 +282,8 @@ class Finder:
         )
         op = node.meta.get("fp4graph_op") or ("linear" if has_weight else "matmul")
         sizes = _static(a.shape[-1]), _static(b.shape[0 if product.form == "linear" else -1]), _static(b.numel())
-        view = SiteView(module, op, *sizes, self._names.block(module), products.producer_of(product.a))
+        parameter = None if owner is None else owner.parameter
+        view = self._names.view(module, op, sizes, products.producer_of(product.a), parameter)
         work = self._like_linear(node, name_of(node), markers) if weight_first else None
         newcomer, caller = self._names.newcomer(node), self._names.module(node)
         return FoundProduct(product, view, marked, owner, views, has_weight, work, newcomer, caller)
@@ -292,7 +293,7 @@ class Finder:
         return self._expands_sdpa(self._view(self._names.module(node), "sdpa"))
 
     def _view(self, module: str | None, op: str) -> SiteView:
-        return SiteView(module, op, None, None, None, self._names.block(module))
+        return self._names.view(module, op)
 
     def _multiplies_parameter(self, node: Node, markers: Markers) -> bool:
         """Return whether an input of ``node`` is a parameter of two or more axes, or a view of one."""

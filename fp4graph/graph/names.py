@@ -11,7 +11,8 @@ from torch.fx import Node
 
 from fp4graph.graph.blocks import ModuleInfo, block_of, describe_modules, find_blocks
 from fp4graph.graph.marker import module_stack
-from fp4graph.technique.site import BlockPosition
+from fp4graph.policy.adapters import is_adapter
+from fp4graph.technique.site import BlockPosition, SiteView
 
 _SOURCE_STEP = re.compile(r"\._modules\['([^']+)'\]|\._(parameters|buffers)\['([^']+)'\]")
 
@@ -72,6 +73,18 @@ class Names:
     def block(self, name: str | None) -> BlockPosition | None:
         """Return the position of the block that module ``name`` is in, or None."""
         return block_of(name, self.blocks)
+
+    def view(
+        self,
+        module: str | None,
+        op: str,
+        sizes: tuple[int | None, int | None, int | None] = (None, None, None),
+        producer: str | None = None,
+        parameter: str | None = None,
+    ) -> SiteView:
+        """Return a site of ``module`` as a policy sees it; ``parameter`` is the name of its second factor there."""
+        adapter = module is not None and is_adapter(f"{module}.{parameter or ''}".strip("."), self._infos)
+        return SiteView(module, op, *sizes, self.block(module), producer, adapter)
 
     def name(self, module: nn.Module) -> str | None:
         """Return the fully qualified name of a module of the model; None for any other."""

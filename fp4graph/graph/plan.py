@@ -25,7 +25,7 @@ from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops.gemm import GemmProgram, MatmulProgram
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.state import StateSlot
-from fp4graph.policy import Decision, Policy, Rule, plan_specs
+from fp4graph.policy import DEFAULT_INDEX, Decision, Policy, Rule, plan_specs
 from fp4graph.technique import OperandSpecs, StateEntry, Technique, checked_plan, overrides
 from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.site import SiteView
@@ -206,7 +206,7 @@ class Planner:
             plan = plan_once(view, rule, training=found.marked is None or found.marked.marker.training)
         quantized = plan.program is not None
         shapes, work = tuple(map(_shape, found.product.values)), flops.of_product(found.product)
-        name = rule.name if index >= 0 or rule.quantizes else None
+        name = rule.name if index != DEFAULT_INDEX or rule.quantizes else None
         reason = "" if quantized else rule.keep or "every operand is kept in high precision"
         self.sites.append(
             Site(view.module, view.op, shapes, name, reason, dict(plan.specs), quantized, occurrence, index, work)
@@ -217,16 +217,15 @@ class Planner:
         """Keep work that cannot be quantized. Where the policy would quantize a linear layer that does it, refuse."""
         if not found.like_linear:
             return self._keep(found.node, found.module, found.view.op, found.reason)
-        op, module, block = found.view.op, found.view.module, found.view.block
+        op, module, linear = found.view.op, found.view.module, dataclasses.replace(found.view, op="linear")
         decision = self._policy.decide(found.view, found.places)
-        if decision.index >= 0 or not self._policy.may_quantize("linear", module, block, found.places):
+        if decision.index >= 0 or not self._policy.may_quantize(linear, found.places):
             return self._keep(found.node, found.module, op, decision.rule.keep or "", decision)
         unsupported = "it multiplies matrices in a way that cannot be quantized yet"
         self._keep(found.node, found.module, op, f"not supported: {unsupported}")
         return self._refuse(
             f"{op} multiplies with a parameter in a way that cannot be quantized yet, and would run in high precision "
-            "without a word. To keep it, put a rule before the policy's others (in a policy that extends another, "
-            f"repeat those): {{name: {op}, match: {{module: {pattern_of(module or '')!r}}}, keep: not quantized yet}}",
+            f"without a word. To keep it, {rule_that_keeps(op, module)}",
             module,
         )
 
@@ -239,6 +238,17 @@ class Planner:
     def _refuse(self, message: str, module: str | None) -> None:
         if self.refused is None:
             self.refused = CaptureError(message, site=module or "(root)")
+
+
+def rule_that_keeps(name: str, module: str | None) -> str:
+    """Return what a person does to keep the products of ``module`` in high precision, as the end of a sentence."""
+    pattern: str | list[str] = pattern_of(module or "")
+    if pattern[-1:] == "*":  # which would match all modules inside too
+        pattern = [f"{pattern[:-1]}{digits}" for digits in ("[0-9]", "[0-9][0-9]")]
+    return (
+        "put a rule before the policy's others (in a policy that extends another, repeat those): "
+        f"{{name: {name}, match: {{module: {pattern!r}}}, keep: not quantized yet}}"
+    )
 
 
 def _shape(x: Tensor) -> tuple[int | str, ...]:

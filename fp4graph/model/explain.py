@@ -130,9 +130,12 @@ def _captured(
         twin = copy.deepcopy(unwrapped(model), {PLAIN: True})
     detach(twin)
     twin._compiled_call_impl = None
+    given = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
+    device = next((tensor.device for tensor in given if not tensor.is_meta), torch.device("cpu"))
+    _leave_meta(twin, fake_mode, device)
     fake_args, fake_kwargs = pytree.tree_map_only(
         torch.Tensor,
-        lambda t: t if isinstance(t, fake_tensor.FakeTensor) else fake_mode.from_tensor(t),
+        lambda t: _placed(t if isinstance(t, fake_tensor.FakeTensor) else fake_mode.from_tensor(t), fake_mode, device),
         (args, dict(kwargs)),
     )
     runtime = Runtime(twin, policy, Settings("eager", strict=True), explains=True)
@@ -158,6 +161,25 @@ def _captured(
     except Error as error:
         problem = problem or error
     return runtime, problem
+
+
+def _leave_meta(model: nn.Module, fake_mode: fake_tensor.FakeTensorMode, device: torch.device) -> None:
+    """Put the fake tensors of ``model`` that are on the meta device on ``device``, where its inputs are."""
+    placed: dict[int, torch.Tensor] = {}  # tied parameters stay tied
+    for module in model.modules():
+        for held in (module._parameters, module._buffers, vars(module)):
+            for name, value in list(held.items()):
+                if isinstance(value, torch.Tensor) and value.device.type == "meta":
+                    held[name] = placed.setdefault(id(value), _placed(value, fake_mode, device))
+
+
+def _placed(x: torch.Tensor, fake_mode: fake_tensor.FakeTensorMode, device: torch.device) -> torch.Tensor:
+    """Return the fake tensor ``x``, or one like it on ``device`` where ``x`` is on the meta device."""
+    if x.device.type != "meta":
+        return x
+    with fake_mode:
+        like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device, requires_grad=x.requires_grad)
+    return nn.Parameter(like, x.requires_grad) if isinstance(x, nn.Parameter) else like
 
 
 def _blocks(blocks: Mapping[str, BlockPosition]) -> str:

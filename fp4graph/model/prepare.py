@@ -18,7 +18,6 @@ from fp4graph.model.current import CurrentForward
 from fp4graph.model.weight import PlannedWeight, Weight
 from fp4graph.policy import Policy, Rule
 from fp4graph.technique import Technique
-from fp4graph.technique.site import SiteView
 
 #: Modules that call, count or iterate over their children: a child of ours would change what they do.
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -56,7 +55,7 @@ class PhasePlan:
             return None
         transposed = type(module).__name__ == "Conv1D"
         out_features, in_features = reversed(parameter.shape) if transposed else parameter.shape
-        view = SiteView(fqn, "linear", in_features, out_features, parameter.numel(), self.names.block(fqn))
+        view = self.names.view(fqn, "linear", (in_features, out_features, parameter.numel()), parameter=name)
         possible: dict[tuple[Rule, Plan], PlannedWeight] = {}
         for site, decision in self.policy.decide_weight(view):
             planned = PlannedWeight.of(site, decision.rule)
@@ -76,7 +75,7 @@ class PhasePlan:
                 continue
             owns = any(p is not None and p.dim() >= 2 for p in module._parameters.values())
             ops = ("matmul", "sdpa", *(("linear",) if owns or attends else ()))
-            if any(self.policy.may_quantize(op, fqn, self.names.block(fqn)) for op in ops):
+            if any(self.policy.may_quantize(self.names.view(fqn, op)) for op in ops):
                 found.add(fqn)
         return found
 
@@ -177,7 +176,7 @@ def _tag(
             paths.append(f"{path.rpartition('.')[0]}.{state.NAME}.{weight.buffer(slot)}".removeprefix("."))
     choices = [tuple(choice.plan for choice in weight.possible) for _, weight in carried]
     plans = tuple(numbers.setdefault(choice, len(numbers)) for choice in choices)
-    rules = plan.policy.places(fqn, plan.names.block(fqn))
+    rules = plan.policy.places(plan.names.view(fqn, "linear"))
     return Tag(rules, tuple(path for path, _ in carried), tuple(entries), plans), tuple(paths)
 
 

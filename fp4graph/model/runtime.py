@@ -178,17 +178,28 @@ class Runtime:
             twin.__setstate__(attributes)  # type: ignore[no-untyped-call]
             copied = Runtime(twin, self.policy, self.settings, self.phase)
             copied.attach()
-            copied.count_from(self.count or 0)
+            copied.follow(self.root)
 
         twin.__dict__["__setstate__"] = finish
+
+    def follow(self, original: nn.Module) -> None:
+        """Have the count of the applied model ``original`` until this one trains: phases and noise go on together."""
+        reference = weakref.ref(original)
+
+        def count() -> int | None:
+            model = reference()
+            runtime = None if model is None else runtime_of(model)
+            return None if runtime is None else runtime.count
+
+        if self.root_state is not None:
+            self.root_state.followed = count
 
     # An outer torch.compile must not trace through into our graphs with its own backend.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one forward of the root."""
         if self._bypassed:
-            with self._uncompiled.parts.hidden():
-                return self.root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+            return self.root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self._failure is not None:
             raise self._failure.with_traceback(None)
         training = torch.is_grad_enabled()
@@ -240,8 +251,7 @@ class Runtime:
         """
         call: Any = module.forward if module is self.root else module._call_impl
         if self._bypassed or hooks.has_sharded_forward(self.root):
-            with self._uncompiled.parts.hidden():  # modules of fully_shard have graphs of their own
-                return call(*args, **kwargs)
+            return call(*args, **kwargs)  # modules of fully_shard have graphs of their own
         if self._failure is not None:
             raise self._failure.with_traceback(None)
         if runtime_of(self.root) is not self:  # nn.Module.compile() has put another call in the place of ours
@@ -288,11 +298,13 @@ class Runtime:
             capture, run = looked_at, looked_at.run
         self._current.compiled, self._current.thread = True, threading.get_ident()
         try:
-            with capture.configured(), self._uncompiled.parts.hidden():
+            with capture.configured():
                 return run(*args, **kwargs)
         except Exception as error:
             ours, capture.error = capture.error, None
-            if isinstance(ours, UnmarkedWeight) and not self.capture.graphs and self._uncompiled.carry(ours):
+            unmarked = ours.all if isinstance(ours, UnmarkedWeight) and not self.capture.graphs else []
+            carried = [self._uncompiled.carry(each) for each in unmarked]
+            if any(carried):
                 return self._run(training, args, kwargs)  # nothing has run: the first graph was refused
             if ours is not None:
                 self._failure = None if self._checked else ours
@@ -310,7 +322,7 @@ class Runtime:
                 for own in state.site_states(self.root):
                     if root_state.count == 0:
                         own.restart()
-                    own.follow_weights()
+                    own.settle()
         wrapper = distributed.active_ddp()
         former = None if self._synchronized is None else self._synchronized()
         if training and wrapper is not None and wrapper is not former:
@@ -332,6 +344,8 @@ class Runtime:
             raise Error("a phase of the policy begins inside detect_nonfinite(); watch the steps of each by themselves")
         following = Runtime(self.root, self.policy, self.settings, phase)
         following.attach()
+        if following.root_state is not None and self.root_state is not None:
+            following.root_state.followed = self.root_state.followed
         following.observe(self.inspection.recording, training=self.inspection.training)
         self.optimizers.prepare_again(self.root)
         return following

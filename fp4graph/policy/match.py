@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import StrictBool, model_validator
 
+from fp4graph.policy.adapters import names_before
 from fp4graph.policy.section import Count, Globs, OneOrMore, Section, Size, Texts, must_be
-from fp4graph.technique.site import BlockPosition, SiteView
+from fp4graph.technique.site import SiteView
 
 Op = Literal["linear", "matmul", "sdpa"]
 
@@ -71,13 +72,16 @@ class Match(Section):
         op: kinds of operation. None is linear and matmul for a rule that quantizes: fused attention is taken apart only
             for a rule that says ``op: sdpa``, since that costs O(N²) memory. None is every kind for a rule that keeps.
         module: globs for the whole fully qualified name, any of which will do. Case-sensitive; ``*`` matches any
-            text, dots included, so ``*.attn.qkv`` is every block's and ``head`` only the top-level head.
+            text, dots included, so ``*.attn.qkv`` is every block's and ``head`` only the top-level head. The name of
+            a module before PEFT wrapped it will do too: ``head`` is ``base_model.model.head.base_layer``.
         block: whether the site is inside a repeated stack of blocks.
         first_blocks, last_blocks: the site is inside the first or last so many blocks of its stack. Both together
             ask for both; write two rules for either.
         in_features, out_features, min_numel: sizes K and N of the product, and elements of its second factor. A size
             that is symbolic in the captured graph satisfies none of them.
         producer: operations that may have computed the input.
+        adapter: whether the site belongs to an adapter, such as LoRA's. None is False for a rule that quantizes, and
+            either for a rule that keeps.
     """
 
     op: Annotated[OneOrMore[Op], must_be("linear, matmul, sdpa or a list of these")] | None = None
@@ -89,6 +93,7 @@ class Match(Section):
     out_features: Range | None = None
     min_numel: Count | None = None
     producer: Texts | None = None
+    adapter: StrictBool | None = None
 
     @model_validator(mode="after")
     def _can_match(self) -> Self:
@@ -125,10 +130,12 @@ class Match(Section):
         sizes = (self.in_features, self.out_features, self.min_numel)
         return self.producer is None and all(size is None for size in sizes)
 
-    def holds_at(self, module: str | None, block: BlockPosition | None) -> bool:
-        """Return whether the predicates on the place hold for a site of ``module``."""
+    def holds_at(self, site: SiteView) -> bool:
+        """Return whether the predicates on the place hold for ``site``."""
+        block = site.block
         return (
-            (self.module is None or self.names(module))
+            (self.module is None or self.names(site.module))
+            and (self.adapter is None or self.adapter == site.adapter)
             and (self.block is None or self.block == (block is not None))
             and (self.first_blocks is None or (block is not None and block.index < self.first_blocks))
             and (self.last_blocks is None or (block is not None and block.index >= block.total - self.last_blocks))
@@ -141,4 +148,5 @@ class Match(Section):
 
     def names(self, module: str | None) -> bool:
         """Return whether one of the ``module`` globs is the name of ``module``."""
-        return module is not None and any(fnmatch.fnmatchcase(module, glob) for glob in self.module or ())
+        names = () if module is None else names_before(module)
+        return any(fnmatch.fnmatchcase(name, glob) for name in names for glob in self.module or ())

@@ -17,9 +17,18 @@ from fp4graph.numerics.formats import ScaleFormat
 from fp4graph.policy import dump
 from fp4graph.policy.document import Place
 from fp4graph.policy.match import Range
-from fp4graph.policy.rule import DEFAULT, DISTINGUISHED_PRODUCERS, KEPT, Decision, Rule
+from fp4graph.policy.rule import (
+    ADAPTERS,
+    ADAPTERS_INDEX,
+    DEFAULT,
+    DEFAULT_INDEX,
+    DISTINGUISHED_PRODUCERS,
+    KEPT,
+    Decision,
+    Rule,
+)
 from fp4graph.technique import Technique
-from fp4graph.technique.site import BlockPosition, SiteView
+from fp4graph.technique.site import SiteView
 from fp4graph.text import nearest
 
 _NOT_BY_DEFAULT = "the default action quantizes linear and matmul alone; write a rule with op: sdpa for fused attention"
@@ -95,9 +104,11 @@ class Policy:
     #: Scale formats made with ``max``, by the name of the format they were made from: how to write them down.
     base_formats: tuple[tuple[ScaleFormat, str], ...] = field(default=(), compare=False, repr=False)
 
-    def places(self, module: str | None, block: BlockPosition | None) -> tuple[int, ...]:
-        """Return the indices of the rules whose predicates on the place hold for sites of ``module``."""
-        return tuple(index for index, rule in enumerate(self.rules) if rule.match.holds_at(module, block))
+    def places(self, site: SiteView) -> tuple[int, ...]:
+        """Return the indices of the rules whose predicates on the place hold for ``site``, the default's or that of the
+        rule for adapters last."""
+        holding = (index for index, rule in enumerate(self.rules) if rule.holds_at(site))
+        return (*holding, ADAPTERS_INDEX if site.adapter else DEFAULT_INDEX)
 
     def decide(self, site: SiteView, places: Collection[int] | None = None) -> Decision:
         """Return the first rule that matches ``site``, or the default. This is the one lookup from site to rule.
@@ -106,18 +117,18 @@ class Policy:
             site: the site, with all that is known of it; a predicate on something unknown does not hold.
             places: what :meth:`places` returned for the site's module, where ``site`` does not name it.
         """
-        for decision in self._candidates(site.op, site.module, site.block, places):
+        for decision in self._candidates(site, places):
             if decision.rule.match.fits(site):
                 return decision
-        return Decision(dataclasses.replace(self.default, keep=_NOT_BY_DEFAULT, specs=KEPT, techniques=()), -1)
+        kept = dataclasses.replace(self.default, keep=_NOT_BY_DEFAULT, specs=KEPT, techniques=())
+        return Decision(kept, DEFAULT_INDEX)
 
-    def _candidates(
-        self, op: str, module: str | None, block: BlockPosition | None, places: Collection[int] | None
-    ) -> Iterator[Decision]:
-        """Yield, in order, the rules that may decide about operations of kind ``op`` in ``module``, and the default."""
-        for index in (*(self.places(module, block) if places is None else places), -1):
-            rule = self.default if index < 0 else self.rules[index]
-            if rule.speaks_of(op):
+    def _candidates(self, site: SiteView, places: Collection[int] | None) -> Iterator[Decision]:
+        """Yield, in order, the rules that may decide about operations of the kind and at the place of ``site``."""
+        last = {DEFAULT_INDEX: self.default, ADAPTERS_INDEX: ADAPTERS}
+        for index in self.places(site) if places is None else places:
+            rule = last[index] if index < 0 else self.rules[index]
+            if rule.speaks_of(site.op):
                 yield Decision(rule, index)
 
     def decide_weight(self, site: SiteView) -> tuple[tuple[SiteView, Decision], ...]:
@@ -130,14 +141,12 @@ class Policy:
         sites = [dataclasses.replace(site, producer=p) for p in (None, *sorted({*named, *DISTINGUISHED_PRODUCERS}))]
         return tuple((one, self.decide(one)) for one in sites)
 
-    def may_quantize(
-        self, op: str, module: str | None, block: BlockPosition | None, places: Collection[int] | None = None
-    ) -> bool:
-        """Return whether some site of kind ``op`` in ``module`` could be quantized, of unknown sizes and producer.
+    def may_quantize(self, site: SiteView, places: Collection[int] | None = None) -> bool:
+        """Return whether a site of the kind and at the place of ``site`` could be quantized, of any sizes and producer.
 
         ``places`` is as for :meth:`decide`.
         """
-        for decision in self._candidates(op, module, block, places):
+        for decision in self._candidates(site, places):
             if decision.rule.quantizes or decision.rule.match.fits_all:
                 return decision.rule.quantizes
         return False
@@ -244,13 +253,14 @@ def check_modules(policy: Policy, names: Iterable[str]) -> None:
 
     One glob of a list is enough: with lists a policy fits several families of models.
     """
-    known = list(names)
+    known = [name for name in names if name]
     for rule in policy.rules:
         globs = rule.match.module
-        if rule.required and globs is not None and not any(rule.match.names(name) for name in known):
+        if rule.required and globs is not None and not any(rule.match.names(name) for name in ("", *known)):
             near = [match for glob in globs for match in nearest(glob, known, count=3, cutoff=0.5)]
-            listed = ", ".join(near or known[:5]) or "none"
-            hint = f"the nearest are {listed}" if near else f"the model has {listed}, ..."
+            more = ", ..." if known[5:] else ""
+            hint = f"the nearest are {', '.join(near)}" if near else f"the model has {', '.join(known[:5])}{more}"
+            hint = hint if known else "the model has no modules but the root, whose name is ''"
             raise rule.error(
                 f"no module of the model is called {' or '.join(map(repr, globs))}; {hint}. "
                 "Correct it, or say required: false"

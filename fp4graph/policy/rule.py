@@ -70,6 +70,11 @@ class Rule:
             return not self.quantizes or op in ("linear", "matmul")
         return op in self.match.op
 
+    def holds_at(self, site: SiteView) -> bool:
+        """Return whether the predicates on the place hold for ``site``; only a rule that says so quantizes adapters."""
+        said = not site.adapter or not self.quantizes or bool(self.match.adapter)
+        return said and self.match.holds_at(site)
+
     def error(self, message: str) -> PolicyError:
         """Return an error of this rule, with its place and name."""
         return Place(self.file, self.line).error(f"rule {self.name!r}: {message}")
@@ -77,11 +82,20 @@ class Rule:
 
 #: The default of a policy that names none.
 DEFAULT = Rule(name="default", keep="no rule matches", required=False)
+#: The last rule of every policy for adapters, in the place of the default.
+ADAPTERS = Rule(
+    name="adapters",
+    keep="an adapter is little of the work and all that trains; a rule with 'adapter: true' would quantize it",
+    required=False,
+)
+#: The positions of both rules, after the last of the policy's own.
+DEFAULT_INDEX, ADAPTERS_INDEX = -1, -2
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A policy's decision about one site: the rule, and its position in the policy; -1 is the default."""
+    """A policy's decision about one site: the rule, and its position in the policy; -1 is the default, -2 the rule for
+    adapters."""
 
     rule: Rule
     index: int

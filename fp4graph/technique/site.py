@@ -27,6 +27,7 @@ class SiteView:
         numel: the number of elements of B (the weight, for op "linear"), or None if it is symbolic.
         block: the place of the module in a repeated stack, or None outside one.
         producer: the operation that made A ("swiglu", "gelu", "layer_norm", "sdpa", ...), or None.
+        adapter: whether the product is part of an adapter, such as LoRA's.
     """
 
     module: str | None
@@ -36,6 +37,7 @@ class SiteView:
     numel: int | None
     block: BlockPosition | None = None
     producer: str | None = None
+    adapter: bool = False
 
     def __str__(self) -> str:
         return "(root)" if self.module == "" else self.module or f"({self.op} of no module)"

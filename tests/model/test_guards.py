@@ -292,6 +292,18 @@ def small_resnet():
     return timm.create_model("resnet10t", num_classes=10)
 
 
+def test_a_recurrent_layer_is_listed_though_no_graph_has_it():
+    x, policy = torch.randn(2, 5, 32), {"version": 1, "name": "the head", "rules": [rule(module="head")]}
+    explained = fp4graph.explain(Recurrent(), policy, (x,)).sites
+    model = fp4graph.apply(Recurrent(), policy, backend="eager")
+    model(x)
+    for sites in (explained, model._compiled_call_impl.sites):
+        assert [(site.module, site.op, site.quantized) for site in sites] == [
+            ("head", "linear", True),
+            ("rnn", "recurrent", False),
+        ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "shape", "head"), [(small_resnet, (2, 3, 32, 32), "fc"), (Recurrent, (2, 5, 32), "head")]

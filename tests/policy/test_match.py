@@ -128,11 +128,11 @@ def test_places_look_at_modules_only(registry: Registry) -> None:
     predicates = match(
         registry, op="matmul", module="*.qkv", first_blocks=4, in_features=1, min_numel=10**9, producer="x"
     )
-    assert predicates.holds_at(SITE.module, SITE.block)
-    assert not predicates.holds_at("head", SITE.block)
-    assert not predicates.holds_at(None, SITE.block)
-    assert not predicates.holds_at(SITE.module, None)
-    assert not predicates.holds_at(SITE.module, BlockPosition("blocks.*", 4, 12))
+    assert predicates.holds_at(SITE)
+    assert not predicates.holds_at(replace(SITE, module="head"))
+    assert not predicates.holds_at(replace(SITE, module=None))
+    assert not predicates.holds_at(replace(SITE, block=None))
+    assert not predicates.holds_at(replace(SITE, block=BlockPosition("blocks.*", 4, 12)))
 
 
 def test_range_in_words() -> None:
@@ -190,13 +190,14 @@ def test_a_weight_is_asked_about_once_for_every_producer_that_rules_tell_apart(r
 def test_a_place_that_no_predicate_excludes_may_be_quantized(registry: Registry) -> None:
     wide = {"name": "wide", "match": {"module": "*.fc", "in_features": 12345}, "quantize": {}}
     found = policy(registry, wide)
-    assert found.may_quantize("linear", "blocks.0.fc", None)
-    assert not found.may_quantize("linear", "head", None)
-    assert not found.may_quantize("sdpa", "blocks.0.fc", None)
+    fc = SiteView("blocks.0.fc", "linear", None, None, None)
+    assert found.may_quantize(fc)
+    assert not found.may_quantize(replace(fc, module="head"))
+    assert not found.may_quantize(replace(fc, op="sdpa"))
     assert not found.decide(replace(SITE, module="blocks.0.fc")).rule.quantizes
     for keeping, may in (({"module": "blocks.*"}, False), ({"module": "blocks.*", "min_numel": 9}, True)):
         first = policy(registry, {"name": "kept", "match": keeping, "keep": "sensitive"}, wide)
-        assert first.may_quantize("linear", "blocks.0.fc", None) is may
+        assert first.may_quantize(fc) is may
 
 
 NAMES = ["", "patch_embed", "blocks.0.attn.qkv", "blocks.0.attn.proj", "blocks.1.attn.qkv", "head"]
@@ -222,8 +223,13 @@ def test_modules_that_do_not_exist(tmp_path: Any, registry: Registry) -> None:
 
 
 def test_a_glob_like_nothing_lists_modules(registry: Registry) -> None:
-    with pytest.raises(PolicyError, match=r"the model has .*patch_embed"):
-        check_modules(policy(registry, {"match": {"module": "zzz"}, "quantize": {}}), NAMES)
+    nowhere = policy(registry, {"match": {"module": "zzz"}, "quantize": {}})
+    with pytest.raises(PolicyError, match=r"the model has patch_embed, blocks.0.attn.qkv, .*, head\. Correct"):
+        check_modules(nowhere, NAMES)
+    with pytest.raises(PolicyError, match=r"no modules but the root, whose name is ''\. Correct"):
+        check_modules(nowhere, [""])
+    with pytest.raises(PolicyError, match=r"the model has a0, a1, a2, a3, a4, \.\.\.\. Correct"):
+        check_modules(nowhere, ["", *(f"a{i}" for i in range(6))])
 
 
 def test_optional_rules_may_match_nothing(registry: Registry) -> None:

@@ -1,0 +1,36 @@
+"""Names of adapters (LoRA and the like), and of the layers and models that Hugging Face PEFT wraps around them.
+
+PEFT puts a wrapper in the place of a layer ``qkv``, which becomes ``qkv.base_layer`` beside ``qkv.lora_A.default``, and
+the model into ``base_model.model``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+#: Parts of a name that only adapters have, also where nothing is wrapped.
+_ADAPTER = re.compile(r"(lora|dora|hada|lokr|vera|ia3|oft|boft)_\w+")
+_WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
+
+
+def is_adapter(name: str, modules: Collection[str]) -> bool:
+    """Return whether ``name``, of a module or a parameter, belongs to an adapter; ``modules`` are the model's names.
+
+    A wrapper is one itself: the products in its own body are those of adapters that have no layers (LoHa, VeRA).
+    """
+    parts = name.split(".")
+    if any(_ADAPTER.fullmatch(part) for part in parts):
+        return True
+    if parts[0] == "prompt_encoder" and "base_model" in modules:
+        return True
+    above = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+    wrappers = [path for path in above if f"{path}.base_layer" in modules]
+    return bool(wrappers) and not f"{name}.".startswith(f"{wrappers[-1]}.base_layer.")
+
+
+def names_before(name: str) -> tuple[str, ...]:
+    """Return ``name``, and the names that the module may have had before PEFT wrapped it or the model."""
+    plain = _WRAPPED.sub("", name)
+    inside = [plain.removeprefix(prefix) for prefix in ("base_model.model.", "base_model.") if plain.startswith(prefix)]
+    return tuple(dict.fromkeys((name, plain, *inside)))

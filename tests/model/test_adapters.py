@@ -1,0 +1,204 @@
+"""Adapters stay in high precision under every policy, and the layers that they are wrapped around are as they were.
+
+The modules are named and built as Hugging Face PEFT names and builds them; ``tests/clients`` has the real ones.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fp4graph
+from fp4graph.errors import PolicyError
+from fp4graph.graph.names import Names
+from fp4graph.model.prepare import PhasePlan
+from fp4graph.model.runtime import runtime_of
+from fp4graph.policy import shipped_policies
+from fp4graph.technique.registry import default_registry
+
+
+class Lora(nn.Module):
+    """PEFT's ``lora.Linear``: a layer, and beside it two of rank 4."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(layer.in_features, 4, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(4, layer.out_features, bias=False)})
+        self.disabled = False
+
+    def forward(self, x):
+        y = self.base_layer(x)
+        return y if self.disabled else y + 2.0 * self.lora_B["default"](self.lora_A["default"](x))
+
+
+class Loha(nn.Module):
+    """PEFT's ``LoHaLinear``: the adapter has parameters without layers, and multiplies in the wrapper's own body."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = layer
+        self.hada_w1_a = nn.ParameterDict({"default": nn.Parameter(torch.randn(layer.out_features, 4))})
+        self.hada_w1_b = nn.ParameterDict({"default": nn.Parameter(torch.randn(4, layer.in_features))})
+
+    def forward(self, x):
+        delta = self.hada_w1_a["default"] @ self.hada_w1_b["default"]
+        return self.base_layer(x) + F.linear(x, 0.1 * delta)
+
+
+class Handmade(nn.Linear):
+    """A layer that owns the parameters of its adapter."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__(layer.in_features, layer.out_features)
+        self.lora_A = nn.Parameter(torch.randn(4, layer.in_features))
+        self.lora_B = nn.Parameter(torch.zeros(layer.out_features, 4))
+
+    def forward(self, x):
+        return super().forward(x) + x @ self.lora_A.T @ self.lora_B.T
+
+
+class PeftModel(nn.Module):
+    """A model in PEFT's place for it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = nn.Module()
+        self.base_model.model = model
+
+    def forward(self, x):
+        return self.base_model.model(x)
+
+
+class Block(nn.Module):
+    def __init__(self, wrap) -> None:
+        super().__init__()
+        self.qkv, self.fc = wrap(nn.Linear(32, 32)), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return x + self.fc(F.gelu(self.qkv(x)))
+
+
+class Net(nn.Module):
+    def __init__(self, wrap=lambda layer: layer) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(wrap) for _ in range(3)))
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, x):
+        return self.head(self.blocks(x))
+
+
+X = torch.randn(3, 32, generator=torch.Generator().manual_seed(0))
+
+
+def decided(model, policy="mxfp4"):
+    """Return what ``explain`` says of the first block: quantized modules, and kept ones with the rule."""
+    explanation = fp4graph.explain(model, policy, (X,))
+    assert explanation.problem is None
+    sites = [site for site in explanation.sites if "blocks.0." in site.module]
+    kept = [(site.module.partition("blocks.0.")[2], site.rule) for site in sites if not site.quantized]
+    assert all("adapter" in site.reason for site in sites if not site.quantized)
+    return [site.module.partition("blocks.0.")[2] for site in sites if site.quantized], kept
+
+
+@pytest.mark.parametrize("name", shipped_policies(default_registry()))
+def test_every_shipped_policy_plans_the_weights_that_it_would_without_adapters(name):
+    policy = fp4graph.load_policy(name)
+    for phase in range(len(policy.phases) + 1):
+        wrapped, plain = (
+            PhasePlan(PeftModel(Net(Lora)), policy.in_phase(phase)),
+            PhasePlan(Net(), policy.in_phase(phase)),
+        )
+        names = [weight.name.removeprefix("base_model.model.").replace(".base_layer", "") for weight in wrapped.weights]
+        assert names == [weight.name for weight in plain.weights]
+        assert [weight.plan for weight in wrapped.weights] == [weight.plan for weight in plain.weights]
+        assert wrapped.hosts() == set()
+
+
+def test_what_is_kept_of_each_kind_of_adapter():
+    lora = [("qkv.lora_A.default", "adapters"), ("qkv.lora_B.default", "adapters")]
+    assert decided(Net(Lora)) == (["qkv.base_layer", "fc"], lora)
+    # A product of two parameters, which is the adapter's, and one with their product, in the wrapper's body.
+    assert decided(Net(Loha)) == (["qkv.base_layer", "fc"], [("qkv.hada_w1_b", "adapters"), ("qkv", "adapters")])
+    assert decided(Net(Handmade)) == (["qkv", "fc"], [("qkv", "adapters"), ("qkv", "adapters")])
+
+
+def test_a_rule_that_says_so_quantizes_adapters_and_no_other_does():
+    rules = [
+        {"name": "adapters too", "match": {"adapter": True}, "quantize": {"block": 16}},
+        {"name": "rest", "match": {"block": True}, "quantize": {}},
+    ]
+    policy = {"version": 1, "default": "keep", "rules": rules}
+    quantized, kept = decided(Net(Lora), policy)
+    assert quantized == ["qkv.base_layer", "qkv.lora_A.default", "qkv.lora_B.default", "fc"]
+    assert kept == []
+    named = {"version": 1, "rules": [{"match": {"module": "*lora_A*"}, "quantize": {}}]}
+    problem = fp4graph.explain(Net(Lora), named, (X,)).problem
+    assert "blocks.0.qkv.lora_A.default is an adapter, and only a rule that says 'adapter: true'" in problem
+    with pytest.raises(PolicyError, match="only a rule that says 'adapter: true'"):
+        fp4graph.apply(Net(Lora), named, backend="eager")(X)
+    # The default is a rule too.
+    assert decided(Net(Lora), {"version": 1, "default": {"block": 32}})[0] == ["qkv.base_layer", "fc"]
+
+
+def test_a_rule_that_names_a_layer_means_it_wrapped_too():
+    rules = [
+        {"name": "kept", "match": {"module": ["head", "blocks.0.qkv"]}, "keep": "sensitive"},
+        {"name": "rest", "match": {"op": "linear"}, "quantize": {}},
+    ]
+    policy = {"version": 1, "rules": rules}
+    for model in (Net(Lora), PeftModel(Net(Lora))):
+        sites = fp4graph.explain(model, policy, (X,)).sites
+        kept = [site.module.removeprefix("base_model.model.") for site in sites if site.rule == "kept"]
+        # The wrapper's adapter is not what the rule names.
+        assert kept == ["blocks.0.qkv.base_layer", "head"]
+
+
+def test_an_adapter_makes_no_block_of_its_layer():
+    class Experts(nn.Module):
+        def __init__(self, wrap) -> None:
+            super().__init__()
+            self.attn = nn.Linear(8, 8)
+            self.experts = nn.ModuleList(nn.Sequential(wrap(nn.Linear(8, 8)), nn.Linear(8, 8)) for _ in range(2))
+
+    def stack(wrap):
+        return nn.Sequential(Experts(wrap), Experts(wrap))
+
+    assert Names(stack(Lora)).blocks == Names(stack(lambda layer: layer)).blocks
+    assert set(Names(stack(Lora)).blocks) == {"0", "1"}
+
+
+@pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema"])
+def test_a_reference_is_quantized_as_the_model_is(policy):
+    """Trainers compare with the model without its adapters, or with a copy of it."""
+    torch.manual_seed(0)
+    model = PeftModel(Net(Lora))
+    plain = Net()
+    plain.load_state_dict(
+        {
+            key.removeprefix("base_model.model.").replace(".base_layer", ""): value
+            for key, value in model.state_dict().items()
+            if "lora_" not in key
+        }
+    )
+    fp4graph.apply(plain.eval(), {**fp4graph.load_policy(policy).to_data(), "name": "plain"}, backend="eager")
+    fp4graph.apply(model.eval(), policy, backend="eager")
+    reference = copy.deepcopy(model)
+    for module in model.modules():
+        if isinstance(module, Lora):
+            module.disabled = True
+    with torch.no_grad():
+        expected = plain(X)
+        assert torch.equal(model(X), expected)
+        assert runtime_of(reference) is not None
+        assert not torch.equal(reference(X), expected)
+        fp4graph.remove(reference)
+        for module in reference.modules():
+            if isinstance(module, Lora):
+                module.disabled = True
+        assert not torch.equal(reference(X), expected)  # in high precision, to show that the above were not
