@@ -91,6 +91,7 @@ class Runtime:
         self._current = CurrentForward(noise.make_step(settings.seed, 0, 0), part=part, copied=self._apply_to_copy)
         self._uncompiled = Uncompiled(self.plan, self._current, self.inspection)
         self._any_hook: hooks.MarkHook | None = None
+        self._embeddings: list[nn.Embedding] = []
         self._checked = explains
         self._failure: Error | None = None  # of the first forward; every later one raises it again
         self._trained = 0
@@ -147,6 +148,7 @@ class Runtime:
             self._uncompiled.parts = Parts({module: module in holds for _, module in named}, self._current)
             self._uncompiled.parts.show()
         self._any_hook = next((hook for _, _, hook in hooks.mark_hooks(self.root)), None)
+        self._embeddings = [module for module in self.root.modules() if isinstance(module, nn.Embedding)]
 
     @property
     def count(self) -> int | None:
@@ -290,6 +292,7 @@ class Runtime:
         """Run the compiled forward, or the observed one."""
         capture = self.capture
         run: Any = capture.run
+        hooks.drop_repeated_hooks(self._embeddings)
         if isinstance(self.root.__dict__.get("forward"), hooks.ShardedForward):
             if self.inspection.watching or self.inspection.recording is not None:
                 raise Error("what fully_shard has taken over is compiled module by module, which cannot be watched")
