@@ -154,7 +154,7 @@ def _captured(
         ) from error
     finally:
         random.setstate(python_state)
-        torch._dynamo.reset_code(runtime.capture.entry.__code__)  # type: ignore[attr-defined]  # not in its __all__
+        runtime.capture.forget()
     problem = next(iter(runtime.capture.problems), None)
     try:
         runtime.check_coverage()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,8 @@ from fp4graph.graph.observe import Recording
 from fp4graph.graph.replace import UnmarkedWeight
 from fp4graph.graph.site import Site
 from fp4graph.model import coverage, distributed, hooks, state
-from fp4graph.model.capture import Capture
+from fp4graph.model.capture import CALL, Capture
+from fp4graph.model.conversion import NOT_EXPORTED, refuse_conversion
 from fp4graph.model.current import CurrentForward, Parts
 from fp4graph.model.inspection import Inspection
 from fp4graph.model.optimizers import PreparedOptimizers
@@ -44,6 +45,7 @@ class Settings:
     total_forwards: int | None = None
     strict: bool = False
     recompile_limit: int | None = None
+    methods: tuple[str, ...] = ()
 
 
 class Runtime:
@@ -89,6 +91,7 @@ class Runtime:
         self.inspection = Inspection(self.plan, settings.dynamic)
         part = None if settings.strict else self.run_part
         self._current = CurrentForward(noise.make_step(settings.seed, 0, 0), part=part, copied=self._apply_to_copy)
+        self._current.method = self.run_method
         self._uncompiled = Uncompiled(self.plan, self._current, self.inspection)
         self._any_hook: hooks.MarkHook | None = None
         self._checked = explains
@@ -146,6 +149,8 @@ class Runtime:
             holds = {module for name, module in named if name in holding}
             self._uncompiled.parts = Parts({module: module in holds for _, module in named}, self._current)
             self._uncompiled.parts.show()
+        for name in self.settings.methods:
+            self.root.__dict__[name] = hooks.Method(self.root, name, self._current)
         self._any_hook = next((hook for _, _, hook in hooks.mark_hooks(self.root)), None)
 
     @property
@@ -183,12 +188,22 @@ class Runtime:
         twin.__dict__["__setstate__"] = finish
 
     # An outer torch.compile must not trace through into our graphs with its own backend.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason=NOT_EXPORTED)  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one forward of the root."""
-        if self._bypassed:
+        return self._call(CALL, args, kwargs)
+
+    @torch.compiler.disable(reason=NOT_EXPORTED)  # type: ignore[untyped-decorator]
+    def run_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a method of the root that is compiled like its call, and counted like it."""
+        return self._call(name, args, kwargs)
+
+    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._bypassed or (name != CALL and hooks.has_sharded_forward(self.root)):
+            call: Any = self.root._call_impl if name == CALL else getattr(type(self.root), name).__get__(self.root)
             with self._uncompiled.parts.hidden():
-                return self.root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+                return call(*args, **kwargs)
+        refuse_conversion(quantizes=self._any_hook is not None)
         if self._failure is not None:
             raise self._failure.with_traceback(None)
         training = torch.is_grad_enabled()
@@ -196,16 +211,19 @@ class Runtime:
             self._advance()  # parts that ran by themselves: their forward is over
         due = self._due()
         if due != self.phase:
-            return self._enter(due)(*args, **kwargs)
+            return self._enter(due)._call(name, args, kwargs)
         self._begin(training)
-        result = self._run(training, args, kwargs)
+        result = self._run(name, training, args, kwargs)
         if not self._checked and not self.inspection.watching:
             try:
-                self.check_coverage()
+                if name == CALL:
+                    self.check_coverage()
+                else:  # rules may be about what other methods call
+                    coverage.check_captured(self.plan, self.capture)
             except Error as error:
                 self._failure = error
                 raise
-            self._checked = True
+            self._checked = name == CALL
         if training:
             self._trained += 1
             self._advance()
@@ -230,7 +248,7 @@ class Runtime:
             rank, device = distributed.rank(), self.root_state.get_buffer("forwards").device
             self._current.step = noise.make_step(self.settings.seed, rank, self.root_state.count, device=device)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason=NOT_EXPORTED)  # type: ignore[untyped-decorator]
     def run_part(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module of the model that was called by itself: by another method than the model's call, or alone.
 
@@ -242,6 +260,7 @@ class Runtime:
         if self._bypassed or hooks.has_sharded_forward(self.root):
             with self._uncompiled.parts.hidden():  # modules of fully_shard have graphs of their own
                 return call(*args, **kwargs)
+        refuse_conversion(quantizes=True)
         if self._failure is not None:
             raise self._failure.with_traceback(None)
         if runtime_of(self.root) is not self:  # nn.Module.compile() has put another call in the place of ours
@@ -270,30 +289,31 @@ class Runtime:
         return self._uncompiled.run(module, call, args, kwargs, self.capture, checked=self._checked)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _run_uncompiled(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a forward of the model that Dynamo does not compile."""
-        self._uncompiled.warn(why := cause(), f"this forward runs uncompiled, quantized as ever, and slower: {why}")
-        call: Any = self.root._call_impl
+    def _run_uncompiled(
+        self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a call of the model that Dynamo does not compile."""
+        what = "this forward" if name == CALL else f"{name}()"
+        self._uncompiled.warn(why := cause(), f"{what} runs uncompiled, quantized as ever, and slower: {why}")
         return self._uncompiled.run(self.root, call, args, kwargs, self.capture, checked=self._checked)
 
-    def _run(self, training: bool, args: Any, kwargs: Any) -> Any:
-        """Run the compiled forward, or the observed one."""
-        capture = self.capture
-        run: Any = capture.run
+    def _run(self, name: str, training: bool, args: Any, kwargs: Any) -> Any:
+        """Run the compiled call ``name``, or the observed one."""
+        capture, sharded = self.capture, False
         if isinstance(self.root.__dict__.get("forward"), hooks.ShardedForward):
             if self.inspection.watching or self.inspection.recording is not None:
                 raise Error("what fully_shard has taken over is compiled module by module, which cannot be watched")
-            run = self.root._call_impl
+            sharded = True
         elif (looked_at := self.inspection.capture(training=training, checked=self._checked)) is not None:
-            capture, run = looked_at, looked_at.run
+            capture = looked_at
         self._current.compiled, self._current.thread = True, threading.get_ident()
         try:
-            with capture.configured(), self._uncompiled.parts.hidden():
-                return run(*args, **kwargs)
+            with capture.configured(), self._uncompiled.parts.hidden(), hooks.uncalled(self.root):
+                return self.root._call_impl(*args, **kwargs) if sharded else capture.run(name, args, kwargs)
         except Exception as error:
             ours, capture.error = capture.error, None
-            if isinstance(ours, UnmarkedWeight) and not self.capture.graphs and self._uncompiled.carry(ours):
-                return self._run(training, args, kwargs)  # nothing has run: the first graph was refused
+            if isinstance(ours, UnmarkedWeight) and not capture.captured(name) and self._uncompiled.carry(ours):
+                return self._run(name, training, args, kwargs)  # nothing has run: the first graph was refused
             if ours is not None:
                 self._failure = None if self._checked else ours
                 raise ours from ours.__cause__  # without the compiler's own errors around it

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fp4graph.model.conversion import refuse
 from fp4graph.numerics import noise
 from fp4graph.numerics.sharding import is_sharded, like, whole
 
@@ -37,6 +38,10 @@ class State(nn.Module):
     """
 
     loaded = False
+
+    def __prepare_scriptable__(self) -> State:
+        refuse("torch.jit.script")
+        return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> State:
         for name, buffer in self._buffers.items():
