@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from os import PathLike
 from typing import Any, TypeVar
@@ -12,11 +14,13 @@ from torch import nn
 from fp4graph.errors import Error
 from fp4graph.graph.backend import inner_backend
 from fp4graph.model import saved, state
+from fp4graph.model.apply_options import ApplyOptions
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.explain import rehearse
 from fp4graph.model.hooks import bypassed, mark_hooks
-from fp4graph.model.runtime import Runtime, Settings, detach, require_runtime, runtime_of
+from fp4graph.model.runtime import Runtime, detach, require_runtime, runtime_of
 from fp4graph.policy import Policy, check_modules, load_policy
+from fp4graph.text import suggest
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -32,6 +36,7 @@ def apply(
     example_inputs: Any = None,
     strict: bool = False,
     recompile_limit: int | None = None,
+    methods: Sequence[str] = (),
 ) -> M:
     """Compile ``model`` in place so that it trains under ``policy``.
 
@@ -56,13 +61,16 @@ def apply(
         recompile_limit: graphs that may be compiled for the model's forward, one for each combination of ranks, modes
             and what else is no size; beyond them it runs uncompiled. None is 64, or torch's own limit where that is
             higher.
+        methods: names of methods that are compiled like the model's call, and counted as forwards like it. Another
+            method runs uncompiled in its parts, and in high precision in its own body.
 
     Returns:
         ``model`` itself.
 
     Raises:
         PolicyError: the policy cannot be loaded, or names modules that the model does not have. The model is as it was.
-        Error: a submodule has a policy of its own. With ``example_inputs``, any error of the first call.
+        Error: a submodule has a policy of its own, or the model has no such method. With ``example_inputs``, any error
+            of the first call.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply() takes an nn.Module; got {type(model).__name__}")
@@ -75,6 +83,7 @@ def apply(
             raise Error(
                 f"submodule {name!r} has a policy of its own; fp4graph.remove() it before applying to the whole"
             )
+    _check_methods(root, methods)
     if total_forwards is not None:
         _check_total(total_forwards)
     if total_forwards is not None or example_inputs is not None:
@@ -82,7 +91,8 @@ def apply(
     if example_inputs is not None:
         rehearse(root, loaded, example_inputs)
     first = runtime_of(root) is None and not mark_hooks(root)
-    settings = Settings(backend, 0 if seed is None else seed, dynamic, total_forwards, strict, recompile_limit)
+    given = 0 if seed is None else seed, dynamic, total_forwards, strict, recompile_limit, tuple(dict.fromkeys(methods))
+    settings = ApplyOptions(backend, *given)
     Runtime(root, loaded, settings).attach()
     if first:
         saved.restore(root)
@@ -119,6 +129,26 @@ def detect_nonfinite(model: nn.Module) -> AbstractContextManager[None]:
         Error: the model is not applied. NonFiniteError: in the context, from the model's call or from ``backward()``.
     """
     return require_runtime(model, "detect_nonfinite").watched()
+
+
+def _check_methods(root: nn.Module, methods: Sequence[str]) -> None:
+    """Raise an Error where ``methods`` names what is no method of ``root``'s class."""
+    if isinstance(methods, str):
+        raise TypeError(f"methods= takes a list of names; got {methods!r}")
+    kind = type(root)
+    for name in methods:
+        if name == "forward" or hasattr(nn.Module, name):
+            raise Error(
+                f"methods= takes methods that {kind.__name__} adds to nn.Module; the model's call is compiled anyway"
+            )
+        if "." in name:
+            raise Error(
+                f"methods= takes methods of the model itself; {name!r} is one of a submodule, which runs uncompiled"
+            )
+        if not inspect.isfunction(inspect.getattr_static(kind, name, None)):
+            public = [n for n in dir(kind) if not n.startswith("_") and not hasattr(nn.Module, n)]
+            own = [n for n in public if inspect.isfunction(inspect.getattr_static(kind, n))]
+            raise Error(f"{kind.__name__} has no method {name!r}; {suggest(name, own)}")
 
 
 def _check_total(total_forwards: int) -> None:

@@ -1,7 +1,8 @@
-"""Compiles a model's forward behind the graph pass, and remembers what the captured graphs came to."""
+"""Compiles a model's call, and its methods, behind the graph pass, and remembers what the captured graphs came to."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,15 +16,17 @@ from fp4graph.graph.functions import cacheable
 from fp4graph.graph.plan import Planner
 from fp4graph.graph.rewrite import rewrite
 from fp4graph.graph.site import Site, WeightUse
-from fp4graph.model import distributed, state
+from fp4graph.model import distributed, hooks, state
 from fp4graph.model.prepare import PhasePlan
 
+#: The name under which the model's own call is compiled, beside those of its methods.
+CALL = "__call__"
 #: Graphs of one model's forward that Dynamo may make: for shapes, training and evaluation, frozen parameters, caches.
 RECOMPILE_LIMIT = 64
 
 
 class Capture:
-    """The root's forward, compiled: each captured graph is rewritten for ``plan`` and handed to ``inner``.
+    """The root's calls, compiled: each captured graph is rewritten for ``plan`` and handed to ``inner``.
 
     Args:
         plan: of the phase in force.
@@ -31,11 +34,11 @@ class Capture:
         recompile_limit: graphs of one frame, after which Dynamo gives up; None is :data:`RECOMPILE_LIMIT`, or torch's
             own where that is higher.
         explains: collect refusals in ``problems`` and do not raise them.
-        uncompiled: runs a forward that Dynamo does not compile; None leaves it to the hooks to refuse it.
+        uncompiled: runs a call that Dynamo does not compile, by its name; None leaves it to the hooks to refuse it.
 
     Attributes:
-        run: the compiled forward. entry: the function behind it.
-        sites: of all graphs, in the order of capture; a graph that is captured again adds its sites again.
+        sites: of all graphs, in the order of capture; a graph that is captured again adds its sites again. A site that
+            the model's call has in common with a method, or methods with each other, is there once.
         uses: how the graphs use parameters, by the parameter's owner and name.
         read: parameters that the graphs take, as (module, name). marked: modules whose call was seen.
         error: the error of the last graph that failed. The compiler wraps it in errors of its own.
@@ -52,34 +55,63 @@ class Capture:
         uncompiled: Callable[..., Any] | None = None,
     ) -> None:
         self._plan, self._inner, self._explains, self._limit = plan, inner, explains, recompile_limit
-        root = plan.root
-
-        def entry(*args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or uncompiled is None:
-                return root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-            return uncompiled(*args, **kwargs)
-
-        # Module._call_impl has one code object for all models of the process, and one recompile limit.
-        self.entry = with_own_code(entry, type(root))
-        self.run: Callable[..., Any] = torch.compile(self.entry, backend=self.backend, dynamic=dynamic)
+        self._dynamic, self._uncompiled = dynamic, uncompiled
+        self._entries: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        self._running = CALL
+        self._embeddings = [module for module in plan.root.modules() if isinstance(module, torch.nn.Embedding)]
         self.sites: list[Site] = []
         self.uses: dict[tuple[str, str], WeightUse] = {}
         self.read: set[tuple[str, str]] = set()
         self.marked: set[str | None] = set()
         self.problems: list[Error] = []
         self.error: Error | None = None
-        #: Per frame of Dynamo: how many sites of each module earlier frames held, and the frame's own sites.
-        self._frames: dict[Any, tuple[dict[str, int], list[Site]]] = {}
+        #: Per call and frame of Dynamo: how many sites of each module earlier frames of the call held, and its own.
+        self._frames: dict[tuple[str, Any], tuple[dict[str, int], list[Site]]] = {}
         self._bucket_bytes: int | None = None  # of the DDP that a forward runs in
 
     @property
     def graphs(self) -> int:
-        """The number of graphs that the forward was captured in."""
-        return len(self._frames)
+        """The number of graphs that a call was captured in, the most of any."""
+        return max(Counter(name for name, _ in self._frames).values(), default=0)
+
+    def captured(self, name: str) -> bool:
+        """Return whether a graph of the call ``name`` was captured."""
+        return any(call == name for call, _ in self._frames)
+
+    def run(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the compiled call ``name``: :data:`CALL`, or a method."""
+        if name not in self._entries:
+            entry = self._entry(name)
+            self._entries[name] = entry, torch.compile(entry, backend=self.backend, dynamic=self._dynamic)
+        self._running = name
+        hooks.drop_repeated_hooks(self._embeddings)
+        return self._entries[name][1](*args, **kwargs)
+
+    def forget(self) -> None:
+        """Have Dynamo forget the compiled calls."""
+        for entry, _ in self._entries.values():
+            torch._dynamo.reset_code(entry.__code__)  # type: ignore[attr-defined]  # not in its __all__
+
+    def _entry(self, name: str) -> Callable[..., Any]:
+        """Return the function that is compiled for the call ``name``."""
+        root, uncompiled = self._plan.root, self._uncompiled
+
+        def whole(*args: Any, **kwargs: Any) -> Any:
+            return root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+        call = whole if name == CALL else hooks.marked_method(root, name)
+
+        def entry(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() or uncompiled is None:
+                return call(*args, **kwargs)
+            return uncompiled(name, call, args, kwargs)
+
+        # Module._call_impl has one code object for all models of the process, and one recompile limit.
+        return with_own_code(entry, type(root))
 
     def backend(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """The torch.compile backend: rewrite a graph, record its sites, and hand it on."""
-        frame = getattr(CompileContext.current_compile_id(), "frame_id", None)
+        frame = self._running, getattr(CompileContext.current_compile_id(), "frame_id", None)
         first = self._frames.get(frame, (self._occurrences(), []))[0]
         try:
             keys = {id(own.key): own.fqn for own in state.site_states(self._plan.root)}
@@ -98,7 +130,9 @@ class Capture:
             self.error = error
             raise
         self._frames[frame] = (first, rewritten.sites)
-        self.sites.extend(rewritten.sites)
+        others = [sites for (name, _), (_, sites) in self._frames.items() if name != self._running]
+        known = {_place(site) for sites in others for site in sites}
+        self.sites.extend(site for site in rewritten.sites if _place(site) not in known)
         self.marked |= rewritten.marked
         return compiled
 
@@ -136,9 +170,13 @@ class Capture:
             self._bucket_bytes = None
 
     def _occurrences(self) -> dict[str, int]:
-        """Count the sites of each module over all frames."""
+        """Count the sites of each module over all frames of the call that is running."""
         counts: dict[str, int] = {}
-        for _, sites in self._frames.values():
-            for site in sites:
+        for (name, _), (_, sites) in self._frames.items():
+            for site in sites if name == self._running else ():
                 counts[str(site.module)] = max(counts.get(str(site.module), 0), site.occurrence + 1)
         return counts
+
+
+def _place(site: Site) -> tuple[object, ...]:
+    return site.module, site.op, site.occurrence

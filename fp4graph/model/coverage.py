@@ -33,6 +33,23 @@ def check(plan: PhasePlan, capture: Capture) -> list[WeightUse]:
     check_sites(plan.policy, [dataclasses.replace(site, module=name) for site, names in served for name in names])
     if set(plan.names.blocks) == {""}:
         check_share(plan, capture.sites, capture.uses.values())
+    check_captured(plan, capture)
+    recurrent = {site.module for site in capture.sites if site.op == "recurrent"}
+    for name, module in plan.root.named_modules():
+        if isinstance(module, nn.RNNBase) and name not in recurrent:
+            shape = tuple(module.get_parameter("weight_ih_l0").shape)
+            capture.sites.append(Site(name, "recurrent", (shape,), None, _RECURRENT, dict(NOTHING.specs), False))
+    served_by = {name: names[0] for _, names in served for name in names[1:] if name is not None}
+    return [
+        dataclasses.replace(use, module=name)
+        for name, first in served_by.items()
+        for (owner, _), use in capture.uses.items()
+        if owner == first
+    ]
+
+
+def check_captured(plan: PhasePlan, capture: Capture) -> None:
+    """Raise CaptureError for a module that was called and whose product is in no graph."""
     captured = {site.module for site in capture.sites}
     for module in sorted(name for name in capture.marked - captured if name is not None):
         if _ran_uncaptured(module, plan, capture):
@@ -42,19 +59,6 @@ def check(plan: PhasePlan, capture: Capture) -> list[WeightUse]:
                 "product?); remove the break, or keep the module by a rule",
                 site=module or "(root)",
             )
-    recurrent = {site.module for site in capture.sites if site.op == "recurrent"}
-    capture.sites += [
-        Site(name, "recurrent", (tuple(module.get_parameter("weight_ih_l0").shape),), None, _RECURRENT, dict(NOTHING.specs), False)
-        for name, module in plan.root.named_modules()
-        if isinstance(module, nn.RNNBase) and name not in recurrent
-    ]
-    served_by = {name: names[0] for _, names in served for name in names[1:] if name is not None}
-    return [
-        dataclasses.replace(use, module=name)
-        for name, first in served_by.items()
-        for (owner, _), use in capture.uses.items()
-        if owner == first
-    ]
 
 
 def served_sites(root: nn.Module, capture: Capture) -> list[ServedSite]:

@@ -32,6 +32,7 @@ class CurrentForward:
         ran: ids of the modules that ran uncompiled, with gradients, since the count of forwards last changed.
         regions: of each checkpointed region, the step of its forward and the sites of each module before it.
         part: runs a module that was called by itself; None runs it as it is, which its hook refuses.
+        method: runs a method that is compiled like the model's call; None runs it as it is.
         copied: called with the memo of a deepcopy that meets this object.
     """
 
@@ -44,6 +45,7 @@ class CurrentForward:
         default_factory=weakref.WeakKeyDictionary
     )
     part: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any] | None = None
+    method: Callable[[str, tuple[Any, ...], dict[str, Any]], Any] | None = None
     copied: Callable[[dict[Any, Any]], None] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -19,9 +19,10 @@ from torch.utils import _pytree as pytree
 
 from fp4graph.errors import CaptureError, Error
 from fp4graph.graph.site import Site
+from fp4graph.model.apply_options import ApplyOptions
 from fp4graph.model.current import PLAIN
 from fp4graph.model.distributed import unwrapped
-from fp4graph.model.runtime import Runtime, Settings, detach
+from fp4graph.model.runtime import Runtime, detach
 from fp4graph.policy import Policy, load_policy
 from fp4graph.policy.words import describe, summarize
 from fp4graph.technique.site import BlockPosition
@@ -138,7 +139,7 @@ def _captured(
         lambda t: _placed(t if isinstance(t, fake_tensor.FakeTensor) else fake_mode.from_tensor(t), fake_mode, device),
         (args, dict(kwargs)),
     )
-    runtime = Runtime(twin, policy, Settings("eager", strict=True), explains=True)
+    runtime = Runtime(twin, policy, ApplyOptions("eager", strict=True), explains=True)
     try:
         with torch.random.fork_rng(), fake_mode:
             runtime.attach()
@@ -154,7 +155,7 @@ def _captured(
         ) from error
     finally:
         random.setstate(python_state)
-        torch._dynamo.reset_code(runtime.capture.entry.__code__)  # type: ignore[attr-defined]  # not in its __all__
+        runtime.capture.forget()
     problem = next(iter(runtime.capture.problems), None)
     try:
         runtime.check_coverage()

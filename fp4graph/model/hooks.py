@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from fp4graph.errors import UncompiledError
 from fp4graph.graph.marker import MARK, Tag
 from fp4graph.model import state
+from fp4graph.model.conversion import refuse_export
 from fp4graph.model.current import CurrentForward
 from fp4graph.numerics.sharding import whole
 
@@ -39,6 +41,8 @@ class MarkHook:
 
     def __call__(self, module: nn.Module, args: Any, *, carried: bool = False) -> None:
         if torch.compiler.is_compiling():
+            if torch.compiler.is_exporting():
+                refuse_export()
             if self.current is None:
                 raise UncompiledError("this copy of an applied model was not applied; call fp4graph.apply on it")
             tag = self._carried if carried else self.tag
@@ -127,6 +131,49 @@ class GuardedForward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
+class Method:
+    """A method of an applied model that is compiled like the model's call. The model's attribute hides the class's."""
+
+    def __init__(self, module: nn.Module, name: str, current: CurrentForward) -> None:
+        self.module, self.name = module, name
+        self._current = current
+        functools.update_wrapper(self, getattr(type(module), name))
+        del self.__wrapped__  # type: ignore[attr-defined]  # as for GuardedForward
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(getattr(type(self.module), self.name).__get__(self.module))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        current = self._current
+        if current.method is None or current.compiled or current.direct is not None:  # part of a forward that runs
+            return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
+        return current.method(self.name, args, kwargs)
+
+
+def marked_method(root: nn.Module, name: str) -> Callable[..., Any]:
+    """Return the method ``name`` of ``root``'s class, bound, with the marks that precede the model's call."""
+    method = getattr(type(root), name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for hook in root._forward_pre_hooks.values():
+            if isinstance(hook, MarkHook | CarryHook):
+                hook(root, args)
+        return method(root, *args, **kwargs)
+
+    return call
+
+
+@contextmanager
+def uncalled(root: nn.Module) -> Iterator[None]:
+    """Take our call off ``root`` in this context: a method that calls the model goes into its forward, in one graph."""
+    ours, root._compiled_call_impl = root._compiled_call_impl, None
+    try:
+        yield
+    finally:
+        root._compiled_call_impl = ours
+
+
 class ShardedForward:
     """``forward`` of a module that ``fully_shard`` was called on: a graph of its own.
 
@@ -192,6 +239,8 @@ def remove_hooks(root: nn.Module) -> None:
         module._modules.pop(state.NAME, None)
         if isinstance(module.__dict__.get("forward"), GuardedForward | ShardedForward):
             del module.forward
+        for name in [name for name, value in module.__dict__.items() if isinstance(value, Method)]:
+            del module.__dict__[name]
 
 
 def drop_repeated_hooks(embeddings: Iterable[nn.Embedding]) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +19,9 @@ from fp4graph.graph.observe import Recording
 from fp4graph.graph.replace import UnmarkedWeight
 from fp4graph.graph.site import Site
 from fp4graph.model import coverage, distributed, hooks, state
-from fp4graph.model.capture import Capture
+from fp4graph.model.apply_options import ApplyOptions
+from fp4graph.model.capture import CALL, Capture
+from fp4graph.model.conversion import NOT_EXPORTED, refuse_conversion
 from fp4graph.model.current import CurrentForward, Parts
 from fp4graph.model.inspection import Inspection
 from fp4graph.model.optimizers import PreparedOptimizers
@@ -29,21 +30,6 @@ from fp4graph.model.uncompiled import Uncompiled, cause
 from fp4graph.model.weight import Weight
 from fp4graph.numerics import noise
 from fp4graph.policy import Policy
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """How a policy is applied: the arguments of :func:`fp4graph.apply` beside model and policy.
-
-    ``recompile_limit`` None is 64, or torch's own where that is higher.
-    """
-
-    backend: str = "inductor"
-    seed: int = 0
-    dynamic: bool | None = None
-    total_forwards: int | None = None
-    strict: bool = False
-    recompile_limit: int | None = None
 
 
 class Runtime:
@@ -69,7 +55,7 @@ class Runtime:
         self,
         root: nn.Module,
         policy: Policy,
-        settings: Settings,
+        settings: ApplyOptions,
         phase: int = 0,
         explains: bool = False,
     ) -> None:
@@ -89,9 +75,9 @@ class Runtime:
         self.inspection = Inspection(self.plan, settings.dynamic)
         part = None if settings.strict else self.run_part
         self._current = CurrentForward(noise.make_step(settings.seed, 0, 0), part=part, copied=self._apply_to_copy)
+        self._current.method = self.run_method
         self._uncompiled = Uncompiled(self.plan, self._current, self.inspection)
         self._any_hook: hooks.MarkHook | None = None
-        self._embeddings: list[nn.Embedding] = []
         self._checked = explains
         self._failure: Error | None = None  # of the first forward; every later one raises it again
         self._trained = 0
@@ -147,8 +133,9 @@ class Runtime:
             holds = {module for name, module in named if name in holding}
             self._uncompiled.parts = Parts({module: module in holds for _, module in named}, self._current)
             self._uncompiled.parts.show()
+        for name in self.settings.methods:
+            self.root.__dict__[name] = hooks.Method(self.root, name, self._current)
         self._any_hook = next((hook for _, _, hook in hooks.mark_hooks(self.root)), None)
-        self._embeddings = [module for module in self.root.modules() if isinstance(module, nn.Embedding)]
 
     @property
     def count(self) -> int | None:
@@ -180,12 +167,13 @@ class Runtime:
             twin.__setstate__(attributes)  # type: ignore[no-untyped-call]
             copied = Runtime(twin, self.policy, self.settings, self.phase)
             copied.attach()
+            copied.count_from(self.count or 0)
             copied.follow(self.root)
 
         twin.__dict__["__setstate__"] = finish
 
     def follow(self, original: nn.Module) -> None:
-        """Have the count of the applied model ``original`` until this one trains: phases and noise go on together."""
+        """Evaluate in the phase and the noise of the applied model ``original`` until this one trains."""
         reference = weakref.ref(original)
 
         def count() -> int | None:
@@ -197,28 +185,42 @@ class Runtime:
             self.root_state.followed = count
 
     # An outer torch.compile must not trace through into our graphs with its own backend.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason=NOT_EXPORTED)  # type: ignore[untyped-decorator,no-untyped-call]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one forward of the root."""
-        if self._bypassed:
-            return self.root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return self._call(CALL, args, kwargs)
+
+    @torch.compiler.disable(reason=NOT_EXPORTED)  # type: ignore[untyped-decorator,no-untyped-call]
+    def run_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a method of the root that is compiled like its call, and counted like it."""
+        return self._call(name, args, kwargs)
+
+    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._bypassed or (name != CALL and hooks.has_sharded_forward(self.root)):
+            call: Any = self.root._call_impl if name == CALL else getattr(type(self.root), name).__get__(self.root)
+            return call(*args, **kwargs)
+        refuse_conversion(quantizes=self._any_hook is not None)
         if self._failure is not None:
             raise self._failure.with_traceback(None)
-        training = torch.is_grad_enabled()
+        if training := torch.is_grad_enabled():
+            self._lead()
         if training and self._current.ran:
             self._advance()  # parts that ran by themselves: their forward is over
         due = self._due()
         if due != self.phase:
-            return self._enter(due)(*args, **kwargs)
+            return self._enter(due)._call(name, args, kwargs)
         self._begin(training)
-        result = self._run(training, args, kwargs)
+        result = self._run(name, training, args, kwargs)
         if not self._checked and not self.inspection.watching:
             try:
-                self.check_coverage()
+                if name == CALL:
+                    self.check_coverage()
+                else:  # rules may be about what other methods call
+                    coverage.check_captured(self.plan, self.capture)
             except Error as error:
                 self._failure = error
                 raise
-            self._checked = True
+            self._checked = name == CALL
         if training:
             self._trained += 1
             self._advance()
@@ -227,6 +229,11 @@ class Runtime:
     @property
     def _bypassed(self) -> bool:
         return self._any_hook is not None and self._any_hook.bypassed > 0
+
+    def _lead(self) -> None:
+        """Follow no other model's count any more."""
+        if self.root_state is not None:
+            self.root_state.followed = None
 
     def _advance(self) -> None:
         """Count one more forward with gradients."""
@@ -243,7 +250,7 @@ class Runtime:
             rank, device = distributed.rank(), self.root_state.get_buffer("forwards").device
             self._current.step = noise.make_step(self.settings.seed, rank, self.root_state.count, device=device)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch.compiler.disable(reason=NOT_EXPORTED)  # type: ignore[untyped-decorator,no-untyped-call]
     def run_part(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module of the model that was called by itself: by another method than the model's call, or alone.
 
@@ -254,6 +261,7 @@ class Runtime:
         call: Any = module.forward if module is self.root else module._call_impl
         if self._bypassed or hooks.has_sharded_forward(self.root):
             return call(*args, **kwargs)  # modules of fully_shard have graphs of their own
+        refuse_conversion(quantizes=True)
         if self._failure is not None:
             raise self._failure.with_traceback(None)
         if runtime_of(self.root) is not self:  # nn.Module.compile() has put another call in the place of ours
@@ -263,6 +271,8 @@ class Runtime:
                 "model.compile() was called after fp4graph.apply(), which compiles the model already; it has no effect",
             )
         training, again = torch.is_grad_enabled(), torch._C._current_graph_task_id() != -1
+        if training:
+            self._lead()
         if not again and id(module) in self._current.ran:
             self._advance()
             self._trained = max(1, self._trained)
@@ -282,33 +292,34 @@ class Runtime:
         return self._uncompiled.run(module, call, args, kwargs, self.capture, checked=self._checked)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _run_uncompiled(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a forward of the model that Dynamo does not compile."""
-        self._uncompiled.warn(why := cause(), f"this forward runs uncompiled, quantized as ever, and slower: {why}")
-        call: Any = self.root._call_impl
+    def _run_uncompiled(
+        self, name: str, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a call of the model that Dynamo does not compile."""
+        what = "this forward" if name == CALL else f"{name}()"
+        self._uncompiled.warn(why := cause(), f"{what} runs uncompiled, quantized as ever, and slower: {why}")
         return self._uncompiled.run(self.root, call, args, kwargs, self.capture, checked=self._checked)
 
-    def _run(self, training: bool, args: Any, kwargs: Any) -> Any:
-        """Run the compiled forward, or the observed one."""
-        capture = self.capture
-        run: Any = capture.run
-        hooks.drop_repeated_hooks(self._embeddings)
+    def _run(self, name: str, training: bool, args: Any, kwargs: Any) -> Any:
+        """Run the compiled call ``name``, or the observed one."""
+        capture, sharded = self.capture, False
+        call: Any = self.root._call_impl
         if isinstance(self.root.__dict__.get("forward"), hooks.ShardedForward):
             if self.inspection.watching or self.inspection.recording is not None:
                 raise Error("what fully_shard has taken over is compiled module by module, which cannot be watched")
-            run = self.root._call_impl
+            sharded = True
         elif (looked_at := self.inspection.capture(training=training, checked=self._checked)) is not None:
-            capture, run = looked_at, looked_at.run
+            capture = looked_at
         self._current.compiled, self._current.thread = True, threading.get_ident()
         try:
-            with capture.configured():
-                return run(*args, **kwargs)
+            with capture.configured(), nullcontext() if name == CALL else hooks.uncalled(self.root):
+                return call(*args, **kwargs) if sharded else capture.run(name, args, kwargs)
         except Exception as error:
             ours, capture.error = capture.error, None
-            unmarked = ours.all if isinstance(ours, UnmarkedWeight) and not self.capture.graphs else []
+            unmarked = ours.all if isinstance(ours, UnmarkedWeight) and not capture.captured(name) else []
             carried = [self._uncompiled.carry(each) for each in unmarked]
             if any(carried):
-                return self._run(training, args, kwargs)  # nothing has run: the first graph was refused
+                return self._run(name, training, args, kwargs)  # nothing has run: the first graph was refused
             if ours is not None:
                 self._failure = None if self._checked else ours
                 raise ours from ours.__cause__  # without the compiler's own errors around it

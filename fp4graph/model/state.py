@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fp4graph.model.conversion import refuse
 from fp4graph.numerics import noise
 from fp4graph.numerics.sharding import is_sharded, like, whole
 
@@ -37,6 +38,10 @@ class State(nn.Module):
     """
 
     loaded = False
+
+    def __prepare_scriptable__(self) -> State:
+        refuse("torch.jit.script")
+        return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> State:
         for name, buffer in self._buffers.items():
@@ -165,7 +170,8 @@ class RootState(State):
 
     It is no entry of the model's state dict: it travels with the optimizer's state and in our checkpoints.
 
-    ``followed`` is set in a copy that has not trained: it returns the count of the model that was copied, or None.
+    ``followed`` is set in a copy that has not trained: it returns the count of the model that was copied, or None. A
+    copy that trains goes on from its own count, which is that of the moment of copying.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -177,17 +183,16 @@ class RootState(State):
     @property
     def count(self) -> int:
         """The number of root forwards with gradients enabled."""
-        if self.followed is not None and (count := self.followed()) is not None:
-            self._count = count
-        return self._count
+        followed = None if self.followed is None else self.followed()
+        return self._count if followed is None else followed
 
     def advance(self) -> None:
         """Count one more root forward with gradients enabled."""
-        self.count_from(self.count + 1)
+        self.count_from(self._count + 1)
 
     def count_from(self, count: int) -> None:
-        """Set the count, which from now on is the model's own."""
-        self.followed, self._count = None, count
+        """Set the count."""
+        self._count = count
         self.get_buffer("forwards").fill_(count)
 
     def recount(self) -> None:

@@ -324,9 +324,7 @@ def test_a_copy_follows_the_phases_of_its_model_until_it_trains():
         assert not torch.equal(quantized, twin(images()))
     twin(images())
     model(images())
-    assert (runtime_of(model).count, runtime_of(twin).count) == (4, 4)
-    model(images())
-    assert (runtime_of(model).count, runtime_of(twin).count) == (5, 4)
+    assert (runtime_of(model).count, runtime_of(twin).count) == (4, 1)
     assert runtime_of(pickle.loads(pickle.dumps(copy.deepcopy(twin)))) is None
 
 

@@ -1,0 +1,39 @@
+"""Refuses to convert an applied model. What comes of a conversion would run in high precision without a word."""
+
+from __future__ import annotations
+
+import torch
+
+from fp4graph.errors import Error
+
+_REMEDY = "call fp4graph.remove(model) first, and fp4graph.apply(model, policy) to train on"
+#: Shown by Dynamo where torch.export traces our call.
+NOT_EXPORTED = f"a model with a policy applied runs a graph of its own; to export it, {_REMEDY}"
+
+
+def refuse(what: str) -> None:
+    """Raise the Error that ``what`` does not convert an applied model."""
+    raise Error(
+        f"{what} cannot convert a model with a policy applied, because it does not see the quantizers; {_REMEDY}"
+    )
+
+
+def refuse_conversion(*, quantizes: bool) -> None:
+    """Raise an Error where the call that is running is traced or transformed; ``quantizes`` says whether any module of
+    the model has quantized sites."""
+    if torch._C._is_tracing():
+        refuse("torch.jit.trace")
+    if torch.compiler.is_exporting():
+        refuse("torch.export")
+    if quantizes and torch._C._functorch.peek_interpreter_stack() is not None:
+        raise Error(
+            "a transform of torch.func (grad, vmap, jvp) cannot run a model with a policy applied, because quantizers "
+            "have gradients of their own; use loss.backward() or torch.autograd.grad, or wrap the call in "
+            "fp4graph.bypass(model) if high precision is what you want"
+        )
+
+
+@torch.compiler.disable(reason=NOT_EXPORTED)  # type: ignore[untyped-decorator,no-untyped-call]
+def refuse_export() -> None:
+    """Refuse to be traced by torch.export; Dynamo never runs it, and its error tells the reason."""
+    refuse("torch.export")

@@ -1,0 +1,100 @@
+"""TorchScript, torch.export and torch.func do not see the quantizers, and say so before anything is converted."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call, grad, vmap
+
+import fp4graph
+from fp4graph.errors import Error, PolicyWarning
+
+X = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+
+
+class Wrapper(nn.Module):
+    def __init__(self, model) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x):
+        return self.model(x) * 2
+
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32)), nn.Linear(32, 8))
+
+
+POLICY = {"version": 1, "rules": [{"match": {"op": "linear"}, "quantize": {"block": 16}}]}
+MODELS = {"the model": lambda m: m, "a part": lambda m: m[0], "a wrapper": Wrapper}
+CONVERSIONS = {
+    "jit.script": lambda m: torch.jit.script(m),
+    "jit.trace": lambda m: torch.jit.trace(m, (X,)),
+    "export": lambda m: torch.export.export(m, (X,), strict=False),
+    "strict export": lambda m: torch.export.export(m, (X,), strict=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def deprecations():
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", category=FutureWarning)
+        yield
+
+
+@pytest.mark.parametrize("of", MODELS)
+@pytest.mark.parametrize("how", CONVERSIONS)
+@pytest.mark.parametrize("ran", [False, True], ids=["before the first call", "after a call"])
+def test_an_applied_model_is_not_converted(how, of, ran):
+    model = fp4graph.apply(net(), POLICY, backend="eager")
+    if ran:
+        model(X)
+    # Dynamo wraps what is raised while torch.export traces; its own error carries our sentence.
+    raised = torch._dynamo.exc.Unsupported if how == "strict export" else Error
+    with pytest.raises(raised, match=r"call fp4graph\.remove\(model\) first"):
+        CONVERSIONS[how](MODELS[of](model))
+    expected = fp4graph.apply(net(), POLICY, backend="eager")(X)
+    assert torch.equal(model(X), expected)  # nothing is left of the attempt
+    converted = CONVERSIONS[how](MODELS[of](fp4graph.remove(model)))
+    converted = converted.module() if "export" in how else converted
+    assert torch.equal(converted(X), MODELS[of](net())(X))
+
+
+def test_a_strictly_applied_model_is_not_exported():
+    model = fp4graph.apply(net(), POLICY, backend="eager", strict=True)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"call fp4graph\.remove\(model\) first"):
+        torch.export.export(model, (X,), strict=True)
+
+
+def transformed(model):
+    parameters = dict(model.named_parameters())
+    gradients = grad(lambda p: functional_call(model, p, (X,)).square().mean())(parameters)
+    return [gradients["1.bias"], vmap(lambda row: model(row[None])[0])(X)]
+
+
+def test_transforms_of_torch_func_are_refused_and_run_in_a_bypass():
+    model = fp4graph.apply(net(), POLICY, backend="eager")
+    with pytest.raises(Error, match=r"torch\.func .* use loss\.backward\(\) .* fp4graph\.bypass\(model\)"):
+        transformed(model)
+    with pytest.raises(Error, match=r"torch\.func"):
+        vmap(model[0])(X)
+    with fp4graph.bypass(model):
+        found = transformed(model)
+    assert all(map(torch.equal, found, transformed(net())))
+    nothing = fp4graph.apply(net(), "bf16", backend="eager")  # quantizes nothing, so there is nothing to refuse
+    with pytest.warns(PolicyWarning, match=r"runs uncompiled.* torch\.func"):
+        assert all(map(torch.equal, transformed(nothing), found))
+
+
+def test_functional_call_is_a_call_with_other_parameters():
+    model, other = fp4graph.apply(net(), POLICY, backend="eager"), net()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.5)
+    given = {name: p.detach().clone() for name, p in other.named_parameters()}
+    assert torch.equal(functional_call(model, given, (X,)), fp4graph.apply(other, POLICY, backend="eager")(X))
