@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check lint format docs parity gpu bench bench-all stranger wheel clean
+.PHONY: demo test long check lint format docs parity gpu bench bench-all stranger wheel clean
 
 demo: $(STAMP)
 	rm -rf runs/demo
@@ -18,9 +18,13 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxpro
 test: $(STAMP) lint
 	$(PYTEST)
 
+# Every other policy, case and kill: with `make test` all that continuous integration runs, half an hour.
+long: $(STAMP)
+	$(PYTEST) -m "long and not parity and not gpu"
+
 # The inner loop: without what compiles with Inductor, starts processes or services, or is slow for another reason.
 check: $(STAMP) lint
-	$(PYTEST) -m "not (inductor or process or service or slow or parity or gpu)"
+	$(PYTEST) -m "not (inductor or process or service or slow or long or parity or gpu)"
 
 # Formatting is not checked here: ruff is not pinned, and a new release's taste should not fail a fresh checkout.
 lint: $(STAMP)

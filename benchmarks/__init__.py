@@ -8,6 +8,7 @@
     python -m benchmarks.memory        # bytes kept for the backward
     python -m benchmarks.techniques    # what acts at the optimizer's step
     python -m benchmarks.report        # the tables of docs/performance.md, from the files of results
+    python -m benchmarks.zoo           # no cost: which image models train; it writes docs/models.md
 
 Run from the root of a clone, with ``pip install -e ".[bench]"``. Each prints a table and adds its rows to
 ``benchmarks/results/<benchmark>.<machine>.json``; docs/performance.md says how to read them.

@@ -8,7 +8,6 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fp4graph.numerics.noise import gaussian
 from fp4graph.technique import Context, Overhead, Positive, Technique, hookimpl
 
 
@@ -81,13 +80,11 @@ class AdaptiveQuantizationNoise(Technique):
     def after(self, x: Tensor, context: Context) -> Tensor:
         """Return Ŵ, computed in fp32."""
         assert context.count is not None
-        assert context.noise.key is not None
         stage = (context.count // self.steps_per_stage).clamp(max=self.stages - 1)
         # A table, because powers differ between compiled and eager code. Gathered, because indexing by a tensor would
         # read the tensor.
         sigma = torch.tensor(self.sigmas, dtype=torch.float32, device=x.device).gather(0, stage.reshape(1).long())
-        channel = torch.arange(x.shape[-1], dtype=torch.int32, device=x.device)
-        z = gaussian(context.noise.key, channel) * sigma
+        z = context.gaussian(x.shape[-1]) * sigma
         weight = x.to(torch.float32)
         return (weight + z if self.kind == "additive" else weight * (1 + z)).to(x.dtype)
 

@@ -12,7 +12,6 @@ from pydantic import Field
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fp4graph.numerics.noise import gaussian
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.rounding import power_of_two
 from fp4graph.numerics.spec import QuantSpec
@@ -95,9 +94,7 @@ class LowRankResidual(Technique):
 
     def factors(self, w: Tensor, context: Context) -> tuple[Tensor, Tensor]:
         """Return A ``[..., N, k]`` with orthonormal columns, and B = Aᵀ·W ``[..., k, K]``; k is at most N."""
-        assert context.constant.key is not None
-        index = torch.arange(w.shape[-1] * self.rank, dtype=torch.int32, device=w.device)
-        y = w @ gaussian(context.constant.key, index).reshape(w.shape[-1], self.rank)
+        y = w @ context.gaussian(w.shape[-1] * self.rank, constant=True).reshape(w.shape[-1], self.rank)
         for _ in range(self.iterations):
             y = w @ _orthonormal(w.mT @ _orthonormal(y))
         a = _orthonormal(y)

@@ -225,8 +225,7 @@ class Planner:
         self._keep(found.node, found.module, op, f"not supported: {unsupported}")
         return self._refuse(
             f"{op} multiplies with a parameter in a way that cannot be quantized yet, and would run in high precision "
-            "without a word. To keep it, put a rule before the policy's others (in a policy that extends another, "
-            f"repeat those): {{name: {op}, match: {{module: {pattern_of(module or '')!r}}}, keep: not quantized yet}}",
+            f"without a word. To keep it, {rule_that_keeps(op, module)}",
             module,
         )
 
@@ -239,6 +238,17 @@ class Planner:
     def _refuse(self, message: str, module: str | None) -> None:
         if self.refused is None:
             self.refused = CaptureError(message, site=module or "(root)")
+
+
+def rule_that_keeps(name: str, module: str | None) -> str:
+    """Return what a person does to keep the products of ``module`` in high precision, as the end of a sentence."""
+    pattern: str | list[str] = pattern_of(module or "")
+    if pattern[-1:] == "*":  # which would match all modules inside too
+        pattern = [f"{pattern[:-1]}{digits}" for digits in ("[0-9]", "[0-9][0-9]")]
+    return (
+        "put a rule before the policy's others (in a policy that extends another, repeat those): "
+        f"{{name: {name}, match: {{module: {pattern!r}}}, keep: not quantized yet}}"
+    )
 
 
 def _shape(x: Tensor) -> tuple[int | str, ...]:

@@ -12,7 +12,7 @@ from torch.fx import Node
 from fp4graph.errors import CaptureError
 from fp4graph.graph.find import FoundProduct
 from fp4graph.graph.functions import site_function
-from fp4graph.graph.plan import PlannedSite
+from fp4graph.graph.plan import PlannedSite, rule_that_keeps
 from fp4graph.graph.products import Product, read_product
 from fp4graph.numerics.sharding import is_sharded
 from fp4graph.ops.state import StateSlot
@@ -22,12 +22,13 @@ class UnmarkedWeight(CaptureError):
     """A product needs the key or the state of its weight, and no marker carries them where the product is.
 
     A module has multiplied with the weight of another that it did not call. ``owner`` is the weight's, ``caller`` names
-    the module; either may be unknown (None).
+    the module; either may be unknown (None). ``all`` are the errors of one graph, this one first.
     """
 
     def __init__(self, message: str, found: FoundProduct) -> None:
         super().__init__(message, site=str(found.view))
         self.owner, self.caller = found.owner, found.caller
+        self.all: list[UnmarkedWeight] = [self]
 
 
 @dataclass(frozen=True)
@@ -102,9 +103,14 @@ def _entry(slot: StateSlot, found: FoundProduct) -> Node:
         for tagged, node in zip(marker.tag.state, marker.state, strict=True):
             if tagged == wanted:
                 return node
+    owner = found.owner
+    if owner is not None and owner.parameter.endswith("weight"):
+        what = f"the weight of {owner.module or '(root)'!r}, and that module was not called in this graph"
+    else:
+        what = f"{'a tensor' if owner is None else f'parameter {owner.parameter!r}'}, the weight of no layer"
     raise UnmarkedWeight(
-        f"technique {slot.technique} keeps state for its weight, which is not known as one: make it the "
-        "weight of an nn.Linear or call the parameter '...weight', or drop the technique for it",
+        f"technique {slot.technique} keeps state for each weight, but this product multiplies with {what}. Drop the "
+        f"technique, or {rule_that_keeps(found.view.op, found.view.module)}",
         found,
     )
 

@@ -20,7 +20,7 @@ from fp4graph.errors import CaptureError, PolicyError
 from fp4graph.graph.find import find
 from fp4graph.graph.names import Names, Owner
 from fp4graph.graph.plan import Planner
-from fp4graph.graph.replace import replace
+from fp4graph.graph.replace import UnmarkedWeight, replace
 from fp4graph.graph.site import Site, WeightUse
 from fp4graph.policy import Policy
 
@@ -58,7 +58,7 @@ def rewrite(
         PolicyError: the policy draws noise or keeps state, and the graph is ``stateless``.
     """
     found = find(gm, names, lambda attention: policy.decide(attention).rule.quantizes, keys)
-    planner = Planner(policy, first_occurrence)
+    planner, unmarked = Planner(policy, first_occurrence), list[UnmarkedWeight]()
     for site in planner.plan(found.work):
         program = site.plan.program
         if stateless and program is not None and (program.draws or program.state):
@@ -67,7 +67,13 @@ def rewrite(
                 "backend='fp4graph' cannot carry; use fp4graph.apply(model, policy)",
                 file=policy.file,
             )
-        replace(site)
+        try:
+            replace(site)
+        except UnmarkedWeight as error:
+            unmarked.append(error)
+    if unmarked:
+        unmarked[0].all = unmarked
+        raise unmarked[0]
     for body in found.bodies:
         body.recompile()
     return Rewritten(planner.sites, planner.uses, found.read, found.marked, planner.refused)

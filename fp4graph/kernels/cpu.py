@@ -61,6 +61,9 @@ extern "C" void run(const u8* codes, const P::Stored* scales, {T}* y, Shape shap
     unpack<P, {T}>(codes, scales, y, shape, threads);
 }}
 """
+_GAUSSIAN = """
+extern "C" void run(float* z, i64 count, KeyParts draw, int threads) {{ gaussian(z, count, draw, threads); }}
+"""
 
 
 # The structures mirror those of the same names in quantize.cpp, field by field.
@@ -175,6 +178,12 @@ def unpack(codes: Tensor, scales: Tensor, packed: str, y: Tensor) -> None:
     """Write the operand that the spec ``packed`` packed along C into the contiguous ``y [B, R, C]``."""
     run = _function(_UNPACK, y.dtype, P=packed)
     run(_at(codes), _at(scales), _at(y), _Shape(*y.shape), torch.get_num_threads())
+
+
+def gaussian(z: Tensor, draw: Draw) -> None:
+    """Write :func:`fp4graph.numerics.noise.gaussian` of the indices of ``z [N]``, contiguous fp32, under ``draw``."""
+    run = _function(_GAUSSIAN, torch.float32)
+    run(_at(z), ctypes.c_int64(len(z)), _key_parts(draw), torch.get_num_threads())
 
 
 def _key_parts(draw: Draw | None) -> _KeyParts:

@@ -1,4 +1,5 @@
-"""The operators that the engine calls for a plain quantizer: opaque to compilers, run by hand-written kernels.
+"""The operators that the engine calls for plain quantizers and for noise: opaque to compilers, run by hand-written
+kernels.
 
 An operator does not fuse with its neighbours, and that is intended: on a CPU the kernel of
 :mod:`fp4graph.kernels.cpu` takes a fraction of the time of the code that Inductor generates, and is compiled once for
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fp4graph.kernels import cpu
+from fp4graph.numerics import noise
 from fp4graph.numerics.blocking import Blocking, is_scalar
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.packing import empty_bytes
@@ -35,6 +37,7 @@ _library.define(
     f"requantize(Tensor codes, Tensor scales, str packed, SymInt length, ScalarType dtype, str spec, {_DRAW}) -> Tensor"
 )
 _library.define("unpack(Tensor codes, Tensor scales, str packed, SymInt length, ScalarType dtype) -> Tensor")
+_library.define("gaussian(Tensor key, Tensor? step, int[] salts, SymInt count) -> Tensor")
 
 #: Dtypes that kernels read and write; others go through fp32.
 DTYPES = frozenset(cpu.DTYPES)
@@ -168,6 +171,17 @@ def quantize_and_pack(
     return values, PackedOperand(codes, scales, spec, x.shape[-1], dtype)
 
 
+def gaussian(draw: Draw, count: int, device: torch.device) -> Tensor:
+    """Return ``count`` standard normal variates, fp32, :func:`fp4graph.numerics.noise.gaussian` of the first indices.
+
+    A kernel where there is one: what Inductor makes of the hashes takes half a minute to compile.
+    """
+    if not _on(device):
+        return noise.gaussian(draw.varying, torch.arange(count, dtype=torch.int32, device=device))
+    result: Tensor = torch.ops.fp4graph.gaussian(draw.key, draw.step, draw.salts, count)
+    return result
+
+
 def _flat(spec: QuantSpec, draw: Draw | None) -> tuple[Tensor | None, Tensor | None, Sequence[int]]:
     """Return ``draw`` as operators take it: key, step and salts, which are empty where ``spec`` draws nothing."""
     if draw is None or not spec.needs_key:
@@ -204,6 +218,10 @@ def _fake_requantize(
 
 def _fake_unpack(codes: Tensor, scales: Tensor, packed: str, length: int, dtype: torch.dtype) -> Tensor:
     return codes.new_empty((*codes.shape[:-1], length), dtype=dtype)
+
+
+def _fake_gaussian(key: Tensor, step: Tensor | None, salts: Sequence[int], count: int) -> Tensor:
+    return key.new_empty((count,), dtype=torch.float32)
 
 
 # ------------------------------------------------------------------ CPU
@@ -262,6 +280,12 @@ def _unpack(codes: Tensor, scales: Tensor, packed: str, length: int, dtype: torc
     return y
 
 
+def _gaussian(key: Tensor, step: Tensor | None, salts: Sequence[int], count: int) -> Tensor:
+    z = _fake_gaussian(key, step, salts, count)
+    cpu.gaussian(z, Draw(key, step, tuple(salts)))
+    return z
+
+
 def _last_two(x: Tensor) -> tuple[int, int]:
     return (1 if x.dim() == 1 else x.shape[-2]), x.shape[-1]
 
@@ -287,6 +311,7 @@ for _name, _fake, _run in (
     ("quantize_and_pack", _fake_quantize_and_pack, _quantize_and_pack),
     ("requantize", _fake_requantize, _requantize),
     ("unpack", _fake_unpack, _unpack),
+    ("gaussian", _fake_gaussian, _gaussian),
 ):
     torch.library.register_fake(f"fp4graph::{_name}", _fake, lib=_library)
     _library.impl(_name, _run, "CPU")

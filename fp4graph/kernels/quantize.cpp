@@ -595,6 +595,22 @@ void unpack(const u8* codes, const typename P::Stored* scales, T* y, Shape shape
     }
 }
 
+// gaussian of numerics/noise.py: one normal variate for each index below count, under the draw's key.
+inline void gaussian(float* z, i64 count, KeyParts draw, int threads) {
+    const Key key = derived(draw.key, draw.step, draw.salts, draw.count);
+    Key keys[6];
+    for (u32 salt = 0; salt < 6; ++salt) keys[salt] = key.absorb(salt);
+#pragma omp parallel for simd num_threads(threads) if (parallel : count > SERIAL)
+    for (i64 i = 0; i < count; ++i) {
+        i32 total = -6 * 0xFFFF;
+        for (int salt = 0; salt < 6; ++salt) {
+            const u32 bits = keys[salt].bits(static_cast<u32>(i));
+            total += static_cast<i32>((bits & 0xFFFF) + (bits >> 16));
+        }
+        z[i] = static_cast<float>(total) * pow2(-16);
+    }
+}
+
 // The largest magnitude of each block, into z [batches, rows, ceil(columns / block)]; NaN above Inf above all.
 template <class T>
 void maxima(const T* x, Strides from, float* z, Shape shape, i64 length, int threads) {

@@ -10,6 +10,7 @@ from torch import nn
 
 from fp4graph.errors import CaptureError, PolicyError
 from fp4graph.graph.blocks import pattern_of
+from fp4graph.graph.plan import NOTHING
 from fp4graph.graph.site import Site, WeightUse
 from fp4graph.model import hooks
 from fp4graph.model.capture import Capture
@@ -19,18 +20,34 @@ from fp4graph.policy.document import Place
 
 #: A captured site, with the modules that it serves, its own first.
 ServedSite = tuple[Site, list[str | None]]
+_RECURRENT = "recurrent layers are kept in high precision, and Dynamo does not capture them"
 
 
 def check(plan: PhasePlan, capture: Capture) -> list[WeightUse]:
     """Raise PolicyError or CaptureError where the captured graphs do not contain what the policy is about.
 
-    Return how modules use their weights that share the graph of another module.
+    Add the recurrent layers, which Dynamo does not capture, to the sites of ``capture``. Return how modules use their
+    weights that share the graph of another module.
     """
     served = served_sites(plan.root, capture)
     check_sites(plan.policy, [dataclasses.replace(site, module=name) for site, names in served for name in names])
     if set(plan.names.blocks) == {""}:
         check_share(plan, capture.sites, capture.uses.values())
     check_captured(plan, capture)
+    recurrent = {site.module for site in capture.sites if site.op == "recurrent"}
+    capture.sites += [
+        Site(
+            name,
+            "recurrent",
+            (tuple(module.get_parameter("weight_ih_l0").shape),),
+            None,
+            _RECURRENT,
+            dict(NOTHING.specs),
+            False,
+        )
+        for name, module in plan.root.named_modules()
+        if isinstance(module, nn.RNNBase) and name not in recurrent
+    ]
     served_by = {name: names[0] for _, names in served for name in names[1:] if name is not None}
     return [
         dataclasses.replace(use, module=name)
@@ -79,13 +96,15 @@ def check_sites(policy: Policy, sites: Sequence[Site]) -> None:
     for index, rule in enumerate(policy.rules):
         if rule.required and index not in matched:
             shown = ", ".join(products[:8]) + (" ..." if len(products) > 8 else "")
+            convolutions = sum(site.op == "conv" for site in sites)
+            known = f", whose {convolutions} convolutions cannot be quantized" if convolutions else ""
             adapters = (site.module for site in sites if site.rule_index == ADAPTERS_INDEX)
             named = next((name for name in adapters if rule.match.names(name)), None)
             remedy = "give it 'required: false' if that is meant"
             if named is not None:
                 remedy = f"{named} is an adapter, and only a rule that says 'adapter: true' quantizes adapters"
             raise Place(rule.file, rule.line).error(
-                f"rule {rule.name!r} matches no site of this model; {remedy}. "
+                f"rule {rule.name!r} matches no site of this model{known}; {remedy}. "
                 f"Sites: {shown or 'none, the model has no matrix product'}"
             )
     quantized = sum(site.quantized for site in sites)

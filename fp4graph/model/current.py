@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
+import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,38 +72,20 @@ class CurrentForward:
             self.regions[region] = self.step, self.direct.planner.occurrences
 
 
-class Part:
-    """The call of a module inside an applied model, where the model itself is not called.
-
-    ``holds`` says whether the module or one below has quantized sites; another runs by itself as it is.
-    """
-
-    def __init__(self, module: nn.Module, current: CurrentForward, holds: bool) -> None:
-        self._module, self._current, self._holds = module, current, holds
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        current, module = self._current, self._module
-        if current.direct is not None or current.compiled:
-            current.require_thread()
-        if current.direct is None:
-            if not self._holds:
-                return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-            assert current.part is not None
-            return current.part(module, args, kwargs)
-        current.enter(module)
-        with current.direct.inside(module):
-            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
-
-
 class Parts:
-    """The parts of an applied model: ``nn.Module.__call__`` runs a :class:`Part` in the place of the module's own call.
+    """The parts of an applied model: ``nn.Module.__call__`` of each runs :meth:`_run` in the place of the module's own.
 
-    Dynamo would trace that call, so the parts are taken away while a compiled forward runs.
+    Dynamo traces that call where a module has hooks. Nothing is written for a forward, because Dynamo checks its guards
+    faster while the modules' attributes stay as they are.
     """
 
     def __init__(self, modules: Mapping[nn.Module, bool], current: CurrentForward) -> None:
-        """``modules`` are all below the root, each with whether it holds sites."""
-        self._parts = [(m.__dict__, Part(m, current, holds), m._compiled_call_impl) for m, holds in modules.items()]
+        """``modules`` are all below the root, each with whether it or a module below it has quantized sites."""
+        self._current = current
+        calls = {holds: self._call(holds) for holds in (False, True)}
+        self._parts = [
+            (m.__dict__, types.MethodType(calls[holds], m), m._compiled_call_impl) for m, holds in modules.items()
+        ]
 
     def show(self) -> None:
         """Put the parts in place."""
@@ -118,14 +100,28 @@ class Parts:
             else:
                 attributes["_compiled_call_impl"] = former
 
-    @contextmanager
-    def hidden(self, yes: bool = True) -> Iterator[None]:
-        """Take the parts away in this context; with False, put them in place."""
-        (self.hide if yes else self.show)()
-        try:
-            yield
-        finally:
-            (self.show if yes else self.hide)()
+    def _call(self, holds: bool) -> Callable[..., Any]:
+        current, run = self._current, self._run
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if current.compiled:
+                return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+            return run(holds, module, args, kwargs)
+
+        return call
+
+    def _run(self, holds: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a module where the compiled forward is not running."""
+        current = self._current
+        if current.direct is None:
+            if not holds:
+                return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+            assert current.part is not None
+            return current.part(module, args, kwargs)
+        current.require_thread()
+        current.enter(module)
+        with current.direct.inside(module):
+            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def checkpointed_region() -> Any:

@@ -167,7 +167,8 @@ def _leave_meta(model: nn.Module, fake_mode: fake_tensor.FakeTensorMode, device:
     """Put the fake tensors of ``model`` that are on the meta device on ``device``, where its inputs are."""
     placed: dict[int, torch.Tensor] = {}  # tied parameters stay tied
     for module in model.modules():
-        for held in (module._parameters, module._buffers, vars(module)):
+        holders: tuple[dict[str, Any], ...] = (module._parameters, module._buffers, vars(module))
+        for held in holders:
             for name, value in list(held.items()):
                 if isinstance(value, torch.Tensor) and value.device.type == "meta":
                     held[name] = placed.setdefault(id(value), _placed(value, fake_mode, device))

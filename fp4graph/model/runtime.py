@@ -6,7 +6,7 @@ import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -183,26 +183,34 @@ class Runtime:
             twin.__setstate__(attributes)  # type: ignore[no-untyped-call]
             copied = Runtime(twin, self.policy, self.settings, self.phase)
             copied.attach()
-            copied.count_from(self.count or 0)
+            copied.follow(self.root)
 
         twin.__dict__["__setstate__"] = finish
+
+    def follow(self, original: nn.Module) -> None:
+        """Have the count of the applied model ``original`` until this one trains: phases and noise go on together."""
+        reference = weakref.ref(original)
+
+        def count() -> int | None:
+            model = reference()
+            runtime = None if model is None else runtime_of(model)
+            return None if runtime is None else runtime.count
+
+        if self.root_state is not None:
+            self.root_state.followed = count
 
     # An outer torch.compile must not trace through into our graphs with its own backend.
     @torch.compiler.disable(reason=NOT_EXPORTED)  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one forward of the root."""
-        return self._call(CALL, args, kwargs)
+        return self.run_method(CALL, args, kwargs)
 
     @torch.compiler.disable(reason=NOT_EXPORTED)  # type: ignore[untyped-decorator]
     def run_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method of the root that is compiled like its call, and counted like it."""
-        return self._call(name, args, kwargs)
-
-    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the root's call, or a method that is compiled and counted like it."""
         if self._bypassed or (name != CALL and hooks.has_sharded_forward(self.root)):
             call: Any = self.root._call_impl if name == CALL else getattr(type(self.root), name).__get__(self.root)
-            with self._uncompiled.parts.hidden():
-                return call(*args, **kwargs)
+            return call(*args, **kwargs)
         refuse_conversion(quantizes=self._any_hook is not None)
         if self._failure is not None:
             raise self._failure.with_traceback(None)
@@ -211,15 +219,14 @@ class Runtime:
             self._advance()  # parts that ran by themselves: their forward is over
         due = self._due()
         if due != self.phase:
-            return self._enter(due)._call(name, args, kwargs)
+            return self._enter(due).run_method(name, args, kwargs)
         self._begin(training)
         result = self._run(name, training, args, kwargs)
         if not self._checked and not self.inspection.watching:
             try:
-                if name == CALL:
+                coverage.check_captured(self.plan, self.capture)
+                if name == CALL:  # of a method, rules may be about what others call
                     self.check_coverage()
-                else:  # rules may be about what other methods call
-                    coverage.check_captured(self.plan, self.capture)
             except Error as error:
                 self._failure = error
                 raise
@@ -258,8 +265,7 @@ class Runtime:
         """
         call: Any = module.forward if module is self.root else module._call_impl
         if self._bypassed or hooks.has_sharded_forward(self.root):
-            with self._uncompiled.parts.hidden():  # modules of fully_shard have graphs of their own
-                return call(*args, **kwargs)
+            return call(*args, **kwargs)  # modules of fully_shard have graphs of their own
         refuse_conversion(quantizes=True)
         if self._failure is not None:
             raise self._failure.with_traceback(None)
@@ -308,11 +314,13 @@ class Runtime:
             capture = looked_at
         self._current.compiled, self._current.thread = True, threading.get_ident()
         try:
-            with capture.configured(), self._uncompiled.parts.hidden(), hooks.uncalled(self.root):
+            with capture.configured(), nullcontext() if name == CALL else hooks.uncalled(self.root):
                 return self.root._call_impl(*args, **kwargs) if sharded else capture.run(name, args, kwargs)
         except Exception as error:
             ours, capture.error = capture.error, None
-            if isinstance(ours, UnmarkedWeight) and not capture.captured(name) and self._uncompiled.carry(ours):
+            unmarked = ours.all if isinstance(ours, UnmarkedWeight) and not capture.captured(name) else []
+            carried = [self._uncompiled.carry(each) for each in unmarked]
+            if any(carried):
                 return self._run(name, training, args, kwargs)  # nothing has run: the first graph was refused
             if ours is not None:
                 self._failure = None if self._checked else ours
@@ -330,7 +338,7 @@ class Runtime:
                 for own in state.site_states(self.root):
                     if root_state.count == 0:
                         own.restart()
-                    own.follow_weights()
+                    own.settle()
         wrapper = distributed.active_ddp()
         former = None if self._synchronized is None else self._synchronized()
         if training and wrapper is not None and wrapper is not former:
@@ -352,6 +360,8 @@ class Runtime:
             raise Error("a phase of the policy begins inside detect_nonfinite(); watch the steps of each by themselves")
         following = Runtime(self.root, self.policy, self.settings, phase)
         following.attach()
+        if following.root_state is not None and self.root_state is not None:
+            following.root_state.followed = self.root_state.followed
         following.observe(self.inspection.recording, training=self.inspection.training)
         self.optimizers.prepare_again(self.root)
         return following

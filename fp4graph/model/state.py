@@ -79,8 +79,10 @@ class SiteState(State):
     def __init__(self, fqn: str, device: torch.device) -> None:
         super().__init__()
         self.fqn = fqn
+        self._version_of_key = 0
         # Derivable from the name, so not saved.
-        self.register_buffer("key", noise.make_key("site", fqn, device=device), persistent=False)
+        self.register_buffer("key", None, persistent=False)
+        self._make_key(device)
         self._weights: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]] = {}
 
     def add(self, name: str, init: Callable[[Tensor], Tensor], weight: Callable[[], Tensor]) -> None:
@@ -105,8 +107,13 @@ class SiteState(State):
         for name in () if self.loaded else self._weights:
             self.reset(name)
 
-    def follow_weights(self) -> None:
-        """Shard entries of the weight's shape as the weight is sharded now."""
+    def settle(self) -> None:
+        """Shard entries of the weight's shape as the weight is sharded now, and undo a write to the key: an average
+        over a model's buffers (``AveragedModel(use_buffers=True)``) changes it."""
+        key = self.get_buffer("key")
+        if key._version != self._version_of_key:
+            key.copy_(noise.make_key("site", self.fqn))
+            self._version_of_key = key._version
         for name, (_, weight) in self._weights.items():
             buffer, parameter = self._buffers[name], weight()
             if buffer is not None and buffer.shape == parameter.shape:
@@ -114,9 +121,13 @@ class SiteState(State):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SiteState:
         super()._apply(fn, recurse)
-        device = self.get_buffer("key").device
-        self._buffers["key"] = noise.make_key("site", self.fqn, device=device)  # to_empty() left it undefined
+        self._make_key(self.get_buffer("key").device)  # to_empty() left it undefined
         return self
+
+    def _make_key(self, device: torch.device) -> None:
+        with torch.inference_mode(False):  # tensors made in it have no version
+            self._buffers["key"] = key = noise.make_key("site", self.fqn, device=device)
+        self._version_of_key = key._version
 
     def __getstate__(self) -> dict[str, Any]:
         # Closures over the weight do not travel; apply() makes them anew.
@@ -158,25 +169,30 @@ class RootState(State):
     """The count of root forwards with gradients enabled.
 
     It is no entry of the model's state dict: it travels with the optimizer's state and in our checkpoints.
+
+    ``followed`` is set in a copy that has not trained: it returns the count of the model that was copied, or None.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.register_buffer("forwards", torch.zeros((), dtype=torch.int64, device=device), persistent=False)
         self._count = 0  # mirror of the buffer, so that no forward waits for a device
+        self.followed: Callable[[], int | None] | None = None
 
     @property
     def count(self) -> int:
         """The number of root forwards with gradients enabled."""
+        if self.followed is not None and (count := self.followed()) is not None:
+            self._count = count
         return self._count
 
     def advance(self) -> None:
         """Count one more root forward with gradients enabled."""
-        self.count_from(self._count + 1)
+        self.count_from(self.count + 1)
 
     def count_from(self, count: int) -> None:
-        """Set the count."""
-        self._count = count
+        """Set the count, which from now on is the model's own."""
+        self.followed, self._count = None, count
         self.get_buffer("forwards").fill_(count)
 
     def recount(self) -> None:
@@ -193,3 +209,6 @@ class RootState(State):
         super()._apply(fn, recurse)
         self.get_buffer("forwards").fill_(self._count)  # to_empty() left it undefined
         return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"followed": None}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable, MutableMapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -71,10 +70,9 @@ class Uncompiled:
             first_occurrence=occurrences,
         )
         current.direct, current.compiled, current.thread = direct, False, threading.get_ident()
-        shown = self.parts.hidden(False) if compiled else nullcontext()
         try:
             current.enter(module)
-            with shown, direct, direct.inside(module):
+            with direct, direct.inside(module):
                 result = call(*args, **kwargs)
         finally:
             current.direct, current.compiled, current.step = None, compiled, former

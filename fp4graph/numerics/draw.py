@@ -43,7 +43,12 @@ class Draw:
     @property
     def constant(self) -> Tensor:
         """The key that is the same at every forward and on every rank, int32 ``[2]``."""
-        return self._derived(self.key if self.step is None else noise.mix(self.key, self.step[2:4]))
+        return self.fixed.varying
+
+    @property
+    def fixed(self) -> Draw:
+        """The source whose bits are the same at every forward and on every rank."""
+        return self if self.step is None else replace(self, step=self.step[2:4])
 
     @property
     def count(self) -> Tensor | None:

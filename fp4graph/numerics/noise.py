@@ -122,11 +122,14 @@ def gaussian(key: Tensor, index: Tensor) -> Tensor:
     Mean 0, variance 1 - 2^-32, excess kurtosis -0.1, nothing beyond ±6: 0.0020 of the mass lies beyond ±3 and 1.7e-5
     beyond ±4, where the normal distribution has 0.0027 and 6.3e-5.
     """
-    total = torch.full_like(index, -6 * 0xFFFF)
-    for salt in range(6):
-        bits = hash_bits(derive(key, salt), index)
-        total = total + (bits & 0xFFFF) + _shift_right(bits, 16)
-    return total.to(torch.float32) * 2.0**-16
+    flat = index.reshape(-1)
+    keys = torch.stack([derive(key, salt) for salt in range(6)])
+    bits = hash_bits((keys[:, :1], keys[:, 1:]), flat)
+    # Written to memory, like the sum: Inductor computes an unwritten value again for each of its uses, here six hashes
+    # in every element of whatever the variates are added to.
+    bits = bits.as_strided((6, flat.shape[0]), (flat.shape[0], 1))
+    total = ((bits & 0xFFFF) + _shift_right(bits, 16)).sum(0, dtype=torch.int32) - 6 * 0xFFFF
+    return (total.to(torch.float32) * 2.0**-16).as_strided(flat.shape, (1,)).reshape(index.shape)
 
 
 def _wrapped(number: int) -> int:

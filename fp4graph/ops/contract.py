@@ -34,7 +34,7 @@ def context(technique: Technique, draw: Draw | None, blocking: Blocking, device:
     varying = Noise(None, blocking, device) if draw is None else draw.noise(blocking, device)
     constant = Noise(None if draw is None else draw.constant, blocking, device)
     count = None if draw is None else draw.count
-    return Context(blocking, varying, constant, count, **rest)
+    return Context(blocking, varying, constant, count, draw=draw, **rest)
 
 
 def at_stage(stage: str, acting: Acting) -> Iterator[tuple[Technique, Context]]:

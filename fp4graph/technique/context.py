@@ -9,8 +9,10 @@ from operator import mul
 
 from torch import Tensor
 
+from fp4graph.kernels import operators
 from fp4graph.numerics import scaling
 from fp4graph.numerics.blocking import Blocking, Granularity, Groups
+from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.noise import Noise
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.technique.operands import Gemm
@@ -25,6 +27,7 @@ class Context:
         noise: random bits of this technique at this operand, new at every forward.
         constant: random bits of this technique at this operand, the same at every forward.
         count: forwards with gradients so far, int32, 0-d; None where the technique does not say that it ``draws``.
+        draw: the source of the random bits; None where the technique does not say that it ``draws``.
         state: the technique's entries for this operand, by name; ``weight_like`` ones fp32 in the blocked layout.
         spec: the operand's spec; None for pair transforms, which serve two operands.
         gemm: the product whose operands a pair transform is given; None for other stages.
@@ -36,6 +39,7 @@ class Context:
     noise: Noise
     constant: Noise
     count: Tensor | None = None
+    draw: Draw | None = None
     state: Mapping[str, Tensor] = field(default_factory=dict)
     spec: QuantSpec | None = None
     gemm: Gemm | None = None
@@ -45,6 +49,16 @@ class Context:
     def axes(self) -> tuple[int, ...]:
         """The axes of the blocked layout inside a block."""
         return self.blocking.axes
+
+    def gaussian(self, count: int, constant: bool = False) -> Tensor:
+        """Return ``count`` standard normal variates, fp32: new at every forward, or with ``constant`` always the same.
+
+        The bits are those of :func:`fp4graph.numerics.noise.gaussian` under the key of :attr:`noise` or of
+        :attr:`constant`, for the indices below ``count``.
+        """
+        if self.draw is None:
+            raise ValueError("normal variates need random bits: the technique must say that it draws")
+        return operators.gaussian(self.draw.fixed if constant else self.draw, count, self.noise.device)
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,6 +28,7 @@ def check_ratio(figures: dict[str, Any]) -> None:
     assert math.isfinite(figures["ratio"])
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_a_linear_beside_the_unquantized_one_and_a_peer(command: Command):
     pytest.importorskip("torchao.prototype.qat")
@@ -115,6 +116,7 @@ def test_a_quantizer_alone_gives_what_its_spec_says(command: Command):
         assert figures["bytes_per_second"] == pytest.approx(2 * 64 * 96 * 2 / seconds)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_training_step_of_both_kinds_of_model(command: Command):
     options = ("--models=trial-vit,trial-llama", "--dtypes=bfloat16", "--policies=microscaling", *QUICK)
@@ -161,6 +163,7 @@ def test_both_contenders_of_a_first_step_have_caches_of_their_own_twice():
     assert len({cache for _, cache in calls}) == 6  # new ones for each repeat
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_a_process_times_its_first_step(tmp_path: Any, monkeypatch: pytest.MonkeyPatch):
     from benchmarks.first_step import run

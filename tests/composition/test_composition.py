@@ -164,6 +164,7 @@ quick = settings(
 )
 
 
+@pytest.mark.long
 @settings(quick, max_examples=60)
 @given(policies())
 def test_any_combination_trains(data: dict[str, Any]) -> None:
@@ -183,6 +184,8 @@ def test_any_combination_trains(data: dict[str, Any]) -> None:
     assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
+@pytest.mark.long
+@pytest.mark.inductor
 @pytest.mark.compiler
 @settings(quick, max_examples=5)
 @given(policies())

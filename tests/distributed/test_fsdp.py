@@ -12,7 +12,11 @@ from tests.distributed import fsdp_cases
 from tests.distributed.two_process_models import image_loss, vit
 from tests.distributed.two_processes import cases, launch
 
-pytestmark = [pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo"), pytest.mark.process]
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo"),
+    pytest.mark.process,
+    pytest.mark.long,
+]
 
 
 @pytest.fixture(scope="module")

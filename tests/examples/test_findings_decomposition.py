@@ -26,6 +26,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return decomposition
 
 
+@pytest.mark.long
 def test_every_site_at_every_step(script: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Two steps of the digits' eight linears; without techniques the shares are those of the bare quantizer."""
     monkeypatch.setattr(script, "STEPS", 4)

@@ -57,7 +57,11 @@ def identical(left: Any, right: Any) -> bool:
     [
         ("pretrain_vit.py", ["--backend=eager", "--policy=tetrajet-qema", "--epochs=2", "--batch-size=16"]),
         ("pretrain_llama.py", [*LLAMA, "--steps=6"]),
-        ("pretrain_llama.py", [*LLAMA, "--steps=6", "--optimizer=stablespam", "--accumulate=2", "--amp=bf16"]),
+        pytest.param(
+            "pretrain_llama.py",
+            [*LLAMA, "--steps=6", "--optimizer=stablespam", "--accumulate=2", "--amp=bf16"],
+            marks=pytest.mark.long,
+        ),
     ],
     ids=["vit", "llama", "llama-stablespam"],
 )
@@ -111,6 +115,7 @@ def test_vit_trains_from_a_folder(example: Any, tmp_path: Path) -> None:
     assert len(validation_losses(printed)) == 1
 
 
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.parametrize("fsdp", [False, True])
 def test_llama_runs_under_torchrun(torchrun: Any, text: str, small: str, tmp_path: Path, fsdp: bool) -> None:
@@ -121,6 +126,7 @@ def test_llama_runs_under_torchrun(torchrun: Any, text: str, small: str, tmp_pat
     assert last < first
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_vit_runs_under_torchrun_as_in_one_process(example: Any, torchrun: Any, tmp_path: Path) -> None:
     """Unquantized, they differ in the order of the batches alone."""

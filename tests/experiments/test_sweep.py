@@ -358,6 +358,7 @@ def test_a_configuration_that_takes_its_workers_down_is_recorded_as_failed(url: 
     assert study.trials()[6].result["reason"] == "its worker's process ended 3 times while it ran"
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_workers_that_end_at_once_are_not_started_forever(tmp_path: Path, url: str, table10: Space) -> None:
     study = make(url, table10)
@@ -372,6 +373,7 @@ def test_workers_that_end_at_once_are_not_started_forever(tmp_path: Path, url: s
         list(workers.watch())
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_ctrl_c_is_not_for_workers_from_their_first_moment_on(tmp_path: Path, url: str, table10: Space) -> None:
     study = make(url, table10)
@@ -475,6 +477,7 @@ def test_no_more_is_begun_than_was_asked_for(url: str, table10: Space) -> None:
     assert study.claim(table10.configuration(next(every)), table10, "w", 2) is not None
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_after_a_kill_of_everything_nothing_is_lost_and_nothing_run_twice(
     url: str, table10: Space, tmp_path: Path
@@ -524,6 +527,7 @@ def _command(*arguments: str) -> list[str]:
     return [sys.executable, "-c", "from fp4graph.cli import main; main()", *arguments]
 
 
+@pytest.mark.long
 @pytest.mark.process
 @pytest.mark.parametrize(("kind", "target"), [("sqlite", 14), ("postgresql", 12)])
 def test_the_command_on_two_workers_one_of_them_killed(

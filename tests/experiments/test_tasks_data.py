@@ -177,6 +177,7 @@ def cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": checksum})
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.usefixtures("cifar10")
 @pytest.mark.parametrize(("task", "quantized"), [("cifar10", 24), ("small-diffusion", 39)])

@@ -298,6 +298,7 @@ def test_without_checkpoints_none_is_written(tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoint.pt").exists()
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_a_killed_run_is_readable_and_goes_on(tmp_path: Path) -> None:
     """SIGKILL between validations, from outside."""

@@ -54,6 +54,7 @@ def test_in_tensorboard_beside_the_curves(tmp_path):
     assert "validation_loss" in events.Tags()["scalars"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_resumed_run(tmp_path):
     """Goes on recording where the checkpoint is; what was recorded beyond it is recorded anew."""
@@ -76,6 +77,7 @@ def test_a_resumed_run(tmp_path):
     assert recorded.rows == tuple(row for row in expected.rows if row["tensor"] not in ("weight", "output"))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("task", "policy"), [("text", "mxfp4"), ("digits-diffusion", "nvfp4"), ("gaussian", "mxfp4")])
 def test_the_other_families(task, policy, tmp_path):

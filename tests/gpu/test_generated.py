@@ -67,6 +67,7 @@ def assert_machine_code(binaries: Sequence[absent.Binary], gpu: absent.Gpu, exac
         assert not exact or not INEXACT.findall(binary.ptx)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", [name for name in NAMES if not name.values[0].startswith(INEXACT_BY_NAME)])
 def test_values(name: str, dtype: torch.dtype, compiler: ProcessPoolExecutor, interpreter: ProcessPoolExecutor) -> None:
@@ -195,6 +196,7 @@ def keys(key: Tensor, step: Tensor) -> tuple[Tensor, ...]:
     return (*apart, derive(mix(derive(key, 65_537), step[:2]), 5), derive(derive(key, 3), 40_000))
 
 
+@pytest.mark.long
 def test_keys(compiler: ProcessPoolExecutor, interpreter: ProcessPoolExecutor) -> None:
     """Key arithmetic wraps around at 32 bits, whatever the compiler makes of numbers that it knows."""
     generated = compiler.submit(absent.generate, absent.H200, keys, (KEY, STEP), EXACT).result()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import pytest
 
 import fp4graph
 from fp4graph.policy import Policy
@@ -14,6 +16,15 @@ Data = dict[str, Any]
 def quantizer(block: int | str = 32, scale: str = "e8m0", rounding: str = "ceil", **more: Any) -> Data:
     """Return a ``quantize:`` of E2M1 whose block scales have this format and rounding; ``more`` is of its elements."""
     return {"element": "e2m1", "block": block, "scale": {"format": scale, "rounding": rounding}, **more}
+
+
+#: Shipped policies that are tested wherever all are: one for each family, and each form of state and of backward.
+FEW = {"bf16", "microscaling", "mxfp4-rl", "nvfp4-te", "quartet", "tetrajet", "tetrajet-qema", "ue5m3-best"}
+
+
+def long_but_few(policies: Iterable[str]) -> list[Any]:
+    """Return the names as parameters of a test, those outside of :data:`FEW` marked ``long``."""
+    return [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in policies]
 
 
 MXFP4 = quantizer()

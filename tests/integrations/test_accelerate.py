@@ -75,6 +75,7 @@ def test_trains_and_goes_on_to_the_last_bit(loop: Any, tmp_path: Path, precision
     assert all(torch.equal(left[key], right[key]) for key in left)
 
 
+@pytest.mark.long
 def test_a_state_of_another_policy_is_refused(loop: Any, tmp_path: Path) -> None:
     accelerator, _, train = loop("tetrajet")
     train(1)

@@ -85,6 +85,7 @@ class Process:
         return result
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_what_another_process_compiled(tmp_path: Path) -> None:
     """It is taken from the cache for an equal policy and equal code, and for no other."""

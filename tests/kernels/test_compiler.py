@@ -71,6 +71,7 @@ def trained() -> Tensor:
     return train(POLICY)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("environment", "warned"),
     [({"CXX": "/nonexistent/compiler"}, True), ({"FP4GRAPH_KERNELS": "0"}, False)],
@@ -155,6 +156,7 @@ def builders(tmp_path: Path) -> Callable[[int], subprocess.Popen[str]]:
     return lambda count: start(QUANTIZING, tmp_path / "cache", BUILDERS=str(count), **environment)
 
 
+@pytest.mark.long
 def test_two_processes_build_the_same_kernel_at_once(
     builders: Callable[[int], subprocess.Popen[str]], tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ from fp4graph.numerics import scaling
 from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.formats import ELEMENTS, ElementFormat, ScaleFormat
-from fp4graph.numerics.noise import Noise, derive, make_step, mix
+from fp4graph.numerics.noise import Noise, derive, gaussian, make_step, mix
 from fp4graph.numerics.packing import pack
 from fp4graph.numerics.quantize import fake_quantize, round_elements
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
@@ -215,6 +215,24 @@ def test_sources_of_noise() -> None:
         assert_same_bits(operators.quantize_and_pack(x, STOCHASTIC, source, x.dtype)[0], expected)
 
 
+@pytest.mark.parametrize("source", [SOURCE, SOURCE.fixed, Draw(KEY), Draw(KEY, None, (7,))])
+def test_variates_are_those_of_the_tensor_code(source: Draw) -> None:
+    """Which tests/numerics/test_gaussian.py holds against sums of words."""
+    for count in (0, 1, 70, 1 << 15):
+        index = torch.arange(count, dtype=torch.int32)
+        assert_same_bits(operators.gaussian(source, count, index.device), gaussian(source.varying, index))
+
+
+def test_fixed_variates_stay_and_others_do_not() -> None:
+    later = Draw(KEY, make_step(0, 0, 4), SALTS)
+    now, then, fixed, again = (
+        operators.gaussian(draw, 70, KEY.device) for draw in (SOURCE, later, SOURCE.fixed, later.fixed)
+    )
+    assert_same_bits(fixed, gaussian(SOURCE.constant, torch.arange(70, dtype=torch.int32)))
+    assert_same_bits(fixed, again)
+    assert (now != then).float().mean() > 0.9
+
+
 # ------------------------------------------------------------------ bytes
 
 
@@ -317,6 +335,7 @@ def test_threads_change_nothing(threads: Callable[[int], None]) -> None:
             values, packed = operators.quantize_and_pack(x, STOCHASTIC, SOURCE, x.dtype)
             results += [values, packed.codes, packed.scales, packed.unpack(), packed.requantized(STOCHASTIC, SOURCE)]
             results += [operators.quantize(x, STOCHASTIC, SOURCE), operators.maxima(x, 16)]
+        results.append(operators.gaussian(SOURCE, 1 << 15, wide.device))
         return [r.float() for r in results]
 
     threads(1)
@@ -342,6 +361,8 @@ OPERATORS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         (_x, _again, KEY, STEP, [1], *(torch.rand(6, 5) + 1 for _ in range(3)), torch.ones(1)),
     ),
     "quantize, nothing": ("quantize", (_x[:0], MXFP4.to_text(), None, None, [], *NO_BLOCKS)),
+    "gaussian": ("gaussian", (KEY, STEP, list(SALTS), 70)),
+    "gaussian, fixed": ("gaussian", (KEY, STEP[2:4], [], 1)),
     "maxima": ("maxima", (_x.view(2, 3, 70), 16)),
     "maxima, transposed": ("maxima", (_x.mT.bfloat16(), 4)),
     "quantize_and_pack": ("quantize_and_pack", (_x, MXFP4.to_text(), None, None, [])),

@@ -10,6 +10,7 @@ import torch
 from fp4graph.commands.catalogue import shipped_registry
 from fp4graph.kernels import cpu, operators
 from tests.helpers.floats import assert_same_bits
+from tests.helpers.policies import long_but_few
 from tests.kernels.models import train
 
 pytestmark = pytest.mark.compiler
@@ -40,7 +41,7 @@ BLOCKS = {"nvfp4-te": 3}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", long_but_few(POLICIES))
 def test_every_policy_trains_to_the_same_bits(policy: str, calls: list[str]) -> None:
     blocks = BLOCKS.get(policy, 1)
     for dtype in DTYPES:

@@ -151,6 +151,7 @@ def test_applying_again_replaces_the_policy(vit, images):
     assert not [key for key in model.state_dict() if "q_ema" in key]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_several_applied_models_do_not_disturb_each_other(vit, images):
     policies = ["tetrajet", "microscaling", "mxfp4", "nvfp4", "bf16"]

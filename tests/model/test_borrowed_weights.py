@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import timm
 import torch
 import torchvision
+import yaml
 from torch import nn
 from torch.nn import functional as F
 
@@ -55,6 +58,40 @@ def test_borrowing_is_calling(policy):
         assert all(map(torch.equal, results, expected))
 
 
+def test_all_borrowed_weights_are_marked_at_once():
+    torch._dynamo.utils.counters.clear()
+    trained(nn.Sequential(*(Borrows() for _ in range(4))), (torch.randn(8, 64),), "tetrajet-qema", steps=1)
+    assert torch._dynamo.utils.counters["frames"]["total"] == 2
+
+
+class Gated(Calls):
+    """Multiplies with a matrix that is the weight of no layer, as SwiftFormer and MViTv2 do."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Parameter(torch.randn(64, 64))
+
+    def forward(self, x):
+        return super().forward(x @ self.gate)
+
+
+@pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
+@pytest.mark.parametrize("stance", ["default", "force_eager"])
+def test_a_technique_with_state_asks_to_keep_a_matrix_that_is_no_weight(stance):
+    def made():
+        return nn.Sequential(Gated(), Gated())
+
+    x = (torch.randn(8, 64),)
+    with pytest.raises(
+        fp4graph.CaptureError, match=r"q_ema keeps .* parameter 'gate', the weight of no layer"
+    ) as error:
+        trained(made(), x, "tetrajet-qema", stance)
+    rule = yaml.safe_load(str(error.value).partition("repeat those): ")[2])
+    shipped = fp4graph.load_policy("tetrajet").file
+    rules = [rule, *yaml.safe_load(Path(shipped).read_text())["rules"]]
+    trained(made(), x, {"version": 1, "name": "kept", "extends": "tetrajet-qema", "rules": rules}, stance)
+
+
 def beit():
     sizes = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 64, "num_heads": 2, "num_classes": 10}
     return timm.create_model("beit_base_patch16_224", **sizes)
@@ -80,8 +117,11 @@ def encoder_and_decoder():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
-@pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema"])
-@pytest.mark.parametrize("make", [beit, eva02, swin_v2, torchvision_swin, encoder_and_decoder])
+@pytest.mark.parametrize("policy", ["tetrajet-qema", pytest.param("tetrajet", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "make",
+    [beit, eva02, *(pytest.param(m, marks=pytest.mark.long) for m in (swin_v2, torchvision_swin)), encoder_and_decoder],
+)
 def test_models_that_borrow_train(make, policy):
     shape = (2, 8, 64) if make is encoder_and_decoder else (2, 3, 32, 32)
     x = (torch.randn(shape, generator=torch.Generator().manual_seed(0)),) * (1 + (make is encoder_and_decoder))

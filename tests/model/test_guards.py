@@ -136,7 +136,7 @@ KEEPS_EXPERTS = {
 def test_a_grouped_product_is_an_error_at_every_forward_until_a_rule_keeps_it():
     model, x = fp4graph.apply(mixture(), "tetrajet", backend="eager"), torch.randn(16, 32)
     for _ in range(2):
-        with pytest.raises(fp4graph.CaptureError, match=r"^1: _grouped_mm .*a rule before .*module: '\*'.*keep"):
+        with pytest.raises(fp4graph.CaptureError, match=r"^1: _grouped_mm .*a rule before .*module: \['\[0-9\]'.*keep"):
             model(x)
     assert fp4graph.apply(model, KEEPS_EXPERTS, backend="eager")(x).shape == (16, 8)
     assert fp4graph.remove(model)(x).shape == (16, 8)
@@ -290,6 +290,18 @@ class Recurrent(nn.Module):
 
 def small_resnet():
     return timm.create_model("resnet10t", num_classes=10)
+
+
+def test_a_recurrent_layer_is_listed_though_no_graph_has_it():
+    x, policy = torch.randn(2, 5, 32), {"version": 1, "name": "the head", "rules": [rule(module="head")]}
+    explained = fp4graph.explain(Recurrent(), policy, (x,)).sites
+    model = fp4graph.apply(Recurrent(), policy, backend="eager")
+    model(x)
+    for sites in (explained, model._compiled_call_impl.sites):
+        assert [(site.module, site.op, site.quantized) for site in sites] == [
+            ("head", "linear", True),
+            ("rnn", "recurrent", False),
+        ]
 
 
 @pytest.mark.slow

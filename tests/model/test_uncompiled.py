@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import threading
 import warnings
 
@@ -18,6 +19,7 @@ from fp4graph.errors import PolicyWarning
 from fp4graph.model.runtime import runtime_of
 from fp4graph.policy import shipped_policies
 from fp4graph.technique.registry import default_registry
+from tests.helpers.policies import long_but_few, one_rule
 
 uncompiled = pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
 
@@ -70,7 +72,7 @@ def assert_equal(some, others):
 
 @uncompiled
 @pytest.mark.parametrize("kind", MODELS)
-@pytest.mark.parametrize("policy", sorted(shipped_policies(default_registry())))
+@pytest.mark.parametrize("policy", long_but_few(sorted(shipped_policies(default_registry()))))
 def test_uncompiled_training_is_that_of_the_graph(policy, kind):
     make, inputs, output = MODELS[kind]
     depth = 12 if policy == "nvfp4-te" else 2  # it keeps the first blocks and the last ones
@@ -285,6 +287,47 @@ def test_an_average_of_weights_evaluates_quantized():
         with torch.no_grad():
             assert_equal([average.module.eval()(images())], [average.eval()(images())])
             assert_equal([model.eval()(images())], [average(images())])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda model: torch.optim.swa_utils.AveragedModel(
+            model, avg_fn=lambda average, value, _: 0.5 * average + 0.5 * value, use_buffers=True
+        ),
+        lambda model: timm.utils.ModelEmaV3(model, decay=0.5),
+    ],
+    ids=["all buffers", "state dict"],
+)
+def test_an_average_draws_the_noise_of_its_model(make):
+    """With weights that stay, an average is its model: averaged buffers, noise in evaluation and all."""
+    model = fp4graph.apply(vit(), "mxfp4-rl", backend="eager")
+    average = make(model)
+    for _ in range(3):
+        model(images())
+        (average.update if hasattr(average, "update") else average.update_parameters)(model)
+    with torch.no_grad():
+        assert_equal([model.eval()(images())], [average.eval()(images())])
+        assert not torch.equal(model(images()), vit().eval()(images()))
+
+
+def test_a_copy_follows_the_phases_of_its_model_until_it_trains():
+    policy = one_rule(phases=[{"at": 2, "rules": [], "default": "keep"}])
+    model = fp4graph.apply(vit(), policy, backend="eager")
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        quantized = twin(images())
+    for _ in range(3):
+        model(images())
+    with torch.no_grad():
+        assert_equal([vit()(images())], [twin(images())])
+        assert not torch.equal(quantized, twin(images()))
+    twin(images())
+    model(images())
+    assert (runtime_of(model).count, runtime_of(twin).count) == (4, 4)
+    model(images())
+    assert (runtime_of(model).count, runtime_of(twin).count) == (5, 4)
+    assert runtime_of(pickle.loads(pickle.dumps(copy.deepcopy(twin)))) is None
 
 
 class Wrapper(nn.Module):

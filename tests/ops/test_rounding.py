@@ -192,6 +192,7 @@ RULES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.inductor
 def test_backends_agree_and_sizes_may_be_symbolic():
     results = []

@@ -124,6 +124,7 @@ CASES = [pytest.param(name, 3) for name in BY_DEFAULT]
 CASES += [pytest.param(name, SETS, marks=pytest.mark.parity) for name in POLICIES]
 
 
+@pytest.mark.long
 @pytest.mark.inductor
 @pytest.mark.parametrize(("name", "sets"), CASES)
 def test_policies(name: str, sets: int, vit: Callable[..., nn.Module]) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import re
 from functools import partial
 
 import pytest
 import torch
 import yaml
 from torch import nn
+from torch._functorch import config as aot
+from torch._inductor.utils import run_and_get_code
 
 import fp4graph
 from fp4graph.errors import PolicyWarning
@@ -18,7 +21,7 @@ from fp4graph.numerics import noise
 from fp4graph.numerics.draw import Draw
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
-from tests.helpers.policies import loaded
+from tests.helpers.policies import loaded, one_rule
 
 NEAREST = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
 SCHEDULE = {"sigma_start": 0.05, "sigma_end": 0.0005, "stages": 5, "steps_per_stage": 10}
@@ -173,6 +176,32 @@ def test_eager_and_inductor_agree(kind, inductor):
         step = noise.make_step(0, 0, count)
         for w in (weight(64, 80), weight(24, 70, seed=1)):
             assert torch.equal(f(w, step), compiled(w, step))
+
+
+@pytest.mark.inductor
+@pytest.mark.process
+@pytest.mark.compiler
+def test_inductor_makes_little_more_code_than_without_the_noise():
+    """Twice the compile time would be too much, and seconds depend on the machine: bytes of source are counted.
+
+    Inlined into the loop over a weight, the hashes made four times the source, and took thirty times as long.
+    """
+
+    def compiled(*techniques):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(96, 64), nn.GELU(), nn.Linear(64, 96), nn.GELU())
+        model = fp4graph.apply(model, one_rule(*techniques), backend="inductor", seed=1)
+        uncached = torch._inductor.config.patch(fx_graph_cache=False), aot.patch(enable_autograd_cache=False)
+        with uncached[0], uncached[1]:
+            _, code = run_and_get_code(lambda: model(weight(8, 96)).sum().backward())
+        return "".join(code)
+
+    plain, noisy = compiled(), compiled({"adaptive_quantization_noise": SCHEDULE})
+    assert noisy.count("fp4graph.gaussian.default(") == 2
+    kernels = [re.findall(r"async_compile\.cpp_pybinding\(.*?\'\'\'\)", code, re.DOTALL) for code in (plain, noisy)]
+    assert len(kernels[1]) <= len(kernels[0]) + 2  # an addition for each shape of weight
+    assert len("".join(kernels[1])) < 2 * len("".join(kernels[0]))
 
 
 def test_gradients_go_straight_through():

@@ -268,6 +268,7 @@ def test_hadamard_rotates_before():
     assert (y - x @ w.mT).norm() < (plain - x @ w.mT).norm()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "dtype", "far"),
     [

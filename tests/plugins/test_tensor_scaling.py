@@ -113,7 +113,9 @@ def test_every_operand_has_its_own():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.compiler)])
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=[pytest.mark.compiler, pytest.mark.long])]
+)
 def test_held_scales_are_refreshed_every_few_forwards(backend):
     """γ of all six operands: kept for 3 forwards, saved, restored; an evaluation in between changes nothing."""
     torch.manual_seed(0)
@@ -150,6 +152,7 @@ def test_two_forwards_before_one_backward_with_held_scales():
     assert x.grad.isfinite().all()
 
 
+@pytest.mark.long
 @pytest.mark.inductor
 @pytest.mark.compiler
 def test_compiled_bits(x):

@@ -35,6 +35,7 @@ def alike(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
     deaths = json.loads(run(python(KILLED, tmp_path, str(KILLS)), env={"OMP_NUM_THREADS": "1"}))
@@ -291,6 +292,7 @@ def test_the_old_file_outlives_a_failed_save(
     assert checkpoint.read_summary(file).progress == {"step": 2}
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_every_process_goes_on_from_its_own_state(tmp_path: Path) -> None:
     assert run_ranks(python(KILLED.with_name("ranks.py"), tmp_path), tmp_path) == ["", ""]

@@ -15,7 +15,9 @@ pytestmark = pytest.mark.process
 WORKER = Path(__file__).with_name("interrupted.py")
 
 
-@pytest.fixture(scope="module", params=["eager", pytest.param("inductor", marks=pytest.mark.compiler)])
+@pytest.fixture(
+    scope="module", params=["eager", pytest.param("inductor", marks=[pytest.mark.compiler, pytest.mark.long])]
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What a whole run and an interrupted one left."""
     path = tmp_path_factory.mktemp(request.param)

@@ -588,6 +588,7 @@ def regression_loss(build: Callable[[Any], torch.optim.Optimizer], seed: int) ->
         return nn.functional.mse_loss(model(x[train:]).float(), y[train:].float()).item()
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_pure_bf16_regression(seed: int) -> None:

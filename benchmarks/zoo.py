@@ -1,0 +1,218 @@
+"""One training step of many image models under `tetrajet` and `tetrajet-qema`: which work, which are refused, and why.
+
+    python -m benchmarks.zoo                      # goes on where it stopped, and writes docs/models.md
+    python -m benchmarks.zoo --models swin_t,vgg  # measures these again; a library or a part of a name does too
+
+The models are those of benchmarks/families.py, untrained, small, on a batch of two random images. The backend is
+``eager``: Dynamo captures, nothing is compiled. Each model has a process of its own with a limit of time. The results
+are in benchmarks/results/zoo.jsonl, a line for a model. The command fails where a model neither works nor is refused.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import re
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import timm
+import torch
+import torch._dynamo  # what every process needs is imported before it starts
+import torchvision
+import typer
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils import _pytree as pytree
+
+import fp4graph
+from benchmarks import options
+from benchmarks.families import TIMM, TORCHVISION
+from benchmarks.results import RESULTS, ROOT
+from fp4graph.files import replacing
+from fp4graph.model.runtime import require_runtime
+
+POLICIES = ("tetrajet", "tetrajet-qema")
+BATCH, CLASSES = 2, 10
+HEAD = """# Image models
+
+One architecture of each family of timm {timm}, and every classification model of torchvision {torchvision}, trained for
+one step under `tetrajet` and `tetrajet-qema`. `python -m benchmarks.zoo` wrote this page (torch {torch}, backend
+`eager`). The models are untrained and small: images of 28 to 256 pixels, a batch of two, and mostly fewer blocks than
+usual, as `benchmarks/families.py` says.
+
+- **sites**: the products that are quantized, of all matrix work of the graph, convolutions included.
+- **works**: the loss is finite and not that of the plain model, and every quantized weight of 32 elements or more has
+  moved that moves in the plain model.
+- **refused**: the model's first call raises an error of ours, whose first sentence is the remark. Both policies are
+  written for repeated blocks with linear layers. A model of convolutions has none: keep it as it is, or write a policy
+  that names its layers.
+"""
+
+
+def cases() -> dict[str, tuple[str, str, dict[str, Any]]]:
+    """Every model as library, name and options, by the name that the table shows."""
+    others = torchvision.models.list_models(module=torchvision.models)
+    found = {f"timm/{name}": ("timm", name, options) for name, options in TIMM.items()}
+    return found | {f"torchvision/{name}": ("torchvision", name, TORCHVISION.get(name, {})) for name in others}
+
+
+def build(library: str, name: str, given: dict[str, Any]) -> tuple[nn.Module, str, Tensor]:
+    """Return the model, the name of its family and a batch of images."""
+    torch.manual_seed(0)
+    arguments = {key: value for key, value in given.items() if key not in ("size", "shorten")}
+    if library == "timm":
+        model: nn.Module = timm.create_model(name, num_classes=CLASSES, **arguments)
+    else:
+        with warnings.catch_warnings(action="ignore", category=FutureWarning):  # googlenet, on its initialization
+            model = torchvision.models.get_model(name, num_classes=CLASSES, **arguments)
+    if given.get("shorten", True):
+        for stack in [module for module in model.modules() if isinstance(module, nn.Sequential)]:
+            alike = [(type(block), [p.shape for p in block.parameters()]) for block in stack]
+            for index in range(len(stack) - 1, 1, -1):
+                if alike[index][1] and alike[index] == alike[index - 1] == alike[index - 2]:
+                    del stack[index]
+    for parameter in model.parameters():
+        if parameter.abs().max() < 0.01:  # else branches that begin at zero would neither count nor train
+            nn.init.normal_(parameter, std=0.1)
+    size = given.get("size", 64)
+    return model.train(), type(model).__module__.rpartition(".")[2], torch.randn(BATCH, 3, size, size)
+
+
+def step(model: nn.Module, images: Tensor, weights: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> Any:
+    """Train one step; return the loss and which of ``weights`` it left as they were."""
+    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    torch.manual_seed(1)
+    outputs = [output for output in pytree.tree_leaves(model(images)) if output.is_floating_point()]
+    loss = sum((cross_entropy(output.flatten(1), torch.arange(BATCH)) for output in outputs), torch.zeros(()))
+    loss.backward()  # type: ignore[no-untyped-call]
+    optimizer.step()
+    # In a weight of a few elements the stochastic gradients of one step may cancel.
+    large = {name: weight for name, weight in weights.items() if weight.numel() >= 32}
+    return loss.item(), {name for name, weight in large.items() if torch.equal(weight, before[name])}
+
+
+def under(policy: str, case: tuple[str, str, dict[str, Any]]) -> dict[str, Any]:
+    """Train one step under ``policy``, and the same without; say what came of it."""
+    model, family, images = build(*case)
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    said: dict[str, Any] = {"family": family}
+    begin = time.perf_counter()
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fp4graph.apply(model, policy, backend="eager")
+            optimizer = fp4graph.prepare_optimizer(model, optimizer)
+            runtime = require_runtime(model, "zoo")
+            names = [f"{weight.fqn}.{weight.parameter_name}".lstrip(".") for weight in runtime.weights]
+            loss, still = step(model, images, {name: model.get_parameter(name) for name in names}, optimizer)
+    except fp4graph.Error as error:
+        return said | {"outcome": "refused", "remark": sentence(error), "seconds": time.perf_counter() - begin}
+    except Exception as error:  # noqa: BLE001
+        return said | {"outcome": "fails", "remark": sentence(error), "seconds": time.perf_counter() - begin}
+    said |= {"seconds": time.perf_counter() - begin, "graphs": runtime.capture.graphs, "loss": loss}
+    said |= {"sites": sum(site.quantized for site in runtime.sites), "of": len(runtime.sites)}
+    del model, optimizer, runtime
+    gc.collect()
+    plain, _, _ = build(*case)
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1)
+    expected, untrained = step(plain, images, {name: plain.get_parameter(name) for name in names}, reference)
+    oddities = [f"{w.category.__name__}: {w.message}" for w in caught if w.category is fp4graph.PolicyWarning]
+    oddities += [f"{', '.join(sorted(still - untrained))} did not move"] if still - untrained else []
+    oddities += ["the loss is not finite"] if not torch.tensor(loss).isfinite() else []
+    oddities += ["the loss is that of the plain model"] if loss == expected else []
+    remark = "; ".join(oddities) or (f"{said['graphs']} graphs" if said["graphs"] > 1 else "")
+    return said | {"outcome": "odd" if oddities else "works", "remark": remark}
+
+
+def sentence(error: Exception) -> str:
+    """The first sentence of an error's text, behind the class of an error that is not ours."""
+    text = " ".join(str(getattr(error, "message", error)).split())
+    site = f"{error.site}: " if isinstance(error, fp4graph.CaptureError) and error.site else ""
+    kind = "" if isinstance(error, fp4graph.Error) else f"{type(error).__name__}: "
+    return f"{kind}{site}{re.split(r'(?<=[.!?]) (?=[A-Z])', text)[0]}"
+
+
+def measure(case: tuple[str, str, dict[str, Any]], limit: float) -> dict[str, Any]:
+    """What both policies make of a model, in a process of its own."""
+    context = multiprocessing.get_context("fork")  # imports once
+    mine, theirs = context.Pipe(duplex=False)
+
+    def work() -> None:
+        theirs.send({policy: under(policy, case) for policy in POLICIES})
+        os._exit(0)  # imported libraries would complain of the fork
+
+    child = context.Process(target=work)
+    child.start()
+    theirs.close()
+    try:
+        if mine.poll(limit):
+            found: dict[str, Any] = mine.recv()
+            return found
+        why = f"not done after {limit:.0f} seconds"
+    except EOFError:
+        why = "the process died"
+    finally:
+        child.kill()
+        child.join()
+    return {policy: {"family": "?", "outcome": "fails", "remark": why} for policy in POLICIES}
+
+
+def page(rows: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """The lines of docs/models.md."""
+    versions = {library.__name__: library.__version__.partition("+")[0] for library in (torch, timm, torchvision)}
+    yield HEAD.format(**versions)
+    for library in ("timm", "torchvision"):
+        own = {name.partition("/")[2]: row for name, row in rows.items() if name.startswith(f"{library}/")}
+        counts = [f"{sum(row[p]['outcome'] == 'works' for row in own.values())} under `{p}`" for p in POLICIES]
+        yield f"## {library}\n\nOf {len(own)} models, {' and '.join(counts)} work.\n"
+        yield "| model | family | sites | tetrajet | tetrajet-qema | remark |\n| --- | --- | --- | --- | --- | --- |"
+        for name, row in own.items():
+            first = row[POLICIES[0]]
+            sites = f"{first['sites']} of {first['of']}" if "sites" in first else "–"
+            outcomes = [row[policy]["outcome"] for policy in POLICIES]
+            said = (row[policy]["remark"].replace(f"policy {policy!r}", "the policy") for policy in POLICIES)
+            remarks = "; ".join(dict.fromkeys(filter(None, said)))
+            cells = (name, first["family"], sites, *outcomes, remarks.replace("|", "\\|").replace("*", "\\*"))
+            yield f"| {' | '.join(cells)} |"
+        yield ""
+
+
+app = typer.Typer(add_completion=False)
+
+
+@app.command(help=__doc__)
+def main(
+    models: Annotated[str, typer.Option(help="Parts of names; these are measured again. [what is missing]")] = "",
+    limit: Annotated[float, typer.Option(min=1, help="Seconds for one model under both policies.")] = 300,
+    folder: options.Folder = RESULTS,
+    document: Annotated[Path, typer.Option(help="The page to write.")] = ROOT / "docs" / "models.md",
+) -> None:
+    file, known, wanted = folder / "zoo.jsonl", cases(), options.split(models)
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    rows: dict[str, dict[str, Any]] = {row.pop("model"): row for row in map(json.loads, lines)}
+    chosen = [name for name in known if (any(part in name for part in wanted) if wanted else name not in rows)]
+    for name in chosen:
+        rows[name] = measure(known[name], limit)
+        print(
+            name,
+            *(f"{p}: {rows[name][p]['outcome']} {rows[name][p]['remark']}" for p in POLICIES),
+            sep="\n  ",
+            flush=True,
+        )
+        rows = {key: rows[key] for key in known if key in rows}
+        with replacing(file) as stream:
+            stream.writelines(f"{json.dumps({'model': key, **row})}\n".encode() for key, row in rows.items())
+        with replacing(document) as stream:
+            stream.write(("\n".join(page(rows)).rstrip() + "\n").encode())
+    outcomes = {rows[name][policy]["outcome"] for name in chosen for policy in POLICIES}
+    raise typer.Exit(0 if outcomes <= {"works", "refused"} else 1)
+
+
+if __name__ == "__main__":
+    app()
