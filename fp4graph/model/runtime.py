@@ -21,7 +21,7 @@ from fp4graph.graph.replace import UnmarkedWeight
 from fp4graph.graph.site import Site
 from fp4graph.model import coverage, distributed, hooks, state
 from fp4graph.model.capture import CALL, Capture
-from fp4graph.model.conversion import NOT_EXPORTED, refuse_conversion
+from fp4graph.model.conversion import opaque, refuse_conversion
 from fp4graph.model.current import CurrentForward, Parts
 from fp4graph.model.inspection import Inspection
 from fp4graph.model.optimizers import PreparedOptimizers
@@ -200,12 +200,12 @@ class Runtime:
             self.root_state.followed = count
 
     # An outer torch.compile must not trace through into our graphs with its own backend.
-    @torch.compiler.disable(reason=NOT_EXPORTED)  # type: ignore[untyped-decorator]
+    @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one forward of the root."""
         return self.run_method(CALL, args, kwargs)
 
-    @torch.compiler.disable(reason=NOT_EXPORTED)  # type: ignore[untyped-decorator]
+    @opaque
     def run_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the root's call, or a method that is compiled and counted like it."""
         if self._bypassed or (name != CALL and hooks.has_sharded_forward(self.root)):
@@ -255,7 +255,7 @@ class Runtime:
             rank, device = distributed.rank(), self.root_state.get_buffer("forwards").device
             self._current.step = noise.make_step(self.settings.seed, rank, self.root_state.count, device=device)
 
-    @torch.compiler.disable(reason=NOT_EXPORTED)  # type: ignore[untyped-decorator]
+    @opaque
     def run_part(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module of the model that was called by itself: by another method than the model's call, or alone.
 
@@ -315,7 +315,9 @@ class Runtime:
         self._current.compiled, self._current.thread = True, threading.get_ident()
         try:
             with capture.configured(), nullcontext() if name == CALL else hooks.uncalled(self.root):
-                return self.root._call_impl(*args, **kwargs) if sharded else capture.run(name, args, kwargs)
+                if sharded:
+                    return self.root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+                return capture.run(name, args, kwargs)
         except Exception as error:
             ours, capture.error = capture.error, None
             unmarked = ours.all if isinstance(ours, UnmarkedWeight) and not capture.captured(name) else []
