@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -241,6 +241,20 @@ def remove_hooks(root: nn.Module) -> None:
             del module.forward
         for name in [name for name, value in module.__dict__.items() if isinstance(value, Method)]:
             del module.__dict__[name]
+
+
+def drop_repeated_hooks(embeddings: Iterable[nn.Embedding]) -> None:
+    """Keep one of the hooks through which transformers makes an embedding's output require gradients.
+
+    It adds one more whenever gradient checkpointing is switched on again, which TRL does around every generation. They
+    all do the same, but Dynamo compiles anew for each.
+    """
+    for embedding in embeddings:
+        hooks = embedding._forward_hooks
+        if len(hooks) > 1:
+            same = [key for key, hook in hooks.items() if getattr(hook, "__name__", "") == "make_inputs_require_grads"]
+            for key in same[1:]:
+                del hooks[key]
 
 
 @contextmanager

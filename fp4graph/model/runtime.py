@@ -94,6 +94,7 @@ class Runtime:
         self._current.method = self.run_method
         self._uncompiled = Uncompiled(self.plan, self._current, self.inspection)
         self._any_hook: hooks.MarkHook | None = None
+        self._embeddings: list[nn.Embedding] = []
         self._checked = explains
         self._failure: Error | None = None  # of the first forward; every later one raises it again
         self._trained = 0
@@ -152,6 +153,7 @@ class Runtime:
         for name in self.settings.methods:
             self.root.__dict__[name] = hooks.Method(self.root, name, self._current)
         self._any_hook = next((hook for _, _, hook in hooks.mark_hooks(self.root)), None)
+        self._embeddings = [module for module in self.root.modules() if isinstance(module, nn.Embedding)]
 
     @property
     def count(self) -> int | None:
@@ -306,6 +308,7 @@ class Runtime:
     def _run(self, name: str, training: bool, args: Any, kwargs: Any) -> Any:
         """Run the compiled call ``name``, or the observed one."""
         capture, sharded = self.capture, False
+        hooks.drop_repeated_hooks(self._embeddings)
         if isinstance(self.root.__dict__.get("forward"), hooks.ShardedForward):
             if self.inspection.watching or self.inspection.recording is not None:
                 raise Error("what fully_shard has taken over is compiled module by module, which cannot be watched")

@@ -29,6 +29,8 @@ from fp4graph.ops.state import OperandState, StateSlot
 from fp4graph.technique import GRADIENT_STAGES, QUANTIZER_STAGES, Context, Quantization, Technique, overrides
 from fp4graph.technique.context import product_of
 
+_OUTSIDE = ("split", "around", "after")  # the stages outside one call of the quantizer
+
 
 @dataclass(frozen=True)
 class OperandProgram:
@@ -71,7 +73,12 @@ class OperandProgram:
     @cached_property
     def is_plain(self) -> bool:
         """True if the spec alone says what is computed: no technique changes it."""
-        return self.spec is not None and not any(self.at(stage) for stage in QUANTIZER_STAGES)
+        return self._is_bare and not any(self.at(stage) for stage in _OUTSIDE)
+
+    @cached_property
+    def _is_bare(self) -> bool:
+        """True if the spec alone says what one call of the quantizer computes: techniques act outside it at most."""
+        return self.spec is not None and not any(self.at(stage) for stage in QUANTIZER_STAGES if stage not in _OUTSIDE)
 
     @property
     def has_gradient_factor(self) -> bool:
@@ -84,7 +91,11 @@ class OperandProgram:
 
     def by_kernel(self, device: torch.device, draw: Draw | None) -> bool:
         """True if one kernel computes the whole program on ``device``."""
-        if self.spec is None or not self.is_plain or (self.spec.needs_key and draw is None):
+        return self.is_plain and self._call_by_kernel(device, draw)
+
+    def _call_by_kernel(self, device: torch.device, draw: Draw | None) -> bool:
+        """True if one kernel computes one call of the quantizer on ``device``."""
+        if self.spec is None or not self._is_bare or (self.spec.needs_key and draw is None):
             return False
         return operators.runs(self.spec, device)
 
@@ -102,6 +113,9 @@ class OperandProgram:
         def quantize(part: Tensor) -> Tensor:
             nonlocal multiplier, calls
             own = call_draw(draw, calls)
+            if self.spec is not None and self._call_by_kernel(part.device, own):
+                calls += 1
+                return operators.quantize(part, self.spec, own)
             quantizer = self._quantizer(acting if calls == 0 else self.acting(part, own, state), own, calls > 0)
             calls += 1
             scaled = quantizer.scaled(part)

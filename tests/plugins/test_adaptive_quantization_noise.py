@@ -198,10 +198,10 @@ def test_inductor_makes_little_more_code_than_without_the_noise():
         return "".join(code)
 
     plain, noisy = compiled(), compiled({"adaptive_quantization_noise": SCHEDULE})
-    assert noisy.count("fp4graph.gaussian.default(") == 2
     kernels = [re.findall(r"async_compile\.cpp_pybinding\(.*?\'\'\'\)", code, re.DOTALL) for code in (plain, noisy)]
     assert len(kernels[1]) <= len(kernels[0]) + 2  # an addition for each shape of weight
     assert len("".join(kernels[1])) < 2 * len("".join(kernels[0]))
+    assert noisy.count("fp4graph.gaussian.default(") == 2
 
 
 def test_gradients_go_straight_through():
