@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
 import torch
 
 from fp4graph.errors import Error
 
 _REMEDY = "call fp4graph.remove(model) first, and fp4graph.apply(model, policy) to train on"
-#: Shown by Dynamo where torch.export traces our call.
-NOT_EXPORTED = f"a model with a policy applied runs a graph of its own; to export it, {_REMEDY}"
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def opaque(function: _F) -> _F:
+    """Have Dynamo leave ``function`` alone; where torch.export traces it, Dynamo's error says what to do."""
+    reason = f"a model with a policy applied runs a graph of its own; to export it, {_REMEDY}"
+    return cast(_F, torch.compiler.disable(function, reason=reason))  # type: ignore[no-untyped-call]
 
 
 def refuse(what: str) -> None:
@@ -33,7 +41,7 @@ def refuse_conversion(*, quantizes: bool) -> None:
         )
 
 
-@torch.compiler.disable(reason=NOT_EXPORTED)  # type: ignore[untyped-decorator,no-untyped-call]
+@opaque
 def refuse_export() -> None:
-    """Refuse to be traced by torch.export; Dynamo never runs it, and its error tells the reason."""
+    """Refuse to be traced by torch.export."""
     refuse("torch.export")

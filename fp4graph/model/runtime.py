@@ -21,7 +21,7 @@ from fp4graph.graph.site import Site
 from fp4graph.model import coverage, distributed, hooks, state
 from fp4graph.model.apply_options import ApplyOptions
 from fp4graph.model.capture import CALL, Capture
-from fp4graph.model.conversion import NOT_EXPORTED, refuse_conversion
+from fp4graph.model.conversion import opaque, refuse_conversion
 from fp4graph.model.current import CurrentForward, Parts
 from fp4graph.model.inspection import Inspection
 from fp4graph.model.optimizers import PreparedOptimizers
@@ -185,17 +185,14 @@ class Runtime:
             self.root_state.followed = count
 
     # An outer torch.compile must not trace through into our graphs with its own backend.
-    @torch.compiler.disable(reason=NOT_EXPORTED)  # type: ignore[untyped-decorator,no-untyped-call]
+    @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one forward of the root."""
-        return self._call(CALL, args, kwargs)
+        return self.run_method(CALL, args, kwargs)
 
-    @torch.compiler.disable(reason=NOT_EXPORTED)  # type: ignore[untyped-decorator,no-untyped-call]
+    @opaque
     def run_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a method of the root that is compiled like its call, and counted like it."""
-        return self._call(name, args, kwargs)
-
-    def _call(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the root's call, or a method that is compiled and counted like it."""
         if self._bypassed or (name != CALL and hooks.has_sharded_forward(self.root)):
             call: Any = self.root._call_impl if name == CALL else getattr(type(self.root), name).__get__(self.root)
             return call(*args, **kwargs)
@@ -208,15 +205,14 @@ class Runtime:
             self._advance()  # parts that ran by themselves: their forward is over
         due = self._due()
         if due != self.phase:
-            return self._enter(due)._call(name, args, kwargs)
+            return self._enter(due).run_method(name, args, kwargs)
         self._begin(training)
         result = self._run(name, training, args, kwargs)
         if not self._checked and not self.inspection.watching:
             try:
-                if name == CALL:
+                coverage.check_captured(self.plan, self.capture)
+                if name == CALL:  # of a method, rules may be about what others call
                     self.check_coverage()
-                else:  # rules may be about what other methods call
-                    coverage.check_captured(self.plan, self.capture)
             except Error as error:
                 self._failure = error
                 raise
@@ -250,7 +246,7 @@ class Runtime:
             rank, device = distributed.rank(), self.root_state.get_buffer("forwards").device
             self._current.step = noise.make_step(self.settings.seed, rank, self.root_state.count, device=device)
 
-    @torch.compiler.disable(reason=NOT_EXPORTED)  # type: ignore[untyped-decorator,no-untyped-call]
+    @opaque
     def run_part(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module of the model that was called by itself: by another method than the model's call, or alone.
 
@@ -303,7 +299,6 @@ class Runtime:
     def _run(self, name: str, training: bool, args: Any, kwargs: Any) -> Any:
         """Run the compiled call ``name``, or the observed one."""
         capture, sharded = self.capture, False
-        call: Any = self.root._call_impl
         if isinstance(self.root.__dict__.get("forward"), hooks.ShardedForward):
             if self.inspection.watching or self.inspection.recording is not None:
                 raise Error("what fully_shard has taken over is compiled module by module, which cannot be watched")
@@ -313,7 +308,9 @@ class Runtime:
         self._current.compiled, self._current.thread = True, threading.get_ident()
         try:
             with capture.configured(), nullcontext() if name == CALL else hooks.uncalled(self.root):
-                return call(*args, **kwargs) if sharded else capture.run(name, args, kwargs)
+                if sharded:
+                    return self.root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+                return capture.run(name, args, kwargs)
         except Exception as error:
             ours, capture.error = capture.error, None
             unmarked = ours.all if isinstance(ours, UnmarkedWeight) and not capture.captured(name) else []
