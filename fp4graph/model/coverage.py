@@ -44,9 +44,10 @@ def check(plan: PhasePlan, capture: Capture) -> list[WeightUse]:
             )
     recurrent = {site.module for site in capture.sites if site.op == "recurrent"}
     capture.sites += [
-        Site(name, "recurrent", (tuple(module.get_parameter("weight_ih_l0").shape),), None, _RECURRENT, dict(NOTHING.specs), False)
+        Site(name, "recurrent", (shape,), None, _RECURRENT, dict(NOTHING.specs), False)
         for name, module in plan.root.named_modules()
         if isinstance(module, nn.RNNBase) and name not in recurrent
+        for shape in [tuple(module.get_parameter("weight_ih_l0").shape)]
     ]
     served_by = {name: names[0] for _, names in served for name in names[1:] if name is not None}
     return [
