@@ -112,7 +112,7 @@ TIMM: dict[str, dict[str, Any]] = {
 
 #: Where one of torchvision's models needs another image than 64 x 64 or other arguments.
 TORCHVISION: dict[str, dict[str, Any]] = {
-    "inception_v3": {"size": 112},
+    "inception_v3": {"size": 299},
     "maxvit_t": {"size": 224, "input_size": (224, 224)},
     "vit_b_16": {"size": 32, "image_size": 32},
     "vit_b_32": {"size": 32, "image_size": 32},

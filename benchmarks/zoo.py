@@ -43,7 +43,7 @@ HEAD = """# Image models
 
 One architecture of each family of timm {timm}, and every classification model of torchvision {torchvision}, trained for
 one step under `tetrajet` and `tetrajet-qema`. `python -m benchmarks.zoo` wrote this page (torch {torch}, backend
-`eager`). The models are untrained and small: images of 28 to 256 pixels, a batch of two, and mostly fewer blocks than
+`eager`). The models are untrained and small: images of 28 to 299 pixels, a batch of two, and mostly fewer blocks than
 usual, as `benchmarks/families.py` says.
 
 - **sites**: the products that are quantized, of all matrix work of the graph, convolutions included.

@@ -13,6 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_models_work_or_are_refused(tmp_path):
     stored = {"family": "beit", "outcome": "works", "remark": "stored", "sites": 1, "of": 2}
     file, page = tmp_path / "zoo.jsonl", tmp_path / "models.md"
