@@ -75,7 +75,7 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): torch and what comes with it are gigabytes, so this takes minutes the first time"
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e ".[vision,test,bench]"
+	$(BIN)/python -m pip install --quiet -e ".[vision,test,bench,clients]"
 	touch $(STAMP)
 
 $(VENV)/.peers: $(STAMP)

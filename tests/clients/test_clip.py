@@ -1,0 +1,100 @@
+"""CLIP of open_clip and of transformers: two encoders, called by their own methods."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+
+import fp4graph
+from fp4graph.model.runtime import runtime_of
+
+open_clip = pytest.importorskip("open_clip", reason="needs fp4graph[clients]")
+
+pytestmark = pytest.mark.long
+IMAGES = torch.randn(4, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+TEXTS = torch.randint(1, 63, (4, 8), generator=torch.Generator().manual_seed(2))
+
+
+def clip():
+    torch.manual_seed(0)
+    return open_clip.CLIP(
+        embed_dim=32,
+        vision_cfg=open_clip.CLIPVisionCfg(layers=2, width=64, head_width=32, patch_size=8, image_size=32),
+        text_cfg=open_clip.CLIPTextCfg(context_length=8, vocab_size=64, width=64, heads=2, layers=2),
+    )
+
+
+def whole(model):
+    return model(IMAGES, TEXTS)
+
+
+def by_encoders(model):
+    images, texts = model.encode_image(IMAGES, normalize=True), model.encode_text(TEXTS, normalize=True)
+    return images, texts, model.logit_scale.exp()
+
+
+def trained(run, policy="tetrajet"):
+    """open_clip's train_one_epoch."""
+    model = fp4graph.apply(clip(), policy, backend="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    fp4graph.prepare_optimizer(model, optimizer)
+    loss, losses = open_clip.ClipLoss(), []
+    for _ in range(3):
+        optimizer.zero_grad()
+        total = loss(*run(model))
+        total.backward()
+        optimizer.step()
+        with torch.no_grad():
+            model.logit_scale.clamp_(0, 4.6052)
+        losses.append(total.item())
+    return model, losses
+
+
+@pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema"])
+def test_open_clip_by_encoders_trains_as_by_its_call(policy, products, said):
+    model, losses = trained(whole, policy)
+    assert not said()
+    counted = dict(products)
+    assert set(counted.values()) == {3}
+    assert len(counted) == 2 * 2 * 4  # in and out projection, two linears; two layers of two towers
+    products.clear()
+    other, same = trained(by_encoders, policy)
+    assert products == counted
+    assert losses == same
+    assert losses[-1] < losses[0]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    assert runtime_of(model).count == runtime_of(other).count == 3
+    # Once for each module that its methods call.
+    assert {text.split("'")[1].split(".")[0] for text in said()} == {"visual", "transformer"}
+
+
+def test_transformers_clip(products, said):
+    torch.manual_seed(0)
+    tower = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = transformers.CLIPConfig(
+        text_config={**tower, "vocab_size": 64, "max_position_embeddings": 8, "eos_token_id": 63},
+        vision_config={**tower, "image_size": 32, "patch_size": 8},
+        projection_dim=32,
+    )
+    model = fp4graph.apply(transformers.CLIPModel(config), "tetrajet", backend="eager")
+    optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    for _ in range(2):
+        loss = model(input_ids=TEXTS, pixel_values=IMAGES, return_loss=True).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert set(products.values()) == {2}
+    assert len(products) == 2 * 2 * 6
+    model.eval()
+    with torch.no_grad():
+        called = model(input_ids=TEXTS, pixel_values=IMAGES)
+        products.clear()
+        images = model.get_image_features(pixel_values=IMAGES)
+        texts = model.get_text_features(input_ids=TEXTS)
+    assert set(products.values()) == {1}
+    assert len(products) == 2 * 2 * 6
+    for features, embeds in ((images, called.image_embeds), (texts, called.text_embeds)):
+        features = getattr(features, "pooler_output", features)
+        assert torch.equal(features / features.norm(p=2, dim=-1, keepdim=True), embeds)
+    assert sorted(text.split("'")[1] for text in said()) == ["text_model", "vision_model"]

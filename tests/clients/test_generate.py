@@ -1,0 +1,85 @@
+"""``generate`` of transformers after a step of training: few graphs, and the tokens of the uncompiled model."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fp4graph
+from fp4graph.model.runtime import runtime_of
+from tests.clients import tiny
+
+pytestmark = pytest.mark.long
+
+
+def trained(make):
+    torch.manual_seed(0)
+    model = fp4graph.apply(make(), "tetrajet", backend="eager")
+    optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    tokens = torch.randint(2, 64, (2, 16), generator=torch.Generator().manual_seed(3))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model.eval()
+
+
+def generated(model, length=5, padding=0, **options):
+    tokens = torch.randint(2, 64, (2, length), generator=torch.Generator().manual_seed(length))
+    tokens[0, :padding] = 0
+    torch.manual_seed(1)
+    return model.generate(tokens, attention_mask=(tokens != 0).long(), max_new_tokens=12, min_new_tokens=12, **options)
+
+
+def graphs(model):
+    """Return a list that grows by one with each graph compiled."""
+    capture, seen = runtime_of(model).capture, []
+    inner = capture._inner
+    capture._inner = lambda graph, inputs: seen.append(graph) or inner(graph, inputs)
+    return seen
+
+
+@pytest.mark.parametrize("make", [tiny.gpt2, tiny.qwen3])
+def test_every_way_to_generate(make, products, said):
+    model, uncompiled = trained(make), trained(make)
+    compiled = graphs(model)
+
+    def same(**options):
+        products.clear()
+        tokens = generated(model, **options)
+        ran = sum(products.values())
+        products.clear()
+        with torch.compiler.set_stance("force_eager"):
+            assert torch.equal(tokens, generated(uncompiled, **options))
+        assert ran == sum(products.values())  # and all of them quantized, since the two paths find them in other ways
+        layers = 4 if make is tiny.gpt2 else 7
+        assert ran == 12 * 2 * layers
+
+    same()
+    same(do_sample=True)
+    same(length=9)
+    same(length=7, do_sample=True, top_k=5)
+    assert len(compiled) <= 4  # a prompt, one token, and each of them again when lengths change
+    same(num_beams=2)
+    assert len(compiled) <= 6  # another batch size
+    known = len(compiled)
+    same(length=9, padding=3)
+    same(length=8, padding=1, do_sample=True)
+    assert len(compiled) <= known + 3  # a mask makes other graphs
+    known = len(compiled)
+    same(cache_implementation="static")
+    assert len(compiled) <= known + 2  # so does a cache of another kind
+    known = len(compiled)
+    same(length=6)
+    same(length=10, padding=2)
+    same(num_beams=2, length=8)
+    assert len(compiled) == known  # known lengths, batches and kinds compile nothing
+    assert len(said()) == 1  # of the model that we ran uncompiled
+
+
+def test_the_quantized_model_generates_other_tokens_than_the_plain_one(products):
+    model = trained(tiny.qwen3)
+    quantized = generated(model)
+    products.clear()
+    with fp4graph.bypass(model):
+        assert not torch.equal(quantized, generated(model))
+    assert not products

@@ -1,0 +1,109 @@
+"""Lightning: the module applied, or the net in it, with checkpoints, resumption and averages of weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fp4graph
+from fp4graph.model.runtime import runtime_of
+from tests.helpers import models
+
+pytest.importorskip("lightning", reason="needs fp4graph[clients]")
+import lightning
+from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
+
+pytestmark = pytest.mark.long
+GENERATOR = torch.Generator().manual_seed(1)
+IMAGES, LABELS = torch.randn(16, 3, 32, 32, generator=GENERATOR), torch.randint(0, 10, (16,), generator=GENERATOR)
+
+
+class Classifier(lightning.LightningModule):
+    def __init__(self, applied=None, policy="tetrajet"):
+        super().__init__()
+        self.net = models.vit()
+        self.applied = [self if applied == "module" else self.net] if applied else []
+        for part in self.applied:
+            fp4graph.apply(part, policy, backend="eager")
+        self.losses, self.validated = [], []
+
+    def training_step(self, batch, index):
+        loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.losses.append(loss.item())
+        return loss
+
+    def validation_step(self, batch, index):
+        loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        self.validated.append(loss.item())
+        self.log("loss", loss)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        for part in self.applied:
+            fp4graph.prepare_optimizer(part, optimizer)
+        return optimizer
+
+
+def fitted(module, folder, epochs=2, callbacks=(), resume=None):
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(IMAGES, LABELS), batch_size=4)
+    trainer = lightning.Trainer(
+        accelerator="cpu", max_epochs=epochs, logger=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=folder, callbacks=[ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1), *callbacks],
+    )  # fmt: skip
+    trainer.fit(module, data, data, ckpt_path=resume)
+    return module
+
+
+@pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema"])
+@pytest.mark.parametrize("applied", ["module", "net"])
+def test_fit_and_resume(applied, policy, tmp_path, products, said):
+    whole = fitted(Classifier(applied, policy), tmp_path)
+    assert len(whole.losses) == 8
+    assert sum(whole.losses[4:]) < sum(whole.losses[:4])
+    assert len(products) == 2 * 4
+    assert runtime_of(whole.applied[0]).count == 8
+    # Lightning calls training_step, not the module.
+    assert len(said()) == (1 if applied == "module" else 0)
+    plain = fitted(Classifier(), tmp_path / "plain")
+    assert whole.losses != plain.losses
+    assert whole.losses == pytest.approx(plain.losses, rel=0.2)
+
+    resumed = fitted(Classifier(applied, policy), tmp_path / "again", resume=tmp_path / "epoch=0.ckpt")
+    assert resumed.losses == whole.losses[4:]
+    state = torch.load(tmp_path / "epoch=1.ckpt", weights_only=False)["state_dict"]
+    Classifier().load_state_dict(state if policy == "tetrajet" else fp4graph.strip(state), strict=True)
+
+
+@pytest.mark.parametrize("applied", ["module", "net"])
+@pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
+def test_both_train_the_same_net(applied, tmp_path):
+    by_hand = fp4graph.apply(models.vit(), "tetrajet", backend="eager")
+    optimizer = fp4graph.prepare_optimizer(by_hand, torch.optim.AdamW(by_hand.parameters(), lr=1e-2))
+    losses = []
+    for images, labels in zip(IMAGES.split(4), LABELS.split(4), strict=True):
+        loss = torch.nn.functional.cross_entropy(by_hand(images), labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    module = fitted(Classifier(applied), tmp_path, epochs=1)
+    if applied == "net":  # names are part of the noise
+        assert module.losses == losses
+    assert module.losses[0] == losses[0]
+
+
+@pytest.mark.parametrize("applied", ["module", "net"])
+@pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
+def test_an_average_of_weights(applied, tmp_path, products):
+    module = fitted(Classifier(applied), tmp_path, callbacks=[EMAWeightAveraging(decay=0.5)])
+    plain = Classifier()
+    plain.load_state_dict(torch.load(tmp_path / "epoch=1.ckpt", weights_only=False)["state_dict"], strict=True)
+    assert len(module.validated) == 2 + 2 * 4
+    assert min(products.values()) == max(products.values()) == 8 + len(module.validated)
+    fp4graph.apply(plain.net if applied == "net" else plain, "tetrajet", backend="eager").eval()
+    with torch.no_grad():
+        again = [
+            torch.nn.functional.cross_entropy(plain.net(x), y).item()
+            for x, y in zip(IMAGES.split(4), LABELS.split(4), strict=True)
+        ]
+    assert again == module.validated[-4:]

@@ -1,0 +1,133 @@
+"""timm's train.py, validate.py and avg_checkpoints.py, with the calls they make."""
+
+from __future__ import annotations
+
+import copy
+from argparse import Namespace
+
+import pytest
+import timm
+import torch
+from timm.models import load_checkpoint, load_state_dict, resume_checkpoint
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from timm.utils import CheckpointSaver, ModelEmaV3, NativeScaler, distribute_bn, unwrap_model
+
+import fp4graph
+from fp4graph.model.runtime import runtime_of
+
+pytestmark = pytest.mark.long
+LOADER = [
+    (torch.randn(4, 3, 32, 32, generator=g), torch.randint(0, 10, (4,), generator=g))
+    for g in (torch.Generator().manual_seed(seed) for seed in range(3))
+]
+
+
+def create_model():
+    torch.manual_seed(0)
+    sizes = {"img_size": 32, "patch_size": 8, "depth": 2, "embed_dim": 64, "num_heads": 2, "num_classes": 10}
+    return timm.create_model("vit_tiny_patch16_224", **sizes)
+
+
+def train(folder, policy, epochs, *, resume="", ema=True, torchcompile=True):
+    """What train.py does with ``--model-ema --torchcompile``; the two lines are those with ``fp4graph``."""
+    folder.mkdir(exist_ok=True)
+    model = create_model()
+    fp4graph.apply(model, policy, backend="eager")
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-2)
+    fp4graph.prepare_optimizer(model, optimizer)
+    start = resume_checkpoint(model, resume, optimizer=optimizer) if resume else 0
+    model_ema = ModelEmaV3(model, decay=0.5) if ema else None
+    if resume and ema:
+        load_checkpoint(model_ema.module, resume, use_ema=True)
+    run, run_ema = model, model_ema
+    if torchcompile:
+        run = torch.compile(model, backend="eager")
+        run_ema = torch.compile(model_ema, backend="eager") if ema else None
+    scheduler, _ = create_scheduler_v2(optimizer, sched="cosine", num_epochs=4)
+    if start:
+        scheduler.step(start)
+    saver = CheckpointSaver(
+        model, optimizer, Namespace(model="vit"), model_ema=model_ema, checkpoint_dir=folder, recovery_dir=folder
+    )
+    criterion = torch.nn.CrossEntropyLoss()
+    losses, evaluated = [], []
+    for epoch in range(start or 0, epochs):
+        run.train()
+        for images, target in LOADER:
+            loss = criterion(run(images), target)
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            if model_ema is not None:
+                model_ema.update(model)
+            losses.append(loss.item())
+        distribute_bn(model, 1, False)
+        if run_ema is not None:
+            run_ema.eval()
+            with torch.no_grad():
+                evaluated.append(criterion(run_ema(LOADER[0][0]), LOADER[0][1]).item())
+        saver.save_checkpoint(epoch, metric=losses[-1])
+        scheduler.step(epoch + 1)
+    return model, losses, evaluated
+
+
+@pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema"])
+def test_train_resume_validate(policy, tmp_path, products, said):
+    model, losses, evaluated = train(tmp_path / "a", policy, 2)
+    assert losses[-1] < losses[0]
+    assert len(products) == 2 * 4
+    assert set(products.values()) == {2 * 3 + 2}  # training, and an evaluation of the average in each epoch
+    assert runtime_of(model).count == 6
+    bare, same, _ = train(tmp_path / "b", policy, 2, ema=False, torchcompile=False)
+    assert losses == same  # average and outer compilation change nothing
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), bare.parameters(), strict=True))
+    assert not said()
+
+    train(tmp_path / "c", policy, 1)
+    resumed, rest, tested = train(tmp_path / "c", policy, 2, resume=str(tmp_path / "c" / "last.pth.tar"))
+    assert rest == losses[3:]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters(), strict=True))
+    assert tested == evaluated[1:]
+
+    plain = create_model()
+    if policy == "tetrajet":  # validate.py, strictly
+        for use_ema in (False, True):
+            load_checkpoint(plain, str(tmp_path / "a" / "last.pth.tar"), use_ema=use_ema, strict=True)
+    else:
+        entries = load_state_dict(str(tmp_path / "a" / "last.pth.tar"), use_ema=True)
+        plain.load_state_dict(fp4graph.strip(entries), strict=True)
+    fp4graph.apply(plain, policy, backend="eager").eval()
+    with torch.no_grad():
+        accuracy = torch.nn.functional.cross_entropy(plain(LOADER[0][0]), LOADER[0][1]).item()
+    if policy == "tetrajet":
+        assert accuracy == evaluated[-1]
+
+
+@pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema"])
+def test_avg_checkpoints(policy, tmp_path):
+    train(tmp_path, policy, 2, ema=False, torchcompile=False)
+    sums, files = {}, sorted(tmp_path.glob("checkpoint-*.pth.tar"))
+    assert len(files) == 2
+    for file in files:
+        for name, value in load_state_dict(str(file)).items():
+            sums[name] = sums.get(name, 0) + value.to(torch.float64) / len(files)
+    average = {name: value.float() for name, value in sums.items()}
+    create_model().load_state_dict(average if policy == "tetrajet" else fp4graph.strip(average), strict=True)
+
+
+def test_amp_scaler_and_frozen_blocks(products):
+    """train.py's ``--amp``, and a schedule that unfreezes blocks one by one."""
+    model = fp4graph.apply(create_model(), "tetrajet", backend="eager")
+    optimizer = fp4graph.prepare_optimizer(model, create_optimizer_v2(model, opt="sgd", lr=0.1))
+    scaler = NativeScaler(device="cpu")
+    for frozen in (2, 1, 0):
+        for index, block in enumerate(model.blocks):
+            block.requires_grad_(index >= frozen)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = torch.nn.functional.cross_entropy(model(LOADER[0][0]), LOADER[0][1])
+        optimizer.zero_grad()
+        scaler(loss, optimizer, clip_grad=1.0, parameters=model.parameters())
+    assert set(products.values()) == {3}
+    assert copy.deepcopy(unwrap_model(ModelEmaV3(model))) is not None

@@ -1,0 +1,112 @@
+"""TRL's trainers with their defaults: gradient checkpointing on, bf16 autocast, a generation before each step."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+
+import fp4graph
+from fp4graph.model.runtime import runtime_of
+from tests.clients import tiny
+
+trl = pytest.importorskip("trl", reason="needs fp4graph[clients]")
+datasets = pytest.importorskip("datasets", reason="needs fp4graph[clients]")
+
+pytestmark = pytest.mark.long
+COMMON = {
+    "use_cpu": True, "report_to": [], "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1,
+    "learning_rate": 1e-3, "per_device_train_batch_size": 4,
+}  # fmt: skip
+LINEARS = 14  # q, k, v, o, gate, up, down of two layers
+
+
+def losses(trainer):
+    found = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert all(math.isfinite(loss) for loss in found)
+    return found
+
+
+def distinct_words(completions, **_):
+    return [float(len(set(text.split()))) for text in completions]
+
+
+def test_grpo(tmp_path, products, said, moved):
+    model = tiny.qwen3()
+    fp4graph.apply(model, "mxfp4-rl", backend="eager")
+    changed = moved(model)
+    prompts = datasets.Dataset.from_list([{"prompt": tiny.sentence(index, 3 + index % 5)} for index in range(16)])
+    trainer = trl.GRPOTrainer(
+        model,
+        reward_funcs=distinct_words,
+        args=trl.GRPOConfig(
+            str(tmp_path), **{**COMMON, "per_device_train_batch_size": 8}, max_steps=40, num_generations=4,
+            max_completion_length=4,
+        ),
+        train_dataset=prompts,
+        processing_class=tiny.tokenizer(),
+    )  # fmt: skip
+    assert trainer.args.gradient_checkpointing
+    trainer.train()
+    assert len(losses(trainer)) == 40
+    assert {name for name, _ in model.named_parameters() if "proj" in name} <= changed()
+    runtime = runtime_of(model)
+    assert runtime.count == 40
+    assert len(products) == LINEARS
+    # In a step a prompt and a token at least, and a training forward whose checkpointed blocks run twice.
+    assert min(products.values()) > 40 * (2 + 2)
+    assert len(runtime.sites) <= 10 * LINEARS  # ten graphs, however many steps
+    assert not said()
+
+
+def test_sft(tmp_path, products, said, moved):
+    model = tiny.qwen3()
+    fp4graph.apply(model, "tetrajet", backend="eager")
+    changed = moved(model)
+    texts = datasets.Dataset.from_list([{"text": tiny.sentence(index, 5 + index % 4)} for index in range(16)])
+    trainer = trl.SFTTrainer(
+        model, args=trl.SFTConfig(str(tmp_path), max_steps=4, **COMMON), train_dataset=texts,
+        processing_class=tiny.tokenizer(),
+    )  # fmt: skip
+    trainer.train()
+    assert losses(trainer)[-1] < losses(trainer)[0]
+    assert {name for name, _ in model.named_parameters() if "proj" in name} <= changed()
+    assert runtime_of(model).count == 4
+    assert set(products.values()) == {2 * 4}  # each forward, and again in the backward
+    assert len(products) == LINEARS
+    assert not said()
+
+
+@pytest.mark.parametrize("reference", ["a copy", "from its folder"])
+def test_dpo(reference, tmp_path, products, said, moved):
+    model = tiny.qwen3()
+    model.save_pretrained(tmp_path / "model")
+    model.config._name_or_path = str(tmp_path / "model")  # as from_pretrained leaves it
+    fp4graph.apply(model, "tetrajet", backend="eager")
+    changed = moved(model)
+    pairs = [
+        {"prompt": tiny.sentence(i, 3), "chosen": " " + tiny.sentence(i + 2, 3), "rejected": " " + tiny.sentence(i, 4)}
+        for i in range(16)
+    ]
+    trainer = trl.DPOTrainer(
+        model,
+        ref_model=copy.deepcopy(model) if reference == "a copy" else None,
+        args=trl.DPOConfig(str(tmp_path), max_steps=3, **COMMON),
+        train_dataset=datasets.Dataset.from_list(pairs),
+        processing_class=tiny.tokenizer(),
+    )
+    trainer.train()
+    first = trainer.state.log_history[0]
+    if reference == "a copy":  # it is quantized as the model is, so both begin with the same probabilities
+        assert runtime_of(trainer.ref_model).count == 3  # a copy that does not train follows the count of its model
+        assert first["rewards/margins"] == 0
+    else:
+        assert runtime_of(trainer.ref_model) is None
+        assert first["rewards/margins"] != 0
+    assert len(losses(trainer)) == 3
+    assert {name for name, _ in model.named_parameters() if "proj" in name} <= changed()
+    assert runtime_of(model).count == 3
+    assert set(products.values()) == {3 * (3 if reference == "a copy" else 2)}
+    assert len(products) == LINEARS
+    assert not said()
