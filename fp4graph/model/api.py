@@ -46,7 +46,8 @@ def apply(
     ``save_pretrained`` wrote beside the weights is restored.
 
     Args:
-        model: any module. With a DistributedDataParallel, the policy is applied to the module inside.
+        model: any module. With a DistributedDataParallel, or what torch.compile returned, the policy is applied to the
+            module inside.
         policy: a path, a shipped policy's name, a dict or a :class:`Policy`.
         backend: ``inductor``, ``aot_eager`` or ``eager``.
         seed: of stochastic rounding and random transforms; None means 0.

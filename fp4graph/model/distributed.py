@@ -28,9 +28,13 @@ def rank() -> int:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module that a policy is applied to: the one inside a DistributedDataParallel, so that names and noise
-    are the same with the wrapper and without."""
-    return unwrapped(model.module) if isinstance(model, DistributedDataParallel) else model
+    """Return the module that a policy is applied to: the one inside a DistributedDataParallel or a ``torch.compile``,
+    so that names and noise are the same with the wrapper and without."""
+    if isinstance(model, DistributedDataParallel):
+        return unwrapped(model.module)
+    if isinstance(model, torch._dynamo.OptimizedModule):
+        return unwrapped(model._orig_mod)
+    return model
 
 
 def active_ddp() -> DistributedDataParallel | None:

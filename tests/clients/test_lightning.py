@@ -102,5 +102,8 @@ def test_an_average_of_weights(applied, tmp_path, products):
     assert min(products.values()) == max(products.values()) == 8 + len(module.validated)
     fp4graph.apply(plain.net if applied == "net" else plain, "tetrajet", backend="eager").eval()
     with torch.no_grad():
-        again = [torch.nn.functional.cross_entropy(plain.net(x), y).item() for x, y in zip(IMAGES.split(4), LABELS.split(4), strict=True)]
+        again = [
+            torch.nn.functional.cross_entropy(plain.net(x), y).item()
+            for x, y in zip(IMAGES.split(4), LABELS.split(4), strict=True)
+        ]
     assert again == module.validated[-4:]

@@ -47,14 +47,13 @@ def test_adapters_train_generate_and_load(policy, applied, tmp_path, products, s
     assert losses[1] < losses[0]
     assert changed() == {name for name, _ in model.named_parameters() if "lora_" in name}
     assert runtime_of(inner).count == 2
-    base = {site for site in products if "lora_" not in site}
-    assert len(base) == 14
-    assert all(products[site] == 2 for site in base)
+    assert len(products) == 14  # the base layers; adapters stay in high precision
+    assert set(products.values()) == {2}
 
     prompt = TOKENS[:, :6]
     generate = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 8, "min_new_tokens": 8}
     tokens = model.eval().generate(input_ids=prompt, **generate)
-    assert all(products[site] == 2 + 8 for site in base)
+    assert set(products.values()) == {2 + 8}
     # PeftModel.generate calls the model inside, not itself.
     assert len(said()) == (1 if applied == "the PeftModel" else 0)
 

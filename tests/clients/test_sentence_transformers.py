@@ -13,6 +13,7 @@ from fp4graph.model.runtime import runtime_of
 from tests.clients import tiny
 
 st = pytest.importorskip("sentence_transformers", reason="needs fp4graph[clients]")
+losses = pytest.importorskip("sentence_transformers.losses", reason="needs fp4graph[clients]")
 datasets = pytest.importorskip("datasets", reason="needs fp4graph[clients]")
 
 pytestmark = pytest.mark.long
@@ -41,7 +42,7 @@ def test_contrastive_training(folder, tmp_path, products, said, moved):
             use_cpu=True, disable_tqdm=True, logging_steps=1, save_strategy="no",
         ),
         train_dataset=datasets.Dataset.from_list(pairs),
-        loss=st.losses.MultipleNegativesRankingLoss(model),
+        loss=losses.MultipleNegativesRankingLoss(model),
     )  # fmt: skip
     trainer.train()
     assert all(math.isfinite(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry)

@@ -45,6 +45,8 @@ def train(folder, policy, epochs, *, resume="", ema=True, torchcompile=True):
         run = torch.compile(model, backend="eager")
         run_ema = torch.compile(model_ema, backend="eager") if ema else None
     scheduler, _ = create_scheduler_v2(optimizer, sched="cosine", num_epochs=4)
+    if start:
+        scheduler.step(start)
     saver = CheckpointSaver(
         model, optimizer, Namespace(model="vit"), model_ema=model_ema, checkpoint_dir=folder, recovery_dir=folder
     )

@@ -362,6 +362,29 @@ def test_an_outer_compilation_runs_the_applied_model(outside):
         assert model.blocks[0].attn.qkv.weight.grad is not None
 
 
+@pytest.mark.parametrize("first", ["apply", "compile"])
+def test_what_torch_compile_returned_is_the_model_inside(first):
+    policy = {
+        "version": 1,
+        "name": "by name",
+        "rules": [{"name": "first", "match": {"module": "blocks.0.*"}, "quantize": {"element": "e2m1", "block": 32}}],
+    }
+    expected = fp4graph.apply(vit(), policy, backend="eager")(images())
+    model = fp4graph.apply(vit(), policy, backend="eager") if first == "apply" else vit()
+    compiled = torch.compile(model, backend="aot_eager")
+    if first == "compile":
+        assert not torch.equal(compiled(images()), expected)
+        assert fp4graph.apply(compiled, policy, backend="eager") is compiled
+    optimizer = fp4graph.prepare_optimizer(compiled, torch.optim.SGD(compiled.parameters(), lr=0.1))
+    assert_equal([compiled(images())], [expected])
+    compiled(images()).sum().backward()
+    optimizer.step()
+    assert runtime_of(compiled).count == 2
+    assert model.state_dict().keys() == vit().state_dict().keys()
+    fp4graph.remove(compiled)
+    assert runtime_of(model) is None
+
+
 @uncompiled
 def test_a_root_that_owns_its_weight():
     torch.manual_seed(0)
