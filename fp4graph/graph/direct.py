@@ -7,6 +7,7 @@ of a captured graph. So the decisions, the noise and the bits are those of the c
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -18,9 +19,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.fx import Graph, Node
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4graph.errors import CaptureError
@@ -29,7 +32,7 @@ from fp4graph.graph.find import Finder, FoundProduct, Markers
 from fp4graph.graph.marker import Marker, Tag
 from fp4graph.graph.names import Names
 from fp4graph.graph.observe import Recording, numbered
-from fp4graph.graph.plan import Planner, plan_once
+from fp4graph.graph.plan import Planner, plan_once, rule_that_keeps
 from fp4graph.graph.products import PRODUCER, producer_of, value_of
 from fp4graph.graph.replace import SiteCall, UnmarkedWeight, call_of
 from fp4graph.ops.observe import observed
@@ -94,6 +97,7 @@ class Direct(TorchFunctionMode):
         self._stack: dict[str, tuple[str, type]] = {}
         self._tag: str | None = None
         self._backward = torch._C._current_graph_task_id()
+        self._functions_outside = len(_functions())
 
     @contextmanager
     def inside(self, module: nn.Module) -> Iterator[None]:
@@ -215,6 +219,9 @@ class Direct(TorchFunctionMode):
             self._check(work)
         if not planned:
             return None
+        if len(functions := _functions()) > self._functions_outside:
+            self._check_function(functions[0], planned[0].found)
+            return None
         try:
             return call_of(planned[0], planned[0].found.product)
         except UnmarkedWeight as error:
@@ -245,6 +252,19 @@ class Direct(TorchFunctionMode):
                 site=place,
             )
 
+    @staticmethod
+    def _check_function(function: Any, found: FoundProduct) -> None:
+        """Raise CaptureError where the forward of a custom autograd function multiplies with a weight.
+
+        The function's own backward multiplies too, and the pass does not see that.
+        """
+        if found.has_weight:
+            raise CaptureError(
+                f"the autograd function {function.__name__} multiplies with a parameter, and its backward would run in "
+                f"high precision without a word. To keep it, {rule_that_keeps('function', found.view.module)}",
+                site=str(found.view),
+            )
+
     def _run(self, call: SiteCall) -> Tensor:
         inputs = [None if node is None else value_of(node) for node in call.inputs]
         state = [_viewed(node, views) for node, views in call.state]
@@ -256,6 +276,22 @@ class Direct(TorchFunctionMode):
             y = call.function(*inputs, call.salt, *state, site=call.site)
         self._recording.output(name, y)
         return y
+
+
+def _functions() -> list[Any]:
+    """Return the custom autograd functions whose forwards are running, the innermost first; no checkpointed regions."""
+    found, frame = [], inspect.currentframe()
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "forward":
+            first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            owner = frame.f_globals.get(code.co_qualname.rpartition(".")[0])  # with setup_context() there is no ctx
+            if isinstance(first, FunctionCtx):
+                found.append(getattr(first, "_forward_cls", type(first)))
+            elif isinstance(owner, type) and issubclass(owner, torch.autograd.Function):
+                found.append(owner)
+        frame = frame.f_back
+    return [function for function in found if function is not CheckpointFunction]
 
 
 def _from_outside(node: Node) -> bool:

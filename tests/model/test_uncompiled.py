@@ -342,6 +342,54 @@ def test_training_by_parts_warns_of_a_rule_that_it_does_not_meet():
     unmet.blocks[1](x)
 
 
+class OwnProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return x @ w.t()
+
+    @staticmethod
+    def backward(ctx, g):
+        x, w = ctx.saved_tensors
+        return g @ w, g.t() @ x
+
+
+class NewOwnProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(x, w):
+        return x @ w.t()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    backward = OwnProduct.backward
+
+
+class OwnLinear(nn.Linear):
+    def __init__(self, function):
+        super().__init__(32, 32, bias=False)
+        self.function = function
+
+    def forward(self, x):
+        return self.function.apply(x, self.weight)
+
+
+@uncompiled
+@pytest.mark.parametrize("function", [OwnProduct, NewOwnProduct])
+@pytest.mark.parametrize("stance", ["default", "force_eager"])
+def test_a_function_with_a_backward_of_its_own_is_refused_until_a_rule_keeps_it(stance, function):
+    model, x = nn.Sequential(nn.Linear(32, 32), OwnLinear(function)), torch.randn(4, 32)
+    policy = one_rule()
+    with torch.compiler.set_stance(stance):
+        with pytest.raises(fp4graph.CaptureError, match=r"multiplies with a parameter.*To keep it, put a rule"):
+            fp4graph.apply(model, policy, backend="eager")(x)
+        kept = {"name": "kept", "match": {"module": "1"}, "keep": "has a backward of its own"}
+        y = fp4graph.apply(model, {**policy, "rules": [kept, *policy["rules"]]}, backend="eager")(x)
+    weight = fp4graph.remove(model)[1].weight
+    assert_equal([y], [fp4graph.apply(nn.Sequential(model[0]), policy, backend="eager")(x) @ weight.t()])
+
+
 class Wrapper(nn.Module):
     def __init__(self, net):
         super().__init__()
