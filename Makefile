@@ -18,8 +18,8 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxpro
 test: $(STAMP) lint
 	$(PYTEST)
 
-# Every other policy, case and kill: with `make test` all that continuous integration runs, half an hour.
-long: $(STAMP)
+# Every other policy, case, kill and client: with `make test` all that continuous integration runs, half an hour.
+long: $(VENV)/.clients
 	$(PYTEST) -m "long and not parity and not gpu"
 
 # The inner loop: without what compiles with Inductor, starts processes or services, or is slow for another reason.
@@ -75,8 +75,12 @@ $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): torch and what comes with it are gigabytes, so this takes minutes the first time"
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e ".[vision,test,bench,clients]"
+	$(BIN)/python -m pip install --quiet -e ".[vision,test,bench]"
 	touch $(STAMP)
+
+$(VENV)/.clients: $(STAMP)
+	$(BIN)/python -m pip install --quiet -e ".[clients]"
+	touch $@
 
 $(VENV)/.peers: $(STAMP)
 	$(BIN)/python -m pip install --quiet -e ".[bench,peers]"

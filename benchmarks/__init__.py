@@ -7,6 +7,8 @@
     python -m benchmarks.first_step    # the time until the first one is done
     python -m benchmarks.memory        # bytes kept for the backward
     python -m benchmarks.techniques    # what acts at the optimizer's step
+    python -m benchmarks.uncompiled    # a step that no compiler captures
+    python -m benchmarks.statistics_cost  # a training with statistics
     python -m benchmarks.report        # the tables of docs/performance.md, from the files of results
     python -m benchmarks.zoo           # no cost: which image models train; it writes docs/models.md
 

@@ -39,6 +39,7 @@ class Capture:
     Attributes:
         sites: of all graphs, in the order of capture; a graph that is captured again adds its sites again. A site that
             the model's call has in common with a method, or methods with each other, is there once.
+        of_parts: sites of parts that ran by themselves before any graph was captured.
         uses: how the graphs use parameters, by the parameter's owner and name.
         read: parameters that the graphs take, as (module, name). marked: modules whose call was seen.
         error: the error of the last graph that failed. The compiler wraps it in errors of its own.
@@ -60,6 +61,7 @@ class Capture:
         self._running = CALL
         self._embeddings = [module for module in plan.root.modules() if isinstance(module, torch.nn.Embedding)]
         self.sites: list[Site] = []
+        self.of_parts: list[Site] = []
         self.uses: dict[tuple[str, str], WeightUse] = {}
         self.read: set[tuple[str, str]] = set()
         self.marked: set[str | None] = set()
@@ -151,6 +153,8 @@ class Capture:
         if whole and not self._frames:
             self.sites.extend(planner.sites)
             self.marked |= set(marked)
+        elif not self.sites and torch.is_grad_enabled():
+            self.of_parts.extend(planner.sites)
 
     @contextmanager
     def configured(self) -> Iterator[None]:

@@ -270,6 +270,8 @@ class Runtime:
         if training:
             self._lead()
         if not again and id(module) in self._current.ran:
+            if not self._checked:
+                self._uncompiled.check(self.capture)
             self._advance()
             self._trained = max(1, self._trained)
         due = self._due()

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from fp4graph.errors import Error, PolicyWarning
+from fp4graph.errors import Error, PolicyError, PolicyWarning
 from fp4graph.graph.direct import Direct
 from fp4graph.graph.replace import UnmarkedWeight
 from fp4graph.model import hooks
 from fp4graph.model.capture import Capture
+from fp4graph.model.coverage import check_sites
 from fp4graph.model.current import CurrentForward, Parts, checkpointed_region
 from fp4graph.model.inspection import Inspection
 from fp4graph.model.prepare import PhasePlan
@@ -79,6 +80,15 @@ class Uncompiled:
         direct.finish(result)
         capture.take(direct.planner, direct.marked, whole=whole and not checked)
         return result
+
+    def check(self, capture: Capture) -> None:
+        """Warn of rules that a training step by parts alone has not met; calling the model may meet them yet."""
+        if not capture.sites:
+            try:
+                check_sites(self._plan.policy, capture.of_parts)
+            except PolicyError as error:
+                self.warn("coverage", f"parts of the model have trained for a step by themselves, but {error}")
+        capture.of_parts.clear()
 
     def warn(self, key: str, text: str) -> None:
         """Warn, once for each ``key``."""

@@ -328,6 +328,20 @@ def test_a_copy_follows_the_phases_of_its_model_until_it_trains():
     assert runtime_of(pickle.loads(pickle.dumps(copy.deepcopy(twin)))) is None
 
 
+@uncompiled
+def test_training_by_parts_warns_of_a_rule_that_it_does_not_meet():
+    policy, x = one_rule(match={"module": "blocks.1.*"}), torch.randn(2, 16, 64)
+    other = {"name": "other", "match": {"module": "blocks.0.*"}, "quantize": policy["rules"][0]["quantize"]}
+    met = fp4graph.apply(vit(), policy, backend="eager")
+    for _ in range(3):
+        met.blocks[1](x)
+    unmet = fp4graph.apply(vit(), {**policy, "rules": [*policy["rules"], other]}, backend="eager")
+    unmet.blocks[1](x)
+    with pytest.warns(PolicyWarning, match="trained for a step by themselves, but .*rule 'other' matches no site"):
+        unmet.blocks[1](x)
+    unmet.blocks[1](x)
+
+
 class Wrapper(nn.Module):
     def __init__(self, net):
         super().__init__()
