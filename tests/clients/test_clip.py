@@ -34,9 +34,9 @@ def by_encoders(model):
     return images, texts, model.logit_scale.exp()
 
 
-def trained(run, policy="tetrajet"):
+def trained(run, policy="tetrajet", **options):
     """open_clip's train_one_epoch."""
-    model = fp4graph.apply(clip(), policy, backend="eager")
+    model = fp4graph.apply(clip(), policy, backend="eager", **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     fp4graph.prepare_optimizer(model, optimizer)
     loss, losses = open_clip.ClipLoss(), []
@@ -67,6 +67,15 @@ def test_open_clip_by_encoders_trains_as_by_its_call(policy, products, said):
     assert runtime_of(model).count == runtime_of(other).count == 3
     # Once for each module that its methods call.
     assert {text.split("'")[1].split(".")[0] for text in said()} == {"visual", "transformer"}
+
+
+def test_encoders_are_compiled_where_they_are_named(products, said):
+    model, losses = trained(by_encoders, methods=["encode_image", "encode_text"])
+    assert losses[-1] < losses[0]
+    assert set(products.values()) == {3}
+    assert len(products) == 2 * 2 * 4
+    assert runtime_of(model).count == 2 * 3  # each call of a method is a forward
+    assert not said()
 
 
 def test_transformers_clip(products, said):

@@ -8,6 +8,7 @@ import math
 import pytest
 
 import fp4graph
+from fp4graph.integrations import FP4GraphCallback
 from fp4graph.model.runtime import runtime_of
 from tests.clients import tiny
 
@@ -60,14 +61,18 @@ def test_grpo(tmp_path, products, said, moved):
     assert not said()
 
 
-def test_sft(tmp_path, products, said, moved):
-    model = tiny.qwen3()
-    fp4graph.apply(model, "tetrajet", backend="eager")
+@pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema"])
+def test_sft(policy, tmp_path, products, said, moved):
+    model, callbacks = tiny.qwen3(), None
+    if policy == "tetrajet":
+        fp4graph.apply(model, policy, backend="eager")
+    else:  # has techniques that act at the optimizer's step, so the callback prepares the optimizer
+        callbacks = [FP4GraphCallback(policy, backend="eager")]
     changed = moved(model)
     texts = datasets.Dataset.from_list([{"text": tiny.sentence(index, 5 + index % 4)} for index in range(16)])
     trainer = trl.SFTTrainer(
         model, args=trl.SFTConfig(str(tmp_path), max_steps=4, **COMMON), train_dataset=texts,
-        processing_class=tiny.tokenizer(),
+        processing_class=tiny.tokenizer(), callbacks=callbacks,
     )  # fmt: skip
     trainer.train()
     assert losses(trainer)[-1] < losses(trainer)[0]
