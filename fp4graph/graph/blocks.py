@@ -63,7 +63,8 @@ def find_blocks(modules: Mapping[str, ModuleInfo]) -> dict[str, BlockPosition]:
 
 def _without_adapters(modules: Mapping[str, ModuleInfo]) -> dict[str, ModuleInfo]:
     """Return ``modules`` as they were before PEFT put layers into wrappers: an adapter makes no block of its layer."""
-    return {name.replace(".base_layer", ""): info for name, info in modules.items() if not is_adapter(name, modules)}
+    others = {name: info for name, info in modules.items() if not is_adapter(name, modules)}
+    return {re.sub(r"\.base_layer(?=\.|$)", "", name): info for name, info in others.items()}
 
 
 def block_of(name: str | None, blocks: Mapping[str, BlockPosition]) -> BlockPosition | None:

@@ -17,7 +17,7 @@ from fp4graph.model import saved, state
 from fp4graph.model.apply_options import ApplyOptions
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.explain import rehearse
-from fp4graph.model.hooks import bypassed, mark_hooks
+from fp4graph.model.hooks import Method, bypassed, mark_hooks
 from fp4graph.model.runtime import Runtime, detach, require_runtime, runtime_of
 from fp4graph.policy import Policy, check_modules, load_policy
 from fp4graph.text import suggest
@@ -146,6 +146,8 @@ def _check_methods(root: nn.Module, methods: Sequence[str]) -> None:
             raise Error(
                 f"methods= takes methods of the model itself; {name!r} is one of a submodule, which runs uncompiled"
             )
+        if name in root.__dict__ and not isinstance(root.__dict__[name], Method):
+            raise Error(f"{name!r} was replaced on this model itself, and methods= compiles the method of its class")
         if not inspect.isfunction(inspect.getattr_static(kind, name, None)):
             public = [n for n in dir(kind) if not n.startswith("_") and not hasattr(nn.Module, n)]
             own = [n for n in public if inspect.isfunction(inspect.getattr_static(kind, n))]

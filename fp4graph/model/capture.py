@@ -163,7 +163,9 @@ class Capture:
         Such a cut parts markers from what they mark. The rewritten graph is cut instead.
         """
         config, wrapper = torch._dynamo.config, distributed.active_ddp()
-        changes: dict[str, Any] = {"recompile_limit": self._limit or max(RECOMPILE_LIMIT, config.recompile_limit)}
+        limit = self._limit or max(RECOMPILE_LIMIT, config.recompile_limit)
+        total = max(limit, config.accumulated_recompile_limit)
+        changes: dict[str, Any] = {"recompile_limit": limit, "accumulated_recompile_limit": total}
         if wrapper is not None and config.optimize_ddp in (True, "ddp_optimizer"):
             self._bucket_bytes = wrapper.bucket_bytes_cap
             changes["optimize_ddp"] = False

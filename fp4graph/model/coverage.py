@@ -37,7 +37,7 @@ def check(plan: PhasePlan, capture: Capture) -> list[WeightUse]:
     recurrent = {site.module for site in capture.sites if site.op == "recurrent"}
     for name, module in plan.root.named_modules():
         if isinstance(module, nn.RNNBase) and name not in recurrent:
-            shape = tuple(module.get_parameter("weight_ih_l0").shape)
+            shape = (module.num_layers, module.input_size, module.hidden_size)
             capture.sites.append(Site(name, "recurrent", (shape,), None, _RECURRENT, dict(NOTHING.specs), False))
     served_by = {name: names[0] for _, names in served for name in names[1:] if name is not None}
     return [

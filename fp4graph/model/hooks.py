@@ -145,8 +145,11 @@ class Method:
         return inspect.signature(getattr(type(self.module), self.name).__get__(self.module))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        current = self._current
-        if current.method is None or current.compiled or current.direct is not None:  # part of a forward that runs
+        current, held = self._current, self.module.__dict__.get(self.name)
+        if isinstance(held, Method) and held is not self:
+            return held(*args, **kwargs)  # of a later phase or policy
+        runs = current.compiled or current.direct is not None  # this call is part of a forward
+        if held is None or current.method is None or runs:
             return getattr(type(self.module), self.name)(self.module, *args, **kwargs)
         return current.method(self.name, args, kwargs)
 

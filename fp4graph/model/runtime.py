@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
 from fp4graph.errors import Error
 from fp4graph.graph.backend import inner_backend
@@ -29,6 +31,7 @@ from fp4graph.model.prepare import PhasePlan, device_of, prepare, unprepare
 from fp4graph.model.uncompiled import Uncompiled, cause
 from fp4graph.model.weight import Weight
 from fp4graph.numerics import noise
+from fp4graph.numerics.sharding import fsdp_modules
 from fp4graph.policy import Policy
 
 
@@ -81,6 +84,7 @@ class Runtime:
         self._checked = explains
         self._failure: Error | None = None  # of the first forward; every later one raises it again
         self._trained = 0
+        self._original: weakref.ref[nn.Module] | None = None  # what this model was copied from
         self._previous: Any = None
         self._synchronized: weakref.ref[DistributedDataParallel] | None = None
 
@@ -168,21 +172,19 @@ class Runtime:
             copied = Runtime(twin, self.policy, self.settings, self.phase)
             copied.attach()
             copied.count_from(self.count or 0)
-            copied.follow(self.root)
+            copied._original = weakref.ref(self.root)
 
         twin.__dict__["__setstate__"] = finish
 
-    def follow(self, original: nn.Module) -> None:
-        """Evaluate in the phase and the noise of the applied model ``original`` until this one trains."""
-        reference = weakref.ref(original)
-
-        def count() -> int | None:
-            model = reference()
-            runtime = None if model is None else runtime_of(model)
-            return None if runtime is None else runtime.count
-
-        if self.root_state is not None:
-            self.root_state.followed = count
+    def _follow(self, *, training: bool) -> None:
+        """Evaluate in the phase and noise of the model that this one was copied from; go on alone in training."""
+        if self._original is None or self.root_state is None:
+            return
+        if training:
+            self._original = self.root_state.followed = None
+        elif (model := self._original()) is not None and (runtime := runtime_of(model)) is not None:
+            self.root_state.followed = runtime.count
+            self.settings = dataclasses.replace(self.settings, total_forwards=runtime.settings.total_forwards)
 
     # An outer torch.compile must not trace through into our graphs with its own backend.
     @opaque
@@ -193,14 +195,18 @@ class Runtime:
     @opaque
     def run_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the root's call, or a method that is compiled and counted like it."""
-        if self._bypassed or (name != CALL and hooks.has_sharded_forward(self.root)):
+        if self._bypassed:
             call: Any = self.root._call_impl if name == CALL else getattr(type(self.root), name).__get__(self.root)
             return call(*args, **kwargs)
         refuse_conversion(quantizes=self._any_hook is not None)
+        if name != CALL and fsdp_modules(self.root):
+            raise Error(
+                "methods= compiles whole methods, but under fully_shard modules are compiled one by one; drop it"
+            )
         if self._failure is not None:
             raise self._failure.with_traceback(None)
-        if training := torch.is_grad_enabled():
-            self._lead()
+        training = torch.is_grad_enabled()
+        self._follow(training=training)
         if training and self._current.ran:
             self._advance()  # parts that ran by themselves: their forward is over
         due = self._due()
@@ -217,7 +223,7 @@ class Runtime:
                 self._failure = error
                 raise
             self._checked = name == CALL
-        if training:
+        if training and (name == CALL or any(getattr(leaf, "requires_grad", False) for leaf in tree_leaves(result))):
             self._trained += 1
             self._advance()
         return result
@@ -225,11 +231,6 @@ class Runtime:
     @property
     def _bypassed(self) -> bool:
         return self._any_hook is not None and self._any_hook.bypassed > 0
-
-    def _lead(self) -> None:
-        """Follow no other model's count any more."""
-        if self.root_state is not None:
-            self.root_state.followed = None
 
     def _advance(self) -> None:
         """Count one more forward with gradients."""
@@ -267,8 +268,7 @@ class Runtime:
                 "model.compile() was called after fp4graph.apply(), which compiles the model already; it has no effect",
             )
         training, again = torch.is_grad_enabled(), torch._C._current_graph_task_id() != -1
-        if training:
-            self._lead()
+        self._follow(training=training)
         if not again and id(module) in self._current.ran:
             if not self._checked:
                 self._uncompiled.check(self.capture)
@@ -287,7 +287,8 @@ class Runtime:
             f"module {place or '(root)'!r} was called by itself, so it runs uncompiled: quantized as ever, and slower. "
             "Only calling the applied model runs the compiled graph",
         )
-        return self._uncompiled.run(module, call, args, kwargs, self.capture, checked=self._checked)
+        checked = self._checked or self._trained > 1
+        return self._uncompiled.run(module, call, args, kwargs, self.capture, checked=checked)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run_uncompiled(
@@ -301,11 +302,12 @@ class Runtime:
     def _run(self, name: str, training: bool, args: Any, kwargs: Any) -> Any:
         """Run the compiled call ``name``, or the observed one."""
         capture, sharded = self.capture, False
+        checked = self._checked or (name != CALL and self._trained > 0)  # the first call of the model is checked
         if isinstance(self.root.__dict__.get("forward"), hooks.ShardedForward):
             if self.inspection.watching or self.inspection.recording is not None:
                 raise Error("what fully_shard has taken over is compiled module by module, which cannot be watched")
             sharded = True
-        elif (looked_at := self.inspection.capture(training=training, checked=self._checked)) is not None:
+        elif (looked_at := self.inspection.capture(training=training, checked=checked)) is not None:
             capture = looked_at
         self._current.compiled, self._current.thread = True, threading.get_ident()
         try:
@@ -320,7 +322,7 @@ class Runtime:
             if any(carried):
                 return self._run(name, training, args, kwargs)  # nothing has run: the first graph was refused
             if ours is not None:
-                self._failure = None if self._checked else ours
+                self._failure = None if self._checked or self._trained else ours
                 raise ours from ours.__cause__  # without the compiler's own errors around it
             raise error
         finally:
@@ -357,6 +359,7 @@ class Runtime:
             raise Error("a phase of the policy begins inside detect_nonfinite(); watch the steps of each by themselves")
         following = Runtime(self.root, self.policy, self.settings, phase)
         following.attach()
+        following._original = self._original
         if following.root_state is not None and self.root_state is not None:
             following.root_state.followed = self.root_state.followed
         following.observe(self.inspection.recording, training=self.inspection.training)

@@ -170,21 +170,20 @@ class RootState(State):
 
     It is no entry of the model's state dict: it travels with the optimizer's state and in our checkpoints.
 
-    ``followed`` is set in a copy that has not trained: it returns the count of the model that was copied, or None. A
-    copy that trains goes on from its own count, which is that of the moment of copying.
+    ``followed`` is the count of the model that this one was copied from, until this one trains: then it goes on from
+    its own count, which is that of the moment of copying.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self.register_buffer("forwards", torch.zeros((), dtype=torch.int64, device=device), persistent=False)
         self._count = 0  # mirror of the buffer, so that no forward waits for a device
-        self.followed: Callable[[], int | None] | None = None
+        self.followed: int | None = None
 
     @property
     def count(self) -> int:
         """The number of root forwards with gradients enabled."""
-        followed = None if self.followed is None else self.followed()
-        return self._count if followed is None else followed
+        return self._count if self.followed is None else self.followed
 
     def advance(self) -> None:
         """Count one more root forward with gradients enabled."""
@@ -209,6 +208,3 @@ class RootState(State):
         super()._apply(fn, recurse)
         self.get_buffer("forwards").fill_(self._count)  # to_empty() left it undefined
         return self
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"followed": None}

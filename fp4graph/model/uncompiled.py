@@ -98,10 +98,10 @@ class Uncompiled:
 
     def carry(self, error: UnmarkedWeight) -> hooks.CarryHook | None:
         """Let the module that multiplies with another's weight mark it too; return None where that is not possible."""
-        if error.owner is None or error.caller is None:
+        if error.owner is None:
             return None
         modules = dict(self._plan.root.named_modules(remove_duplicate=False))
-        return hooks.CarryHook.add(modules[error.caller], modules[error.owner.module])
+        return hooks.CarryHook.add(modules[error.caller or ""], modules[error.owner.module])
 
     def _carries(self, error: UnmarkedWeight) -> bool:
         """The same inside a forward."""
@@ -121,6 +121,6 @@ def cause() -> str:
         return "a TorchDispatchMode such as FlopCounterMode is at work, which Dynamo does not compile"
     return (
         "torch.compile gave up on it, as it does when shapes, modes or frozen parameters change more often than its "
-        "recompile limit allows: pad lengths, pass dynamic=True to fp4graph.apply, or raise "
-        "torch._dynamo.config.recompile_limit"
+        "recompile limit allows: pad lengths, pass dynamic=True to fp4graph.apply, or pass a higher "
+        "recompile_limit="
     )

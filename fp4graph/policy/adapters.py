@@ -25,8 +25,14 @@ def is_adapter(name: str, modules: Collection[str]) -> bool:
     if parts[0] == "prompt_encoder" and "base_model" in modules:
         return True
     above = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
-    wrappers = [path for path in above if f"{path}.base_layer" in modules]
+    wrappers = [path for path in above if f"{path}.base_layer" in modules and _wraps(path, modules)]
     return bool(wrappers) and not f"{name}.".startswith(f"{wrappers[-1]}.base_layer.")
+
+
+def _wraps(name: str, modules: Collection[str]) -> bool:
+    """Return whether ``name``, a module with a ``base_layer``, has an adapter beside it."""
+    beside = (other.removeprefix(f"{name}.").partition(".")[0] for other in modules if other.startswith(f"{name}."))
+    return any(_ADAPTER.fullmatch(part) for part in beside)
 
 
 def names_before(name: str) -> tuple[str, ...]:

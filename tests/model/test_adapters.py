@@ -202,3 +202,21 @@ def test_a_reference_is_quantized_as_the_model_is(policy):
             if isinstance(module, Lora):
                 module.disabled = True
         assert not torch.equal(reference(X), expected)  # in high precision, to show that the above were not
+
+
+def test_a_module_of_that_name_is_no_wrapper_without_an_adapter_beside_it():
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.base_layer, self.top_layer = nn.Linear(32, 32), nn.Linear(32, 32)
+
+        def forward(self, x):
+            return self.top_layer(self.base_layer(x))
+
+    data = {
+        "version": 1,
+        "name": "p",
+        "rules": [{"name": "all", "match": {"op": "linear"}, "quantize": {"element": "e2m1", "block": 32}}],
+    }
+    report = fp4graph.explain(Head(), data, (torch.randn(4, 32),))
+    assert {site.module: site.quantized for site in report.sites} == {"base_layer": True, "top_layer": True}

@@ -292,10 +292,17 @@ def small_resnet():
     return timm.create_model("resnet10t", num_classes=10)
 
 
-def test_a_recurrent_layer_is_listed_though_no_graph_has_it():
+def normed():
+    model = Recurrent()
+    torch.nn.utils.parametrizations.weight_norm(model.rnn, "weight_ih_l0")
+    return model
+
+
+@pytest.mark.parametrize("make", [Recurrent, normed])
+def test_a_recurrent_layer_is_listed_though_no_graph_has_it(make):
     x, policy = torch.randn(2, 5, 32), {"version": 1, "name": "the head", "rules": [rule(module="head")]}
-    explained = fp4graph.explain(Recurrent(), policy, (x,)).sites
-    model = fp4graph.apply(Recurrent(), policy, backend="eager")
+    explained = fp4graph.explain(make(), policy, (x,)).sites
+    model = fp4graph.apply(make(), policy, backend="eager")
     model(x)
     for sites in (explained, model._compiled_call_impl.sites):
         assert [(site.module, site.op, site.quantized) for site in sites] == [

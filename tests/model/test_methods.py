@@ -225,3 +225,21 @@ def test_names_that_are_no_methods_are_refused_at_apply(name, message):
     assert runtime_of(model) is None
     with pytest.raises(TypeError, match="a list of names"):
         fp4graph.apply(model, "tetrajet", methods="encode_image")
+
+
+def test_a_method_without_gradients_is_no_training_forward():
+    class Encoder(Clip):
+        @torch.no_grad()
+        def encode(self, x):
+            return self.encode_image(x)
+
+    model = fp4graph.apply(Encoder(), "tetrajet", backend="eager", methods=["encode"])
+    model.encode(X)
+    assert runtime_of(model).count == 0
+
+
+def test_a_method_that_was_replaced_on_the_model_is_refused():
+    model = Clip()
+    model.encode_image = lambda x: x
+    with pytest.raises(fp4graph.Error, match="'encode_image' was replaced on this model itself"):
+        fp4graph.apply(model, "tetrajet", backend="eager", methods=["encode_image"])

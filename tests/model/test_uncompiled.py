@@ -322,10 +322,27 @@ def test_a_copy_follows_the_phases_of_its_model_until_it_trains():
     with torch.no_grad():
         assert_equal([vit()(images())], [twin(images())])
         assert not torch.equal(quantized, twin(images()))
+    other = copy.deepcopy(twin)
     twin(images())
     model(images())
     assert (runtime_of(model).count, runtime_of(twin).count) == (4, 1)
+    with torch.no_grad():
+        late = copy.deepcopy(model)
+        late(images())
+        del model, other
+        assert_equal([vit()(images())], [late(images())])
     assert runtime_of(pickle.loads(pickle.dumps(copy.deepcopy(twin)))) is None
+
+
+def test_a_copy_knows_a_length_that_its_model_is_told_later():
+    phased = one_rule(phases=[{"at": 0.5, "rules": [], "default": "keep"}])
+    model = fp4graph.apply(vit(), phased, backend="eager")
+    twin = copy.deepcopy(model)
+    fp4graph.set_total_forwards(model, 4)
+    for _ in range(2):
+        model(images())
+    with torch.no_grad():
+        assert_equal([vit()(images())], [twin(images())])
 
 
 @uncompiled
