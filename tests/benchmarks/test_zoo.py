@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.process
 def test_models_work_or_are_refused(tmp_path):
