@@ -5,7 +5,8 @@ from __future__ import annotations
 import threading
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +57,15 @@ class CurrentForward:
         if self.copied is not None and PLAIN not in memo:
             self.copied(memo)
         return twin
+
+    @contextmanager
+    def parts_left_alone(self) -> Iterator[None]:
+        """Let the model's parts run as they are in this context, which compiles what it runs itself, or bypasses it."""
+        former, self.compiled = self.compiled, True
+        try:
+            yield
+        finally:
+            self.compiled = former
 
     def require_thread(self) -> None:
         """Raise an Error in another thread than the one that runs the forward: what it multiplies would not be seen."""

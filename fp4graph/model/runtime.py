@@ -257,7 +257,8 @@ class Runtime:
         """
         call: Any = module.forward if module is self.root else module._call_impl
         if self._bypassed or hooks.has_sharded_forward(self.root):
-            return call(*args, **kwargs)  # modules of fully_shard have graphs of their own
+            with self._current.parts_left_alone():  # modules of fully_shard have graphs of their own
+                return call(*args, **kwargs)
         refuse_conversion(quantizes=True)
         if self._failure is not None:
             raise self._failure.with_traceback(None)
