@@ -229,8 +229,8 @@ def case_a_sharded_container_and_names_that_repeat() -> None:
     model(torch.randn(32, 64)).sum().backward()
     assert {site.module for site in runtime_of(model).sites if site.quantized} == {"1.0", "1.2"}
 
-    # "0" is called by the root, torch's own Sequential, which FSDP's hooks on "1" leave without a graph. The call that an
-    # applied model gives its parts is a frame of ours, in which Dynamo starts one.
+    # "0" is called by the root, torch's own Sequential, which FSDP's hooks on "1" leave without a graph. The call that
+    # an applied model gives its parts is a frame of ours, in which Dynamo starts one.
     rule = {**rule, "match": {"op": "linear", "module": "*"}}
     fp4graph.apply(model, {"version": 1, "name": "p", "rules": [rule]}, **EAGER)
     model(torch.randn(32, 64)).sum().backward()
