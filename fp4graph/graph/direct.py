@@ -146,18 +146,12 @@ class Direct(TorchFunctionMode):
             node.meta["fp4graph_op"] = self._tag
         source = products.view_source(node)
         node.meta[_OF_PARAMETER] = source is not None and source.meta[_OF_PARAMETER]
-        if (function := self._opened(node)) is not None:
-            opened = operation_of(node)
-            tag, self._tag = self._tag, "sdpa" if opened and opened.op == "sdpa" else self._tag
-            try:
-                with self:
-                    return function(*args, **kwargs)
-            finally:
-                self._tag = tag
         held = [n for n in given if "example_value" not in n.meta]
         for n in held:
             n.meta["example_value"] = given[n]
         try:
+            if (function := self._opened(node)) is not None:
+                return self._run_opened(node, function, args, kwargs)
             call = self._call(node, given)
             result = func(*args, **kwargs) if call is None else self._run(call)
         finally:
@@ -165,6 +159,16 @@ class Direct(TorchFunctionMode):
                 del n.meta["example_value"]  # a node must not keep an activation alive
         self._remember(result, node)
         return result
+
+    def _run_opened(self, node: Node, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run ``function`` in the place of ``node``, with its operations seen one by one."""
+        operation, tag = operation_of(node), self._tag
+        self._tag = "sdpa" if operation is not None and operation.op == "sdpa" else tag
+        try:
+            with self:
+                return function(*args, **kwargs)
+        finally:
+            self._tag = tag
 
     def finish(self, result: Any) -> None:
         """Remember which operations made the tensors that this forward returns."""
@@ -201,7 +205,9 @@ class Direct(TorchFunctionMode):
 
     def _opened(self, node: Node) -> Callable[..., Any] | None:
         """Return a function that does what the opaque operation ``node`` does, its products in sight; else None."""
-        return _attention_forward if node.target is F.multi_head_attention_forward else self._finder.opening(node)
+        if node.target is F.multi_head_attention_forward:
+            return _attention_forward
+        return self._finder.opening(node, self._markers)
 
     def _call(self, node: Node, given: dict[Node, Tensor]) -> SiteCall | None:
         """Return the call that replaces ``node``, or None where the operation itself runs."""

@@ -196,7 +196,7 @@ class Finder:
     def walk(self, gm: GraphModule, markers: Markers) -> None:
         """Describe the matrix work of ``gm`` and of the bodies inside it."""
         self.found.bodies.append(gm)
-        self._open_all(gm)
+        self._open_all(gm, markers)
         for node in list(gm.graph.nodes):
             if (marker := Marker.read(node)) is not None:
                 key = markers.outside(marker.key).meta.get("grapharg")
@@ -209,11 +209,17 @@ class Finder:
             elif (work := self.describe(node, markers)) is not None:
                 self.found.work.append(work)
 
-    def opening(self, node: Node) -> Callable[..., Any] | None:
+    def opening(self, node: Node, markers: Markers) -> Callable[..., Any] | None:
         """Return the function that is to take the place of ``node``, its products in sight; None leaves the node."""
-        return operations.opening(node, lambda at, op: self._wants(self._view(self._names.module(at), op)))
 
-    def _open_all(self, gm: GraphModule) -> None:
+        def wanted(at: Node, kind: str) -> bool:
+            if kind == "product":
+                kind = "linear" if self._multiplies_parameter(at, markers) else "matmul"
+            return self._wants(self._view(self._names.module(at), kind))
+
+        return operations.opening(node, wanted)
+
+    def _open_all(self, gm: GraphModule, markers: Markers) -> None:
         """Replace the nodes of ``gm`` (not of its submodules) that hide products by what they consist of.
 
         What an opened node consists of may hide products too. The products of a fused attention are tagged
@@ -223,7 +229,7 @@ class Finder:
         while opened:
             opened = False
             for node in list(gm.graph.nodes):
-                if (function := self.opening(node)) is not None:
+                if (function := self.opening(node, markers)) is not None:
                     operation = operation_of(node)
                     inline(gm, node, function, tag="sdpa" if operation and operation.op == "sdpa" else None)
                     opened = True
@@ -264,7 +270,7 @@ class Finder:
         if isinstance(read, Product):
             return self._product(read, markers)
         if read is not None and operation is not None:
-            if not operation.kept and (operation.weighs or self._multiplies_parameter(node, markers)):
+            if not operation.kept and (read.weighs or self._multiplies_parameter(node, markers)):
                 return self._like_linear(node, read.op, read.reason, markers, operation.flops)
             return self._work(node, read.op, read.reason, operation.flops)
         if node.op not in ("call_function", "call_method") or view_source(node) is not None:

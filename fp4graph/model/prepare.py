@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fp4graph.graph.marker import Tag
 from fp4graph.graph.names import Names
 from fp4graph.graph.plan import Plan
+from fp4graph.graph.products import is_quantized_elsewhere
 from fp4graph.model import hooks, state
 from fp4graph.model.current import CurrentForward
 from fp4graph.model.weight import PlannedWeight, Weight
@@ -51,7 +52,7 @@ class PhasePlan:
         """Return ``parameter`` as a weight that a rule quantizes or may quantize, else None."""
         if parameter is None or parameter.dim() != 2 or isinstance(module, nn.Embedding | nn.EmbeddingBag):
             return None
-        if not (name == "weight" or name.endswith("_weight")):
+        if not (name == "weight" or name.endswith("_weight")) or is_quantized_elsewhere(parameter):
             return None
         transposed = type(module).__name__ == "Conv1D"
         out_features, in_features = reversed(parameter.shape) if transposed else parameter.shape
