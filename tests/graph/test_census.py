@@ -16,6 +16,8 @@ import fp4graph
 from fp4graph.graph import operations
 from fp4graph.graph.site import Site
 from fp4graph.model import census
+from fp4graph.technique import Factors, ProductOperation
+from fp4graph.technique.registry import Registry
 from tests.helpers import models
 
 TOKENS = (2, 24)
@@ -317,6 +319,46 @@ def test_an_operation_that_only_the_counter_knows_is_an_error_until_a_rule_keeps
     assert applied(model, kept, x, stance).shape == (4, 4)
     assert fp4graph.explain(model, kept, (x,)).sites[1].reason == "not yet"
     assert applied(model, "bf16", x, stance).shape == (4, 4)
+
+
+def taught(monkeypatch, read):
+    """Let a plugin read calls of ``fp4graph_tests::twice``."""
+
+    class Plugin:
+        @fp4graph.hookimpl
+        def fp4graph_products(self):
+            return [ProductOperation("fp4graph_tests::twice", read)]
+
+    found = Registry([("its plugin", Plugin())], entry_point_group=None)
+    monkeypatch.setattr(operations, "default_registry", lambda: found)
+
+
+@pytest.mark.filterwarnings("ignore:.*runs uncompiled")
+@pytest.mark.parametrize("stance", ["default", "force_eager"])
+def test_a_plugin_teaches_the_pass_an_operation(monkeypatch, stance):
+    x = torch.randn(4, 16)
+    expected = applied(Called(lambda x, _: x @ x.mT), EVERYTHING, x)
+    taught(monkeypatch, lambda a, b: Factors(a, b, "matmul"))
+    model = Called(lambda x, _: product_of_a_library(x, x.mT))
+    (found,) = fp4graph.explain(model, EVERYTHING, (x,)).sites
+    assert (found.op, found.quantized, found.flops) == ("matmul", True, 2 * 4 * 4 * 16)
+    assert torch.equal(applied(model, EVERYTHING, x, stance), expected)
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        (lambda a, b: 3, "TypeError: read.. must return Factors; got 3"),
+        (lambda a, b: Factors(a, None), "TypeError: a, b and addend"),
+        (lambda a: a, "TypeError: .*takes 1 positional argument"),
+        (lambda a, b: Factors(a, b, "conv"), "ValueError: form is"),
+    ],
+)
+def test_a_plugin_that_reads_wrongly_is_named(monkeypatch, read, message):
+    taught(monkeypatch, read)
+    model = Called(lambda x, _: product_of_a_library(x, x.mT))
+    with pytest.raises(fp4graph.PluginError, match=rf"plugin 'its plugin': .*fp4graph_tests::twice.*{message}"):
+        fp4graph.explain(model, EVERYTHING, (torch.randn(4, 16),))
 
 
 def test_the_table_has_every_operation_of_torchs_counter():
