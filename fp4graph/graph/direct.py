@@ -27,7 +27,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4graph.errors import CaptureError
-from fp4graph.graph import expand, products
+from fp4graph.graph import expand, products, roles
 from fp4graph.graph.find import Finder, FoundProduct, Markers
 from fp4graph.graph.marker import Marker, Tag
 from fp4graph.graph.names import Names
@@ -40,6 +40,8 @@ from fp4graph.policy import Policy
 
 #: Attributes that show the tensor itself; all others are read past the pass.
 _VIEW_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "data"})
+#: Key in a node's meta data: the site at the node, a quantized linear layer of no known role.
+_QUANTIZED = "fp4graph_quantized"
 #: Key in a node's meta data: True for a parameter and for a view of one.
 _OF_PARAMETER = "fp4graph_of_parameter"
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)
@@ -150,6 +152,8 @@ class Direct(TorchFunctionMode):
                     return function(*args, **kwargs)
             finally:
                 self._tag = tag
+        if target in roles.CHOICES:
+            self._check_router(node)
         held = [n for n in given if "example_value" not in n.meta]
         for n in held:
             n.meta["example_value"] = given[n]
@@ -219,6 +223,8 @@ class Direct(TorchFunctionMode):
             self._check(work)
         if not planned:
             return None
+        if planned[0].found.has_weight and work.view.role is None:
+            node.meta[_QUANTIZED] = work.view
         if len(functions := _functions()) > self._functions_outside:
             self._check_function(functions[0], planned[0].found)
             return None
@@ -251,6 +257,17 @@ class Direct(TorchFunctionMode):
                 "model was called by itself; call the model, or tell the rules apart by module instead of producer",
                 site=place,
             )
+
+    @staticmethod
+    def _check_router(choice: Node) -> None:
+        """Raise CaptureError where ``choice`` shows a router that was quantized, as a captured graph would not have."""
+        for node in roles.chosen_from(choice):
+            if (view := node.meta.get(_QUANTIZED)) is not None:
+                raise CaptureError(
+                    "its output chooses by top-k, so it is a router, which a compiled graph keeps; nothing showed that "
+                    f"before it ran uncompiled. To keep it here too, {rule_that_keeps('router', view.module)}",
+                    site=str(view),
+                )
 
     @staticmethod
     def _check_function(function: Any, found: FoundProduct) -> None:

@@ -19,6 +19,7 @@ from fp4graph.graph.expand import expand_all
 from fp4graph.graph.marker import Marker, module_stack
 from fp4graph.graph.names import Names, Owner
 from fp4graph.graph.products import NoProduct, Product, name_of, read_product, value_of, view_source
+from fp4graph.graph.roles import routers
 from fp4graph.technique.site import SiteView
 
 #: Higher-order ops whose bodies run once, as written, on the operands at the end of their arguments.
@@ -184,11 +185,13 @@ class Finder:
         self._expands_sdpa = expands_sdpa
         self._keys = keys
         self._visited: set[int] = set()  # a body may be shared
+        self._routers: set[Node] = set()
 
     def walk(self, gm: GraphModule, markers: Markers) -> None:
         """Describe the matrix work of ``gm`` and of the bodies inside it."""
         self.found.bodies.append(gm)
         expand_all(gm, self.wants_sdpa)
+        self._routers |= routers(gm.graph.nodes)
         for node in list(gm.graph.nodes):
             if (marker := Marker.read(node)) is not None:
                 key = markers.outside(marker.key).meta.get("grapharg")
@@ -284,6 +287,8 @@ class Finder:
         sizes = _static(a.shape[-1]), _static(b.shape[0 if product.form == "linear" else -1]), _static(b.numel())
         parameter = None if owner is None else owner.parameter
         view = self._names.view(module, op, sizes, products.producer_of(product.a), parameter)
+        if has_weight and view.role is None and node in self._routers:
+            view = dataclasses.replace(view, role="router")
         work = self._like_linear(node, name_of(node), markers) if weight_first else None
         newcomer, caller = self._names.newcomer(node), self._names.module(node)
         return FoundProduct(product, view, marked, owner, views, has_weight, work, newcomer, caller)

@@ -139,6 +139,11 @@ def is_sdpa(node: Node) -> bool:
     return node.op == "call_function" and node.target in _SDPA
 
 
+def is_product(node: Node) -> bool:
+    """Return whether :func:`read_product` has a reader for ``node``."""
+    return node.op in ("call_function", "call_method") and node.target in _READERS
+
+
 def read_product(node: Node) -> Product | NoProduct | None:
     """Read ``node``; None where it does no matrix work that is known here."""
     if node.op not in ("call_function", "call_method"):

@@ -15,7 +15,7 @@ from fp4graph.graph.site import Site, WeightUse
 from fp4graph.model import hooks
 from fp4graph.model.capture import Capture
 from fp4graph.model.prepare import PhasePlan
-from fp4graph.policy import ADAPTERS_INDEX, Policy
+from fp4graph.policy import CLOSING, NAMED_ROLES, Policy
 from fp4graph.policy.document import Place
 
 #: A captured site, with the modules that it serves, its own first.
@@ -94,11 +94,12 @@ def check_sites(policy: Policy, sites: Sequence[Site]) -> None:
             shown = ", ".join(products[:8]) + (" ..." if len(products) > 8 else "")
             convolutions = sum(site.op == "conv" for site in sites)
             known = f", whose {convolutions} convolutions cannot be quantized" if convolutions else ""
-            adapters = (site.module for site in sites if site.rule_index == ADAPTERS_INDEX)
-            named = next((name for name in adapters if rule.match.names(name)), None)
+            roles = {CLOSING[role][0]: role for role in NAMED_ROLES}
+            named = next((s for s in sites if s.rule_index in roles and rule.match.names(s.module)), None)
             remedy = "give it 'required: false' if that is meant"
             if named is not None:
-                remedy = f"{named} is an adapter, and only a rule that says 'adapter: true' quantizes adapters"
+                role = roles[named.rule_index or 0]
+                remedy = f"{named.module} is one of the {role}s, which only a rule that says 'role: {role}' quantizes"
             raise Place(rule.file, rule.line).error(
                 f"rule {rule.name!r} matches no site of this model{known}; {remedy}. "
                 f"Sites: {shown or 'none, the model has no matrix product'}"

@@ -12,6 +12,7 @@ from fp4graph.policy.section import Count, Globs, OneOrMore, Section, Size, Text
 from fp4graph.technique.site import SiteView
 
 Op = Literal["linear", "matmul", "sdpa"]
+Role = Literal["adapter", "router", "head"]
 
 
 class Range(Section):
@@ -80,8 +81,8 @@ class Match(Section):
         in_features, out_features, min_numel: sizes K and N of the product, and elements of its second factor. A size
             that is symbolic in the captured graph satisfies none of them.
         producer: operations that may have computed the input.
-        adapter: whether the site belongs to an adapter, such as LoRA's. None is False for a rule that quantizes, and
-            either for a rule that keeps.
+        role: parts that the site plays: adapter (LoRA and the like), router (of a mixture of experts), head. None is
+            every site but adapters and routers for a rule that quantizes, and every site for a rule that keeps.
     """
 
     op: Annotated[OneOrMore[Op], must_be("linear, matmul, sdpa or a list of these")] | None = None
@@ -93,7 +94,7 @@ class Match(Section):
     out_features: Range | None = None
     min_numel: Count | None = None
     producer: Texts | None = None
-    adapter: StrictBool | None = None
+    role: Annotated[OneOrMore[Role], must_be("adapter, router, head or a list of these")] | None = None
 
     @model_validator(mode="after")
     def _can_match(self) -> Self:
@@ -135,7 +136,7 @@ class Match(Section):
         block = site.block
         return (
             (self.module is None or self.names(site.module))
-            and (self.adapter is None or self.adapter == site.adapter)
+            and (self.role is None or site.role in self.role)
             and (self.block is None or self.block == (block is not None))
             and (self.first_blocks is None or (block is not None and block.index < self.first_blocks))
             and (self.last_blocks is None or (block is not None and block.index >= block.total - self.last_blocks))

@@ -27,7 +27,8 @@ class SiteView:
         numel: the number of elements of B (the weight, for op "linear"), or None if it is symbolic.
         block: the place of the module in a repeated stack, or None outside one.
         producer: the operation that made A ("swiglu", "gelu", "layer_norm", "sdpa", ...), or None.
-        adapter: whether the product is part of an adapter, such as LoRA's.
+        role: the part that the product plays where it is no layer of the network itself: "adapter" (LoRA and the
+            like), "router" (its output chooses by top-k), "head" (it makes the model's output); None elsewhere.
     """
 
     module: str | None
@@ -37,7 +38,7 @@ class SiteView:
     numel: int | None
     block: BlockPosition | None = None
     producer: str | None = None
-    adapter: bool = False
+    role: str | None = None
 
     def __str__(self) -> str:
         return "(root)" if self.module == "" else self.module or f"({self.op} of no module)"
