@@ -16,7 +16,8 @@ from torch import nn
 from torch.fx import Node
 
 from fp4graph.graph.blocks import ModuleInfo, upwards
-from fp4graph.graph.products import is_product, name_of, view_source
+from fp4graph.graph.operations import operation_of
+from fp4graph.graph.products import name_of, view_source
 from fp4graph.policy.adapters import is_adapter
 
 #: Classes of modules that route, and names of modules that route where ``experts`` stand beside them.
@@ -97,7 +98,7 @@ def chosen_from(choice: Node) -> set[Node]:
         seen.add((node, chooses))
         if (source := view_source(node)) is not None:
             pending.append((source, chooses))
-        elif is_product(node):
+        elif (operation := operation_of(node)) is not None and operation.read is not None:
             found |= {node} if chooses else set()
         elif node.op in ("call_function", "call_method") and (name := name_of(node)) in _BETWEEN:
             chooses = chooses or name in ("softmax", "log_softmax", "sigmoid")
