@@ -47,6 +47,14 @@ class Site:
     flops: int | None = None
     supported: bool = True
 
+    @property
+    def standing(self) -> str:
+        """Return "quantized", "kept", or "not supported" where no rule can quantize the site and none keeps it."""
+        if self.quantized:
+            return "quantized"
+        chosen = self.rule_index is not None and self.rule_index >= 0
+        return "kept" if self.supported or chosen else "not supported"
+
 
 @dataclass(frozen=True)
 class WeightUse:

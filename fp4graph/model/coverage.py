@@ -10,6 +10,7 @@ from torch import nn
 
 from fp4graph.errors import CaptureError, PolicyError
 from fp4graph.graph.blocks import pattern_of
+from fp4graph.graph.operations import RECURRENT
 from fp4graph.graph.plan import NOTHING
 from fp4graph.graph.site import Site, WeightUse
 from fp4graph.model import hooks
@@ -20,7 +21,7 @@ from fp4graph.policy.document import Place
 
 #: A captured site, with the modules that it serves, its own first.
 ServedSite = tuple[Site, list[str | None]]
-_RECURRENT = "recurrent layers are kept in high precision, and Dynamo does not capture them"
+_RECURRENT = f"{RECURRENT}, and Dynamo does not capture them"
 
 
 def check(plan: PhasePlan, capture: Capture) -> list[WeightUse]:
@@ -38,7 +39,8 @@ def check(plan: PhasePlan, capture: Capture) -> list[WeightUse]:
     for name, module in plan.root.named_modules():
         if isinstance(module, nn.RNNBase) and name not in recurrent:
             shape = (module.num_layers, module.input_size, module.hidden_size)
-            capture.sites.append(Site(name, "recurrent", (shape,), None, _RECURRENT, dict(NOTHING.specs), False))
+            site = Site(name, "recurrent", (shape,), None, _RECURRENT, dict(NOTHING.specs), False, supported=False)
+            capture.sites.append(site)
     served_by = {name: names[0] for _, names in served for name in names[1:] if name is not None}
     return [
         dataclasses.replace(use, module=name)
