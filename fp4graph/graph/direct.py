@@ -27,11 +27,12 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4graph.errors import CaptureError
-from fp4graph.graph import expand, products
-from fp4graph.graph.find import Finder, FoundProduct, Markers
+from fp4graph.graph import products
+from fp4graph.graph.find import Finder, FoundProduct, FoundWork, Markers
 from fp4graph.graph.marker import Marker, Tag
 from fp4graph.graph.names import Names
 from fp4graph.graph.observe import Recording, numbered
+from fp4graph.graph.operations import operation_of
 from fp4graph.graph.plan import Planner, plan_once, rule_that_keeps
 from fp4graph.graph.products import PRODUCER, producer_of, value_of
 from fp4graph.graph.replace import SiteCall, UnmarkedWeight, call_of
@@ -64,6 +65,7 @@ class Direct(TorchFunctionMode):
         idle: operations that are known to do no matrix work; the pass adds to it.
         carries: marks the weight of a module that the forward uses without calling the module; returns whether it
             could.
+        lists: list also the work that every policy keeps.
         recording: is shown the sites at work, or None.
         first_occurrence: number of sites of each module that ran before.
 
@@ -81,6 +83,7 @@ class Direct(TorchFunctionMode):
         produced: MutableMapping[Tensor, str | None],
         idle: set[Any],
         carries: Callable[[UnmarkedWeight], bool],
+        lists: bool = False,
         recording: Recording | None = None,
         first_occurrence: Mapping[str, int] | None = None,
     ) -> None:
@@ -88,9 +91,9 @@ class Direct(TorchFunctionMode):
         self.planner = Planner(policy, first_occurrence)
         self.marked: set[str | None] = set()
         self._policy, self._whole, self._produced, self._idle = policy, whole, produced, idle
-        self._recording, self._carries = recording, carries
+        self._recording, self._carries, self._lists = recording, carries, lists
         self._shown: Counter[str] = Counter()
-        self._finder = Finder(names, lambda attention: policy.decide(attention).rule.quantizes, {})
+        self._finder = Finder(names, policy.may_quantize, {})
         self._markers = Markers()
         self._graph = Graph()  # nodes name it as theirs, and none is in it
         self._nodes: MutableMapping[Tensor, Node] = WeakTensorKeyDictionary()
@@ -144,7 +147,8 @@ class Direct(TorchFunctionMode):
         source = products.view_source(node)
         node.meta[_OF_PARAMETER] = source is not None and source.meta[_OF_PARAMETER]
         if (function := self._opened(node)) is not None:
-            tag, self._tag = self._tag, "sdpa" if products.is_sdpa(node) else self._tag
+            opened = operation_of(node)
+            tag, self._tag = self._tag, "sdpa" if opened and opened.op == "sdpa" else self._tag
             try:
                 with self:
                     return function(*args, **kwargs)
@@ -197,11 +201,7 @@ class Direct(TorchFunctionMode):
 
     def _opened(self, node: Node) -> Callable[..., Any] | None:
         """Return a function that does what the opaque operation ``node`` does, its products in sight; else None."""
-        if node.target is F.multi_head_attention_forward:
-            return _attention_forward
-        if products.is_sdpa(node):
-            return expand.attention if self._finder.wants_sdpa(node) else None
-        return expand.opened(node)
+        return _attention_forward if node.target is F.multi_head_attention_forward else self._finder.opening(node)
 
     def _call(self, node: Node, given: dict[Node, Tensor]) -> SiteCall | None:
         """Return the call that replaces ``node``, or None where the operation itself runs."""
@@ -212,7 +212,9 @@ class Direct(TorchFunctionMode):
         if work is None:
             self._idle.add(kind)
             return None
-        planned = self.planner.plan([work]) if isinstance(work, FoundProduct) or work.like_linear else []
+        if isinstance(work, FoundWork) and not (work.like_linear or work.unknown) and not self._lists:
+            return None
+        planned = self.planner.plan([work])
         if self.planner.refused is not None:
             raise self.planner.refused
         if isinstance(work, FoundProduct):

@@ -1,6 +1,7 @@
-"""Opens opaque nodes whose matrix products a policy may quantize: attention layers, einsum, fused attention.
+"""Opens nodes whose matrix products a policy may quantize: attention layers, einsum, fused attention.
 
 Each is replaced by the trace of a Python function that computes the same; torch's own function where there is one.
+:data:`fp4graph.graph.operations.TABLE` says which function belongs to which operation.
 """
 
 from __future__ import annotations
@@ -17,38 +18,6 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
-
-from fp4graph.graph.products import is_sdpa
-
-aten = torch.ops.aten
-
-
-def expand_all(gm: GraphModule, expands_sdpa: Callable[[Node], bool]) -> None:
-    """Replace the opaque nodes of ``gm`` (not of its submodules) by the operations that they consist of.
-
-    ``expands_sdpa`` tells whether a rule wants the two products of a fused attention. Their nodes are then tagged
-    ``meta["fp4graph_op"] = "sdpa"``.
-    """
-    for node in list(gm.graph.nodes):
-        if (function := opened(node)) is not None:
-            inline(gm, node, function)
-    for node in list(gm.graph.nodes):
-        if is_sdpa(node) and expands_sdpa(node):
-            inline(gm, node, attention, tag="sdpa")
-
-
-def opened(node: Node) -> Callable[..., Any] | None:
-    """Return a function that computes what the opaque operation ``node`` computes, from products; else None."""
-    if node.op != "call_function":
-        return None
-    if node.target in (torch.einsum, torch.functional.einsum, aten.einsum.default):
-        return einsum_as_matmul(node)
-    functions: dict[Any, Callable[..., Any]] = {
-        F.multi_head_attention_forward: F.multi_head_attention_forward,
-        torch._transformer_encoder_layer_fwd: encoder_layer,
-        torch._native_multi_head_attention: native_attention,
-    }
-    return functions.get(node.target)
 
 
 def inline(gm: GraphModule, node: Node, function: Callable[..., Any], tag: str | None = None) -> None:

@@ -13,7 +13,6 @@ from functools import lru_cache, partial
 from typing import TypeVar
 
 from torch import Tensor
-from torch.fx import Node
 
 from fp4graph.errors import CaptureError, PluginError
 from fp4graph.graph import flops
@@ -215,7 +214,8 @@ class Planner:
             self._work(found.weight_first)
             return None
         if self._policy.quantizes and found.newcomer is not None:
-            self._keep(node, found.newcomer, name_of(node), "its module was added after fp4graph.apply()")
+            added = FoundWork(node, found.newcomer, dataclasses.replace(view, op=name_of(node)))
+            self._keep(added, "its module was added after fp4graph.apply()")
             self._refuse(
                 "this module was added to the model after fp4graph.apply(), which has not planned it; call "
                 "fp4graph.apply(model, policy) again, which keeps state where it fits, and prepare_optimizer again",
@@ -240,26 +240,43 @@ class Planner:
         return PlannedSite(found, plan, occurrence) if quantized else None
 
     def _work(self, found: FoundWork) -> None:
-        """Keep work that cannot be quantized. Where the policy would quantize a linear layer that does it, refuse."""
-        if not found.like_linear:
-            return self._keep(found.node, found.module, found.view.op, found.reason)
-        op, module, linear = found.view.op, found.view.module, dataclasses.replace(found.view, op="linear")
-        decision = self._policy.decide(found.view, found.places)
-        if decision.index >= 0 or not self._policy.may_quantize(linear, found.places):
-            return self._keep(found.node, found.module, op, decision.rule.keep or "", decision)
-        unsupported = "it multiplies matrices in a way that cannot be quantized yet"
-        self._keep(found.node, found.module, op, f"not supported: {unsupported}")
+        """Keep work that cannot be quantized, or refuse it.
+
+        Work like a linear layer's is refused where the policy would quantize a linear layer, unknown work where it
+        quantizes anything, until a rule speaks of it.
+        """
+        if not (found.like_linear or found.unknown):
+            return self._keep(found, found.reason)
+        decision, linear = self._policy.decide(found.view, found.places), dataclasses.replace(found.view, op="linear")
+        wanted = self._policy.quantizes if found.unknown else self._policy.may_quantize(linear, found.places)
+        if decision.index >= 0 or not wanted:
+            return self._keep(found, decision.rule.keep or "", decision)
+        self._keep(found, f"not supported: {found.reason}")
+        op, module = found.view.op, found.view.module
+        what = "multiplies matrices" if found.unknown else "multiplies with a parameter"
         return self._refuse(
-            f"{op} multiplies with a parameter in a way that cannot be quantized yet, and would run in high precision "
+            f"{op} {what} in a way that cannot be quantized yet ({found.reason}), and would run in high precision "
             f"without a word. To keep it, {rule_that_keeps(op, module)}",
             module,
         )
 
-    def _keep(self, node: Node, module: str | None, op: str, reason: str, decision: Decision | None = None) -> None:
-        shapes = [_shape(value) for argument in node.all_input_nodes if (value := value_of(argument)) is not None]
+    def _keep(self, found: FoundWork, reason: str, decision: Decision | None = None) -> None:
+        values = [value for argument in found.node.all_input_nodes if (value := value_of(argument)) is not None]
         rule, index = (None, None) if decision is None else (decision.rule.name, decision.index)
-        kept, work = dict(NOTHING.specs), flops.of_node(node)
-        self.sites.append(Site(module, op, tuple(shapes[:2]), rule, reason, kept, False, rule_index=index, flops=work))
+        self.sites.append(
+            Site(
+                found.view.module if found.module is None else found.module,
+                found.view.op,
+                tuple(map(_shape, values[:2])),
+                rule,
+                reason,
+                dict(NOTHING.specs),
+                quantized=False,
+                rule_index=index,
+                flops=flops.of_node(found.node, found.formula),
+                supported=found.view.op == "sdpa",
+            )
+        )
 
     def _refuse(self, message: str, module: str | None) -> None:
         if self.refused is None:

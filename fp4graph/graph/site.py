@@ -32,6 +32,7 @@ class Site:
         rule_index: position of the rule in ``policy.rules``; -1 is the policy's default, -2 the rule for adapters, None
             an operation about which policies do not decide.
         flops: FLOPs of the forward at the sizes of the capture, or None where they are unknown.
+        supported: False for an operation that no rule can quantize.
     """
 
     module: str | None
@@ -44,6 +45,7 @@ class Site:
     occurrence: int = 0
     rule_index: int | None = None
     flops: int | None = None
+    supported: bool = True
 
 
 @dataclass(frozen=True)

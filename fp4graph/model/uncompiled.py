@@ -67,6 +67,7 @@ class Uncompiled:
             produced=self._produced,
             idle=self._idle,
             carries=self._carries,
+            lists=not checked,
             recording=self._inspection.shown(training=torch.is_grad_enabled(), checked=checked),
             first_occurrence=occurrences,
         )
