@@ -30,10 +30,10 @@ def check(plan: PhasePlan, capture: Capture) -> list[WeightUse]:
     weights that share the graph of another module.
     """
     served = served_sites(plan.root, capture)
-    check_sites(plan.policy, [dataclasses.replace(site, module=name) for site, names in served for name in names])
+    check_captured(plan, capture)
+    check_sites(plan.policy, each_served(served))
     if set(plan.names.blocks) == {""}:
         check_share(plan, capture.sites, capture.uses.values())
-    check_captured(plan, capture)
     recurrent = {site.module for site in capture.sites if site.op == "recurrent"}
     for name, module in plan.root.named_modules():
         if isinstance(module, nn.RNNBase) and name not in recurrent:
@@ -78,6 +78,11 @@ def served_sites(root: nn.Module, capture: Capture) -> list[ServedSite]:
         if (first := next((name for name in names if name in captured), None)) is not None:
             others[first] = [name for name in names if name not in captured]
     return [(site, [site.module, *others.get(site.module, ())]) for site in capture.sites]
+
+
+def each_served(served: Iterable[ServedSite]) -> list[Site]:
+    """Return a site for every module that is served."""
+    return [dataclasses.replace(site, module=name) for site, names in served for name in names]
 
 
 def check_sites(policy: Policy, sites: Sequence[Site]) -> None:
