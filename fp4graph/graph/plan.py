@@ -64,6 +64,8 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
         specs = {operand: _settled(spec) if operand.gemm is Gemm.FPROP else spec for operand, spec in specs.items()}
         techniques = tuple(t for t in techniques if t.draws_in_evaluation or not (t.draws and overrides(t, "after")))
     ordered = tuple((operand, specs.get(operand)) for operand in Operand)
+    if site.op == "grouped":
+        _require_experts_apart(site, rule, techniques, specs)
     if all(spec is None for _, spec in ordered):
         return Plan(ordered, None)
 
@@ -72,7 +74,7 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
     slots = tuple(
         StateSlot(t.name, entry)
         for t in techniques
-        if site.op == "linear"
+        if site.multiplies_weight
         for entry in _members(t, site, rule, "state", StateEntry)
         if specs.get(entry.operand) is not None
     )
@@ -93,6 +95,30 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
         return GemmProgram(which, operand(left), operand(right), transforms)
 
     return Plan(ordered, MatmulProgram(gemm(Gemm.FPROP), gemm(Gemm.DGRAD), gemm(Gemm.WGRAD), slots))
+
+
+def _require_experts_apart(
+    site: SiteView, rule: Rule, techniques: Iterable[Technique], specs: Mapping[Operand, QuantSpec | None]
+) -> None:
+    """Raise CaptureError where a technique or a block would mix what belongs to different experts."""
+    place = f"{rule.file}:{rule.line}: " if rule.file else ""
+    remedy = f"To keep the experts in high precision, {rule_that_keeps('experts', site.module)}"
+    for technique in techniques:
+        outside = ("split", "around", "after", "transform")
+        by_block = technique.by_block and not any(overrides(technique, stage) for stage in outside)
+        if not (technique.by_expert or by_block or technique.per_model):
+            raise CaptureError(
+                f"{place}technique {technique.name} does not tell the tokens and weights of experts apart. {remedy}",
+                site=str(site),
+            )
+    for operand, spec in specs.items():
+        along_tokens = operand.gemm is Gemm.WGRAD
+        if spec is not None and (spec.block == "tensor" or (spec.block == "row" and along_tokens)):
+            raise CaptureError(
+                f"{place}one scale per {spec.block} of {operand} would be shared by experts; use blocks of a fixed "
+                f"length (with tensor_scaling, every expert has a tensor scale of its own). {remedy}",
+                site=str(site),
+            )
 
 
 #: :func:`plan_site`, remembered: for the optimizer's view of a weight, and for what runs without a graph.

@@ -32,9 +32,9 @@ def check(plan: PhasePlan, capture: Capture) -> list[WeightUse]:
     """
     served = served_sites(plan.root, capture)
     check_captured(plan, capture)
-    check_sites(plan.policy, each_served(served))
     if set(plan.names.blocks) == {""}:
         check_share(plan, capture.sites, capture.uses.values())
+    check_sites(plan.policy, each_served(served))
     recurrent = {site.module for site in capture.sites if site.op == "recurrent"}
     for name, module in plan.root.named_modules():
         if isinstance(module, nn.RNNBase) and name not in recurrent:
@@ -130,9 +130,10 @@ def check_share(plan: PhasePlan, sites: Sequence[Site], uses: Iterable[WeightUse
     )
     if (share := quantized_share(sites, uses, recurrent)) < 0.5:
         names = sorted({site.module or "(root)" for site in sites if site.quantized})
+        what = f"only {', '.join(names[:8])} would be quantized" if names else "nothing would be quantized"
         raise PolicyError(
             f"policy {policy.name!r} is written for a repeated stack of blocks (block: true), and this model "
-            f"has none that fp4graph recognises: only {', '.join(names[:8])} would be quantized, {share:.0%} of "
+            f"has none that fp4graph recognises: {what}, {share:.0%} of "
             "the matrix work of its layers. Write a policy that extends it, with rules that name what to quantize, "
             "such as match: {op: linear} for every linear layer or match: {module: 'head'} for one; convolutions "
             "and recurrent layers cannot be quantized",

@@ -11,7 +11,7 @@ from fp4graph.policy.adapters import names_before
 from fp4graph.policy.section import Count, Globs, OneOrMore, Section, Size, Texts, must_be
 from fp4graph.technique.site import SiteView
 
-Op = Literal["linear", "matmul", "sdpa"]
+Op = Literal["linear", "matmul", "grouped", "sdpa"]
 Role = Literal["adapter", "router", "head"]
 
 
@@ -70,8 +70,9 @@ class Match(Section):
     """Predicates on a site, all of which must hold; a predicate that is None holds for every site.
 
     Attributes:
-        op: kinds of operation. None is linear and matmul for a rule that quantizes: fused attention is taken apart only
-            for a rule that says ``op: sdpa``, since that costs O(N²) memory. None is every kind for a rule that keeps.
+        op: kinds of operation. None is linear, matmul and grouped (the products of experts) for a rule that quantizes:
+            fused attention is taken apart only for a rule that says ``op: sdpa``, since that costs O(N²) memory. None
+            is every kind for a rule that keeps.
         module: globs for the whole fully qualified name, any of which will do. Case-sensitive; ``*`` matches any
             text, dots included, so ``*.attn.qkv`` is every block's and ``head`` only the top-level head. The name of
             a module before PEFT wrapped it will do too: ``head`` is ``base_model.model.head.base_layer``.
@@ -85,7 +86,7 @@ class Match(Section):
             every site but adapters and routers for a rule that quantizes, and every site for a rule that keeps.
     """
 
-    op: Annotated[OneOrMore[Op], must_be("linear, matmul, sdpa or a list of these")] | None = None
+    op: Annotated[OneOrMore[Op], must_be("linear, matmul, grouped, sdpa or a list of these")] | None = None
     module: Globs | None = None
     block: StrictBool | None = None
     first_blocks: Count | None = None
@@ -101,7 +102,7 @@ class Match(Section):
         if self.block is False and (self.first_blocks or self.last_blocks):
             raise ValueError("block: false contradicts first_blocks and last_blocks; remove one of them")
         if self.op == ():
-            raise ValueError("an empty op matches nothing; leave it out for linear and matmul")
+            raise ValueError("an empty op matches nothing; leave it out for linear, matmul and grouped")
         return self
 
     def __str__(self) -> str:

@@ -31,7 +31,9 @@ from fp4graph.technique import Technique
 from fp4graph.technique.site import SiteView
 from fp4graph.text import nearest
 
-_NOT_BY_DEFAULT = "the default action quantizes linear and matmul alone; write a rule with op: sdpa for fused attention"
+_NOT_BY_DEFAULT = (
+    "the default action quantizes linear, matmul and grouped; write a rule with op: sdpa for fused attention"
+)
 
 
 @dataclass(frozen=True)

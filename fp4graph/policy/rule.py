@@ -67,7 +67,7 @@ class Rule:
     def speaks_of(self, op: str) -> bool:
         """Return whether the rule decides about operations of kind ``op``; one that keeps and names none, about all."""
         if self.match.op is None:
-            return not self.quantizes or op in ("linear", "matmul")
+            return not self.quantizes or op in ("linear", "matmul", "grouped")
         return op in self.match.op
 
     def holds_at(self, site: SiteView) -> bool:
