@@ -150,7 +150,7 @@ class Direct(TorchFunctionMode):
         node.meta[_OF_PARAMETER] = source is not None and source.meta[_OF_PARAMETER]
         if (function := self._opened(node)) is not None:
             opened = operation_of(node)
-            tag, self._tag = self._tag, "sdpa" if opened and opened.op == "sdpa" else self._tag
+            tag, self._tag = self._tag, opened.op if opened and opened.asks else self._tag
             try:
                 with self:
                     return function(*args, **kwargs)

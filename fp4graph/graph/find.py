@@ -214,13 +214,14 @@ class Finder:
 
     def opening(self, node: Node) -> Callable[..., Any] | None:
         """Return the function that is to take the place of ``node``, its products in sight; None leaves the node."""
-        return operations.opening(node, lambda at, op: self._wants(self._view(self._names.module(at), op)))
+        module = self._names.module(node)
+        return operations.opening(node, lambda op, sizes: self._wants(self._names.view(module, op, sizes)))
 
     def _open_all(self, gm: GraphModule) -> None:
         """Replace the nodes of ``gm`` (not of its submodules) that hide products by what they consist of.
 
-        What an opened node consists of may hide products too. The products of a fused attention are tagged
-        ``meta["fp4graph_op"] = "sdpa"``.
+        What an opened node consists of may hide products too. The products of one that was opened because a rule asks
+        for it are tagged with what it is: ``meta["fp4graph_op"] = "sdpa"``.
         """
         opened = True
         while opened:
@@ -228,7 +229,7 @@ class Finder:
             for node in list(gm.graph.nodes):
                 if (function := self.opening(node)) is not None:
                     operation = operation_of(node)
-                    inline(gm, node, function, tag="sdpa" if operation and operation.op == "sdpa" else None)
+                    inline(gm, node, function, tag=operation.op if operation and operation.asks else None)
                     opened = True
 
     def _higher_order(self, node: Node, gm: GraphModule, markers: Markers) -> None:

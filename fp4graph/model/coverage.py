@@ -95,7 +95,7 @@ def check_sites(policy: Policy, sites: Sequence[Site]) -> None:
         if rule.required and index not in matched:
             shown = ", ".join(products[:8]) + (" ..." if len(products) > 8 else "")
             convolutions = sum(site.op == "conv" for site in sites)
-            known = f", whose {convolutions} convolutions cannot be quantized" if convolutions else ""
+            known = f", whose {convolutions} convolutions only a rule with 'op: conv' quantizes" if convolutions else ""
             roles = {CLOSING[role][0]: role for role in NAMED_ROLES}
             named = next((s for s in sites if s.rule_index in roles and rule.match.names(s.module)), None)
             remedy = "give it 'required: false' if that is meant"
@@ -135,8 +135,8 @@ def check_share(plan: PhasePlan, sites: Sequence[Site], uses: Iterable[WeightUse
             f"policy {policy.name!r} is written for a repeated stack of blocks (block: true), and this model "
             f"has none that fp4graph recognises: {what}, {share:.0%} of "
             "the matrix work of its layers. Write a policy that extends it, with rules that name what to quantize, "
-            "such as match: {op: linear} for every linear layer or match: {module: 'head'} for one; convolutions "
-            "and recurrent layers cannot be quantized",
+            "such as match: {op: linear} for every linear layer or match: {op: conv} for every convolution; recurrent "
+            "layers cannot be quantized",
             file=policy.file,
         )
 
@@ -161,7 +161,7 @@ def _ran_uncaptured(name: str, plan: PhasePlan, capture: Capture) -> bool:
     """Return whether module ``name``, called without a site, has matrices that no graph read, although a linear layer
     there would be quantized."""
     module = plan.root.get_submodule(name)
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d):
         return any(weight.fqn == name for weight in plan.weights)
     if capture.graphs < 2 or hooks.has_sharded_forward(plan.root):
         return False  # without a graph break a parameter that no graph reads was not used

@@ -11,7 +11,7 @@ from fp4graph.policy.adapters import names_before
 from fp4graph.policy.section import Count, Globs, OneOrMore, Section, Size, Texts, must_be
 from fp4graph.technique.site import SiteView
 
-Op = Literal["linear", "matmul", "grouped", "sdpa"]
+Op = Literal["linear", "matmul", "grouped", "sdpa", "conv"]
 Role = Literal["adapter", "router", "head"]
 
 
@@ -71,8 +71,9 @@ class Match(Section):
 
     Attributes:
         op: kinds of operation. None is linear, matmul and grouped (the products of experts) for a rule that quantizes:
-            fused attention is taken apart only for a rule that says ``op: sdpa``, since that costs O(N²) memory. None
-            is every kind for a rule that keeps.
+            fused attention is taken apart only for a rule that says ``op: sdpa``, since that costs O(N²) memory, and a
+            convolution (conv1d, conv2d) becomes a product only for one that says ``op: conv``, since that costs as much
+            memory as its input times the places of its kernel. None is every kind for a rule that keeps.
         module: globs for the whole fully qualified name, any of which will do. Case-sensitive; ``*`` matches any
             text, dots included, so ``*.attn.qkv`` is every block's and ``head`` only the top-level head. The name of
             a module before PEFT wrapped it will do too: ``head`` is ``base_model.model.head.base_layer``.
@@ -86,7 +87,7 @@ class Match(Section):
             every site but adapters and routers for a rule that quantizes, and every site for a rule that keeps.
     """
 
-    op: Annotated[OneOrMore[Op], must_be("linear, matmul, grouped, sdpa or a list of these")] | None = None
+    op: Annotated[OneOrMore[Op], must_be("linear, matmul, grouped, sdpa, conv or a list of these")] | None = None
     module: Globs | None = None
     block: StrictBool | None = None
     first_blocks: Count | None = None

@@ -32,7 +32,8 @@ from fp4graph.technique.site import SiteView
 from fp4graph.text import nearest
 
 _NOT_BY_DEFAULT = (
-    "the default action quantizes linear, matmul and grouped; write a rule with op: sdpa for fused attention"
+    "the default action quantizes linear, matmul and grouped; write a rule with op: sdpa for fused attention, with "
+    "op: conv for convolutions"
 )
 
 

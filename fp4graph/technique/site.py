@@ -22,7 +22,8 @@ class SiteView:
         module: the fully qualified name of the module that owns the product ("" is the root), or None if unknown.
         op: "linear" if B is a parameter (F.linear, Conv1D, x @ W, ...), "matmul" if both are activations, "grouped" for
             the products of experts with their own tokens (grouped_mm), B then being all experts' weights ``[E, K, N]``,
-            "sdpa" for fused attention.
+            "sdpa" for fused attention, "conv" for a convolution as the product of its patches ``[B·L, K]`` with its
+            kernels.
         in_features: K, or None if it is symbolic.
         out_features: N, or None if it is symbolic.
         numel: the number of elements of B (the weight, for op "linear" and "grouped"), or None if it is symbolic.
@@ -44,7 +45,7 @@ class SiteView:
     @property
     def multiplies_weight(self) -> bool:
         """True if B is a weight, beside which techniques may keep state."""
-        return self.op in ("linear", "grouped")
+        return self.op in ("linear", "grouped", "conv")
 
     def __str__(self) -> str:
         return "(root)" if self.module == "" else self.module or f"({self.op} of no module)"
