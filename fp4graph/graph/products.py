@@ -46,10 +46,14 @@ class Product:
 
 @dataclass(frozen=True)
 class NoProduct:
-    """Matrix work that cannot be a site: the name of the operation, and why."""
+    """Matrix work that cannot be a site: the name of the operation, and why.
+
+    ``weighs`` says that one factor is a weight, also where it is no parameter.
+    """
 
     op: str
     reason: str
+    weighs: bool = False
 
 
 def linear(node: Node, input: Node, weight: Node, bias: Node | None = None) -> Product:  # torch's name
@@ -77,9 +81,8 @@ def addmm(node: Node, addend: Node, a: Node, b: Node, *, beta: float = 1, alpha:
 def objection(product: Product) -> str | None:
     """Return why ``product`` cannot be a site, or None."""
     a, b = value_of(product.a), value_of(product.b)
-    factors: tuple[Any, ...] = (a, b)
-    for value in factors:
-        if value is not None and not is_sharded(value) and is_traceable_wrapper_subclass(value):
+    for value in (a, b):
+        if is_quantized_elsewhere(value):
             return f"a factor is a {type(value).__name__}, which another library quantizes"
     if a is None or b is None or not (a.is_floating_point() and b.is_floating_point()):
         complex_numbers = any(value is not None and value.is_complex() for value in (a, b))
@@ -87,6 +90,11 @@ def objection(product: Product) -> str | None:
     if a.dim() < (1 if product.form == "linear" else 2) or b.dim() < 2:
         return "a matrix-vector product"
     return None
+
+
+def is_quantized_elsewhere(x: object) -> bool:
+    """Return whether ``x`` is a tensor of another library that is made of several tensors, as torchao's weights are."""
+    return isinstance(x, torch.Tensor) and not is_sharded(x) and is_traceable_wrapper_subclass(x)
 
 
 def operation(node: Node) -> Callable[..., Any]:
