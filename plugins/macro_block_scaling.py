@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
+from fp4graph.kernels import operators
 from fp4graph.numerics.blocking import Granularity
-from fp4graph.numerics.scaling import constant
 from fp4graph.technique import Context, Operands, OperandSpecs, Overhead, Technique, hookimpl
-
-_ONE = 127 << 23  # the bits of 1.0 in fp32
 
 
 class MacroBlockScaling(Technique):
@@ -41,11 +38,17 @@ class MacroBlockScaling(Technique):
 
     name: ClassVar[str] = "macro_block_scaling"
     overhead: ClassVar[Overhead] = Overhead("O(n/l)", "O(n/block)", fusable=True)
+    by_expert: ClassVar[bool] = True
     complexity: ClassVar[float] = 0.25
 
     block: int = Field(128, ge=1, description="Elements along the contraction axis that share γ.")
     mantissa_bits: int = Field(3, ge=1, le=10, description="Stored bits of γ below its leading one.")
     operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, that are normalized.")
+
+    @property
+    def period(self) -> int:
+        """The elements that share γ."""
+        return self.block
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse macro blocks that are not made of whole blocks, and a second factor for them."""
@@ -73,15 +76,8 @@ class MacroBlockScaling(Technique):
     def group_scale(self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context) -> Tensor:
         """Return γ of each macro block, fp32, shape of ``z``."""
         assert context.spec is not None
-        g = group(self.block)
-        bits = (g / constant(context.spec.element.max, g)).view(torch.int32)
-        below = (1 << (23 - self.mantissa_bits)) - 1
-        # A mantissa that rounds up past the last one carries into the exponent, which makes γ 2.
-        gamma = (((bits & 0x7FFFFF) + below) & ~below) + _ONE
         # Zeros, subnormals (too small for any scale format), Inf and NaN have no useful mantissa.
-        exponent = bits >> 23
-        ordinary = (exponent > 0) & (exponent < 255)
-        return torch.where(ordinary, gamma, _ONE).view(torch.float32)
+        return operators.mantissa(group(self.block), context.spec.element.max, self.mantissa_bits)
 
 
 @hookimpl

@@ -27,12 +27,12 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4graph.errors import CaptureError
-from fp4graph.graph import products
+from fp4graph.graph import products, roles
 from fp4graph.graph.find import Finder, FoundProduct, FoundWork, Markers
 from fp4graph.graph.marker import Marker, Tag
 from fp4graph.graph.names import Names
 from fp4graph.graph.observe import Recording, numbered
-from fp4graph.graph.operations import operation_of
+from fp4graph.graph.operations import tag_of
 from fp4graph.graph.plan import Planner, plan_once, rule_that_keeps
 from fp4graph.graph.products import PRODUCER, producer_of, value_of
 from fp4graph.graph.replace import SiteCall, UnmarkedWeight, call_of
@@ -41,6 +41,8 @@ from fp4graph.policy import Policy
 
 #: Attributes that show the tensor itself; all others are read past the pass.
 _VIEW_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "data"})
+#: Key in a node's meta data: the site at the node, a quantized linear layer of no known role.
+_QUANTIZED = "fp4graph_quantized"
 #: Key in a node's meta data: True for a parameter and for a view of one.
 _OF_PARAMETER = "fp4graph_of_parameter"
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)
@@ -146,6 +148,8 @@ class Direct(TorchFunctionMode):
             node.meta["fp4graph_op"] = self._tag
         source = products.view_source(node)
         node.meta[_OF_PARAMETER] = source is not None and source.meta[_OF_PARAMETER]
+        if target in roles.CHOICES:
+            self._check_router(node)
         held = [n for n in given if "example_value" not in n.meta]
         for n in held:
             n.meta["example_value"] = given[n]
@@ -162,8 +166,8 @@ class Direct(TorchFunctionMode):
 
     def _run_opened(self, node: Node, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run ``function`` in the place of ``node``, with its operations seen one by one."""
-        operation, tag = operation_of(node), self._tag
-        self._tag = "sdpa" if operation is not None and operation.op == "sdpa" else tag
+        tag = self._tag
+        self._tag = tag_of(node) or tag
         try:
             with self:
                 return function(*args, **kwargs)
@@ -227,6 +231,8 @@ class Direct(TorchFunctionMode):
             self._check(work)
         if not planned:
             return None
+        if planned[0].found.has_weight and work.view.role is None:
+            node.meta[_QUANTIZED] = work.view
         if len(functions := _functions()) > self._functions_outside:
             self._check_function(functions[0], planned[0].found)
             return None
@@ -259,6 +265,17 @@ class Direct(TorchFunctionMode):
                 "model was called by itself; call the model, or tell the rules apart by module instead of producer",
                 site=place,
             )
+
+    @staticmethod
+    def _check_router(choice: Node) -> None:
+        """Raise CaptureError where ``choice`` shows a router that was quantized, as a captured graph would not have."""
+        for node in roles.chosen_from(choice):
+            if (view := node.meta.get(_QUANTIZED)) is not None:
+                raise CaptureError(
+                    "its output chooses by top-k, so it is a router, which a compiled graph keeps; nothing showed that "
+                    f"before it ran uncompiled. To keep it here too, {rule_that_keeps('router', view.module)}",
+                    site=str(view),
+                )
 
     @staticmethod
     def _check_function(function: Any, found: FoundProduct) -> None:

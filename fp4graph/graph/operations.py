@@ -36,6 +36,7 @@ from fp4graph.technique.product import Factors, ProductOperation
 from fp4graph.technique.registry import default_registry
 
 aten = torch.ops.aten
+Sizes = tuple[int | None, int | None, int | None]
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,8 @@ class Operation:
         opened: called with a node, returns a function that computes the same from other operations; None where the
             node has a form that cannot be written so.
         asks: called with a node, returns the kind of site that a rule must want before the operation is opened: "sdpa",
-            or "product" for a linear or a matmul, whichever the operation would be; "" opens it always.
+            "conv", or "product" for a linear or a matmul, whichever the operation would be; "" opens it always.
+        sizes: called with a node, returns K, N and the elements of the second factor of what is asked for.
         reason: why the operation is no site, where it is neither read nor opened.
         kept: whether every policy keeps it.
         weighs: whether one factor is a weight, also where no parameter is to be seen, as with quantized weights.
@@ -60,6 +62,7 @@ class Operation:
     read: Callable[..., Product] | None = None
     opened: Callable[[Node], Callable[..., Any] | None] | None = None
     asks: Callable[[Node], str] = lambda _: ""
+    sizes: Callable[[Node], Sizes] = lambda _: (None, None, None)
     reason: str = ""
     kept: bool = False
     weighs: bool = False
@@ -143,16 +146,23 @@ def read_product(node: Node) -> Product | NoProduct | None:
     return product if reason is None else NoProduct(name, reason, weighs)
 
 
-def opening(node: Node, wanted: Callable[[Node, str], bool]) -> Callable[..., Any] | None:
+def opening(node: Node, wanted: Callable[[str, Sizes], bool]) -> Callable[..., Any] | None:
     """Return the function that is to take the place of ``node``, or None.
 
-    ``wanted`` tells whether a rule wants a kind of site at a node; the kinds are those of :attr:`Operation.asks`.
+    ``wanted`` tells whether a rule wants a kind of site, of its sizes; the kinds are those of :attr:`Operation.asks`.
     """
     operation = operation_of(node)
     if operation is None or operation.opened is None:
         return None
     asked = operation.asks(node)
-    return operation.opened(node) if not asked or wanted(node, asked) else None
+    return operation.opened(node) if not asked or wanted(asked, operation.sizes(node)) else None
+
+
+def tag_of(node: Node) -> str | None:
+    """Return the kind of site that the products of ``node`` are, once it is opened, where they are neither linear nor
+    matmul."""
+    operation = operation_of(node)
+    return operation.op if operation is not None and operation.op == operation.asks(node) else None
 
 
 def _spelled(*names: str) -> Iterator[Any]:
@@ -237,10 +247,20 @@ TABLE: Mapping[Any, Operation] = {
                 kept=True,
             ),
         ),
+        (
+            _spelled("conv1d", "conv2d"),
+            dataclasses.replace(
+                _CONVOLUTION,
+                opened=lambda _: expand.convolution,
+                asks=lambda _: "conv",
+                sizes=expand.convolution_sizes,
+                reason="convolutions are kept in high precision unless a rule targets op: conv",
+            ),
+        ),
         # kept by every policy
         (
             _spelled(
-                "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc",
+                "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc",
                 "convolution", "_convolution", "mkldnn_convolution", "cudnn_convolution", "cudnn_convolution_transpose",
                 "miopen_convolution", "miopen_depthwise_convolution", "_slow_conv2d_forward",
                 "convolution_overrideable",

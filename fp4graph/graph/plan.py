@@ -64,15 +64,19 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
         specs = {operand: _settled(spec) if operand.gemm is Gemm.FPROP else spec for operand, spec in specs.items()}
         techniques = tuple(t for t in techniques if t.draws_in_evaluation or not (t.draws and overrides(t, "after")))
     ordered = tuple((operand, specs.get(operand)) for operand in Operand)
+    if site.op == "grouped":
+        _require_experts_apart(site, rule, techniques, specs)
     if all(spec is None for _, spec in ordered):
         return Plan(ordered, None)
+    if site.op == "conv":
+        _require_no_weight_techniques(site, rule, techniques)
 
     acts_on = {t: _members(t, site, rule, "acts_on", Operand) for t in techniques}
     pairs = {t: _members(t, site, rule, "pairs", Gemm) for t in techniques}
     slots = tuple(
         StateSlot(t.name, entry)
         for t in techniques
-        if site.op == "linear"
+        if site.multiplies_weight
         for entry in _members(t, site, rule, "state", StateEntry)
         if specs.get(entry.operand) is not None
     )
@@ -93,6 +97,44 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
         return GemmProgram(which, operand(left), operand(right), transforms)
 
     return Plan(ordered, MatmulProgram(gemm(Gemm.FPROP), gemm(Gemm.DGRAD), gemm(Gemm.WGRAD), slots))
+
+
+def _require_no_weight_techniques(site: SiteView, rule: Rule, techniques: Iterable[Technique]) -> None:
+    """Raise CaptureError where a technique acts on the weight of a convolution outside of its product."""
+    place = f"{rule.file}:{rule.line}: " if rule.file else ""
+    linear = dataclasses.replace(site, op="linear")
+    for technique in techniques:
+        steps = overrides(technique, "before_step") or overrides(technique, "after_step")
+        if not technique.per_model and (steps or _members(technique, linear, rule, "state", StateEntry)):
+            raise CaptureError(
+                f"{place}technique {technique.name} keeps state of a weight or acts at the optimizer's step, which is "
+                "not done for convolutions yet; give it to the rules for other operations alone, or keep convolutions",
+                site=str(site),
+            )
+
+
+def _require_experts_apart(
+    site: SiteView, rule: Rule, techniques: Iterable[Technique], specs: Mapping[Operand, QuantSpec | None]
+) -> None:
+    """Raise CaptureError where a technique or a block would mix what belongs to different experts."""
+    place = f"{rule.file}:{rule.line}: " if rule.file else ""
+    remedy = f"To keep the experts in high precision, {rule_that_keeps('experts', site.module)}"
+    for technique in techniques:
+        outside = ("split", "around", "after", "transform")
+        by_block = technique.by_block and not any(overrides(technique, stage) for stage in outside)
+        if not (technique.by_expert or by_block or technique.per_model):
+            raise CaptureError(
+                f"{place}technique {technique.name} does not tell the tokens and weights of experts apart. {remedy}",
+                site=str(site),
+            )
+    for operand, spec in specs.items():
+        along_tokens = operand.gemm is Gemm.WGRAD
+        if spec is not None and (spec.block == "tensor" or (spec.block == "row" and along_tokens)):
+            raise CaptureError(
+                f"{place}one scale per {spec.block} of {operand} would be shared by experts; use blocks of a fixed "
+                f"length (with tensor_scaling, every expert has a tensor scale of its own). {remedy}",
+                site=str(site),
+            )
 
 
 #: :func:`plan_site`, remembered: for the optimizer's view of a weight, and for what runs without a graph.
@@ -248,7 +290,7 @@ class Planner:
                 quantized=False,
                 rule_index=index,
                 flops=flops.of_node(found.node, found.formula),
-                supported=found.view.op == "sdpa",
+                supported=found.view.op in ("sdpa", "conv"),
             )
         )
 
