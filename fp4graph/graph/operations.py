@@ -158,6 +158,14 @@ def opening(node: Node, wanted: Callable[[str, Sizes], bool]) -> Callable[..., A
     return operation.opened(node) if not asked or wanted(asked, operation.sizes(node)) else None
 
 
+def opens_on_request(node: Node) -> bool:
+    """Return whether ``node`` is opened where a rule wants its products."""
+    operation = operation_of(node)
+    if operation is None or operation.opened is None or not operation.asks(node):
+        return False
+    return operation.opened(node) is not None
+
+
 def tag_of(node: Node) -> str | None:
     """Return the kind of site that the products of ``node`` are, once it is opened, where they are neither linear nor
     matmul."""

@@ -290,7 +290,7 @@ class Planner:
                 quantized=False,
                 rule_index=index,
                 flops=flops.of_node(found.node, found.formula),
-                supported=found.view.op in ("sdpa", "conv"),
+                supported=found.supported,
             )
         )
 
