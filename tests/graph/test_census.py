@@ -191,7 +191,7 @@ UNCOUNTED = {
 }
 FAMILIES = [
     vit, swin, convnext, torchvision_vit, resnet, llama, qwen3_moe, mixtral, gpt_oss, deepseek_v3, mamba2, whisper, t5,
-    unet, dit, lstm, einsum_attention,
+    pytest.param(unet, marks=pytest.mark.long), dit, lstm, einsum_attention,
 ]  # fmt: skip
 
 
