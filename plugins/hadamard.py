@@ -43,6 +43,7 @@ class Hadamard(Technique):
 
     name: ClassVar[str] = "hadamard"
     overhead: ClassVar[Overhead] = Overhead("O(n log l)", "O(1)", fusable=True)
+    by_expert: ClassVar[bool] = True
     complexity: ClassVar[float] = 1.0
 
     scope: Literal["all", "backward"] | tuple[Gemm, ...] = Field(
@@ -77,6 +78,11 @@ class Hadamard(Technique):
         if self.kind == "deterministic" and "resample" in self.model_fields_set:
             raise ValueError("kind: deterministic draws no signs; leave resample out")
         return self
+
+    @property
+    def period(self) -> int:
+        """g: the transform mixes the elements of a block."""
+        return self.block
 
     @property
     def draws(self) -> bool:

@@ -38,11 +38,17 @@ class MacroBlockScaling(Technique):
 
     name: ClassVar[str] = "macro_block_scaling"
     overhead: ClassVar[Overhead] = Overhead("O(n/l)", "O(n/block)", fusable=True)
+    by_expert: ClassVar[bool] = True
     complexity: ClassVar[float] = 0.25
 
     block: int = Field(128, ge=1, description="Elements along the contraction axis that share γ.")
     mantissa_bits: int = Field(3, ge=1, le=10, description="Stored bits of γ below its leading one.")
     operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, that are normalized.")
+
+    @property
+    def period(self) -> int:
+        """The elements that share γ."""
+        return self.block
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse macro blocks that are not made of whole blocks, and a second factor for them."""

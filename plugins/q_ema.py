@@ -55,6 +55,7 @@ class QEma(Technique):
 
     name: ClassVar[str] = "q_ema"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=True)
+    by_expert: ClassVar[bool] = True
     complexity: ClassVar[float] = 2.0
     conflicts: ClassVar[frozenset[str]] = frozenset({"q_ramping"})
     on_weight: ClassVar[bool] = True

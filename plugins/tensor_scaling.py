@@ -63,11 +63,13 @@ class TensorScaling(Technique):
 
     name: ClassVar[str] = "tensor_scaling"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
+    by_expert: ClassVar[bool] = True
     complexity: ClassVar[float] = 0.5
 
-    granularity: Literal["tensor", "row"] | int = Field(
+    granularity: Literal["tensor", "all", "row"] | int = Field(
         "tensor",
-        description="Elements that share γ: the tensor, a line along the contraction axis (row), or so many of a line.",
+        description="Elements that share γ: the tensor (of one expert; all: of all experts), a line along the "
+        "contraction axis (row), or so many of a line.",
     )
     headroom: float = Field(1.0, gt=0, le=1, description="Share of the scale format's range that decode scales use.")
     target: Positive | None = Field(None, description="Largest block's decode scale, in place of the format's maximum.")
@@ -80,6 +82,11 @@ class TensorScaling(Technique):
         if isinstance(value, int) and value < 1:
             raise ValueError(f"a group holds at least one element; got {value}")
         return value
+
+    @property
+    def period(self) -> int:
+        """The elements that share γ along the contraction axis, where they are so many."""
+        return self.granularity if isinstance(self.granularity, int) else 1
 
     @property
     def draws(self) -> bool:
@@ -103,7 +110,7 @@ class TensorScaling(Technique):
                     f"headroom is a share of a format's range, and {number.name} scales of {operand} have range to "
                     "spare; give a target with it, or leave it out"
                 )
-        if self.hold_steps > 1 and self.granularity != "tensor":
+        if self.hold_steps > 1 and self.granularity not in ("tensor", "all"):
             raise ValueError("hold_steps keeps one γ per operand; use granularity: tensor with it")
         if isinstance(self.granularity, int):
             for operand, spec in self.specs_listed(specs).items():
@@ -114,8 +121,12 @@ class TensorScaling(Technique):
                     )
 
     def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
-        """Refuse to hold γ at a product without a weight to keep it beside."""
-        if self.hold_steps > 1 and site.op != "linear":
+        """Refuse to hold γ at a product without a weight to keep it beside, and where each expert has its own γ."""
+        if self.hold_steps > 1 and site.op == "grouped" and self.granularity != "all":
+            raise ValueError(
+                "hold_steps keeps one γ, and every expert has its own; use granularity: all or hold_steps: 1"
+            )
+        if self.hold_steps > 1 and not site.multiplies_weight:
             raise ValueError("hold_steps keeps γ beside a weight, and this product has none; use hold_steps: 1")
         return specs
 

@@ -27,11 +27,12 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4graph.errors import CaptureError
-from fp4graph.graph import expand, products
-from fp4graph.graph.find import Finder, FoundProduct, Markers
+from fp4graph.graph import products, roles
+from fp4graph.graph.find import Finder, FoundProduct, FoundWork, Markers
 from fp4graph.graph.marker import Marker, Tag
 from fp4graph.graph.names import Names
 from fp4graph.graph.observe import Recording, numbered
+from fp4graph.graph.operations import tag_of
 from fp4graph.graph.plan import Planner, plan_once, rule_that_keeps
 from fp4graph.graph.products import PRODUCER, producer_of, value_of
 from fp4graph.graph.replace import SiteCall, UnmarkedWeight, call_of
@@ -40,6 +41,8 @@ from fp4graph.policy import Policy
 
 #: Attributes that show the tensor itself; all others are read past the pass.
 _VIEW_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "data"})
+#: Key in a node's meta data: the site at the node, a quantized linear layer of no known role.
+_QUANTIZED = "fp4graph_quantized"
 #: Key in a node's meta data: True for a parameter and for a view of one.
 _OF_PARAMETER = "fp4graph_of_parameter"
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)
@@ -64,6 +67,7 @@ class Direct(TorchFunctionMode):
         idle: operations that are known to do no matrix work; the pass adds to it.
         carries: marks the weight of a module that the forward uses without calling the module; returns whether it
             could.
+        lists: list also the work that every policy keeps.
         recording: is shown the sites at work, or None.
         first_occurrence: number of sites of each module that ran before.
 
@@ -81,6 +85,7 @@ class Direct(TorchFunctionMode):
         produced: MutableMapping[Tensor, str | None],
         idle: set[Any],
         carries: Callable[[UnmarkedWeight], bool],
+        lists: bool = False,
         recording: Recording | None = None,
         first_occurrence: Mapping[str, int] | None = None,
     ) -> None:
@@ -88,9 +93,9 @@ class Direct(TorchFunctionMode):
         self.planner = Planner(policy, first_occurrence)
         self.marked: set[str | None] = set()
         self._policy, self._whole, self._produced, self._idle = policy, whole, produced, idle
-        self._recording, self._carries = recording, carries
+        self._recording, self._carries, self._lists = recording, carries, lists
         self._shown: Counter[str] = Counter()
-        self._finder = Finder(names, lambda attention: policy.decide(attention).rule.quantizes, {})
+        self._finder = Finder(names, policy.may_quantize, {})
         self._markers = Markers()
         self._graph = Graph()  # nodes name it as theirs, and none is in it
         self._nodes: MutableMapping[Tensor, Node] = WeakTensorKeyDictionary()
@@ -143,17 +148,14 @@ class Direct(TorchFunctionMode):
             node.meta["fp4graph_op"] = self._tag
         source = products.view_source(node)
         node.meta[_OF_PARAMETER] = source is not None and source.meta[_OF_PARAMETER]
-        if (function := self._opened(node)) is not None:
-            tag, self._tag = self._tag, "sdpa" if products.is_sdpa(node) else self._tag
-            try:
-                with self:
-                    return function(*args, **kwargs)
-            finally:
-                self._tag = tag
+        if target in roles.CHOICES:
+            self._check_router(node)
         held = [n for n in given if "example_value" not in n.meta]
         for n in held:
             n.meta["example_value"] = given[n]
         try:
+            if (function := self._opened(node)) is not None:
+                return self._run_opened(node, function, args, kwargs)
             call = self._call(node, given)
             result = func(*args, **kwargs) if call is None else self._run(call)
         finally:
@@ -161,6 +163,16 @@ class Direct(TorchFunctionMode):
                 del n.meta["example_value"]  # a node must not keep an activation alive
         self._remember(result, node)
         return result
+
+    def _run_opened(self, node: Node, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run ``function`` in the place of ``node``, with its operations seen one by one."""
+        tag = self._tag
+        self._tag = tag_of(node) or tag
+        try:
+            with self:
+                return function(*args, **kwargs)
+        finally:
+            self._tag = tag
 
     def finish(self, result: Any) -> None:
         """Remember which operations made the tensors that this forward returns."""
@@ -199,9 +211,7 @@ class Direct(TorchFunctionMode):
         """Return a function that does what the opaque operation ``node`` does, its products in sight; else None."""
         if node.target is F.multi_head_attention_forward:
             return _attention_forward
-        if products.is_sdpa(node):
-            return expand.attention if self._finder.wants_sdpa(node) else None
-        return expand.opened(node)
+        return self._finder.opening(node, self._markers)
 
     def _call(self, node: Node, given: dict[Node, Tensor]) -> SiteCall | None:
         """Return the call that replaces ``node``, or None where the operation itself runs."""
@@ -212,13 +222,17 @@ class Direct(TorchFunctionMode):
         if work is None:
             self._idle.add(kind)
             return None
-        planned = self.planner.plan([work]) if isinstance(work, FoundProduct) or work.like_linear else []
+        if isinstance(work, FoundWork) and not (work.like_linear or work.unknown) and not self._lists:
+            return None
+        planned = self.planner.plan([work])
         if self.planner.refused is not None:
             raise self.planner.refused
         if isinstance(work, FoundProduct):
             self._check(work)
         if not planned:
             return None
+        if planned[0].found.has_weight and work.view.role is None:
+            node.meta[_QUANTIZED] = work.view
         if len(functions := _functions()) > self._functions_outside:
             self._check_function(functions[0], planned[0].found)
             return None
@@ -251,6 +265,17 @@ class Direct(TorchFunctionMode):
                 "model was called by itself; call the model, or tell the rules apart by module instead of producer",
                 site=place,
             )
+
+    @staticmethod
+    def _check_router(choice: Node) -> None:
+        """Raise CaptureError where ``choice`` shows a router that was quantized, as a captured graph would not have."""
+        for node in roles.chosen_from(choice):
+            if (view := node.meta.get(_QUANTIZED)) is not None:
+                raise CaptureError(
+                    "its output chooses by top-k, so it is a router, which a compiled graph keeps; nothing showed that "
+                    f"before it ran uncompiled. To keep it here too, {rule_that_keeps('router', view.module)}",
+                    site=str(view),
+                )
 
     @staticmethod
     def _check_function(function: Any, found: FoundProduct) -> None:

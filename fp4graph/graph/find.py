@@ -1,8 +1,8 @@
 """Finds the matrix work of a captured graph: the first pass of :mod:`fp4graph.graph.rewrite`.
 
-The pass opens opaque nodes (:mod:`fp4graph.graph.expand`), takes the markers out of the graph, and describes every
-matrix operation: a :class:`FoundProduct` may become a site, a :class:`FoundWork` cannot. The policy is asked about
-nothing but fused attention, which is taken apart only for a rule that wants it.
+The pass opens nodes that hide products, takes the markers out of the graph, and describes every matrix operation as
+the table of :mod:`fp4graph.graph.operations` has it: a :class:`FoundProduct` may become a site, a :class:`FoundWork`
+cannot. The policy is asked about nothing but operations that are opened only for a rule that wants their products.
 """
 
 from __future__ import annotations
@@ -10,15 +10,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx import GraphModule, Node
 
-from fp4graph.graph import flops, products
-from fp4graph.graph.expand import expand_all
+from fp4graph.graph import flops, operations, products
+from fp4graph.graph.expand import inline
 from fp4graph.graph.marker import Marker, module_stack
 from fp4graph.graph.names import Names, Owner
-from fp4graph.graph.products import NoProduct, Product, name_of, read_product, value_of, view_source
+from fp4graph.graph.operations import Sizes, operation_of, read_product, tag_of
+from fp4graph.graph.products import NoProduct, Product, name_of, value_of, view_source
+from fp4graph.graph.roles import routers
 from fp4graph.technique.site import SiteView
 
 #: Higher-order ops whose bodies run once, as written, on the operands at the end of their arguments.
@@ -61,9 +64,12 @@ class FoundWork:
         module: the module that the node was called in, or None.
         view: the work as the policy sees it, without sizes.
         places: indices of the rules whose predicates on the place hold, where only a marker knows the module.
-        reason: why it cannot be quantized; "" where ``like_linear``.
+        reason: why it cannot be quantized.
         like_linear: whether a linear layer could have been written in its place. Such work is kept as the policy keeps
             a linear layer, and is an error where the policy would quantize one.
+        unknown: whether the table of operations lacks the operation. Such work is an error under every policy that
+            quantizes anything, until a rule keeps it.
+        formula: counts the FLOPs where torch's counter cannot, as ``Operation.flops``.
     """
 
     node: Node
@@ -72,6 +78,8 @@ class FoundWork:
     places: tuple[int, ...] | None = None
     reason: str = ""
     like_linear: bool = False
+    unknown: bool = False
+    formula: Callable[..., int] | None = None
 
 
 @dataclass(frozen=True)
@@ -123,17 +131,17 @@ class Found:
 
 
 def find(
-    gm: GraphModule, names: Names, expands_sdpa: Callable[[SiteView], bool], keys: Mapping[int, str] | None = None
+    gm: GraphModule, names: Names, wants: Callable[[SiteView], bool], keys: Mapping[int, str] | None = None
 ) -> Found:
     """Find the matrix work of ``gm`` and of the bodies inside it, and take their markers out.
 
     Args:
         gm: a graph as Dynamo hands it to a backend.
         names: of the model's modules and parameters.
-        expands_sdpa: whether a rule wants the two products of this fused attention.
+        wants: whether a rule wants a site of this kind at this place, for which an operation has to be opened.
         keys: fully qualified name of the module that a marker's key belongs to, by the key's id.
     """
-    finder = Finder(names, expands_sdpa, keys or {})
+    finder = Finder(names, wants, keys or {})
     graphs = [module for module in gm.modules() if isinstance(module, GraphModule)]
     names.learn([node for module in graphs for node in module.graph.nodes])
     for node in gm.graph.find_nodes(op="placeholder"):
@@ -178,17 +186,20 @@ class Markers:
 class Finder:
     """Describes matrix work, node by node; the arguments are those of :func:`find`."""
 
-    def __init__(self, names: Names, expands_sdpa: Callable[[SiteView], bool], keys: Mapping[int, str]) -> None:
+    def __init__(self, names: Names, wants: Callable[[SiteView], bool], keys: Mapping[int, str]) -> None:
         self.found = Found()
         self._names = names
-        self._expands_sdpa = expands_sdpa
+        self._wants = wants
         self._keys = keys
         self._visited: set[int] = set()  # a body may be shared
+        self._routers: set[Node] = set()
+        self._counted: dict[Any, bool] = {}
 
     def walk(self, gm: GraphModule, markers: Markers) -> None:
         """Describe the matrix work of ``gm`` and of the bodies inside it."""
         self.found.bodies.append(gm)
-        expand_all(gm, self.wants_sdpa)
+        self._open_all(gm, markers)
+        self._routers |= routers(gm.graph.nodes)
         for node in list(gm.graph.nodes):
             if (marker := Marker.read(node)) is not None:
                 key = markers.outside(marker.key).meta.get("grapharg")
@@ -196,10 +207,35 @@ class Finder:
                 markers.add(marker)
                 self.found.marked.add(marker.module)
                 gm.graph.erase_node(node)
-            elif node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator):
+            elif isinstance(node.target, torch._ops.HigherOrderOperator) and operation_of(node) is None:
                 self._higher_order(node, gm, markers)
             elif (work := self.describe(node, markers)) is not None:
                 self.found.work.append(work)
+
+    def opening(self, node: Node, markers: Markers) -> Callable[..., Any] | None:
+        """Return the function that is to take the place of ``node``, its products in sight; None leaves the node."""
+        module = self._names.module(node)
+
+        def wanted(kind: str, sizes: Sizes) -> bool:
+            if kind == "product":
+                kind = "linear" if self._multiplies_parameter(node, markers) else "matmul"
+            return self._wants(self._names.view(module, kind, sizes))
+
+        return operations.opening(node, wanted)
+
+    def _open_all(self, gm: GraphModule, markers: Markers) -> None:
+        """Replace the nodes of ``gm`` (not of its submodules) that hide products by what they consist of.
+
+        What an opened node consists of may hide products too. The products of one that was opened because a rule asks
+        for it are tagged with what it is: ``meta["fp4graph_op"] = "sdpa"``.
+        """
+        opened = True
+        while opened:
+            opened = False
+            for node in list(gm.graph.nodes):
+                if (function := self.opening(node, markers)) is not None:
+                    inline(gm, node, function, tag=tag_of(node))
+                    opened = True
 
     def _higher_order(self, node: Node, gm: GraphModule, markers: Markers) -> None:
         """Walk the bodies of a higher-order op where rewriting them is sound, else list the products inside.
@@ -228,38 +264,53 @@ class Finder:
                     multiplies |= isinstance(read, Product)
             inner.recompile()
         if multiplies and self._multiplies_parameter(node, markers):
-            self.found.work.append(self._like_linear(node, name, markers))
+            reason = "the operation has a backward of its own"
+            self.found.work.append(self._like_linear(node, name, reason, markers, lambda *_, **__: 0))
 
     def describe(self, node: Node, markers: Markers) -> FoundProduct | FoundWork | None:
         """Return what ``node`` is, or None where it does no matrix work."""
-        read = read_product(node)
+        read, operation = read_product(node), operation_of(node)
         if isinstance(read, Product):
             return self._product(read, markers)
-        if read is not None:
-            # A convolution, a recurrent layer or an attention is kept by every policy; all else that multiplies with a
-            # parameter could have been written as a linear layer.
-            if read.op not in ("conv", "recurrent", "sdpa", "attention") and self._multiplies_parameter(node, markers):
-                return self._like_linear(node, name_of(node), markers)
-            return self._work(node, read.op, read.reason)
+        if read is not None and operation is not None:
+            if not operation.kept and (read.weighs or self._multiplies_parameter(node, markers)):
+                return self._like_linear(node, read.op, read.reason, markers, operation.flops)
+            return self._work(node, read.op, read.reason, operation.flops)
         if node.op not in ("call_function", "call_method") or view_source(node) is not None:
             return None
-        if products.is_uncounted_product(node) or (
-            self._multiplies_parameter(node, markers) and (products.is_foreign(node) or flops.of_node(node))
-        ):
-            return self._like_linear(node, name_of(node), markers)
+        if operations.is_foreign(node) and self._multiplies_parameter(node, markers):
+            return self._like_linear(node, name_of(node), "an operation of another library", markers)
+        if self._counts(node):
+            work = self._like_linear(node, name_of(node), "fp4graph does not know this operation", markers)
+            return dataclasses.replace(work, like_linear=False, unknown=True)
         return None
 
-    def _work(self, node: Node, op: str, reason: str) -> FoundWork:
-        module = self._names.module(node)
-        return FoundWork(node, module, self._view(module, op), reason=reason)
+    def _counts(self, node: Node) -> bool:
+        """Return whether torch's FLOP counter finds products in an operation that the table does not know.
 
-    def _like_linear(self, node: Node, op: str, markers: Markers) -> FoundWork:
+        One node of each operation, and of each number of axes of its tensors, is counted for all.
+        """
+        values = [value for given in node.all_input_nodes if (value := value_of(given)) is not None]
+        if not values or operations.is_collective(node):
+            return False
+        options = (arg for arg in (*node.args, *node.kwargs.values()) if isinstance(arg, str | bool))
+        kind = (node.target, *((value.dim(), value.dtype) for value in values), *options)
+        if kind not in self._counted:
+            self._counted[kind] = bool(flops.of_node(node))
+        return self._counted[kind]
+
+    def _work(self, node: Node, op: str, reason: str, formula: Callable[..., int] | None = None) -> FoundWork:
+        module = self._names.module(node)
+        return FoundWork(node, module, self._view(module, op), reason=reason, formula=formula)
+
+    def _like_linear(
+        self, node: Node, op: str, reason: str, markers: Markers, formula: Callable[..., int] | None = None
+    ) -> FoundWork:
         module = self._names.module(node)
         marked = markers.marker_of(node) if module is None else None
-        if marked is None:
-            return FoundWork(node, module, self._view(module, op), like_linear=True)
-        view = self._view(marked.marker.module, op)
-        return FoundWork(node, module, view, marked.marker.tag.rules, like_linear=True)
+        view = self._view(module if marked is None else marked.marker.module, op)
+        places = None if marked is None else marked.marker.tag.rules
+        return FoundWork(node, module, view, places, reason, like_linear=True, formula=formula)
 
     def _product(self, product: Product, markers: Markers) -> FoundProduct:
         node = product.node
@@ -284,13 +335,12 @@ class Finder:
         sizes = _static(a.shape[-1]), _static(b.shape[0 if product.form == "linear" else -1]), _static(b.numel())
         parameter = None if owner is None else owner.parameter
         view = self._names.view(module, op, sizes, products.producer_of(product.a), parameter)
-        work = self._like_linear(node, name_of(node), markers) if weight_first else None
+        if has_weight and view.role is None and node in self._routers:
+            view = dataclasses.replace(view, role="router")
+        reason = "its first factor is the parameter; write it as F.linear to quantize it"
+        work = self._like_linear(node, name_of(node), reason, markers) if weight_first else None
         newcomer, caller = self._names.newcomer(node), self._names.module(node)
         return FoundProduct(product, view, marked, owner, views, has_weight, work, newcomer, caller)
-
-    def wants_sdpa(self, node: Node) -> bool:
-        """Return whether a rule wants the two products of the fused attention at ``node``."""
-        return self._expands_sdpa(self._view(self._names.module(node), "sdpa"))
 
     def _view(self, module: str | None, op: str) -> SiteView:
         return self._names.view(module, op)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -13,9 +14,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
 from fp4graph.graph.products import Product, operation
-
-#: Fused recurrent layers, which the counter does not know.
-_RECURRENT = (torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 
 
 def of_product(product: Product) -> int | None:
@@ -30,17 +28,55 @@ def of_product(product: Product) -> int | None:
     return 2 * prod(batch) * prod(a[-2:]) * b[-1]
 
 
-def of_node(node: Node) -> int | None:
+def of_grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    """Return 2·T·N·K for T tokens ``a [T, K]``, each multiplied with one matrix of ``b [E, K, N]``.
+
+    Groups may also divide the columns of ``b [K, T]`` or the contraction ``a [M, T] @ b [T, N]``.
+    """
+    columns = b.shape[-1] // a.shape[0] if a.dim() == 3 and b.dim() == 2 else b.shape[-1]
+    return 2 * prod(a.shape) * columns
+
+
+def of_recurrent(*args: Any, **kwargs: Any) -> int:
+    """Return the FLOPs of a product of each matrix with every token; the first tensor holds the tokens."""
+    first, *others = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+    return 2 * prod(first.shape[:-1]) * sum(other.numel() for other in others if other.dim() == 2)
+
+
+def of_bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> int:
+    """Return the FLOPs of ``Σ_ij x_i W_nij y_j``: one product of x_i·y_j with each element of W, for each token."""
+    return 2 * prod(x.shape[:-1]) * weight.numel()
+
+
+def of_vector(a: Tensor, b: Tensor, **_: Any) -> int:
+    """Return the FLOPs of a product of a matrix or a vector with a vector."""
+    return 2 * max(a.numel(), b.numel())
+
+
+def of_mm(a: Tensor, b: Tensor, **_: Any) -> int:
+    """Return the FLOPs of ``a [M, K] @ b [K, N]``."""
+    return 2 * a.numel() * b.shape[-1]
+
+
+def of_distances(x: Tensor, y: Tensor, *_: Any, **__: Any) -> int:
+    """Return the FLOPs of the inner products of all rows of ``x [..., P, M]`` with all of ``y [..., R, M]``."""
+    return 2 * x.numel() * y.shape[-2]
+
+
+def of_attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+    """Return the FLOPs of ``Q [..., L, E] @ K [..., S, E]ᵀ`` and ``P [..., L, S] @ V [..., S, F]``, all unmasked."""
+    return 2 * prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
+
+
+def of_node(node: Node, formula: Callable[..., int] | None = None) -> int | None:
     """Return the forward FLOPs of any other node: 0 for one that multiplies no matrices, None where unknown.
 
-    Views, arithmetic and look-ups count nothing. A recurrent layer counts a product of each of its matrices with every
-    token.
+    ``formula`` counts them in the place of torch's counter. Views, arithmetic and look-ups count nothing.
     """
     try:
         args, kwargs = pytree.tree_map_only(Node, _empty, (node.args, node.kwargs))
-        if node.target in _RECURRENT:
-            first, *others = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-            return 2 * prod(first.shape[:-1]) * sum(other.numel() for other in others if other.dim() == 2)
+        if formula is not None:
+            return formula(*args, **kwargs)
         counter = FlopCounterMode(display=False)
         with _disable_current_modes(), torch.no_grad(), counter:
             operation(node)(*args, **kwargs)

@@ -36,7 +36,8 @@ def site_function(program: MatmulProgram, form: str, alpha: float, beta: float) 
     """Return the function that replaces a node: one object for all sites of equal program and form.
 
     Called as ``f(a, b, addend, key, step, salt, *state, site=...)``: for ``linear`` ``a [..., K]``, ``b [N, K]``; for
-    ``matmul`` ``a [..., M, K]``, ``b [..., K, N]`` with ``torch.matmul``'s broadcasting.
+    ``matmul`` ``a [..., M, K]``, ``b [..., K, N]`` with ``torch.matmul``'s broadcasting; for ``grouped`` ``a [T, K]``,
+    ``b [E, K, N]`` and ``ends=`` the cumulative numbers of tokens ``[E]``.
     """
     return _site_function(program, form, alpha, beta, operators.enabled())
 
@@ -54,12 +55,15 @@ def _site_function(
         salt: int,
         *state: Tensor,
         site: str | None = None,
+        ends: Tensor | None = None,
     ) -> Tensor:
         if key is not None and salt:
             key = noise.derive(key, salt)
-        if form == "matmul":
+        if form != "linear":
             slots = zip(program.state, state, strict=True)
             b, state = b.mT, tuple(entry.mT if slot.entry.weight_like else entry for slot, entry in slots)
+        if form == "grouped":
+            return quantized_matmul(program, a, b, None, key, step, state, site, ends=ends)
         if b.dim() == 2:
             # All leading axes become one axis of tokens: blocks of the weight gradient's GEMM run along it.
             flat = a.flatten(0, -2) if a.dim() > 2 else a.unsqueeze(0) if a.dim() == 1 else a

@@ -13,7 +13,6 @@ from functools import lru_cache, partial
 from typing import TypeVar
 
 from torch import Tensor
-from torch.fx import Node
 
 from fp4graph.errors import CaptureError, PluginError
 from fp4graph.graph import flops
@@ -65,15 +64,19 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
         specs = {operand: _settled(spec) if operand.gemm is Gemm.FPROP else spec for operand, spec in specs.items()}
         techniques = tuple(t for t in techniques if t.draws_in_evaluation or not (t.draws and overrides(t, "after")))
     ordered = tuple((operand, specs.get(operand)) for operand in Operand)
+    if site.op == "grouped":
+        _require_experts_apart(site, rule, techniques, specs)
     if all(spec is None for _, spec in ordered):
         return Plan(ordered, None)
+    if site.op == "conv":
+        _require_no_weight_techniques(site, rule, techniques)
 
     acts_on = {t: _members(t, site, rule, "acts_on", Operand) for t in techniques}
     pairs = {t: _members(t, site, rule, "pairs", Gemm) for t in techniques}
     slots = tuple(
         StateSlot(t.name, entry)
         for t in techniques
-        if site.op == "linear"
+        if site.multiplies_weight
         for entry in _members(t, site, rule, "state", StateEntry)
         if specs.get(entry.operand) is not None
     )
@@ -94,6 +97,44 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
         return GemmProgram(which, operand(left), operand(right), transforms)
 
     return Plan(ordered, MatmulProgram(gemm(Gemm.FPROP), gemm(Gemm.DGRAD), gemm(Gemm.WGRAD), slots))
+
+
+def _require_no_weight_techniques(site: SiteView, rule: Rule, techniques: Iterable[Technique]) -> None:
+    """Raise CaptureError where a technique acts on the weight of a convolution outside of its product."""
+    place = f"{rule.file}:{rule.line}: " if rule.file else ""
+    linear = dataclasses.replace(site, op="linear")
+    for technique in techniques:
+        steps = overrides(technique, "before_step") or overrides(technique, "after_step")
+        if not technique.per_model and (steps or _members(technique, linear, rule, "state", StateEntry)):
+            raise CaptureError(
+                f"{place}technique {technique.name} keeps state of a weight or acts at the optimizer's step, which is "
+                "not done for convolutions yet; give it to the rules for other operations alone, or keep convolutions",
+                site=str(site),
+            )
+
+
+def _require_experts_apart(
+    site: SiteView, rule: Rule, techniques: Iterable[Technique], specs: Mapping[Operand, QuantSpec | None]
+) -> None:
+    """Raise CaptureError where a technique or a block would mix what belongs to different experts."""
+    place = f"{rule.file}:{rule.line}: " if rule.file else ""
+    remedy = f"To keep the experts in high precision, {rule_that_keeps('experts', site.module)}"
+    for technique in techniques:
+        outside = ("split", "around", "after", "transform")
+        by_block = technique.by_block and not any(overrides(technique, stage) for stage in outside)
+        if not (technique.by_expert or by_block or technique.per_model):
+            raise CaptureError(
+                f"{place}technique {technique.name} does not tell the tokens and weights of experts apart. {remedy}",
+                site=str(site),
+            )
+    for operand, spec in specs.items():
+        along_tokens = operand.gemm is Gemm.WGRAD
+        if spec is not None and (spec.block == "tensor" or (spec.block == "row" and along_tokens)):
+            raise CaptureError(
+                f"{place}one scale per {spec.block} of {operand} would be shared by experts; use blocks of a fixed "
+                f"length (with tensor_scaling, every expert has a tensor scale of its own). {remedy}",
+                site=str(site),
+            )
 
 
 #: :func:`plan_site`, remembered: for the optimizer's view of a weight, and for what runs without a graph.
@@ -189,7 +230,8 @@ class Planner:
             self._work(found.weight_first)
             return None
         if self._policy.quantizes and found.newcomer is not None:
-            self._keep(node, found.newcomer, name_of(node), "its module was added after fp4graph.apply()")
+            added = FoundWork(node, found.newcomer, dataclasses.replace(view, op=name_of(node)))
+            self._keep(added, "its module was added after fp4graph.apply()")
             self._refuse(
                 "this module was added to the model after fp4graph.apply(), which has not planned it; call "
                 "fp4graph.apply(model, policy) again, which keeps state where it fits, and prepare_optimizer again",
@@ -214,26 +256,43 @@ class Planner:
         return PlannedSite(found, plan, occurrence) if quantized else None
 
     def _work(self, found: FoundWork) -> None:
-        """Keep work that cannot be quantized. Where the policy would quantize a linear layer that does it, refuse."""
-        if not found.like_linear:
-            return self._keep(found.node, found.module, found.view.op, found.reason)
-        op, module, linear = found.view.op, found.view.module, dataclasses.replace(found.view, op="linear")
-        decision = self._policy.decide(found.view, found.places)
-        if decision.index >= 0 or not self._policy.may_quantize(linear, found.places):
-            return self._keep(found.node, found.module, op, decision.rule.keep or "", decision)
-        unsupported = "it multiplies matrices in a way that cannot be quantized yet"
-        self._keep(found.node, found.module, op, f"not supported: {unsupported}")
+        """Keep work that cannot be quantized, or refuse it.
+
+        Work like a linear layer's is refused where the policy would quantize a linear layer, unknown work where it
+        quantizes anything, until a rule speaks of it.
+        """
+        if not (found.like_linear or found.unknown):
+            return self._keep(found, found.reason)
+        decision, linear = self._policy.decide(found.view, found.places), dataclasses.replace(found.view, op="linear")
+        wanted = self._policy.quantizes if found.unknown else self._policy.may_quantize(linear, found.places)
+        if decision.index >= 0 or not wanted:
+            return self._keep(found, decision.rule.keep or "", decision)
+        self._keep(found, f"not supported: {found.reason}")
+        op, module = found.view.op, found.view.module
+        what = "multiplies matrices" if found.unknown else "multiplies with a parameter"
         return self._refuse(
-            f"{op} multiplies with a parameter in a way that cannot be quantized yet, and would run in high precision "
+            f"{op} {what} in a way that cannot be quantized yet ({found.reason}), and would run in high precision "
             f"without a word. To keep it, {rule_that_keeps(op, module)}",
             module,
         )
 
-    def _keep(self, node: Node, module: str | None, op: str, reason: str, decision: Decision | None = None) -> None:
-        shapes = [_shape(value) for argument in node.all_input_nodes if (value := value_of(argument)) is not None]
+    def _keep(self, found: FoundWork, reason: str, decision: Decision | None = None) -> None:
+        values = [value for argument in found.node.all_input_nodes if (value := value_of(argument)) is not None]
         rule, index = (None, None) if decision is None else (decision.rule.name, decision.index)
-        kept, work = dict(NOTHING.specs), flops.of_node(node)
-        self.sites.append(Site(module, op, tuple(shapes[:2]), rule, reason, kept, False, rule_index=index, flops=work))
+        self.sites.append(
+            Site(
+                found.view.module if found.module is None else found.module,
+                found.view.op,
+                tuple(map(_shape, values[:2])),
+                rule,
+                reason,
+                dict(NOTHING.specs),
+                quantized=False,
+                rule_index=index,
+                flops=flops.of_node(found.node, found.formula),
+                supported=found.view.op in ("sdpa", "conv"),
+            )
+        )
 
     def _refuse(self, message: str, module: str | None) -> None:
         if self.refused is None:

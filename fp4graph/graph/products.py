@@ -1,20 +1,19 @@
-"""Reads single nodes: which are matrix products, and why other matrix work is not one.
+"""Reads single nodes: the two factors of a product, and the views and producers of a tensor.
 
-A new product operation is added here, to ``_READERS``.
+Which reader belongs to which operation is written in :data:`fp4graph.graph.operations.TABLE`.
 """
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.fx import Node
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-aten = torch.ops.aten
+from fp4graph.numerics.sharding import is_sharded
 
 
 @dataclass(frozen=True)
@@ -22,6 +21,10 @@ class Product:
     """One node that computes ``beta·addend + alpha·A @ B``.
 
     ``form`` is ``linear`` (B stored ``[N, K]``), or ``matmul`` (B ``[..., K, N]``); ``addend`` the bias or accumulator.
+
+    A new form needs: a reader that returns it, :func:`objection` to say which factors it takes, the sizes K and N and
+    the kind of site in ``Finder._product``, its FLOPs in :func:`fp4graph.graph.flops.of_product`, and its computation
+    in :func:`fp4graph.graph.functions.site_function`.
     """
 
     node: Node
@@ -36,78 +39,62 @@ class Product:
     def values(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The fake tensors that the factors stand for."""
         a, b = value_of(self.a), value_of(self.b)
-        assert a is not None, "read_product checked it"
-        assert b is not None, "read_product checked it"
+        assert a is not None, "objection() checked it"
+        assert b is not None, "objection() checked it"
         return a, b
 
 
 @dataclass(frozen=True)
 class NoProduct:
-    """Matrix work that cannot be a site: the name of the operation, and why."""
+    """Matrix work that cannot be a site: the name of the operation, and why.
+
+    ``weighs`` says that one factor is a weight, also where it is no parameter.
+    """
 
     op: str
     reason: str
+    weighs: bool = False
 
 
-def _linear(node: Node, input: Node, weight: Node, bias: Node | None = None) -> Product:  # torch's name
+def linear(node: Node, input: Node, weight: Node, bias: Node | None = None) -> Product:  # torch's name
+    """Read ``A @ Bᵀ + bias``."""
     return Product(node, "linear", input, weight, bias)
 
 
-def _matmul(node: Node, a: Node, b: Node | None = None, **names: Node) -> Product:
+def matmul(node: Node, a: Node, b: Node | None = None, **names: Node) -> Product:
+    """Read ``A @ B``."""
     other = b if b is not None else names.get("other", names.get("mat2", names.get("tensor2")))
     assert other is not None
     return Product(node, "matmul", names.get("input", a), other)
 
 
-def _addmm(node: Node, addend: Node, a: Node, b: Node, *, beta: float = 1, alpha: float = 1) -> Product:
+def reversed_matmul(node: Node, b: Node, a: Node) -> Product:
+    """Read ``b.__rmatmul__(a)``, which is ``A @ B``."""
+    return Product(node, "matmul", a, b)
+
+
+def addmm(node: Node, addend: Node, a: Node, b: Node, *, beta: float = 1, alpha: float = 1) -> Product:
+    """Read ``beta·addend + alpha·A @ B``."""
     return Product(node, "matmul", a, b, addend, alpha=alpha, beta=beta)
 
 
-_READERS: Mapping[Any, Callable[..., Product]] = {
-    torch._C._nn.linear: _linear,
-    nn.functional.linear: _linear,
-    aten.linear.default: _linear,
-    **dict.fromkeys((torch.matmul, torch.linalg.matmul, torch.mm, torch.bmm, operator.matmul), _matmul),
-    **dict.fromkeys((aten.matmul.default, aten.mm.default, aten.bmm.default), _matmul),
-    **dict.fromkeys(("matmul", "__matmul__", "mm", "bmm"), _matmul),
-    **dict.fromkeys((torch.addmm, torch.baddbmm, aten.addmm.default, aten.baddbmm.default, "addmm", "baddbmm"), _addmm),
-}
-
-_CONVOLUTIONS = ["conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"]
-_RECURRENT = ["lstm", "gru", "rnn_tanh", "rnn_relu", "lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell"]
-_NOT_SITES: Mapping[Any, NoProduct] = {
-    **{
-        getattr(library, name): NoProduct("conv", "convolutions are kept in high precision")
-        for library in (torch, nn.functional)
-        for name in _CONVOLUTIONS
-    },
-    **{
-        getattr(torch, name): NoProduct("recurrent", "recurrent layers are kept in high precision")
-        for name in _RECURRENT
-    },
-    nn.functional.bilinear: NoProduct("bilinear", "three factors"),
-    torch.addbmm: NoProduct("addbmm", "sums over the batch; write it as a matmul to quantize it"),
-    torch.tensordot: NoProduct("tensordot", "write it as a matmul or einsum to quantize it"),
-    torch.chain_matmul: NoProduct("chain_matmul", "write it as matmuls to quantize it"),
-    torch.linalg.multi_dot: NoProduct("multi_dot", "write it as matmuls to quantize it"),
-    torch.outer: NoProduct("outer", "no contraction axis"),
-    torch.mv: NoProduct("mv", "a matrix-vector product"),
-    torch.dot: NoProduct("dot", "a vector product"),
-    **dict.fromkeys(
-        (torch.einsum, torch.functional.einsum, aten.einsum.default),
-        NoProduct("einsum", "not a product of two matrices"),
-    ),
-    nn.functional.multi_head_attention_forward: NoProduct("attention", "could not be expanded"),
-}
-_SDPA = (nn.functional.scaled_dot_product_attention, aten.scaled_dot_product_attention.default)
+def objection(product: Product) -> str | None:
+    """Return why ``product`` cannot be a site, or None."""
+    a, b = value_of(product.a), value_of(product.b)
+    for value in (a, b):
+        if is_quantized_elsewhere(value):
+            return f"a factor is a {type(value).__name__}, which another library quantizes"
+    if a is None or b is None or not (a.is_floating_point() and b.is_floating_point()):
+        complex_numbers = any(value is not None and value.is_complex() for value in (a, b))
+        return "complex numbers, which no format here rounds" if complex_numbers else "not floating point"
+    if a.dim() < (1 if product.form == "linear" else 2) or b.dim() < 2:
+        return "a matrix-vector product"
+    return None
 
 
-#: Products that torch's FLOP counter does not count: parts of their names, and whole names.
-_UNCOUNTED, _UNCOUNTED_NAMES = ("grouped_mm", "scaled_mm"), ("_int_mm",)
-#: Libraries in which a reader or the FLOP counter knows every operation that multiplies matrices.
-_KNOWN_LIBRARIES = frozenset(
-    {"aten", "prims", "prim", "inductor", "c10d", "_c10d_functional", "c10d_functional", "fsdp"}
-)
+def is_quantized_elsewhere(x: object) -> bool:
+    """Return whether ``x`` is a tensor of another library that is made of several tensors, as torchao's weights are."""
+    return isinstance(x, torch.Tensor) and not is_sharded(x) and is_traceable_wrapper_subclass(x)
 
 
 def operation(node: Node) -> Callable[..., Any]:
@@ -116,48 +103,6 @@ def operation(node: Node) -> Callable[..., Any]:
     if not isinstance(target, str):
         return target  # type: ignore[no-any-return]
     return lambda owner, *args, **kwargs: getattr(owner, target)(*args, **kwargs)
-
-
-def is_uncounted_product(node: Node) -> bool:
-    """Return whether ``node`` is known by its name to multiply matrices, in a way for which there is no reader."""
-    name = name_of(node)
-    return name in _UNCOUNTED_NAMES or any(part in name for part in _UNCOUNTED)
-
-
-def is_foreign(node: Node) -> bool:
-    """Return whether ``node`` calls an operation of an unknown library (``torch.library.custom_op``)."""
-    target = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        return target._schema.name.partition("::")[0] not in _KNOWN_LIBRARIES
-    return isinstance(target, torch._ops.OpOverloadPacket) and (
-        target._qualified_op_name.partition("::")[0] not in _KNOWN_LIBRARIES
-    )
-
-
-def is_sdpa(node: Node) -> bool:
-    """Return whether ``node`` is fused attention."""
-    return node.op == "call_function" and node.target in _SDPA
-
-
-def read_product(node: Node) -> Product | NoProduct | None:
-    """Read ``node``; None where it does no matrix work that is known here."""
-    if node.op not in ("call_function", "call_method"):
-        return None
-    reader = _READERS.get(node.target)
-    if reader is None:
-        if is_sdpa(node):
-            return NoProduct("sdpa", "fused attention is kept in high precision unless a rule targets op: sdpa")
-        return _NOT_SITES.get(node.target)
-    op = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", str(node.target))
-    if "out" in node.kwargs:
-        return NoProduct(op, "writes into out=")
-    product = reader(node, *node.args, **node.kwargs)
-    a, b = value_of(product.a), value_of(product.b)
-    if a is None or b is None or not (a.is_floating_point() and b.is_floating_point()):
-        return NoProduct(op, "not floating point")
-    if a.dim() < (1 if product.form == "linear" else 2) or b.dim() < 2:
-        return NoProduct(op, "a matrix-vector product")
-    return product
 
 
 def value_of(node: Any) -> torch.Tensor | None:
@@ -209,7 +154,8 @@ def producer_of(node: Node) -> str | None:
         return node.meta.get(PRODUCER)
     if name_of(node) == "mul" and any(isinstance(arg, Node) and name_of(arg) == "silu" for arg in node.args):
         return "swiglu"
-    return "sdpa" if is_sdpa(node) else name_of(node)
+    name = name_of(node)
+    return "sdpa" if name == "scaled_dot_product_attention" else name
 
 
 def name_of(node: Node) -> str:

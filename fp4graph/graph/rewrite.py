@@ -57,7 +57,7 @@ def rewrite(
         CaptureError: a site cannot be quantized as the policy says.
         PolicyError: the policy draws noise or keeps state, and the graph is ``stateless``.
     """
-    found = find(gm, names, lambda attention: policy.decide(attention).rule.quantizes, keys)
+    found = find(gm, names, policy.may_quantize, keys)
     planner, unmarked = Planner(policy, first_occurrence), list[UnmarkedWeight]()
     for site in planner.plan(found.work):
         program = site.plan.program

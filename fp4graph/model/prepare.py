@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fp4graph.graph.marker import Tag
 from fp4graph.graph.names import Names
 from fp4graph.graph.plan import Plan
+from fp4graph.graph.products import is_quantized_elsewhere
 from fp4graph.model import hooks, state
 from fp4graph.model.current import CurrentForward
 from fp4graph.model.weight import PlannedWeight, Weight
@@ -49,13 +50,19 @@ class PhasePlan:
 
     def _weight(self, fqn: str, module: nn.Module, name: str, parameter: Tensor | None) -> Weight | None:
         """Return ``parameter`` as a weight that a rule quantizes or may quantize, else None."""
-        if parameter is None or parameter.dim() != 2 or isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        convolves = isinstance(module, nn.Conv1d | nn.Conv2d) and name == "weight"
+        if parameter is None or isinstance(module, nn.Embedding | nn.EmbeddingBag):
             return None
-        if not (name == "weight" or name.endswith("_weight")):
+        if not convolves and (parameter.dim() != 2 or not (name == "weight" or name.endswith("_weight"))):
+            return None
+        if is_quantized_elsewhere(parameter):
             return None
         transposed = type(module).__name__ == "Conv1D"
-        out_features, in_features = reversed(parameter.shape) if transposed else parameter.shape
-        view = self.names.view(fqn, "linear", (in_features, out_features, parameter.numel()), parameter=name)
+        out_features, in_features = parameter.shape[0], parameter.shape[1:].numel()
+        if transposed:
+            out_features, in_features = in_features, out_features
+        op = "conv" if convolves else "linear"
+        view = self.names.view(fqn, op, (in_features, out_features, parameter.numel()), parameter=name)
         possible: dict[tuple[Rule, Plan], PlannedWeight] = {}
         for site, decision in self.policy.decide_weight(view):
             planned = PlannedWeight.of(site, decision.rule)
@@ -74,7 +81,7 @@ class PhasePlan:
             if (inside_torch and not attends) or state.is_ours(fqn):
                 continue
             owns = any(p is not None and p.dim() >= 2 for p in module._parameters.values())
-            ops = ("matmul", "sdpa", *(("linear",) if owns or attends else ()))
+            ops = ("matmul", "sdpa", *(("linear", "conv") if owns or attends else ()))
             if any(self.policy.may_quantize(self.names.view(fqn, op)) for op in ops):
                 found.add(fqn)
         return found

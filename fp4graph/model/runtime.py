@@ -209,6 +209,8 @@ class Runtime:
         self._follow(training=training)
         if training and self._current.ran:
             self._advance()  # parts that ran by themselves: their forward is over
+        if training and name != CALL and not self._checked and self.capture.captured(name):
+            self._uncompiled.check(self.capture)
         due = self._due()
         if due != self.phase:
             return self._enter(due).run_method(name, args, kwargs)
@@ -216,9 +218,10 @@ class Runtime:
         result = self._run(name, training, args, kwargs)
         if not self._checked and not self.inspection.watching:
             try:
-                coverage.check_captured(self.plan, self.capture)
-                if name == CALL:  # of a method, rules may be about what others call
+                if name == CALL:
                     self.check_coverage()
+                else:  # rules may be about what others call
+                    coverage.check_captured(self.plan, self.capture)
             except Error as error:
                 self._failure = error
                 raise
@@ -310,6 +313,8 @@ class Runtime:
             sharded = True
         elif (looked_at := self.inspection.capture(training=training, checked=checked)) is not None:
             capture = looked_at
+        if training and self._current.compiled:
+            self._current.require_thread()
         self._current.compiled, self._current.thread = True, threading.get_ident()
         try:
             with capture.configured(), nullcontext() if name == CALL else hooks.uncalled(self.root):

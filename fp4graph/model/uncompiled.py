@@ -20,7 +20,7 @@ from fp4graph.graph.direct import Direct
 from fp4graph.graph.replace import UnmarkedWeight
 from fp4graph.model import hooks
 from fp4graph.model.capture import Capture
-from fp4graph.model.coverage import check_sites
+from fp4graph.model.coverage import check_sites, each_served, served_sites
 from fp4graph.model.current import CurrentForward, Parts, checkpointed_region
 from fp4graph.model.inspection import Inspection
 from fp4graph.model.prepare import PhasePlan
@@ -67,6 +67,7 @@ class Uncompiled:
             produced=self._produced,
             idle=self._idle,
             carries=self._carries,
+            lists=not checked,
             recording=self._inspection.shown(training=torch.is_grad_enabled(), checked=checked),
             first_occurrence=occurrences,
         )
@@ -82,13 +83,17 @@ class Uncompiled:
         return result
 
     def check(self, capture: Capture) -> None:
-        """Warn of rules that a training step by parts alone has not met; calling the model may meet them yet."""
-        if not capture.sites:
-            try:
-                check_sites(self._plan.policy, capture.of_parts)
-            except PolicyError as error:
-                self.warn("coverage", f"parts of the model have trained for a step by themselves, but {error}")
+        """Warn of rules that the first training step by parts or methods alone has not met; calling the model may meet
+        them yet."""
+        sites = each_served(served_sites(self._plan.root, capture)) or capture.of_parts[:]
         capture.of_parts.clear()
+        if "coverage" in self._warned:
+            return
+        try:
+            check_sites(self._plan.policy, sites)
+        except PolicyError as error:
+            self.warn("coverage", f"parts or methods of the model have trained for a step by themselves, but {error}")
+        self._warned.add("coverage")
 
     def warn(self, key: str, text: str) -> None:
         """Warn, once for each ``key``."""

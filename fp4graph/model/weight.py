@@ -178,18 +178,21 @@ class Weight:
     def quantize(self, w: Tensor, step: Tensor) -> Tensor:
         """Quantize ``w`` (stored layout) as fprop does in the graph: dequantized values, same shape and dtype.
 
+        The kernels of a convolution are quantized as the rows of a matrix.
+
         A sharded ``w`` is gathered first, because blocks and tensor scales reach across shards.
         """
         assert self.plan.program is not None
         fprop = self.plan.program.fprop
         canonical = whole(w).mT if self.stored_transposed else whole(w)
+        canonical = canonical.flatten(1) if self.view.op == "conv" else canonical
         key = self.holder.get_buffer("key")
         draw = Draw(key, step.to(key.device)) if self.plan.program.draws else None
         rotation = fprop.rotate(canonical, canonical, operand_draw(draw, Operand.FPROP_INPUT))
         entries = self.fprop_state(lambda entry: rotation.apply(entry, "right"))
         terms = fprop.right(rotation.right, operand_draw(draw, Operand.FPROP_WEIGHT), entries)
         result = rotation.undo(total(terms), "right").to(w.dtype)
-        return like(result.mT if self.stored_transposed else result, w)
+        return like((result.mT if self.stored_transposed else result).reshape(w.shape), w)
 
     def fprop_state(self, lay_out: Callable[[Tensor], Tensor]) -> dict[str, dict[str, Tensor]]:
         """Return the technique state that fprop's quantizer is given.

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fp4graph.numerics.segments import Segments
 from fp4graph.numerics.spec import Block
 
-#: The blocks that form a group: all of the tensor, one line along the contraction axis, or so many elements of a line.
-Granularity = Literal["tensor", "row"] | int
+#: The blocks that form a group: all of the tensor (of one expert in a grouped product, with "all" of all experts),
+#: one line along the contraction axis, or so many elements of a line.
+Granularity = Literal["all", "tensor", "row"] | int
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,6 +32,7 @@ class Blocking:
         block: elements along ``dim``; ``(r, c)`` over the last two axes; "row", one block per line along ``dim``; or
             "tensor".
         dim: the axis that blocks run along; ``(r, c)`` and "tensor" do not depend on it.
+        segments: the groups of positions whose statistics are taken apart, or None. No block reaches into two.
 
     Raises:
         ValueError: for a 0-d tensor, a ``dim`` out of range, or 2-D blocks of a 1-D tensor.
@@ -38,6 +41,7 @@ class Blocking:
     shape: Sequence[int]
     block: Block
     dim: int = -1
+    segments: Segments | None = None
 
     def __post_init__(self) -> None:
         rank = len(self.shape)
@@ -87,6 +91,14 @@ class Blocking:
         for size, length, count in zip(self.padded_shape, self._lengths, self.grid, strict=True):
             sizes.extend((count, length) if length else (size,))
         return sizes
+
+    def position(self, axis: int) -> int:
+        """Return the axis of the blocked layout that counts the blocks (or elements) along an axis of the tensor."""
+        return sum(2 if length else 1 for length in self._lengths[:axis])
+
+    def step(self, axis: int) -> int:
+        """Return the elements along an axis of the tensor that one entry along :meth:`position` stands for."""
+        return self._lengths[axis] or 1
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -170,8 +182,7 @@ class Blocking:
         """Return numbers of the elements (with ``blocks``, of the blocks) along an axis of the padded tensor in a shape
         that broadcasts in the blocked layout."""
         shape: list[int] = [1] * len(self.layout)
-        position = sum(2 if length else 1 for length in self._lengths[:axis])
-        length = self._lengths[axis]
+        position, length = self.position(axis), self._lengths[axis]
         if blocks or not length:
             shape[position] = along.shape[0]
         else:
@@ -185,8 +196,9 @@ class Groups:
 
     Attributes:
         blocking: of the tensor, its blocks along the last axis.
-        granularity: "tensor", "row" (one line along the contraction axis; a row of blocks where they are 2-D), the
-            number of elements along the contraction axis, a multiple of the block's, or None: each block is a group.
+        granularity: "all", "tensor" (with segments one segment, else like "all"), "row" (one line along the contraction
+            axis; a row of blocks where they are 2-D), the number of elements along the contraction axis, a multiple of
+            the block's, or None: each block is a group.
     """
 
     blocking: Blocking
@@ -199,8 +211,10 @@ class Groups:
         """
         if self.granularity is None or (self.granularity == "row" and self.blocking.block in ("row", "tensor")):
             return x
+        if isinstance(self.granularity, str) and self._reaches_across:
+            return self._by_segment(x, op)
         if isinstance(self.granularity, str):
-            along = tuple(range(x.dim()))[0 if self.granularity == "tensor" else -2 :]
+            along = tuple(range(x.dim()))[-2 if self.granularity == "row" else 0 :]
             if op == "amax" and any(statically_known_true(x.shape[axis] == 0) for axis in along):
                 return x.new_zeros([1 if axis in along else size for axis, size in enumerate(x.shape)])
             return x.amax(along, keepdim=True) if op == "amax" else x.sum(along, keepdim=True)
@@ -211,6 +225,30 @@ class Groups:
         split = split if valid is None else torch.where(valid > 0, split, torch.full_like(split, fill))
         reduced = split.amax(-1, keepdim=True) if op == "amax" else split.sum(-1, keepdim=True)
         return runs.join(reduced.expand(runs.layout).contiguous()).unsqueeze(-1)
+
+    @property
+    def per_segment(self) -> bool:
+        """True if all blocks of a segment share the factor."""
+        return self.granularity in ("all", "tensor")
+
+    @property
+    def _reaches_across(self) -> bool:
+        """True if a group would hold blocks of several segments, were they not told apart."""
+        segments = self.blocking.segments
+        return segments is not None and (self.per_segment or segments.axis == len(self.blocking.shape) - 1)
+
+    def _by_segment(self, x: Tensor, op: Literal["amax", "sum"]) -> Tensor:
+        segments = self.blocking.segments
+        assert segments is not None
+        axis, step = self.blocking.position(segments.axis), self.blocking.step(segments.axis)
+        inside = () if self.granularity == "row" else tuple(other for other in range(x.dim()) if other != axis)
+        if inside:
+            x = x.amax(inside, keepdim=True) if op == "amax" else x.sum(inside, keepdim=True)
+        table = segments.table(x, axis, step, op)
+        if self.granularity != "all":
+            return segments.spread(table, x, axis, step)
+        table = table.narrow(axis, 0, segments.count)
+        return table.amax(axis, keepdim=True) if op == "amax" else table.sum(axis, keepdim=True)
 
 
 def is_scalar(x: Tensor) -> bool:

@@ -7,6 +7,7 @@ keeps.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 
 import torch
 from torch import Tensor
@@ -16,11 +17,12 @@ from fp4graph.kernels.operators import PackedOperand
 from fp4graph.numerics.draw import Draw
 from fp4graph.ops.draw import operand_draw
 from fp4graph.ops.gemm import GemmProgram, MatmulProgram, Rotation, Side
+from fp4graph.ops.grouped import Experts, Layout
 from fp4graph.ops.observe import BoundOperand, ObservedOperand, OperandObserver
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import Term, Terms, multiply, total
 from fp4graph.ops.state import OperandState
-from fp4graph.technique.operands import Operand
+from fp4graph.technique.operands import Gemm, Operand
 
 
 @dataclass(frozen=True)
@@ -41,15 +43,31 @@ class MatmulOptions:
 
 
 class BoundMatmul:
-    """A matmul program with what one forward or backward calls it with."""
+    """A matmul program with what one forward or backward calls it with.
 
-    def __init__(self, options: MatmulOptions, draw: Draw | None, state: tuple[Tensor | None, ...]) -> None:
-        self._options, self._dtype, self._draw = options, options.dtype, draw
+    Args:
+        experts: the tokens of each expert, of a grouped product.
+    """
+
+    def __init__(
+        self,
+        options: MatmulOptions,
+        draw: Draw | None,
+        state: tuple[Tensor | None, ...],
+        experts: Experts | None = None,
+    ) -> None:
+        self._options, self._dtype, self._draw, self._experts = options, options.dtype, draw, experts
+        self._layouts: dict[int, Layout] = {}
         self._slots = tuple(zip(options.program.state, state, strict=True))
 
     def rotated(self, gemm: GemmProgram, left: Tensor, right: Tensor) -> Rotation:
-        """Return the operands in the dtype they are quantized from and in the GEMM's basis."""
+        """Return the operands in the dtype they are quantized from and in the GEMM's layout and basis."""
         left, right = self._cast(left, gemm.left), self._cast(right, gemm.right)
+        if (layout := self._layout(gemm)) is not None:
+            if gemm.gemm is Gemm.WGRAD:
+                left, right = layout.lay_out(left.mT).mT, layout.lay_out(right.mT).mT
+            else:
+                left = layout.lay_out(left)
         return gemm.rotate(left, right, operand_draw(self._draw, gemm.operands[0]))
 
     def operands(self, gemm: GemmProgram, rotation: Rotation) -> tuple[BoundOperand, BoundOperand]:
@@ -60,27 +78,43 @@ class BoundMatmul:
         self, operand: BoundOperand, rotation: Rotation, side: Side, *, keep: bool
     ) -> tuple[Terms, Tensor | PackedOperand | None]:
         """Return an operand of fprop quantized, and if ``keep`` what the backward rereads of it: the dequantized
-        operand in the original basis, or the bytes that stand for it."""
+        operand in the original layout and basis, or the bytes that stand for it."""
         program, x = operand.program, operand.x
-        plain = keep and not rotation.steps and program.by_kernel(x.device, operand.draw)
+        fprop = self._options.program.fprop
+        moved = side == "left" and self._moves(fprop)
+        plain = keep and not moved and not rotation.steps and program.by_kernel(x.device, operand.draw)
         if plain and program.spec is not None and operators.packs(program.spec, x.dtype, self._dtype, x.device):
             values, packed = operators.quantize_and_pack(x, program.spec, operand.draw, self._dtype)
             return (Term(values.to(self._dtype)),), packed
         terms = operand.quantized(self._dtype)
-        return terms, rotation.undo(total(terms), side).to(self._dtype) if keep else None
+        if not keep:
+            return terms, None
+        dequantized = rotation.undo(total(terms), side).to(self._dtype)
+        return terms, self._taken_back(fprop, dequantized) if side == "left" else dequantized
+
+    def multiply(self, gemm: GemmProgram, left: Terms, right: Terms, addend: Tensor | None = None) -> Tensor:
+        """Return ``left @ rightᵀ`` of a GEMM's quantized operands, in the original layout; for fprop with the product's
+        alpha and its addend."""
+        if (layout := self._layout(gemm)) is not None:
+            period = lcm(*(transform.period for transform in gemm.transforms)) if gemm.gemm is Gemm.WGRAD else 1
+            return self._taken_back(gemm, layout.multiply(left, right, period))
+        if gemm.gemm is not Gemm.FPROP:
+            return multiply(left, right)
+        return multiply(left, right, addend, self._options.alpha, self._options.beta)
 
     def product(self, gemm: GemmProgram, left: Tensor, source: Tensor | PackedOperand) -> Tensor:
         """Return one backward GEMM of ``left`` with the transpose of ``source``, in the GEMM's dtype."""
         right = gemm.right
         if isinstance(source, PackedOperand):
-            direct = not gemm.transforms and not right.observes and right.by_kernel(left.device, self._draw)
+            direct = not (gemm.transforms or right.observes or self._moves(gemm))
+            direct = direct and right.by_kernel(left.device, self._draw)
             if direct and right.spec is not None:
                 return self._product_from_bytes(gemm, self._cast(left, gemm.left), source)
             source = source.unpack()
         operands = self.operands(gemm, self.rotated(gemm, left, source.mT))
         terms = operands[0].quantized(self._dtype), operands[1].quantized(self._dtype)
         self.show(operands, (left, source.mT), terms)
-        y = multiply(*terms)
+        y = self.multiply(gemm, *terms)
         self.observe(*operands)
         return y
 
@@ -95,7 +129,7 @@ class BoundMatmul:
             x = source.unpack().mT
             self.show(self.operands(gemm, Rotation(left, x)), (left, x), terms)
         self.observe(own)
-        return multiply(*terms)
+        return self.multiply(gemm, *terms)
 
     def show(
         self, operands: tuple[BoundOperand, BoundOperand], given: tuple[Tensor, Tensor], terms: tuple[Terms, Terms]
@@ -110,7 +144,7 @@ class BoundMatmul:
         """Write the state that the graph keeps, after everything else has read it."""
         for own in operands:
             if own.program.observes and self._options.training:
-                values = own.program.observe(own.x, own.draw, own.state)
+                values = own.program.observe(own.x, own.draw, own.state, own.segments)
                 for slot, entry in self._slots:
                     if entry is not None and slot.written and slot.entry.operand is own.operand:
                         entry.copy_(values[slot.technique, slot.entry.name])
@@ -123,7 +157,11 @@ class BoundMatmul:
         rotation = self.rotated(fprop, a, b)
         left, right = self.operands(fprop, rotation)
         # The gradient with respect to A·R is dA·R⁻ᵀ: a transform of the other side.
-        return _with_factor(da, left, rotation, "right"), _with_factor(db, right, rotation, "left")
+        if (layout := self._layout(fprop)) is not None and da is not None:
+            da = layout.lay_out(da)
+        da = _with_factor(da, left, rotation, "right")
+        da = None if da is None else self._taken_back(fprop, da)
+        return da, _with_factor(db, right, rotation, "left")
 
     def _cast(self, x: Tensor, program: OperandProgram) -> Tensor:
         return x if program.from_master else x.to(self._dtype)
@@ -132,7 +170,27 @@ class BoundMatmul:
         left, right = gemm.operands
         operand = left if side == "left" else right
         program, x = (gemm.left, rotation.left) if side == "left" else (gemm.right, rotation.right)
-        return BoundOperand(operand, program, x, operand_draw(self._draw, operand), self._state(operand, rotation))
+        layout = self._layout(gemm)
+        segments = None if layout is None else layout.segments(gemm.gemm, side)
+        own_draw, state = operand_draw(self._draw, operand), self._state(operand, rotation)
+        return BoundOperand(operand, program, x, own_draw, state, segments)
+
+    def _layout(self, gemm: GemmProgram) -> Layout | None:
+        """Return the places of tokens in the operands of ``gemm``; None for a product without experts."""
+        if self._experts is None:
+            return None
+        if gemm.granule not in self._layouts:
+            self._layouts[gemm.granule] = self._experts.layout(gemm.granule)
+        return self._layouts[gemm.granule]
+
+    def _moves(self, gemm: GemmProgram) -> bool:
+        """Return whether the operands of ``gemm`` are laid out in another way than they are given."""
+        return self._experts is not None and gemm.granule > 1
+
+    def _taken_back(self, gemm: GemmProgram, x: Tensor) -> Tensor:
+        """Return rows of the layout of ``gemm`` as the tokens are given."""
+        layout = None if gemm.gemm is Gemm.WGRAD else self._layout(gemm)
+        return x if layout is None else layout.take_back(x)
 
     def _state(self, operand: Operand, rotation: Rotation) -> OperandState:
         """Return an operand's entries, those of the weight's shape laid out as the operand is."""
@@ -149,5 +207,5 @@ class BoundMatmul:
 def _with_factor(gradient: Tensor | None, own: BoundOperand, rotation: Rotation, side: Side) -> Tensor | None:
     if gradient is None:
         return None
-    factor = own.program.gradient_factor(own.x, own.draw, own.state)
+    factor = own.program.gradient_factor(own.x, own.draw, own.state, own.segments)
     return gradient if factor is None else rotation.undo(rotation.apply(gradient, side) * factor, side)

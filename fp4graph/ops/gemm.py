@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
 from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fp4graph.numerics.blocking import Blocking
+from fp4graph.numerics.blocking import Blocking, block_length
 from fp4graph.numerics.draw import Draw
 from fp4graph.ops import contract
 from fp4graph.ops.draw import transform_draw
@@ -42,6 +43,18 @@ class GemmProgram:
     def operands(self) -> tuple[Operand, Operand]:
         """The left and the right operand."""
         return _OPERANDS[self.gemm]
+
+    @property
+    def granule(self) -> int:
+        """The tokens that are treated together along the axis of tokens, which experts must begin at multiples of."""
+        if self.gemm is not Gemm.WGRAD:
+            block = None if self.left.spec is None else self.left.spec.block
+            return block[0] if isinstance(block, tuple) else 1
+        lengths = [transform.period for transform in self.transforms]
+        for program in (self.left, self.right):
+            if program.spec is not None:
+                lengths += [block_length(program.spec.block), *(t.period for t in program.techniques)]
+        return lcm(*lengths)
 
     def rotate(self, left: Tensor, right: Tensor, draw: Draw | None) -> Rotation:
         """Return both operands in the transforms' basis.

@@ -27,8 +27,8 @@ from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops import contract, observe
 from fp4graph.ops.bound import BoundMatmul, MatmulOptions
 from fp4graph.ops.gemm import MatmulProgram
+from fp4graph.ops.grouped import Experts
 from fp4graph.ops.operand import OperandProgram
-from fp4graph.ops.product import multiply
 
 
 def quantized_matmul(
@@ -43,6 +43,7 @@ def quantized_matmul(
     *,
     alpha: float = 1,
     beta: float = 1,
+    ends: Tensor | None = None,
 ) -> Tensor:
     """Return ``alpha · A @ Bᵀ (+ beta · addend)`` under ``program``, differentiable in A, B and addend.
 
@@ -54,9 +55,11 @@ def quantized_matmul(
         state: in the order of ``program.state``; ``weight_like`` ones of the shape of ``b``. Entries that the graph
             writes are changed in place where gradients are enabled.
         site: for the errors of plugins.
+        ends: whole numbers ``[E]``, of a grouped product (:mod:`fp4graph.ops.grouped`): a is then ``[T, K]``, b
+            ``[E, N, K]``, and there is no addend.
 
     Returns:
-        ``[..., M, N]`` in the dtype autocast asks for, else in that of ``a``.
+        ``[..., M, N]`` (``[T, N]``) in the dtype autocast asks for, else in that of ``a``.
     """
     device = a.device.type
     dtype = a.dtype
@@ -66,7 +69,7 @@ def quantized_matmul(
         raise RuntimeError(f"expected both factors to have one dtype, got {a.dtype} and {b.dtype}")
     options = MatmulOptions(program, dtype, torch.is_grad_enabled(), site, alpha, beta, observe.current())
     with torch.autocast(device, enabled=False), contract.at(site):
-        result: Tensor = _QuantizedMatmul.apply(options, a, b, addend, key, step, *state)
+        result: Tensor = _QuantizedMatmul.apply(options, a, b, addend, key, step, ends, *state)
     return result
 
 
@@ -80,11 +83,12 @@ class _QuantizedMatmul(torch.autograd.Function):
         addend: Tensor | None,
         key: Tensor | None,
         step: Tensor | None,
+        ends: Tensor | None,
         *state: Tensor,
     ) -> Tensor:
         program, dtype = options.program, options.dtype
         fprop = program.fprop
-        bound = BoundMatmul(options, _draw(key, step), state)
+        bound = BoundMatmul(options, _draw(key, step), state, _experts(ends, a, b))
         rotation = bound.rotated(fprop, a, b)
         operands = left, right = bound.operands(fprop, rotation)
         # Only what the backward reads is saved: the dequantized fprop operand where the policy requantizes that (as
@@ -96,7 +100,7 @@ class _QuantizedMatmul(torch.autograd.Function):
         left_terms, a_fprop = bound.kept_terms(left, rotation, "left", keep=rereads_a)
         right_terms, b_fprop = bound.kept_terms(right, rotation, "right", keep=rereads_b)
         bound.show(operands, (a, b), (left_terms, right_terms))
-        y = multiply(left_terms, right_terms, addend, options.alpha, options.beta)
+        y = bound.multiply(fprop, left_terms, right_terms, addend)
         keep_a = (needs_b and not rereads_a) or factors
         keep_b = (needs_a and not rereads_b) or factors
         # Only the axes along which the addend is repeated are kept of its shape, because a size may be symbolic.
@@ -118,6 +122,7 @@ class _QuantizedMatmul(torch.autograd.Function):
             *_tensors(b_fprop),
             key,
             step,
+            ends,
             *before,
         )
         ctx.packings = _packing(a_fprop), _packing(b_fprop)
@@ -129,10 +134,11 @@ class _QuantizedMatmul(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         options: MatmulOptions = ctx.options
         program, dtype = options.program, options.dtype
-        a, b, a1, a2, b1, b2, key, step, *before = ctx.saved_tensors
+        a, b, a1, a2, b1, b2, key, step, ends, *before = ctx.saved_tensors
         a_fprop, b_fprop = _kept(a1, a2, ctx.packings[0]), _kept(b1, b2, ctx.packings[1])
         draw = _draw(key, step)
-        bound = BoundMatmul(options, draw, ctx.live)
+        experts = None if ends is None else Experts(ends, dy.shape[0], ends.shape[0])
+        bound = BoundMatmul(options, draw, ctx.live, experts)
         with torch.autocast(dy.device.type, enabled=False), contract.at(options.site):
             da = db = daddend = None
             dy = dy.to(dtype)
@@ -146,10 +152,14 @@ class _QuantizedMatmul(torch.autograd.Function):
             if ctx.needs_input_grad[2]:
                 db = bound.product(program.wgrad, dy.mT, a if a_fprop is None else a_fprop)
             if program.fprop.left.has_gradient_factor or program.fprop.right.has_gradient_factor:
-                da, db = BoundMatmul(options, draw, tuple(before)).with_factors(a, b, da, db)
+                da, db = BoundMatmul(options, draw, tuple(before), experts).with_factors(a, b, da, db)
             da = None if da is None else da.to(ctx.dtypes[0])
             db = None if db is None else db.to(ctx.dtypes[1])
-        return (None, da, db, daddend, None, None, *(None for _ in program.state))
+        return (None, da, db, daddend, None, None, None, *(None for _ in program.state))
+
+
+def _experts(ends: Tensor | None, a: Tensor, b: Tensor) -> Experts | None:
+    return None if ends is None else Experts(ends, a.shape[0], b.shape[0])
 
 
 def _draw(key: Tensor | None, step: Tensor | None) -> Draw | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from fp4graph.numerics.draw import Draw
+from fp4graph.numerics.segments import Segments
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import Terms
 from fp4graph.ops.state import OperandState
@@ -19,17 +20,18 @@ from fp4graph.technique.operands import Operand
 
 @dataclass(frozen=True, eq=False)
 class BoundOperand:
-    """One operand of a GEMM: its program and what the program is called on, ``x`` in the GEMM's basis."""
+    """One operand of a GEMM: its program and what the program is called on, ``x`` in the GEMM's basis and layout."""
 
     operand: Operand
     program: OperandProgram
     x: Tensor
     draw: Draw | None
     state: OperandState
+    segments: Segments | None = None
 
     def quantized(self, dtype: torch.dtype) -> Terms:
         """Return the quantized operand in the dtype of the GEMM."""
-        return tuple(term.to(dtype) for term in self.program(self.x, self.draw, self.state))
+        return tuple(term.to(dtype) for term in self.program(self.x, self.draw, self.state, self.segments))
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,8 +43,8 @@ class ObservedOperand(BoundOperand):
         terms: what was multiplied.
     """
 
-    given: Tensor
-    terms: Terms
+    given: Tensor = field(kw_only=True)
+    terms: Terms = field(kw_only=True)
 
 
 #: Called with the left and the right operand of a GEMM.

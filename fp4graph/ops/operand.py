@@ -18,13 +18,14 @@ from fp4graph.kernels import operators
 from fp4graph.numerics.blocking import Blocking, is_scalar
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.rounding import power_of_two
+from fp4graph.numerics.segments import Segments
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops import contract
 from fp4graph.ops.contract import Acting, at_stage
 from fp4graph.ops.draw import call_draw, technique_draw
 from fp4graph.ops.gradient import jacobian_diagonal
 from fp4graph.ops.product import Term, Terms
-from fp4graph.ops.quantizer import Quantizer
+from fp4graph.ops.quantizer import Quantizer, Scaled
 from fp4graph.ops.state import OperandState, StateSlot
 from fp4graph.technique import GRADIENT_STAGES, QUANTIZER_STAGES, Context, Quantization, Technique, overrides
 from fp4graph.technique.context import product_of
@@ -99,12 +100,18 @@ class OperandProgram:
             return False
         return operators.runs(self.spec, device)
 
-    def __call__(self, x: Tensor, draw: Draw | None = None, state: OperandState | None = None) -> Terms:
+    def __call__(
+        self,
+        x: Tensor,
+        draw: Draw | None = None,
+        state: OperandState | None = None,
+        segments: Segments | None = None,
+    ) -> Terms:
         if self.spec is None:
             return (Term(x),)
         if self.by_kernel(x.device, draw):
             return (Term(operators.quantize(x, self.spec, draw)),)
-        acting = self.acting(x, draw, state)
+        acting = self.acting(x, draw, state, segments)
         part, residuals = _split(x, acting)
         multiplier: Tensor | None = None
         calls = 0
@@ -116,17 +123,19 @@ class OperandProgram:
             if self.spec is not None and self._call_by_kernel(part.device, own):
                 calls += 1
                 return operators.quantize(part, self.spec, own)
-            quantizer = self._quantizer(acting if calls == 0 else self.acting(part, own, state), own, calls > 0)
+            again = acting if calls == 0 else self.acting(part, own, state, segments)
+            quantizer = self._quantizer(again, own, segments, calls > 0)
             calls += 1
             scaled = quantizer.scaled(part)
             factor = gamma = product_of(scaled.group_scales)
-            if gamma is not None and not wrapped and is_scalar(gamma):
-                # A scalar γ multiplies the GEMM's accumulator: FP4 code times block scale is exact in bf16, times γ it
-                # is not. Its power of two goes before. That is exact too, and both sides stay in range: the operand
-                # is as large as X, where codes times scales of UE5M3 would overflow fp16, and the product of two
-                # multipliers lies in [1, 4), where γ_a·γ_b may underflow fp32.
+            if gamma is not None and not wrapped and _is_shared(gamma, scaled):
+                # A γ of the whole operand, or of all that one expert multiplies with, multiplies the GEMM's
+                # accumulator: FP4 code times block scale is exact in bf16, times γ it is not. Its power of two goes
+                # before. That is exact too, and both sides stay in range: the operand is as large as X, where codes
+                # times scales of UE5M3 would overflow fp16, and the product of two multipliers lies in [1, 4), where
+                # γ_a·γ_b may underflow fp32.
                 factor = power_of_two(gamma)
-                multiplier = (gamma / factor).reshape(())
+                multiplier = _table(gamma / factor, scaled.blocking)
             return quantizer.dequantized(part, scaled, factor)
 
         inner: Callable[[Tensor], Tensor] = quantize
@@ -135,21 +144,29 @@ class OperandProgram:
         y = inner(part)
         for technique, context in at_stage("after", acting):
             y = contract.same(technique, "after", contract.run(technique, "after", y, context), y)
-        return (Term(y, multiplier), *residuals)
+        return (Term(y, multiplier, segments), *residuals)
 
-    def quantize(self, x: Tensor, draw: Draw | None = None, state: OperandState | None = None) -> Quantization:
+    def quantize(
+        self,
+        x: Tensor,
+        draw: Draw | None = None,
+        state: OperandState | None = None,
+        segments: Segments | None = None,
+    ) -> Quantization:
         """Return the parts of the bare quantizer: without what techniques split off or wrap around it."""
-        acting = self.acting(x, draw, state)
+        acting = self.acting(x, draw, state, segments)
         part, _ = _split(x, acting)
-        return self._quantizer(acting, draw).quantize(part)
+        return self._quantizer(acting, draw, segments).quantize(part)
 
-    def observe(self, x: Tensor, draw: Draw | None, state: OperandState) -> dict[tuple[str, str], Tensor]:
+    def observe(
+        self, x: Tensor, draw: Draw | None, state: OperandState, segments: Segments | None = None
+    ) -> dict[tuple[str, str], Tensor]:
         """Return new values, by technique and entry name, of the entries that the graph writes."""
         if not self.observes:
             return {}
-        quantization = self.quantize(x, draw, state)
+        quantization = self.quantize(x, draw, state, segments)
         observed: dict[tuple[str, str], Tensor] = {}
-        for technique, context in at_stage("observe", self.acting(x, draw, state)):
+        for technique, context in at_stage("observe", self.acting(x, draw, state, segments)):
             new = contract.run(technique, "observe", quantization, context)
             due = {slot.entry.name for slot in self.state if slot.technique == technique.name and slot.written}
             if not isinstance(new, Mapping) or set(new) != due:
@@ -160,22 +177,28 @@ class OperandProgram:
                 observed[technique.name, name] = contract.same(technique, "observe", value, like)
         return observed
 
-    def gradient_factor(self, x: Tensor, draw: Draw | None, state: OperandState | None) -> Tensor | None:
+    def gradient_factor(
+        self, x: Tensor, draw: Draw | None, state: OperandState | None, segments: Segments | None = None
+    ) -> Tensor | None:
         """Return the diagonal of the quantizer's Jacobian at ``x`` by the techniques' surrogates, in the shape of
         ``x``; None stands for 1."""
         if not self.has_gradient_factor:
             return None
-        quantization = self.quantize(x, draw, state)
-        return quantization.blocking.join(jacobian_diagonal(quantization, self.acting(x, draw, state)))
+        quantization = self.quantize(x, draw, state, segments)
+        return quantization.blocking.join(jacobian_diagonal(quantization, self.acting(x, draw, state, segments)))
 
-    def _quantizer(self, acting: Acting, draw: Draw | None, remainder: bool = False) -> Quantizer:
+    def _quantizer(
+        self, acting: Acting, draw: Draw | None, segments: Segments | None, remainder: bool = False
+    ) -> Quantizer:
         assert self.spec is not None, "a high-precision operand has no quantizer"
-        return Quantizer(self.spec, acting, self.state, draw, remainder)
+        return Quantizer(self.spec, acting, self.state, draw, remainder, segments)
 
-    def acting(self, x: Tensor, draw: Draw | None, state: OperandState | None) -> Acting:
+    def acting(
+        self, x: Tensor, draw: Draw | None, state: OperandState | None, segments: Segments | None = None
+    ) -> Acting:
         """Return the techniques with what each may read here."""
         assert self.spec is not None, "a high-precision operand has no quantizer"
-        blocking = Blocking(tuple(x.shape), self.spec.block)
+        blocking = Blocking(tuple(x.shape), self.spec.block, segments=segments)
         normalized = next((t.divides_by for t in self.techniques if t.divides_by is not None), None)
         acting: list[tuple[Technique, Context]] = []
         for index, technique in enumerate(self.techniques):
@@ -189,6 +212,21 @@ class OperandProgram:
             )
             acting.append((technique, context))
         return acting
+
+
+def _is_shared(gamma: Tensor, scaled: Scaled) -> bool:
+    """Return whether γ is one number for the operand, or for what one expert multiplies with."""
+    if is_scalar(gamma) or scaled.blocking.segments is None:
+        return is_scalar(gamma)
+    return all(is_scalar(p.scale) or (p.groups is not None and p.groups.per_segment) for p in scaled.group_scales)
+
+
+def _table(x: Tensor, blocking: Blocking) -> Tensor:
+    """Return one number for the operand, 0-d, or one for each segment (and one for the positions of none)."""
+    segments = blocking.segments
+    if segments is None or is_scalar(x):
+        return x.reshape(()) if segments is None else x.reshape(1).expand(segments.count + 1)
+    return segments.table(x, blocking.position(segments.axis), blocking.step(segments.axis)).reshape(-1)
 
 
 def _split(x: Tensor, acting: Acting) -> tuple[Tensor, list[Term]]:

@@ -20,21 +20,32 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from fp4graph.numerics.segments import Segments
+
 
 @dataclass(frozen=True, eq=False)
 class Term:
-    """One summand of an operand: ``values`` times a scalar that waits for the GEMM's accumulator, if there is one."""
+    """One summand of an operand: ``values`` times a scalar that waits for the GEMM's accumulator, if there is one.
+
+    With ``segments`` there is one scalar for each expert (and perhaps one for positions of none) in a 1-d tensor.
+    """
 
     values: Tensor
     multiplier: Tensor | None = None
+    segments: Segments | None = None
 
     def product(self) -> Tensor:
         """Return the summand itself, in the dtype of ``values``."""
-        return self.values if self.multiplier is None else (self.values * self.multiplier).to(self.values.dtype)
+        if self.multiplier is None:
+            return self.values
+        factor = self.multiplier
+        if self.segments is not None:
+            factor = self.segments.at_positions(factor, self.values.dim())
+        return (self.values * factor).to(self.values.dtype)
 
     def to(self, dtype: torch.dtype) -> Term:
         """Return the term with values of ``dtype``."""
-        return Term(self.values.to(dtype), self.multiplier)
+        return Term(self.values.to(dtype), self.multiplier, self.segments)
 
 
 Terms = tuple[Term, ...]
@@ -59,7 +70,7 @@ def multiply(left: Terms, right: Terms, addend: Tensor | None = None, alpha: flo
     if all(term.multiplier is None for term in (*left, *right)):
         return _unscaled(left, right, addend, alpha, beta)
     addend = None if addend is None else addend.to(dtype)
-    scaled = [(a.values, b.values, _scale(a, b, alpha)) for a in left for b in right]
+    scaled = [(a.values, b.values, scale_of(a, b, alpha)) for a in left for b in right]
     a, b, scale = scaled[0]
     if len(scaled) == 1 and isinstance(scale, Tensor):
         return scaled_product(a, b, scale, addend, beta)
@@ -67,7 +78,7 @@ def multiply(left: Terms, right: Terms, addend: Tensor | None = None, alpha: flo
     return with_addend(accumulator, addend, beta).to(dtype)
 
 
-def _scale(a: Term, b: Term, alpha: float) -> Tensor | float:
+def scale_of(a: Term, b: Term, alpha: float) -> Tensor | float:
     """Return ``alpha · γ_a · γ_b``."""
     if a.multiplier is None or b.multiplier is None:
         gamma = b.multiplier if a.multiplier is None else a.multiplier

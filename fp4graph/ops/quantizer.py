@@ -19,6 +19,7 @@ from fp4graph.numerics.blocking import Blocking, Granularity, Groups
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.noise import Noise
 from fp4graph.numerics.quantize import round_elements
+from fp4graph.numerics.segments import Segments
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops import contract
 from fp4graph.ops.contract import Acting, at_stage
@@ -56,6 +57,7 @@ class Quantizer:
         draw: the source of the spec's own random bits.
         remainder: True for the remainder of an earlier call, which techniques with state do not round: their state
             describes the weight.
+        segments: of the operand, in a grouped product.
     """
 
     spec: QuantSpec
@@ -63,6 +65,7 @@ class Quantizer:
     slots: tuple[StateSlot, ...] = ()
     draw: Draw | None = None
     remainder: bool = False
+    segments: Segments | None = None
 
     def quantize(self, x: Tensor) -> Quantization:
         """Return all parts of the quantization of ``x [..., K]``."""
@@ -71,7 +74,7 @@ class Quantizer:
     def scaled(self, x: Tensor) -> Scaled:
         """Return ``x [..., K]`` with the statistics and scales that techniques decide."""
         spec = self.spec
-        blocking = Blocking(tuple(x.shape), spec.block)
+        blocking = Blocking(tuple(x.shape), spec.block, segments=self.segments)
         values: Callable[[], Tensor] = _Once(lambda: blocking.split(x.to(torch.float32)))
         if isinstance(spec.block, int) and operators.runs(spec, x.device):
             z = operators.maxima(x, spec.block).reshape(blocking.scale_shape)

@@ -140,7 +140,7 @@ class TechniqueResolver:
         acting = {technique.name for technique in self.implied(specs)}
         sites = [
             SiteView(None, op, None, None, None, None, producer)
-            for op in match.op or ("linear", "matmul")
+            for op in _probed(match)
             for producer in match.producer or (None, *DISTINGUISHED_PRODUCERS)
         ]
         plans = [self._probe(site, techniques, specs, acting) for site in sites]
@@ -211,6 +211,13 @@ class TechniqueResolver:
             raise PluginError(f"{stage}() failed: {type(error).__name__}: {error}", plugin=plugin) from error
 
 
+def _probed(match: Match) -> tuple[str, ...]:
+    """Return the kinds of site that a rule is tried on at load. What fits no experts is refused where a model has any:
+    a policy for linear layers may name grouped too."""
+    ops: tuple[str, ...] = match.op or ("linear", "matmul")
+    return tuple(op for op in ops if op != "grouped") or ops
+
+
 def _acts(technique: Technique, site: SiteView, planned: OperandSpecs) -> bool:
     """Return whether a technique acts on a quantized operand or GEMM of ``site``, its weight, or the whole model."""
     quantized = {operand for operand, spec in planned.items() if spec is not None}
@@ -218,6 +225,6 @@ def _acts(technique: Technique, site: SiteView, planned: OperandSpecs) -> bool:
     # A technique that names no operands and has the optimizer's hooks acts on weights, which a product of activations
     # does not have.
     steps = overrides(technique, "before_step") or overrides(technique, "after_step")
-    steps_weight = steps and not operands and site.op == "linear"
+    steps_weight = steps and not operands and site.multiplies_weight
     gemms = {operand.gemm for operand in quantized}
     return bool(operands & quantized or technique.pairs(site) & gemms) or steps_weight or technique.per_model

@@ -90,13 +90,19 @@ class Technique(BaseModel):
     #: True if the technique acts once for the whole model (on the loss, on all of an optimizer) and not rule by rule.
     #: It is then declared for the policy, and acts also if nothing is quantized.
     per_model: ClassVar[bool] = False
-    #: True if the technique acts on the weight of a linear layer, and not on an activation in its place.
+    #: True if the technique acts on the weight of a linear layer or of experts, and not on an activation in its place.
     on_weight: ClassVar[bool] = False
     #: True if the stages from ``block_statistic`` to ``round`` treat every block by itself: their results depend on the
     #: block and its part of ``weight_like`` state, and neither on other blocks nor on the block's place. Statistics
     #: then quantize a few blocks again instead of whole operands. Each class declares it for itself. It has no effect
     #: beside ``split``, ``around`` or ``after``, or if the technique ``draws``.
     by_block: ClassVar[bool] = False
+    #: True if the technique is right in a grouped product (``op: grouped``), where no statistic may mix experts: its
+    #: stages treat every block by itself, or take statistics from ``group`` and :class:`Groups`, which tell experts
+    #: apart; what mixes elements along the contraction axis says so by :attr:`period`. The engine refuses any other
+    #: technique at a grouped product, except one that is ``by_block`` and has no stage outside one call of the
+    #: quantizer.
+    by_expert: ClassVar[bool] = False
     #: The plugin that offers the technique, for errors; set by the registry.
     plugin: ClassVar[str | None] = None
 
@@ -176,7 +182,7 @@ class Technique(BaseModel):
         that its options of type :data:`~fp4graph.technique.Operands` list, if it has tensor stages at all.
         """
         if self.on_weight:
-            return frozenset({Operand.FPROP_WEIGHT}) if site.op == "linear" else frozenset()
+            return frozenset({Operand.FPROP_WEIGHT}) if site.multiplies_weight else frozenset()
         return self.operands_listed if any(overrides(self, stage) for stage in TENSOR_STAGES) else frozenset()
 
     def pairs(self, site: SiteView) -> frozenset[Gemm]:
@@ -186,6 +192,11 @@ class Technique(BaseModel):
     def state(self, site: SiteView) -> tuple[StateEntry, ...]:
         """Return the tensors to keep for the weight of ``site``."""
         return ()
+
+    @property
+    def period(self) -> int:
+        """The elements along the contraction axis that a pair transform or a group scale treats together."""
+        return 1
 
     @property
     def draws(self) -> bool:

@@ -144,6 +144,20 @@ def test_coverage_counts_the_sites_of_methods_as_the_models_own(first):
     assert len(runtime_of(model).sites) == 10
 
 
+def test_training_by_methods_alone_warns_of_a_rule_that_they_do_not_meet():
+    model = applied(EVERY_LINEAR, methods=["encode_image"])
+    with warnings.catch_warnings(action="error"):
+        for _ in range(3):
+            model.encode_image(X)
+    rule = {**EVERY_LINEAR["rules"][0], "name": "text", "match": {"module": "text.*"}}
+    model = applied({**EVERY_LINEAR, "rules": [rule, *EVERY_LINEAR["rules"]]}, methods=["encode_image"])
+    model.encode_image(X)
+    with pytest.warns(PolicyWarning, match="methods of the model .*rule 'text' matches no site"):
+        model.encode_image(X)
+    with warnings.catch_warnings(action="error"):
+        model.encode_image(X)
+
+
 @pytest.mark.usefixtures("no_warnings")
 def test_a_method_that_calls_the_model_is_one_graph():
     model, reference = applied(methods=["encode_both"]), applied()

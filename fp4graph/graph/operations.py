@@ -1,0 +1,302 @@
+"""The table of the operations that multiply matrices, and what the graph pass does with each.
+
+A node of a graph is looked up in :data:`TABLE`, then among the operations of plugins, then by its library. An entry
+either reads the node as one product, which makes it a site, or opens it into other operations, or says why the
+operation is none of our sites. Operations without an entry are views, arithmetic and look-ups. One without an entry
+that torch's FLOP counter knows, or that belongs to an unknown library and reads a matrix parameter, is an error
+(:meth:`fp4graph.graph.find.Finder.describe`).
+
+A new operation is a row here:
+
+- It multiplies two matrices: a reader in :mod:`fp4graph.graph.products`, which returns a ``Product``. A layout of the
+  factors that no form describes is a new form; ``Product.form`` says what a form needs.
+- It can be written with operations of the table: a function in :mod:`fp4graph.graph.expand`.
+- It does neither: the reason, with ``kept=True`` if every policy keeps it. Without, it is kept where a policy would
+  keep a linear layer, and an error where a policy would quantize one. ``flops`` counts what torch's counter does not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+
+from fp4graph.graph import expand, flops, products
+from fp4graph.graph.products import NoProduct, Product, name_of
+
+aten = torch.ops.aten
+Sizes = tuple[int | None, int | None, int | None]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One row of the table.
+
+    Attributes:
+        op: name of the operation in reports; None is the name of the node's target.
+        read: called with a node and its arguments, returns the product that the node computes.
+        opened: called with a node, returns a function that computes the same from other operations; None where the
+            node has a form that cannot be written so.
+        asks: called with a node, returns the kind of site that a rule must want before the operation is opened: "sdpa",
+            "conv", or "product" for a linear or a matmul, whichever the operation would be; "" opens it always.
+        sizes: called with a node, returns K, N and the elements of the second factor of what is asked for.
+        reason: why the operation is no site, where it is neither read nor opened.
+        kept: whether every policy keeps it.
+        weighs: whether one factor is a weight, also where no parameter is to be seen, as with quantized weights.
+        flops: called with the arguments of a call, tensors without data, returns its forward FLOPs; None asks torch's
+            counter.
+    """
+
+    op: str | None = None
+    read: Callable[..., Product] | None = None
+    opened: Callable[[Node], Callable[..., Any] | None] | None = None
+    asks: Callable[[Node], str] = lambda _: ""
+    sizes: Callable[[Node], Sizes] = lambda _: (None, None, None)
+    reason: str = ""
+    kept: bool = False
+    weighs: bool = False
+    flops: Callable[..., int] | None = None
+
+
+def operation_of(node: Node) -> Operation | None:
+    """Return the entry of the operation that ``node`` calls, or None."""
+    if node.op not in ("call_function", "call_method"):
+        return None
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        target = target.overloadpacket
+    known = TABLE.get(target)
+    if known is None and isinstance(target, torch._ops.OpOverloadPacket):
+        known = TABLE.get(target._qualified_op_name) or LIBRARIES.get(library_of(node) or "")
+    return known
+
+
+def library_of(node: Node) -> str | None:
+    """Return the library of the operator that ``node`` calls; None for Python functions and methods."""
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        target = target.overloadpacket
+    return target._qualified_op_name.partition("::")[0] if isinstance(target, torch._ops.OpOverloadPacket) else None
+
+
+def is_foreign(node: Node) -> bool:
+    """Return whether ``node`` calls an operator of a library that nothing is known of."""
+    library = library_of(node)
+    return library is not None and library not in LIBRARIES
+
+
+def is_collective(node: Node) -> bool:
+    """Return whether ``node`` calls an operator that moves tensors between processes."""
+    return library_of(node) in _COLLECTIVE
+
+
+def read_product(node: Node) -> Product | NoProduct | None:
+    """Read ``node`` as a product; None where its operation has no entry."""
+    operation = operation_of(node)
+    if operation is None:
+        return None
+    name = operation.op or name_of(node)
+    if operation.read is None:
+        return NoProduct(name, operation.reason, operation.weighs)
+    if node.kwargs.get("out") is not None:
+        return NoProduct(name, "writes into out=")
+    product = operation.read(node, *node.args, **node.kwargs)
+    reason = products.objection(product)
+    weighs = any(map(products.is_quantized_elsewhere, (products.value_of(product.a), products.value_of(product.b))))
+    return product if reason is None else NoProduct(name, reason, weighs)
+
+
+def opening(node: Node, wanted: Callable[[str, Sizes], bool]) -> Callable[..., Any] | None:
+    """Return the function that is to take the place of ``node``, or None.
+
+    ``wanted`` tells whether a rule wants a kind of site, of its sizes; the kinds are those of :attr:`Operation.asks`.
+    """
+    operation = operation_of(node)
+    if operation is None or operation.opened is None:
+        return None
+    asked = operation.asks(node)
+    return operation.opened(node) if not asked or wanted(asked, operation.sizes(node)) else None
+
+
+def tag_of(node: Node) -> str | None:
+    """Return the kind of site that the products of ``node`` are, once it is opened, where they are neither linear nor
+    matmul."""
+    operation = operation_of(node)
+    return operation.op if operation is not None and operation.op == operation.asks(node) else None
+
+
+def _spelled(*names: str) -> Iterator[Any]:
+    """Yield the targets that call torch's operation of each name: functions, operators, methods."""
+    for name in names:
+        for library in (torch, torch._C._nn, F, torch.linalg, aten):
+            if hasattr(library, name):
+                yield getattr(library, name)
+        if hasattr(Tensor, name):
+            yield name
+
+
+_ATTENTION = Operation(
+    "attention",
+    reason="this fused attention is kept in high precision; scaled_dot_product_attention can be quantized",
+    kept=True,
+)
+_CONVOLUTION = Operation("conv", reason="convolutions are kept in high precision", kept=True)
+RECURRENT = "recurrent layers are kept in high precision"
+_QUANTIZED = Operation(reason="its factors are quantized already", weighs=True)
+_GROUPED = Operation(reason="grouped products cannot be quantized yet", weighs=True, flops=flops.of_grouped)
+_IN_PLACE = Operation(reason="writes in place; write it without the underscore to quantize it")
+
+
+def _asks_of_einsum(node: Node) -> str:
+    return "product" if len(expand.einsum_operands(node)[1]) > 2 else ""
+
+
+def _written_out(
+    opened: Callable[[Node], Callable[..., Any] | None],
+    reason: str = "no rule wants its products",
+    flops: Callable[..., int] | None = None,
+) -> Operation:
+    """Return the row of an operation that is opened where a rule wants its products."""
+    return Operation(opened=opened, asks=lambda _: "product", reason=reason, flops=flops)
+
+
+#: What is done with each operation: by function, by operator or its qualified name, and by name of a method.
+TABLE: Mapping[Any, Operation] = {
+    key: operation
+    for keys, operation in [
+        # two factors
+        (_spelled("linear"), Operation(read=products.linear)),
+        ((*_spelled("matmul", "mm", "bmm"), operator.matmul, "__matmul__"), Operation(read=products.matmul)),
+        (("__rmatmul__",), Operation(read=products.reversed_matmul)),
+        (_spelled("addmm", "baddbmm"), Operation(read=products.addmm)),
+        # several products, written out
+        (
+            (torch.einsum, torch.functional.einsum, aten.einsum),
+            Operation("einsum", opened=expand.einsum_as_matmul, asks=_asks_of_einsum, reason="not a chain of matmuls"),
+        ),
+        (
+            (torch.tensordot, torch.functional.tensordot, aten.tensordot),
+            _written_out(expand.tensordot_as_matmul, "it is no matmul"),
+        ),
+        (_spelled("inner"), _written_out(expand.inner_as_matmul, "a product with a vector")),
+        (
+            (torch.chain_matmul, torch.functional.chain_matmul, *_spelled("multi_dot", "linalg_multi_dot")),
+            _written_out(expand.chain_as_matmul, "a product with a vector"),
+        ),
+        (_spelled("addbmm"), _written_out(lambda _: expand.addbmm, flops=lambda _, a, b, **__: flops.of_mm(a, b))),
+        (_spelled("bilinear"), _written_out(lambda _: expand.bilinear, flops=flops.of_bilinear)),
+        (
+            (F.multi_head_attention_forward,),
+            Operation("attention", opened=lambda _: F.multi_head_attention_forward, reason="could not be expanded"),
+        ),
+        (
+            _spelled("_transformer_encoder_layer_fwd"),
+            Operation("attention", opened=lambda _: expand.encoder_layer, reason="could not be expanded"),
+        ),
+        (
+            _spelled("_native_multi_head_attention"),
+            Operation("attention", opened=lambda _: expand.native_attention, reason="could not be expanded"),
+        ),
+        (
+            _spelled("scaled_dot_product_attention"),
+            Operation(
+                "sdpa",
+                opened=lambda _: expand.attention,
+                asks=lambda _: "sdpa",
+                reason="fused attention is kept in high precision unless a rule targets op: sdpa",
+                kept=True,
+            ),
+        ),
+        (
+            _spelled("conv1d", "conv2d"),
+            dataclasses.replace(
+                _CONVOLUTION,
+                opened=lambda _: expand.convolution,
+                asks=lambda _: "conv",
+                sizes=expand.convolution_sizes,
+                reason="convolutions are kept in high precision unless a rule targets op: conv",
+            ),
+        ),
+        # kept by every policy
+        (
+            _spelled(
+                "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc",
+                "convolution", "_convolution", "mkldnn_convolution", "cudnn_convolution", "cudnn_convolution_transpose",
+                "miopen_convolution", "miopen_depthwise_convolution", "_slow_conv2d_forward",
+                "convolution_overrideable",
+            ),
+            _CONVOLUTION,
+        ),
+        (
+            _spelled("lstm", "gru", "rnn_tanh", "rnn_relu"),
+            Operation("recurrent", reason=RECURRENT, kept=True, flops=flops.of_recurrent),
+        ),
+        (
+            _spelled("lstm_cell", "gru_cell", "rnn_tanh_cell", "rnn_relu_cell", "mkldnn_rnn_layer"),
+            Operation("recurrent", reason=RECURRENT, kept=True),
+        ),
+        (
+            _spelled(
+                "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention",
+                "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_cudnn_attention",
+                "_scaled_dot_product_attention_math", "_flash_attention_forward", "_efficient_attention_forward",
+            ),
+            _ATTENTION,
+        ),
+        (
+            (torch.ops.higher_order.flex_attention,),
+            dataclasses.replace(_ATTENTION, flops=flops.of_attention),
+        ),
+        (
+            (torch.cdist, torch.functional.cdist, *_spelled("_cdist_forward", "_euclidean_dist")),
+            Operation(reason="distances are kept in high precision", kept=True, flops=flops.of_distances),
+        ),
+        (
+            _spelled("cov", "corrcoef", "matrix_exp", "matrix_power", "linalg_matrix_power", "pinv", "pinverse",
+                     "linalg_pinv", "lstsq", "linalg_lstsq", "householder_product", "linalg_householder_product",
+                     "orgqr", "ormqr", "lobpcg", "svd_lowrank", "pca_lowrank"),
+            Operation(reason="linear algebra is kept in high precision", kept=True),
+        ),
+        # no matrix, or no contraction
+        (_spelled("outer", "ger", "addr"), Operation(reason="no contraction axis", flops=lambda *_, **__: 0)),
+        (_spelled("mv"), Operation(reason="a matrix-vector product", flops=flops.of_vector)),
+        (
+            _spelled("addmv"),
+            Operation(reason="a matrix-vector product", flops=lambda _, a, b, **__: flops.of_vector(a, b)),
+        ),
+        (_spelled("dot", "vdot", "vecdot"), Operation(reason="a vector product", flops=flops.of_vector)),
+        # refused where a linear layer would be quantized
+        (_spelled("addmm_", "baddbmm_", "addbmm_", "addmv_"), _IN_PLACE),
+        ((*_spelled("_grouped_mm", "grouped_mm"), "transformers::grouped_mm_fallback"), _GROUPED),
+        (_spelled("_scaled_grouped_mm", "_scaled_grouped_mm_v2", "scaled_grouped_mm"), _GROUPED),
+        (_spelled("_int_mm"), Operation(reason=_QUANTIZED.reason, weighs=True, flops=flops.of_mm)),
+        (
+            _spelled(
+                "_scaled_mm", "_scaled_mm_v2", "scaled_mm", "_weight_int4pack_mm", "_weight_int8pack_mm",
+                "_weight_int4pack_mm_for_cpu", "_dyn_quant_matmul_4bit", "_mixed_dtypes_linear",
+            ),
+            _QUANTIZED,
+        ),
+        (
+            _spelled("_sparse_mm", "_sparse_semi_structured_mm", "_sparse_semi_structured_linear", "hspmm", "smm",
+                     "sspaddmm"),
+            Operation(reason="a sparse product"),
+        ),
+    ]
+    for key in keys
+}  # fmt: skip
+
+_COLLECTIVE = ("c10d", "_c10d_functional", "c10d_functional", "fsdp")
+#: What is done with every operation of a library: None where this table and torch's counter know all its products.
+LIBRARIES: Mapping[str, Operation | None] = {
+    **dict.fromkeys(("aten", "prims", "prim", "inductor", *_COLLECTIVE)),
+    **dict.fromkeys(("quantized", "torchao", "bitsandbytes", "fbgemm", "mslk", "marlin"), _QUANTIZED),
+    **dict.fromkeys(("flash_attn", "flash_attn_2", "flash_attn_3", "xformers", "xformers_flash"), _ATTENTION),
+}

@@ -1,0 +1,186 @@
+"""The products of many experts at once: each expert's weight with the tokens that are its own.
+
+With ``A [T, K]``, the tokens sorted by expert, ``B [E, N, K]`` and ``ends [E]``, the cumulative numbers of tokens as
+``torch.nn.functional.grouped_mm`` takes them, expert e has the tokens ``ends[e-1] <= t < ends[e]`` and
+
+    fprop   Y_e  = A_e  @ B_eᵀ      contraction over K
+    dgrad   dA_e = dY_e @ B_e       contraction over N
+    wgrad   dB_e = dY_eᵀ @ A_e      contraction over the expert's tokens
+
+Tokens from ``ends[-1]`` on belong to no expert: their results and gradients are 0. No host waits for ``ends``.
+
+No block, Hadamard block or statistic may reach into two experts. So the operands of a GEMM are laid out with the first
+token of every expert at a multiple of the GEMM's granule G, the least common multiple of all lengths that its
+quantizers treat together along the tokens, and with zeros between the experts. Such zeros change no block's amax, are
+quantized to zeros, and add nothing to a product. Where G is 1 (fprop and dgrad, unless activations have 2-D blocks)
+tokens stay where they are. The layout has room for ``⌊(T + E·(G − 1)) / G⌋·G`` tokens, a bound that depends on sizes
+alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from fp4graph.numerics.segments import Segments
+from fp4graph.ops.product import Term, Terms, scale_of, scaled_product
+from fp4graph.technique.operands import Gemm
+
+
+class Experts:
+    """The tokens of each expert.
+
+    Args:
+        ends: whole numbers ``[E]``.
+        tokens: T.
+        count: E.
+    """
+
+    def __init__(self, ends: Tensor, tokens: int, count: int) -> None:
+        self.tokens, self.count = tokens, count
+        self._ends = ends.to(torch.int64)
+        self._sizes = torch.diff(self._ends, prepend=self._ends.new_zeros(1))
+
+    def layout(self, granule: int) -> Layout:
+        """Return the layout in which every expert begins at a multiple of ``granule``."""
+        device = self._ends.device
+        if granule == 1:
+            ids = torch.searchsorted(self._ends, torch.arange(self.tokens, device=device), right=True)
+            return Layout(self, self._ends - self._sizes, self._sizes, ids)
+        room = (self._sizes + (granule - 1)) // granule * granule
+        ends = room.cumsum(0)
+        starts, positions = ends - room, (self.tokens + self.count * (granule - 1)) // granule * granule
+        place = torch.arange(positions, device=device)
+        ids = torch.searchsorted(ends, place, right=True)
+        none = ids.new_zeros(1)
+        offset = place - torch.cat([starts, none])[ids]
+        used = offset < torch.cat([self._sizes, none])[ids]
+        # Zeros stand behind the last token.
+        source = torch.where(used, torch.cat([self._ends - self._sizes, none])[ids] + offset, self.tokens)
+        return Layout(self, starts, self._sizes, ids, source)
+
+    def token_places(self, layout: Layout) -> Tensor:
+        """Return the position of every token in ``layout``; for tokens of no expert, one beyond the last."""
+        tokens = torch.arange(self.tokens, device=self._ends.device)
+        ids = torch.searchsorted(self._ends, tokens, right=True)
+        shift = torch.cat([layout.starts - (self._ends - self._sizes), ids.new_zeros(1)])
+        return torch.where(ids < self.count, tokens + shift[ids], layout.ids.shape[0])
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The places of tokens in the operands of a GEMM.
+
+    Attributes:
+        starts, sizes: the first position and the number of tokens of each expert, int64 ``[E]``.
+        ids: the expert of each position, E for none; zeros behind an expert's tokens belong to it.
+        source: the token at each position, T for a zero; None where tokens stay where they are.
+    """
+
+    experts: Experts
+    starts: Tensor
+    sizes: Tensor
+    ids: Tensor
+    source: Tensor | None = None
+
+    def lay_out(self, x: Tensor) -> Tensor:
+        """Return rows ``x [T, ...]`` at their positions."""
+        if self.source is None:
+            return x
+        return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, self.source)
+
+    def take_back(self, x: Tensor) -> Tensor:
+        """Return the rows of the tokens out of rows at their positions: the inverse of :meth:`lay_out`."""
+        if self.source is None:
+            return x
+        return torch.cat([x, x.new_zeros(1, *x.shape[1:])]).index_select(0, self.experts.token_places(self))
+
+    def segments(self, gemm: Gemm, side: str) -> Segments:
+        """Return the positions of each expert in one operand of ``gemm``."""
+        if gemm is Gemm.WGRAD:
+            return Segments(1, self.experts.count, self.ids)
+        return Segments(0, self.experts.count, self.ids if side == "left" else None)
+
+    def multiply(self, left: Terms, right: Terms, period: int = 1) -> Tensor:
+        """Return ``left @ rightᵀ`` of every expert: ``[positions, N]`` of ``left [positions, K]`` and ``right [E, N,
+        K]``, and ``[E, N, K]`` of ``left [N, positions]`` and ``right [K, positions]``.
+
+        Args:
+            period: the positions over which a pair transform has spread each token, where the sum goes along them.
+        """
+        (a,), (b,) = left, right  # a technique that splits operands is refused
+        scale = scale_of(self._first(a), self._first(b), 1)
+        sizes = self.sizes if period == 1 else (self.sizes + (period - 1)) // period * period
+        starts, factor = self.starts.to(torch.int32), scale if isinstance(scale, Tensor) else None
+        result: Tensor = torch.ops.fp4graph.grouped_product(a.values, b.values, starts, sizes.to(torch.int32), factor)
+        return result
+
+    def _first(self, term: Term) -> Term:
+        """Return ``term`` with the multipliers of the experts alone."""
+        return Term(term.values, None if term.multiplier is None else term.multiplier[: self.experts.count])
+
+
+_library: Any = torch.library.Library("fp4graph", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("grouped_product(Tensor left, Tensor right, Tensor starts, Tensor sizes, Tensor? scale) -> Tensor")
+
+
+def _empty(left: Tensor, right: Tensor, experts: int) -> Tensor:
+    if right.dim() == 3:
+        return left.new_zeros((left.shape[0], right.shape[1]))
+    return left.new_zeros((experts, left.shape[0], right.shape[0]))
+
+
+def _fake(left: Tensor, right: Tensor, starts: Tensor, sizes: Tensor, scale: Tensor | None) -> Tensor:
+    return _empty(left, right, starts.shape[0])
+
+
+def _on_cpu(left: Tensor, right: Tensor, starts: Tensor, sizes: Tensor, scale: Tensor | None) -> Tensor:
+    """Multiply expert by expert, as an ordinary product of the expert's tokens does."""
+    by_rows = right.dim() == 3
+    tokens = left.shape[0 if by_rows else 1]
+    result = _empty(left, right, starts.shape[0])
+    for expert, (start, size) in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True)):
+        if size < 0 or start < 0 or start + size > tokens:
+            raise ValueError(
+                f"the group offsets of a grouped product must not decrease, and must not exceed the number of tokens; "
+                f"expert {expert} would have {size} tokens from the {start}th on, of {tokens}"
+            )
+        if size == 0:
+            continue
+        along = slice(start, start + size)
+        a, b = (left[along], right[expert]) if by_rows else (left[:, along], right[:, along])
+        target = result[along] if by_rows else result[expert]
+        if scale is None:
+            torch.mm(a, b.mT, out=target)
+        else:
+            target.copy_(scaled_product(a, b, scale[expert], None, 0))
+    return result
+
+
+def _on_cuda(left: Tensor, right: Tensor, starts: Tensor, sizes: Tensor, scale: Tensor | None) -> Tensor:
+    """Multiply by torch's grouped GEMM, which rounds to the operands' dtype before ``scale`` multiplies."""
+    by_rows = right.dim() == 3
+    ends = torch.cat([starts[1:], starts[-1:] + sizes[-1:]])
+    y = torch._grouped_mm(left, right.mT, offs=ends)
+    if not by_rows:
+        y = y if scale is None else (y * scale[:, None, None]).to(y.dtype)
+        return torch.where((sizes > 0)[:, None, None], y, 0)
+    ids = torch.searchsorted(ends, torch.arange(left.shape[0], device=left.device, dtype=ends.dtype), right=True)
+    if scale is not None:
+        y = (y * torch.cat([scale, scale.new_zeros(1)])[ids][:, None]).to(y.dtype)
+    return torch.where((ids < starts.shape[0])[:, None], y, 0)  # torch leaves the other rows unwritten
+
+
+torch.library.register_fake("fp4graph::grouped_product", _fake, lib=_library)
+_library.impl("grouped_product", _on_cpu, "CPU")
+_library.impl("grouped_product", _on_cuda, "CUDA")
+
+
+@register_flop_formula(torch.ops.fp4graph.grouped_product)
+def _flops(left: torch.Size, right: torch.Size, *rest: Any, out_shape: torch.Size, **options: Any) -> int:
+    """Count 2·T·N·K, of padded tokens too."""
+    return 2 * left.numel() * (right[1] if len(right) == 3 else right[0])

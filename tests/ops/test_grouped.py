@@ -1,0 +1,266 @@
+"""Grouped products against a loop over experts with the ordinary linear, and against their definition."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+import fp4graph
+from fp4graph.errors import CaptureError
+from fp4graph.graph.functions import site_function
+from fp4graph.graph.plan import plan_site
+from fp4graph.numerics import noise
+from fp4graph.numerics.blocking import Blocking, Groups
+from fp4graph.numerics.segments import Segments
+from fp4graph.ops.gemm import GemmProgram, MatmulProgram
+from fp4graph.ops.grouped import Experts
+from fp4graph.ops.operand import OperandProgram
+from fp4graph.technique.site import SiteView
+from tests.helpers.policies import NVFP4, one_rule, quantizer
+
+KEY, STEP = noise.make_key("site", "experts"), noise.make_step(0, 0, 0)
+N, K = 96, 64
+#: Experts without tokens, with one, with numbers that no block divides; five tokens belong to no expert.
+SIZES = (0, 1, 33, 64, 7, 0)
+DROPPED = 5
+
+
+def program(policy, op: str) -> MatmulProgram:
+    loaded = fp4graph.load_policy(policy)
+    planned = plan_site(SiteView("experts", op, K, N, N * K), loaded.rules[-1]).program
+    assert planned is not None
+    return planned
+
+
+def to_nearest(planned: MatmulProgram) -> MatmulProgram:
+    """Round everything to nearest: an expert's own linear would draw other noise."""
+
+    def operand(own: OperandProgram) -> OperandProgram:
+        return (
+            own
+            if own.spec is None
+            else dataclasses.replace(own, spec=dataclasses.replace(own.spec, rounding="nearest"))
+        )
+
+    def gemm(own: GemmProgram) -> GemmProgram:
+        return dataclasses.replace(own, left=operand(own.left), right=operand(own.right))
+
+    return dataclasses.replace(planned, **{name: gemm(getattr(planned, name)) for name in ("fprop", "dgrad", "wgrad")})
+
+
+def data(sizes=SIZES, dropped=DROPPED, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    tokens = sum(sizes) + dropped
+    shapes = (tokens, K), (len(sizes), N, K), (tokens, N)
+    x, w, dy = (torch.randn(shape, generator=generator) for shape in shapes)
+    # Experts of different size, so that a statistic of the wrong one shows.
+    x = x * torch.logspace(-2, 2, tokens)[:, None]
+    w = w * torch.logspace(1, -1, len(sizes))[:, None, None]
+    ends = torch.tensor(sizes).cumsum(0).to(torch.int32)
+    return x.to(dtype), w.to(dtype), dy.to(dtype), ends
+
+
+def grouped(planned, x, w, dy, ends, state=()):
+    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    function = site_function(planned, "grouped", 1.0, 1.0)
+    y = function(x, w.mT, None, KEY, STEP, 0, *(entry.mT for entry in state), ends=ends)
+    y.backward(dy)
+    return y.detach(), x.grad, w.grad
+
+
+def looped(planned, x, w, dy, ends, state=()):
+    """Return y, dX and dW of a loop over experts with the ordinary linear; zeros where nothing is computed."""
+    y, dx, dw = torch.zeros_like(dy), torch.zeros_like(x), torch.zeros_like(w)
+    function, start = site_function(planned, "linear", 1.0, 1.0), 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            own, weight = x[start:end].clone().requires_grad_(), w[expert].clone().requires_grad_()
+            result = function(own, weight, None, KEY, STEP, 0, *(entry[expert] for entry in state))
+            result.backward(dy[start:end])
+            y[start:end], dx[start:end], dw[expert] = result.detach(), own.grad, weight.grad
+        start = end
+    return y, dx, dw
+
+
+TWO_D = {"fprop.input": {"block": [8, 32]}, "gradients": {"block": [16, 32]}, "weights": {"block": [32, 32]}}
+TECHNIQUES = {
+    "tensor_scaling": ["tensor_scaling"],
+    "tensor_scaling by row": [{"tensor_scaling": {"granularity": "row"}}],
+    "tensor_scaling by 64": [{"tensor_scaling": {"granularity": 64}}],
+    "four_over_six": ["tensor_scaling", "four_over_six"],
+    "two group scales": ["tensor_scaling", {"macro_block_scaling": {"block": 48}}],
+    "hadamard of 64": [{"hadamard": {"block": 64, "kind": "random", "resample": "never"}}],
+    "guarded": ["tensor_scaling", {"stochastic_rounding": {"range_guard": 0.75}}],
+    "surrogate": ["tensor_scaling", "step_gradient"],
+}
+POLICIES = {
+    **{name: name for name in ("microscaling", "tetrajet", "nvfp4-te", "mxfp4-best", "quartet", "ue5m3-best")},
+    **{name: one_rule(*parts, op="grouped", quantize=NVFP4) for name, parts in TECHNIQUES.items()},
+    "rows": one_rule(
+        op="grouped", quantize=quantizer("row"), operands={"wgrad": {"block": 32}, "dgrad": {"block": 32}}
+    ),
+    "2-D": one_rule(op="grouped", operands=TWO_D),
+    "2-D requantized": one_rule(
+        op="grouped",
+        operands={
+            "fprop.input": {"block": [8, 32]},
+            "wgrad.input": {"source": "fprop"},
+            "dgrad.weight": {"source": "fprop"},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_is_a_loop_over_experts(name, dtype):
+    """Equal to the last bit: on a CPU every expert's products are those of its own linear, in the same order.
+
+    One expert has one token. Its own linear rotates one row by a matrix-vector product, which sums in another order,
+    and takes its one row's γ for the tensor's, which waits for the accumulator: there y and dX agree to the rounding of
+    a sum of 96 products.
+    """
+    planned = to_nearest(program(POLICIES[name], "grouped"))
+    x, w, dy, ends = data(dtype=dtype)
+    state = tuple(w.float() + 0.1 for _ in planned.state)
+    ours, theirs = (run(planned, x, w, dy, ends, state) for run in (grouped, looped))
+    if name in ("quartet", "mxfp4-best", "hadamard of 64", "tensor_scaling by row"):
+        tolerance = 96 * torch.finfo(dtype).eps
+        for one, other in zip(ours[:2], theirs[:2], strict=True):
+            torch.testing.assert_close(one[0], other[0], rtol=tolerance, atol=tolerance * float(other[0].abs().max()))
+            one[0] = other[0]
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_weight_state_is_each_experts_own():
+    policy = one_rule("q_ema", op="grouped")
+    planned = program(policy, "grouped")
+    x, w, dy, ends = data()
+    state = (w + torch.randn(w.shape, generator=torch.Generator().manual_seed(1)) * w.abs().amax((1, 2), True) / 6,)
+    ours, theirs = (run(planned, x, w, dy, ends, state) for run in (grouped, looped))
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.equal(one, other)
+    assert not torch.equal(ours[0], grouped(planned, x, w, dy, ends, (w,))[0])
+
+
+@pytest.mark.parametrize("policy", ["tetrajet", "nvfp4-te", "mxfp4-best"])
+def test_one_expert_is_the_ordinary_linear(policy):
+    """With noise too, where the blocks divide the number of tokens: tokens then have the index of the linear's."""
+    x, w, dy, ends = data((64,), 0)
+    planned = program(policy, "grouped")
+    for ours, theirs in zip(grouped(planned, x, w, dy, ends), looped(planned, x, w, dy, ends), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_noise_of_tokens_depends_on_no_grouping():
+    """fprop and dgrad draw by the token's index. With equal weights it makes no difference whose token it is."""
+    planned = program("tetrajet", "grouped")
+    x, w, dy, ends = data((40, 24), 0)
+    same = w[:1].expand(2, -1, -1).contiguous()
+    right = planned.dgrad.right  # its noise has the index of the weight's element, other for every expert
+    right = dataclasses.replace(right, spec=dataclasses.replace(right.spec, rounding="nearest"))
+    planned = dataclasses.replace(planned, dgrad=dataclasses.replace(planned.dgrad, right=right))
+    one, two = grouped(planned, x, same[:1], dy, torch.tensor([64])), grouped(planned, x, same, dy, ends)
+    # A GEMM may sum in another order for another number of rows: within fp32's rounding of sums of 96 products.
+    torch.testing.assert_close(one[0], two[0], rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(one[1], two[1], rtol=1e-5, atol=1e-4)
+
+
+def test_no_tokens_at_all():
+    planned = program("nvfp4-te", "grouped")
+    x, w, dy, ends = data((0, 0), 0)
+    y, dx, dw = grouped(planned, x, w, dy, ends)
+    assert y.shape == (0, N)
+    assert dx.shape == (0, K)
+    assert torch.equal(dw, torch.zeros_like(w))
+
+
+def test_garbage_in_dropped_tokens_reaches_nothing():
+    """Expert parallelism leaves the rows behind the last offset unwritten."""
+    for policy in ("nvfp4-te", one_rule({"tensor_scaling": {"granularity": "all"}}, op="grouped", quantize=NVFP4)):
+        planned = to_nearest(program(policy, "grouped"))
+        x, w, dy, ends = data()
+        clean = grouped(planned, x, w, dy, ends)
+        x[-DROPPED:], dy[-DROPPED:] = torch.nan, torch.inf
+        for ours, theirs in zip(grouped(planned, x, w, dy, ends), clean, strict=True):
+            assert torch.equal(ours, theirs)
+        assert not clean[0][-DROPPED:].any()
+
+
+@pytest.mark.parametrize("ends", [[40, 20, 64], [10, 20, 65], [-1, 20, 64]])
+def test_offsets_that_are_none_are_refused(ends):
+    x, w, dy, _ = data((20, 20, 24), 0)
+    with pytest.raises(ValueError, match="offsets of a grouped product must not decrease"):
+        grouped(program("microscaling", "grouped"), x, w, dy, torch.tensor(ends, dtype=torch.int32))
+
+
+def test_one_tensor_scale_for_all_experts():
+    """γ of ``granularity: all`` is the largest element of all experts over 6·448 (their scales are E4M3)."""
+    technique = {"tensor_scaling": {"granularity": "all"}}
+    planned = program(one_rule(technique, op="grouped", quantize=NVFP4), "grouped").fprop
+    x, w, _, ends = data()
+    layout = Experts(ends, x.shape[0], w.shape[0]).layout(1)
+    for own, values, largest in (
+        (planned.left, x, x[:-DROPPED].abs().max()),
+        (planned.right, w, w.abs().max()),
+    ):
+        side = "left" if own is planned.left else "right"
+        (scale,) = own.quantize(values, segments=layout.segments(planned.gemm, side)).group_scales
+        assert torch.equal(scale.scale.unique(), (largest / (6 * 448)).reshape(1))
+
+
+def test_segments_reduce_each_group():
+    """Against slices, for blocks along the tokens and across them."""
+    x, _, _, ends = data((32, 64, 0, 96), 0)
+    layout = Experts(ends, x.shape[0], 4).layout(32)
+    by_hand = [part.abs() for part in x.split([32, 64, 96])]
+    rows = Blocking(tuple(x.shape), 32, segments=Segments(0, 4, layout.ids[: x.shape[0]]))
+    z = rows.split(x).abs().amax(rows.axes, keepdim=True)
+    expected = torch.cat([part.max().expand(len(part)) for part in by_hand])
+    assert torch.equal(Groups(rows, "tensor").reduce(z, "amax").flatten(), expected)
+    columns = Blocking((K, x.shape[0]), 32, segments=Segments(1, 4, layout.ids[: x.shape[0]]))
+    z = columns.split(x.mT).abs().amax(columns.axes, keepdim=True)
+    per_line = torch.cat([part.amax(0)[:, None].expand(-1, len(part) // 32) for part in by_hand], 1)
+    assert torch.equal(Groups(columns, "row").reduce(z, "amax").squeeze(-1), per_line)
+
+
+@pytest.mark.parametrize("granule", [1, 16, 32, 96])
+def test_layout_keeps_experts_apart(granule):
+    x, _, _, ends = data()
+    layout = Experts(ends, x.shape[0], len(SIZES)).layout(granule)
+    laid_out = layout.lay_out(x)
+    assert len(laid_out) <= (len(x) + len(SIZES) * (granule - 1))
+    for blocks in laid_out.split(granule) if granule > 1 else ():
+        owners = {
+            int(torch.searchsorted(ends, (x == row).all(1).nonzero()[0, 0], right=True)) for row in blocks if row.any()
+        }
+        assert len(owners) <= 1
+    back = layout.take_back(laid_out)
+    assert torch.equal(back[:-DROPPED], x[:-DROPPED])
+
+
+REFUSED = {
+    "outlier_clamp": [{"outlier_clamp": {}}],
+    "low_rank_residual": ["low_rank_residual"],
+    "smooth_swiglu": ["smooth_swiglu"],
+    "outlier_fallback": ["outlier_fallback"],
+    "adaptive_quantization_noise": [
+        {"adaptive_quantization_noise": {"sigma_start": 0.01, "sigma_end": 0.001, "stages": 2, "steps_per_stage": 2}}
+    ],
+}
+
+
+@pytest.mark.filterwarnings("ignore::fp4graph.errors.PolicyWarning")
+@pytest.mark.parametrize("name", REFUSED)
+def test_techniques_that_would_mix_experts_are_refused(name):
+    with pytest.raises(CaptureError, match=f"technique {name} does not tell the tokens and weights of experts apart"):
+        program(one_rule(*REFUSED[name], op=["linear", "grouped"]), "grouped")
+
+
+@pytest.mark.parametrize("block", ["tensor", "row"])
+def test_blocks_that_would_mix_experts_are_refused(block):
+    with pytest.raises(CaptureError, match=f"one scale per {block} of .* would be shared by experts"):
+        program(one_rule(op="grouped", quantize=quantizer(block)), "grouped")
