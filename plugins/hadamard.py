@@ -11,7 +11,6 @@ from torch import Tensor
 
 from fp4graph.numerics.blocking import block_length
 from fp4graph.numerics.hadamard import rotate, unrotate
-from fp4graph.numerics.noise import hash_bits
 from fp4graph.technique import Context, Gemm, OperandSpecs, Overhead, SiteView, Technique, hookimpl
 
 
@@ -115,10 +114,7 @@ class Hadamard(Technique):
         """Return the signs, fp32 ``[g]``."""
         if self.kind == "deterministic" or (self.kind == "random_backward" and context.gemm is Gemm.FPROP):
             return ()
-        noise = context.noise if self.resample == "step" else context.constant
-        if noise.key is None:
-            raise ValueError("random signs need a key")
-        bits = hash_bits(noise.key, torch.arange(self.block, dtype=torch.int32, device=left.device))
+        bits = context.bits(self.block, constant=self.resample == "never")
         return (1.0 - 2.0 * (bits & 1).to(torch.float32),)
 
     def transform(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:

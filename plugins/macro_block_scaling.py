@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
+from fp4graph.kernels import operators
 from fp4graph.numerics.blocking import Granularity
-from fp4graph.numerics.scaling import constant
 from fp4graph.technique import Context, Operands, OperandSpecs, Overhead, Technique, hookimpl
-
-_ONE = 127 << 23  # the bits of 1.0 in fp32
 
 
 class MacroBlockScaling(Technique):
@@ -79,15 +76,8 @@ class MacroBlockScaling(Technique):
     def group_scale(self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context) -> Tensor:
         """Return γ of each macro block, fp32, shape of ``z``."""
         assert context.spec is not None
-        g = group(self.block)
-        bits = (g / constant(context.spec.element.max, g)).view(torch.int32)
-        below = (1 << (23 - self.mantissa_bits)) - 1
-        # A mantissa that rounds up past the last one carries into the exponent, which makes γ 2.
-        gamma = (((bits & 0x7FFFFF) + below) & ~below) + _ONE
         # Zeros, subnormals (too small for any scale format), Inf and NaN have no useful mantissa.
-        exponent = bits >> 23
-        ordinary = (exponent > 0) & (exponent < 255)
-        return torch.where(ordinary, gamma, _ONE).view(torch.float32)
+        return operators.mantissa(group(self.block), context.spec.element.max, self.mantissa_bits)
 
 
 @hookimpl

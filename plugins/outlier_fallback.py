@@ -10,6 +10,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
+from fp4graph.kernels import operators
 from fp4graph.numerics.blocking import Groups
 from fp4graph.technique import Context, Operands, Overhead, Technique, hookimpl
 
@@ -66,24 +67,20 @@ class OutlierFallback(Technique):
         first = quantize(exact)
         second = quantize(exact - first)
         blocking = context.blocking
-        values, kept = blocking.split(exact), blocking.split(first)
-        lost = torch.where(kept == 0, values.abs(), 0.0).amax(blocking.axes, keepdim=True)
+        lost = context.maxima(torch.where(first == 0, exact, 0.0))
         if self.threshold is None:
-            chosen = self._largest(lost)
+            chosen = operators.largest(lost, self._count(lost))
         else:
-            healthy = torch.where(kept == kept, values.abs(), 0.0).amax(blocking.axes, keepdim=True)
+            healthy = context.maxima(torch.where(first == first, exact, 0.0))
             chosen = lost > self.threshold * Groups(blocking, "tensor").reduce(healthy, "amax")
+        kept = blocking.split(first)
         return blocking.join(torch.where(chosen, kept + blocking.split(second), kept)).to(x.dtype)
 
-    def _largest(self, score: Tensor) -> Tensor:
-        """Return whether each block is among the ⌈φ·n/l⌉ largest; of equal scores the first are."""
+    def _count(self, score: Tensor) -> int:
+        """Return ⌈φ·n/l⌉, the number of blocks to choose."""
         # The share is a ratio of integers, so that 0.1 of 30 blocks is 3 and the number of blocks may be symbolic.
         share = Fraction(str(_DEFAULT_FRACTION if self.fraction is None else self.fraction))
-        flat = score.reshape(-1)
-        count = (flat.shape[0] * share.numerator + share.denominator - 1) // share.denominator
-        order = torch.sort(flat, descending=True, stable=True).indices
-        place = torch.arange(flat.shape[0], device=score.device)
-        return torch.empty_like(order).scatter(0, order, place).reshape(score.shape) < count
+        return (score.numel() * share.numerator + share.denominator - 1) // share.denominator
 
 
 @hookimpl

@@ -56,11 +56,12 @@ def explain(
         str | None, typer.Option(help="Input shape without the batch, as 3x224x224; by default the model's own.")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Batch size of the captured forward.")] = 2,
+    every: Annotated[bool, typer.Option("--all", help="Every site by itself; else repeated blocks share lines.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what a policy would do to each matrix product of a timm model, without doing it."""
     explanation = _explanation(model, load_policy(policy, installed_registry()), input_size, batch_size)
-    show(explanation.to_json(), str(explanation), as_json=as_json)
+    show(explanation.to_json(), explanation.table(every=every), as_json=as_json)
 
 
 def _explanation(model: str, policy: Policy, input_size: str | None = None, batch_size: int = 2) -> Any:

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4graph.errors import CaptureError
-from fp4graph.graph import products
+from fp4graph.graph import products, roles
 from fp4graph.graph.find import Finder, FoundProduct, FoundWork, Markers
 from fp4graph.graph.marker import Marker, Tag
 from fp4graph.graph.names import Names
@@ -41,6 +41,8 @@ from fp4graph.policy import Policy
 
 #: Attributes that show the tensor itself; all others are read past the pass.
 _VIEW_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "data"})
+#: Key in a node's meta data: the site at the node, a quantized linear layer of no known role.
+_QUANTIZED = "fp4graph_quantized"
 #: Key in a node's meta data: True for a parameter and for a view of one.
 _OF_PARAMETER = "fp4graph_of_parameter"
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)
@@ -148,12 +150,14 @@ class Direct(TorchFunctionMode):
         node.meta[_OF_PARAMETER] = source is not None and source.meta[_OF_PARAMETER]
         if (function := self._opened(node)) is not None:
             opened = operation_of(node)
-            tag, self._tag = self._tag, "sdpa" if opened and opened.op == "sdpa" else self._tag
+            tag, self._tag = self._tag, opened.op if opened and opened.asks else self._tag
             try:
                 with self:
                     return function(*args, **kwargs)
             finally:
                 self._tag = tag
+        if target in roles.CHOICES:
+            self._check_router(node)
         held = [n for n in given if "example_value" not in n.meta]
         for n in held:
             n.meta["example_value"] = given[n]
@@ -221,6 +225,8 @@ class Direct(TorchFunctionMode):
             self._check(work)
         if not planned:
             return None
+        if planned[0].found.has_weight and work.view.role is None:
+            node.meta[_QUANTIZED] = work.view
         if len(functions := _functions()) > self._functions_outside:
             self._check_function(functions[0], planned[0].found)
             return None
@@ -253,6 +259,17 @@ class Direct(TorchFunctionMode):
                 "model was called by itself; call the model, or tell the rules apart by module instead of producer",
                 site=place,
             )
+
+    @staticmethod
+    def _check_router(choice: Node) -> None:
+        """Raise CaptureError where ``choice`` shows a router that was quantized, as a captured graph would not have."""
+        for node in roles.chosen_from(choice):
+            if (view := node.meta.get(_QUANTIZED)) is not None:
+                raise CaptureError(
+                    "its output chooses by top-k, so it is a router, which a compiled graph keeps; nothing showed that "
+                    f"before it ran uncompiled. To keep it here too, {rule_that_keeps('router', view.module)}",
+                    site=str(view),
+                )
 
     @staticmethod
     def _check_function(function: Any, found: FoundProduct) -> None:

@@ -1,4 +1,4 @@
-"""Opens nodes whose matrix products a policy may quantize: attention layers, einsum, fused attention.
+"""Opens nodes whose matrix products a policy may quantize: attention layers, einsum, fused attention, convolutions.
 
 Each is replaced by the trace of a Python function that computes the same; torch's own function where there is one.
 :data:`fp4graph.graph.operations.TABLE` says which function belongs to which operation.
@@ -7,7 +7,7 @@ Each is replaced by the trace of a Python function that computes the same; torch
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
+
+from fp4graph.graph.products import value_of
 
 
 def inline(gm: GraphModule, node: Node, function: Callable[..., Any], tag: str | None = None) -> None:
@@ -121,6 +123,59 @@ def attention(
     if dropout_p > 0.0:
         weights = torch.dropout(weights, dropout_p, True)
     return torch.matmul(weights, value)
+
+
+def convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | str | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Compute a convolution along one or two axes as the product that implicit GEMM kernels compute.
+
+    ``Y[l, o] = Σ_k A[l, k] · W[o, k] + bias[o]``, l over images and places of the output, k over the input channels of
+    o's group and the places under the kernel, the kernel's last axis fastest. Shapes: input ``[B, C, *S]`` or
+    ``[C, *S]``, weight ``[O, C/groups, *kernel]``, A ``[B·L, C/groups·|kernel|]``, which is written to memory.
+    """
+    axes = weight.dim() - 2
+    if input.dim() == axes + 1:
+        return convolution(input[None], weight, bias, stride, padding, dilation, groups)[0]
+    kernel, (steps, spread) = list(weight.shape[2:]), (_each(stride, axes), _each(dilation, axes))
+    reach = [d * (k - 1) for d, k in zip(spread, kernel, strict=True)]
+    if isinstance(padding, str):
+        around = [(r // 2, r - r // 2) if padding == "same" else (0, 0) for r in reach]
+    else:
+        around = [(p, p) for p in _each(padding, axes)]
+    x = F.pad(input, [width for pair in reversed(around) for width in pair])
+    places = [(size - r - 1) // s + 1 for size, r, s in zip(x.shape[2:], reach, steps, strict=True)]
+    if axes == 1:
+        x, kernel, steps, spread = x.unsqueeze(2), [1, *kernel], [1, *steps], [1, *spread]
+    patches = F.unfold(x, tuple(kernel), tuple(spread), 0, tuple(steps))  # [B, C·|kernel|, L]
+    batch, outputs = patches.shape[0], weight.shape[0]
+    if groups == 1:
+        y = F.linear(patches.mT, weight.flatten(1), bias).mT
+    else:
+        length = math.prod(weight.shape[1:])
+        a = patches.reshape(batch, groups, length, -1).permute(1, 0, 3, 2).reshape(groups, -1, length)
+        product = torch.matmul(a, weight.reshape(groups, outputs // groups, length).mT)  # [groups, B·L, O/groups]
+        y = product.reshape(groups, batch, -1, outputs // groups).permute(1, 0, 3, 2).reshape(batch, outputs, -1)
+        y = y if bias is None else y + bias[:, None]
+    return y.reshape(batch, outputs, *places)
+
+
+def convolution_sizes(node: Node) -> tuple[int | None, int | None, int | None]:
+    """Return K, N and the elements of the weight of a convolution's product."""
+    weight = value_of(node.args[1] if len(node.args) > 1 else node.kwargs["weight"])
+    if weight is None or any(not isinstance(size, int) for size in weight.shape):
+        return None, None, None
+    return math.prod(weight.shape[1:]), weight.shape[0], weight.numel()
+
+
+def _each(value: int | Sequence[int], axes: int) -> list[int]:
+    return [value] * axes if isinstance(value, int) else list(value) * (axes if len(value) == 1 else 1)
 
 
 def native_attention(

@@ -21,6 +21,7 @@ from fp4graph.graph.marker import Marker, module_stack
 from fp4graph.graph.names import Names, Owner
 from fp4graph.graph.operations import operation_of, read_product
 from fp4graph.graph.products import NoProduct, Product, name_of, value_of, view_source
+from fp4graph.graph.roles import routers
 from fp4graph.technique.site import SiteView
 
 #: Higher-order ops whose bodies run once, as written, on the operands at the end of their arguments.
@@ -192,12 +193,14 @@ class Finder:
         self._wants = wants
         self._keys = keys
         self._visited: set[int] = set()  # a body may be shared
+        self._routers: set[Node] = set()
         self._counted: dict[Any, bool] = {}
 
     def walk(self, gm: GraphModule, markers: Markers) -> None:
         """Describe the matrix work of ``gm`` and of the bodies inside it."""
         self.found.bodies.append(gm)
         self._open_all(gm)
+        self._routers |= routers(gm.graph.nodes)
         for node in list(gm.graph.nodes):
             if (marker := Marker.read(node)) is not None:
                 key = markers.outside(marker.key).meta.get("grapharg")
@@ -212,13 +215,14 @@ class Finder:
 
     def opening(self, node: Node) -> Callable[..., Any] | None:
         """Return the function that is to take the place of ``node``, its products in sight; None leaves the node."""
-        return operations.opening(node, lambda at, op: self._wants(self._view(self._names.module(at), op)))
+        module = self._names.module(node)
+        return operations.opening(node, lambda op, sizes: self._wants(self._names.view(module, op, sizes)))
 
     def _open_all(self, gm: GraphModule) -> None:
         """Replace the nodes of ``gm`` (not of its submodules) that hide products by what they consist of.
 
-        What an opened node consists of may hide products too. The products of a fused attention are tagged
-        ``meta["fp4graph_op"] = "sdpa"``.
+        What an opened node consists of may hide products too. The products of one that was opened because a rule asks
+        for it are tagged with what it is: ``meta["fp4graph_op"] = "sdpa"``.
         """
         opened = True
         while opened:
@@ -226,7 +230,7 @@ class Finder:
             for node in list(gm.graph.nodes):
                 if (function := self.opening(node)) is not None:
                     operation = operation_of(node)
-                    inline(gm, node, function, tag="sdpa" if operation and operation.op == "sdpa" else None)
+                    inline(gm, node, function, tag=operation.op if operation and operation.asks else None)
                     opened = True
 
     def _higher_order(self, node: Node, gm: GraphModule, markers: Markers) -> None:
@@ -328,6 +332,8 @@ class Finder:
         sizes = _static(a.shape[-1]), _static(b.shape[0 if product.form == "linear" else -1]), _static(b.numel())
         parameter = None if owner is None else owner.parameter
         view = self._names.view(module, op, sizes, products.producer_of(product.a), parameter)
+        if has_weight and view.role is None and node in self._routers:
+            view = dataclasses.replace(view, role="router")
         reason = "its first factor is the parameter; write it as F.linear to quantize it"
         work = self._like_linear(node, name_of(node), reason, markers) if weight_first else None
         newcomer, caller = self._names.newcomer(node), self._names.module(node)

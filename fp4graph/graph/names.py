@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from fp4graph.graph.blocks import ModuleInfo, block_of, describe_modules, find_blocks
 from fp4graph.graph.marker import module_stack
-from fp4graph.policy.adapters import is_adapter
+from fp4graph.graph.roles import find_heads, role_of
 from fp4graph.technique.site import BlockPosition, SiteView
 
 _SOURCE_STEP = re.compile(r"\._modules\['([^']+)'\]|\._(parameters|buffers)\['([^']+)'\]")
@@ -41,6 +41,7 @@ class Names:
         self._infos: dict[str, ModuleInfo] = {}
         self._by_name: dict[str, nn.Module] = {}
         self._root = root
+        self._heads = set[str]() if root is None else find_heads(root)
         if root is not None:
             self._infos = describe_modules(root)
             for name, module in root.named_modules(remove_duplicate=False):
@@ -83,8 +84,9 @@ class Names:
         parameter: str | None = None,
     ) -> SiteView:
         """Return a site of ``module`` as a policy sees it; ``parameter`` is the name of its second factor there."""
-        adapter = module is not None and is_adapter(f"{module}.{parameter or ''}".strip("."), self._infos)
-        return SiteView(module, op, *sizes, self.block(module), producer, adapter)
+        role = None if module is None else role_of(f"{module}.{parameter or ''}".strip("."), self._infos, self._heads)
+        block = None if role == "head" and "" in self.blocks else self.block(module)  # one block, and a head after it
+        return SiteView(module, op, *sizes, block, producer, role)
 
     def name(self, module: nn.Module) -> str | None:
         """Return the fully qualified name of a module of the model; None for any other."""

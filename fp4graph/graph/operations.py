@@ -32,6 +32,7 @@ from fp4graph.graph import expand, flops, products
 from fp4graph.graph.products import NoProduct, Product, name_of
 
 aten = torch.ops.aten
+Sizes = tuple[int | None, int | None, int | None]
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Operation:
         opened: called with a node, returns a function that computes the same from other operations; None where the
             node has a form that cannot be written so.
         asks: kinds of sites of which a rule must want one before the operation is opened; () opens it always.
+        sizes: called with a node, returns K, N and the elements of the second factor of what is asked for.
         reason: why the operation is no site, where it is neither read nor opened.
         kept: whether every policy keeps it.
         weighs: whether one factor is a weight, also where no parameter is to be seen, as with quantized weights.
@@ -55,6 +57,7 @@ class Operation:
     read: Callable[..., Product] | None = None
     opened: Callable[[Node], Callable[..., Any] | None] | None = None
     asks: tuple[str, ...] = ()
+    sizes: Callable[[Node], Sizes] = lambda _: (None, None, None)
     reason: str = ""
     kept: bool = False
     weighs: bool = False
@@ -108,15 +111,15 @@ def read_product(node: Node) -> Product | NoProduct | None:
     return product if reason is None else NoProduct(name, reason)
 
 
-def opening(node: Node, wanted: Callable[[Node, str], bool]) -> Callable[..., Any] | None:
+def opening(node: Node, wanted: Callable[[str, Sizes], bool]) -> Callable[..., Any] | None:
     """Return the function that is to take the place of ``node``, or None.
 
-    ``wanted`` tells whether a rule wants a site of a kind at a node.
+    ``wanted`` tells whether a rule wants a site of a kind and of its sizes there.
     """
     operation = operation_of(node)
     if operation is None or operation.opened is None:
         return None
-    if operation.asks and not any(wanted(node, op) for op in operation.asks):
+    if operation.asks and not any(wanted(op, operation.sizes(node)) for op in operation.asks):
         return None
     return operation.opened(node)
 
@@ -178,10 +181,20 @@ TABLE: Mapping[Any, Operation] = {
                 kept=True,
             ),
         ),
+        (
+            _spelled("conv1d", "conv2d"),
+            dataclasses.replace(
+                _CONVOLUTION,
+                opened=lambda _: expand.convolution,
+                asks=("conv",),
+                sizes=expand.convolution_sizes,
+                reason="convolutions are kept in high precision unless a rule targets op: conv",
+            ),
+        ),
         # kept by every policy
         (
             _spelled(
-                "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc",
+                "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "conv_tbc",
                 "convolution", "_convolution", "mkldnn_convolution", "cudnn_convolution", "cudnn_convolution_transpose",
                 "miopen_convolution", "miopen_depthwise_convolution", "_slow_conv2d_forward",
                 "convolution_overrideable",

@@ -68,6 +68,8 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
         _require_experts_apart(site, rule, techniques, specs)
     if all(spec is None for _, spec in ordered):
         return Plan(ordered, None)
+    if site.op == "conv":
+        _require_no_weight_techniques(site, rule, techniques)
 
     acts_on = {t: _members(t, site, rule, "acts_on", Operand) for t in techniques}
     pairs = {t: _members(t, site, rule, "pairs", Gemm) for t in techniques}
@@ -95,6 +97,20 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
         return GemmProgram(which, operand(left), operand(right), transforms)
 
     return Plan(ordered, MatmulProgram(gemm(Gemm.FPROP), gemm(Gemm.DGRAD), gemm(Gemm.WGRAD), slots))
+
+
+def _require_no_weight_techniques(site: SiteView, rule: Rule, techniques: Iterable[Technique]) -> None:
+    """Raise CaptureError where a technique acts on the weight of a convolution outside of its product."""
+    place = f"{rule.file}:{rule.line}: " if rule.file else ""
+    linear = dataclasses.replace(site, op="linear")
+    for technique in techniques:
+        steps = overrides(technique, "before_step") or overrides(technique, "after_step")
+        if not technique.per_model and (steps or _members(technique, linear, rule, "state", StateEntry)):
+            raise CaptureError(
+                f"{place}technique {technique.name} keeps state of a weight or acts at the optimizer's step, which is "
+                "not done for convolutions yet; give it to the rules for other operations alone, or keep convolutions",
+                site=str(site),
+            )
 
 
 def _require_experts_apart(
@@ -274,7 +290,7 @@ class Planner:
                 quantized=False,
                 rule_index=index,
                 flops=flops.of_node(found.node, found.formula),
-                supported=found.view.op == "sdpa",
+                supported=found.view.op in ("sdpa", "conv"),
             )
         )
 

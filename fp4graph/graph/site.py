@@ -29,8 +29,8 @@ class Site:
         operands: the spec of each of the six operands after all techniques planned; None is high precision.
         quantized: True where at least one operand is quantized.
         occurrence: number of earlier sites of the same module in the graph; tells their noise apart.
-        rule_index: position of the rule in ``policy.rules``; -1 is the policy's default, -2 the rule for adapters, None
-            an operation about which policies do not decide.
+        rule_index: position of the rule in ``policy.rules``; -1 is the policy's default, below it are the closing
+            rules for roles, None is an operation about which policies do not decide.
         flops: FLOPs of the forward at the sizes of the capture, or None where they are unknown.
         supported: False for an operation that no rule can quantize.
     """
@@ -46,6 +46,14 @@ class Site:
     rule_index: int | None = None
     flops: int | None = None
     supported: bool = True
+
+    @property
+    def standing(self) -> str:
+        """Return "quantized", "kept", or "not supported" where no rule can quantize the site and none keeps it."""
+        if self.quantized:
+            return "quantized"
+        chosen = self.rule_index is not None and self.rule_index >= 0
+        return "kept" if self.supported or chosen else "not supported"
 
 
 @dataclass(frozen=True)

@@ -45,11 +45,6 @@ extern "C" void run(const {T}* x, Strides from, {T}* y, Strides to, u8* codes, Q
     quantize<Q, {T}>(x, from, y, to, codes, scales, given, draw, shape, threads);
 }}
 """
-_MAXIMA = """
-extern "C" void run(const {T}* x, Strides from, float* z, Shape shape, i64 length, int threads) {{
-    maxima<{T}>(x, from, z, shape, length, threads);
-}}
-"""
 _REQUANTIZE = """
 extern "C" void run(const u8* codes, const P::Stored* scales, {T}* y, Strides to, KeyParts draw,
                     Shape shape, int threads) {{
@@ -61,8 +56,22 @@ extern "C" void run(const u8* codes, const P::Stored* scales, {T}* y, Shape shap
     unpack<P, {T}>(codes, scales, y, shape, threads);
 }}
 """
-_GAUSSIAN = """
-extern "C" void run(float* z, i64 count, KeyParts draw, int threads) {{ gaussian(z, count, draw, threads); }}
+
+# Functions that depend on no quantizer, in one library.
+_COMMON = """
+extern "C" void maxima_float(const float* x, Strides from, float* z, Shape shape, i64 length, int threads) {
+    maxima<float>(x, from, z, shape, length, threads);
+}
+extern "C" void maxima_bf16(const bf16* x, Strides from, float* z, Shape shape, i64 length, int threads) {
+    maxima<bf16>(x, from, z, shape, length, threads);
+}
+extern "C" void groups(const float* z, float* y, i64 lines, i64 blocks, i64 length, int threads) {
+    group_maxima(z, y, lines, blocks, length, threads);
+}
+extern "C" void fractions(const float* z, float* y, i64 count, float divisor, int bits, int threads) {
+    mantissas(z, y, count, divisor, bits, threads);
+}
+extern "C" void normal(float* z, i64 count, KeyParts draw, int threads) { gaussian(z, count, draw, threads); }
 """
 
 
@@ -127,7 +136,7 @@ def available() -> bool:
         # This library may be in the cache, and those of other quantizers not.
         if shutil.which(_compiler()) is None:
             raise FileNotFoundError(f"no such program: {_compiler()}")
-        _build("")
+        _build(_COMMON)
     except (OSError, subprocess.SubprocessError) as error:
         said = str(getattr(error, "stderr", None) or error).splitlines()
         reason = next((line for line in said if "error" in line), said[-1] if said else "")
@@ -164,7 +173,8 @@ def quantize(
 def maxima(x: Tensor, z: Tensor, block: int) -> None:
     """Write the largest magnitude of every block of ``x [B, R, C]`` along C into ``z [B, R, ceil(C/block)]``, fp32."""
     shape = _Shape(*x.shape), ctypes.c_int64(block)
-    _function(_MAXIMA, x.dtype)(_at(x), _Strides(*x.stride()), _at(z), *shape, torch.get_num_threads())
+    run = _common(f"maxima_{DTYPES[x.dtype]}")
+    run(_at(x), _Strides(*x.stride()), _at(z), *shape, torch.get_num_threads())
 
 
 def requantize(codes: Tensor, scales: Tensor, packed: str, y: Tensor, spec: str, draw: Draw | None) -> None:
@@ -180,10 +190,24 @@ def unpack(codes: Tensor, scales: Tensor, packed: str, y: Tensor) -> None:
     run(_at(codes), _at(scales), _at(y), _Shape(*y.shape), torch.get_num_threads())
 
 
+def mantissas(z: Tensor, y: Tensor, divisor: float, bits: int) -> None:
+    """Write :func:`fp4graph.numerics.scaling.mantissa` of ``z`` into ``y``, both contiguous fp32 of one shape."""
+    numbers = ctypes.c_int64(z.numel()), ctypes.c_float(divisor), ctypes.c_int(bits)
+    _common("fractions")(_at(z), _at(y), *numbers, torch.get_num_threads())
+
+
+def group_maxima(z: Tensor, y: Tensor, length: int) -> None:
+    """Write the largest of each ``length`` neighbours in a line of ``z [L, B]`` for each of them into ``y``.
+
+    Both are contiguous fp32; ``z`` is non-negative or NaN. The last group of a line may be shorter.
+    """
+    shape = *map(ctypes.c_int64, z.shape), ctypes.c_int64(length)
+    _common("groups")(_at(z), _at(y), *shape, torch.get_num_threads())
+
+
 def gaussian(z: Tensor, draw: Draw) -> None:
     """Write :func:`fp4graph.numerics.noise.gaussian` of the indices of ``z [N]``, contiguous fp32, under ``draw``."""
-    run = _function(_GAUSSIAN, torch.float32)
-    run(_at(z), ctypes.c_int64(len(z)), _key_parts(draw), torch.get_num_threads())
+    _common("normal")(_at(z), ctypes.c_int64(len(z)), _key_parts(draw), torch.get_num_threads())
 
 
 def _key_parts(draw: Draw | None) -> _KeyParts:
@@ -205,7 +229,17 @@ def _blockwise(part: Tensor | None) -> _Blockwise:
 @functools.cache
 def _function(template: str, dtype: torch.dtype, **formats: str) -> Callable[..., None]:
     structs = "".join(_struct(name, QuantSpec.from_text(text)) for name, text in formats.items())
-    function: Any = ctypes.CDLL(str(_build(structs + template.format(T=DTYPES[dtype])))).run
+    return _loaded(structs + template.format(T=DTYPES[dtype]), "run")
+
+
+@functools.cache
+def _common(name: str) -> Callable[..., None]:
+    """Return a function that depends on no quantizer: in the library that :func:`available` builds."""
+    return _loaded(_COMMON, name)
+
+
+def _loaded(entry: str, name: str) -> Callable[..., None]:
+    function: Any = ctypes.CDLL(str(_build(entry)))[name]
     function.restype = None
     return function  # type: ignore[no-any-return]
 

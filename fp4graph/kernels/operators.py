@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from fp4graph.kernels import cpu
-from fp4graph.numerics import noise
-from fp4graph.numerics.blocking import Blocking, is_scalar
+from fp4graph.numerics import noise, scaling
+from fp4graph.numerics.blocking import Blocking, Groups, block_length, is_scalar
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.packing import empty_bytes
 from fp4graph.numerics.spec import QuantSpec
@@ -37,6 +37,9 @@ _library.define(
     f"requantize(Tensor codes, Tensor scales, str packed, SymInt length, ScalarType dtype, str spec, {_DRAW}) -> Tensor"
 )
 _library.define("unpack(Tensor codes, Tensor scales, str packed, SymInt length, ScalarType dtype) -> Tensor")
+_library.define("mantissa(Tensor z, float divisor, int bits) -> Tensor")
+_library.define("group_maxima(Tensor z, int length) -> Tensor")
+_library.define("largest(Tensor score, SymInt count) -> Tensor")
 _library.define("gaussian(Tensor key, Tensor? step, int[] salts, SymInt count) -> Tensor")
 
 #: Dtypes that kernels read and write; others go through fp32.
@@ -163,6 +166,39 @@ def maxima(x: Tensor, block: int) -> Tensor:
     return z
 
 
+def amax(x: Tensor, blocking: Blocking) -> Tensor:
+    """Return the largest magnitude of every block of ``x``, fp32, in the shape of a statistic; NaN if a value is."""
+    if not isinstance(blocking.block, int) or not _on(x.device):
+        return scaling.amax(blocking.split(x), blocking.axes)
+    return maxima(x, blocking.block).reshape(blocking.scale_shape)
+
+
+def group_amax(z: Tensor, groups: Groups) -> Tensor:
+    """Return the largest statistic of every group, broadcastable to ``z``: fp32, non-negative or NaN."""
+    if not isinstance(groups.granularity, int) or not _on(z.device):
+        return groups.reduce(z, "amax")
+    length = groups.granularity // block_length(groups.blocking.block)
+    g: Tensor = torch.ops.fp4graph.group_maxima(z.squeeze(-1), length).reshape(z.shape)
+    return g
+
+
+def mantissa(z: Tensor, divisor: float, bits: int) -> Tensor:
+    """Return :func:`fp4graph.numerics.scaling.mantissa`."""
+    if not _on(z.device):
+        return scaling.mantissa(z, divisor, bits)
+    y: Tensor = torch.ops.fp4graph.mantissa(z, divisor, bits)
+    return y
+
+
+def largest(score: Tensor, count: int) -> Tensor:
+    """Return whether each element of ``score`` is among the ``count`` largest; of equal ones the first are. NaN is
+    larger than any number."""
+    if not _on(score.device):
+        return _largest(score, count)
+    chosen: Tensor = torch.ops.fp4graph.largest(score, count)
+    return chosen
+
+
 def quantize_and_pack(
     x: Tensor, spec: QuantSpec, draw: Draw | None, dtype: torch.dtype
 ) -> tuple[Tensor, PackedOperand]:
@@ -203,6 +239,14 @@ def _fake_quantize(x: Tensor, spec: str, *rest: Any) -> Tensor:
 
 def _fake_maxima(x: Tensor, block: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], (x.shape[-1] + block - 1) // block), dtype=torch.float32)
+
+
+def _fake_elementwise(z: Tensor, *numbers: Any) -> Tensor:
+    return torch.empty_like(z, memory_format=torch.contiguous_format)
+
+
+def _fake_largest(score: Tensor, count: int) -> Tensor:
+    return torch.empty_like(score, dtype=torch.bool, memory_format=torch.contiguous_format)
 
 
 def _fake_quantize_and_pack(x: Tensor, spec: str, *draw: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -252,6 +296,26 @@ def _maxima(x: Tensor, block: int) -> Tensor:
         source = _rows(x.contiguous()) if source is None else source
         cpu.maxima(source, z.view(-1, *_last_two(z)), block)
     return z
+
+
+def _mantissa(z: Tensor, divisor: float, bits: int) -> Tensor:
+    y = _fake_elementwise(z)
+    cpu.mantissas(z.contiguous(), y, divisor, bits)
+    return y
+
+
+def _group_maxima(z: Tensor, length: int) -> Tensor:
+    y = _fake_elementwise(z)
+    if z.numel():
+        cpu.group_maxima(z.contiguous().view(-1, z.shape[-1]), y.view(-1, z.shape[-1]), length)
+    return y
+
+
+def _largest(score: Tensor, count: int) -> Tensor:
+    flat = score.reshape(-1)
+    order = torch.sort(flat, descending=True, stable=True).indices
+    place = torch.arange(flat.shape[0], device=score.device)
+    return torch.empty_like(order).scatter(0, order, place).reshape(score.shape) < count
 
 
 def _quantize_and_pack(x: Tensor, spec: str, *draw: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -308,6 +372,9 @@ def _matrices(x: Tensor) -> Tensor | None:
 for _name, _fake, _run in (
     ("quantize", _fake_quantize, _quantize),
     ("maxima", _fake_maxima, _maxima),
+    ("mantissa", _fake_elementwise, _mantissa),
+    ("group_maxima", _fake_elementwise, _group_maxima),
+    ("largest", _fake_largest, _largest),
     ("quantize_and_pack", _fake_quantize_and_pack, _quantize_and_pack),
     ("requantize", _fake_requantize, _requantize),
     ("unpack", _fake_unpack, _unpack),

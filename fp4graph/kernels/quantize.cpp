@@ -595,6 +595,30 @@ void unpack(const u8* codes, const typename P::Stored* scales, T* y, Shape shape
     }
 }
 
+// mantissa of numerics/scaling.py: of z / divisor, rounded up to so many stored bits.
+inline void mantissas(const float* z, float* y, i64 count, float divisor, int bits, int threads) {
+    const i32 one = 127 << 23, below = (1 << (23 - bits)) - 1;
+#pragma omp parallel for simd num_threads(threads) if (parallel : count > SERIAL)
+    for (i64 i = 0; i < count; ++i) {
+        const i32 quotient = as<i32>(z[i] / divisor), exponent = quotient >> 23;
+        const i32 rounded = (((quotient & 0x7FFFFF) + below) & ~below) + one;
+        y[i] = as<float>(exponent > 0 && exponent < 255 ? rounded : one);
+    }
+}
+
+// The largest of each group of `length` neighbours in a line, for each of them: z and y [lines, blocks], z >= 0 or NaN.
+inline void group_maxima(const float* z, float* y, i64 lines, i64 blocks, i64 length, int threads) {
+#pragma omp parallel for num_threads(threads) if (lines * blocks > SERIAL)
+    for (i64 line = 0; line < lines; ++line) {
+        for (i64 first = line * blocks; first < (line + 1) * blocks; first += length) {
+            const i64 end = min(first + length, (line + 1) * blocks);
+            i32 m = 0;
+            for (i64 i = first; i < end; ++i) m = max(m, as<i32>(z[i]) & ~SIGN);
+            for (i64 i = first; i < end; ++i) y[i] = as<float>(m);
+        }
+    }
+}
+
 // gaussian of numerics/noise.py: one normal variate for each index below count, under the draw's key.
 inline void gaussian(float* z, i64 count, KeyParts draw, int threads) {
     const Key key = derived(draw.key, draw.step, draw.salts, draw.count);

@@ -10,17 +10,18 @@ from torch import nn
 
 from fp4graph.errors import CaptureError, PolicyError
 from fp4graph.graph.blocks import pattern_of
+from fp4graph.graph.operations import RECURRENT
 from fp4graph.graph.plan import NOTHING
 from fp4graph.graph.site import Site, WeightUse
 from fp4graph.model import hooks
 from fp4graph.model.capture import Capture
 from fp4graph.model.prepare import PhasePlan
-from fp4graph.policy import ADAPTERS_INDEX, Policy
+from fp4graph.policy import CLOSING, NAMED_ROLES, Policy
 from fp4graph.policy.document import Place
 
 #: A captured site, with the modules that it serves, its own first.
 ServedSite = tuple[Site, list[str | None]]
-_RECURRENT = "recurrent layers are kept in high precision, and Dynamo does not capture them"
+_RECURRENT = f"{RECURRENT}, and Dynamo does not capture them"
 
 
 def check(plan: PhasePlan, capture: Capture) -> list[WeightUse]:
@@ -31,14 +32,15 @@ def check(plan: PhasePlan, capture: Capture) -> list[WeightUse]:
     """
     served = served_sites(plan.root, capture)
     check_captured(plan, capture)
-    check_sites(plan.policy, each_served(served))
     if set(plan.names.blocks) == {""}:
         check_share(plan, capture.sites, capture.uses.values())
+    check_sites(plan.policy, each_served(served))
     recurrent = {site.module for site in capture.sites if site.op == "recurrent"}
     for name, module in plan.root.named_modules():
         if isinstance(module, nn.RNNBase) and name not in recurrent:
             shape = (module.num_layers, module.input_size, module.hidden_size)
-            capture.sites.append(Site(name, "recurrent", (shape,), None, _RECURRENT, dict(NOTHING.specs), False))
+            site = Site(name, "recurrent", (shape,), None, _RECURRENT, dict(NOTHING.specs), False, supported=False)
+            capture.sites.append(site)
     served_by = {name: names[0] for _, names in served for name in names[1:] if name is not None}
     return [
         dataclasses.replace(use, module=name)
@@ -93,12 +95,13 @@ def check_sites(policy: Policy, sites: Sequence[Site]) -> None:
         if rule.required and index not in matched:
             shown = ", ".join(products[:8]) + (" ..." if len(products) > 8 else "")
             convolutions = sum(site.op == "conv" for site in sites)
-            known = f", whose {convolutions} convolutions cannot be quantized" if convolutions else ""
-            adapters = (site.module for site in sites if site.rule_index == ADAPTERS_INDEX)
-            named = next((name for name in adapters if rule.match.names(name)), None)
+            known = f", whose {convolutions} convolutions only a rule with 'op: conv' quantizes" if convolutions else ""
+            roles = {CLOSING[role][0]: role for role in NAMED_ROLES}
+            named = next((s for s in sites if s.rule_index in roles and rule.match.names(s.module)), None)
             remedy = "give it 'required: false' if that is meant"
             if named is not None:
-                remedy = f"{named} is an adapter, and only a rule that says 'adapter: true' quantizes adapters"
+                role = roles[named.rule_index or 0]
+                remedy = f"{named.module} is one of the {role}s, which only a rule that says 'role: {role}' quantizes"
             raise Place(rule.file, rule.line).error(
                 f"rule {rule.name!r} matches no site of this model{known}; {remedy}. "
                 f"Sites: {shown or 'none, the model has no matrix product'}"
@@ -127,12 +130,13 @@ def check_share(plan: PhasePlan, sites: Sequence[Site], uses: Iterable[WeightUse
     )
     if (share := quantized_share(sites, uses, recurrent)) < 0.5:
         names = sorted({site.module or "(root)" for site in sites if site.quantized})
+        what = f"only {', '.join(names[:8])} would be quantized" if names else "nothing would be quantized"
         raise PolicyError(
             f"policy {policy.name!r} is written for a repeated stack of blocks (block: true), and this model "
-            f"has none that fp4graph recognises: only {', '.join(names[:8])} would be quantized, {share:.0%} of "
+            f"has none that fp4graph recognises: {what}, {share:.0%} of "
             "the matrix work of its layers. Write a policy that extends it, with rules that name what to quantize, "
-            "such as match: {op: linear} for every linear layer or match: {module: 'head'} for one; convolutions "
-            "and recurrent layers cannot be quantized",
+            "such as match: {op: linear} for every linear layer or match: {op: conv} for every convolution; recurrent "
+            "layers cannot be quantized",
             file=policy.file,
         )
 
@@ -157,7 +161,7 @@ def _ran_uncaptured(name: str, plan: PhasePlan, capture: Capture) -> bool:
     """Return whether module ``name``, called without a site, has matrices that no graph read, although a linear layer
     there would be quantized."""
     module = plan.root.get_submodule(name)
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d):
         return any(weight.fqn == name for weight in plan.weights)
     if capture.graphs < 2 or hooks.has_sharded_forward(plan.root):
         return False  # without a graph break a parameter that no graph reads was not used

@@ -15,10 +15,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 from torch._subclasses import fake_tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
 from fp4graph.errors import CaptureError, Error
+from fp4graph.graph import flops
 from fp4graph.graph.site import Site
+from fp4graph.model import census, coverage
 from fp4graph.model.apply_options import ApplyOptions
 from fp4graph.model.current import PLAIN
 from fp4graph.model.distributed import unwrapped
@@ -51,21 +54,47 @@ class Explanation:
         """The number of quantized sites."""
         return sum(site.quantized for site in self.sites)
 
+    @property
+    def flops(self) -> int:
+        """The FLOPs of one forward, summed over all sites where they are known."""
+        return sum(site.flops or 0 for site in self.sites)
+
+    @property
+    def totals(self) -> dict[str, dict[str, int]]:
+        """The FLOPs of one forward that are quantized, kept and not supported, each by rule or kind of operation."""
+        return census.totals(self.sites)
+
+    def share(self, site: Site) -> float | None:
+        """Return the part of the FLOPs of one forward that ``site`` has; None where they are unknown."""
+        return None if site.flops is None or not self.flops else site.flops / self.flops
+
     def __str__(self) -> str:
+        return self.table()
+
+    def table(self, *, every: bool = False) -> str:
+        """Return the sites as a table. Sites of repeated blocks that agree share a line, unless ``every`` one is asked
+        for."""
         text = io.StringIO()
         console = Console(file=text, width=140, no_color=True, highlight=False)
         table = Table(
             title=f"{self.policy.name}: {self.quantized} of {len(self.sites)} sites quantized", title_justify="left"
         )
-        for column in ("module", "op", "shapes", "rule", "operands or reason"):
+        for column in ("module", "op", "shapes"):
             table.add_column(column, overflow="fold")
-        for site in self.sites:
+        table.add_column("FLOPs", justify="right", no_wrap=True)
+        for column in ("rule", "operands or reason"):
+            table.add_column(column, overflow="fold")
+        former, single = None, [("(root)" if site.module == "" else site.module or "-", (site,)) for site in self.sites]
+        for name, sites in single if every else census.folded(self.sites):
+            site = sites[0]
             shapes = " @ ".join("×".join(map(str, shape)) for shape in site.shapes)
             what = summarize(site.operands) if site.quantized else site.reason
-            module = "(root)" if site.module == "" else site.module or "-"
-            table.add_row(module, site.op, shapes, site.rule or "-", what)
+            former, what = what, "as above" if what == former else what
+            share = "-" if site.flops is None else census.percent(site.flops * len(sites), self.flops)
+            table.add_row(name, site.op, shapes, share, site.rule or "-", what)
         console.print(table)
         console.print(_blocks(self.blocks))
+        console.print(census.summary(self.sites), soft_wrap=True)
         if self.problem:
             console.print(f"problem: {self.problem}")
         return text.getvalue()
@@ -77,8 +106,11 @@ class Explanation:
             "quantized": self.quantized,
             "graphs": self.graphs,
             "problem": self.problem,
+            "flops": self.flops,
+            "totals": self.totals,
             "sites": [
-                {name: getattr(site, name) for name in ("module", "op", "rule", "reason", "quantized")}
+                {name: getattr(site, name) for name in ("module", "op", "rule", "reason", "quantized", "flops")}
+                | {"standing": site.standing, "share": self.share(site)}
                 | {"shapes": [list(shape) for shape in site.shapes]}
                 | {"operands": {operand.value: describe(spec) for operand, spec in site.operands.items()}}
                 for site in self.sites
@@ -101,9 +133,16 @@ def explain(
         PolicyError: the policy cannot be loaded. CaptureError: a site cannot be planned under the policy.
     """
     loaded = dataclasses.replace(load_policy(policy), phases=())
-    runtime, problem = _captured(model, loaded, args, kwargs or {})
+    recurrent: dict[str, int] = {}
+    runtime, problem = _captured(model, loaded, args, kwargs or {}, recurrent=recurrent)
     blocks, found = runtime.plan.names.blocks, None if problem is None else str(problem)
-    return Explanation(loaded, tuple(runtime.sites), blocks, found, runtime.capture.graphs)
+    served = coverage.served_sites(runtime.plan.root, runtime.capture)
+    sites = [dataclasses.replace(site, module=name) for site, names in served for name in names]
+    sites = [
+        dataclasses.replace(s, flops=recurrent.get(str(s.module))) if s.op == "recurrent" and s.flops is None else s
+        for s in sites
+    ]
+    return Explanation(loaded, tuple(sites), blocks, found, runtime.capture.graphs)
 
 
 def rehearse(model: nn.Module, policy: Policy, example_inputs: Any) -> None:
@@ -122,9 +161,18 @@ def rehearse(model: nn.Module, policy: Policy, example_inputs: Any) -> None:
 
 
 def _captured(
-    model: nn.Module, policy: Policy, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, backward: bool = False
+    model: nn.Module,
+    policy: Policy,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    *,
+    backward: bool = False,
+    recurrent: dict[str, int] | None = None,
 ) -> tuple[Runtime, Error | None]:
-    """Return a runtime that has captured a fake copy of ``model``, and the error that training it would raise."""
+    """Return a runtime that has captured a fake copy of ``model``, and the error that training it would raise.
+
+    ``recurrent`` is filled with the forward FLOPs of the recurrent layers, which no graph shows, by their names.
+    """
     fake_mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     python_state = random.getstate()
     with torch.random.fork_rng(), fake_tensor.FakeCopyMode(fake_mode):
@@ -134,6 +182,8 @@ def _captured(
     given = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
     device = next((tensor.device for tensor in given if not tensor.is_meta), torch.device("cpu"))
     _leave_meta(twin, fake_mode, device)
+    if recurrent is not None:
+        _count_recurrent(twin, recurrent)
     fake_args, fake_kwargs = pytree.tree_map_only(
         torch.Tensor,
         lambda t: _placed(t if isinstance(t, fake_tensor.FakeTensor) else fake_mode.from_tensor(t), fake_mode, device),
@@ -173,6 +223,22 @@ def _leave_meta(model: nn.Module, fake_mode: fake_tensor.FakeTensorMode, device:
             for name, value in list(held.items()):
                 if isinstance(value, torch.Tensor) and value.device.type == "meta":
                     held[name] = placed.setdefault(id(value), _placed(value, fake_mode, device))
+
+
+def _count_recurrent(model: nn.Module, counts: dict[str, int]) -> None:
+    """Have every recurrent layer of ``model`` add the FLOPs of its forwards to ``counts``, under its name."""
+
+    def hook_of(name: str) -> Any:
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def count(layer: nn.RNNBase, args: tuple[Any, ...]) -> None:
+            tokens = args[0].data if isinstance(args[0], PackedSequence) else args[0]
+            counts[name] = counts.get(name, 0) + flops.of_recurrent(tokens, layer._flat_weights)
+
+        return count
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.RNNBase):
+            module.register_forward_pre_hook(hook_of(name))
 
 
 def _placed(x: torch.Tensor, fake_mode: fake_tensor.FakeTensorMode, device: torch.device) -> torch.Tensor:

@@ -53,13 +53,17 @@ class PhasePlan:
         """Return ``parameter`` as a weight that a rule quantizes or may quantize, else None."""
         if parameter is None or isinstance(module, nn.Embedding | nn.EmbeddingBag):
             return None
-        if parameter.dim() == 3:
+        convolves = isinstance(module, nn.Conv1d | nn.Conv2d) and name == "weight"
+        if parameter.dim() == 3 and not convolves:
             return self._experts(fqn, module, name, parameter)
-        if parameter.dim() != 2 or not (name == "weight" or name.endswith("_weight")):
+        if not convolves and (parameter.dim() != 2 or not (name == "weight" or name.endswith("_weight"))):
             return None
         transposed = type(module).__name__ == "Conv1D"
-        out_features, in_features = reversed(parameter.shape) if transposed else parameter.shape
-        view = self.names.view(fqn, "linear", (in_features, out_features, parameter.numel()), parameter=name)
+        out_features, in_features = parameter.shape[0], parameter.shape[1:].numel()
+        if transposed:
+            out_features, in_features = in_features, out_features
+        op = "conv" if convolves else "linear"
+        view = self.names.view(fqn, op, (in_features, out_features, parameter.numel()), parameter=name)
         return self._possibly(fqn, module, name, [view], transposed)
 
     def _experts(self, fqn: str, module: nn.Module, name: str, parameter: Tensor) -> Weight | None:
@@ -97,7 +101,7 @@ class PhasePlan:
             if (inside_torch and not attends) or state.is_ours(fqn):
                 continue
             owns = any(p is not None and p.dim() >= 2 for p in module._parameters.values())
-            ops = ("matmul", "sdpa", *(("linear", "grouped") if owns or attends else ()))
+            ops = ("matmul", "sdpa", *(("linear", "grouped", "conv") if owns or attends else ()))
             if any(self.policy.may_quantize(self.names.view(fqn, op)) for op in ops):
                 found.add(fqn)
         return found

@@ -122,7 +122,7 @@ class Weight:
     def is_used(self) -> bool:
         """Return whether the parameter is known to be multiplied with: one of three axes may be anything until a graph
         has shown its product."""
-        return self._captured or self.parameter.dim() == 2
+        return self._captured or self.view.op != "grouped"
 
     @property
     def choices(self) -> tuple[PlannedWeight, ...]:
@@ -185,11 +185,14 @@ class Weight:
     def quantize(self, w: Tensor, step: Tensor) -> Tensor:
         """Quantize ``w`` (stored layout) as fprop does in the graph: dequantized values, same shape and dtype.
 
+        The kernels of a convolution are quantized as the rows of a matrix.
+
         A sharded ``w`` is gathered first, because blocks and tensor scales reach across shards.
         """
         assert self.plan.program is not None
         fprop = self.plan.program.fprop
         canonical = whole(w).mT if self.stored_transposed else whole(w)
+        canonical = canonical.flatten(1) if self.view.op == "conv" else canonical
         key = self.holder.get_buffer("key")
         draw = Draw(key, step.to(key.device)) if self.plan.program.draws else None
         rotation = fprop.rotate(canonical, canonical, operand_draw(draw, Operand.FPROP_INPUT))
@@ -197,7 +200,7 @@ class Weight:
         segments = Segments(0, w.shape[0]) if self.view.op == "grouped" else None
         terms = fprop.right(rotation.right, operand_draw(draw, Operand.FPROP_WEIGHT), entries, segments)
         result = rotation.undo(total(terms), "right").to(w.dtype)
-        return like(result.mT if self.stored_transposed else result, w)
+        return like((result.mT if self.stored_transposed else result).reshape(w.shape), w)
 
     def fprop_state(self, lay_out: Callable[[Tensor], Tensor]) -> dict[str, dict[str, Tensor]]:
         """Return the technique state that fprop's quantizer is given.

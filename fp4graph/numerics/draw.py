@@ -38,7 +38,9 @@ class Draw:
     @property
     def varying(self) -> Tensor:
         """The key of this forward, int32 ``[2]``."""
-        return self._derived(self.key if self.step is None else noise.mix(self.key, self.step[:2]))
+        if self.step is None and not self.salts:
+            return self.key
+        return noise.absorb(self.key, self.step, self.salts)
 
     @property
     def constant(self) -> Tensor:
@@ -59,7 +61,6 @@ class Draw:
         """Return the random bits of this forward for one tensor."""
         return Noise(self.varying, blocking, device)
 
-    def _derived(self, key: Tensor) -> Tensor:
-        for salt in self.salts:
-            key = noise.derive(key, salt)
-        return key
+    def bits(self, count: int) -> Tensor:
+        """Return 32 random bits for each index below ``count``, int32: those of :attr:`varying`."""
+        return noise.first_bits(self.key, self.step, self.salts, count)

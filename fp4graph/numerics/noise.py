@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -56,24 +56,40 @@ def make_step(seed: int, rank: int, count: int, device: torch.device | str | Non
 
 def mix(key: Tensor, other: Tensor) -> Tensor:
     """Return a key that depends on all bits of both keys and on their order, int32 ``[2]``."""
-    return _absorb(_absorb(key, other[0]), other[1])
+    return absorb(key, other)
 
 
 def derive(key: Tensor, salt: int) -> Tensor:
     """Return the ``salt``-th key of ``key``, int32 ``[2]``, unrelated to its other keys and to itself."""
-    return _absorb(key, salt)
+    return absorb(key, None, (salt,))
 
 
-def _absorb(key: Tensor, word: Tensor | int) -> Tensor:
-    """Return a new key: the hash of the word's two counters under ``key``."""
+def absorb(key: Tensor, other: Tensor | None, salts: Sequence[int] = ()) -> Tensor:
+    """Return ``key`` mixed with the first two words of ``other``, if given, then derived by each salt in turn.
+
+    A new key is the hash of the word's two counters under the former key. On a CPU the whole chain is computed in
+    Python's integers: for two numbers, thirty calls of PyTorch cost a hundred microseconds, and a step without a
+    compiler derives some twenty keys per linear layer. Compilers see one operator there, because Inductor would compile
+    each chain by itself; a single derivation stays in the loop that uses the key.
+    """
     if _readable(key):
-        # In Python's integers: for two numbers, thirty calls of PyTorch cost a hundred microseconds, and a step without
-        # a compiler derives some twenty keys per linear layer.
-        words = key.tolist()
-        return torch.tensor([_wrapped(hash_bits(words, c)) for c in _counters_of(int(word))], dtype=torch.int32)
-    # as_strided makes Inductor write the new key to memory. Inlined into its users, each of which reads both words, a
-    # chain of d derivations would be traced 2^d times: minutes of compile time for a small model.
-    return hash_bits(key, _counters(word, key.device)).as_strided((2,), (1,))
+        return _absorb(key, other, salts)
+    if key.device.type == "cpu" and (other is not None or len(salts) > 1):
+        result: Tensor = torch.ops.fp4graph.absorb(key, other, salts)
+        return result
+    for word in (*(() if other is None else (other[0], other[1])), *salts):
+        # as_strided makes Inductor write the new key to memory. Inlined into its users, each of which reads both words,
+        # a chain of d derivations would be traced 2^d times: minutes of compile time for a small model.
+        key = hash_bits(key, _counters(word, key.device)).as_strided((2,), (1,))
+    return key
+
+
+def _absorb(key: Tensor, other: Tensor | None, salts: Sequence[int]) -> Tensor:
+    """Compute :func:`absorb` in Python's integers."""
+    words = key.tolist()
+    for word in (*(() if other is None else other[:2].tolist()), *salts):
+        words = [_wrapped(hash_bits(words, counter)) for counter in _counters_of(word)]
+    return torch.tensor(words, dtype=torch.int32)
 
 
 def _readable(key: Tensor) -> bool:
@@ -113,6 +129,31 @@ def hash_bits(key: Sequence[_Word] | Tensor, index: _Word) -> _Word:
     """
     # Key and index are both integers or both tensors.
     return _lowbias32(_lowbias32(index + key[0]) ^ key[1])  # type: ignore[type-var, return-value]
+
+
+def first_bits(key: Tensor, other: Tensor | None, salts: Sequence[int], count: int) -> Tensor:
+    """Return 32 random bits for each index below ``count``, int32, under the key that :func:`absorb` returns.
+
+    On a CPU compilers see one operator. Inductor would hash again for every element that the bits are broadcast to.
+    """
+    if key.device.type == "cpu" and not _readable(key):
+        result: Tensor = torch.ops.fp4graph.first_bits(key, other, salts, count)
+        return result
+    return _first_bits(key, other, salts, count)
+
+
+def _first_bits(key: Tensor, other: Tensor | None, salts: Sequence[int], count: int) -> Tensor:
+    """Compute :func:`first_bits` by tensor code."""
+    return hash_bits(absorb(key, other, salts), torch.arange(count, dtype=torch.int32, device=key.device))
+
+
+_library: Any = torch.library.Library("fp4graph", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("absorb(Tensor key, Tensor? other, int[] salts) -> Tensor")
+_library.define("first_bits(Tensor key, Tensor? other, int[] salts, SymInt count) -> Tensor")
+_library.impl("absorb", _absorb, "CPU")
+_library.impl("first_bits", _first_bits, "CPU")
+torch.library.register_fake("fp4graph::absorb", lambda key, *rest: torch.empty_like(key), lib=_library)
+torch.library.register_fake("fp4graph::first_bits", lambda key, *rest: key.new_empty((rest[-1],)), lib=_library)
 
 
 def gaussian(key: Tensor, index: Tensor) -> Tensor:

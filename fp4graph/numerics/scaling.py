@@ -16,6 +16,7 @@ from fp4graph.numerics.rounding import spacing, stochastic_integer, uniform
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 
 _MANTISSA = 0x7FFFFF  # the mantissa bits of an fp32
+_ONE = 127 << 23  # the bits of 1.0 in fp32
 
 
 def amax(values: Tensor, axes: tuple[int, ...]) -> Tensor:
@@ -67,6 +68,23 @@ def constant(value: float, like: Tensor) -> Tensor:
     """
     number = torch.full((), value, dtype=torch.float32, device=like.device)
     return torch.where(like == like, number, number)
+
+
+def mantissa(z: Tensor, divisor: float, bits: int) -> Tensor:
+    """Return the mantissa of ``z / divisor``, from 1 to 2, rounded up to ``bits`` stored bits: fp32, shape of ``z``.
+
+    It is 1 where the quotient is zero, subnormal, Inf or NaN.
+
+    Args:
+        z: fp32, non-negative.
+    """
+    quotient = (z / constant(divisor, z)).view(torch.int32)
+    below = (1 << (23 - bits)) - 1
+    # A mantissa that rounds up past the last one carries into the exponent, which makes it 2.
+    rounded = (((quotient & _MANTISSA) + below) & ~below) + _ONE
+    exponent = quotient >> 23
+    ordinary = (exponent > 0) & (exponent < 255)
+    return torch.where(ordinary, rounded, _ONE).view(torch.float32)
 
 
 def ratio(values: Tensor, scale: Tensor, spec: QuantSpec) -> Tensor:

@@ -33,7 +33,8 @@ class Scaled:
     """An operand in the blocked layout before the rounding of its elements, as far as techniques decide it.
 
     The attributes are those of :class:`~fp4graph.technique.Quantization`, except that ``values`` returns the values,
-    which a kernel does not need, and that ``scale`` is None where it is left to the spec.
+    which a kernel does not need, and that ``scale`` is None where it is left to the spec. ``chosen`` is True if a
+    technique has chosen ``z``, which otherwise is the largest magnitude of the values.
     """
 
     blocking: Blocking
@@ -42,6 +43,7 @@ class Scaled:
     statistic: Tensor
     scale: Tensor | None
     group_scales: tuple[GroupScale, ...]
+    chosen: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,9 +80,10 @@ class Quantizer:
             z = operators.maxima(x, spec.block).reshape(blocking.scale_shape)
         else:
             z = scaling.amax(values(), blocking.axes)
+        chosen = False
         for technique, context in at_stage("block_statistic", self.acting):
-            chosen = contract.run(technique, "block_statistic", values(), z, context)
-            z = contract.same(technique, "block_statistic", chosen, z)
+            answer = contract.run(technique, "block_statistic", values(), z, context)
+            z, chosen = contract.same(technique, "block_statistic", answer, z), True
         statistic = z
         group_scales: list[GroupScale] = []
         for technique, context in at_stage("group_scale", self.acting):
@@ -93,7 +96,9 @@ class Quantizer:
                 raise contract.broken(technique, "group_scale", "must return γ, (γ, statistic of x/γ) or None")
             gamma, own = answer if isinstance(answer, tuple) else (answer, None)
             gamma = contract.broadcastable(technique, "group_scale", gamma, z)
+            # Division rounds monotonically, so the largest quotient is the quotient of the largest.
             z = z / gamma if own is None else contract.same(technique, "group_scale", own, z)
+            chosen = chosen or own is not None
             g, groups = asked[-1] if asked else (None, None)
             group_scales.append(GroupScale(technique.name, gamma, g, groups, values))
             values = _Once(partial(_quotient, values, gamma))
@@ -101,7 +106,7 @@ class Quantizer:
         for technique, context in at_stage("scale", self.acting):
             answer = contract.run_like(technique, "scale", z, values(), z, context)
             scale = scale if answer is None else answer
-        return Scaled(blocking, values, z, statistic, scale, tuple(group_scales))
+        return Scaled(blocking, values, z, statistic, scale, tuple(group_scales), chosen)
 
     def dequantized(self, x: Tensor, scaled: Scaled, factor: Tensor | None) -> Tensor:
         """Return the dequantized operand divided by γ and multiplied by ``factor``, in the shape and dtype of ``x``.
@@ -124,7 +129,7 @@ class Quantizer:
     ) -> Tensor:
         """Return g at ``granularity``, and append it with its groups to ``asked``."""
         groups = Groups(blocking, granularity)
-        g = groups.reduce(z, "amax")
+        g = operators.group_amax(z, groups)
         for technique, context in at_stage("group_statistic", self.acting):
             chosen = contract.run(technique, "group_statistic", values(), g, groups, context)
             g = contract.same(technique, "group_statistic", chosen, g)
@@ -158,7 +163,7 @@ class Quantizer:
         scale = scaled.scale
         if scale is None and not isinstance(spec.block, int):
             scale = self._scale(scaled, x.device)
-        statistic = scaled.z if scale is None else None
+        statistic = scaled.z if scale is None and scaled.chosen else None
         parts = (product_of(scaled.group_scales), statistic, scale, factor)
         given = operators.Blocks(*(None if part is None else operators.by_run(part, blocking) for part in parts))
         return operators.quantize(x, operators.by_runs(spec), self.draw, given)

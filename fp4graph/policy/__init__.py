@@ -3,13 +3,14 @@
 from fp4graph.policy.load import ALIASES, PolicyRef, load_policy, shipped_policies
 from fp4graph.policy.match import Match, Range
 from fp4graph.policy.policy import Expect, Phase, Policy, check_modules
-from fp4graph.policy.rule import ADAPTERS_INDEX, DEFAULT_INDEX, KEPT, Decision, Rule, Specs, plan_specs
+from fp4graph.policy.rule import CLOSING, DEFAULT_INDEX, KEPT, NAMED_ROLES, Decision, Rule, Specs, plan_specs
 
 __all__ = [
-    "ADAPTERS_INDEX",
     "ALIASES",
+    "CLOSING",
     "DEFAULT_INDEX",
     "KEPT",
+    "NAMED_ROLES",
     "Decision",
     "Expect",
     "Match",

@@ -11,7 +11,8 @@ from fp4graph.policy.adapters import names_before
 from fp4graph.policy.section import Count, Globs, OneOrMore, Section, Size, Texts, must_be
 from fp4graph.technique.site import SiteView
 
-Op = Literal["linear", "matmul", "grouped", "sdpa"]
+Op = Literal["linear", "matmul", "grouped", "sdpa", "conv"]
+Role = Literal["adapter", "router", "head"]
 
 
 class Range(Section):
@@ -70,8 +71,9 @@ class Match(Section):
 
     Attributes:
         op: kinds of operation. None is linear, matmul and grouped (the products of experts) for a rule that quantizes:
-            fused attention is taken apart only for a rule that says ``op: sdpa``, since that costs O(N²) memory. None
-            is every kind for a rule that keeps.
+            fused attention is taken apart only for a rule that says ``op: sdpa``, since that costs O(N²) memory, and a
+            convolution (conv1d, conv2d) becomes a product only for one that says ``op: conv``, since that costs as much
+            memory as its input times the places of its kernel. None is every kind for a rule that keeps.
         module: globs for the whole fully qualified name, any of which will do. Case-sensitive; ``*`` matches any
             text, dots included, so ``*.attn.qkv`` is every block's and ``head`` only the top-level head. The name of
             a module before PEFT wrapped it will do too: ``head`` is ``base_model.model.head.base_layer``.
@@ -81,11 +83,11 @@ class Match(Section):
         in_features, out_features, min_numel: sizes K and N of the product, and elements of its second factor. A size
             that is symbolic in the captured graph satisfies none of them.
         producer: operations that may have computed the input.
-        adapter: whether the site belongs to an adapter, such as LoRA's. None is False for a rule that quantizes, and
-            either for a rule that keeps.
+        role: parts that the site plays: adapter (LoRA and the like), router (of a mixture of experts), head. None is
+            every site but adapters and routers for a rule that quantizes, and every site for a rule that keeps.
     """
 
-    op: Annotated[OneOrMore[Op], must_be("linear, matmul, grouped, sdpa or a list of these")] | None = None
+    op: Annotated[OneOrMore[Op], must_be("linear, matmul, grouped, sdpa, conv or a list of these")] | None = None
     module: Globs | None = None
     block: StrictBool | None = None
     first_blocks: Count | None = None
@@ -94,7 +96,7 @@ class Match(Section):
     out_features: Range | None = None
     min_numel: Count | None = None
     producer: Texts | None = None
-    adapter: StrictBool | None = None
+    role: Annotated[OneOrMore[Role], must_be("adapter, router, head or a list of these")] | None = None
 
     @model_validator(mode="after")
     def _can_match(self) -> Self:
@@ -136,7 +138,7 @@ class Match(Section):
         block = site.block
         return (
             (self.module is None or self.names(site.module))
-            and (self.adapter is None or self.adapter == site.adapter)
+            and (self.role is None or site.role in self.role)
             and (self.block is None or self.block == (block is not None))
             and (self.first_blocks is None or (block is not None and block.index < self.first_blocks))
             and (self.last_blocks is None or (block is not None and block.index >= block.total - self.last_blocks))

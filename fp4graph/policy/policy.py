@@ -18,12 +18,12 @@ from fp4graph.policy import dump
 from fp4graph.policy.document import Place
 from fp4graph.policy.match import Range
 from fp4graph.policy.rule import (
-    ADAPTERS,
-    ADAPTERS_INDEX,
+    CLOSING,
     DEFAULT,
     DEFAULT_INDEX,
     DISTINGUISHED_PRODUCERS,
     KEPT,
+    NAMED_ROLES,
     Decision,
     Rule,
 )
@@ -32,7 +32,8 @@ from fp4graph.technique.site import SiteView
 from fp4graph.text import nearest
 
 _NOT_BY_DEFAULT = (
-    "the default action quantizes linear, matmul and grouped; write a rule with op: sdpa for fused attention"
+    "the default action quantizes linear, matmul and grouped; write a rule with op: sdpa for fused attention, with "
+    "op: conv for convolutions"
 )
 
 
@@ -107,10 +108,15 @@ class Policy:
     base_formats: tuple[tuple[ScaleFormat, str], ...] = field(default=(), compare=False, repr=False)
 
     def places(self, site: SiteView) -> tuple[int, ...]:
-        """Return the indices of the rules whose predicates on the place hold for ``site``, the default's or that of the
-        rule for adapters last."""
+        """Return the indices of the rules whose predicates on the place hold for ``site``, in order."""
         holding = (index for index, rule in enumerate(self.rules) if rule.holds_at(site))
-        return (*holding, ADAPTERS_INDEX if site.adapter else DEFAULT_INDEX)
+        return (*holding, self._last(site)[0])
+
+    def _last(self, site: SiteView) -> tuple[int, Rule]:
+        """Return the default, or the closing rule for the role of ``site``, with its index."""
+        if site.role is None or (self.default.quantizes and site.role not in NAMED_ROLES):
+            return DEFAULT_INDEX, self.default
+        return CLOSING[site.role]
 
     def decide(self, site: SiteView, places: Collection[int] | None = None) -> Decision:
         """Return the first rule that matches ``site``, or the default. This is the one lookup from site to rule.
@@ -127,10 +133,11 @@ class Policy:
 
     def _candidates(self, site: SiteView, places: Collection[int] | None) -> Iterator[Decision]:
         """Yield, in order, the rules that may decide about operations of the kind and at the place of ``site``."""
-        last = {DEFAULT_INDEX: self.default, ADAPTERS_INDEX: ADAPTERS}
-        for index in self.places(site) if places is None else places:
-            rule = last[index] if index < 0 else self.rules[index]
-            if rule.speaks_of(site.op):
+        closing = {index: (index, rule) for index, rule in CLOSING.values()}
+        for place in self.places(site) if places is None else places:
+            # A graph may show a role that the module's name, by which the places were found, does not.
+            index, rule = (place, self.rules[place]) if place >= 0 else closing.get(place, self._last(site))
+            if rule.speaks_of(site.op) and rule.admits(site):
                 yield Decision(rule, index)
 
     def decide_weight(self, site: SiteView) -> tuple[tuple[SiteView, Decision], ...]:

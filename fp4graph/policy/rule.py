@@ -71,9 +71,13 @@ class Rule:
         return op in self.match.op
 
     def holds_at(self, site: SiteView) -> bool:
-        """Return whether the predicates on the place hold for ``site``; only a rule that says so quantizes adapters."""
-        said = not site.adapter or not self.quantizes or bool(self.match.adapter)
-        return said and self.match.holds_at(site)
+        """Return whether the predicates on the place hold for ``site``."""
+        return self.admits(site) and self.match.holds_at(site)
+
+    def admits(self, site: SiteView) -> bool:
+        """Return whether the rule may decide a site of that role: only one that names the role quantizes adapters and
+        routers."""
+        return not self.quantizes or site.role not in NAMED_ROLES or site.role in (self.match.role or ())
 
     def error(self, message: str) -> PolicyError:
         """Return an error of this rule, with its place and name."""
@@ -82,20 +86,25 @@ class Rule:
 
 #: The default of a policy that names none.
 DEFAULT = Rule(name="default", keep="no rule matches", required=False)
-#: The last rule of every policy for adapters, in the place of the default.
-ADAPTERS = Rule(
-    name="adapters",
-    keep="an adapter is little of the work and all that trains; a rule with 'adapter: true' would quantize it",
-    required=False,
-)
-#: The positions of both rules, after the last of the policy's own.
-DEFAULT_INDEX, ADAPTERS_INDEX = -1, -2
+#: The roles of sites that only a rule which names the role quantizes.
+NAMED_ROLES = frozenset({"adapter", "router"})
+#: The position of the default, after the last of the policy's own rules.
+DEFAULT_INDEX = -1
+#: The last rule of every policy for the sites of a role, in the place of the default, and its position.
+CLOSING: Mapping[str, tuple[int, Rule]] = {
+    role: (index, Rule(name=f"{role}s", keep=f"{why}; a rule with 'role: {role}' would quantize it", required=False))
+    for index, role, why in (
+        (-2, "adapter", "an adapter is little of the work and all that trains"),
+        (-3, "router", "a router's output chooses experts, and an error in it sends tokens elsewhere"),
+        (-4, "head", "the head makes the model's output, and recipes keep it"),
+    )
+}
 
 
 @dataclass(frozen=True)
 class Decision:
-    """A policy's decision about one site: the rule, and its position in the policy; -1 is the default, -2 the rule for
-    adapters."""
+    """A policy's decision about one site: the rule, and its position in the policy; -1 is the default, and below it are
+    the closing rules for roles."""
 
     rule: Rule
     index: int

@@ -50,15 +50,31 @@ class Context:
         """The axes of the blocked layout inside a block."""
         return self.blocking.axes
 
+    def maxima(self, x: Tensor) -> Tensor:
+        """Return the largest magnitude of every block of ``x``, a tensor of the operand's shape: fp32, in the shape of
+        a statistic; NaN if a value is."""
+        return operators.amax(x, self.blocking)
+
+    def bits(self, count: int, constant: bool = False) -> Tensor:
+        """Return ``count`` words of 32 random bits, int32: new at every forward, or with ``constant`` always the same.
+
+        They are :func:`fp4graph.numerics.noise.hash_bits` under the key of :attr:`noise` or of :attr:`constant`, for
+        the indices below ``count``.
+        """
+        return self._source(constant).bits(count)
+
     def gaussian(self, count: int, constant: bool = False) -> Tensor:
         """Return ``count`` standard normal variates, fp32: new at every forward, or with ``constant`` always the same.
 
         The bits are those of :func:`fp4graph.numerics.noise.gaussian` under the key of :attr:`noise` or of
         :attr:`constant`, for the indices below ``count``.
         """
+        return operators.gaussian(self._source(constant), count, self.noise.device)
+
+    def _source(self, constant: bool) -> Draw:
         if self.draw is None:
-            raise ValueError("normal variates need random bits: the technique must say that it draws")
-        return operators.gaussian(self.draw.fixed if constant else self.draw, count, self.noise.device)
+            raise ValueError("random bits need a key: the technique must say that it draws")
+        return self.draw.fixed if constant else self.draw
 
 
 @dataclass(frozen=True, eq=False)

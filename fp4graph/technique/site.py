@@ -22,13 +22,15 @@ class SiteView:
         module: the fully qualified name of the module that owns the product ("" is the root), or None if unknown.
         op: "linear" if B is a parameter (F.linear, Conv1D, x @ W, ...), "matmul" if both are activations, "grouped" for
             the products of experts with their own tokens (grouped_mm), B then being all experts' weights ``[E, K, N]``,
-            "sdpa" for fused attention.
+            "sdpa" for fused attention, "conv" for a convolution as the product of its patches ``[B·L, K]`` with its
+            kernels.
         in_features: K, or None if it is symbolic.
         out_features: N, or None if it is symbolic.
         numel: the number of elements of B (the weight, for op "linear" and "grouped"), or None if it is symbolic.
         block: the place of the module in a repeated stack, or None outside one.
         producer: the operation that made A ("swiglu", "gelu", "layer_norm", "sdpa", ...), or None.
-        adapter: whether the product is part of an adapter, such as LoRA's.
+        role: the part that the product plays where it is no layer of the network itself: "adapter" (LoRA and the
+            like), "router" (its output chooses by top-k), "head" (it makes the model's output); None elsewhere.
     """
 
     module: str | None
@@ -38,12 +40,12 @@ class SiteView:
     numel: int | None
     block: BlockPosition | None = None
     producer: str | None = None
-    adapter: bool = False
+    role: str | None = None
 
     @property
     def multiplies_weight(self) -> bool:
         """True if B is a weight, beside which techniques may keep state."""
-        return self.op in ("linear", "grouped")
+        return self.op in ("linear", "grouped", "conv")
 
     def __str__(self) -> str:
         return "(root)" if self.module == "" else self.module or f"({self.op} of no module)"

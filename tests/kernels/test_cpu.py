@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from fp4graph.kernels import cpu, operators
 from fp4graph.numerics import scaling
-from fp4graph.numerics.blocking import Blocking
+from fp4graph.numerics.blocking import Blocking, Groups
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.formats import ELEMENTS, ElementFormat, ScaleFormat
 from fp4graph.numerics.noise import Noise, derive, gaussian, make_step, mix
@@ -346,6 +348,45 @@ def test_threads_change_nothing(threads: Callable[[int], None]) -> None:
             assert_same_bits(actual, expected)
 
 
+# ------------------------------------------------------------------ statistics
+
+
+def test_groups_of_statistics_are_those_of_a_loop() -> None:
+    z = any_floats((4, 13)).abs()
+    z[1, 5], z[2, 0], z[3, 12] = torch.inf, torch.nan, torch.nan
+    blocking = Blocking((4, 13 * 16 - 3), 16)
+    for granularity in (16, 64, 256):
+        g = operators.group_amax(z.unsqueeze(-1), Groups(blocking, granularity)).squeeze(-1)
+        length = granularity // 16
+        for row in range(4):
+            for column in range(13):
+                group = z[row, column // length * length :][:length]
+                assert_same_bits(g[row, column], group.amax())
+
+
+def test_mantissas_are_those_of_fractions() -> None:
+    """Rounded up in rational numbers."""
+    z = any_floats((50, 8)).abs()
+    z[0, :5] = torch.tensor([0.0, 1e-42, torch.inf, torch.nan, 3.4e38])
+    for divisor, bits in ((6.0, 3), (7.0, 1), (1.0, 10)):
+        found = operators.mantissa(z, divisor, bits)
+        assert_same_bits(found, scaling.mantissa(z, divisor, bits))
+        for number, y in zip((z / torch.tensor(divisor)).flatten().tolist(), found.flatten().tolist(), strict=True):
+            expected = 1.0
+            if 2.0**-126 <= number < math.inf:
+                fraction = Fraction(math.frexp(number)[0]) * 2
+                expected = math.ceil(fraction * 2**bits) / 2**bits
+            assert y == expected
+
+
+def test_the_largest_are_the_first_of_equals() -> None:
+    score = torch.tensor([[3.0, 1.0, 3.0], [torch.nan, 3.0, 0.0]])
+    order = [3, 0, 2, 4, 1, 5]  # of the flat indices, by hand
+    for count in range(7):
+        chosen = operators.largest(score, count)
+        assert chosen.flatten().nonzero().flatten().tolist() == sorted(order[:count])
+
+
 # ------------------------------------------------------------------ operators
 
 _x = torch.randn(6, 70)
@@ -364,6 +405,16 @@ OPERATORS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "gaussian": ("gaussian", (KEY, STEP, list(SALTS), 70)),
     "gaussian, fixed": ("gaussian", (KEY, STEP[2:4], [], 1)),
     "maxima": ("maxima", (_x.view(2, 3, 70), 16)),
+    "absorb": ("absorb", (KEY, STEP, list(SALTS))),
+    "absorb, a chain of salts": ("absorb", (KEY, None, [1, 1 << 20])),
+    "first_bits": ("first_bits", (KEY, STEP, list(SALTS), 70)),
+    "first_bits, none": ("first_bits", (KEY, None, [], 0)),
+    "mantissa": ("mantissa", (_x.abs(), 6.0, 3)),
+    "mantissa, transposed": ("mantissa", (_x.abs().mT, 6.0, 1)),
+    "group_maxima": ("group_maxima", (_x.abs().view(2, 3, 70), 4)),
+    "group_maxima, transposed": ("group_maxima", (_x.abs().mT, 100)),
+    "group_maxima, nothing": ("group_maxima", (_x.abs()[:0], 4)),
+    "largest": ("largest", (_x.abs().view(2, 3, 70, 1), 41)),
     "maxima, transposed": ("maxima", (_x.mT.bfloat16(), 4)),
     "quantize_and_pack": ("quantize_and_pack", (_x, MXFP4.to_text(), None, None, [])),
     "quantize_and_pack, transposed": ("quantize_and_pack", (_x.mT, _again, KEY, STEP, [2])),
@@ -385,7 +436,7 @@ def test_operators_keep_their_promises(case: str) -> None:
     torch.library.opcheck(getattr(torch.ops.fp4graph, name).default, arguments)
 
 
-@pytest.mark.parametrize("name", ["quantize", "quantize_and_pack", "requantize", "unpack", "maxima"])
+@pytest.mark.parametrize("name", ["quantize", "quantize_and_pack", "requantize", "unpack", "maxima", "group_maxima"])
 def test_fake_results_are_laid_out_as_real_ones(name: str) -> None:
     """Strides too, which opcheck compares for dense results alone."""
     operator = getattr(torch.ops.fp4graph, name).default

@@ -130,7 +130,7 @@ def test_what_is_kept_of_each_kind_of_adapter():
 
 def test_a_rule_that_says_so_quantizes_adapters_and_no_other_does():
     rules = [
-        {"name": "adapters too", "match": {"adapter": True}, "quantize": {"block": 16}},
+        {"name": "adapters too", "match": {"role": "adapter"}, "quantize": {"block": 16}},
         {"name": "rest", "match": {"block": True}, "quantize": {}},
     ]
     policy = {"version": 1, "default": "keep", "rules": rules}
@@ -139,8 +139,8 @@ def test_a_rule_that_says_so_quantizes_adapters_and_no_other_does():
     assert kept == []
     named = {"version": 1, "rules": [{"match": {"module": "*lora_A*"}, "quantize": {}}]}
     problem = fp4graph.explain(Net(Lora), named, (X,)).problem
-    assert "blocks.0.qkv.lora_A.default is an adapter, and only a rule that says 'adapter: true'" in problem
-    with pytest.raises(PolicyError, match="only a rule that says 'adapter: true'"):
+    assert "blocks.0.qkv.lora_A.default is one of the adapters, which only a rule that says 'role: adapter'" in problem
+    with pytest.raises(PolicyError, match="only a rule that says 'role: adapter'"):
         fp4graph.apply(Net(Lora), named, backend="eager")(X)
     # The default is a rule too.
     assert decided(Net(Lora), {"version": 1, "default": {"block": 32}})[0] == ["qkv.base_layer", "fc"]

@@ -157,7 +157,7 @@ WRONG = {
     "rule without match": ("version: 1\nrules:\n  - keep: why #!\n", "rules[0] has no key 'match'"),
     "rule is text": ("version: 1\nrules:\n  - transformer #!\n", "rules[0] must be a mapping"),
     "rules is a mapping": ("version: 1\nrules: {match: {}} #!\n", "rules must be a list"),
-    "unknown op": ("version: 1\nrules:\n  - match: {op: conv} #!\n    keep: x\n", "linear, matmul, grouped, sdpa", "'conv'"),
+    "unknown op": ("version: 1\nrules:\n  - match: {op: norm} #!\n    keep: x\n", "linear, matmul, grouped, sdpa, conv", "'norm'"),
     "no op": ("version: 1\nrules:\n  - match: {op: []} #!\n    keep: x\n", "empty op"),
     "module is a number": ("version: 1\nrules:\n  - match: {module: 3} #!\n    keep: x\n", "must be text, or a list"),
     "no modules": ("version: 1\nrules:\n  - match: {module: []} #!\n    keep: x\n", "at least one text"),

@@ -1,0 +1,115 @@
+"""Sums the forward FLOPs of sites, and joins the sites of repeated blocks to lines that people read."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from fp4graph.graph.site import Site
+
+_NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")
+_GROUPS = {
+    "conv": "convolutions",
+    "recurrent": "recurrent layers",
+    "sdpa": "attention",
+    "matmul": "products of activations",
+}
+
+
+def totals(sites: Iterable[Site]) -> dict[str, dict[str, int]]:
+    """Return the known forward FLOPs by :attr:`Site.standing`, and in each by :func:`group`, the largest group first."""
+    sums: dict[str, Counter[str]] = {standing: Counter() for standing in ("quantized", "kept", "not supported")}
+    for site in sites:
+        sums[site.standing][group(site)] += site.flops or 0
+    return {standing: dict(groups.most_common()) for standing, groups in sums.items()}
+
+
+def group(site: Site) -> str:
+    """Return the words under which the FLOPs of ``site`` are summed.
+
+    These are the name of the rule that decided, else the kind of operation, else, for a layer that no rule speaks of,
+    the name of its module without the path.
+    """
+    if site.rule is not None and (site.quantized or (site.rule_index or 0) >= 0):
+        return site.rule
+    if site.op in _GROUPS or site.op != "linear":
+        return _GROUPS.get(site.op, site.op)
+    leaves = [part for part in (site.module or "").split(".") if not part.isdigit()]
+    return leaves[-1] if leaves and leaves[-1] else "linear"
+
+
+def summary(sites: Sequence[Site]) -> str:
+    """Return the line that ends an explanation, such as "quantized: 87 % of forward matmul FLOPs; kept: 13 % (head)"."""
+    sums = totals(sites)
+    known = sum(sum(groups.values()) for groups in sums.values())
+    unknown = sum(site.flops is None for site in sites)
+    text = f"quantized: {percent(sum(sums['quantized'].values()), known)} of forward matmul FLOPs"
+    for standing in ("kept", "not supported"):
+        if groups := {name: work for name, work in sums[standing].items() if work}:
+            shown = ", ".join([*list(groups)[:4], *(["..."] if len(groups) > 4 else [])])
+            text += f"; {standing}: {percent(sum(groups.values()), known)} ({shown})"
+    return text + (f"; {unknown} more of unknown FLOPs" if unknown else "")
+
+
+def percent(part: int, whole: int) -> str:
+    """Return ``part`` of ``whole`` in per cent; a part that is not all and not nothing never looks so."""
+    share = 100 * part / whole if whole else 0.0
+    if 0 < share < 1:
+        return "<1 %"
+    return ">99 %" if 99 < share < 100 else f"{share:.0f} %"
+
+
+def folded(sites: Sequence[Site]) -> list[tuple[str, tuple[Site, ...]]]:
+    """Join sites that differ in the numbers in their modules' names alone.
+
+    Returns a name such as ``model.layers.0-31.self_attn.q_proj`` with its sites, in the order of each line's first site.
+    The sites of one line agree in operation, shapes, FLOPs, rule, and operands or reason.
+    """
+    alike: dict[object, dict[tuple[str, ...], Site]] = {}
+    for site in sites:
+        numbers = tuple(_NUMBER.findall(site.module or ""))
+        number = 0  # of the module's sites that are alike
+        while numbers in alike.setdefault((number, *_shown(site)), {}):
+            number += 1
+        alike[(number, *_shown(site))][numbers] = site
+    lines: list[tuple[str, tuple[Site, ...]]] = []
+    for members in alike.values():
+        for ranges in _products(list(members)):
+            module = next(iter(members.values())).module
+            each = iter(ranges)
+            name = "-" if module is None else _NUMBER.sub(lambda _, each=each: _range(next(each)), module)  # type: ignore[misc]
+            inside = (s for n, s in members.items() if all(i in r for i, r in zip(n, ranges, strict=True)))
+            lines.append((name or "(root)", tuple(inside)))
+    places = {id(site): place for place, site in enumerate(sites)}
+    return sorted(lines, key=lambda line: places[id(line[1][0])])
+
+
+def _shown(site: Site) -> tuple[object, ...]:
+    """Return all that a line shows of ``site``, stars for the numbers of its module."""
+    pattern = None if site.module is None else _NUMBER.sub("*", site.module)
+    decided = site.rule, site.rule_index, site.reason, tuple(site.operands.items()), site.quantized
+    return (pattern, site.op, site.shapes, site.flops, site.supported, *decided)
+
+
+def _products(keys: list[tuple[str, ...]]) -> list[tuple[tuple[str, ...], ...]]:
+    """Write ``keys``, which have equally many items, as disjoint products of sets."""
+    rows: list[tuple[tuple[str, ...], ...]] = [tuple((item,) for item in key) for key in keys]
+    for place in reversed(range(len(keys[0]))):
+        merged: dict[tuple[tuple[str, ...], ...], list[str]] = {}
+        for row in rows:
+            merged.setdefault((*row[:place], *row[place + 1 :]), []).extend(row[place])
+        rows = [(*rest[:place], tuple(items), *rest[place:]) for rest, items in merged.items()]
+    return rows
+
+
+def _range(numbers: Iterable[str]) -> str:
+    """Write numbers as ranges: ``0-3,5``."""
+    runs: list[list[int]] = []
+    for number in sorted(map(int, numbers)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+

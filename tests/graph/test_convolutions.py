@@ -1,0 +1,220 @@
+"""Convolutions as products: what a rule with ``op: conv`` quantizes, and how."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fp4graph
+from fp4graph.errors import CaptureError
+from fp4graph.graph.expand import convolution
+from fp4graph.model.runtime import runtime_of
+
+# Torch warns of the copy that it pads for an even kernel.
+pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
+SPEC = {"element": "e2m1", "block": 16, "scale": {"format": "e8m0", "rounding": "ceil"}}
+CONV = {"version": 1, "name": "conv", "rules": [{"name": "conv", "match": {"op": "conv"}, "quantize": SPEC}]}
+CASES = {
+    "plain": ((2, 4, 7, 6), (6, 4, 3, 3), {}),
+    "stride and padding": ((2, 4, 7, 6), (6, 4, 3, 2), {"stride": (2, 1), "padding": (1, 0)}),
+    "same": ((2, 4, 7, 6), (6, 4, 2, 3), {"padding": "same"}),
+    "valid": ((2, 4, 7, 6), (6, 4, 2, 3), {"padding": "valid"}),
+    "dilation": ((1, 3, 9, 9), (5, 3, 3, 3), {"dilation": 2, "padding": 1}),
+    "groups": ((3, 6, 5, 5), (4, 3, 3, 3), {"groups": 2, "padding": 1}),
+    "depthwise": ((2, 4, 6, 6), (8, 1, 3, 3), {"groups": 4}),
+    "one image": ((4, 7, 6), (6, 4, 3, 3), {}),
+    "one axis": ((2, 4, 9), (6, 4, 3), {"stride": 2, "padding": 1}),
+    "one axis, groups": ((2, 4, 9), (6, 2, 3), {"groups": 2, "dilation": (2,)}),
+}
+
+
+def factors(case: str, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(0)
+    x, w, options = CASES[case]
+    function = F.conv1d if len(w) == 3 else F.conv2d
+    made = (torch.randn(shape, generator=generator, dtype=dtype) for shape in (x, w, (w[0],)))
+    return function, [t.requires_grad_() for t in made], options
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_convolution_is_a_product_of_patches(case):
+    function, (x, w, b), options = factors(case, torch.float64)
+    expected = function(x, w, b, **options)
+    y = convolution(x, w, b, **options)
+    dy = torch.randn_like(expected)
+    # fp64: the two differ by the order of sums of at most 40 terms of size 1.
+    torch.testing.assert_close(y, expected, rtol=0, atol=1e-12)
+    for one, other in zip(*(torch.autograd.grad(z, (x, w, b), dy) for z in (y, expected)), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def by_hand(x, w, b, dy, options):
+    """Compute y, dX and dW of a quantized convolution, one patch at a time: every sum runs over explicit indices.
+
+    Each operand is a list of rows along the product's contraction, quantized in blocks of 16 of its own: patches and
+    kernels along input channels and places of the kernel, gradients along the group's output channels, and for the
+    weight's gradient along images and places.
+    """
+    groups, axes = options.get("groups", 1), w.dim() - 2
+    each = lambda v: [v] * axes if isinstance(v, int) else list(v) * (axes // len(v))  # noqa: E731
+    stride, dilation = each(options.get("stride", 1)), each(options.get("dilation", 1))
+    kernel = w.shape[2:]
+    padding = options.get("padding", 0)
+    if padding == "same":
+        before = [d * (k - 1) // 2 for d, k in zip(dilation, kernel, strict=True)]
+    else:
+        before = [0] * axes if padding == "valid" else each(padding)
+    quantized = lambda rows: fp4graph.fake_quantize(rows, fp4graph.load_policy(CONV).rules[0].specs.six[0])  # noqa: E731
+    places = list(itertools.product(range(x.shape[0]), *(range(n) for n in dy.shape[2:])))
+    y, dx, dw = torch.zeros_like(dy), torch.zeros_like(x), torch.zeros_like(w)
+    per_group, out_group = w.shape[1], w.shape[0] // groups
+    for g in range(groups):
+        ins, outs = range(g * per_group, (g + 1) * per_group), slice(g * out_group, (g + 1) * out_group)
+        taps = [(c, *k) for c in ins for k in itertools.product(*(range(n) for n in kernel))]
+
+        def at(place, tap, ins=ins):
+            along = zip(place[1:], stride, tap[1:], dilation, before, strict=True)
+            where = [o * s + k * d - p for o, s, k, d, p in along]
+            inside = all(0 <= i < n for i, n in zip(where, x.shape[2:], strict=True))
+            return (place[0], tap[0], *where) if inside else None
+
+        patches = torch.stack([
+            torch.stack([x[i] if (i := at(place, tap)) is not None else torch.zeros(()) for tap in taps])
+            for place in places
+        ])
+        kernels = w[outs].reshape(out_group, -1)
+        gradients = torch.stack([dy[(place[0], outs, *place[1:])] for place in places])
+        products = quantized(patches) @ quantized(kernels).T
+        back = quantized(gradients) @ quantized(kernels.T.contiguous()).T
+        dw[outs] = (quantized(gradients.T.contiguous()) @ quantized(patches.T.contiguous()).T).reshape(w[outs].shape)
+        for row, place in enumerate(places):
+            y[(place[0], outs, *place[1:])] = products[row] + b[outs]
+            for column, tap in enumerate(taps):
+                if (i := at(place, tap)) is not None:
+                    dx[i] += back[row, column]
+    return y, dx, dw
+
+
+class Convolves(nn.Module):
+    def __init__(self, w, b, options) -> None:
+        super().__init__()
+        kind = nn.Conv1d if w.dim() == 3 else nn.Conv2d
+        channels = w.shape[1] * options.get("groups", 1)
+        self.conv = kind(channels, w.shape[0], tuple(w.shape[2:]), **options)
+        self.conv.load_state_dict({"weight": w.detach(), "bias": b.detach()})
+
+    def forward(self, x):
+        return self.conv(x)
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["compiled", "uncompiled"])
+@pytest.mark.parametrize("case", [case for case in CASES if case != "one image"])
+def test_six_operands_by_hand(case, direct):
+    function, (x, w, b), options = factors(case)
+    dy = torch.randn(function(x, w, b, **options).shape, generator=torch.Generator().manual_seed(1))
+    model = fp4graph.apply(Convolves(w, b, options), CONV, backend="eager")
+    with torch.compiler.set_stance("force_eager" if direct else "default"), warnings.catch_warnings(action="ignore"):
+        y = model(x)
+    dx, dw = torch.autograd.grad(y, (x, model.conv.weight), dy)
+    with torch.no_grad():
+        expected = by_hand(x, w, b, dy, options)
+    # Operands are equal to the bit; sums of up to 80 products of size 10 in another order.
+    for one, other in zip((y, dx, dw), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("case", ["stride and padding", "groups"])
+def test_compiled_as_eager(case):
+    function, (x, w, b), options = factors(case)
+    dy = torch.randn(function(x, w, b, **options).shape, generator=torch.Generator().manual_seed(1))
+    found = []
+    for backend in ("eager", "inductor"):
+        model = fp4graph.apply(Convolves(w, b, options), CONV, backend=backend)
+        y = model(x)
+        found.append((y, *torch.autograd.grad(y, (x, model.conv.weight), dy)))
+    for one, other in zip(*found, strict=True):  # sums in another order, as above
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-4)
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.deep = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, groups=4)
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.head(self.deep(F.relu(self.stem(x))).mean((2, 3)))
+
+
+IMAGES = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(2))
+
+
+def with_rule(match, **more):
+    return {**CONV, "rules": [{"name": "rule", "match": match, "quantize": SPEC}], **more}
+
+
+def test_a_rule_asks_for_convolutions_by_name():
+    sites = {s.module: s for s in fp4graph.explain(Small(), with_rule({"op": ["conv", "linear"]}), (IMAGES,)).sites}
+    assert all(site.quantized for site in sites.values())
+    assert {module: site.op for module, site in sites.items()} == {"stem": "conv", "deep": "conv", "head": "linear"}
+    kept = fp4graph.explain(Small(), with_rule({"op": "linear"}), (IMAGES,)).sites
+    assert [site.module for site in kept if site.quantized] == ["head"]
+    assert all("op: conv" in site.reason for site in kept if site.op == "conv")
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["compiled", "uncompiled"])
+def test_a_convolution_that_no_rule_takes_by_its_sizes_stays_one(direct):
+    policy = with_rule({"op": ["conv", "linear"], "in_features": {"min": 30}}, default="keep")
+    model = fp4graph.apply(Small(), {**policy, "rules": [{**policy["rules"][0]}]}, backend="eager")
+    with torch.compiler.set_stance("force_eager" if direct else "default"), warnings.catch_warnings(action="ignore"):
+        model(IMAGES)
+    found = {site.module: site.quantized for site in runtime_of(model).sites}
+    assert found == {"stem": False, "deep": True, "head": False}  # K of 27, 36 and 16
+
+
+def test_flops_are_those_of_the_convolution():
+    counts = [
+        {s.module: s.flops for s in fp4graph.explain(Small(), with_rule({"op": op}), (IMAGES,)).sites}
+        for op in ("conv", "linear")
+    ]
+    assert counts[0] == counts[1] == {"stem": 2 * 128 * 27 * 16, "deep": 2 * 72 * 36 * 16, "head": 2 * 2 * 16 * 4}
+
+
+def test_noise_differs_by_forward_and_repeats_by_seed():
+    noisy = with_rule({"op": "conv"}, rules=[
+        {"name": "rule", "match": {"op": "conv"}, "quantize": {**SPEC, "rounding": "stochastic"}}
+    ])  # fmt: skip
+    torch.manual_seed(3)
+    one = Small()
+    two = Small()
+    two.load_state_dict(one.state_dict())
+    for model in (one, two):
+        fp4graph.apply(model, noisy, backend="eager", seed=5)
+    first = [one(IMAGES) for _ in range(2)]
+    again = [two(IMAGES) for _ in range(2)]
+    assert not torch.equal(*first)
+    assert all(map(torch.equal, first, again))
+
+
+def test_techniques_on_weights_are_refused_by_name():
+    with pytest.raises(CaptureError, match=r"technique q_ema .*convolutions"):
+        fp4graph.apply(Small(), with_rule({"op": "conv"}, techniques=["q_ema"]), backend="eager")
+
+
+def test_a_convolution_of_three_axes_is_kept():
+    class Video(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.flat = nn.Conv3d(2, 4, 3), nn.Conv1d(4, 4, 1)
+
+        def forward(self, x):
+            return self.flat(self.conv(x).flatten(2))
+
+    sites = fp4graph.explain(Video(), CONV, (torch.randn(1, 2, 4, 4, 4),)).sites
+    assert {site.module: site.quantized for site in sites} == {"conv": False, "flat": True}

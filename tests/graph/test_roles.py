@@ -1,0 +1,231 @@
+"""Routers and heads: found by names, methods or the graph, and kept by every policy that does not name them."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fp4graph
+from fp4graph.errors import CaptureError
+from fp4graph.graph.names import Names
+from fp4graph.policy import shipped_policies
+from fp4graph.technique.registry import default_registry
+
+EVERY_LINEAR = {"version": 1, "rules": [{"name": "all", "match": {"op": "linear"}, "quantize": {"block": 32}}]}
+QUANTIZED_ROUTER = {"name": "routers", "match": {"role": "router"}, "quantize": {"block": 16}}
+
+
+class Experts(nn.Module):
+    """Two experts, each a matrix; the weights of the two that were chosen come from ``probabilities``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x, weights):
+        return weights[..., :1] * self.one(x) + weights[..., 1:] * self.two(x)
+
+
+class Mixture(nn.Module):
+    """A mixture of experts whose router is called ``name`` and chooses in the way ``choose``."""
+
+    def __init__(self, name: str, choose) -> None:
+        super().__init__()
+        self.chooses = choose
+        self.add_module(name, nn.Linear(32, 4))
+        self.parts = Experts()
+        self.router_name = name
+
+    def forward(self, x):
+        return x + self.parts(x, self.chooses(getattr(self, self.router_name)(x)))
+
+
+class Model(nn.Module):
+    def __init__(self, name="pick", choose=None, depth=2) -> None:
+        super().__init__()
+        choose = softmax_then_top_k if choose is None else choose
+        self.layers = nn.ModuleList(Mixture(name, choose) for _ in range(depth))
+        self.head = nn.Linear(32, 8)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def softmax_then_top_k(logits):  # Qwen3-MoE, Mixtral
+    values, _ = torch.topk(F.softmax(logits, dim=-1, dtype=torch.float), 2, dim=-1)
+    return values / values.sum(-1, keepdim=True)
+
+
+def top_k_then_softmax(logits):  # GPT-OSS
+    return logits.topk(2, dim=-1)[0].softmax(-1)
+
+
+def sigmoid_bias_top_k(logits):  # DeepSeek-V3
+    scores = logits.sigmoid()
+    chosen = torch.topk(scores + torch.ones(4) / 8, k=2, dim=-1, sorted=False)[1]
+    return scores.gather(-1, chosen)
+
+
+def switch(logits):  # Switch Transformers
+    probabilities = F.softmax(logits.float(), -1)
+    expert = torch.argmax(probabilities, dim=-1, keepdim=True)
+    return probabilities.gather(-1, expert).expand(*logits.shape[:-1], 2)
+
+
+def gate_by_all(logits):  # no choice: every expert works
+    return F.softmax(logits, -1)[..., :2]
+
+
+CHOOSING = [softmax_then_top_k, top_k_then_softmax, sigmoid_bias_top_k, switch]
+X = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
+
+
+def kept(explanation) -> dict[str, str]:
+    return {site.module: site.reason for site in explanation.sites if not site.quantized}
+
+
+@pytest.mark.parametrize("choose", CHOOSING)
+def test_a_router_is_found_in_the_graph_and_kept(choose):
+    found = kept(fp4graph.explain(Model("pick", choose), EVERY_LINEAR, (X,)))
+    assert found.keys() == {"layers.0.pick", "layers.1.pick"}
+    assert all("chooses experts" in reason and "role: router" in reason for reason in found.values())
+
+
+class Routed(nn.Module):
+    """A mixture of experts that returns what its router said, too."""
+
+    def __init__(self, choose) -> None:
+        super().__init__()
+        self.pick, self.parts, self.choose = nn.Linear(32, 4), Experts(), choose
+
+    def forward(self, x):
+        logits = self.pick(x)
+        return logits, self.parts(x, self.choose(logits))
+
+
+@pytest.mark.parametrize("choose", CHOOSING)
+def test_a_captured_router_is_exact(choose):
+    model = fp4graph.apply(Routed(choose), EVERY_LINEAR, backend="eager")
+    exact = F.linear(X, model.pick.weight, model.pick.bias)
+    assert torch.equal(model(X)[0], exact)
+
+
+def test_a_weight_that_only_the_graph_shows_to_be_a_routers_is_trained_exact():
+    policy = {**EVERY_LINEAR, "techniques": ["q_ema"]}
+    model = fp4graph.apply(Routed(softmax_then_top_k), policy, backend="eager")
+    optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters()))
+    for _ in range(3):
+        logits, y = model(X)
+        assert torch.equal(logits, F.linear(X, model.pick.weight, model.pick.bias))
+        y.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_linear_layer_that_chooses_nothing_is_quantized():
+    assert not kept(fp4graph.explain(Model("pick", gate_by_all), EVERY_LINEAR, (X,)))
+
+
+def test_a_head_that_is_decoded_greedily_is_no_router():
+    class Decoder(Model):
+        def forward(self, x):
+            logits = super().forward(x)
+            return logits, logits.argmax(-1)
+
+    assert not kept(fp4graph.explain(Decoder("pick", gate_by_all), EVERY_LINEAR, (X,)))
+
+
+def test_a_rule_that_names_the_role_quantizes_routers():
+    policy = {**EVERY_LINEAR, "rules": [QUANTIZED_ROUTER, *EVERY_LINEAR["rules"]]}
+    sites = fp4graph.explain(Model("pick"), policy, (X,)).sites
+    assert {site.module for site in sites if site.rule == "routers"} == {"layers.0.pick", "layers.1.pick"}
+    assert all(site.quantized for site in sites)
+
+
+class TopKRouter(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 32))
+
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+class Named(nn.Module):
+    """A router that is known by its name beside experts, or by its class."""
+
+    def __init__(self, by_class: bool) -> None:
+        super().__init__()
+        self.gate = TopKRouter() if by_class else nn.Linear(32, 4)
+        self.gate_proj = nn.Linear(32, 32)
+        self.add_module("parts" if by_class else "experts", nn.ModuleList([nn.Linear(32, 32)]))
+
+    def forward(self, x):
+        return self.gate_proj(x) * self.gate(x).sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("by_class", [False, True])
+def test_a_router_is_known_by_its_name(by_class):
+    found = kept(fp4graph.explain(Named(by_class), EVERY_LINEAR, (X,)))
+    assert found.keys() == {"gate"}
+
+
+def test_an_unnamed_router_that_ran_uncompiled_is_refused_where_it_chooses():
+    named = fp4graph.apply(Model("router"), EVERY_LINEAR, backend="eager")
+    named.layers[0].parts = Experts()
+    model = fp4graph.apply(Model("pick"), EVERY_LINEAR, backend="eager")
+    with warnings.catch_warnings(action="ignore"), pytest.raises(CaptureError, match=r"layers.0.pick.*by top-k"):
+        model.layers[0](X)
+    keeps = {"name": "r", "match": {"module": "*.pick"}, "keep": "yes"}
+    policy = {**EVERY_LINEAR, "rules": [keeps, *EVERY_LINEAR["rules"]]}
+    model = fp4graph.apply(Model("pick"), policy, backend="eager")
+    with warnings.catch_warnings(action="ignore"):
+        model.layers[0](X)
+
+
+class Language(nn.Module):
+    """A model of one block with a head, which shows it as Hugging Face's models do, or ties it to the embedding."""
+
+    def __init__(self, shows: bool) -> None:
+        super().__init__()
+        self.embedding, self.inside, self.out = nn.Embedding(16, 32), nn.Linear(32, 32), nn.Linear(32, 16, bias=False)
+        if not shows:
+            self.out.weight = self.embedding.weight
+
+    def forward(self, x):
+        return self.out(self.inside(self.embedding(x)))
+
+
+class Showing(Language):
+    def get_output_embeddings(self):
+        return self.out
+
+
+TOKENS = torch.arange(12).reshape(2, 6)
+
+
+@pytest.mark.parametrize("model", [Language(shows=False), Showing(shows=True)], ids=["tied", "shown"])
+def test_the_head_of_a_model_of_one_block_is_kept(model):
+    found = kept(fp4graph.explain(model, "tetrajet", (TOKENS,)))
+    assert found["out"].startswith("the head makes the model's output")
+
+
+@pytest.mark.parametrize("name", shipped_policies(default_registry()))
+def test_every_shipped_policy_keeps_routers_and_heads(name):
+    policy = fp4graph.load_policy(name)
+    router, head = Names(Named(by_class=False)), Names(Showing(shows=True))
+    for names, module in ((router, "gate"), (head, "out")):
+        decision = policy.decide(names.view(module, "linear", (32, 64, 2048)))
+        assert not decision.rule.quantizes
+        if decision.index < 0:  # no rule of its own keeps it, as those for first blocks do
+            assert decision.rule.name == ("heads" if module == "out" else "routers")
+
+
+def test_a_rule_without_a_role_quantizes_heads():
+    assert not kept(fp4graph.explain(Showing(shows=True), EVERY_LINEAR, (TOKENS,)))
