@@ -56,7 +56,7 @@ def explain(
         str | None, typer.Option(help="Input shape without the batch, as 3x224x224; by default the model's own.")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Batch size of the captured forward.")] = 2,
-    every: Annotated[bool, typer.Option("--all", help="Every site by itself; else repeated blocks share lines.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Give each site a line of its own.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what a policy would do to each matrix product of a timm model, without doing it."""

@@ -32,7 +32,7 @@ from fp4graph.graph.find import Finder, FoundProduct, FoundWork, Markers
 from fp4graph.graph.marker import Marker, Tag
 from fp4graph.graph.names import Names
 from fp4graph.graph.observe import Recording, numbered
-from fp4graph.graph.operations import operation_of
+from fp4graph.graph.operations import tag_of
 from fp4graph.graph.plan import Planner, plan_once, rule_that_keeps
 from fp4graph.graph.products import PRODUCER, producer_of, value_of
 from fp4graph.graph.replace import SiteCall, UnmarkedWeight, call_of
@@ -148,20 +148,14 @@ class Direct(TorchFunctionMode):
             node.meta["fp4graph_op"] = self._tag
         source = products.view_source(node)
         node.meta[_OF_PARAMETER] = source is not None and source.meta[_OF_PARAMETER]
-        if (function := self._opened(node)) is not None:
-            opened = operation_of(node)
-            tag, self._tag = self._tag, opened.op if opened and opened.asks else self._tag
-            try:
-                with self:
-                    return function(*args, **kwargs)
-            finally:
-                self._tag = tag
         if target in roles.CHOICES:
             self._check_router(node)
         held = [n for n in given if "example_value" not in n.meta]
         for n in held:
             n.meta["example_value"] = given[n]
         try:
+            if (function := self._opened(node)) is not None:
+                return self._run_opened(node, function, args, kwargs)
             call = self._call(node, given)
             result = func(*args, **kwargs) if call is None else self._run(call)
         finally:
@@ -169,6 +163,16 @@ class Direct(TorchFunctionMode):
                 del n.meta["example_value"]  # a node must not keep an activation alive
         self._remember(result, node)
         return result
+
+    def _run_opened(self, node: Node, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Run ``function`` in the place of ``node``, with its operations seen one by one."""
+        tag = self._tag
+        self._tag = tag_of(node) or tag
+        try:
+            with self:
+                return function(*args, **kwargs)
+        finally:
+            self._tag = tag
 
     def finish(self, result: Any) -> None:
         """Remember which operations made the tensors that this forward returns."""
@@ -205,7 +209,9 @@ class Direct(TorchFunctionMode):
 
     def _opened(self, node: Node) -> Callable[..., Any] | None:
         """Return a function that does what the opaque operation ``node`` does, its products in sight; else None."""
-        return _attention_forward if node.target is F.multi_head_attention_forward else self._finder.opening(node)
+        if node.target is F.multi_head_attention_forward:
+            return _attention_forward
+        return self._finder.opening(node, self._markers)
 
     def _call(self, node: Node, given: dict[Node, Tensor]) -> SiteCall | None:
         """Return the call that replaces ``node``, or None where the operation itself runs."""

@@ -6,6 +6,7 @@ Each is replaced by the trace of a Python function that computes the same; torch
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -262,14 +263,60 @@ def _split_mask(
 
 
 def einsum_as_matmul(node: Node) -> Callable[..., Tensor] | None:
-    """Return a function that computes the einsum at ``node`` as one matmul of permuted operands; None if none can."""
-    equation, *operands = node.args
-    if len(operands) == 1 and isinstance(operands[0], list | tuple):
-        operands = list(operands[0])
-    if not isinstance(equation, str) or len(operands) != 2 or "->" not in equation or "." in equation:
+    """Return a function that computes the einsum at ``node`` as matmuls of permuted operands; None if none can.
+
+    More than two operands are multiplied in pairs, in the order that torch's own einsum takes.
+    """
+    equation, operands = einsum_operands(node)
+    if not isinstance(equation, str) or "->" not in equation or "." in equation or len(operands) < 2:
         return None
     inputs, result = equation.replace(" ", "").split("->")
-    left, right = inputs.split(",")
+    if len(operands) == 2:
+        left, right = inputs.split(",")
+        matmul = _pair(left, right, result)
+        return None if matmul is None else lambda _, *given: matmul(*_listed(given))
+    if any(len(set(labels)) != len(labels) for labels in inputs.split(",")):
+        return None
+
+    def function(_: str, *given: Any) -> Tensor:
+        waiting: list[tuple[str, Tensor]] = list(zip(inputs.split(","), _listed(given), strict=True))
+        results: list[Tensor] = []
+        for first, second in _path(equation, [x for _, x in waiting]):
+            (a, x), (b, y) = waiting[first], waiting[second]
+            if any(y is one for one in results):  # a result goes first: the other factor may be a weight
+                (a, x), (b, y) = (b, y), (a, x)
+            waiting = [one for place, one in enumerate(waiting) if place not in (first, second)]
+            later = set(result).union(*(labels for labels, _ in waiting))
+            out = "".join(i for i in dict.fromkeys(a + b) if i in later) if waiting else result
+            matmul = _pair(a, b, out)
+            results.append(torch.einsum(f"{a},{b}->{out}", x, y) if matmul is None else matmul(x, y))
+            waiting.append((out, results[-1]))
+        return waiting[0][1]
+
+    return function
+
+
+def einsum_operands(node: Node) -> tuple[Any, list[Any]]:
+    """Return the equation and the operands of the einsum at ``node``."""
+    equation, *operands = node.args
+    return equation, _listed(operands)
+
+
+def _listed(operands: Sequence[Any]) -> list[Any]:
+    return list(operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands)
+
+
+def _path(equation: str, operands: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return the pairs of operands that einsum multiplies, in order; a result joins the end of the operands."""
+    settings = torch.backends.opt_einsum
+    if settings.is_available() and settings.enabled:
+        path = settings.get_opt_einsum().contract_path(equation, *operands, optimize=settings.strategy or "auto")[0]
+        return [(min(pair), max(pair)) for pair in path]
+    return [(0, 1), *((0, count) for count in range(len(operands) - 2, 0, -1))]
+
+
+def _pair(left: str, right: str, result: str) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Return a function that contracts two tensors with these labels by one matmul; None where that needs more."""
     batch = [i for i in left if i in right and i in result]
     summed = [i for i in left if i in right and i not in result]
     rows = [i for i in left if i not in right]
@@ -278,8 +325,7 @@ def einsum_as_matmul(node: Node) -> Callable[..., Tensor] | None:
     if repeated or not summed or not (rows and columns) or any(i not in result for i in rows + columns):
         return None
 
-    def function(_: str, *given: Any) -> Tensor:
-        a, b = given[0] if len(given) == 1 else given
+    def function(a: Tensor, b: Tensor) -> Tensor:
         sizes = {**dict(zip(left, a.shape, strict=True)), **dict(zip(right, b.shape, strict=True))}
 
         def matrix(x: Tensor, labels: str, first: list[str], second: list[str]) -> Tensor:
@@ -292,3 +338,76 @@ def einsum_as_matmul(node: Node) -> Callable[..., Tensor] | None:
         return product.reshape([sizes[i] for i in order]).permute([order.index(i) for i in result])
 
     return function
+
+
+def tensordot_as_matmul(node: Node) -> Callable[..., Tensor] | None:
+    """Return a function that computes the tensordot at ``node`` as one matmul; None where it sums all of an operand."""
+    a, b = (value_of(argument) for argument in node.args[:2])
+    if a is None or b is None or node.kwargs.get("out") is not None:
+        return None
+    dims: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dims", 2)
+    if isinstance(dims, int):
+        dims = list(range(a.dim() - dims, a.dim())), list(range(dims))
+    if not isinstance(dims, tuple | list) or isinstance(dims[0], int) or not dims[0]:
+        return None
+    first, second = ([axis % x.dim() for axis in axes] for x, axes in zip((a, b), dims, strict=True))
+    rows, columns = ([axis for axis in range(x.dim()) if axis not in own] for x, own in ((a, first), (b, second)))
+    if not (rows and columns):
+        return None
+
+    def function(a: Tensor, b: Tensor, *_: Any, **__: Any) -> Tensor:
+        left = a.permute(*rows, *first).flatten(len(rows)).flatten(0, len(rows) - 1)
+        right = b.permute(*second, *columns).flatten(len(first)).flatten(0, len(first) - 1)
+        return torch.matmul(left, right).reshape(*(a.shape[i] for i in rows), *(b.shape[i] for i in columns))
+
+    return function
+
+
+def inner_as_matmul(node: Node) -> Callable[..., Tensor] | None:
+    """Return a function that computes ``torch.inner`` as one matmul; None for vectors."""
+    values = [value_of(argument) for argument in node.all_input_nodes]
+    if node.kwargs.get("out") is not None or any(value is None or value.dim() < 2 for value in values):
+        return None
+    return lambda a, other: torch.matmul(a, other.flatten(0, -2).mT).reshape(*a.shape[:-1], *other.shape[:-1])
+
+
+def chain_as_matmul(node: Node) -> Callable[..., Tensor] | None:
+    """Return a function that multiplies a chain of matrices in the cheapest order; None where one is a vector."""
+    values = [value_of(argument) for argument in node.all_input_nodes]
+    if node.kwargs.get("out") is not None or any(value is None or value.dim() != 2 for value in values):
+        return None
+
+    def function(*given: Any) -> Tensor:
+        matrices = _listed(given)
+        sizes = [int(matrix.shape[0]) for matrix in matrices] + [int(matrices[-1].shape[1])]
+
+        @functools.cache
+        def cheapest(first: int, last: int) -> tuple[int, int]:
+            """Return the cost of the product of matrices ``first`` to ``last``, and where to part them."""
+
+            def cost(at: int) -> int:
+                return (
+                    cheapest(first, at)[0] + cheapest(at + 1, last)[0] + sizes[first] * sizes[at + 1] * sizes[last + 1]
+                )
+
+            return min(((cost(at), at) for at in range(first, last)), default=(0, first))
+
+        def product(first: int, last: int) -> Tensor:
+            at = cheapest(first, last)[1]
+            return matrices[first] if first == last else torch.matmul(product(first, at), product(at + 1, last))
+
+        return product(0, len(matrices) - 1)
+
+    return function
+
+
+def addbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """Compute ``beta·input + alpha·Σ_b batch1[b] @ batch2[b]`` as one product, whose contraction axis is b and K."""
+    left, right = batch1.permute(1, 0, 2).flatten(1), batch2.flatten(0, 1)
+    return torch.addmm(input, left, right, beta=beta, alpha=alpha)
+
+
+def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute ``y_n = Σ_ij x1_i W_nij x2_j + bias_n`` as a linear layer of the products x1_i x2_j."""
+    products = (input1.unsqueeze(-1) * input2.unsqueeze(-2)).flatten(-2)
+    return F.linear(products, weight.flatten(1), bias)

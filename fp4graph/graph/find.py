@@ -19,7 +19,7 @@ from fp4graph.graph import flops, operations, products
 from fp4graph.graph.expand import inline
 from fp4graph.graph.marker import Marker, module_stack
 from fp4graph.graph.names import Names, Owner
-from fp4graph.graph.operations import operation_of, read_product
+from fp4graph.graph.operations import Sizes, operation_of, read_product, tag_of
 from fp4graph.graph.products import NoProduct, Product, name_of, value_of, view_source
 from fp4graph.graph.roles import routers
 from fp4graph.technique.site import SiteView
@@ -199,7 +199,7 @@ class Finder:
     def walk(self, gm: GraphModule, markers: Markers) -> None:
         """Describe the matrix work of ``gm`` and of the bodies inside it."""
         self.found.bodies.append(gm)
-        self._open_all(gm)
+        self._open_all(gm, markers)
         self._routers |= routers(gm.graph.nodes)
         for node in list(gm.graph.nodes):
             if (marker := Marker.read(node)) is not None:
@@ -213,12 +213,18 @@ class Finder:
             elif (work := self.describe(node, markers)) is not None:
                 self.found.work.append(work)
 
-    def opening(self, node: Node) -> Callable[..., Any] | None:
+    def opening(self, node: Node, markers: Markers) -> Callable[..., Any] | None:
         """Return the function that is to take the place of ``node``, its products in sight; None leaves the node."""
         module = self._names.module(node)
-        return operations.opening(node, lambda op, sizes: self._wants(self._names.view(module, op, sizes)))
 
-    def _open_all(self, gm: GraphModule) -> None:
+        def wanted(kind: str, sizes: Sizes) -> bool:
+            if kind == "product":
+                kind = "linear" if self._multiplies_parameter(node, markers) else "matmul"
+            return self._wants(self._names.view(module, kind, sizes))
+
+        return operations.opening(node, wanted)
+
+    def _open_all(self, gm: GraphModule, markers: Markers) -> None:
         """Replace the nodes of ``gm`` (not of its submodules) that hide products by what they consist of.
 
         What an opened node consists of may hide products too. The products of one that was opened because a rule asks
@@ -228,9 +234,8 @@ class Finder:
         while opened:
             opened = False
             for node in list(gm.graph.nodes):
-                if (function := self.opening(node)) is not None:
-                    operation = operation_of(node)
-                    inline(gm, node, function, tag=operation.op if operation and operation.asks else None)
+                if (function := self.opening(node, markers)) is not None:
+                    inline(gm, node, function, tag=tag_of(node))
                     opened = True
 
     def _higher_order(self, node: Node, gm: GraphModule, markers: Markers) -> None:
@@ -269,7 +274,7 @@ class Finder:
         if isinstance(read, Product):
             return self._product(read, markers)
         if read is not None and operation is not None:
-            if not operation.kept and (operation.weighs or self._multiplies_parameter(node, markers)):
+            if not operation.kept and (read.weighs or self._multiplies_parameter(node, markers)):
                 return self._like_linear(node, read.op, read.reason, markers, operation.flops)
             return self._work(node, read.op, read.reason, operation.flops)
         if node.op not in ("call_function", "call_method") or view_source(node) is not None:

@@ -46,8 +46,8 @@ def of_recurrent(*args: Any, **kwargs: Any) -> int:
 
 
 def of_bilinear(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None = None) -> int:
-    """Return the FLOPs of ``Σ_ij x_i W_nij y_j`` as products with x and then with y."""
-    return 2 * prod(x.shape[:-1]) * (weight.numel() + weight.shape[0] * weight.shape[2])
+    """Return the FLOPs of ``Σ_ij x_i W_nij y_j``: one product of x_i·y_j with each element of W, for each token."""
+    return 2 * prod(x.shape[:-1]) * weight.numel()
 
 
 def of_vector(a: Tensor, b: Tensor, **_: Any) -> int:

@@ -44,7 +44,8 @@ class Operation:
         read: called with a node and its arguments, returns the product that the node computes.
         opened: called with a node, returns a function that computes the same from other operations; None where the
             node has a form that cannot be written so.
-        asks: kinds of sites of which a rule must want one before the operation is opened; () opens it always.
+        asks: called with a node, returns the kind of site that a rule must want before the operation is opened: "sdpa",
+            "conv", or "product" for a linear or a matmul, whichever the operation would be; "" opens it always.
         sizes: called with a node, returns K, N and the elements of the second factor of what is asked for.
         reason: why the operation is no site, where it is neither read nor opened.
         kept: whether every policy keeps it.
@@ -56,7 +57,7 @@ class Operation:
     op: str | None = None
     read: Callable[..., Product] | None = None
     opened: Callable[[Node], Callable[..., Any] | None] | None = None
-    asks: tuple[str, ...] = ()
+    asks: Callable[[Node], str] = lambda _: ""
     sizes: Callable[[Node], Sizes] = lambda _: (None, None, None)
     reason: str = ""
     kept: bool = False
@@ -103,25 +104,32 @@ def read_product(node: Node) -> Product | NoProduct | None:
         return None
     name = operation.op or name_of(node)
     if operation.read is None:
-        return NoProduct(name, operation.reason)
-    if "out" in node.kwargs:
+        return NoProduct(name, operation.reason, operation.weighs)
+    if node.kwargs.get("out") is not None:
         return NoProduct(name, "writes into out=")
     product = operation.read(node, *node.args, **node.kwargs)
     reason = products.objection(product)
-    return product if reason is None else NoProduct(name, reason)
+    weighs = any(map(products.is_quantized_elsewhere, (products.value_of(product.a), products.value_of(product.b))))
+    return product if reason is None else NoProduct(name, reason, weighs)
 
 
 def opening(node: Node, wanted: Callable[[str, Sizes], bool]) -> Callable[..., Any] | None:
     """Return the function that is to take the place of ``node``, or None.
 
-    ``wanted`` tells whether a rule wants a site of a kind and of its sizes there.
+    ``wanted`` tells whether a rule wants a kind of site, of its sizes; the kinds are those of :attr:`Operation.asks`.
     """
     operation = operation_of(node)
     if operation is None or operation.opened is None:
         return None
-    if operation.asks and not any(wanted(op, operation.sizes(node)) for op in operation.asks):
-        return None
-    return operation.opened(node)
+    asked = operation.asks(node)
+    return operation.opened(node) if not asked or wanted(asked, operation.sizes(node)) else None
+
+
+def tag_of(node: Node) -> str | None:
+    """Return the kind of site that the products of ``node`` are, once it is opened, where they are neither linear nor
+    matmul."""
+    operation = operation_of(node)
+    return operation.op if operation is not None and operation.op == operation.asks(node) else None
 
 
 def _spelled(*names: str) -> Iterator[Any]:
@@ -143,7 +151,20 @@ _CONVOLUTION = Operation("conv", reason="convolutions are kept in high precision
 RECURRENT = "recurrent layers are kept in high precision"
 _QUANTIZED = Operation(reason="its factors are quantized already", weighs=True)
 _IN_PLACE = Operation(reason="writes in place; write it without the underscore to quantize it")
-_ON_REQUEST = ("linear", "matmul")
+
+
+def _asks_of_einsum(node: Node) -> str:
+    return "product" if len(expand.einsum_operands(node)[1]) > 2 else ""
+
+
+def _written_out(
+    opened: Callable[[Node], Callable[..., Any] | None],
+    reason: str = "no rule wants its products",
+    flops: Callable[..., int] | None = None,
+) -> Operation:
+    """Return the row of an operation that is opened where a rule wants its products."""
+    return Operation(opened=opened, asks=lambda _: "product", reason=reason, flops=flops)
+
 
 #: What is done with each operation: by function, by operator or its qualified name, and by name of a method.
 TABLE: Mapping[Any, Operation] = {
@@ -157,8 +178,19 @@ TABLE: Mapping[Any, Operation] = {
         # several products, written out
         (
             (torch.einsum, torch.functional.einsum, aten.einsum),
-            Operation("einsum", opened=expand.einsum_as_matmul, reason="not a product of two matrices"),
+            Operation("einsum", opened=expand.einsum_as_matmul, asks=_asks_of_einsum, reason="not a chain of matmuls"),
         ),
+        (
+            (torch.tensordot, torch.functional.tensordot, aten.tensordot),
+            _written_out(expand.tensordot_as_matmul, "it is no matmul"),
+        ),
+        (_spelled("inner"), _written_out(expand.inner_as_matmul, "a product with a vector")),
+        (
+            (torch.chain_matmul, torch.functional.chain_matmul, *_spelled("multi_dot", "linalg_multi_dot")),
+            _written_out(expand.chain_as_matmul, "a product with a vector"),
+        ),
+        (_spelled("addbmm"), _written_out(lambda _: expand.addbmm, flops=lambda _, a, b, **__: flops.of_mm(a, b))),
+        (_spelled("bilinear"), _written_out(lambda _: expand.bilinear, flops=flops.of_bilinear)),
         (
             (F.multi_head_attention_forward,),
             Operation("attention", opened=lambda _: F.multi_head_attention_forward, reason="could not be expanded"),
@@ -176,7 +208,7 @@ TABLE: Mapping[Any, Operation] = {
             Operation(
                 "sdpa",
                 opened=lambda _: expand.attention,
-                asks=("sdpa",),
+                asks=lambda _: "sdpa",
                 reason="fused attention is kept in high precision unless a rule targets op: sdpa",
                 kept=True,
             ),
@@ -186,7 +218,7 @@ TABLE: Mapping[Any, Operation] = {
             dataclasses.replace(
                 _CONVOLUTION,
                 opened=lambda _: expand.convolution,
-                asks=("conv",),
+                asks=lambda _: "conv",
                 sizes=expand.convolution_sizes,
                 reason="convolutions are kept in high precision unless a rule targets op: conv",
             ),
@@ -240,16 +272,6 @@ TABLE: Mapping[Any, Operation] = {
         ),
         (_spelled("dot", "vdot", "vecdot"), Operation(reason="a vector product", flops=flops.of_vector)),
         # refused where a linear layer would be quantized
-        (_spelled("bilinear"), Operation(reason="three factors", flops=flops.of_bilinear)),
-        (_spelled("addbmm"), Operation(reason="sums over the batch; write it as a matmul to quantize it")),
-        (
-            (torch.tensordot, torch.functional.tensordot, aten.tensordot, *_spelled("inner")),
-            Operation(reason="write it as a matmul or einsum to quantize it"),
-        ),
-        (
-            (torch.chain_matmul, torch.functional.chain_matmul, *_spelled("multi_dot", "linalg_multi_dot")),
-            Operation(reason="write it as matmuls to quantize it"),
-        ),
         (_spelled("addmm_", "baddbmm_", "addbmm_", "addmv_"), _IN_PLACE),
         (
             (*_spelled("_grouped_mm", "grouped_mm"), "transformers::grouped_mm_fallback"),

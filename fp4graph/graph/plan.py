@@ -265,7 +265,7 @@ class Planner:
             return self._keep(found, found.reason)
         decision, linear = self._policy.decide(found.view, found.places), dataclasses.replace(found.view, op="linear")
         wanted = self._policy.quantizes if found.unknown else self._policy.may_quantize(linear, found.places)
-        if decision.index >= 0 or not wanted:
+        if not wanted or (decision.index >= 0 and not decision.rule.quantizes):
             return self._keep(found, decision.rule.keep or "", decision)
         self._keep(found, f"not supported: {found.reason}")
         op, module = found.view.op, found.view.module

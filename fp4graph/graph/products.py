@@ -49,10 +49,14 @@ class Product:
 
 @dataclass(frozen=True)
 class NoProduct:
-    """Matrix work that cannot be a site: the name of the operation, and why."""
+    """Matrix work that cannot be a site: the name of the operation, and why.
+
+    ``weighs`` says that one factor is a weight, also where it is no parameter.
+    """
 
     op: str
     reason: str
+    weighs: bool = False
 
 
 def linear(node: Node, input: Node, weight: Node, bias: Node | None = None) -> Product:  # torch's name
@@ -87,15 +91,19 @@ def grouped(
 def objection(product: Product) -> str | None:
     """Return why ``product`` cannot be a site, or None."""
     a, b = value_of(product.a), value_of(product.b)
-    factors: tuple[Any, ...] = (a, b)
-    for value in factors:
-        if value is not None and not is_sharded(value) and is_traceable_wrapper_subclass(value):
+    for value in (a, b):
+        if is_quantized_elsewhere(value):
             return f"a factor is a {type(value).__name__}, which another library quantizes"
     if a is None or b is None or not (a.is_floating_point() and b.is_floating_point()):
         complex_numbers = any(value is not None and value.is_complex() for value in (a, b))
         return "complex numbers, which no format here rounds" if complex_numbers else "not floating point"
     if product.form == "grouped":
         return _grouped_objection(product, a, b)
+    if _is_gathered(product.a) or _is_gathered(product.b):
+        return (
+            "it multiplies each token with a copy of its expert's matrix; write it as a grouped product to quantize it "
+            "expert by expert, in transformers with experts_implementation='grouped_mm'"
+        )
     if a.dim() < (1 if product.form == "linear" else 2) or b.dim() < 2:
         return "a matrix-vector product"
     return None
@@ -108,6 +116,22 @@ def _grouped_objection(product: Product, a: torch.Tensor, b: torch.Tensor) -> st
         return "it adds a bias; add the bias afterwards to quantize it"
     out = value_of(product.node)
     return None if out is None or out.dtype is a.dtype else "it asks for an out_dtype"
+
+
+def is_quantized_elsewhere(x: object) -> bool:
+    """Return whether ``x`` is a tensor of another library that is made of several tensors, as torchao's weights are."""
+    return isinstance(x, torch.Tensor) and not is_sharded(x) and is_traceable_wrapper_subclass(x)
+
+
+def _is_gathered(node: Node) -> bool:
+    """Return whether ``node`` shows matrices that a tensor of indices picked out of a stack of matrices."""
+    while (source := view_source(node)) is not None:
+        index = node.args[1] if name_of(node) in ("getitem", "__getitem__") and len(node.args) > 1 else None
+        stack, picked = value_of(source), value_of(index[0] if isinstance(index, tuple) and index else index)
+        if picked is not None and picked.dim() and stack is not None and stack.dim() == 3:
+            return True
+        node = source
+    return False
 
 
 def operation(node: Node) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ _GROUPS = {
 
 
 def totals(sites: Iterable[Site]) -> dict[str, dict[str, int]]:
-    """Return the known forward FLOPs by :attr:`Site.standing`, and in each by :func:`group`, the largest group first."""
+    """Return the known forward FLOPs by :attr:`Site.standing`, in each by :func:`group`, the largest group first."""
     sums: dict[str, Counter[str]] = {standing: Counter() for standing in ("quantized", "kept", "not supported")}
     for site in sites:
         sums[site.standing][group(site)] += site.flops or 0
@@ -40,7 +40,7 @@ def group(site: Site) -> str:
 
 
 def summary(sites: Sequence[Site]) -> str:
-    """Return the line that ends an explanation, such as "quantized: 87 % of forward matmul FLOPs; kept: 13 % (head)"."""
+    """Return the last line of an explanation, such as "quantized: 87 % of forward matmul FLOPs; kept: 13 % (head)"."""
     sums = totals(sites)
     known = sum(sum(groups.values()) for groups in sums.values())
     unknown = sum(site.flops is None for site in sites)
@@ -63,7 +63,7 @@ def percent(part: int, whole: int) -> str:
 def folded(sites: Sequence[Site]) -> list[tuple[str, tuple[Site, ...]]]:
     """Join sites that differ in the numbers in their modules' names alone.
 
-    Returns a name such as ``model.layers.0-31.self_attn.q_proj`` with its sites, in the order of each line's first site.
+    Returns names such as ``model.layers.0-31.self_attn.q_proj``, each with its sites, in the order of the first sites.
     The sites of one line agree in operation, shapes, FLOPs, rule, and operands or reason.
     """
     alike: dict[object, dict[tuple[str, ...], Site]] = {}
@@ -112,4 +112,3 @@ def _range(numbers: Iterable[str]) -> str:
         else:
             runs.append([number])
     return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
-

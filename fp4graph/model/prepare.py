@@ -14,6 +14,7 @@ from fp4graph.errors import CaptureError
 from fp4graph.graph.marker import Tag
 from fp4graph.graph.names import Names
 from fp4graph.graph.plan import Plan
+from fp4graph.graph.products import is_quantized_elsewhere
 from fp4graph.model import hooks, state
 from fp4graph.model.current import CurrentForward
 from fp4graph.model.weight import PlannedWeight, Weight
@@ -57,6 +58,8 @@ class PhasePlan:
         if parameter.dim() == 3 and not convolves:
             return self._experts(fqn, module, name, parameter)
         if not convolves and (parameter.dim() != 2 or not (name == "weight" or name.endswith("_weight"))):
+            return None
+        if is_quantized_elsewhere(parameter):
             return None
         transposed = type(module).__name__ == "Conv1D"
         out_features, in_features = parameter.shape[0], parameter.shape[1:].numel()

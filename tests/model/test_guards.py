@@ -178,9 +178,9 @@ class Inner(nn.Linear):
         return torch.inner(x, self.weight)
 
 
-class Contracted(nn.Linear):
+class OwnMv(nn.Linear):
     def forward(self, x):
-        return torch.tensordot(x, self.weight.t(), 1)
+        return torch.stack([self.weight.mv(row) for row in x])
 
 
 class Turned(nn.Linear):
@@ -202,11 +202,11 @@ class ByHand(nn.Linear):
         return self.Product.apply(x, self.weight)
 
 
-@pytest.mark.parametrize("layer", [Fused, Inner, Contracted, Turned, ByHand])
+@pytest.mark.parametrize("layer", [Fused, OwnMv, Turned, ByHand])
 def test_an_unknown_product_with_a_parameter_is_an_error(layer):
     model = fp4graph.apply(nn.Sequential(layer(32, 64), nn.Linear(64, 8)), "tetrajet", backend="eager")
     with pytest.raises(
-        fp4graph.CaptureError, match=r"^0: (fused_projection|inner|tensordot|matmul|autograd_function_apply) multiplies"
+        fp4graph.CaptureError, match=r"^0: (fused_projection|mv|matmul|autograd_function_apply) multiplies"
     ):
         model(torch.randn(4, 32))
 

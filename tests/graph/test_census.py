@@ -1,0 +1,468 @@
+"""The FLOPs that explain() lists are those that torch's counter finds, for models of many families."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import timm
+import torch
+import torchvision
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
+
+import fp4graph
+from fp4graph.graph import operations
+from fp4graph.graph.site import Site
+from fp4graph.model import census
+from tests.helpers import models
+
+TOKENS = (2, 24)
+
+
+def tokens():
+    return torch.randint(97, TOKENS)
+
+
+def images(size=32):
+    return torch.randn(2, 3, size, size)
+
+
+def timm_model(name, size, **options):
+    return timm.create_model(name, num_classes=5, **options), (images(size),), {}
+
+
+def vit():
+    return timm_model("vit_tiny_patch16_224", 32, img_size=32, depth=2)
+
+
+def swin():
+    return timm_model("swin_tiny_patch4_window7_224", 56, img_size=56, depths=(2, 1), embed_dim=32, num_heads=(1, 2))
+
+
+def convnext():
+    return timm_model("convnext_atto", 64, depths=(1, 1, 2, 1), dims=(16, 32, 48, 64))
+
+
+def torchvision_vit():
+    model = torchvision.models.VisionTransformer(32, 8, num_layers=2, num_heads=2, hidden_dim=32, mlp_dim=64)
+    return model, (images(),), {}
+
+
+def resnet():
+    return timm_model("resnet10t", 64)
+
+
+def of_transformers(name, **options):
+    """Make the causal language model ``name`` of two layers and width 64, with ``options`` of its configuration."""
+    import transformers
+
+    common = {
+        "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 32,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "use_cache": False, "pad_token_id": 0, "bos_token_id": 0,
+        "eos_token_id": 0, "max_position_embeddings": 64,
+    }  # fmt: skip
+    config = getattr(transformers, f"{name}Config")(**{**common, **options})
+    return getattr(transformers, f"{name}ForCausalLM")(config), (tokens(),), {}
+
+
+def llama():
+    return models.llama(), (tokens(),), {}
+
+
+def qwen3_moe():
+    return of_transformers("Qwen3Moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)
+
+
+def mixtral():
+    return of_transformers("Mixtral", num_local_experts=4, num_experts_per_tok=2)
+
+
+def gpt_oss():
+    return of_transformers("GptOss", num_local_experts=4, num_experts_per_tok=2, sliding_window=16)
+
+
+def deepseek_v3():
+    return of_transformers(
+        "DeepseekV3", n_routed_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, n_group=2, topk_group=1,
+        q_lora_rank=32, kv_lora_rank=16, qk_rope_head_dim=16, qk_nope_head_dim=16, v_head_dim=32, head_dim=16,
+        first_k_dense_replace=1, num_key_value_heads=2,
+    )  # fmt: skip
+
+
+def mamba2():
+    return of_transformers("Mamba2", num_heads=4, head_dim=32, state_size=16, n_groups=1, chunk_size=8, expand=2)
+
+
+def whisper():
+    import transformers
+
+    config = transformers.WhisperConfig(
+        vocab_size=97, num_mel_bins=16, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=96, decoder_ffn_dim=96, max_source_positions=20,
+        max_target_positions=32, pad_token_id=0, bos_token_id=0, eos_token_id=0, decoder_start_token_id=0,
+        use_cache=False,
+    )  # fmt: skip
+    given = {"input_features": torch.randn(2, 16, 40), "decoder_input_ids": tokens()}
+    return transformers.WhisperForConditionalGeneration(config), (), given
+
+
+def t5():
+    import transformers
+
+    config = transformers.T5Config(
+        vocab_size=97,
+        d_model=64,
+        d_kv=32,
+        d_ff=96,
+        num_layers=2,
+        num_heads=2,
+        decoder_start_token_id=0,
+        use_cache=False,
+    )
+    return transformers.T5ForConditionalGeneration(config), (), {"input_ids": tokens(), "labels": tokens()}
+
+
+def unet():
+    diffusers = pytest.importorskip("diffusers")
+    model = diffusers.UNet2DModel(
+        sample_size=16, block_out_channels=(32, 64), layers_per_block=1, norm_num_groups=8, attention_head_dim=16,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+    )  # fmt: skip
+    return model, (torch.randn(2, 3, 16, 16), torch.tensor([3, 7])), {"return_dict": False}
+
+
+def dit():
+    diffusers = pytest.importorskip("diffusers")
+    model = diffusers.DiTTransformer2DModel(
+        num_attention_heads=2, attention_head_dim=16, in_channels=4, out_channels=4, num_layers=2, sample_size=8,
+        patch_size=2, norm_num_groups=8,
+    )  # fmt: skip
+    labels = {"timestep": torch.tensor([3, 7]), "class_labels": torch.tensor([1, 2])}
+    return model, (torch.randn(2, 4, 8, 8),), {**labels, "return_dict": False}
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.rnn, self.head = nn.Embedding(97, 32), nn.LSTM(32, 48, 2, batch_first=True), nn.Linear(48, 97)
+
+    def forward(self, x):
+        return self.head(self.rnn(self.embed(x))[0])
+
+
+def lstm():
+    return Recurrent(), (tokens(),), {}
+
+
+class EinsumAttention(nn.Module):
+    """Attention of three heads, all its products written as einsums."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Parameter(torch.randn(3, 3, 8, 24)), nn.Parameter(torch.randn(3, 8, 24))
+
+    def forward(self, x):
+        q, k, v = torch.einsum("btd,shed->sbhte", x, self.qkv)
+        weights = torch.einsum("bhqe,bhke->bhqk", q, k).softmax(-1)
+        return torch.einsum("bhqk,bhke,hed->bqd", weights, v, self.out)
+
+
+def einsum_attention():
+    return EinsumAttention(), (torch.randn(2, 7, 24),), {}
+
+
+#: What torch's counter does not count, by the function that makes the model, from the equations of the layers.
+def grouped(model, layers, *, width, hidden, top_k, gated=2):
+    """FLOPs of the experts: each token is multiplied with ``top_k`` gate and up projections and as many down ones."""
+    return 2 * math.prod(TOKENS) * top_k * layers * (gated + 1) * width * hidden
+
+
+UNCOUNTED = {
+    qwen3_moe: lambda m: grouped(m, 2, width=64, hidden=48, top_k=2),
+    mixtral: lambda m: grouped(m, 2, width=64, hidden=96, top_k=2),
+    gpt_oss: lambda m: grouped(m, 2, width=64, hidden=96, top_k=2),
+    deepseek_v3: lambda m: grouped(m, 1, width=64, hidden=32, top_k=2),
+    # four gates of 48 units, each with an input and a state, in two layers; MKL-DNN's kernel is not counted
+    lstm: lambda m: 2 * math.prod(TOKENS) * 4 * 48 * ((32 + 48) + (48 + 48)),
+}
+FAMILIES = [
+    vit, swin, convnext, torchvision_vit, resnet, llama, qwen3_moe, mixtral, gpt_oss, deepseek_v3, mamba2, whisper, t5,
+    unet, dit, lstm, einsum_attention,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", FAMILIES)
+def test_listed_flops_are_counted_flops(make):
+    torch.manual_seed(0)
+    model, args, kwargs = make()
+    explanation = fp4graph.explain(model, "bf16", args, kwargs)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(*args, **kwargs)
+    counted = counter.get_total_flops() + UNCOUNTED.get(make, lambda _: 0)(model)
+    assert all(site.flops is not None for site in explanation.sites)
+    assert counted > 0
+    assert sum(site.flops for site in explanation.sites) == pytest.approx(counted, rel=1e-3)
+    assert explanation.flops == sum(sum(groups.values()) for groups in explanation.totals.values())
+
+
+EVERYTHING = {
+    "version": 1,
+    "name": "everything",
+    "rules": [
+        {"name": "weights", "match": {"op": "linear"}, "quantize": {"element": "e2m1", "block": 8}, "required": False},
+        {
+            "name": "activations",
+            "match": {"op": "matmul"},
+            "quantize": {"element": "e2m1", "block": 8},
+            "required": False,
+        },
+    ],
+}
+
+
+class Called(nn.Module):
+    """Multiplies ``x [4, 8, 16]`` with a parameter, or with itself, as ``function`` does."""
+
+    def __init__(self, function, *shape):
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.randn(shape)) if shape else None
+
+    def forward(self, x):
+        return self.function(x, self.weight)
+
+
+def names(explanation):
+    return [(site.op, site.quantized) for site in explanation.sites]
+
+
+WRITTEN_OUT = {
+    "tensordot": (lambda x, w: torch.tensordot(x, w, dims=([2, 1], [0, 1])), (16, 8, 24), ["linear"]),
+    "tensordot, one axis": (lambda x, w: torch.tensordot(x, w, 1), (16, 24), ["linear"]),
+    "inner": (torch.inner, (24, 16), ["linear"]),
+    "inner of activations": (lambda x, w: torch.inner(x, x[0]), (), ["matmul"]),
+    "multi_dot": (lambda x, w: torch.linalg.multi_dot([x[0], w, w.T, w]), (16, 24), ["linear", "linear", "linear"]),
+    "chain_matmul": (lambda x, w: torch.chain_matmul(x[0], w, w.T), (16, 4), ["linear", "linear"]),
+    "addbmm": (lambda x, w: torch.addbmm(x[0] @ x[1].T, x, x.mT, beta=0.5, alpha=2.0), (), ["matmul", "matmul"]),
+    "addbmm method": (lambda x, w: (x[0] @ x[1].T).addbmm(x, x.mT), (), ["matmul", "matmul"]),
+    "bilinear": (lambda x, w: nn.functional.bilinear(x, x + 1, w, w[:, 0, 0]), (6, 16, 16), ["linear"]),
+    "einsum of three": (lambda x, w: torch.einsum("btd,de,ef->btf", x, w, w.T), (16, 24), ["linear", "linear"]),
+    "einsum of activations": (lambda x, w: torch.einsum("btd,bsd,bse->bte", x, x, x), (), ["matmul", "matmul"]),
+}
+
+
+UNCOUNTED_FLOPS = {"addbmm": 2 * 4 * 8 * 16 * 8, "bilinear": 2 * 4 * 8 * 6 * 16 * 16}
+
+
+def applied(model, policy, x, stance="default"):
+    """The output of ``model`` under ``policy``, compiled or operation by operation."""
+    with torch.compiler.set_stance(stance):
+        y = fp4graph.apply(model, policy, backend="eager")(x)
+    fp4graph.remove(model)
+    return y
+
+
+@pytest.mark.parametrize("name", WRITTEN_OUT)
+@pytest.mark.filterwarnings("ignore:torch.chain_matmul is deprecated", "ignore:.*runs uncompiled")
+def test_an_operation_of_several_products_is_written_out_for_a_rule_that_wants_them(name):
+    function, shape, ops = WRITTEN_OUT[name]
+    torch.manual_seed(0)
+    model, x = Called(function, *shape), torch.randn(4, 8, 16)
+    expected = model(x)
+    quantized, kept = fp4graph.explain(model, EVERYTHING, (x,)), fp4graph.explain(model, "bf16", (x,))
+    assert quantized.problem is None
+    assert names(quantized) == [(op, True) for op in ops]
+    with FlopCounterMode(display=False) as counter:
+        model(x)
+    counted = counter.get_total_flops() + UNCOUNTED_FLOPS.get(name.partition(" ")[0], 0)
+    assert kept.flops == quantized.flops == counted
+    # With fprop in high precision the products compute the same, in another order of summation.
+    backward = {**EVERYTHING, "rules": [{**rule, "operands": {"fprop": "keep"}} for rule in EVERYTHING["rules"]]}
+    tolerance = {"rtol": 1e-5, "atol": 1e-5 * expected.abs().max().item()}
+    torch.testing.assert_close(applied(model, backward, x), expected, **tolerance)
+    rounded = applied(model, EVERYTHING, x)
+    assert not torch.allclose(rounded, expected, **tolerance)
+    assert torch.equal(rounded, applied(model, EVERYTHING, x, "force_eager"))
+
+
+@torch.library.custom_op("fp4graph_tests::twice", mutates_args=())
+def product_of_a_library(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a @ b
+
+
+@product_of_a_library.register_fake
+def _(a, b):
+    return a @ b
+
+
+@register_flop_formula(torch.ops.fp4graph_tests.twice)
+def _(a, b, *args, **kwargs):
+    return 2 * a[0] * a[1] * b[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*runs uncompiled")
+@pytest.mark.parametrize("stance", ["default", "force_eager"])
+def test_an_operation_that_only_the_counter_knows_is_an_error_until_a_rule_keeps_it(stance):
+    """Here activations are multiplied, which no rule of the policy would quantize."""
+    model, x = nn.Sequential(nn.Linear(16, 16), Called(lambda x, _: product_of_a_library(x, x.mT))), torch.randn(4, 16)
+    weights = {**EVERYTHING, "rules": EVERYTHING["rules"][:1]}
+    explanation = fp4graph.explain(model, weights, (x,))
+    assert names(explanation) == [("linear", True), ("twice", False)]
+    assert "1: twice multiplies matrices" in explanation.problem
+    with pytest.raises(fp4graph.CaptureError, match=r"^1: twice .*does not know this operation.*a rule before"):
+        applied(model, weights, x, stance)
+    keep = {"name": "kept", "match": {"module": "1"}, "keep": "not yet"}
+    kept = {**weights, "rules": [keep, *weights["rules"]]}
+    assert applied(model, kept, x, stance).shape == (4, 4)
+    assert fp4graph.explain(model, kept, (x,)).sites[1].reason == "not yet"
+    assert applied(model, "bf16", x, stance).shape == (4, 4)
+
+
+def test_the_table_has_every_operation_of_torchs_counter():
+    """So that an operation which only the counter knows is one of another library, or a new one of torch."""
+    ours = (torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)
+    known = [op for op in flop_registry if isinstance(op, ours) and "backward" not in str(op)]
+    of_torch = [op for op in known if str(op).startswith("aten.") or isinstance(op, torch._ops.HigherOrderOperator)]
+    assert len(of_torch) > 10
+    assert [op for op in of_torch if op not in operations.TABLE] == []
+
+
+SENTENCES = {
+    "complex": (lambda x, w: torch.view_as_complex(x.unflatten(-1, (8, 2))) @ torch.complex(w, w), (8, 8), "complex"),
+    "integers": (lambda x, w: x[0].int() @ x[0].int().T, (), "not floating point"),
+    "vector": (lambda x, w: x[0] @ x[0, 0], (), "a matrix-vector product"),
+    "outer": (lambda x, w: torch.outer(x[0, 0], x[0, 1]), (), "no contraction axis"),
+    "distances": (lambda x, w: torch.cdist(x, w), (8, 16), "distances are kept"),
+    "linear algebra": (lambda x, w: torch.linalg.matrix_power(x @ x.mT, 2), (), "linear algebra is kept"),
+    "convolution": (lambda x, w: nn.functional.conv_transpose1d(x, w), (8, 6, 3), "convolutions are kept"),
+    "in place": (lambda x, w: torch.zeros(8, 8).addmm_(x[0], x[1].T), (), "writes in place"),
+    "int_mm": (lambda x, w: torch._int_mm(x.flatten(0, 1).char(), x.flatten(0, 1).char().T), (), "quantized already"),
+}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_every_other_operation_is_listed_with_a_sentence(name):
+    function, shape, sentence = SENTENCES[name]
+    explanation = fp4graph.explain(Called(function, *shape), EVERYTHING, (torch.randn(4, 8, 16),))
+    assert sentence in " ".join(site.reason for site in explanation.sites)
+    assert all(site.standing == "not supported" for site in explanation.sites if sentence in site.reason)
+
+
+def test_a_weight_that_another_library_quantizes_is_refused():
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), torch.randn(4, 16)
+    quantize_(model[0], Int8WeightOnlyConfig())
+    explanation = fp4graph.explain(model, EVERYTHING, (x,))
+    assert names(explanation) == [("linear", False), ("linear", True)]
+    assert "which another library quantizes" in explanation.problem
+
+
+@pytest.mark.filterwarnings("ignore:.*runs uncompiled")
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_a_recurrent_layer_is_listed_also_where_nothing_is_compiled(layer):
+    model, x = nn.Sequential(nn.Linear(16, 16), layer(16, 24)), torch.randn(4, 8, 16)
+    with torch.compiler.set_stance("force_eager"):
+        fp4graph.apply(model, EVERYTHING, backend="eager")(x)
+    uncompiled = [(site.module, site.op, site.flops) for site in model._compiled_call_impl.sites]
+    fp4graph.remove(model)
+    explained = fp4graph.explain(model, EVERYTHING, (x,))
+    gates = {nn.LSTM: 4, nn.GRU: 3, nn.RNN: 1}[layer]
+    assert uncompiled == [("0", "linear", 2 * 32 * 16 * 16), ("1", "recurrent", 2 * 32 * gates * 24 * (16 + 24))]
+    assert [(site.module, site.op, site.flops) for site in explained.sites] == uncompiled
+    assert "not supported" in str(explained)
+
+
+def test_the_cells_of_recurrent_layers_are_listed():
+    x = torch.randn(4, 16)
+    for cell, gates in ((nn.LSTMCell, 4), (nn.GRUCell, 3), (nn.RNNCell, 1)):
+        explanation = fp4graph.explain(cell(16, 24), "bf16", (x,))
+        assert [(site.op, site.flops) for site in explanation.sites] == [("recurrent", 2 * 4 * gates * 24 * (16 + 24))]
+        assert explanation.totals["not supported"] == {"recurrent layers": explanation.flops}
+
+
+class Block(nn.Module):
+    """A block of a language model, as far as its products go."""
+
+    def __init__(self):
+        super().__init__()
+        self.self_attn = nn.ModuleDict({f"{name}_proj": nn.Linear(16, 16) for name in "qkvo"})
+        self.mlp = nn.ModuleDict({"up_proj": nn.Linear(16, 32), "down_proj": nn.Linear(32, 16)})
+
+    def forward(self, x):
+        q, k, v = (self.self_attn[f"{name}_proj"](x) for name in "qkv")
+        x = x + self.self_attn["o_proj"](nn.functional.scaled_dot_product_attention(q, k, v))
+        return x + self.mlp["down_proj"](self.mlp["up_proj"](x).relu())
+
+
+class Deep(nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        self.layers, self.lm_head = nn.ModuleList(Block() for _ in range(blocks)), nn.Linear(16, 97)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(x)
+
+
+@pytest.mark.parametrize("blocks", [4, pytest.param(32, marks=pytest.mark.long)])
+def test_repeated_blocks_share_lines(blocks):
+    explanation = fp4graph.explain(Deep(blocks), "nvfp4-te", (torch.randn(2, 8, 16),))
+    assert len(explanation.sites) == blocks * 7 + 1
+    text, every = str(explanation), explanation.table(every=True)
+    assert len(text.splitlines()) < 40  # a screen
+    assert f"layers.1-{blocks - 2}.self_attn.q_proj" in text  # the first and the last block are kept
+    assert "layers.0.self_attn.q_proj" in text
+    assert f"layers.0-{blocks - 1} " in text  # the fused attention
+    assert "layers.1.self_attn.q_proj" in every
+    assert "layers.1.self_attn.q_proj" not in text
+
+
+def site(module, **changes):
+    return dataclasses.replace(Site(module, "linear", ((2, 3), (3, 4)), None, "", {}, False, flops=48), **changes)
+
+
+@pytest.mark.parametrize(
+    ("modules", "lines"),
+    [
+        (["a.0.b", "a.1.b", "a.3.b"], ["a.0-1,3.b"]),
+        (["s.0.1.x", "s.0.2.x", "s.1.1.x", "s.1.2.x"], ["s.0-1.1-2.x"]),
+        (["s.0.0.x", "s.0.1.x", "s.1.0.x"], ["s.0.0-1.x", "s.1.0.x"]),
+        (["layer_2.fc", "layer_10.fc"], ["layer_2,10.fc"]),
+        (["", None, "conv1", "conv2"], ["(root)", "-", "conv1", "conv2"]),
+        (["a.0", "a.0", "a.1", "a.1"], ["a.0-1", "a.0-1"]),
+    ],
+)
+def test_lines_join_names_that_differ_in_numbers(modules, lines):
+    sites = [site(module) for module in modules]
+    folded = census.folded(sites)
+    assert [name for name, _ in folded] == lines
+    assert sorted(id(one) for _, joined in folded for one in joined) == sorted(map(id, sites))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"op": "matmul"}, {"shapes": ((2, 3), (3, 5))}, {"rule": "r"}, {"reason": "why"}, {"quantized": True}]
+)
+def test_lines_join_only_what_agrees(changes):
+    assert len(census.folded([site("a.0"), site("a.1")])) == 1
+    assert len(census.folded([site("a.0"), site("a.1", **changes)])) == 2
+
+
+def test_the_last_line_sums_up():
+    sites = [
+        site("b.0", quantized=True, rule="blocks", flops=870),
+        site("head", flops=60),
+        site("b.0.router", rule="router", rule_index=1, flops=30),
+        site("b.0", op="sdpa", flops=20),
+        site("patch", op="conv", supported=False, flops=20),
+        site("x", op="thing", supported=False, flops=None),
+    ]
+    assert census.summary(sites) == (
+        "quantized: 87 % of forward matmul FLOPs; kept: 11 % (head, router, attention); "
+        "not supported: 2 % (convolutions); 1 more of unknown FLOPs"
+    )
+    assert [census.percent(*pair) for pair in ((0, 5), (1, 1000), (999, 1000), (5, 5))] == [
+        "0 %", "<1 %", ">99 %", "100 %"
+    ]  # fmt: skip
