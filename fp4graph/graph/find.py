@@ -70,6 +70,7 @@ class FoundWork:
         unknown: whether the table of operations lacks the operation. Such work is an error under every policy that
             quantizes anything, until a rule keeps it.
         formula: counts the FLOPs where torch's counter cannot, as ``Operation.flops``.
+        supported: whether a rule could have the work quantized.
     """
 
     node: Node
@@ -80,6 +81,7 @@ class FoundWork:
     like_linear: bool = False
     unknown: bool = False
     formula: Callable[..., int] | None = None
+    supported: bool = False
 
 
 @dataclass(frozen=True)
@@ -246,7 +248,7 @@ class Finder:
         """
         name = getattr(node.target, "_name", str(node.target))
         multiplies = False
-        for argument in node.args:
+        for place, argument in enumerate(node.args):
             if not (isinstance(argument, Node) and argument.op == "get_attr"):
                 continue
             inner = getattr(gm, str(argument.target), None)
@@ -260,6 +262,8 @@ class Finder:
                 if Marker.read(inside) is not None:
                     inner.graph.erase_node(inside)
                 elif (read := read_product(inside)) is not None:
+                    if name == "autograd_function_apply" and place > 0:
+                        continue  # the body of its backward
                     op = read.op if isinstance(read, NoProduct) else "matmul"
                     self.found.work.append(self._work(inside, op, f"inside {name}, which is not rewritten"))
                     multiplies |= isinstance(read, Product)
@@ -275,8 +279,10 @@ class Finder:
             return self._product(read, markers)
         if read is not None and operation is not None:
             if not operation.kept and (read.weighs or self._multiplies_parameter(node, markers)):
-                return self._like_linear(node, read.op, read.reason, markers, operation.flops)
-            return self._work(node, read.op, read.reason, operation.flops)
+                work = self._like_linear(node, read.op, read.reason, markers, operation.flops)
+            else:
+                work = self._work(node, read.op, read.reason, operation.flops)
+            return dataclasses.replace(work, supported=operations.opens_on_request(node))
         if node.op not in ("call_function", "call_method") or view_source(node) is not None:
             return None
         if operations.is_foreign(node) and self._multiplies_parameter(node, markers):

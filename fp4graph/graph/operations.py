@@ -1,7 +1,7 @@
 """The table of the operations that multiply matrices, and what the graph pass does with each.
 
-A node of a graph is looked up in :data:`TABLE`, then among the operations of plugins, then by its library. An entry
-either reads the node as one product, which makes it a site, or opens it into other operations, or says why the
+A node of a graph is looked up among the operators that plugins read, then in :data:`TABLE`, then by its library. An
+entry either reads the node as one product, which makes it a site, or opens it into other operations, or says why the
 operation is none of our sites. Operations without an entry are views, arithmetic and look-ups. One without an entry
 that torch's FLOP counter knows, or that belongs to an unknown library and reads a matrix parameter, is an error
 (:meth:`fp4graph.graph.find.Finder.describe`).
@@ -18,6 +18,7 @@ A new operation is a row here:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -28,8 +29,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.fx import Node
 
+from fp4graph.errors import PluginError
 from fp4graph.graph import expand, flops, products
 from fp4graph.graph.products import NoProduct, Product, name_of
+from fp4graph.technique.product import Factors, ProductOperation
+from fp4graph.technique.registry import default_registry
 
 aten = torch.ops.aten
 Sizes = tuple[int | None, int | None, int | None]
@@ -69,32 +73,61 @@ def operation_of(node: Node) -> Operation | None:
     """Return the entry of the operation that ``node`` calls, or None."""
     if node.op not in ("call_function", "call_method"):
         return None
-    target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        target = target.overloadpacket
-    known = TABLE.get(target)
-    if known is None and isinstance(target, torch._ops.OpOverloadPacket):
-        known = TABLE.get(target._qualified_op_name) or LIBRARIES.get(library_of(node) or "")
-    return known
+    name = _qualified_name(node)
+    if name is None:
+        return TABLE.get(node.target)
+    taught = default_registry().products.get(name)
+    if taught is not None:
+        return _of_plugin(taught)
+    return TABLE.get(_packet(node)) or TABLE.get(name) or LIBRARIES.get(name.partition("::")[0])
 
 
-def library_of(node: Node) -> str | None:
-    """Return the library of the operator that ``node`` calls; None for Python functions and methods."""
+def _packet(node: Node) -> Any:
+    """Return the operator that ``node`` calls, without its overload, or the target that is none."""
     target: Any = node.target
-    if isinstance(target, torch._ops.OpOverload):
-        target = target.overloadpacket
-    return target._qualified_op_name.partition("::")[0] if isinstance(target, torch._ops.OpOverloadPacket) else None
+    return target.overloadpacket if isinstance(target, torch._ops.OpOverload) else target
+
+
+def _qualified_name(node: Node) -> str | None:
+    """Return the name and library of the operator that ``node`` calls; None for Python functions and methods."""
+    packet = _packet(node)
+    return packet._qualified_op_name if isinstance(packet, torch._ops.OpOverloadPacket) else None
+
+
+@functools.cache
+def _of_plugin(taught: ProductOperation) -> Operation:
+    """Return the row of an operator that a plugin reads."""
+
+    def read(node: Node, *args: Any, **kwargs: Any) -> Product:
+        try:
+            factors = taught.read(*args, **kwargs)
+            if not isinstance(factors, Factors):
+                raise TypeError(f"read() must return Factors; got {factors!r}")
+            nodes = (factors.a, factors.b, *([] if factors.addend is None else [factors.addend]))
+            if not all(isinstance(one, Node) for one in nodes):
+                raise TypeError(
+                    "a, b and addend of the Factors must be tensor arguments of the call, as they were given"
+                )
+            if factors.form not in ("linear", "matmul"):
+                raise ValueError(f"form is 'linear' or 'matmul'; got {factors.form!r}")
+        except Exception as error:  # a bug of the plugin
+            raise PluginError(
+                f"product operation {taught.operator!r}: {type(error).__name__}: {error}", plugin=taught.plugin
+            ) from error
+        return Product(node, factors.form, factors.a, factors.b, factors.addend, factors.alpha, factors.beta)
+
+    return Operation(read=read)
 
 
 def is_foreign(node: Node) -> bool:
     """Return whether ``node`` calls an operator of a library that nothing is known of."""
-    library = library_of(node)
-    return library is not None and library not in LIBRARIES
+    name = _qualified_name(node)
+    return name is not None and name.partition("::")[0] not in LIBRARIES
 
 
 def is_collective(node: Node) -> bool:
     """Return whether ``node`` calls an operator that moves tensors between processes."""
-    return library_of(node) in _COLLECTIVE
+    return (_qualified_name(node) or "").partition("::")[0] in _COLLECTIVE
 
 
 def read_product(node: Node) -> Product | NoProduct | None:
@@ -123,6 +156,14 @@ def opening(node: Node, wanted: Callable[[str, Sizes], bool]) -> Callable[..., A
         return None
     asked = operation.asks(node)
     return operation.opened(node) if not asked or wanted(asked, operation.sizes(node)) else None
+
+
+def opens_on_request(node: Node) -> bool:
+    """Return whether ``node`` is opened where a rule wants its products."""
+    operation = operation_of(node)
+    if operation is None or operation.opened is None or not operation.asks(node):
+        return False
+    return operation.opened(node) is not None
 
 
 def tag_of(node: Node) -> str | None:

@@ -18,7 +18,6 @@ from fp4graph.errors import CaptureError, PluginError
 from fp4graph.graph import flops
 from fp4graph.graph.blocks import pattern_of
 from fp4graph.graph.find import FoundProduct, FoundWork
-from fp4graph.graph.operations import tag_of
 from fp4graph.graph.products import name_of, transposes, value_of
 from fp4graph.graph.site import Site, WeightUse
 from fp4graph.numerics.spec import QuantSpec
@@ -291,7 +290,7 @@ class Planner:
                 quantized=False,
                 rule_index=index,
                 flops=flops.of_node(found.node, found.formula),
-                supported=tag_of(found.node) is not None,  # a rule may ask for it
+                supported=found.supported,
             )
         )
 

@@ -201,9 +201,8 @@ def _captured(
     except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as error:
         raise CaptureError(
             f"the forward depends on the values of tensors ({error.func}), which the fake tensors of explain() and "
-            "example_inputs do not have; leave example_inputs out, and errors show at the first call. (A "
-            "loop over experts depends on them, such as experts_implementation='eager' in transformers; 'grouped_mm' "
-            "does not.)"
+            "example_inputs do not have; leave example_inputs out, and errors show at the first call. Experts of "
+            "Hugging Face's models depend on no values with model.set_experts_implementation('grouped_mm')"
         ) from error
     finally:
         random.setstate(python_state)

@@ -7,6 +7,7 @@ from fp4graph.technique.context import Context, GroupScale, Quantization
 from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.operands import ADDRESSES, GROUPS, Gemm, Operand
 from fp4graph.technique.options import ForwardOperands, OperandList, Operands, Positive, Share, check_kind
+from fp4graph.technique.product import Factors, ProductOperation
 from fp4graph.technique.site import BlockPosition, SiteView
 from fp4graph.technique.technique import (
     GRADIENT_STAGES,
@@ -26,7 +27,7 @@ from fp4graph.technique.updates import OptimizerStep, WeightUpdate
 #: The modules of fp4graph that a plugin may import. Everything else may change without notice.
 IMPORTABLE = (
     "fp4graph",  # the public names, and all of a simple technique
-    "fp4graph.technique",  # the base class, what its stages are handed, sites, operands, the hook
+    "fp4graph.technique",  # the base class, what its stages are handed, sites, operands, products, the hook
     "fp4graph.errors",  # errors to raise
     "fp4graph.numerics.blocking",  # the blocked layout, groups of blocks
     "fp4graph.numerics.exact",  # sums and roots of the same bits in eager and compiled code
@@ -44,7 +45,8 @@ IMPORTABLE = (
 
 __all__ = [
     "ADDRESSES", "GRADIENT_STAGES", "GROUPS", "IMPORTABLE", "OPTIMIZER_STAGES", "QUANTIZER_STAGES", "STAGES",
-    "TENSOR_STAGES", "BlockPosition", "Context", "ForwardOperands", "Gemm", "GroupScale", "Operand", "OperandList",
-    "OperandSpecs", "Operands", "OptimizerStep", "Overhead", "Positive", "Quantization", "Share", "SiteView",
-    "StateEntry", "Technique", "WeightUpdate", "check_kind", "checked_plan", "hookimpl", "overrides",
+    "TENSOR_STAGES", "BlockPosition", "Context", "Factors", "ForwardOperands", "Gemm", "GroupScale", "Operand",
+    "OperandList", "OperandSpecs", "Operands", "OptimizerStep", "Overhead", "Positive", "ProductOperation",
+    "Quantization", "Share", "SiteView", "StateEntry", "Technique", "WeightUpdate", "check_kind", "checked_plan",
+    "hookimpl", "overrides",
 ]  # fmt: skip

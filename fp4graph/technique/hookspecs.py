@@ -8,6 +8,7 @@ from os import PathLike
 import pluggy
 
 from fp4graph.numerics.formats import ElementFormat, ScaleFormat
+from fp4graph.technique.product import ProductOperation
 from fp4graph.technique.technique import Technique
 
 hookspec = pluggy.HookspecMarker("fp4graph")
@@ -29,4 +30,10 @@ def fp4graph_formats() -> Iterable[ElementFormat | ScaleFormat]:
 @hookspec
 def fp4graph_policies() -> Iterable[str | PathLike[str]]:
     """Return the policy files this plugin ships, each reachable by its file's stem."""
+    return ()
+
+
+@hookspec
+def fp4graph_products() -> Iterable[ProductOperation]:
+    """Return the operators that this plugin teaches the graph pass to read as products."""
     return ()

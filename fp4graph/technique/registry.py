@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
 from importlib.metadata import EntryPoint, entry_points
@@ -14,13 +15,14 @@ import pluggy
 from fp4graph.errors import PluginError
 from fp4graph.numerics import formats
 from fp4graph.technique import hookspecs
+from fp4graph.technique.product import ProductOperation
 from fp4graph.technique.technique import Technique
 
 GROUP = "fp4graph"
 
 
 class Registry:
-    """The techniques, formats and policies that a set of plugins offers.
+    """The techniques, formats, policies and product operations that a set of plugins offers.
 
     Args:
         plugins: (name, object with hook implementations) pairs beyond those found by entry point.
@@ -30,6 +32,7 @@ class Registry:
         techniques: name to class.
         elements, scales: name to format, built-in and added.
         policies: name to file, shipped and added.
+        products: qualified name of an operator to what reads its calls.
         failures: plugin name to the error that kept the plugin out; the others stay usable.
         contested: techniques and formats that two plugins claim, with the error. A policy that names one is refused,
             because nobody can tell which of the two is meant.
@@ -42,6 +45,8 @@ class Registry:
         self._elements: dict[str, formats.ElementFormat] = dict(formats.ELEMENTS)
         self._scales: dict[str, formats.ScaleFormat] = dict(formats.SCALES)
         self._policies: dict[str, Path] = {path.stem: path for path in _shipped_policies()}
+        self._products: dict[str, ProductOperation] = {}
+        self.products: Mapping[str, ProductOperation] = MappingProxyType(self._products)
         self.techniques: Mapping[str, type[Technique]] = MappingProxyType(self._techniques)
         self.elements: Mapping[str, formats.ElementFormat] = MappingProxyType(self._elements)
         self.scales: Mapping[str, formats.ScaleFormat] = MappingProxyType(self._scales)
@@ -68,11 +73,12 @@ class Registry:
             self._manager.register(plugin, name=name)
             self._manager.check_pending()
             others = [other for other in self._manager.get_plugins() if other is not plugin]
-            techniques, number_formats, policies = (
+            techniques, number_formats, policies, products = (
                 [item for batch in self._manager.subset_hook_caller(hook, others)() for item in batch]
-                for hook in ("fp4graph_techniques", "fp4graph_formats", "fp4graph_policies")
+                for hook in ("fp4graph_techniques", "fp4graph_formats", "fp4graph_policies", "fp4graph_products")
             )
             self._check(name, techniques, number_formats, [Path(path) for path in policies])
+            self._check_products(name, products)
         except BaseException:
             if self._manager.get_plugin(name) is plugin:  # registering stops halfway at a bad signature
                 self._manager.unregister(plugin)
@@ -87,6 +93,18 @@ class Registry:
             else:
                 self._scales[number_format.name] = number_format
         self._policies.update((Path(path).stem, Path(path)) for path in policies)
+        self._products.update((product.operator, dataclasses.replace(product, plugin=name)) for product in products)
+
+    def _check_products(self, plugin: str, products: list[object]) -> None:
+        for product in products:
+            if not isinstance(product, ProductOperation):
+                raise PluginError(f"{product!r} is not a ProductOperation", plugin=plugin)
+            library, _, name = product.operator.partition("::")
+            if not (library and name and name.isidentifier()):
+                raise PluginError(f"operator {product.operator!r} is not of the form 'library::name'", plugin=plugin)
+            if product.operator in self._products:
+                other = self._products[product.operator].plugin
+                raise PluginError(f"operator {product.operator!r} is already read by plugin {other!r}", plugin=plugin)
 
     def _check(self, plugin: str, techniques: list[object], number_formats: list[object], policies: list[Path]) -> None:
         offered: set[str] = set()

@@ -16,6 +16,8 @@ import fp4graph
 from fp4graph.graph import operations
 from fp4graph.graph.site import Site
 from fp4graph.model import census
+from fp4graph.technique import Factors, ProductOperation
+from fp4graph.technique.registry import Registry
 from tests.helpers import models
 
 TOKENS = (2, 24)
@@ -127,10 +129,10 @@ def t5():
 def unet():
     diffusers = pytest.importorskip("diffusers")
     model = diffusers.UNet2DModel(
-        sample_size=16, block_out_channels=(32, 64), layers_per_block=1, norm_num_groups=8, attention_head_dim=16,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        sample_size=8, block_out_channels=(16,), layers_per_block=1, norm_num_groups=8, attention_head_dim=8,
+        down_block_types=("AttnDownBlock2D",), up_block_types=("AttnUpBlock2D",),
     )  # fmt: skip
-    return model, (torch.randn(2, 3, 16, 16), torch.tensor([3, 7])), {"return_dict": False}
+    return model, (torch.randn(2, 3, 8, 8), torch.tensor([3, 7])), {"return_dict": False}
 
 
 def dit():
@@ -319,6 +321,46 @@ def test_an_operation_that_only_the_counter_knows_is_an_error_until_a_rule_keeps
     assert applied(model, "bf16", x, stance).shape == (4, 4)
 
 
+def taught(monkeypatch, read):
+    """Let a plugin read calls of ``fp4graph_tests::twice``."""
+
+    class Plugin:
+        @fp4graph.hookimpl
+        def fp4graph_products(self):
+            return [ProductOperation("fp4graph_tests::twice", read)]
+
+    found = Registry([("its plugin", Plugin())], entry_point_group=None)
+    monkeypatch.setattr(operations, "default_registry", lambda: found)
+
+
+@pytest.mark.filterwarnings("ignore:.*runs uncompiled")
+@pytest.mark.parametrize("stance", ["default", "force_eager"])
+def test_a_plugin_teaches_the_pass_an_operation(monkeypatch, stance):
+    x = torch.randn(4, 16)
+    expected = applied(Called(lambda x, _: x @ x.mT), EVERYTHING, x)
+    taught(monkeypatch, lambda a, b: Factors(a, b, "matmul"))
+    model = Called(lambda x, _: product_of_a_library(x, x.mT))
+    (found,) = fp4graph.explain(model, EVERYTHING, (x,)).sites
+    assert (found.op, found.quantized, found.flops) == ("matmul", True, 2 * 4 * 4 * 16)
+    assert torch.equal(applied(model, EVERYTHING, x, stance), expected)
+
+
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        (lambda a, b: 3, "TypeError: read.. must return Factors; got 3"),
+        (lambda a, b: Factors(a, None), "TypeError: a, b and addend"),
+        (lambda a: a, "TypeError: .*takes 1 positional argument"),
+        (lambda a, b: Factors(a, b, "conv"), "ValueError: form is"),
+    ],
+)
+def test_a_plugin_that_reads_wrongly_is_named(monkeypatch, read, message):
+    taught(monkeypatch, read)
+    model = Called(lambda x, _: product_of_a_library(x, x.mT))
+    with pytest.raises(fp4graph.PluginError, match=rf"plugin 'its plugin': .*fp4graph_tests::twice.*{message}"):
+        fp4graph.explain(model, EVERYTHING, (torch.randn(4, 16),))
+
+
 def test_the_table_has_every_operation_of_torchs_counter():
     """So that an operation which only the counter knows is one of another library, or a new one of torch."""
     ours = (torch._ops.OpOverloadPacket, torch._ops.HigherOrderOperator)
@@ -346,17 +388,37 @@ def test_every_other_operation_is_listed_with_a_sentence(name):
     function, shape, sentence = SENTENCES[name]
     explanation = fp4graph.explain(Called(function, *shape), EVERYTHING, (torch.randn(4, 8, 16),))
     assert sentence in " ".join(site.reason for site in explanation.sites)
-    assert all(site.standing == "not supported" for site in explanation.sites if sentence in site.reason)
+    rules_may_want = {"convolution"}
+    standings = {site.standing for site in explanation.sites if sentence in site.reason}
+    assert standings == {"kept" if name in rules_may_want else "not supported"}
 
 
-def test_a_weight_that_another_library_quantizes_is_refused():
-    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+def test_work_that_a_rule_could_quantize_is_kept():
+    model = Called(lambda x, w: nn.functional.bilinear(x, x, w), 6, 16, 16)
+    (site,) = fp4graph.explain(model, "bf16", (torch.randn(4, 8, 16),)).sites
+    assert (site.op, site.standing) == ("bilinear", "kept")
 
-    model, x = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), torch.randn(4, 16)
-    quantize_(model[0], Int8WeightOnlyConfig())
-    explanation = fp4graph.explain(model, EVERYTHING, (x,))
-    assert names(explanation) == [("linear", False), ("linear", True)]
-    assert "which another library quantizes" in explanation.problem
+
+def test_the_forward_of_an_autograd_function_is_counted_once():
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x @ w
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, w = ctx.saved_tensors
+            return grad @ w.mT, x.flatten(0, 1).mT @ grad.flatten(0, 1)
+
+    explanation = fp4graph.explain(Called(Product.apply, 16, 24), "bf16", (torch.randn(4, 8, 16, requires_grad=True),))
+    assert explanation.flops == 2 * 4 * 8 * 16 * 24
+
+
+def test_a_forward_that_depends_on_values_is_one_sentence():
+    model = Called(lambda x, w: x[(x > 0).any(-1)] @ w, 16, 8)
+    with pytest.raises(fp4graph.CaptureError, match=r"depends on the values of tensors .*set_experts_implementation"):
+        fp4graph.explain(model, "bf16", (torch.randn(4, 8, 16),))
 
 
 @pytest.mark.filterwarnings("ignore:.*runs uncompiled")

@@ -15,7 +15,7 @@ from fp4graph.commands.catalogue import shipped_registry
 from fp4graph.technique import IMPORTABLE, STAGES, Technique, overrides
 
 ROOT = Path(__file__).parents[2]
-PLUGINS = [*sorted((ROOT / "plugins").glob("*.py")), ROOT / "examples/technique_plugin/mse_scale.py"]
+PLUGINS = [*sorted((ROOT / "plugins").glob("*.py")), *sorted((ROOT / "examples/technique_plugin").glob("*_*.py"))]
 TECHNIQUES = (ROOT / "docs/techniques.md").read_text(encoding="utf-8")
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from fp4graph.errors import PluginError
 from fp4graph.numerics.formats import E2M1, ELEMENTS, ElementFormat, ScaleFormat
-from fp4graph.technique import Overhead, Technique, hookspecs, registry
+from fp4graph.technique import Factors, Overhead, ProductOperation, Technique, hookspecs, registry
 from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.registry import GROUP, Registry
 from fp4graph.text import suggest
@@ -35,6 +35,7 @@ def offering(
     techniques: list[Any] = [],  # noqa: B006  # only read
     formats: list[Any] = [],  # noqa: B006
     policies: list[Any] = [],  # noqa: B006
+    products: list[Any] = [],  # noqa: B006
 ) -> object:
     """A plugin object that offers these."""
 
@@ -50,6 +51,10 @@ def offering(
         @hookimpl
         def fp4graph_policies(self) -> list[Any]:
             return policies
+
+        @hookimpl
+        def fp4graph_products(self) -> list[Any]:
+            return products
 
     return Plugin()
 
@@ -101,6 +106,8 @@ BROKEN = {
     "a taken format": (offering(formats=[E2M1]), "format 'e2m1' already exists"),
     "format after technique": (offering([technique("t")], [E2M1]), "format 'e2m1' already exists"),
     "a missing policy": (offering(policies=["/nowhere/p.yaml"]), "policy file '/nowhere/p.yaml' does not exist"),
+    "not a product": (offering(products=[int]), "<class 'int'> is not a ProductOperation"),
+    "no operator": (offering(products=[ProductOperation("mm", Factors)]), "'mm' is not of the form 'library::name'"),
     "a taken policy": (offering(policies=[ROOT / "policies/bf16.yaml"]), "'bf16' is already shipped"),
 }  # fmt: skip
 
@@ -140,6 +147,13 @@ def test_a_technique_taken_from_another_plugin_names_it() -> None:
     assert "technique 't' is already offered by plugin 'a'" in str(found.failures["b"])
 
 
+def test_an_operator_is_read_by_one_plugin() -> None:
+    plugins = [(name, offering(products=[ProductOperation("library::mm", Factors)])) for name in ("a", "b")]
+    found = Registry(plugins, entry_point_group=None)
+    assert found.products["library::mm"].plugin == "a"
+    assert "operator 'library::mm' is already read by plugin 'a'" in str(found.failures["b"])
+
+
 def test_two_plugins_of_one_name() -> None:
     found = Registry([("a", offering([technique("t")])), ("a", offering([technique("u")]))], entry_point_group=None)
     assert list(found.techniques) == ["t"]
@@ -155,7 +169,7 @@ def test_each_registry_is_its_own() -> None:
 
 def test_tables_are_read_only() -> None:
     found = Registry(entry_point_group=None)
-    for table in (found.techniques, found.elements, found.scales, found.policies):
+    for table in (found.techniques, found.elements, found.scales, found.policies, found.products):
         with pytest.raises(TypeError):
             table["x"] = None  # type: ignore[index]
 
@@ -216,7 +230,7 @@ def test_importing_loads_no_plugin_and_no_torch_device() -> None:
 
 def test_every_hook_has_a_sentence() -> None:
     hooks = [hook for name, hook in vars(hookspecs).items() if name.startswith("fp4graph_")]
-    assert len(hooks) == 3
+    assert len(hooks) == 4
     for hook in hooks:
         assert hook.__doc__
 
