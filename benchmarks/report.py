@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks import first_step, linear, memory, quantizers, step, tables, targets, techniques
+from benchmarks import experts, first_step, linear, memory, quantizers, step, tables, targets, techniques
 from benchmarks.models import UNQUANTIZED
 from benchmarks.results import RESULTS, ROOT, load
 from fp4graph.files import replacing
@@ -23,6 +23,7 @@ BEGIN = "<!-- From here to the next mark written by `python -m benchmarks.report
 END = "<!-- End of what `python -m benchmarks.report` wrote. -->"
 BENCHMARKS = {
     "linear": linear,
+    "experts": experts,
     "quantizers": quantizers,
     "step": step,
     "first_step": first_step,

@@ -8,7 +8,6 @@ from typing import ClassVar
 from pydantic import Field
 from torch import Tensor
 
-from fp4graph.kernels import operators
 from fp4graph.numerics.blocking import Granularity
 from fp4graph.technique import Context, Operands, OperandSpecs, Overhead, Technique, hookimpl
 
@@ -77,7 +76,7 @@ class MacroBlockScaling(Technique):
         """Return γ of each macro block, fp32, shape of ``z``."""
         assert context.spec is not None
         # Zeros, subnormals (too small for any scale format), Inf and NaN have no useful mantissa.
-        return operators.mantissa(group(self.block), context.spec.element.max, self.mantissa_bits)
+        return context.mantissa(group(self.block), context.spec.element.max, self.mantissa_bits)
 
 
 @hookimpl

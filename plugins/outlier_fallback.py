@@ -10,7 +10,6 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
-from fp4graph.kernels import operators
 from fp4graph.numerics.blocking import Groups
 from fp4graph.technique import Context, Operands, Overhead, Technique, hookimpl
 
@@ -69,7 +68,7 @@ class OutlierFallback(Technique):
         blocking = context.blocking
         lost = context.maxima(torch.where(first == 0, exact, 0.0))
         if self.threshold is None:
-            chosen = operators.largest(lost, self._count(lost))
+            chosen = context.largest(lost, self._count(lost))
         else:
             healthy = context.maxima(torch.where(first == first, exact, 0.0))
             chosen = lost > self.threshold * Groups(blocking, "tensor").reduce(healthy, "amax")

@@ -293,12 +293,13 @@ class Direct(TorchFunctionMode):
     def _run(self, call: SiteCall) -> Tensor:
         inputs = [None if node is None else value_of(node) for node in call.inputs]
         state = [_viewed(node, views) for node, views in call.state]
+        named = {"site": call.site} if call.ends is None else {"site": call.site, "ends": value_of(call.ends)}
         if self._recording is None:
-            return call.function(*inputs, call.salt, *state, site=call.site)
+            return call.function(*inputs, call.salt, *state, **named)
         name = numbered(call.site, self._shown[call.site])
         self._shown[call.site] += 1
         with observed(self._recording.operands(name)):
-            y = call.function(*inputs, call.salt, *state, site=call.site)
+            y = call.function(*inputs, call.salt, *state, **named)
         self._recording.output(name, y)
         return y
 

@@ -121,7 +121,7 @@ class Found:
 
     Attributes:
         work: the matrix work, in the order of the graph.
-        read: the parameters that the graph takes.
+        read: the parameters that the graph takes for more than to mark them.
         marked: the modules whose markers were found; None is a module that cannot be known.
         bodies: the graph and the bodies in it whose nodes may be replaced.
     """
@@ -147,7 +147,8 @@ def find(
     graphs = [module for module in gm.modules() if isinstance(module, GraphModule)]
     names.learn([node for module in graphs for node in module.graph.nodes])
     for node in gm.graph.find_nodes(op="placeholder"):
-        finder.found.read.update(names.owners(node))
+        if any(Marker.read(user) is None for user in node.users):
+            finder.found.read.update(names.owners(node))
     finder.walk(gm, Markers())
     return finder.found
 
@@ -337,7 +338,8 @@ class Finder:
             and self._is_matrix_parameter(product.a, markers)
             and not self._is_matrix_parameter(product.b, markers)
         )
-        op = node.meta.get("fp4graph_op") or ("linear" if has_weight else "matmul")
+        form = "grouped" if product.form == "grouped" else "linear" if has_weight else "matmul"
+        op = node.meta.get("fp4graph_op") or form
         sizes = _static(a.shape[-1]), _static(b.shape[0 if product.form == "linear" else -1]), _static(b.numel())
         parameter = None if owner is None else owner.parameter
         view = self._names.view(module, op, sizes, products.producer_of(product.a), parameter)

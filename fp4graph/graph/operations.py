@@ -191,7 +191,6 @@ _ATTENTION = Operation(
 _CONVOLUTION = Operation("conv", reason="convolutions are kept in high precision", kept=True)
 RECURRENT = "recurrent layers are kept in high precision"
 _QUANTIZED = Operation(reason="its factors are quantized already", weighs=True)
-_GROUPED = Operation(reason="grouped products cannot be quantized yet", weighs=True, flops=flops.of_grouped)
 _IN_PLACE = Operation(reason="writes in place; write it without the underscore to quantize it")
 
 
@@ -315,8 +314,14 @@ TABLE: Mapping[Any, Operation] = {
         (_spelled("dot", "vdot", "vecdot"), Operation(reason="a vector product", flops=flops.of_vector)),
         # refused where a linear layer would be quantized
         (_spelled("addmm_", "baddbmm_", "addbmm_", "addmv_"), _IN_PLACE),
-        ((*_spelled("_grouped_mm", "grouped_mm"), "transformers::grouped_mm_fallback"), _GROUPED),
-        (_spelled("_scaled_grouped_mm", "_scaled_grouped_mm_v2", "scaled_grouped_mm"), _GROUPED),
+        (
+            (*_spelled("_grouped_mm", "grouped_mm"), "transformers::grouped_mm_fallback"),
+            Operation(read=products.grouped, weighs=True, flops=flops.of_grouped),
+        ),
+        (
+            _spelled("_scaled_grouped_mm", "_scaled_grouped_mm_v2", "scaled_grouped_mm"),
+            dataclasses.replace(_QUANTIZED, flops=flops.of_grouped),
+        ),
         (_spelled("_int_mm"), Operation(reason=_QUANTIZED.reason, weighs=True, flops=flops.of_mm)),
         (
             _spelled(

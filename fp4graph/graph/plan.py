@@ -241,7 +241,7 @@ class Planner:
         occurrence = self._occurrences[str(view.module)]
         self._occurrences[str(view.module)] += 1
         if found.has_weight and found.owner is not None:
-            transposed = (found.product.form == "matmul") != transposes(found.views)
+            transposed = (found.product.form != "linear") != transposes(found.views)
             self.uses.append(WeightUse(*found.owner, view, decision, transposed))
         plan = NOTHING
         if rule.quantizes:

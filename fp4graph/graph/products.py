@@ -20,7 +20,9 @@ from fp4graph.numerics.sharding import is_sharded
 class Product:
     """One node that computes ``beta·addend + alpha·A @ B``.
 
-    ``form`` is ``linear`` (B stored ``[N, K]``), or ``matmul`` (B ``[..., K, N]``); ``addend`` the bias or accumulator.
+    ``form`` is ``linear`` (B stored ``[N, K]``), ``matmul`` (B ``[..., K, N]``), or ``grouped`` (A ``[T, K]`` with the
+    tokens sorted by expert, B ``[E, K, N]``, ``ends`` the cumulative numbers of tokens); ``addend`` is the bias or
+    accumulator.
 
     A new form needs: a reader that returns it, :func:`objection` to say which factors it takes, the sizes K and N and
     the kind of site in ``Finder._product``, its FLOPs in :func:`fp4graph.graph.flops.of_product`, and its computation
@@ -34,6 +36,7 @@ class Product:
     addend: Node | None = None
     alpha: float = 1
     beta: float = 1
+    ends: Node | None = None
 
     @property
     def values(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -78,6 +81,13 @@ def addmm(node: Node, addend: Node, a: Node, b: Node, *, beta: float = 1, alpha:
     return Product(node, "matmul", a, b, addend, alpha=alpha, beta=beta)
 
 
+def grouped(
+    node: Node, a: Node, b: Node, offs: Node | None = None, bias: Node | None = None, out_dtype: Any = None
+) -> Product:
+    """Read ``A_e @ B_e`` of every expert e."""
+    return Product(node, "grouped", a, b, bias, ends=offs)
+
+
 def objection(product: Product) -> str | None:
     """Return why ``product`` cannot be a site, or None."""
     a, b = value_of(product.a), value_of(product.b)
@@ -87,14 +97,41 @@ def objection(product: Product) -> str | None:
     if a is None or b is None or not (a.is_floating_point() and b.is_floating_point()):
         complex_numbers = any(value is not None and value.is_complex() for value in (a, b))
         return "complex numbers, which no format here rounds" if complex_numbers else "not floating point"
+    if product.form == "grouped":
+        return _grouped_objection(product, a, b)
+    if _is_gathered(product.a) or _is_gathered(product.b):
+        return (
+            "it multiplies each token with a copy of its expert's matrix; write it as a grouped product to quantize it "
+            "expert by expert, in transformers with experts_implementation='grouped_mm'"
+        )
     if a.dim() < (1 if product.form == "linear" else 2) or b.dim() < 2:
         return "a matrix-vector product"
     return None
 
 
+def _grouped_objection(product: Product, a: torch.Tensor, b: torch.Tensor) -> str | None:
+    if a.dim() != 2 or b.dim() != 3 or product.ends is None:
+        return "only tokens [T, K] sorted by expert, with offsets, are multiplied with weights [E, K, N]"
+    if product.addend is not None:
+        return "it adds a bias; add the bias afterwards to quantize it"
+    out = value_of(product.node)
+    return None if out is None or out.dtype is a.dtype else "it asks for an out_dtype"
+
+
 def is_quantized_elsewhere(x: object) -> bool:
     """Return whether ``x`` is a tensor of another library that is made of several tensors, as torchao's weights are."""
     return isinstance(x, torch.Tensor) and not is_sharded(x) and is_traceable_wrapper_subclass(x)
+
+
+def _is_gathered(node: Node) -> bool:
+    """Return whether ``node`` shows matrices that a tensor of indices picked out of a stack of matrices."""
+    while (source := view_source(node)) is not None:
+        index = node.args[1] if name_of(node) in ("getitem", "__getitem__") and len(node.args) > 1 else None
+        stack, picked = value_of(source), value_of(index[0] if isinstance(index, tuple) and index else index)
+        if picked is not None and picked.dim() and stack is not None and stack.dim() == 3:
+            return True
+        node = source
+    return False
 
 
 def operation(node: Node) -> Callable[..., Any]:

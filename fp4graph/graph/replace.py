@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 from torch.fx import Node
@@ -34,10 +35,11 @@ class UnmarkedWeight(CaptureError):
 
 @dataclass(frozen=True)
 class SiteCall:
-    """The call that stands for a planned site: ``function(*inputs, salt, *state, site=site)``.
+    """The call that stands for a planned site: ``function(*inputs, salt, *state, site=site, ends=ends)``.
 
     Attributes:
         inputs: nodes of the two factors, the addend, the key and the step; None for what the program does not need.
+        ends: node of the cumulative numbers of tokens, of a grouped product.
         state: nodes of the weight's state, each with the views that show it as the product sees its weight.
     """
 
@@ -46,6 +48,7 @@ class SiteCall:
     salt: int
     state: tuple[tuple[Node, tuple[Node, ...]], ...]
     site: str
+    ends: Node | None = None
 
 
 def call_of(site: PlannedSite, product: Product) -> SiteCall:
@@ -76,7 +79,8 @@ def call_of(site: PlannedSite, product: Product) -> SiteCall:
         key, step = marked.marker.key, marked.marker.step
     state = tuple((_entry(slot, found), found.views if slot.entry.weight_like else ()) for slot in program.state)
     function = site_function(program, product.form, float(product.alpha), float(product.beta))
-    return SiteCall(function, (product.a, product.b, product.addend, key, step), _salt(site), state, where)
+    inputs = (product.a, product.b, product.addend, key, step)
+    return SiteCall(function, inputs, _salt(site), state, where, product.ends)
 
 
 def replace(site: PlannedSite) -> None:
@@ -91,7 +95,8 @@ def replace(site: PlannedSite) -> None:
     graph = product.node.graph
     with graph.inserting_before(product.node):
         state = [_same_view(node, views) for node, views in call.state]
-        new = graph.call_function(call.function, (*call.inputs, call.salt, *state), {"site": call.site})
+        named: dict[str, Any] = {"site": call.site} if call.ends is None else {"site": call.site, "ends": call.ends}
+        new = graph.call_function(call.function, (*call.inputs, call.salt, *state), named)
         new.meta = dict(product.node.meta)
     product.node.replace_all_uses_with(new)
     graph.erase_node(product.node)

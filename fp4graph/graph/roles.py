@@ -21,7 +21,7 @@ from fp4graph.graph.products import name_of, view_source
 from fp4graph.policy.adapters import is_adapter
 
 #: Classes of modules that route, and names of modules that route where ``experts`` stand beside them.
-_ROUTER_CLASS = re.compile(r"router|top_?k|gating", re.IGNORECASE)
+_ROUTER_CLASS = re.compile(r"router|moe_?gat|top_?k_?gat", re.IGNORECASE)
 _ROUTER_NAME = re.compile(r"(router|gate|gating|wg|w_g)", re.IGNORECASE)
 #: The methods by which Hugging Face's and timm's models show their heads.
 _SHOWS_HEAD = ("get_output_embeddings", "get_classifier")

@@ -5,11 +5,12 @@ Planning touches nothing, so that a refusal leaves the model as it was.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from fp4graph.errors import CaptureError
 from fp4graph.graph.marker import Tag
 from fp4graph.graph.names import Names
 from fp4graph.graph.plan import Plan
@@ -19,6 +20,7 @@ from fp4graph.model.current import CurrentForward
 from fp4graph.model.weight import PlannedWeight, Weight
 from fp4graph.policy import Policy, Rule
 from fp4graph.technique import Technique
+from fp4graph.technique.site import SiteView
 
 #: Modules that call, count or iterate over their children: a child of ours would change what they do.
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -50,9 +52,11 @@ class PhasePlan:
 
     def _weight(self, fqn: str, module: nn.Module, name: str, parameter: Tensor | None) -> Weight | None:
         """Return ``parameter`` as a weight that a rule quantizes or may quantize, else None."""
-        convolves = isinstance(module, nn.Conv1d | nn.Conv2d) and name == "weight"
         if parameter is None or isinstance(module, nn.Embedding | nn.EmbeddingBag):
             return None
+        convolves = isinstance(module, nn.Conv1d | nn.Conv2d) and name == "weight"
+        if parameter.dim() == 3 and not convolves:
+            return self._experts(fqn, module, name, parameter)
         if not convolves and (parameter.dim() != 2 or not (name == "weight" or name.endswith("_weight"))):
             return None
         if is_quantized_elsewhere(parameter):
@@ -63,8 +67,27 @@ class PhasePlan:
             out_features, in_features = in_features, out_features
         op = "conv" if convolves else "linear"
         view = self.names.view(fqn, op, (in_features, out_features, parameter.numel()), parameter=name)
+        return self._possibly(fqn, module, name, [view], transposed)
+
+    def _experts(self, fqn: str, module: nn.Module, name: str, parameter: Tensor) -> Weight | None:
+        """Return ``parameter [E, N, K]`` or ``[E, K, N]`` as the weights of experts; only a graph shows which, and
+        whether they are any."""
+        if min(parameter.shape) < 2 or type(module).__module__.startswith("torch.nn.modules"):
+            return None
+        last, first = parameter.shape[-1], parameter.shape[-2]
+        sizes = [(last, first, parameter.numel()), (first, last, parameter.numel())]
+        views = [self.names.view(fqn, "grouped", each, parameter=name) for each in sizes]
+        try:
+            return self._possibly(fqn, module, name, views, transposed=False)
+        except CaptureError:  # raised again where a graph has such a product
+            return None
+
+    def _possibly(
+        self, fqn: str, module: nn.Module, name: str, views: Sequence[SiteView], transposed: bool
+    ) -> Weight | None:
+        """Return the weight with its possible decisions, where one of them quantizes it."""
         possible: dict[tuple[Rule, Plan], PlannedWeight] = {}
-        for site, decision in self.policy.decide_weight(view):
+        for site, decision in (pair for view in views for pair in self.policy.decide_weight(view)):
             planned = PlannedWeight.of(site, decision.rule)
             possible.setdefault((planned.rule, planned.plan), planned)
         if all(planned.plan.program is None for planned in possible.values()):
@@ -81,7 +104,7 @@ class PhasePlan:
             if (inside_torch and not attends) or state.is_ours(fqn):
                 continue
             owns = any(p is not None and p.dim() >= 2 for p in module._parameters.values())
-            ops = ("matmul", "sdpa", *(("linear", "conv") if owns or attends else ()))
+            ops = ("matmul", "sdpa", *(("linear", "grouped", "conv") if owns or attends else ()))
             if any(self.policy.may_quantize(self.names.view(fqn, op)) for op in ops):
                 found.add(fqn)
         return found

@@ -12,6 +12,7 @@ from fp4graph.graph.plan import NOTHING, Plan, plan_once
 from fp4graph.graph.site import WeightUse
 from fp4graph.model import state
 from fp4graph.numerics.draw import Draw
+from fp4graph.numerics.segments import Segments
 from fp4graph.numerics.sharding import is_sharded, like, whole
 from fp4graph.ops import contract
 from fp4graph.ops.draw import operand_draw
@@ -118,6 +119,12 @@ class Weight:
             )
 
     @property
+    def is_used(self) -> bool:
+        """Return whether the parameter is known to be multiplied with: one of three axes may be anything until a graph
+        has shown its product."""
+        return self._captured or self.view.op != "grouped"
+
+    @property
     def choices(self) -> tuple[PlannedWeight, ...]:
         """The decision, or the possible decisions as long as no graph has shown the product."""
         return self.possible if self._settled is None else (self._settled,)
@@ -190,7 +197,8 @@ class Weight:
         draw = Draw(key, step.to(key.device)) if self.plan.program.draws else None
         rotation = fprop.rotate(canonical, canonical, operand_draw(draw, Operand.FPROP_INPUT))
         entries = self.fprop_state(lambda entry: rotation.apply(entry, "right"))
-        terms = fprop.right(rotation.right, operand_draw(draw, Operand.FPROP_WEIGHT), entries)
+        segments = Segments(0, w.shape[0]) if self.view.op == "grouped" else None
+        terms = fprop.right(rotation.right, operand_draw(draw, Operand.FPROP_WEIGHT), entries, segments)
         result = rotation.undo(total(terms), "right").to(w.dtype)
         return like((result.mT if self.stored_transposed else result).reshape(w.shape), w)
 

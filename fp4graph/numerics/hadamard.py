@@ -37,27 +37,21 @@ def rotate(x: Tensor, block: int, signs: Tensor | None = None) -> Tensor:
 
     Args:
         block: elements of a block, a power of two.
-        signs: ±1, ``[block]``, the same in every block.
+        signs: ±1, broadcastable to ``[..., ceil(n/block), block]``: ``[block]`` for the same signs in every block.
     """
-    matrix = _matrix(x, block, signs, dim=-2)
+    h = hadamard_matrix(block, x.device, x.dtype)
     blocking = Blocking(tuple(x.shape), block, -1)
-    return (blocking.split(x) @ matrix).reshape(blocking.padded_shape)
+    blocks = blocking.split(x)
+    if signs is not None:
+        blocks = blocks * signs.to(x.dtype)
+    return (blocks @ h).reshape(blocking.padded_shape)
 
 
 def unrotate(x: Tensor, block: int, signs: Tensor | None = None, length: int | None = None) -> Tensor:
     """Return ``x · H · S``, the inverse of :func:`rotate`, cut to ``length`` elements of the last axis (None: all)."""
-    matrix = _matrix(x, block, signs, dim=-1)
-    blocking = Blocking((*x.shape[:-1], x.shape[-1] if length is None else length), block, -1)
-    return blocking.join(x.reshape(blocking.layout) @ matrix)
-
-
-def _matrix(x: Tensor, block: int, signs: Tensor | None, dim: int) -> Tensor:
-    """Return H in the dtype of ``x``, with its rows (``dim`` -2) or columns (-1) times the signs.
-
-    A product with it has the bits of a product with H before or after which ``x`` is multiplied by the signs.
-    """
     h = hadamard_matrix(block, x.device, x.dtype)
-    if signs is None:
-        return h
-    # as_strided makes Inductor write H once for a graph; inlined, its parities would be computed in each product here.
-    return h.as_strided((block, block), (block, 1)) * signs.to(x.dtype).unsqueeze(-3 - dim)
+    blocking = Blocking((*x.shape[:-1], x.shape[-1] if length is None else length), block, -1)
+    blocks = x.reshape(blocking.layout) @ h
+    if signs is not None:
+        blocks = blocks * signs.to(x.dtype)
+    return blocking.join(blocks)

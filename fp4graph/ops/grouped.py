@@ -130,8 +130,8 @@ _library.define("grouped_product(Tensor left, Tensor right, Tensor starts, Tenso
 
 def _empty(left: Tensor, right: Tensor, experts: int) -> Tensor:
     if right.dim() == 3:
-        return left.new_zeros((left.shape[0], right.shape[1]))
-    return left.new_zeros((experts, left.shape[0], right.shape[0]))
+        return left.new_empty((left.shape[0], right.shape[1]))
+    return left.new_empty((experts, left.shape[0], right.shape[0]))
 
 
 def _fake(left: Tensor, right: Tensor, starts: Tensor, sizes: Tensor, scale: Tensor | None) -> Tensor:
@@ -142,22 +142,28 @@ def _on_cpu(left: Tensor, right: Tensor, starts: Tensor, sizes: Tensor, scale: T
     """Multiply expert by expert, as an ordinary product of the expert's tokens does."""
     by_rows = right.dim() == 3
     tokens = left.shape[0 if by_rows else 1]
-    result = _empty(left, right, starts.shape[0])
+    result, written = _empty(left, right, starts.shape[0]), 0
     for expert, (start, size) in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True)):
         if size < 0 or start < 0 or start + size > tokens:
             raise ValueError(
                 f"the group offsets of a grouped product must not decrease, and must not exceed the number of tokens; "
                 f"expert {expert} would have {size} tokens from the {start}th on, of {tokens}"
             )
+        if by_rows:
+            result[written:start] = 0
         if size == 0:
+            if not by_rows:
+                result[expert] = 0
             continue
-        along = slice(start, start + size)
+        along, written = slice(start, start + size), start + size
         a, b = (left[along], right[expert]) if by_rows else (left[:, along], right[:, along])
         target = result[along] if by_rows else result[expert]
         if scale is None:
             torch.mm(a, b.mT, out=target)
         else:
             target.copy_(scaled_product(a, b, scale[expert], None, 0))
+    if by_rows:
+        result[written:] = 0
     return result
 
 

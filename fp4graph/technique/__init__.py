@@ -33,7 +33,6 @@ IMPORTABLE = (
     "fp4graph.numerics.exact",  # sums and roots of the same bits in eager and compiled code
     "fp4graph.numerics.formats",  # element and scale formats
     "fp4graph.numerics.hadamard",  # block Hadamard rotations
-    "fp4graph.numerics.noise",  # random bits and Gaussian variates from the keys of a context
     "fp4graph.numerics.quantize",  # a whole quantizer, for a tensor that is no operand
     "fp4graph.numerics.rounding",  # elements: to nearest, stochastically, the two neighbours
     "fp4graph.numerics.scaling",  # block scales, and dividing by them

@@ -55,6 +55,14 @@ class Context:
         a statistic; NaN if a value is."""
         return operators.amax(x, self.blocking)
 
+    def mantissa(self, z: Tensor, divisor: float, bits: int) -> Tensor:
+        """Return the mantissa of ``z / divisor``, :func:`fp4graph.numerics.scaling.mantissa`."""
+        return operators.mantissa(z, divisor, bits)
+
+    def largest(self, score: Tensor, count: int) -> Tensor:
+        """Return whether each element of ``score`` is among the ``count`` largest; of equal ones the first are."""
+        return operators.largest(score, count)
+
     def bits(self, count: int, constant: bool = False) -> Tensor:
         """Return ``count`` words of 32 random bits, int32: new at every forward, or with ``constant`` always the same.
 

@@ -185,6 +185,8 @@ class _Hooks:
         uses: dict[int, list[tuple[Weight, Runtime]]] = {}
         for runtime in live:
             for weight in runtime.weights:
+                if not weight.is_used:
+                    continue
                 if id(weight.parameter) in groups and weight.parameter.grad is not None:
                     uses.setdefault(id(weight.parameter), []).append((weight, runtime))
         for technique in self._live():

@@ -377,7 +377,7 @@ SENTENCES = {
     "outer": (lambda x, w: torch.outer(x[0, 0], x[0, 1]), (), "no contraction axis"),
     "distances": (lambda x, w: torch.cdist(x, w), (8, 16), "distances are kept"),
     "linear algebra": (lambda x, w: torch.linalg.matrix_power(x @ x.mT, 2), (), "linear algebra is kept"),
-    "convolution": (lambda x, w: nn.functional.conv1d(x, w), (6, 8, 3), "convolutions are kept"),
+    "convolution": (lambda x, w: nn.functional.conv_transpose1d(x, w), (8, 6, 3), "convolutions are kept"),
     "in place": (lambda x, w: torch.zeros(8, 8).addmm_(x[0], x[1].T), (), "writes in place"),
     "int_mm": (lambda x, w: torch._int_mm(x.flatten(0, 1).char(), x.flatten(0, 1).char().T), (), "quantized already"),
 }

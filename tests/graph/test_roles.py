@@ -7,6 +7,8 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
+from timm.layers import GatedMlp
+from timm.models.mlp_mixer import MlpMixer, SpatialGatingBlock
 from torch import nn
 
 import fp4graph
@@ -168,6 +170,15 @@ class Named(nn.Module):
 
     def forward(self, x):
         return self.gate_proj(x) * self.gate(x).sum(-1, keepdim=True)
+
+
+def test_a_gate_without_experts_is_no_router():
+    # gMLP's SpatialGatingUnit multiplies with what a linear layer says.
+    sizes = {"num_blocks": 2, "embed_dim": 64, "mlp_ratio": 2, "patch_size": 8, "img_size": 32, "num_classes": 4}
+    model = MlpMixer(block_layer=SpatialGatingBlock, mlp_layer=GatedMlp, **sizes)
+    sites = fp4graph.explain(model, "tetrajet", (torch.randn(1, 3, 32, 32),)).sites
+    assert {site.module.rpartition(".")[2] for site in sites if site.quantized} >= {"proj", "fc1", "fc2"}
+    assert not any(site.rule == "routers" for site in sites)
 
 
 @pytest.mark.parametrize("by_class", [False, True])

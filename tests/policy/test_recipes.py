@@ -41,10 +41,10 @@ def again(spec: QuantSpec) -> QuantSpec:
 
 
 def block_rule(name: str) -> Rule:
-    """The one rule that quantizes: the linears of the blocks, required to be there, everything else kept."""
+    """The one rule that quantizes: the linears and experts of the blocks, required to be there; all else kept."""
     policy = load_policy(name)
     (rule,) = (rule for rule in policy.rules if rule.quantizes)
-    assert rule.match == Match(op=("linear",), block=True)
+    assert rule.match == Match(op=("linear", "grouped"), block=True)
     assert rule.required
     assert policy.default.keep is not None
     with pytest.raises(Exception, match="at least 1 quantized"):
@@ -160,7 +160,7 @@ def test_without_forward_quantizers() -> None:
 @pytest.mark.parametrize("scale", ["floor", "ceil"])
 def test_the_eight_cells_of_table_5_are_three_switches(rounding: str, source: str, scale: str) -> None:
     rule = {
-        "match": {"op": "linear", "block": True},
+        "match": {"op": ["linear", "grouped"], "block": True},
         "quantize": {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": scale}},
         "operands": {
             "backward": {"rounding": rounding},

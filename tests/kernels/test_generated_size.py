@@ -1,0 +1,62 @@
+"""What techniques leave to Inductor on a CPU, which compiles it again for every site and shape: operations in the graph
+of one linear layer's step."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fp4graph
+from fp4graph.graph.functions import site_function
+from fp4graph.graph.plan import plan_site
+from fp4graph.numerics import noise
+from fp4graph.technique.site import BlockPosition, SiteView
+
+pytestmark = pytest.mark.compiler
+
+VIEWS = {"view", "t", "transpose", "squeeze", "unsqueeze", "detach", "expand", "alias", "select", "slice", "permute"}
+
+
+def operations(policy: str) -> Counter[str]:
+    """Count the operations in a step of one linear layer of 256 × 128, without views and operators of ours."""
+    site = SiteView("blocks.5.fc", "linear", 256, 128, 256 * 128, BlockPosition("blocks", 5, 12))
+    f = site_function(plan_site(site, fp4graph.load_policy(policy).rules[0]).program, "linear", 1.0, 1.0)
+    key, step = noise.make_key("site"), noise.make_step(0, 0, 0)
+
+    def run(x: Tensor, w: Tensor, dy: Tensor, key: Tensor, step: Tensor) -> tuple[Tensor, ...]:
+        x, w = x.detach().requires_grad_(), w.detach().requires_grad_()
+        y = f(x, w, None, key, step, 0)
+        return y.detach(), *torch.autograd.grad(y, (x, w), dy)
+
+    args = torch.randn(64, 256), torch.randn(128, 256), torch.randn(64, 128), key, step
+    graph = make_fx(run, tracing_mode="fake")(*args).graph
+    graph.eliminate_dead_code()
+    targets = [node.target for node in graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+    names = Counter(target._opname for target in targets if target.namespace == "aten")
+    return Counter({name: count for name, count in names.items() if name not in VIEWS})
+
+
+def test_a_plain_policy_leaves_its_products() -> None:
+    assert operations("mxfp4-full") == {"mm": 3}
+
+
+def test_the_techniques_for_reinforcement_learning_leave_sums() -> None:
+    """No statistic, scale, hash or rank: only what is done with whole operands, x - Q(x) and the sum of both passes for
+    X and W, and the noise on W."""
+    found = operations("mxfp4-rl")
+    assert found["mm"] == 3
+    assert found["sub"] == found["eq"] == 2
+    assert found.total() <= 22  # 4 more would be one more operation in a statistic of each pass
+    assert not found.keys() & {"amax", "max", "sort", "scatter", "bitwise_and", "bitwise_xor", "__rshift__", "div"}
+
+
+def test_signs_of_a_rotation_are_drawn_outside() -> None:
+    """Each of the six operands is multiplied with a Hadamard matrix, whose entries take five shifts; a hash of a sign
+    takes six more."""
+    found = operations("mxfp4-full-rht")
+    assert found["__rshift__"] == found["bitwise_xor"] == 6 * 5
+    assert found["mm"] + found["bmm"] == 3 + 6
