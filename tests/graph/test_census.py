@@ -224,6 +224,19 @@ EVERYTHING = {
 }
 
 
+@pytest.mark.parametrize("make", [resnet, einsum_attention])
+def test_the_flops_are_the_same_where_everything_is_quantized(make):
+    """Convolutions and einsums are written out as products then."""
+    torch.manual_seed(0)
+    model, args, kwargs = make()
+    rules = [{**EVERYTHING["rules"][0], "match": {"op": ["linear", "matmul", "sdpa", "conv"]}}]
+    explanation = fp4graph.explain(model, {**EVERYTHING, "rules": rules}, args, kwargs)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(*args, **kwargs)
+    assert explanation.flops == pytest.approx(counter.get_total_flops(), rel=1e-3)
+    assert sum(explanation.totals["quantized"].values()) == explanation.flops
+
+
 class Called(nn.Module):
     """Multiplies ``x [4, 8, 16]`` with a parameter, or with itself, as ``function`` does."""
 
