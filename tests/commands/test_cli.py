@@ -238,8 +238,13 @@ def test_explain(fp4graph: Any) -> None:
     assert sites["blocks.0.attn.qkv"]["rule"] == "transformer linears"
     assert sites["blocks.0.attn.qkv"]["shapes"][0][0] == 3
     assert not sites["head"]["quantized"]
+    assert result.data["flops"] == sum(sum(groups.values()) for groups in result.data["totals"].values())
+    assert sum(site["share"] for site in result.data["sites"]) == pytest.approx(1)
     text = fp4graph("explain", "--model", "test_vit", "tetrajet").out
-    assert "blocks.0.attn.qkv" in text
+    assert "blocks.0-5.attn.qkv" in text
+    every = fp4graph("explain", "--model", "test_vit", "--all", "tetrajet").out
+    assert "blocks.3.attn.qkv" in every
+    assert "blocks.0-5" not in every
 
 
 @pytest.mark.slow
@@ -247,7 +252,7 @@ def test_explain(fp4graph: Any) -> None:
 def test_check_against_a_model(fp4graph: Any, tmp_path: Path) -> None:
     result = fp4graph("check", "tetrajet", "--model", "test_vit")
     assert result.code == 0
-    assert "blocks.0.attn.qkv" in result.out
+    assert "blocks.0-5.attn.qkv" in result.out
     path = tmp_path / "p.yaml"
     path.write_text("version: 1\nextends: tetrajet\nexpect:\n  quantized: {min: 1000}\n")
     result = fp4graph("check", str(path), "--model", "test_vit")
