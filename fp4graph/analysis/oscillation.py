@@ -24,7 +24,7 @@ class Window:
     def __init__(self, weights: Sequence[Weight], steps: int, sample: int | None, metrics: frozenset[str]) -> None:
         self._steps, self._metrics = steps, metrics
         self.left = steps + 1  # calls of advance() that are still to come
-        self._weights = [_Moving(weight, sample) for weight in weights if weight.parameter.numel()]
+        self._weights = [_Moving(weight, sample) for weight in weights if weight.is_used and weight.parameter.numel()]
 
     @torch.no_grad()
     def advance(self, step: Tensor) -> None:
@@ -43,8 +43,9 @@ class _Moving:
 
     def __init__(self, weight: Weight, sample: int | None) -> None:
         self._weight = weight
-        shape = tuple(weight.parameter.shape)
-        self._selection = Selection(shape[::-1] if weight.stored_transposed else shape, sample)
+        stored = weight.parameter
+        shape = tuple((stored.mT if weight.stored_transposed else stored).shape)
+        self._selection = Selection(shape, sample)
         assert weight.plan.program is not None
         fprop = weight.plan.program.fprop
         self._element = None if fprop.right.spec is None else fprop.right.spec.element

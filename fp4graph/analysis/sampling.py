@@ -131,8 +131,9 @@ def sample(seen: ObservedOperand, selection: Selection) -> Sample:
     else:
         given = seen.x
     with operators.tensor_code():  # a kernel would be compiled for these few calls
-        parts = program.quantize(given, draw, state)
-        ideal = total(with_ideal_scales(program)(given, draw, state))
+        segments = seen.segments if given is seen.x else None
+        parts = program.quantize(given, draw, state, segments)
+        ideal = total(with_ideal_scales(program)(given, draw, state, segments))
 
     def lines(values: Tensor) -> Tensor:
         return values if given is x else selection.of(values)

@@ -33,9 +33,10 @@ def distinct_words(completions, **_):
     return [float(len(set(text.split()))) for text in completions]
 
 
-def test_grpo(tmp_path, products, said, moved):
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_grpo(backend, tmp_path, products, said, moved):
     model = tiny.qwen3()
-    fp4graph.apply(model, "mxfp4-rl", backend="eager")
+    fp4graph.apply(model, "mxfp4-rl", backend=backend)
     changed = moved(model)
     prompts = datasets.Dataset.from_list([{"prompt": tiny.sentence(index, 3 + index % 5)} for index in range(16)])
     trainer = trl.GRPOTrainer(
@@ -55,8 +56,9 @@ def test_grpo(tmp_path, products, said, moved):
     runtime = runtime_of(model)
     assert runtime.count == 40
     assert len(products) == LINEARS
-    # In a step a prompt and a token at least, and a training forward whose checkpointed blocks run twice.
-    assert min(products.values()) > 40 * (2 + 2)
+    if backend == "eager":  # what Inductor runs is not counted
+        # In a step a prompt and a token at least, and a training forward whose checkpointed blocks run twice.
+        assert min(products.values()) > 40 * (2 + 2)
     assert len(runtime.sites) <= 10 * LINEARS  # ten graphs, however many steps
     assert not said()
 
