@@ -10,7 +10,8 @@ A new operation is a row here:
 
 - It multiplies two matrices: a reader in :mod:`fp4graph.graph.products`, which returns a ``Product``. A layout of the
   factors that no form describes is a new form; ``Product.form`` says what a form needs.
-- It can be written with operations of the table: a function in :mod:`fp4graph.graph.expand`.
+- It can be written with operations of the table: a function in :mod:`fp4graph.graph.contractions` or
+  :mod:`fp4graph.graph.attention`.
 - It does neither: the reason, with ``kept=True`` if every policy keeps it. Without, it is kept where a policy would
   keep a linear layer, and an error where a policy would quantize one. ``flops`` counts what torch's counter does not.
 """
@@ -30,7 +31,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from fp4graph.errors import PluginError
-from fp4graph.graph import expand, flops, products
+from fp4graph.graph import attention, contractions, flops, products
 from fp4graph.graph.products import NoProduct, Product, name_of
 from fp4graph.technique.product import Factors, ProductOperation
 from fp4graph.technique.registry import default_registry
@@ -195,7 +196,7 @@ _IN_PLACE = Operation(reason="writes in place; write it without the underscore t
 
 
 def _asks_of_einsum(node: Node) -> str:
-    return "product" if len(expand.einsum_operands(node)[1]) > 2 else ""
+    return "product" if len(contractions.einsum_operands(node)[1]) > 2 else ""
 
 
 def _written_out(
@@ -219,36 +220,44 @@ TABLE: Mapping[Any, Operation] = {
         # several products, written out
         (
             (torch.einsum, torch.functional.einsum, aten.einsum),
-            Operation("einsum", opened=expand.einsum_as_matmul, asks=_asks_of_einsum, reason="not a chain of matmuls"),
+            Operation(
+                "einsum",
+                opened=contractions.einsum_as_matmul,
+                asks=_asks_of_einsum,
+                reason="not a chain of matmuls",
+            ),
         ),
         (
             (torch.tensordot, torch.functional.tensordot, aten.tensordot),
-            _written_out(expand.tensordot_as_matmul, "it is no matmul"),
+            _written_out(contractions.tensordot_as_matmul, "it is no matmul"),
         ),
-        (_spelled("inner"), _written_out(expand.inner_as_matmul, "a product with a vector")),
+        (_spelled("inner"), _written_out(contractions.inner_as_matmul, "a product with a vector")),
         (
             (torch.chain_matmul, torch.functional.chain_matmul, *_spelled("multi_dot", "linalg_multi_dot")),
-            _written_out(expand.chain_as_matmul, "a product with a vector"),
+            _written_out(contractions.chain_as_matmul, "a product with a vector"),
         ),
-        (_spelled("addbmm"), _written_out(lambda _: expand.addbmm, flops=lambda _, a, b, **__: flops.of_mm(a, b))),
-        (_spelled("bilinear"), _written_out(lambda _: expand.bilinear, flops=flops.of_bilinear)),
+        (
+            _spelled("addbmm"),
+            _written_out(lambda _: contractions.addbmm, flops=lambda _, a, b, **__: flops.of_mm(a, b)),
+        ),
+        (_spelled("bilinear"), _written_out(lambda _: contractions.bilinear, flops=flops.of_bilinear)),
         (
             (F.multi_head_attention_forward,),
             Operation("attention", opened=lambda _: F.multi_head_attention_forward, reason="could not be expanded"),
         ),
         (
             _spelled("_transformer_encoder_layer_fwd"),
-            Operation("attention", opened=lambda _: expand.encoder_layer, reason="could not be expanded"),
+            Operation("attention", opened=lambda _: attention.encoder_layer, reason="could not be expanded"),
         ),
         (
             _spelled("_native_multi_head_attention"),
-            Operation("attention", opened=lambda _: expand.native_attention, reason="could not be expanded"),
+            Operation("attention", opened=lambda _: attention.native_attention, reason="could not be expanded"),
         ),
         (
             _spelled("scaled_dot_product_attention"),
             Operation(
                 "sdpa",
-                opened=lambda _: expand.attention,
+                opened=lambda _: attention.attention,
                 asks=lambda _: "sdpa",
                 reason="fused attention is kept in high precision unless a rule targets op: sdpa",
                 kept=True,
@@ -258,9 +267,9 @@ TABLE: Mapping[Any, Operation] = {
             _spelled("conv1d", "conv2d"),
             dataclasses.replace(
                 _CONVOLUTION,
-                opened=lambda _: expand.convolution,
+                opened=lambda _: contractions.convolution,
                 asks=lambda _: "conv",
-                sizes=expand.convolution_sizes,
+                sizes=contractions.convolution_sizes,
                 reason="convolutions are kept in high precision unless a rule targets op: conv",
             ),
         ),

@@ -12,7 +12,7 @@ from torch import nn
 
 import fp4graph
 from fp4graph.errors import CaptureError
-from fp4graph.graph.expand import convolution
+from fp4graph.graph.contractions import convolution
 from fp4graph.model.runtime import runtime_of
 
 # Torch warns of the copy that it pads for an even kernel.

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import fp4graph
-from fp4graph.graph.expand import attention, encoder_layer
+from fp4graph.graph.attention import attention, encoder_layer
 from fp4graph.model.runtime import runtime_of
 from tests.helpers import models
 

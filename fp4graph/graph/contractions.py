@@ -1,0 +1,219 @@
+"""Contractions and convolutions, written with their matrix products in sight."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx import Node
+
+from fp4graph.graph.products import value_of
+
+
+def einsum_as_matmul(node: Node) -> Callable[..., Tensor] | None:
+    """Return a function that computes the einsum at ``node`` as matmuls of permuted operands; None if none can.
+
+    More than two operands are multiplied in pairs, in the order that torch's own einsum takes.
+    """
+    equation, operands = einsum_operands(node)
+    if not isinstance(equation, str) or "->" not in equation or "." in equation or len(operands) < 2:
+        return None
+    inputs, result = equation.replace(" ", "").split("->")
+    if len(operands) == 2:
+        left, right = inputs.split(",")
+        matmul = _pair(left, right, result)
+        return None if matmul is None else lambda _, *given: matmul(*_listed(given))
+    if any(len(set(labels)) != len(labels) for labels in inputs.split(",")):
+        return None
+
+    def function(_: str, *given: Any) -> Tensor:
+        waiting: list[tuple[str, Tensor]] = list(zip(inputs.split(","), _listed(given), strict=True))
+        results: list[Tensor] = []
+        for first, second in _path(equation, [x for _, x in waiting]):
+            (a, x), (b, y) = waiting[first], waiting[second]
+            if any(y is one for one in results):  # a result goes first: the other factor may be a weight
+                (a, x), (b, y) = (b, y), (a, x)
+            waiting = [one for place, one in enumerate(waiting) if place not in (first, second)]
+            later = set(result).union(*(labels for labels, _ in waiting))
+            out = "".join(i for i in dict.fromkeys(a + b) if i in later) if waiting else result
+            matmul = _pair(a, b, out)
+            results.append(torch.einsum(f"{a},{b}->{out}", x, y) if matmul is None else matmul(x, y))
+            waiting.append((out, results[-1]))
+        return waiting[0][1]
+
+    return function
+
+
+def einsum_operands(node: Node) -> tuple[Any, list[Any]]:
+    """Return the equation and the operands of the einsum at ``node``."""
+    equation, *operands = node.args
+    return equation, _listed(operands)
+
+
+def _listed(operands: Sequence[Any]) -> list[Any]:
+    return list(operands[0] if len(operands) == 1 and isinstance(operands[0], list | tuple) else operands)
+
+
+def _path(equation: str, operands: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """Return the pairs of operands that einsum multiplies, in order; a result joins the end of the operands."""
+    settings = torch.backends.opt_einsum
+    if settings.is_available() and settings.enabled:
+        path = settings.get_opt_einsum().contract_path(equation, *operands, optimize=settings.strategy or "auto")[0]
+        return [(min(pair), max(pair)) for pair in path]
+    return [(0, 1), *((0, count) for count in range(len(operands) - 2, 0, -1))]
+
+
+def _pair(left: str, right: str, result: str) -> Callable[[Tensor, Tensor], Tensor] | None:
+    """Return a function that contracts two tensors with these labels by one matmul; None where that needs more."""
+    batch = [i for i in left if i in right and i in result]
+    summed = [i for i in left if i in right and i not in result]
+    rows = [i for i in left if i not in right]
+    columns = [i for i in right if i not in left]
+    repeated = any(len(set(labels)) != len(labels) for labels in (left, right, result))
+    if repeated or not summed or not (rows and columns) or any(i not in result for i in rows + columns):
+        return None
+
+    def function(a: Tensor, b: Tensor) -> Tensor:
+        sizes = {**dict(zip(left, a.shape, strict=True)), **dict(zip(right, b.shape, strict=True))}
+
+        def matrix(x: Tensor, labels: str, first: list[str], second: list[str]) -> Tensor:
+            x = x.permute([labels.index(i) for i in (*batch, *first, *second)])
+            shape = (*(sizes[i] for i in batch), *(math.prod(sizes[i] for i in axis) for axis in (first, second)))
+            return x.reshape(shape)
+
+        product = torch.matmul(matrix(a, left, rows, summed), matrix(b, right, summed, columns))
+        order = [*batch, *rows, *columns]
+        return product.reshape([sizes[i] for i in order]).permute([order.index(i) for i in result])
+
+    return function
+
+
+def tensordot_as_matmul(node: Node) -> Callable[..., Tensor] | None:
+    """Return a function that computes the tensordot at ``node`` as one matmul; None where it sums all of an operand."""
+    a, b = (value_of(argument) for argument in node.args[:2])
+    if a is None or b is None or node.kwargs.get("out") is not None:
+        return None
+    dims: Any = node.args[2] if len(node.args) > 2 else node.kwargs.get("dims", 2)
+    if isinstance(dims, int):
+        dims = list(range(a.dim() - dims, a.dim())), list(range(dims))
+    if not isinstance(dims, tuple | list) or isinstance(dims[0], int) or not dims[0]:
+        return None
+    first, second = ([axis % x.dim() for axis in axes] for x, axes in zip((a, b), dims, strict=True))
+    rows, columns = ([axis for axis in range(x.dim()) if axis not in own] for x, own in ((a, first), (b, second)))
+    if not (rows and columns):
+        return None
+
+    def function(a: Tensor, b: Tensor, *_: Any, **__: Any) -> Tensor:
+        left = a.permute(*rows, *first).flatten(len(rows)).flatten(0, len(rows) - 1)
+        right = b.permute(*second, *columns).flatten(len(first)).flatten(0, len(first) - 1)
+        return torch.matmul(left, right).reshape(*(a.shape[i] for i in rows), *(b.shape[i] for i in columns))
+
+    return function
+
+
+def inner_as_matmul(node: Node) -> Callable[..., Tensor] | None:
+    """Return a function that computes ``torch.inner`` as one matmul; None for vectors."""
+    values = [value_of(argument) for argument in node.all_input_nodes]
+    if node.kwargs.get("out") is not None or any(value is None or value.dim() < 2 for value in values):
+        return None
+    return lambda a, other: torch.matmul(a, other.flatten(0, -2).mT).reshape(*a.shape[:-1], *other.shape[:-1])
+
+
+def chain_as_matmul(node: Node) -> Callable[..., Tensor] | None:
+    """Return a function that multiplies a chain of matrices in the cheapest order; None where one is a vector."""
+    values = [value_of(argument) for argument in node.all_input_nodes]
+    if node.kwargs.get("out") is not None or any(value is None or value.dim() != 2 for value in values):
+        return None
+
+    def function(*given: Any) -> Tensor:
+        matrices = _listed(given)
+        sizes = [int(matrix.shape[0]) for matrix in matrices] + [int(matrices[-1].shape[1])]
+
+        @functools.cache
+        def cheapest(first: int, last: int) -> tuple[int, int]:
+            """Return the cost of the product of matrices ``first`` to ``last``, and where to part them."""
+
+            def cost(at: int) -> int:
+                return (
+                    cheapest(first, at)[0] + cheapest(at + 1, last)[0] + sizes[first] * sizes[at + 1] * sizes[last + 1]
+                )
+
+            return min(((cost(at), at) for at in range(first, last)), default=(0, first))
+
+        def product(first: int, last: int) -> Tensor:
+            at = cheapest(first, last)[1]
+            return matrices[first] if first == last else torch.matmul(product(first, at), product(at + 1, last))
+
+        return product(0, len(matrices) - 1)
+
+    return function
+
+
+def addbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """Compute ``beta·input + alpha·Σ_b batch1[b] @ batch2[b]`` as one product, whose contraction axis is b and K."""
+    left, right = batch1.permute(1, 0, 2).flatten(1), batch2.flatten(0, 1)
+    return torch.addmm(input, left, right, beta=beta, alpha=alpha)
+
+
+def bilinear(input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute ``y_n = Σ_ij x1_i W_nij x2_j + bias_n`` as a linear layer of the products x1_i x2_j."""
+    products = (input1.unsqueeze(-1) * input2.unsqueeze(-2)).flatten(-2)
+    return F.linear(products, weight.flatten(1), bias)
+
+
+def convolution(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | str | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Compute a convolution along one or two axes as the product that implicit GEMM kernels compute.
+
+    ``Y[l, o] = Σ_k A[l, k] · W[o, k] + bias[o]``, l over images and places of the output, k over the input channels of
+    o's group and the places under the kernel, the kernel's last axis fastest. Shapes: input ``[B, C, *S]`` or
+    ``[C, *S]``, weight ``[O, C/groups, *kernel]``, A ``[B·L, C/groups·|kernel|]``, which is written to memory.
+    """
+    axes = weight.dim() - 2
+    if input.dim() == axes + 1:
+        return convolution(input[None], weight, bias, stride, padding, dilation, groups)[0]
+    kernel, (steps, spread) = list(weight.shape[2:]), (_each(stride, axes), _each(dilation, axes))
+    reach = [d * (k - 1) for d, k in zip(spread, kernel, strict=True)]
+    if isinstance(padding, str):
+        around = [(r // 2, r - r // 2) if padding == "same" else (0, 0) for r in reach]
+    else:
+        around = [(p, p) for p in _each(padding, axes)]
+    x = F.pad(input, [width for pair in reversed(around) for width in pair])
+    places = [(size - r - 1) // s + 1 for size, r, s in zip(x.shape[2:], reach, steps, strict=True)]
+    if axes == 1:
+        x, kernel, steps, spread = x.unsqueeze(2), [1, *kernel], [1, *steps], [1, *spread]
+    patches = F.unfold(x, tuple(kernel), tuple(spread), 0, tuple(steps))  # [B, C·|kernel|, L]
+    batch, outputs = patches.shape[0], weight.shape[0]
+    if groups == 1:
+        y = F.linear(patches.mT, weight.flatten(1), bias).mT
+    else:
+        length = math.prod(weight.shape[1:])
+        a = patches.reshape(batch, groups, length, -1).permute(1, 0, 3, 2).reshape(groups, -1, length)
+        product = torch.matmul(a, weight.reshape(groups, outputs // groups, length).mT)  # [groups, B·L, O/groups]
+        y = product.reshape(groups, batch, -1, outputs // groups).permute(1, 0, 3, 2).reshape(batch, outputs, -1)
+        y = y if bias is None else y + bias[:, None]
+    return y.reshape(batch, outputs, *places)
+
+
+def convolution_sizes(node: Node) -> tuple[int | None, int | None, int | None]:
+    """Return K, N and the elements of the weight of a convolution's product."""
+    weight = value_of(node.args[1] if len(node.args) > 1 else node.kwargs["weight"])
+    if weight is None or any(not isinstance(size, int) for size in weight.shape):
+        return None, None, None
+    return math.prod(weight.shape[1:]), weight.shape[0], weight.numel()
+
+
+def _each(value: int | Sequence[int], axes: int) -> list[int]:
+    return [value] * axes if isinstance(value, int) else list(value) * (axes if len(value) == 1 else 1)
