@@ -24,7 +24,7 @@ from fp4graph.technique.site import BlockPosition
 
 @dataclass(frozen=True)
 class ModuleInfo:
-    """One module: its class, and the number of 2-D parameters that it owns directly."""
+    """One module: its class, and the number of its own parameters that are matrices, or stacks of experts' matrices."""
 
     cls: type
     matrices: int
@@ -33,10 +33,15 @@ class ModuleInfo:
 def describe_modules(root: nn.Module) -> dict[str, ModuleInfo]:
     """Map the name of every module below ``root`` to its :class:`ModuleInfo`, in registration order."""
     return {
-        name: ModuleInfo(type(module), sum(p.ndim == 2 for p in module._parameters.values() if p is not None))
+        name: ModuleInfo(type(module), _matrices(module))
         for name, module in root.named_modules(remove_duplicate=False)
         if "_fp4graph" not in name.split(".")
     }
+
+
+def _matrices(module: nn.Module) -> int:
+    axes = (2,) if isinstance(module, nn.Conv1d) else (2, 3)
+    return sum(p.ndim in axes for p in module._parameters.values() if p is not None)
 
 
 def find_blocks(modules: Mapping[str, ModuleInfo]) -> dict[str, BlockPosition]:

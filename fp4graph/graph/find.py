@@ -24,6 +24,10 @@ from fp4graph.graph.products import NoProduct, Product, name_of, value_of, view_
 from fp4graph.graph.roles import routers
 from fp4graph.technique.site import SiteView
 
+_GATHERED = (
+    "it multiplies each token with a copy of its expert's matrix; write it as a grouped product to quantize it expert "
+    "by expert, in transformers with experts_implementation='grouped_mm'"
+)
 #: Higher-order ops whose bodies run once, as written, on the operands at the end of their arguments.
 _TRANSPARENT = frozenset({
     "tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint", "wrap_with_set_grad_enabled",
@@ -276,6 +280,8 @@ class Finder:
         """Return what ``node`` is, or None where it does no matrix work."""
         read, operation = read_product(node), operation_of(node)
         if isinstance(read, Product):
+            if any(self._is_gathered_parameter(factor, markers) for factor in (read.a, read.b)):
+                return self._like_linear(node, name_of(node), _GATHERED, markers)
             return self._product(read, markers)
         if read is not None and operation is not None:
             if not operation.kept and (read.weighs or self._multiplies_parameter(node, markers)):
@@ -356,6 +362,10 @@ class Finder:
     def _multiplies_parameter(self, node: Node, markers: Markers) -> bool:
         """Return whether an input of ``node`` is a parameter of two or more axes, or a view of one."""
         return any(self._is_matrix_parameter(argument, markers) for argument in node.all_input_nodes)
+
+    def _is_gathered_parameter(self, node: Node, markers: Markers) -> bool:
+        stack = products.gathered_from(node)
+        return stack is not None and self._names.is_parameter(markers.outside(stack))
 
     def _is_matrix_parameter(self, node: Node, markers: Markers) -> bool:
         value = value_of(node)

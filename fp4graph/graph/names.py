@@ -85,6 +85,7 @@ class Names:
     ) -> SiteView:
         """Return a site of ``module`` as a policy sees it; ``parameter`` is the name of its second factor there."""
         role = None if module is None else role_of(f"{module}.{parameter or ''}".strip("."), self._infos, self._heads)
+        role = None if role == "router" and op == "grouped" else role  # experts inside a module that is called a router
         block = None if role == "head" and "" in self.blocks else self.block(module)  # one block, and a head after it
         return SiteView(module, op, *sizes, block, producer, role)
 

@@ -99,11 +99,6 @@ def objection(product: Product) -> str | None:
         return "complex numbers, which no format here rounds" if complex_numbers else "not floating point"
     if product.form == "grouped":
         return _grouped_objection(product, a, b)
-    if _is_gathered(product.a) or _is_gathered(product.b):
-        return (
-            "it multiplies each token with a copy of its expert's matrix; write it as a grouped product to quantize it "
-            "expert by expert, in transformers with experts_implementation='grouped_mm'"
-        )
     if a.dim() < (1 if product.form == "linear" else 2) or b.dim() < 2:
         return "a matrix-vector product"
     return None
@@ -123,15 +118,31 @@ def is_quantized_elsewhere(x: object) -> bool:
     return isinstance(x, torch.Tensor) and not is_sharded(x) and is_traceable_wrapper_subclass(x)
 
 
-def _is_gathered(node: Node) -> bool:
-    """Return whether ``node`` shows matrices that a tensor of indices picked out of a stack of matrices."""
-    while (source := view_source(node)) is not None:
-        index = node.args[1] if name_of(node) in ("getitem", "__getitem__") and len(node.args) > 1 else None
-        stack, picked = value_of(source), value_of(index[0] if isinstance(index, tuple) and index else index)
-        if picked is not None and picked.dim() and stack is not None and stack.dim() == 3:
-            return True
+#: Operations that pick parts of a tensor by a tensor of indices, and the position of what they pick from.
+_PICKS = {"index_select": 0, "gather": 0, "take_along_dim": 0, "index": 0, "embedding": 1}
+
+
+def gathered_from(node: Node) -> Node | None:
+    """Return the node of three axes or more that indices picked the matrices at ``node`` from, or None."""
+    value, picked = value_of(node), False
+    if value is None or value.dim() < 3:
+        return None
+    while True:
+        name = name_of(node)
+        if (position := _PICKS.get(name)) is not None and len(node.args) > position:
+            source, picked = node.args[position], True
+        else:
+            source = view_source(node)
+            if source is None:
+                break
+            if name in ("getitem", "__getitem__"):
+                index = node.args[1] if isinstance(node.args[1], tuple | list) else (node.args[1],)
+                picked = picked or any(isinstance(i, Node) for i in index)
+        if not isinstance(source, Node):
+            return None
         node = source
-    return False
+    stack = value_of(node)
+    return node if picked and stack is not None and stack.dim() >= 3 else None
 
 
 def operation(node: Node) -> Callable[..., Any]:

@@ -2,7 +2,7 @@
 
 A *router* is a linear layer whose output chooses by top-k, as in a mixture of experts. A *head* is the layer that makes
 the model's output. Modules tell some of them by their names and methods, before anything runs; a captured graph shows
-the routers.
+the routers whose top-k is in the same graph (and body of a checkpointed region) as the layer.
 """
 
 from __future__ import annotations
@@ -16,21 +16,23 @@ from torch import nn
 from torch.fx import Node
 
 from fp4graph.graph.blocks import ModuleInfo, upwards
-from fp4graph.graph.operations import operation_of
-from fp4graph.graph.products import name_of, view_source
+from fp4graph.graph.operations import operation_of, read_product
+from fp4graph.graph.products import Product, name_of, view_source
 from fp4graph.policy.adapters import is_adapter
 
 #: Classes of modules that route, and names of modules that route where ``experts`` stand beside them.
-_ROUTER_CLASS = re.compile(r"router|moe_?gat|top_?k_?gat", re.IGNORECASE)
+_ROUTER_CLASS = re.compile(r".*(router|moe_?gate|moe_?gating|top_?k_?gate|top_?k_?gating)", re.IGNORECASE)
 _ROUTER_NAME = re.compile(r"(router|gate|gating|wg|w_g)", re.IGNORECASE)
 #: The methods by which Hugging Face's and timm's models show their heads.
 _SHOWS_HEAD = ("get_output_embeddings", "get_classifier")
 #: Operations that choose; :func:`chosen_from` follows what they choose from.
-CHOICES: frozenset[Any] = frozenset({torch.topk, "topk", torch.argmax, "argmax"})
+CHOICES: frozenset[Any] = frozenset({torch.topk, "topk"})
+#: Key in a node's meta data: whether the product there has fewer outputs than inputs, where its factors are gone.
+NARROWS = "fp4graph_narrows"
 #: Operations between a router's product and the choice, beside views and casts.
 _BETWEEN = frozenset({
-    "softmax", "log_softmax", "sigmoid", "add", "iadd", "add_", "sub", "mul", "imul", "mul_", "truediv", "div", "tanh",
-    "masked_fill", "where", "clamp", "dropout",
+    "softmax", "log_softmax", "sigmoid", "softplus", "add", "iadd", "add_", "sub", "mul", "imul", "mul_", "truediv",
+    "div", "tanh", "masked_fill", "where", "clamp", "dropout",
 })  # fmt: skip
 
 
@@ -49,7 +51,7 @@ def _routes(name: str, modules: Mapping[str, ModuleInfo]) -> bool:
     parent, _, leaf = name.rpartition(".")
     if _ROUTER_NAME.fullmatch(leaf) and f"{parent}.experts".lstrip(".") in modules:
         return True
-    if _ROUTER_CLASS.search(modules[name].cls.__name__) is None:
+    if _ROUTER_CLASS.fullmatch(modules[name].cls.__name__) is None:
         return False
     return not any(other.startswith(f"{name}.") and "expert" in other.removeprefix(name) for other in modules)
 
@@ -73,9 +75,10 @@ def _heads_of(module: nn.Module) -> Iterator[nn.Module]:
         if callable(getattr(type(module), method, None)):
             try:
                 shown = getattr(module, method)()
-            except NotImplementedError:  # some of Hugging Face's base classes
+            except Exception:  # noqa: BLE001  # a method of the user's own, by the same name
                 continue
-            yield from (head for head in (shown if isinstance(shown, tuple) else (shown,)) if head is not None)
+            heads = shown if isinstance(shown, tuple) else (shown,)
+            yield from (head for head in heads if isinstance(head, nn.Module))
 
 
 def routers(nodes: Iterable[Node]) -> set[Node]:
@@ -86,21 +89,32 @@ def routers(nodes: Iterable[Node]) -> set[Node]:
 def chosen_from(choice: Node) -> set[Node]:
     """Return the products between which and ``choice`` there are only views, softmax, sigmoid and arithmetic.
 
-    An argmax chooses only among probabilities: greedy decoding takes one of a head's output.
+    All of them choose among fewer things than they have inputs, N < K, or none is a router: a choice among the elements
+    of a residual stream, which every layer adds to, is another thing. So is an argmax, which may be a prediction.
     """
     found: set[Node] = set()
-    seen: set[tuple[Node, bool]] = set()
-    pending = [(source, name_of(choice) == "topk") for source in choice.all_input_nodes]
+    seen: set[Node] = set()
+    pending = choice.all_input_nodes
     while pending:
-        node, chooses = pending.pop()
-        if (node, chooses) in seen:
+        node = pending.pop()
+        if node in seen:
             continue
-        seen.add((node, chooses))
+        seen.add(node)
         if (source := view_source(node)) is not None:
-            pending.append((source, chooses))
+            pending.append(source)
         elif (operation := operation_of(node)) is not None and operation.read is not None:
-            found |= {node} if chooses else set()
-        elif node.op in ("call_function", "call_method") and (name := name_of(node)) in _BETWEEN:
-            chooses = chooses or name in ("softmax", "log_softmax", "sigmoid")
-            pending += [(source, chooses) for source in node.all_input_nodes]
-    return found
+            found.add(node)
+        elif node.op in ("call_function", "call_method") and name_of(node) in _BETWEEN:
+            pending += node.all_input_nodes
+    return found if all(map(_narrows, found)) else set()
+
+
+def _narrows(node: Node) -> bool:
+    """Return whether a product has fewer outputs than inputs, N < K."""
+    if NARROWS in node.meta:
+        return bool(node.meta[NARROWS])
+    if not isinstance(product := read_product(node), Product):
+        return False
+    a, b = product.values
+    outputs, inputs = b.shape[0 if product.form == "linear" else -1], a.shape[-1]
+    return isinstance(outputs, int) and isinstance(inputs, int) and outputs < inputs

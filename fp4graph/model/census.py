@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from fp4graph.graph.site import Site
+from fp4graph.policy import DEFAULT_INDEX
 
 _NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")
 _GROUPS = {
@@ -31,7 +32,7 @@ def group(site: Site) -> str:
     These are the name of the rule that decided, else the kind of operation, else, for a layer that no rule speaks of,
     the name of its module without the path.
     """
-    if site.rule is not None and (site.quantized or (site.rule_index or 0) >= 0):
+    if site.rule is not None and (site.quantized or (site.rule_index or 0) != DEFAULT_INDEX):
         return site.rule
     if site.op in _GROUPS or site.op != "linear":
         return _GROUPS.get(site.op, site.op)

@@ -43,6 +43,8 @@ class Experts:
     def __init__(self, ends: Tensor, tokens: int, count: int) -> None:
         self.tokens, self.count = tokens, count
         self._ends = ends.to(torch.int64)
+        if ends.device.type != "cpu":  # whose operator raises an error; elsewhere nobody waits for the offsets
+            self._ends = self._ends.cummax(0).values.clamp(0, tokens)
         self._sizes = torch.diff(self._ends, prepend=self._ends.new_zeros(1))
 
     def layout(self, granule: int) -> Layout:

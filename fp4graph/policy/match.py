@@ -138,7 +138,6 @@ class Match(Section):
         block = site.block
         return (
             (self.module is None or self.names(site.module))
-            and (self.role is None or site.role in self.role)
             and (self.block is None or self.block == (block is not None))
             and (self.first_blocks is None or (block is not None and block.index < self.first_blocks))
             and (self.last_blocks is None or (block is not None and block.index >= block.total - self.last_blocks))

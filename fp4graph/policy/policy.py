@@ -108,15 +108,16 @@ class Policy:
     base_formats: tuple[tuple[ScaleFormat, str], ...] = field(default=(), compare=False, repr=False)
 
     def places(self, site: SiteView) -> tuple[int, ...]:
-        """Return the indices of the rules whose predicates on the place hold for ``site``, in order."""
-        holding = (index for index, rule in enumerate(self.rules) if rule.holds_at(site))
-        return (*holding, self._last(site)[0])
+        """Return the indices of the rules whose predicates on the place hold for ``site``, in order, the last one being
+        that of the default or of the closing rule for its role."""
+        holding = (index for index, rule in enumerate(self.rules) if rule.match.holds_at(site))
+        return (*holding, self._last(site.role)[0])
 
-    def _last(self, site: SiteView) -> tuple[int, Rule]:
-        """Return the default, or the closing rule for the role of ``site``, with its index."""
-        if site.role is None or (self.default.quantizes and site.role not in NAMED_ROLES):
+    def _last(self, role: str | None) -> tuple[int, Rule]:
+        """Return the default, or the closing rule for ``role``, with its index."""
+        if role is None or (self.default.quantizes and role not in NAMED_ROLES):
             return DEFAULT_INDEX, self.default
-        return CLOSING[site.role]
+        return CLOSING[role]
 
     def decide(self, site: SiteView, places: Collection[int] | None = None) -> Decision:
         """Return the first rule that matches ``site``, or the default. This is the one lookup from site to rule.
@@ -133,11 +134,13 @@ class Policy:
 
     def _candidates(self, site: SiteView, places: Collection[int] | None) -> Iterator[Decision]:
         """Yield, in order, the rules that may decide about operations of the kind and at the place of ``site``."""
-        closing = {index: (index, rule) for index, rule in CLOSING.values()}
-        for place in self.places(site) if places is None else places:
-            # A graph may show a role that the module's name, by which the places were found, does not.
-            index, rule = (place, self.rules[place]) if place >= 0 else closing.get(place, self._last(site))
-            if rule.speaks_of(site.op) and rule.admits(site):
+        held = self.places(site) if places is None else places
+        closed = {index: role for role, (index, _) in CLOSING.items()}
+        # A graph may show a role that the module's name does not, and the places one that the graph does not.
+        role = site.role or next((closed[index] for index in held if index in closed), None)
+        for place in held:
+            index, rule = (place, self.rules[place]) if place >= 0 else self._last(role)
+            if rule.speaks_of(site.op) and rule.admits(role):
                 yield Decision(rule, index)
 
     def decide_weight(self, site: SiteView) -> tuple[tuple[SiteView, Decision], ...]:

@@ -70,14 +70,12 @@ class Rule:
             return not self.quantizes or op in ("linear", "matmul", "grouped")
         return op in self.match.op
 
-    def holds_at(self, site: SiteView) -> bool:
-        """Return whether the predicates on the place hold for ``site``."""
-        return self.admits(site) and self.match.holds_at(site)
-
-    def admits(self, site: SiteView) -> bool:
-        """Return whether the rule may decide a site of that role: only one that names the role quantizes adapters and
+    def admits(self, role: str | None) -> bool:
+        """Return whether the rule may decide sites of a role: only one that names the role quantizes adapters and
         routers."""
-        return not self.quantizes or site.role not in NAMED_ROLES or site.role in (self.match.role or ())
+        if self.match.role is not None:
+            return role in self.match.role
+        return not self.quantizes or role not in NAMED_ROLES
 
     def error(self, message: str) -> PolicyError:
         """Return an error of this rule, with its place and name."""

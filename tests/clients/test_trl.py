@@ -59,7 +59,8 @@ def test_grpo(backend, tmp_path, products, said, moved):
     if backend == "eager":  # what Inductor runs is not counted
         # In a step a prompt and a token at least, and a training forward whose checkpointed blocks run twice.
         assert min(products.values()) > 40 * (2 + 2)
-    assert len(runtime.sites) <= 10 * LINEARS  # ten graphs, however many steps
+    # So many graphs, however many steps: Inductor guards on sizes for which eager's graphs serve.
+    assert len(runtime.sites) <= {"eager": 10, "inductor": 12}[backend] * LINEARS
     assert not said()
 
 

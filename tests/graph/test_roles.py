@@ -74,17 +74,16 @@ def sigmoid_bias_top_k(logits):  # DeepSeek-V3
     return scores.gather(-1, chosen)
 
 
-def switch(logits):  # Switch Transformers
-    probabilities = F.softmax(logits.float(), -1)
-    expert = torch.argmax(probabilities, dim=-1, keepdim=True)
-    return probabilities.gather(-1, expert).expand(*logits.shape[:-1], 2)
+def noisy(logits):  # Shazeer et al.: the noise is a layer of its own, here the layer's upper half
+    logits, spread = logits.chunk(2, -1)
+    return (logits + torch.ones_like(logits) * F.softplus(spread)).topk(2, -1)[0].softmax(-1)
 
 
 def gate_by_all(logits):  # no choice: every expert works
     return F.softmax(logits, -1)[..., :2]
 
 
-CHOOSING = [softmax_then_top_k, top_k_then_softmax, sigmoid_bias_top_k, switch]
+CHOOSING = [softmax_then_top_k, top_k_then_softmax, sigmoid_bias_top_k, noisy]
 X = torch.randn(6, 32, generator=torch.Generator().manual_seed(0))
 
 
@@ -134,13 +133,55 @@ def test_a_linear_layer_that_chooses_nothing_is_quantized():
     assert not kept(fp4graph.explain(Model("pick", gate_by_all), EVERY_LINEAR, (X,)))
 
 
-def test_a_head_that_is_decoded_greedily_is_no_router():
-    class Decoder(Model):
-        def forward(self, x):
-            logits = super().forward(x)
-            return logits, logits.argmax(-1)
+class Predicts(Model):
+    def forward(self, x):
+        logits = super().forward(x)
+        return logits, logits.softmax(-1).argmax(-1)
 
-    assert not kept(fp4graph.explain(Decoder("pick", gate_by_all), EVERY_LINEAR, (X,)))
+
+class SparseStream(Model):
+    """What is chosen is a part of the stream that every layer adds to."""
+
+    def forward(self, x):
+        return super().forward(x), self.layers[1](self.layers[0](x)).topk(8)[0]
+
+
+class SparseCode(nn.Module):
+    """A top-k autoencoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encode, self.decode = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    def forward(self, x):
+        values, indices = self.encode(x).topk(8)
+        return self.decode(torch.zeros(*x.shape[:-1], 128).scatter(-1, indices, values))
+
+
+class MoEGatedMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w2 = nn.Linear(32, 64), nn.Linear(32, 32)
+
+    def forward(self, x):
+        gate, up = self.w1(x).chunk(2, -1)
+        return self.w2(F.silu(gate) * up)
+
+
+@pytest.mark.parametrize(
+    "model", [Predicts("pick", gate_by_all), SparseStream("pick", gate_by_all), SparseCode(), MoEGatedMLP()],
+    ids=lambda model: type(model).__name__,
+)  # fmt: skip
+def test_what_is_no_router(model):
+    assert not kept(fp4graph.explain(model, EVERY_LINEAR, (X,)))
+
+
+def test_a_method_of_the_users_own_by_the_name_of_timms():
+    class Own(Model):
+        def get_classifier(self, name):
+            raise AssertionError
+
+    assert "head" not in kept(fp4graph.explain(Own(), EVERY_LINEAR, (X,)))
 
 
 def test_a_rule_that_names_the_role_quantizes_routers():

@@ -49,16 +49,14 @@ def recorded():
     calls = []
     original = OperandProgram.__call__
 
-    def record(program, x, draw=None, state=None):
+    def record(program, x, draw=None, *others):
         calls.append((program, x.detach().clone(), draw))
-        return original(program, x, draw, state)
+        return original(program, x, draw, *others)
 
-    patch = pytest.MonkeyPatch()
-    patch.setattr(OperandProgram, "__call__", record)
     torch._dynamo.reset()
-    with operators.tensor_code():
+    with pytest.MonkeyPatch.context() as patch, operators.tensor_code():
+        patch.setattr(OperandProgram, "__call__", record)
         train("eager", torch.randn(40, 64, generator=torch.Generator().manual_seed(0)), "tetrajet", steps=1)
-    patch.undo()
     return calls
 
 

@@ -286,7 +286,8 @@ def test_ue5m3_d50() -> None:
     x = QuantSpec(block=16, scale=ScaleSpec(UE5M3_61440, "nearest_even", zero="to_one"))
     w, dy = dataclasses.replace(x, block=(16, 16)), stochastic(x, random_bits=8)
     assert planned("ue5m3-d50") == {Q1: x, Q2: w, Q3: dy, Q4: w, Q5: dy, Q6: x}
-    assert techniques("ue5m3-d50")["tensor_scaling"] == {"target": 448.0, "hold_steps": 50}
+    # One scale of all experts, too: the policy holds it beside the weight.
+    assert techniques("ue5m3-d50")["tensor_scaling"] == {"target": 448.0, "hold_steps": 50, "granularity": "all"}
 
 
 def test_nvfp4_te() -> None:
