@@ -55,6 +55,11 @@ def case_llama_tetrajet_qema() -> None:
     trains("llama", "tetrajet-qema")
 
 
+def case_mixture_tetrajet_qema() -> None:
+    """Experts, whose weights and moving averages have three axes."""
+    trains("mixture", "tetrajet-qema")
+
+
 def case_any_order_of_apply_and_ddp() -> None:
     """Before wrapping, after wrapping, and on the wrapper: the same losses to the bit."""
     runs = []

@@ -21,6 +21,21 @@ def vit(**options: object) -> nn.Module:
     return models.vit(**{"class_token": False, "global_pool": "avg", **options})
 
 
+def mixture() -> nn.Module:
+    """Two layers of Hugging Face's Qwen3-MoE, whose four experts are grouped products."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, moe_intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=32, num_experts=4, num_experts_per_tok=2,
+        max_position_embeddings=32, use_cache=False,
+    )  # fmt: skip
+    config._experts_implementation = "grouped_mm"
+    model: nn.Module = Qwen3MoeForCausalLM(config)
+    return model
+
+
 def rank() -> int:
     return dist.get_rank()
 
@@ -45,6 +60,7 @@ def text_loss(model: nn.Module, part: int | None) -> Tensor:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int | None], Tensor]]] = {
     "vit": (vit, image_loss),
     "llama": (llama, text_loss),
+    "mixture": (mixture, text_loss),
 }
 
 
