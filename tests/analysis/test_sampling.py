@@ -33,7 +33,7 @@ SPECS = {
 
 def seen(program: OperandProgram, x: torch.Tensor, count: int = 3) -> ObservedOperand:
     draw = Draw(noise.make_key("site"), noise.make_step(0, 0, count))
-    return ObservedOperand(Operand.WGRAD_INPUT, program, x, draw, {}, x, program(x, draw, {}))
+    return ObservedOperand(Operand.WGRAD_INPUT, program, x, draw, {}, given=x, terms=program(x, draw, {}))
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_of_techniques_those_that_act_block_by_block_are_quantized_with_lines_of
     program = OperandProgram(spec, (q_ema,), slots)
     x = normal(*shape)
     state = {"q_ema": {"weight": x + 0.3 * torch.randn(shape, generator=torch.Generator().manual_seed(1))}}
-    one = ObservedOperand(Operand.FPROP_WEIGHT, program, x, None, state, x, program(x, None, state))
+    one = ObservedOperand(Operand.FPROP_WEIGHT, program, x, None, state, given=x, terms=program(x, None, state))
     selection = Selection(shape, 1000)
     assert by_block(program)
     assert same(sample(one, selection), of_whole(one, selection))
