@@ -85,12 +85,11 @@ class Uncompiled:
     def check(self, capture: Capture) -> None:
         """Warn of rules that the first training step by parts or methods alone has not met; calling the model may meet
         them yet."""
-        sites = each_served(served_sites(self._plan.root, capture)) or capture.of_parts[:]
-        capture.of_parts.clear()
+        parts, capture.of_parts = capture.of_parts, []
         if "coverage" in self._warned:
             return
         try:
-            check_sites(self._plan.policy, sites)
+            check_sites(self._plan.policy, each_served(served_sites(self._plan.root, capture)) or parts)
         except PolicyError as error:
             self.warn("coverage", f"parts or methods of the model have trained for a step by themselves, but {error}")
         self._warned.add("coverage")
