@@ -228,8 +228,8 @@ class Direct(TorchFunctionMode):
         if self.planner.refused is not None:
             raise self.planner.refused
         if isinstance(work, FoundProduct):
-            sizes = work.view.out_features, work.view.in_features
-            node.meta[roles.NARROWS] = None not in sizes and sizes[0] < sizes[1]  # type: ignore[operator]
+            outputs, inputs = work.view.out_features, work.view.in_features
+            node.meta[roles.NARROWS] = outputs is not None and inputs is not None and outputs < inputs
             self._check(work)
         if not planned:
             return None

@@ -61,7 +61,14 @@ def by_hand(x, w, b, dy, options):
     weight's gradient along images and places.
     """
     groups, axes = options.get("groups", 1), w.dim() - 2
-    each = lambda v: [v] * axes if isinstance(v, int) else list(v) * (axes // len(v))  # noqa: E731
+    spec = fp4graph.load_policy(CONV).rules[0].specs.six[0]
+
+    def each(value):
+        return [value] * axes if isinstance(value, int) else list(value) * (axes // len(value))
+
+    def quantized(rows):
+        return fp4graph.fake_quantize(rows, spec)
+
     stride, dilation = each(options.get("stride", 1)), each(options.get("dilation", 1))
     kernel = w.shape[2:]
     padding = options.get("padding", 0)
@@ -69,7 +76,6 @@ def by_hand(x, w, b, dy, options):
         before = [d * (k - 1) // 2 for d, k in zip(dilation, kernel, strict=True)]
     else:
         before = [0] * axes if padding == "valid" else each(padding)
-    quantized = lambda rows: fp4graph.fake_quantize(rows, fp4graph.load_policy(CONV).rules[0].specs.six[0])  # noqa: E731
     places = list(itertools.product(range(x.shape[0]), *(range(n) for n in dy.shape[2:])))
     y, dx, dw = torch.zeros_like(dy), torch.zeros_like(x), torch.zeros_like(w)
     per_group, out_group = w.shape[1], w.shape[0] // groups

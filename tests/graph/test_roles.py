@@ -176,6 +176,23 @@ def test_what_is_no_router(model):
     assert not kept(fp4graph.explain(model, EVERY_LINEAR, (X,)))
 
 
+class MixtureRouter(nn.Module):
+    """Routes and computes: its class is called a router, and it owns the experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 32, 32))
+
+    def forward(self, x):
+        ends = torch.tensor([2, 6], dtype=torch.int32)
+        return torch._grouped_mm(x, self.weight, offs=ends)
+
+
+def test_experts_of_a_module_that_is_called_a_router_are_quantized():
+    policy = {**EVERY_LINEAR, "rules": [{**EVERY_LINEAR["rules"][0], "match": {"op": "grouped"}}]}
+    assert not kept(fp4graph.explain(nn.Sequential(MixtureRouter()), policy, (X,)))
+
+
 def test_a_method_of_the_users_own_by_the_name_of_timms():
     class Own(Model):
         def get_classifier(self, name):
