@@ -36,10 +36,11 @@ class Experts(nn.Module):
         order = torch.argsort(choice, stable=True)
         sizes = (choice[:, None] == torch.arange(EXPERTS)).sum(0)
         ends = torch.cumsum(sizes, 0, dtype=torch.int32)
-        dropped = (choice[order] == EXPERTS)[:, None]  # rows that torch's own product leaves unwritten, both ways
+        # Rows that torch's own product leaves unwritten, both ways: masked behind each product and before it.
+        dropped = (choice[order] == EXPERTS)[:, None]
         hidden = torch._grouped_mm(x[order].masked_fill(dropped, 0), self.w1.transpose(-2, -1), offs=ends)
         hidden = F.silu(hidden.masked_fill(dropped, 0)) * self.scale.sum((0, 1)).mean()
-        y = torch._grouped_mm(hidden, self.w2, offs=ends).masked_fill(dropped, 0)
+        y = torch._grouped_mm(hidden.masked_fill(dropped, 0), self.w2, offs=ends).masked_fill(dropped, 0)
         return torch.zeros_like(x).index_copy(0, order, y)
 
 
