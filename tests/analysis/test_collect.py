@@ -56,7 +56,14 @@ def only(recorded, **wanted):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["tetrajet-qema", "mxfp4-rl", "nvfp4-te"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tetrajet-qema",
+        pytest.param("mxfp4-rl", marks=pytest.mark.long),
+        pytest.param("nvfp4-te", marks=pytest.mark.long),
+    ],
+)
 def test_training_is_the_same_to_the_last_bit(name, vit, tmp_path):
     """Dropout, stochastic rounding, state of techniques and the model's own random numbers included."""
     trained = []

@@ -10,6 +10,8 @@ from fp4graph.analysis import Statistics
 from fp4graph.technique.operands import Operand
 from tests.model.test_experts import applied, prepared, train
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("policy", ["nvfp4-te", "tetrajet-qema"])
 def test_experts_are_recorded(policy, tmp_path):

@@ -59,6 +59,7 @@ def normal(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("shape", [(40, 100), (100, 40), (6, 20, 70), (7, 40, 100)])
 def test_sampled_lines_and_the_whole_operand_agree(name, shape, of_whole):
@@ -99,6 +100,7 @@ def test_of_techniques_those_that_act_block_by_block_are_quantized_with_lines_of
     assert not by_block(OperandProgram(spec, (QEma(start_after=5),), slots))  # lines do not say how many forwards
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("convention", ["decode", "encode"])
 def test_a_block_that_is_not_finite_and_is_filled_up(bad, convention, of_whole):

@@ -101,6 +101,7 @@ def test_a_row_measured_again_replaces_its_like_and_keeps_the_others(tmp_path: P
     assert {path.name for path in tmp_path.iterdir()} == {first.file.name}
 
 
+@pytest.mark.process
 def test_the_record_says_machine_versions_and_commit(tmp_path: Path):
     from benchmarks.results import Row, load
 

@@ -9,6 +9,8 @@ import transformers
 import fp4graph
 from fp4graph.errors import CaptureError
 
+pytestmark = pytest.mark.slow
+
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 64,

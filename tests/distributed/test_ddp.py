@@ -20,15 +20,40 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ddp")
 
 
+#: Of training, noise, checkpoints and buffers; the others are `long`.
+FEW = (
+    "mixture_tetrajet_qema",
+    "vit_tetrajet_qema",
+    "two_halves_have_the_gradients_of_the_whole",
+    "ranks_draw_noise_of_their_own",
+    "checkpoint_of_rank_0",
+    "our_buffers_are_left_out_of_the_broadcast",
+    "one_rank_may_evaluate_alone",
+)
+FURTHER = tuple(name for name in cases(ddp_cases) if name not in FEW)
+
+
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> dict[str, str]:
-    return launch("ddp_cases", folder)
+    return launch("ddp_cases", folder, *FEW)
 
 
-@pytest.mark.parametrize("case", cases(ddp_cases))
+@pytest.fixture(scope="module")
+def further(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return launch("ddp_cases", tmp_path_factory.mktemp("further"), *FURTHER)
+
+
+@pytest.mark.parametrize("case", FEW)
 def test_on_two_processes(outcomes: dict[str, str], case: str) -> None:
     if outcomes[case]:
         pytest.fail(outcomes[case], pytrace=False)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", FURTHER)
+def test_further_cases_on_two_processes(further: dict[str, str], case: str) -> None:
+    if further[case]:
+        pytest.fail(further[case], pytrace=False)
 
 
 def test_a_checkpoint_stores_no_rank_and_loads_in_one_process(outcomes: dict[str, str], folder: Path) -> None:

@@ -36,14 +36,14 @@ def cases(module: ModuleType) -> dict[str, Callable[[], None]]:
     return {name.removeprefix("case_"): f for name, f in vars(module).items() if name.startswith("case_")}
 
 
-def launch(file: str, folder: Path) -> dict[str, str]:
-    """What each case of ``file`` raised, on which rank; "" for nothing.
+def launch(file: str, folder: Path, *only: str) -> dict[str, str]:
+    """What each case of ``file``, or each of ``only``, raised, on which rank; "" for nothing.
 
     A case that a rank did not come to the end of has as its outcome how that rank ended, and what it said.
     """
-    failures = run_ranks(python(HERE / "two_processes.py", file, folder), folder)
+    failures = run_ranks(python(HERE / "two_processes.py", file, folder, *only), folder)
     print((folder / "rank0.log").read_text(errors="replace"))
-    outcomes = dict.fromkeys(cases(_module(file)), "")
+    outcomes = dict.fromkeys(only or cases(_module(file)), "")
     for rank, failure in enumerate(failures):
         report = folder / f"rank{rank}.json"
         reported: dict[str, str] = json.loads(report.read_text()) if report.exists() else {}

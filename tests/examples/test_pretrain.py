@@ -55,7 +55,11 @@ def identical(left: Any, right: Any) -> bool:
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("pretrain_vit.py", ["--backend=eager", "--policy=tetrajet-qema", "--epochs=2", "--batch-size=16"]),
+        pytest.param(
+            "pretrain_vit.py",
+            ["--backend=eager", "--policy=tetrajet-qema", "--epochs=2", "--batch-size=16"],
+            marks=pytest.mark.long,
+        ),
         ("pretrain_llama.py", [*LLAMA, "--steps=6"]),
         pytest.param(
             "pretrain_llama.py",
@@ -94,6 +98,7 @@ def test_learns_and_goes_on_to_the_last_bit(
     assert identical(*(torch.load(file, weights_only=True) for file in (whole, killed)))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_vit_trains_from_a_folder(example: Any, tmp_path: Path) -> None:
     random = np.random.default_rng(0)

@@ -84,6 +84,7 @@ def test_the_packages_own_tests_pass_and_train(installed: dict[str, str]) -> Non
     assert re.search(r"^\d+ passed", report, re.MULTILINE)
 
 
+@pytest.mark.long
 def test_the_reference_holds_what_is_shipped_whatever_else_is_installed(installed: dict[str, str]) -> None:
     code = "from fp4graph.commands import catalogue; print('mse_scale' in catalogue.shipped_registry().techniques)"
     assert run(installed, "-c", code) == "False\n"

@@ -310,6 +310,7 @@ def test_the_trial_of_a_silent_worker_is_taken_up_and_its_late_result_dropped(ur
     assert study.trials()[0].state == "lost"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_worker_that_beats_is_left_alone(url: str, table10: Space) -> None:
     patience = 4.0  # six times what lies between two beats, which a busy machine delays
@@ -412,6 +413,7 @@ def test_an_interrupt_is_noted_and_a_later_one_raises(
     signal.signal(signal.SIGINT, inherited)
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_workers_that_end_with_the_sweep_are_no_loss(tmp_path: Path, url: str, table10: Space) -> None:
     """A supervisor signals the whole process group: workers are gone before the sweep has looked."""

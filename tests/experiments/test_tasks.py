@@ -62,7 +62,12 @@ def test_a_length_in_tokens_counts_whole_steps(task: str, steps: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "quantized", "sites"),
-    [("gaussian", 1, 1), ("digits", 8, 12), ("digits-diffusion", 24, 54), ("text", 14, 17)],
+    [
+        ("gaussian", 1, 1),
+        ("digits", 8, 12),
+        ("digits-diffusion", 24, 54),
+        pytest.param("text", 14, 17, marks=pytest.mark.long),
+    ],
 )
 def test_every_family_trains_at_once(task: str, quantized: int, sites: int) -> None:
     short: dict[str, Any] = {"steps": 2, "validate_every": 1, "validation_batches": 1, "device": "cpu"}

@@ -393,6 +393,7 @@ def test_a_hugging_face_dataset_of_faces(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ text
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_llama_on_text_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "words.txt"

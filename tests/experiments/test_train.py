@@ -88,6 +88,7 @@ def test_equals_a_loop_written_by_hand() -> None:
     assert outcome.quantized == 0
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_repeats_itself_and_depends_on_the_seed() -> None:
     torch.manual_seed(1)

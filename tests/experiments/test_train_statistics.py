@@ -39,6 +39,7 @@ def test_a_training_and_its_report(tmp_path):
         assert f'<section id="{part.name}">' in page, part.name
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_in_tensorboard_beside_the_curves(tmp_path):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")

@@ -20,6 +20,8 @@ from fp4graph.technique import Factors, ProductOperation
 from fp4graph.technique.registry import Registry
 from tests.helpers import models
 
+pytestmark = pytest.mark.slow
+
 TOKENS = (2, 24)
 
 
@@ -190,8 +192,10 @@ UNCOUNTED = {
     lstm: lambda m: 2 * math.prod(TOKENS) * 4 * 48 * ((32 + 48) + (48 + 48)),
 }
 FAMILIES = [
-    vit, swin, convnext, torchvision_vit, resnet, llama, qwen3_moe, mixtral, gpt_oss, deepseek_v3, mamba2, whisper, t5,
-    pytest.param(unet, marks=pytest.mark.long), dit, lstm, einsum_attention,
+    vit, convnext, llama, qwen3_moe, gpt_oss, mamba2, t5, dit, lstm, einsum_attention,
+    *(pytest.param(make, marks=pytest.mark.long) for make in (
+        swin, torchvision_vit, resnet, mixtral, deepseek_v3, whisper, unet,
+    )),
 ]  # fmt: skip
 
 

@@ -89,10 +89,12 @@ def by_hand(x, w, b, dy, options):
             inside = all(0 <= i < n for i, n in zip(where, x.shape[2:], strict=True))
             return (place[0], tap[0], *where) if inside else None
 
-        patches = torch.stack([
-            torch.stack([x[i] if (i := at(place, tap)) is not None else torch.zeros(()) for tap in taps])
-            for place in places
-        ])
+        patches = torch.stack(
+            [
+                torch.stack([x[i] if (i := at(place, tap)) is not None else torch.zeros(()) for tap in taps])
+                for place in places
+            ]
+        )
         kernels = w[outs].reshape(out_group, -1)
         gradients = torch.stack([dy[(place[0], outs, *place[1:])] for place in places])
         products = quantized(patches) @ quantized(kernels).T
@@ -135,7 +137,7 @@ def test_six_operands_by_hand(case, direct):
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("case", ["stride and padding", "groups"])
+@pytest.mark.parametrize("case", [pytest.param("stride and padding", marks=pytest.mark.long), "groups"])
 def test_compiled_as_eager(case):
     function, (x, w, b), options = factors(case)
     dy = torch.randn(function(x, w, b, **options).shape, generator=torch.Generator().manual_seed(1))
@@ -165,6 +167,7 @@ def with_rule(match, **more):
     return {**CONV, "rules": [{"name": "rule", "match": match, "quantize": SPEC}], **more}
 
 
+@pytest.mark.slow
 def test_a_rule_asks_for_convolutions_by_name():
     sites = {s.module: s for s in fp4graph.explain(Small(), with_rule({"op": ["conv", "linear"]}), (IMAGES,)).sites}
     assert all(site.quantized for site in sites.values())

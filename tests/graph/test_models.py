@@ -65,7 +65,17 @@ def bare_linear():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.long)], ids=["train", "eval"])
-@pytest.mark.parametrize("make", [deit, swin, gpt2, llama, encoder, bare_linear])
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(deit, marks=pytest.mark.long),
+        pytest.param(swin, marks=pytest.mark.long),
+        gpt2,
+        llama,
+        encoder,
+        bare_linear,
+    ],
+)
 def test_sites_are_those_a_person_counts(make, training):
     model, args, names = make()
     model.train(training)

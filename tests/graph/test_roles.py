@@ -91,6 +91,7 @@ def kept(explanation) -> dict[str, str]:
     return {site.module: site.reason for site in explanation.sites if not site.quantized}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choose", CHOOSING)
 def test_a_router_is_found_in_the_graph_and_kept(choose):
     found = kept(fp4graph.explain(Model("pick", choose), EVERY_LINEAR, (X,)))
@@ -168,6 +169,7 @@ class MoEGatedMLP(nn.Module):
         return self.w2(F.silu(gate) * up)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model", [Predicts("pick", gate_by_all), SparseStream("pick", gate_by_all), SparseCode(), MoEGatedMLP()],
     ids=lambda model: type(model).__name__,

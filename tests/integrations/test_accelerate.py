@@ -56,7 +56,7 @@ def loop(llama: Any, counting: Any) -> Callable[..., Any]:
     return make
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", [pytest.param("no", marks=pytest.mark.long), "bf16"])
 def test_trains_and_goes_on_to_the_last_bit(loop: Any, tmp_path: Path, precision: str) -> None:
     accelerator, model, train = loop(precision=precision)
     first = train(3)

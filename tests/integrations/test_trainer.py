@@ -120,10 +120,10 @@ def test_what_it_saves_is_a_plain_model_and_more(trainer: Any, llama: Any, tmp_p
 @pytest.mark.parametrize(
     ("options", "forwards"),
     [
-        ({"bf16": True}, 3),
+        pytest.param({"bf16": True}, 3, marks=pytest.mark.long),
         ({"gradient_accumulation_steps": 2}, 5),  # five batches in an epoch
-        ({"gradient_checkpointing": True}, 3),
-        ({"torch_compile": True, "torch_compile_backend": "eager"}, 3),
+        pytest.param({"gradient_checkpointing": True}, 3, marks=pytest.mark.long),
+        pytest.param({"torch_compile": True, "torch_compile_backend": "eager"}, 3, marks=pytest.mark.long),
         ({"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_steps": 1}, 3),
     ],
     ids=["bf16", "accumulation", "checkpointing", "torch_compile", "best"],

@@ -41,6 +41,8 @@ from tests.kernels.quantizers import (
 pytestmark = pytest.mark.compiler
 
 ROWS = list(covering())
+#: Every rounding of E2M1, and one of every other element; the rest are `long`.
+FEW = [row for index, row in enumerate(ROWS) if row["element"] == "e2m1" or index % 7 == 0]
 MXFP4 = QuantSpec("e2m1", 32, ScaleSpec("e8m0", "ceil"), "nearest", "up")
 STOCHASTIC = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "stochastic"), "stochastic")
 UNEVEN = QuantSpec("int4", 10, ScaleSpec("fp32", "nearest_even"), "stochastic")
@@ -84,7 +86,10 @@ def test_the_rows_cover_what_there_is() -> None:
     assert sum(cpu.packs(spec) for spec in specs) > 30
 
 
-@pytest.mark.parametrize("row", ROWS, ids=name_of)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=name_of(row), marks=() if row in FEW else pytest.mark.long) for row in ROWS]
+)
 def test_values_and_bytes(row: Row) -> None:
     """Odd sizes, small ones beside the oracle, and more than a tile has beside the tensor code."""
     spec, dtype, block = spec_of(row), row["dtype"], row["block"]
@@ -149,6 +154,7 @@ def test_any_floats(dtype: torch.dtype) -> None:
         assert_same_bits(operators.quantize(source, MXFP4, SOURCE), fake_quantize(source, MXFP4))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", [1, 3, 65, 1024])
 def test_blocks_of_any_length(block: int) -> None:
     spec = QuantSpec("e2m1", block, ScaleSpec("e8m0", "floor"), "stochastic")
@@ -183,7 +189,10 @@ STRANGERS: dict[str, tuple[Any, Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("stranger", STRANGERS)
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "stranger", [name if "scale of" in name else pytest.param(name, marks=pytest.mark.long) for name in STRANGERS]
+)
 def test_formats_of_strangers(stranger: str) -> None:
     element, scale, rounding = STRANGERS[stranger]
     spec = QuantSpec(element, 16, ScaleSpec(scale, "nearest_even"), rounding)  # type: ignore[arg-type]
@@ -238,6 +247,7 @@ def test_fixed_variates_stay_and_others_do_not() -> None:
 # ------------------------------------------------------------------ bytes
 
 
+@pytest.mark.slow
 def test_bytes_stand_for_the_values_in_another_dtype() -> None:
     """An fp32 operand whose GEMM is in bf16: what comes back is what the GEMM read."""
     x = hostile((9, 70), 16)
@@ -261,6 +271,7 @@ AGAIN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(130, 133), (64, 64), (2, 3, 33, 70), (5, 200), (200, 5), (1, 40), (40, 1)], ids=str)
 @pytest.mark.parametrize("case", AGAIN)
 def test_quantizing_the_transpose_from_bytes(case: str, shape: tuple[int, ...]) -> None:
@@ -298,6 +309,7 @@ def expected_with(x: Tensor, spec: QuantSpec, given: dict[str, Tensor]) -> Tenso
     return blocking.join((scaling.dequantize(codes, scale, spec) * parts.get("factor", 1)).to(x.dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one", [False, True], ids=["one a block", "one for all"])
 @pytest.mark.parametrize("names", GIVEN, ids="-".join)
 def test_given_blocks(names: tuple[str, ...], one: bool) -> None:
@@ -327,6 +339,7 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(former)
 
 
+@pytest.mark.slow
 def test_threads_change_nothing(threads: Callable[[int], None]) -> None:
     wide, tall = hostile((3, 90, 170), 16), hostile((170, 270), 16)
     assert min(wide.numel(), tall.numel()) > 1 << 15  # enough to be shared out

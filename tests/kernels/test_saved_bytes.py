@@ -116,6 +116,7 @@ OTHERS: dict[str, tuple[Any, float, float]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", OTHERS)
 def test_where_bytes_do_not_serve(case: str) -> None:
     policy, per_input, per_weight = OTHERS[case]

@@ -120,6 +120,7 @@ def test_every_shipped_policy_plans_the_weights_that_it_would_without_adapters(n
         assert wrapped.hosts() == set()
 
 
+@pytest.mark.slow
 def test_what_is_kept_of_each_kind_of_adapter():
     lora = [("qkv.lora_A.default", "adapters"), ("qkv.lora_B.default", "adapters")]
     assert decided(Net(Lora)) == (["qkv.base_layer", "fc"], lora)
@@ -128,6 +129,7 @@ def test_what_is_kept_of_each_kind_of_adapter():
     assert decided(Net(Handmade)) == (["qkv", "fc"], [("qkv", "adapters"), ("qkv", "adapters")])
 
 
+@pytest.mark.slow
 def test_a_rule_that_says_so_quantizes_adapters_and_no_other_does():
     rules = [
         {"name": "adapters too", "match": {"role": "adapter"}, "quantize": {"block": 16}},
@@ -173,6 +175,7 @@ def test_an_adapter_makes_no_block_of_its_layer():
     assert set(Names(stack(Lora)).blocks) == {"0", "1"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema"])
 def test_a_reference_is_quantized_as_the_model_is(policy):
     """Trainers compare with the model without its adapters, or with a copy of it."""

@@ -99,7 +99,7 @@ def test_two_forwards_before_one_backward(vit, images):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.long)])
 def test_checkpointed_gradients_are_the_plain_ones_to_the_bit(vit, images, backend):
     plain = gradients(fp4graph.apply(vit(), "tetrajet-qema", backend=backend), images)
     model = vit()

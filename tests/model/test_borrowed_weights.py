@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 import fp4graph
 
+pytestmark = pytest.mark.slow
+
 
 class Calls(nn.Module):
     def __init__(self):
@@ -115,7 +117,6 @@ def encoder_and_decoder():
     return nn.Transformer(64, 2, 1, 2, 128, dropout=0.0, batch_first=True)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
 @pytest.mark.parametrize("policy", ["tetrajet-qema", pytest.param("tetrajet", marks=pytest.mark.long)])
 @pytest.mark.parametrize(

@@ -47,9 +47,12 @@ def deprecations():
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("of", MODELS)
 @pytest.mark.parametrize("how", CONVERSIONS)
-@pytest.mark.parametrize("ran", [False, True], ids=["before the first call", "after a call"])
+@pytest.mark.parametrize(
+    "ran", [False, pytest.param(True, marks=pytest.mark.long)], ids=["before the first call", "after a call"]
+)
 def test_an_applied_model_is_not_converted(how, of, ran):
     model = fp4graph.apply(net(), POLICY, backend="eager")
     if ran:

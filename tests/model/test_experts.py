@@ -16,6 +16,8 @@ from fp4graph.model.runtime import runtime_of
 from tests.helpers.policies import NVFP4, TIES_UP, one_rule
 from tests.model.test_uncompiled import assert_equal
 
+pytestmark = pytest.mark.slow
+
 EXPERTS, WIDTH, HIDDEN = 4, 32, 48
 uncompiled = pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
 

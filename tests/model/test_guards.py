@@ -297,6 +297,7 @@ def normed():
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [Recurrent, normed])
 def test_a_recurrent_layer_is_listed_though_no_graph_has_it(make):
     x, policy = torch.randn(2, 5, 32), {"version": 1, "name": "the head", "rules": [rule(module="head")]}

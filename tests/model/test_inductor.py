@@ -60,6 +60,7 @@ def recorded():
     return calls
 
 
+@pytest.mark.long
 @pytest.mark.compiler
 def test_quantizers_are_bit_identical_on_a_real_steps_operands(recorded):
     programs = [c for c in recorded if c[0].spec is not None]

@@ -8,6 +8,8 @@ from torch import nn
 
 import fp4graph
 
+pytestmark = pytest.mark.slow
+
 X = torch.randn(4, 32)
 
 

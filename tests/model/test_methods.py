@@ -15,6 +15,8 @@ import fp4graph
 from fp4graph.errors import Error, PolicyWarning
 from fp4graph.model.runtime import runtime_of
 
+pytestmark = pytest.mark.slow
+
 
 class Tower(nn.Module):
     def __init__(self) -> None:

@@ -21,6 +21,8 @@ from fp4graph.policy import shipped_policies
 from fp4graph.technique.registry import default_registry
 from tests.helpers.policies import long_but_few, one_rule
 
+pytestmark = pytest.mark.slow
+
 uncompiled = pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
 
 
@@ -71,11 +73,11 @@ def assert_equal(some, others):
 
 
 @uncompiled
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", ["vit", pytest.param("llama", marks=pytest.mark.long)])
 @pytest.mark.parametrize("policy", long_but_few(sorted(shipped_policies(default_registry()))))
 def test_uncompiled_training_is_that_of_the_graph(policy, kind):
     make, inputs, output = MODELS[kind]
-    depth = 12 if policy == "nvfp4-te" else 2  # it keeps the first blocks and the last ones
+    depth = 3 if policy == "nvfp4-te" else 2  # it keeps the first block and the last one
     results = []
     for stance in ("default", "force_eager"):
         model = fp4graph.apply(make(depth=depth), policy, backend="eager", seed=3, total_forwards=4)
@@ -416,7 +418,16 @@ class Wrapper(nn.Module):
         return self.out(self.net(x))
 
 
-@pytest.mark.parametrize("outside", ["wrapper", "function", "model", "compile", "average"])
+@pytest.mark.parametrize(
+    "outside",
+    [
+        "wrapper",
+        pytest.param("function", marks=pytest.mark.long),
+        pytest.param("model", marks=pytest.mark.long),
+        "compile",
+        pytest.param("average", marks=pytest.mark.long),
+    ],
+)
 def test_an_outer_compilation_runs_the_applied_model(outside):
     model, x = fp4graph.apply(vit(), "tetrajet", backend="eager"), images()
     expected = fp4graph.apply(vit(), "tetrajet", backend="eager")(x)

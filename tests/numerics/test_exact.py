@@ -65,6 +65,7 @@ ORDERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 2, 3, 16, 1000])
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_total_does_not_depend_on_the_order(order: str, length: int) -> None:

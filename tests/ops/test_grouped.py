@@ -113,7 +113,10 @@ POLICIES = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16], ids=["fp32", "bf16"]
+)
 @pytest.mark.parametrize("name", POLICIES)
 def test_is_a_loop_over_experts(name, dtype):
     """Equal to the last bit: on a CPU every expert's products are those of its own linear, in the same order.

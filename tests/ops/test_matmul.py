@@ -136,6 +136,7 @@ def test_needs_no_gradient_it_is_not_asked_for(data):
     assert frozen.grad is None
 
 
+@pytest.mark.slow
 def test_autocast_runs_the_gemms_in_its_dtype(data):
     x, w, bias, dy = data
     f = linear("tetrajet")

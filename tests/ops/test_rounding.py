@@ -105,6 +105,7 @@ def test_terms_are_summed_before_the_rounding(techniques, addend):
     assert_rounded_once(*found[Operand.FPROP_INPUT], addend=bias.double() if addend else 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", [NVFP4, UE5M3], ids=["e4m3", "ue5m3"])
 @pytest.mark.parametrize("scale", [2.0**-55, 1.0, 2.0**40])
 def test_tensors_of_any_magnitude(quantize, scale):

@@ -164,7 +164,7 @@ def test_the_noise_is_not_scaled_with_a_tensor():
     torch.testing.assert_close(noisy(w, after=[scaling]).double(), q + z, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["additive", "multiplicative"])
+@pytest.mark.parametrize("kind", [pytest.param("additive", marks=pytest.mark.long), "multiplicative"])
 def test_eager_and_inductor_agree(kind, inductor):
     operand = program({**SCHEDULE, "kind": kind}).program.operand(Operand.FPROP_WEIGHT)
 

@@ -83,6 +83,7 @@ def spread(rows, decades, width=64, seed=0):
     return x * torch.logspace(0, -decades, rows)[:, None]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", FORMATS)
 @pytest.mark.parametrize("decades", [0, 2, 4])
 @pytest.mark.parametrize("width", [64, 72])  # 72: half-empty last blocks

@@ -193,7 +193,7 @@ def test_only_the_chosen_operands():
     assert not torch.equal(quantized(x, {"operands": ["weights"]}, Operand.DGRAD_WEIGHT), plain)
 
 
-@pytest.mark.parametrize("measure", ["mse", "amax"])
+@pytest.mark.parametrize("measure", [pytest.param("mse", marks=pytest.mark.long), "amax"])
 def test_eager_and_inductor_agree(measure, inductor):
     tensors = gaussian(300, 512), gaussian(65, 100, seed=1)
     compiled = inductor(lambda x: quantized(x, {"measure": measure}), tensors[0])
@@ -224,6 +224,7 @@ def test_wrong_options_are_named(options, more, message):
         policy(options, **more)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rounding", ["ceil", "amax_ceil", "toward_positive"])
 def test_powers_of_two_rounded_up_never_take_four(rounding):
     x = gaussian(200, 64)

@@ -162,6 +162,7 @@ def test_components_are_quantized_along_their_own_contraction():
     assert not torch.equal(low_rank, fp4graph.fake_quantize(a, SPEC, dim=0) @ qb)
 
 
+@pytest.mark.slow
 def test_components_are_rounded_to_nearest_where_the_operand_is_not():
     w = with_strong_directions(64, 96)
     options = {"quantize_components": True}

@@ -83,6 +83,7 @@ def test_mantissa_bits(bits):
     assert torch.equal(quantized(x, {**OPTIONS, "mantissa_bits": bits}), expected(x, 64, spec, bits))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("element", "qmax"), [("e3m0", 16), ("int4", 7), ("e4m3", 448), ("int8", Fraction(127, 64))])
 def test_other_elements_and_encode_scales(element, qmax):
     x = log_normal(20, 128)
@@ -132,6 +133,7 @@ def decomposed(x, dequantized, scale, length):
     return parts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", [gaussian, log_normal])
 @pytest.mark.parametrize("rounding", ["nearest_even", "ceil", "floor"])
 def test_the_scale_bias_falls(data, rounding):

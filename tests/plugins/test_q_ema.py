@@ -176,6 +176,7 @@ def test_without_a_quantized_weight_it_is_inert(where):
         policy(**where)
 
 
+@pytest.mark.long
 def test_bit_identical_compiled(inductor):
     w = torch.randn(24, 64, generator=torch.Generator().manual_seed(2))
     average = w + 0.3 * w.roll(1, 0)

@@ -93,6 +93,7 @@ def test_implied_by_its_spec():
     assert plan([], quantize)[1].complexity == 0.25
 
 
+@pytest.mark.long
 @pytest.mark.inductor
 @pytest.mark.compiler
 def test_compiled_bits():

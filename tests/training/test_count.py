@@ -43,6 +43,7 @@ def through_a_file(value):
     return torch.load(file, weights_only=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prepared", ["before", "after"])
 def test_plain_state_dicts_resume_to_the_last_bit(prepared):
     """``prepared`` says whether the optimizer is prepared before it loads its state, or after."""
