@@ -70,6 +70,18 @@ def _ddp_losses(kind: str, policy: str) -> list[float]:
     return train(DDP(model), model, loss_of, 6)
 
 
+def case_another_policy_on_a_sharded_model() -> None:
+    """The first forward is that of DDP's, to the bit; later noise is not, because the count of forwards goes on."""
+    for first in ("tetrajet", "tetrajet-qema"):
+        model = sharded(vit(), first)
+        image_loss(model, rank()).backward()
+        model.zero_grad()
+        fp4graph.apply(model, "tetrajet-qema", **EAGER)
+        losses = train(model, model, image_loss)
+        assert losses[0] == ddp_losses("vit", "tetrajet-qema", 1)[0]
+        assert falls(losses), losses
+
+
 def trains(kind: str, policy: str, sites: int, orders: tuple[str, ...] = ("apply", "shard")) -> None:
     """With the losses of DDP to the bit: the noise is the same too."""
     make, loss_of = MODELS[kind]
