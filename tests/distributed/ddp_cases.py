@@ -14,6 +14,7 @@ import fp4graph
 from fp4graph.model import runtime
 from tests.distributed.two_process_models import (
     MODELS,
+    PHASED,
     assert_close,
     falls,
     from_rank,
@@ -89,6 +90,27 @@ def case_two_halves_have_the_gradients_of_the_whole() -> None:
         alone = fp4graph.apply(make(), policy, **EAGER)
         loss_of(alone, None).backward()
         assert_close(gradients(wrapper.module), gradients(alone), 3e-6)
+
+
+def case_phases_begin_as_in_one_process() -> None:
+    """Every forward of two halves has the gradients of the whole, in each phase; weights stay as they are."""
+    wrapper = DDP(fp4graph.apply(vit(), PHASED["rounded"], **EAGER))
+    alone = fp4graph.apply(vit(), PHASED["rounded"], **EAGER)
+    for phase in (0, 0, 1, 1, 2, 2):
+        image_loss(wrapper, rank()).backward()
+        image_loss(alone, None).backward()
+        assert runtime.runtime_of(wrapper.module).phase == runtime.runtime_of(alone).phase == phase
+        assert_close(gradients(wrapper.module), gradients(alone), 3e-6)  # the order of sums
+        wrapper.zero_grad()
+        alone.zero_grad()
+
+
+def case_a_policy_with_state_trains_in_phases() -> None:
+    model = fp4graph.apply(vit(), PHASED["averaged"], **EAGER)
+    losses = train(DDP(model), model, image_loss)
+    assert falls(losses), losses
+    assert same_on_both(state_of(model))
+    assert runtime.runtime_of(model).phase == 2
 
 
 def case_graphs_are_cut_along_buckets_after_the_pass() -> None:

@@ -22,6 +22,7 @@ from fp4graph.model.coverage import served_sites
 from fp4graph.model.runtime import runtime_of
 from tests.distributed.two_process_models import (
     MODELS,
+    PHASED,
     assert_close,
     falls,
     gradients,
@@ -66,7 +67,7 @@ def ddp_losses(kind: str, policy: str, steps: int = 6) -> list[float]:
 def _ddp_losses(kind: str, policy: str) -> list[float]:
     """Return the losses of six steps; several cases need the first of them."""
     make, loss_of = MODELS[kind]
-    model = fp4graph.apply(make(), policy, **EAGER)
+    model = fp4graph.apply(make(), PHASED.get(policy, policy), **EAGER)
     return train(DDP(model), model, loss_of, 6)
 
 
@@ -93,6 +94,15 @@ def trains(kind: str, policy: str, sites: int, orders: tuple[str, ...] = ("apply
         assert quantized(model) == sites
         assert model._fp4graph.forwards == 6
         assert all(isinstance(p, DTensor) for p in model.parameters())
+
+
+def case_phases() -> None:
+    """With DDP's losses to the bit through three phases, whose modules are captured anew."""
+    for policy in PHASED:
+        for first in ("apply", "shard"):
+            model = sharded(vit(), PHASED[policy], first=first)
+            assert train(model, model, image_loss) == ddp_losses("vit", policy), (policy, first)
+            assert runtime_of(model).phase == 2
 
 
 def case_vit_tetrajet() -> None:

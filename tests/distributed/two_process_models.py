@@ -64,6 +64,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int | None
 }
 
 
+#: From the third forward on an exact backward, from the fifth on no quantization.
+PHASES = [{"at": 2, "operands": {"backward": "keep"}}, {"at": 4, "rules": [], "default": "keep"}]
+#: Policies in phases; "rounded" draws no noise, "averaged" keeps state and draws it.
+PHASED: dict[str, dict[str, object]] = {
+    "rounded": {"version": 1, "name": "rounded", "extends": "microscaling", "phases": PHASES},
+    "averaged": {"version": 1, "name": "averaged", "extends": "tetrajet-qema", "phases": PHASES},
+}
+
+
 def train(run: nn.Module, model: nn.Module, loss_of: Loss, steps: int = 6, lr: float = 5e-3) -> list[float]:
     """Losses of this rank over a few steps of AdamW on one batch; ``run`` is called, ``model`` holds the policy."""
     optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(run.parameters(), lr=lr))
