@@ -40,15 +40,15 @@ _LANES = 64  # of quantize.cpp
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 
 _QUANTIZE = """
-extern "C" void run(const {T}* x, Strides from, {T}* y, Strides to, u8* codes, Q::Stored* scales,
+extern "C" void run(const {T}* x, Strides from, Places places, {T}* y, Strides to, u8* codes, Q::Stored* scales,
                     BlockwiseParts given, KeyParts draw, Shape shape, int threads) {{
-    quantize<Q, {T}>(x, from, y, to, codes, scales, given, draw, shape, threads);
+    quantize<Q, {T}>(x, from, places, y, to, codes, scales, given, draw, shape, threads);
 }}
 """
 _REQUANTIZE = """
-extern "C" void run(const u8* codes, const P::Stored* scales, {T}* y, Strides to, KeyParts draw,
+extern "C" void run(const u8* codes, const P::Stored* scales, Places places, {T}* y, Strides to, KeyParts draw,
                     Shape shape, int threads) {{
-    requantize<P, Q, {T}>(codes, scales, y, to, draw, shape, threads);
+    requantize<P, Q, {T}>(codes, scales, places, y, to, draw, shape, threads);
 }}
 """
 _UNPACK = """
@@ -82,8 +82,12 @@ class _Strides(ctypes.Structure):
     _fields_ = [(name, ctypes.c_int64) for name in ("batch", "row", "column")]
 
 
+class _Places(ctypes.Structure):
+    _fields_ = [("at", ctypes.c_void_p), ("none", ctypes.c_int64)]
+
+
 class _Shape(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("batches", "rows", "columns")]
+    _fields_ = [(name, ctypes.c_int64) for name in ("batches", "rows", "columns", "first")]
 
 
 class _Blockwise(ctypes.Structure):
@@ -157,17 +161,41 @@ def quantize(
     given: Blocks,
     codes: Tensor | None = None,
     scales: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> None:
     """Quantize ``x`` into ``y``.
 
     Args:
         x, y: ``[B, R, C]``, blocks along C, a dtype of :data:`DTYPES`; both contiguous along C, or both along R.
         codes, scales: receive the bytes, laid out as by :func:`fp4graph.pack`; only if C is contiguous.
+        places: int64 ``[P]``, only if R is contiguous and B is 1: ``y [1, R, P]`` is quantized from these columns of
+            ``x``, and from zeros where a place is C.
     """
     run = _function(_QUANTIZE, x.dtype, Q=spec)
-    tensors = _at(x), _Strides(*x.stride()), _at(y), _Strides(*y.stride()), _at(codes), _at(scales)
+    source, target = (_at(x), _Strides(*x.stride()), _places(places, x.shape[2])), (_at(y), _Strides(*y.stride()))
     blocks = _BlockwiseParts(*map(_blockwise, given))
-    run(*tensors, blocks, _key_parts(draw), _Shape(*x.shape), torch.get_num_threads())
+    rest = _key_parts(draw), _Shape(*y.shape), torch.get_num_threads()
+    run(*source, *target, _at(codes), _at(scales), blocks, *rest)
+
+
+def quantize_matrix(
+    x: Tensor,
+    y: Tensor,
+    number: int,
+    spec: str,
+    draw: Draw | None,
+    codes: Tensor | None = None,
+    scales: Tensor | None = None,
+) -> None:
+    """Write the matrix of this number that :func:`quantize` makes of the batch ``x [B, R, C]`` into ``y [R, C]``.
+
+    Args:
+        codes, scales: those of the whole batch, of which this matrix's are written.
+    """
+    run = _function(_QUANTIZE, x.dtype, Q=spec)
+    source, target = (_at(x), _Strides(*x.stride()), _Places()), (_at(y), _Strides(0, *y.stride()))
+    rest = _key_parts(draw), _Shape(number + 1, *y.shape, number), torch.get_num_threads()
+    run(*source, *target, _at(codes), _at(scales), _BlockwiseParts(), *rest)
 
 
 def maxima(x: Tensor, z: Tensor, block: int) -> None:
@@ -177,11 +205,33 @@ def maxima(x: Tensor, z: Tensor, block: int) -> None:
     run(_at(x), _Strides(*x.stride()), _at(z), *shape, torch.get_num_threads())
 
 
-def requantize(codes: Tensor, scales: Tensor, packed: str, y: Tensor, spec: str, draw: Draw | None) -> None:
-    """Quantize the transpose of what the spec ``packed`` packed along R into ``y [B, R, C]``, contiguous along R."""
+def requantize(
+    codes: Tensor,
+    scales: Tensor,
+    packed: str,
+    y: Tensor,
+    spec: str,
+    draw: Draw | None,
+    places: Tensor | None = None,
+) -> None:
+    """Quantize the transpose of what the spec ``packed`` packed along R into ``y [B, R, C]``, contiguous along R.
+
+    Args:
+        places: int64 ``[P]``, only if B is 1: ``y [1, R, P]`` is made of these lines of what was packed, and of zeros
+            where a place is their number.
+    """
     run = _function(_REQUANTIZE, y.dtype, P=packed, Q=spec)
-    tensors = _at(codes), _at(scales), _at(y), _Strides(*y.stride())
+    tensors = _at(codes), _at(scales), _places(places, codes.shape[-2]), _at(y), _Strides(*y.stride())
     run(*tensors, _key_parts(draw), _Shape(*y.shape), torch.get_num_threads())
+
+
+def requantize_matrix(
+    codes: Tensor, scales: Tensor, packed: str, y: Tensor, number: int, spec: str, draw: Draw | None
+) -> None:
+    """Write the matrix of this number that :func:`requantize` makes into ``y [R, C]``, contiguous along R."""
+    run = _function(_REQUANTIZE, y.dtype, P=packed, Q=spec)
+    tensors = _at(codes), _at(scales), _Places(), _at(y), _Strides(0, *y.stride())
+    run(*tensors, _key_parts(draw), _Shape(number + 1, *y.shape, number), torch.get_num_threads())
 
 
 def unpack(codes: Tensor, scales: Tensor, packed: str, y: Tensor) -> None:
@@ -220,6 +270,10 @@ def _key_parts(draw: Draw | None) -> _KeyParts:
 
 def _at(tensor: Tensor | None) -> ctypes.c_void_p:
     return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def _places(places: Tensor | None, none: int) -> _Places:
+    return _Places() if places is None else _Places(places.data_ptr(), none)
 
 
 def _blockwise(part: Tensor | None) -> _Blockwise:

@@ -27,14 +27,14 @@ from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.packing import empty_bytes
 from fp4graph.numerics.spec import QuantSpec
 
-_DRAW = "Tensor? key, Tensor? step, int[] salts"
+DRAW = "Tensor? key, Tensor? step, int[] salts"
 _library: Any = torch.library.Library("fp4graph", "FRAGMENT")  # type: ignore[no-untyped-call]
 _BLOCKS = "Tensor? divisor, Tensor? statistic, Tensor? scale, Tensor? factor"
-_library.define(f"quantize(Tensor x, str spec, {_DRAW}, {_BLOCKS}) -> Tensor", tags=[torch.Tag.needs_exact_strides])
+_library.define(f"quantize(Tensor x, str spec, {DRAW}, {_BLOCKS}) -> Tensor", tags=[torch.Tag.needs_exact_strides])
 _library.define("maxima(Tensor x, int block) -> Tensor", tags=[torch.Tag.needs_exact_strides])
-_library.define(f"quantize_and_pack(Tensor x, str spec, {_DRAW}) -> (Tensor, Tensor, Tensor)")
+_library.define(f"quantize_and_pack(Tensor x, str spec, {DRAW}) -> (Tensor, Tensor, Tensor)")
 _library.define(
-    f"requantize(Tensor codes, Tensor scales, str packed, SymInt length, ScalarType dtype, str spec, {_DRAW}) -> Tensor"
+    f"requantize(Tensor codes, Tensor scales, str packed, SymInt length, ScalarType dtype, str spec, {DRAW}) -> Tensor"
 )
 _library.define("unpack(Tensor codes, Tensor scales, str packed, SymInt length, ScalarType dtype) -> Tensor")
 _library.define("mantissa(Tensor z, float divisor, int bits) -> Tensor")
@@ -133,6 +133,11 @@ class PackedOperand:
     length: int
     dtype: torch.dtype
 
+    @property
+    def device(self) -> torch.device:
+        """The device of the bytes."""
+        return self.codes.device
+
     def unpack(self) -> Tensor:
         """Return the dequantized operand, contiguous."""
         packed = self.spec.to_text(), self.length, self.dtype
@@ -142,7 +147,7 @@ class PackedOperand:
     def requantized(self, spec: QuantSpec, draw: Draw | None = None) -> Tensor:
         """Return the transpose of the dequantized operand, quantized by ``spec`` along its last axis."""
         packed = self.spec.to_text(), self.length, self.dtype
-        drawn = _flat(spec, draw)
+        drawn = flat(spec, draw)
         result: Tensor = torch.ops.fp4graph.requantize(self.codes, self.scales, *packed, spec.to_text(), *drawn)
         return result
 
@@ -156,7 +161,7 @@ def quantize(x: Tensor, spec: QuantSpec, draw: Draw | None = None, given: Blocks
     """
     if x.dtype not in DTYPES:
         return quantize(x.to(torch.float32), spec, draw, given).to(x.dtype)
-    result: Tensor = torch.ops.fp4graph.quantize(x, spec.to_text(), *_flat(spec, draw), *(given or Blocks()))
+    result: Tensor = torch.ops.fp4graph.quantize(x, spec.to_text(), *flat(spec, draw), *(given or Blocks()))
     return result
 
 
@@ -203,7 +208,7 @@ def quantize_and_pack(
     x: Tensor, spec: QuantSpec, draw: Draw | None, dtype: torch.dtype
 ) -> tuple[Tensor, PackedOperand]:
     """Return :func:`quantize`, contiguous, and the same as bytes, which stand for the result cast to ``dtype``."""
-    values, codes, scales = torch.ops.fp4graph.quantize_and_pack(x, spec.to_text(), *_flat(spec, draw))
+    values, codes, scales = torch.ops.fp4graph.quantize_and_pack(x, spec.to_text(), *flat(spec, draw))
     return values, PackedOperand(codes, scales, spec, x.shape[-1], dtype)
 
 
@@ -218,15 +223,15 @@ def gaussian(draw: Draw, count: int, device: torch.device) -> Tensor:
     return result
 
 
-def _flat(spec: QuantSpec, draw: Draw | None) -> tuple[Tensor | None, Tensor | None, Sequence[int]]:
+def flat(spec: QuantSpec, draw: Draw | None) -> tuple[Tensor | None, Tensor | None, Sequence[int]]:
     """Return ``draw`` as operators take it: key, step and salts, which are empty where ``spec`` draws nothing."""
     if draw is None or not spec.needs_key:
         return None, None, ()
     return draw.key, draw.step, draw.salts
 
 
-def _draw(key: Tensor | None, step: Tensor | None, salts: Sequence[int]) -> Draw | None:
-    """Return the inverse of :func:`_flat`."""
+def drawn(key: Tensor | None, step: Tensor | None, salts: Sequence[int]) -> Draw | None:
+    """Return the inverse of :func:`flat`."""
     return None if key is None else Draw(key, step, tuple(salts))
 
 
@@ -277,7 +282,7 @@ def _quantize(
     y = torch.empty_like(x)
     if not y.numel():
         return y
-    draw, given = _draw(key, step, salts), Blocks(*blocks)
+    draw, given = drawn(key, step, salts), Blocks(*blocks)
     source, target = _matrices(x), _matrices(y)
     if source is not None and target is not None and (source.stride(2) == 1) == (target.stride(2) == 1):
         cpu.quantize(source, target, spec, draw, given)
@@ -323,7 +328,7 @@ def _quantize_and_pack(x: Tensor, spec: str, *draw: Any) -> tuple[Tensor, Tensor
     if y.numel():
         source, target = _matrices(x), _rows(y)
         source = _rows(x.contiguous()) if source is None or source.stride(2) != 1 else source
-        cpu.quantize(source, target, spec, _draw(*draw), Blocks(), codes, scales)
+        cpu.quantize(source, target, spec, drawn(*draw), Blocks(), codes, scales)
     return y, codes, scales
 
 
@@ -333,7 +338,7 @@ def _requantize(
     y = _fake_requantize(codes, scales, packed, length, dtype, spec)
     if y.numel():
         target = _rows(y.mT).mT
-        cpu.requantize(codes.contiguous(), scales.contiguous(), packed, target, spec, _draw(*draw))
+        cpu.requantize(codes.contiguous(), scales.contiguous(), packed, target, spec, drawn(*draw))
     return y
 
 

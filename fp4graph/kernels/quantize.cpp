@@ -270,11 +270,25 @@ struct Strides {
     i64 batch, row, column;
 };
 
-// A matrix [R, C] of a batch in memory.
+// Where the columns of a matrix come from: from those of the same number, or from others, of which `none` is zeros.
+struct Places {
+    const i64* from = nullptr;
+    i64 none = 0;
+    i64 operator[](i64 column) const { return from ? from[column] : column; }
+    bool empty(i64 column) const { return from && from[column] == none; }
+    bool empty(i64 column, i64 count) const {
+        for (i64 i = 0; i < count; ++i)
+            if (!empty(column + i)) return false;
+        return true;
+    }
+};
+
+// A matrix [R, C] of a batch in memory. Columns may come from other places only where R is contiguous.
 template <class T>
 struct Dense {
     const T* data;
     Strides strides;
+    Places places;
 
     // N elements of a row.
     template <int N>
@@ -286,10 +300,15 @@ struct Dense {
 
     // Line by line of the contiguous axis: `lines` lines of `n` elements from (row, column), `width` apart in the tile.
     void read(float* tile, i64 batch, i64 row, i64 column, bool columns_contiguous, i64 lines, i64 n, i64 width) const {
-        const T* from = data + batch * strides.batch + row * strides.row + column * strides.column;
-        const i64 next = columns_contiguous ? strides.row : strides.column;
-        for (i64 line = 0; line < lines; ++line, from += next)
+        const T* start = data + batch * strides.batch + row * strides.row + (columns_contiguous ? column : 0);
+        for (i64 line = 0; line < lines; ++line) {
+            if (!columns_contiguous && places.empty(column + line)) {
+                for (i64 i = 0; i < n; ++i) tile[line * width + i] = 0;
+                continue;
+            }
+            const T* from = start + (columns_contiguous ? line * strides.row : places[column + line] * strides.column);
             for (i64 i = 0; i < n; ++i) tile[line * width + i] = widen(from[i]);
+        }
     }
 };
 
@@ -336,13 +355,18 @@ template <class F, class T>
 struct PackedTranspose {
     const u8* codes;
     const typename F::Stored* scales;
-    i64 rows, columns;  // R and C
+    i64 rows, columns;  // R and C, before columns are taken from other places
+    Places places;
 
     void read(float* tile, i64 batch, i64 row, i64 column, bool, i64 lines, i64 n, i64 width) const {
         const i64 blocks = (rows + F::BLOCK - 1) / F::BLOCK;
         for (i64 line = 0; line < lines; ++line) {
+            if (places.empty(column + line)) {
+                for (i64 i = 0; i < n; ++i) tile[line * width + i] = 0;
+                continue;
+            }
             for (i64 i = 0; i < n; i += F::BLOCK) {
-                const i64 block = (batch * columns + column + line) * blocks + (row + i) / F::BLOCK;
+                const i64 block = (batch * columns + places[column + line]) * blocks + (row + i) / F::BLOCK;
                 float* to = tile + line * width + i;
                 if (n - i >= F::BLOCK) {
                     unpack_block<F, T>(codes + block * packed_bytes<F>(), load_scale<F>(scales[block]), to);
@@ -361,6 +385,11 @@ struct PackedTranspose {
 constexpr i64 STRIP = 64;  // blocks of a tile whose blocks lie along the contiguous axis
 constexpr i64 LANES = 64;  // lines of a tile whose blocks lie across it
 constexpr i64 SERIAL = 1 << 14;  // elements below which threads cost more than they save
+
+// Of a batch of matrices those from number `first` on.
+struct Shape {
+    i64 batches, rows, columns, first;
+};
 
 // What techniques have made of a block, each one number a block ([batch, R, ceil(C / BLOCK)], contiguous) or, with a
 // step of 0, one for all; null where nothing changes.
@@ -403,13 +432,15 @@ struct Place {
 
 // Blocks along C, and C contiguous.
 template <class F, class T, bool PACKS, class Source>
-void along(const Source& source, const Target<F, T>& to, const BlockwiseParts& given, Key key, i64 batches, i64 R, i64 C, int threads) {
+void along(const Source& source, const Target<F, T>& to, const BlockwiseParts& given, Key key, Shape shape, int threads) {
     constexpr int B = F::BLOCK;
-    const i64 blocks = (C + B - 1) / B, all = batches * R * blocks, strips = (all + STRIP - 1) / STRIP;
+    const i64 R = shape.rows, C = shape.columns, blocks = (C + B - 1) / B;
+    const i64 before = shape.first * R * blocks, all = shape.batches * R * blocks;
+    const i64 strips = (all - before + STRIP - 1) / STRIP;
     const Key block_key = key.absorb(BLOCK_SALT), element_key = key.absorb(0);
-#pragma omp parallel for num_threads(threads) if (batches * R * C > SERIAL)
+#pragma omp parallel for num_threads(threads) if ((shape.batches - shape.first) * R * C > SERIAL)
     for (i64 strip = 0; strip < strips; ++strip) {
-        const i64 first = strip * STRIP, count = all - first < STRIP ? all - first : STRIP;
+        const i64 first = before + strip * STRIP, count = all - first < STRIP ? all - first : STRIP;
         alignas(64) float tile[STRIP * B], scale[STRIP], reciprocal[STRIP];
         alignas(64) i32 z[STRIP], codes[PACKS ? STRIP * B : 1];
         Place place(first, R, blocks, B);
@@ -474,16 +505,22 @@ void along(const Source& source, const Target<F, T>& to, const BlockwiseParts& g
 
 // Blocks along C, and R contiguous. A source that is packed needs its blocks to fill lanes.
 template <class F, class T, class Source>
-void across(const Source& source, const Target<F, T>& to, const BlockwiseParts& given, Key key, i64 batches, i64 R, i64 C, int threads) {
+void across(const Source& source, const Target<F, T>& to, const BlockwiseParts& given, Key key, Shape shape, int threads) {
     constexpr int B = F::BLOCK;
-    const i64 blocks = (C + B - 1) / B, groups = (R + LANES - 1) / LANES, tiles = batches * blocks * groups;
+    const i64 R = shape.rows, C = shape.columns, blocks = (C + B - 1) / B, groups = (R + LANES - 1) / LANES;
+    const i64 tiles = shape.batches * blocks * groups;
     const Key block_key = key.absorb(BLOCK_SALT), element_key = key.absorb(0);
-#pragma omp parallel for num_threads(threads) if (batches * R * C > SERIAL)
-    for (i64 t = 0; t < tiles; ++t) {
+#pragma omp parallel for num_threads(threads) if ((shape.batches - shape.first) * R * C > SERIAL)
+    for (i64 t = shape.first * blocks * groups; t < tiles; ++t) {
         const i64 batch = t / (blocks * groups), column = t / groups % blocks * B, row = t % groups * LANES;
         const i64 depth = C - column < B ? C - column : B, n = R - row < LANES ? R - row : LANES;
         alignas(64) float tile[B * LANES], scale[LANES], reciprocal[LANES];
         alignas(64) i32 z[LANES];
+        if (source.places.empty(column, depth)) {  // zeros are quantized to zeros, whatever the noise
+            for (i64 j = 0; j < depth; ++j)
+                std::memset(to.values + (column + j) * to.strides.column + row, 0, static_cast<size_t>(n) * sizeof(T));
+            continue;
+        }
         if (n == LANES) {
             source.read(tile, batch, row, column, false, depth, LANES, LANES);
         } else {
@@ -553,30 +590,26 @@ struct KeyParts {
     i64 count;
 };
 
-struct Shape {
-    i64 batches, rows, columns;
-};
-
 template <class F, class T>
-void quantize(const T* x, Strides from, T* y, Strides to, u8* codes, typename F::Stored* scales, BlockwiseParts given,
-              KeyParts draw, Shape shape, int threads) {
+void quantize(const T* x, Strides from, Places places, T* y, Strides to, u8* codes, typename F::Stored* scales,
+              BlockwiseParts given, KeyParts draw, Shape shape, int threads) {
     const Key key = derived(draw.key, draw.step, draw.salts, draw.count);
-    const Dense<T> source{x, from};
+    const Dense<T> source{x, from, places};
     const Target<F, T> target{y, to, codes, scales};
-    const auto run = from.column != 1 ? across<F, T, Dense<T>>
+    const auto run = from.column != 1 || places.from ? across<F, T, Dense<T>>
                      : codes          ? along<F, T, true, Dense<T>>
                                       : along<F, T, false, Dense<T>>;
-    run(source, target, given, key, shape.batches, shape.rows, shape.columns, threads);
+    run(source, target, given, key, shape, threads);
 }
 
 // F of the transpose of what was packed in format P.
 template <class P, class F, class T>
-void requantize(const u8* codes, const typename P::Stored* scales, T* y, Strides to, KeyParts draw, Shape shape, int threads) {
+void requantize(const u8* codes, const typename P::Stored* scales, Places places, T* y, Strides to, KeyParts draw,
+                Shape shape, int threads) {
     static_assert(LANES % P::BLOCK == 0);
     const Key key = derived(draw.key, draw.step, draw.salts, draw.count);
-    const PackedTranspose<P, T> source{codes, scales, shape.rows, shape.columns};
-    across<F, T>(source, Target<F, T>{y, to, nullptr, nullptr}, BlockwiseParts{}, key, shape.batches, shape.rows, shape.columns,
-                 threads);
+    const PackedTranspose<P, T> source{codes, scales, shape.rows, places.from ? places.none : shape.columns, places};
+    across<F, T>(source, Target<F, T>{y, to, nullptr, nullptr}, BlockwiseParts{}, key, shape, threads);
 }
 
 // y [batches, rows, columns], contiguous, of what was packed in format P along its columns.

@@ -12,7 +12,7 @@ from math import lcm
 import torch
 from torch import Tensor
 
-from fp4graph.kernels import operators
+from fp4graph.kernels import experts, operators
 from fp4graph.kernels.operators import PackedOperand
 from fp4graph.numerics.draw import Draw
 from fp4graph.ops.draw import operand_draw
@@ -105,6 +105,8 @@ class BoundMatmul:
     def product(self, gemm: GemmProgram, left: Tensor, source: Tensor | PackedOperand) -> Tensor:
         """Return one backward GEMM of ``left`` with the transpose of ``source``, in the GEMM's dtype."""
         right = gemm.right
+        if (y := self._product_of_experts(gemm, left, source)) is not None:
+            return y
         if isinstance(source, PackedOperand):
             direct = not (gemm.transforms or right.observes or self._moves(gemm))
             direct = direct and right.by_kernel(left.device, self._draw)
@@ -117,6 +119,69 @@ class BoundMatmul:
         y = self.multiply(gemm, *terms)
         self.observe(*operands)
         return y
+
+    def quantized_product(
+        self, gemm: GemmProgram, left: Terms, right: Tensor | PackedOperand, *, packs: bool = False
+    ) -> tuple[Tensor, PackedOperand | None]:
+        """Return a product of experts, of which :meth:`by_expert` is true, in the original layout, and if ``packs`` the
+        bytes of the quantized weights.
+
+        Args:
+            right: not quantized yet; its transpose where it is given as bytes.
+        """
+        layout, spec, draw = self._layout(gemm), gemm.right.spec, operand_draw(self._draw, gemm.operands[1])
+        assert layout is not None
+        assert spec is not None
+        packed: PackedOperand | None = None
+        if isinstance(right, PackedOperand):
+            y = experts.requantized_product(left[0].values, right, *layout.tokens, spec, draw)
+        else:
+            y, packed = experts.quantized_product(left[0].values, right, *layout.tokens, spec, draw, packs)
+        return self._taken_back(gemm, y), packed
+
+    def by_expert(self, gemm: GemmProgram, right: Tensor | PackedOperand, *, packs: bool = False) -> bool:
+        """Return whether an operator multiplies experts and quantizes their weights ``right`` one at a time."""
+        spec = gemm.right.spec
+        if self._experts is None or spec is None or right.dtype is not self._dtype:
+            return False
+        one_term = gemm.left.spec is None or gemm.left.is_plain
+        packs = packs and not operators.packs(spec, right.dtype, self._dtype, right.device)
+        return one_term and not packs and self._is_direct(gemm, gemm.right, right)
+
+    def _product_of_experts(self, gemm: GemmProgram, left: Tensor, source: Tensor | PackedOperand) -> Tensor | None:
+        """Return :meth:`product` of experts by operators that quantize operands where they lie; None where there are
+        none."""
+        if (layout := self._layout(gemm)) is None:
+            return None
+        left = self._cast(left, gemm.left)
+        right = source if isinstance(source, PackedOperand) else self._cast(source, gemm.right)
+        if gemm.gemm is Gemm.WGRAD:
+            direct = self._is_direct(gemm, gemm.left, left) and self._is_direct(gemm, gemm.right, right)
+            if layout.source is None or not direct:
+                return None
+            quantized = (self._laid_out(gemm, side, x) for side, x in (("left", left.mT), ("right", right)))
+            return self.multiply(gemm, *quantized)
+        right = right if isinstance(right, PackedOperand) else right.mT
+        if not self.by_expert(gemm, right):
+            return None
+        laid_out = layout.lay_out(left)
+        terms = self._operand(gemm, Rotation(laid_out, laid_out), "left").quantized(self._dtype)
+        return self.quantized_product(gemm, terms, right)[0]
+
+    def _laid_out(self, gemm: GemmProgram, side: str, x: Tensor | PackedOperand) -> Terms:
+        """Return rows ``x [T, C]`` as an operand of wgrad, quantized on their way to their positions."""
+        program, operand = (gemm.left, gemm.operands[0]) if side == "left" else (gemm.right, gemm.operands[1])
+        layout = self._layout(gemm)
+        assert layout is not None
+        assert layout.source is not None
+        assert program.spec is not None
+        y = experts.quantize_at(x, layout.source, program.spec, operand_draw(self._draw, operand))
+        return (Term(y.to(self._dtype)),)
+
+    def _is_direct(self, gemm: GemmProgram, program: OperandProgram, x: Tensor | PackedOperand) -> bool:
+        """Return whether a kernel quantizes an operand from ``x``, which nobody else wants to see."""
+        unseen = self._options.observer is None and not (gemm.transforms or program.observes)
+        return unseen and x.dtype in operators.DTYPES and program.by_kernel(x.device, self._draw)
 
     def _product_from_bytes(self, gemm: GemmProgram, left: Tensor, source: PackedOperand) -> Tensor:
         """Return :meth:`product` with its right operand quantized again without being unpacked."""

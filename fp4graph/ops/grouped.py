@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from fp4graph.kernels.experts import tokens_of_experts
 from fp4graph.numerics.segments import Segments
 from fp4graph.ops.product import Term, Terms, scale_of, scaled_product
 from fp4graph.technique.operands import Gemm
@@ -89,6 +90,11 @@ class Layout:
     ids: Tensor
     source: Tensor | None = None
 
+    @property
+    def tokens(self) -> tuple[Tensor, Tensor]:
+        """The first position and the number of tokens of each expert as operators take them, int32 ``[E]``."""
+        return self.starts.to(torch.int32), self.sizes.to(torch.int32)
+
     def lay_out(self, x: Tensor) -> Tensor:
         """Return rows ``x [T, ...]`` at their positions."""
         if self.source is None:
@@ -145,21 +151,16 @@ def _on_cpu(left: Tensor, right: Tensor, starts: Tensor, sizes: Tensor, scale: T
     by_rows = right.dim() == 3
     tokens = left.shape[0 if by_rows else 1]
     result, written = _empty(left, right, starts.shape[0]), 0
-    for expert, (start, size) in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True)):
-        if size < 0 or start < 0 or start + size > tokens:
-            raise ValueError(
-                f"the group offsets of a grouped product must not decrease, and must not exceed the number of tokens; "
-                f"expert {expert} would have {size} tokens from the {start}th on, of {tokens}"
-            )
+    for expert, own in enumerate(tokens_of_experts(starts, sizes, tokens)):
         if by_rows:
-            result[written:start] = 0
-        if size == 0:
+            result[written : own.start] = 0
+        if own.start == own.stop:
             if not by_rows:
                 result[expert] = 0
             continue
-        along, written = slice(start, start + size), start + size
-        a, b = (left[along], right[expert]) if by_rows else (left[:, along], right[:, along])
-        target = result[along] if by_rows else result[expert]
+        written = own.stop
+        a, b = (left[own], right[expert]) if by_rows else (left[:, own], right[:, own])
+        target = result[own] if by_rows else result[expert]
         if scale is None:
             torch.mm(a, b.mT, out=target)
         else:

@@ -98,9 +98,13 @@ class _QuantizedMatmul(torch.autograd.Function):
         rereads_a = needs_b and program.wgrad.right.from_fprop
         rereads_b = needs_a and program.dgrad.right.from_fprop
         left_terms, a_fprop = bound.kept_terms(left, rotation, "left", keep=rereads_a)
-        right_terms, b_fprop = bound.kept_terms(right, rotation, "right", keep=rereads_b)
-        bound.show(operands, (a, b), (left_terms, right_terms))
-        y = bound.multiply(fprop, left_terms, right_terms, addend)
+        if bound.by_expert(fprop, right.x, packs=rereads_b):
+            y, packed = bound.quantized_product(fprop, left_terms, right.x, packs=rereads_b)
+            b_fprop: Tensor | PackedOperand | None = packed
+        else:
+            right_terms, b_fprop = bound.kept_terms(right, rotation, "right", keep=rereads_b)
+            bound.show(operands, (a, b), (left_terms, right_terms))
+            y = bound.multiply(fprop, left_terms, right_terms, addend)
         keep_a = (needs_b and not rereads_a) or factors
         keep_b = (needs_a and not rereads_b) or factors
         # Only the axes along which the addend is repeated are kept of its shape, because a size may be symbolic.

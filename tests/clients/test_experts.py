@@ -48,10 +48,11 @@ CASES = [
 TOKENS = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
-def mixture(name: str, form: str = "grouped_mm"):
+def mixture(name: str, form: str = "grouped_mm", layers: int = 3):
     torch.manual_seed(0)
     config = CONFIGS[name]()
     config._experts_implementation = form
+    config.num_hidden_layers = layers
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 
@@ -66,8 +67,8 @@ def train(model, optimizer, steps):
     return torch.stack(losses)
 
 
-def prepared(name, policy, backend):
-    model = fp4graph.apply(mixture(name), policy, backend=backend)
+def prepared(name, policy, backend, layers=3):
+    model = fp4graph.apply(mixture(name, layers=layers), policy, backend=backend)
     return model, fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
 
 
@@ -106,11 +107,20 @@ def test_trains_and_resumes(name, policy, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("policy", ["tetrajet", "nvfp4-te", "mxfp4-best"])
-def test_trains_under_inductor(policy):
-    """The first loss is eager's but for the rounding of what is not quantized; training amplifies that."""
-    first, second = (train(*prepared("Qwen3-MoE", policy, backend), 3) for backend in ("inductor", "eager"))
-    torch.testing.assert_close(first[0], second[0], rtol=1e-3, atol=0)
-    assert first[-1] < first[0]
+@pytest.mark.parametrize("name", CONFIGS)
+def test_trains_under_inductor(name, policy):
+    """The loss falls as the eager one does.
+
+    Inductor sums norms, softmax and the loss in another order than eager. The first loss therefore agrees to fp32's
+    rounding, unless that takes a number over a threshold of E2M1: then one of some 10⁴ numbers of a layer is another
+    by a step, and the loss by 1e-4 of it at most. Over 20 steps training amplifies such steps. In these twelve cases
+    losses then differ by up to 0.5 %, while they fall by 40 %: twice that is allowed.
+    """
+    layers = 3 if policy == "nvfp4-te" else 2  # which keeps the first and the last block in high precision
+    ours, eager = (train(*prepared(name, policy, backend, layers), 20) for backend in ("inductor", "eager"))
+    torch.testing.assert_close(ours[0], eager[0], rtol=1e-4, atol=0)
+    torch.testing.assert_close(ours, eager, rtol=1e-2, atol=0)
+    assert ours[-1] < ours[0] - 0.5
 
 
 # The weights are the second factor of GPT-OSS's product, and the first of the others'.

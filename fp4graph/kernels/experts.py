@@ -1,0 +1,233 @@
+"""Operators for the products of many experts on a CPU: quantizers that lay tokens out, and products that quantize.
+
+They save passes over memory. The tokens of wgrad are read where they lie while they are quantized, and not copied to
+their positions first. The weight of one expert is quantized into a buffer that stays in the cache, multiplied, and
+overwritten by the next expert's; an expert without tokens is not quantized. Values are those of the quantizers of
+:mod:`fp4graph.kernels.operators` and of the products of :mod:`fp4graph.ops.grouped`, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+from fp4graph.kernels import cpu
+from fp4graph.kernels.operators import DRAW, PackedOperand, drawn, flat
+from fp4graph.numerics.draw import Draw
+from fp4graph.numerics.packing import empty_bytes
+from fp4graph.numerics.spec import QuantSpec
+
+_library: Any = torch.library.Library("fp4graph", "FRAGMENT")  # type: ignore[no-untyped-call]
+_PACKED = "str packed, SymInt length, ScalarType dtype"
+_EXACT = [torch.Tag.needs_exact_strides]
+_library.define(f"quantize_at(Tensor x, Tensor places, str spec, {DRAW}) -> Tensor", tags=_EXACT)
+_library.define(f"requantize_at(Tensor codes, Tensor scales, {_PACKED}, Tensor places, str spec, {DRAW}) -> Tensor")
+_library.define(
+    f"quantized_product(Tensor left, Tensor right, Tensor starts, Tensor sizes, str spec, {DRAW}, bool packs)"
+    " -> (Tensor, Tensor, Tensor)",
+    tags=_EXACT,
+)
+_library.define(
+    f"requantized_product(Tensor left, Tensor codes, Tensor scales, {_PACKED}, Tensor starts, Tensor sizes,"
+    f" str spec, {DRAW}) -> Tensor",
+    tags=_EXACT,
+)
+
+
+def quantize_at(x: Tensor | PackedOperand, places: Tensor, spec: QuantSpec, draw: Draw | None) -> Tensor:
+    """Return rows of ``x [T, C]`` at ``places``, transposed and quantized by ``spec``: ``[C, P]``, contiguous along C.
+
+    Args:
+        x: of a dtype of :data:`~fp4graph.kernels.operators.DTYPES`.
+        places: int64 ``[P]``; T stands for zeros.
+    """
+    to = places, spec.to_text(), *flat(spec, draw)
+    if not isinstance(x, PackedOperand):
+        y: Tensor = torch.ops.fp4graph.quantize_at(x, *to)
+    else:
+        y = torch.ops.fp4graph.requantize_at(x.codes, x.scales, x.spec.to_text(), x.length, x.dtype, *to)
+    return y
+
+
+def quantized_product(
+    left: Tensor, right: Tensor, starts: Tensor, sizes: Tensor, spec: QuantSpec, draw: Draw | None, packs: bool
+) -> tuple[Tensor, PackedOperand | None]:
+    """Return ``left @ Q(right)ᵀ`` of every expert ``[T, N]``, and if ``packs`` the bytes of Q(right).
+
+    Args:
+        left: ``[T, K]``; right: ``[E, N, K]`` of the same dtype, one that kernels read.
+        starts, sizes: the first token and the number of tokens of each expert, int32 ``[E]``.
+        spec: of ``right``, blocks along K.
+    """
+    drawing = flat(spec, draw)
+    y, *kept = torch.ops.fp4graph.quantized_product(left, right, starts, sizes, spec.to_text(), *drawing, packs)
+    return y, PackedOperand(*kept, spec, right.shape[-1], right.dtype) if packs else None
+
+
+def requantized_product(
+    left: Tensor, right: PackedOperand, starts: Tensor, sizes: Tensor, spec: QuantSpec, draw: Draw | None
+) -> Tensor:
+    """Return :func:`quantized_product` with the transpose of what ``right`` holds, ``[E, K, N]``."""
+    packed = right.spec.to_text(), right.length, right.dtype
+    text, drawing = spec.to_text(), flat(spec, draw)
+    y: Tensor = torch.ops.fp4graph.requantized_product(
+        left, right.codes, right.scales, *packed, starts, sizes, text, *drawing
+    )
+    return y
+
+
+def tokens_of_experts(starts: Tensor, sizes: Tensor, tokens: int) -> Iterator[slice]:
+    """Yield the tokens of each expert; raise ValueError where the offsets cannot be those of ``tokens`` tokens."""
+    for expert, (start, size) in enumerate(zip(starts.tolist(), sizes.tolist(), strict=True)):
+        if size < 0 or start < 0 or start + size > tokens:
+            raise ValueError(
+                f"the group offsets of a grouped product must not decrease, and must not exceed the number of tokens; "
+                f"expert {expert} would have {size} tokens from the {start}th on, of {tokens}"
+            )
+        yield slice(start, start + size)
+
+
+# ------------------------------------------------------------------ fake
+
+
+def _fake_quantize_at(x: Tensor, places: Tensor, *rest: Any) -> Tensor:
+    return x.new_empty((places.shape[0], x.shape[1])).mT
+
+
+def _fake_requantize_at(
+    codes: Tensor, scales: Tensor, packed: str, length: int, dtype: torch.dtype, places: Tensor, *rest: Any
+) -> Tensor:
+    return codes.new_empty((places.shape[0], length), dtype=dtype).mT
+
+
+def _fake_quantized_product(
+    left: Tensor,
+    right: Tensor,
+    starts: Tensor,
+    sizes: Tensor,
+    spec: str,
+    key: Tensor | None,
+    step: Tensor | None,
+    salts: Sequence[int],
+    packs: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    shape = right.shape if packs else (0, *right.shape[1:])
+    return left.new_empty((left.shape[0], right.shape[1])), *empty_bytes(right, shape, QuantSpec.from_text(spec))
+
+
+def _fake_requantized_product(
+    left: Tensor, codes: Tensor, scales: Tensor, packed: str, length: int, *rest: Any
+) -> Tensor:
+    return left.new_empty((left.shape[0], length))
+
+
+# ------------------------------------------------------------------ CPU
+
+
+def _quantize_at(x: Tensor, places: Tensor, spec: str, *draw: Any) -> Tensor:
+    y = _fake_quantize_at(x, places)
+    if y.numel():
+        source = (x if x.stride(1) == 1 else x.contiguous()).mT
+        draws, from_places = drawn(*draw), places.contiguous()
+        cpu.quantize(source.unsqueeze(0), y.unsqueeze(0), spec, draws, cpu.Blocks(), places=from_places)
+    return y
+
+
+def _requantize_at(
+    codes: Tensor,
+    scales: Tensor,
+    packed: str,
+    length: int,
+    dtype: torch.dtype,
+    places: Tensor,
+    spec: str,
+    *draw: Any,
+) -> Tensor:
+    y = _fake_requantize_at(codes, scales, packed, length, dtype, places)
+    if y.numel():
+        bytes_ = codes.contiguous(), scales.contiguous()
+        cpu.requantize(*bytes_, packed, y.unsqueeze(0), spec, drawn(*draw), places.contiguous())
+    return y
+
+
+def _quantized_product(
+    left: Tensor,
+    right: Tensor,
+    starts: Tensor,
+    sizes: Tensor,
+    spec: str,
+    key: Tensor | None,
+    step: Tensor | None,
+    salts: Sequence[int],
+    packs: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, codes, scales = _fake_quantized_product(left, right, starts, sizes, spec, key, step, salts, packs)
+    draw, kept = drawn(key, step, salts), (codes, scales) if packs else ()
+    if right.stride(2) != 1 and (packs or right.stride(1) != 1):
+        right = right.contiguous()
+    count, length = right.shape[1:]
+    buffer = right.new_empty((count, length)) if right.stride(2) == 1 else right.new_empty((length, count)).mT
+    written = 0
+    for expert, own in enumerate(tokens_of_experts(starts, sizes, left.shape[0])):
+        y[written : own.start] = 0
+        if own.start == own.stop:
+            for part in kept:
+                part[expert] = 0  # nobody reads them
+            continue
+        written = own.stop
+        cpu.quantize_matrix(right, buffer, expert, spec, draw, *kept)
+        torch.mm(left[own], buffer.mT, out=y[own])
+    y[written:] = 0
+    return y, codes, scales
+
+
+def _requantized_product(
+    left: Tensor,
+    codes: Tensor,
+    scales: Tensor,
+    packed: str,
+    length: int,
+    dtype: torch.dtype,
+    starts: Tensor,
+    sizes: Tensor,
+    spec: str,
+    *draw: Any,
+) -> Tensor:
+    y = _fake_requantized_product(left, codes, scales, packed, length)
+    bytes_, source = (codes.contiguous(), scales.contiguous()), drawn(*draw)
+    buffer = torch.empty((codes.shape[1], length), dtype=dtype)
+    written = 0
+    for expert, own in enumerate(tokens_of_experts(starts, sizes, left.shape[0])):
+        y[written : own.start] = 0
+        if own.start == own.stop:
+            continue
+        written = own.stop
+        cpu.requantize_matrix(*bytes_, packed, buffer.mT, expert, spec, source)
+        torch.mm(left[own], buffer, out=y[own])
+    y[written:] = 0
+    return y
+
+
+for _name, _fake, _run in (
+    ("quantize_at", _fake_quantize_at, _quantize_at),
+    ("requantize_at", _fake_requantize_at, _requantize_at),
+    ("quantized_product", _fake_quantized_product, _quantized_product),
+    ("requantized_product", _fake_requantized_product, _requantized_product),
+):
+    torch.library.register_fake(f"fp4graph::{_name}", _fake, lib=_library)
+    _library.impl(_name, _run, "CPU")
+
+
+@register_flop_formula(torch.ops.fp4graph.quantized_product)
+def _flops(left: torch.Size, right: torch.Size, *rest: Any, out_shape: Any, **options: Any) -> int:
+    """Count 2·T·N·K."""
+    return 2 * left.numel() * right[1]
+
+
+@register_flop_formula(torch.ops.fp4graph.requantized_product)
+def _requantized_flops(left: torch.Size, *rest: Any, out_shape: torch.Size, **options: Any) -> int:
+    return 2 * left.numel() * out_shape[1]

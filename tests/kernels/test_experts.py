@@ -1,0 +1,137 @@
+"""The operators for many experts beside the tensor code and a loop of products, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fp4graph.kernels import cpu, experts, operators
+from fp4graph.kernels.operators import PackedOperand
+from fp4graph.numerics.quantize import fake_quantize
+from fp4graph.numerics.spec import QuantSpec, ScaleSpec
+from tests.helpers.floats import assert_same_bits
+from tests.kernels.quantizers import DERIVED, KEY, SALTS, SOURCE, STEP
+
+pytestmark = pytest.mark.compiler
+
+MXFP4 = QuantSpec("e2m1", 32, ScaleSpec("e8m0", "ceil"), "nearest", "up")
+SPECS = {
+    "MXFP4": MXFP4,
+    "stochastic": QuantSpec("e2m1", 32, ScaleSpec("e8m0", "floor"), "stochastic"),
+    "stochastic scales": QuantSpec("e2m1", 16, ScaleSpec("e4m3", "stochastic"), "stochastic"),
+    "encoding scales": QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even", "encode"), "stochastic"),
+}
+DTYPES = [torch.float32, torch.bfloat16]
+N, K = 70, 96  # a block that is not full along N
+#: Tokens before, between and behind experts that belong to none; experts without tokens.
+STARTS, SIZES, TOKENS = (
+    torch.tensor([2, 2, 9, 9], dtype=torch.int32),
+    torch.tensor([0, 5, 0, 33], dtype=torch.int32),
+    45,
+)
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> None:
+    """Without them everything here would hold the tensor code against itself."""
+    assert cpu.available()
+    assert operators.enabled()
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+def places() -> Tensor:
+    """Positions of tokens in some order, one twice, with zeros between; the third block of 32 is zeros alone."""
+    order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(0))
+    none = torch.full((1,), TOKENS)
+    return torch.cat([order[:20], none.expand(15), order[19:30], none.expand(50), order[30:]])
+
+
+def packed(x: Tensor) -> PackedOperand:
+    return operators.quantize_and_pack(x, MXFP4, None, x.dtype)[1]
+
+
+def laid_out(x: Tensor) -> Tensor:
+    return torch.cat([x, x.new_zeros(1, x.shape[1])])[places()]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", SPECS)
+def test_quantize_at(name: str, dtype: torch.dtype) -> None:
+    """Also from the columns of a wider tensor, from bytes, and of one channel."""
+    for x in (normal(TOKENS, N, dtype=dtype), normal(TOKENS, N + 3, dtype=dtype)[:, 1 : N + 1], normal(TOKENS, 1)):
+        y = experts.quantize_at(x, places(), SPECS[name], SOURCE)
+        assert_same_bits(y, fake_quantize(laid_out(x).mT, SPECS[name], -1, DERIVED))
+        assert y.mT.is_contiguous()
+        kept = packed(x)
+        y = experts.quantize_at(kept, places(), SPECS[name], SOURCE)
+        assert_same_bits(y, fake_quantize(laid_out(kept.unpack()).mT, SPECS[name], -1, DERIVED))
+
+
+def by_hand(left: Tensor, right: Tensor) -> Tensor:
+    """Multiply each expert's tokens with its matrix of ``right [E, N, K]``; other tokens give zeros."""
+    y = left.new_zeros(left.shape[0], right.shape[1])
+    for start, size, own in zip(STARTS.tolist(), SIZES.tolist(), right, strict=True):
+        if size:
+            y[start : start + size] = left[start : start + size] @ own.mT
+    return y
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["E, N, K", "E, K, N"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", SPECS)
+def test_quantized_product(name: str, dtype: torch.dtype, transposed: bool) -> None:
+    """The noise of every expert's weight is that of its place among all experts. Bytes are those of the quantizer."""
+    x, spec = normal(TOKENS, K, dtype=dtype), SPECS[name]
+    w = normal(4, K, N, dtype=dtype).mT if transposed else normal(4, N, K, dtype=dtype)
+    quantized = fake_quantize(w, spec, -1, DERIVED)
+    y, nothing = experts.quantized_product(x, w, STARTS, SIZES, spec, SOURCE, False)
+    assert nothing is None
+    assert_same_bits(y, by_hand(x, quantized))
+    y, kept = experts.quantized_product(x, w, STARTS, SIZES, spec, SOURCE, True)
+    assert_same_bits(y, by_hand(x, quantized.contiguous()))
+    assert kept is not None
+    assert_same_bits(kept.unpack()[SIZES > 0], quantized[SIZES > 0].contiguous())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", SPECS)
+def test_requantized_product(name: str, dtype: torch.dtype) -> None:
+    dy, kept, spec = normal(TOKENS, N, dtype=dtype), packed(normal(4, N, K, dtype=dtype)), SPECS[name]
+    y = experts.requantized_product(dy, kept, STARTS, SIZES, spec, SOURCE)
+    assert_same_bits(y, by_hand(dy, fake_quantize(kept.unpack().mT, spec, -1, DERIVED)))
+
+
+_w = packed(normal(4, N, K))
+_x = packed(normal(TOKENS, N))
+_text, _noise = SPECS["stochastic"].to_text(), (KEY, STEP, list(SALTS))
+OPERATORS = {
+    "quantize_at": (normal(TOKENS, N), places(), _text, *_noise),
+    "requantize_at": (_x.codes, _x.scales, MXFP4.to_text(), N, torch.float32, places(), _text, *_noise),
+    "quantized_product": (normal(TOKENS, K), normal(4, N, K), STARTS, SIZES, _text, *_noise, True),
+    "requantized_product": (
+        *(normal(TOKENS, N), _w.codes, _w.scales, MXFP4.to_text(), K, torch.float32),
+        *(STARTS, SIZES, _text, *_noise),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_keep_their_promises(name: str) -> None:
+    operator = getattr(torch.ops.fp4graph, name).default
+    torch.library.opcheck(operator, OPERATORS[name])
+    real = operator(*OPERATORS[name])
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = operator(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in OPERATORS[name]))
+    for one, other in zip(*((r if isinstance(r, tuple) else (r,)) for r in (real, fake)), strict=True):
+        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+
+
+@pytest.mark.parametrize(("start", "size"), [(-1, 3), (0, -1), (40, 6)])
+def test_tokens_beyond_the_operand_are_refused(start: int, size: int) -> None:
+    wrong = torch.tensor([start], dtype=torch.int32), torch.tensor([size], dtype=torch.int32)
+    with pytest.raises(ValueError, match="offsets of a grouped product must not decrease"):
+        experts.quantized_product(normal(TOKENS, K), normal(1, N, K), *wrong, MXFP4, None, False)
