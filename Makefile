@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test long check lint format docs parity gpu bench bench-all stranger wheel clean
+.PHONY: demo test long check lint format docs parity gpu gpu-plan bench bench-all stranger wheel clean
 
 demo: $(STAMP)
 	rm -rf runs/demo
@@ -54,6 +54,10 @@ bench-all: $(VENV)/.peers
 # What GPUs run, interpreted and compiled to machine code without one: minutes.
 gpu: $(STAMP)
 	$(BIN)/python -m pytest tests/gpu -m "gpu or not gpu"
+
+# What policies cost on a GPU by the program that Inductor writes for it: predicted without one, minutes a policy.
+gpu-plan: $(STAMP)
+	$(BIN)/python -m benchmarks.gpu_plan --blocks vit-b,deit-tiny,llama-350m
 
 # A technique in a package of its own, installed beside a wheel of this one into a new environment.
 stranger: $(STAMP)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fp4graph.kernels import cpu
-from fp4graph.numerics import noise, scaling
+from fp4graph.numerics import noise, scaling, target
 from fp4graph.numerics.blocking import Blocking, Groups, block_length, is_scalar
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.packing import empty_bytes
@@ -101,7 +101,7 @@ def by_run(part: Tensor, blocking: Blocking) -> Tensor:
 
 
 def _on(device: torch.device) -> bool:
-    return _enabled and device.type == "cpu" and _available()
+    return _enabled and target.kind(device) == "cpu" and _available()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from fp4graph.numerics import target
 from fp4graph.numerics.blocking import Blocking
 
 _GOLDEN = 0x9E3779B9 - 2**32  # 2^32/φ as int32: spreads consecutive counters over all bits
@@ -74,7 +75,7 @@ def absorb(key: Tensor, other: Tensor | None, salts: Sequence[int] = ()) -> Tens
     """
     if _readable(key):
         return _absorb(key, other, salts)
-    if key.device.type == "cpu" and (other is not None or len(salts) > 1):
+    if target.kind(key.device) == "cpu" and (other is not None or len(salts) > 1):
         result: Tensor = torch.ops.fp4graph.absorb(key, other, salts)
         return result
     for word in (*(() if other is None else (other[0], other[1])), *salts):
@@ -96,7 +97,7 @@ def _readable(key: Tensor) -> bool:
     """True if the key's numbers can be read at once: nothing is tracing, and there is no device to wait for."""
     return (
         type(key) is Tensor
-        and key.device.type == "cpu"
+        and target.kind(key.device) == "cpu"
         and not torch.compiler.is_compiling()
         and _get_current_dispatch_mode() is None
     )
@@ -136,7 +137,7 @@ def first_bits(key: Tensor, other: Tensor | None, salts: Sequence[int], count: i
 
     On a CPU compilers see one operator. Inductor would hash again for every element that the bits are broadcast to.
     """
-    if key.device.type == "cpu" and not _readable(key):
+    if target.kind(key.device) == "cpu" and not _readable(key):
         result: Tensor = torch.ops.fp4graph.first_bits(key, other, salts, count)
         return result
     return _first_bits(key, other, salts, count)

@@ -27,6 +27,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from fp4graph.kernels.experts import tokens_of_experts
+from fp4graph.numerics import target
 from fp4graph.numerics.segments import Segments
 from fp4graph.ops.product import Term, Terms, scale_of, scaled_product
 from fp4graph.technique.operands import Gemm
@@ -44,7 +45,7 @@ class Experts:
     def __init__(self, ends: Tensor, tokens: int, count: int) -> None:
         self.tokens, self.count = tokens, count
         self._ends = ends.to(torch.int64)
-        if ends.device.type != "cpu":  # whose operator raises an error; elsewhere nobody waits for the offsets
+        if target.kind(ends.device) != "cpu":  # whose operator raises an error; elsewhere nobody waits for the offsets
             self._ends = self._ends.cummax(0).values.clamp(0, tokens)
         self._sizes = torch.diff(self._ends, prepend=self._ends.new_zeros(1))
 

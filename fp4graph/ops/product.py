@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from fp4graph.numerics import target
 from fp4graph.numerics.segments import Segments
 
 
@@ -106,7 +107,7 @@ _library.define("scaled_product(Tensor left, Tensor right, Tensor scale, Tensor?
 def accumulated(left: Tensor, right: Tensor) -> Tensor:
     """Return ``left [..., I, K] @ right [..., J, K]ᵀ`` in the dtype of the accumulator: fp32, of fp64 operands fp64."""
     wide = torch.promote_types(left.dtype, torch.float32)
-    if left.device.type != "cuda" or left.dtype is wide:
+    if target.kind(left.device) != "cuda" or left.dtype is wide:
         return left.to(wide) @ right.to(wide).mT
     if left.dim() == 2:
         return torch.mm(left, right.mT, out_dtype=wide)
@@ -121,7 +122,7 @@ def scaled_product(left: Tensor, right: Tensor, scale: Tensor, addend: Tensor | 
         scale: fp32, 0-d.
         addend: of the operands' dtype, broadcastable to ``[..., I, J]``.
     """
-    if left.device.type == "cpu":
+    if target.kind(left.device) == "cpu":
         result: Tensor = torch.ops.fp4graph.scaled_product(left, right, scale, addend, beta)
         return result
     return with_addend(accumulated(left, right) * scale, addend, beta).to(left.dtype)

@@ -29,7 +29,7 @@ from triton.runtime.interpreter import (
     TensorHandle,
 )
 
-from tests.gpu.absent import Generated
+from benchmarks.absent_gpu import Generated
 
 
 def prepare() -> None:

@@ -15,6 +15,7 @@ if not torch.cuda._is_compiled():
 
 from torch import Tensor
 
+from benchmarks import absent_gpu as absent
 from fp4graph.kernels.inductor import EXACT
 from fp4graph.numerics.noise import derive, mix
 from fp4graph.numerics.quantize import fake_quantize
@@ -22,7 +23,6 @@ from fp4graph.numerics.scaling import constant
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.technique import GRADIENT_STAGES, QUANTIZER_STAGES, overrides
 from fp4graph.technique.registry import default_registry
-from tests.gpu import absent
 from tests.gpu.cases import KEY, STEP, GradientFactor, Quantizer, operands, quantizers, rotations
 from tests.gpu.interpreted import run_generated
 from tests.helpers.floats import assert_same_bits

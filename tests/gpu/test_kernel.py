@@ -17,6 +17,7 @@ if not torch.cuda._is_compiled():
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from benchmarks import absent_gpu as absent
 from fp4graph.errors import Error
 from fp4graph.kernels import triton_quantize
 from fp4graph.kernels.constants import constants
@@ -29,7 +30,6 @@ from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.ops.draw import operand_draw
 from fp4graph.technique.operands import Operand
-from tests.gpu import absent
 from tests.gpu.cases import KEY, STEP, operands, programs
 from tests.gpu.test_generated import EVEN, GPUS, UNEVEN, assert_machine_code
 from tests.helpers.floats import assert_same_bits

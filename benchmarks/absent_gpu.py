@@ -4,16 +4,20 @@ Inductor asks torch for the device's properties and Triton for its target; :func
 real card. Tensors on the card are fake: shapes, strides and dtypes without data. The little that needs data while
 compiling, the folding of constants, is done on the CPU.
 
-Only worker processes (conftest.py) call :func:`install`: nothing takes it back, and other tests must not believe in the
-card.
+Only worker processes (:func:`worker`) call :func:`install`: nothing takes it back, and no other
+process must believe in the card.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +75,18 @@ class Gpu:
 
 H200 = Gpu("NVIDIA H200", 90, 132)
 B200 = Gpu("NVIDIA B200", 100, 148)
+GPUS = {"H200": H200, "B200": B200}
+#: No pool of further processes to compile in: starting it takes longer than the compiling.
+ENVIRONMENT = {"TORCHINDUCTOR_COMPILE_THREADS": "1"}
+
+
+@contextmanager
+def worker(**environment: str) -> Iterator[ProcessPoolExecutor]:
+    """A process started under ``environment``, which runs one task after another."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        with mock.patch.dict(os.environ, {**ENVIRONMENT, **environment}):
+            pool.submit(torch.set_num_threads, 1).result()
+        yield pool
 
 
 def install(gpu: Gpu) -> None:
@@ -81,7 +97,7 @@ def install(gpu: Gpu) -> None:
         is_available = staticmethod(lambda: True)
         device_count = staticmethod(lambda: 1)
         current_device = staticmethod(lambda: 0)
-        get_device_properties = staticmethod(lambda device=None: properties)
+        get_device_properties = staticmethod(lambda device=None: properties)  # type: ignore[assignment]
         get_compute_capability = staticmethod(lambda device=None: gpu.capability)
         is_bf16_supported = staticmethod(lambda including_emulation=False: True)
 
@@ -91,16 +107,18 @@ def install(gpu: Gpu) -> None:
     device_interface.caching_worker_device_properties["cuda"] = [properties]
     device_interface.caching_worker_current_devices["cuda"] = 0
     torch.cuda.current_device = lambda: 0
-    torch.cuda.get_device_properties = lambda device=None: properties
+    torch.cuda.get_device_properties = lambda device=None: properties  # type: ignore[assignment, return-value]
     torch.cuda.get_device_capability = lambda device=None: divmod(gpu.capability, 10)
     triton.runtime.driver.set_active(SimpleNamespace(get_current_target=lambda: gpu.target))
     triton_helpers.set_driver_to_gpu = lambda: None
-    UniformValueConstantFolder._deduce_value = _deduce_on_cpu
-    for cached in (DeviceProperties.create, _triton.triton_backend, _triton.triton_hash_with_backend):
-        cached.cache_clear()
+    UniformValueConstantFolder._deduce_value = _deduce_on_cpu  # type: ignore[method-assign]
+    DeviceProperties.create.cache_clear()
+    for known in vars(_triton).values():  # whether there is a Triton for the card, asked before there was a card
+        if hasattr(known, "cache_clear"):
+            known.cache_clear()
 
 
-class _OnCpu(TorchDispatchMode):
+class _OnCpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return function(*args, **{**(kwargs or {}), **({"device": "cpu"} if (kwargs or {}).get("device") else {})})
 
@@ -109,7 +127,7 @@ _deduce_value = UniformValueConstantFolder._deduce_value
 
 
 def _deduce_on_cpu(self: UniformValueConstantFolder, node: torch.fx.Node) -> Any:
-    with _OnCpu():
+    with _OnCpu():  # type: ignore[no-untyped-call]
         return _deduce_value(self, node)
 
 

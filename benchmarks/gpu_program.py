@@ -1,0 +1,338 @@
+"""The program that Inductor writes for a GPU that is not there: forward and backward of one module in training.
+
+Dynamo captures the module on the CPU, with the policy's pass, and torch.compile's own path follows: AOTAutograd traces
+forward and backward together, the partitioner decides what is saved between them, Inductor writes both. Two things
+differ from what happens on the card. Autograd's engine needs a driver for tensors on a GPU, so forward and backward are
+traced on fake tensors of the CPU, by code that is told to trace for CUDA, and then traced again on fake tensors of the
+card. And ``scaled_dot_product_attention`` asks the driver which kernel to take, so that choice is made here: flash
+attention for 16 bits, the memory-efficient one for fp32.
+
+For worker processes only (:func:`benchmarks.absent_gpu.worker`).
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._functorch import config as functorch
+from torch._inductor import compile_fx, ir, scheduler
+from torch._inductor import config as inductor
+from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
+from torch._subclasses import FakeTensorMode
+from torch.fx import GraphModule, Interpreter, Node, traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import fp4graph
+from benchmarks.absent_gpu import Gpu, install
+from benchmarks.models import TOTAL_STEPS, UNQUANTIZED, autocast
+from fp4graph.kernels.inductor import EXACT
+from fp4graph.numerics.target import traced_for
+
+aten = torch.ops.aten
+_PRODUCTS: dict[Any, int] = {
+    aten.mm: 0,
+    aten.bmm: 0,
+    aten.addmm: 1,
+    aten.baddbmm: 1,
+}  # where the left factor stands among the arguments
+_VIEWS = {aten.view, aten._unsafe_view, aten.reshape, aten.permute, aten.transpose, aten.t, aten.alias, aten.detach}
+_VIEWS |= {aten.unsqueeze, aten.squeeze, aten.expand, aten.as_strided, aten.slice, aten.select}
+_GEMM = re.compile(r"(bias_add|add|badd)?b?mm(_dtype)?(_out)?")
+_LAUNCH = re.compile(r"^ +\w+\.run\((.*), stream=", re.MULTILINE)
+_DEFINED = re.compile(r"async_compile\.triton\('(\w+)', '''(.*?)'''", re.DOTALL)
+_OPERATOR = re.compile(r"torch\.ops\.fp4graph\.\w+\.default\(")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One node of Inductor's schedule.
+
+    Attributes:
+        backward: whether it belongs to the backward.
+        kind: ``triton``, code of Inductor; ``operator``, a kernel of this project; ``gemm``; ``library``, other calls.
+        what: the operations in it. site: the module that they come from, where that is known.
+        reads, writes: dtypes and shapes.
+        bytes: read and written, as Inductor counts them: each element of a buffer at most once in each direction.
+    """
+
+    backward: bool
+    kind: str
+    what: str
+    site: str
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    bytes: int
+
+
+@dataclass
+class Program:
+    """Forward and backward of one module.
+
+    Attributes:
+        launches: of Triton kernels, Inductor's and this project's. keys: those of them that compute two numbers.
+        sources: of distinct kernels.
+        flops: of GEMMs, by the dtype of their operands.
+        saved: bytes that the backward reads of what the forward made or was given, without parameters.
+        saved_parameters: bytes of parameters that it reads.
+        seconds: that tracing and writing took.
+    """
+
+    kernels: list[Kernel] = field(default_factory=list)
+    launches: int = 0
+    keys: int = 0
+    sources: set[str] = field(default_factory=set)
+    flops: Counter[str] = field(default_factory=Counter)
+    saved: int = 0
+    saved_parameters: int = 0
+    seconds: float = 0.0
+    code: list[str] = field(default_factory=list)
+
+
+class _Stop(BaseException):
+    """Leaves a compiler before it would load code. Not an Exception, which compilers catch."""
+
+
+def program(module: nn.Module, args: Sequence[Tensor], policy: str, gpu: Gpu, dtype: torch.dtype) -> Program:
+    """Return the program of ``module(*args)`` and its backward on ``gpu``.
+
+    Args:
+        policy: a policy, or :data:`UNQUANTIZED`.
+        dtype: float32, or what autocast casts to.
+
+    Raises:
+        fp4graph.Error: the policy does not fit the module.
+    """
+    began = time.perf_counter()
+    torch._dynamo.reset()
+    graph, inputs = _captured(module, args, policy)
+    install(gpu)
+    made = _generated(graph, inputs, dtype, {} if policy == UNQUANTIZED else dict(EXACT))
+    made.seconds = time.perf_counter() - began
+    return made
+
+
+def _captured(module: nn.Module, args: Sequence[Tensor], policy: str) -> tuple[GraphModule, list[Any]]:
+    """Return the graph that Inductor would be given, and its inputs."""
+    given: list[tuple[GraphModule, list[Any]]] = []
+
+    def capture(graph: GraphModule, inputs: list[Any], **_: Any) -> None:
+        given.append((graph, inputs))
+        raise _Stop
+
+    if policy == UNQUANTIZED:
+        module.compile(backend="inductor", dynamic=False)
+    else:
+        fp4graph.apply(module, policy, dynamic=False, total_forwards=TOTAL_STEPS)
+        fp4graph.prepare_optimizer(module, torch.optim.AdamW(module.parameters()))
+    with mock.patch.object(compile_fx, "compile_fx", capture):
+        try:
+            module(*args)
+        except _Stop:
+            return given[0]
+    raise RuntimeError("torch.compile captured nothing")
+
+
+def _generated(graph: GraphModule, inputs: Sequence[Any], dtype: torch.dtype, options: dict[str, bool]) -> Program:
+    """Return what Inductor writes for ``graph``."""
+    for node in graph.graph.nodes:
+        if node.target is torch._C._nn.scaled_dot_product_attention:
+            node.target = _attention
+    graph.recompile()
+    mode = FakeTensorMode()
+    with mode:
+        fakes = [_fake(x, "cpu") for x in inputs]
+    parameters = {f"primals_{1 + i}" for i, x in enumerate(inputs) if isinstance(x, nn.Parameter)}
+    made, forward = Program(), list[GraphModule]()
+
+    def compile_one(traced: GraphModule, examples: Sequence[Any], **keywords: Any) -> Any:
+        backward = bool(keywords.get("is_backward"))
+        forward.append(traced)
+        if backward:
+            _count_saved(made, forward[0], traced, parameters)
+        moved, on_card = _moved(traced, examples, mode)
+        made.flops.update(_flops(moved))
+
+        def stop(code: str) -> None:
+            made.code.append(code)
+            made.kernels += _kernels(backward)
+            raise _Stop
+
+        with mock.patch.object(GraphLowering, "save_output_code", staticmethod(stop)):
+            try:
+                compile_fx.compile_fx_inner(moved, on_card, **keywords)
+            except _Stop:
+                if backward:
+                    raise  # all is known
+        return _never_called
+
+    patches = {"force_disable_caches": True, "shape_padding": False}  # padding measures on the card
+    with (
+        autocast(dtype, torch.device("cpu")),
+        traced_for("cuda"),
+        inductor.patch(patches),
+        functorch.patch(force_non_lazy_backward_lowering=True),
+    ):
+        try:
+            compile_fx.compile_fx(graph, fakes, inner_compile=compile_one, config_patches=options)
+        except _Stop:
+            pass
+        else:
+            raise RuntimeError("there is no backward: no input needs a gradient")
+    for code in made.code:
+        calls = _LAUNCH.findall(code)
+        operators = len(_OPERATOR.findall(code))
+        made.launches += len(calls) + operators
+        made.keys += sum(_two_numbers(call) for call in calls)
+        made.sources |= {source.replace(name, "kernel") for name, source in _DEFINED.findall(code)}
+    made.sources |= {f"{kernel.what}" for kernel in made.kernels if kernel.kind == "operator"}
+    return made
+
+
+def _never_called(*_: Any) -> Any:
+    raise RuntimeError("this code is for a card that is not there")
+
+
+_never_called._boxed_call = True  # type: ignore[attr-defined]
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Compute attention as ``scaled_dot_product_attention`` does on a card of compute capability 8.0 or more."""
+    if enable_gqa:
+        raise NotImplementedError("grouped queries: take a block that has as many key heads as query heads")
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (x.to(torch.get_autocast_dtype("cpu")) for x in (query, key, value))
+    if query.dtype is torch.float32 or attn_mask is not None:
+        attend = aten._scaled_dot_product_efficient_attention
+        return attend(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]  # type: ignore[no-any-return]
+    attend = aten._scaled_dot_product_flash_attention
+    return attend(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
+
+
+def _fake(x: Any, device: str) -> Any:
+    if not isinstance(x, Tensor):
+        return x
+    fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device)
+    return fake.requires_grad_() if x.requires_grad else fake
+
+
+class _OnCard(Interpreter):
+    """Runs a graph with its tensors made on the card, keeping what nodes say of where they come from."""
+
+    def run_node(self, n: Node) -> Any:
+        with traceback.set_current_meta(n):
+            return super().run_node(n)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": torch.device("cuda", 0)}
+        return super().call_function(target, args, kwargs)
+
+
+def _moved(traced: GraphModule, examples: Sequence[Any], mode: FakeTensorMode) -> tuple[GraphModule, list[Any]]:
+    """Return the graph and its inputs on the card."""
+    with mode, traceback.preserve_node_meta():
+        on_card = [_fake(x.detach() if isinstance(x, Tensor) else x, "cuda") for x in examples]
+        moved = make_fx(_OnCard(traced).run)(*on_card)
+    output = moved.graph.output_node()
+    output.meta.update({k: v for k, v in traced.graph.output_node().meta.items() if k not in output.meta})
+    return moved, on_card
+
+
+def _count_saved(made: Program, forward: GraphModule, backward: GraphModule, parameters: set[str]) -> None:
+    """Count what the backward reads, each piece of memory once."""
+    nodes = {node.name: node for node in forward.graph.nodes}
+    counted = set[str]()
+    for placeholder in backward.graph.find_nodes(op="placeholder"):
+        node = nodes.get(placeholder.name)
+        if node is None or not isinstance(placeholder.meta.get("val"), Tensor):
+            continue  # the gradient of an output
+        while getattr(node.target, "overloadpacket", None) in _VIEWS:
+            node = node.args[0]
+        if node.name not in counted:
+            counted.add(node.name)
+            if node.name in parameters:
+                made.saved_parameters += node.meta["val"].nbytes
+            else:
+                made.saved += node.meta["val"].nbytes
+
+
+def _flops(graph: GraphModule) -> Counter[str]:
+    counted = Counter[str]()
+    for node in graph.graph.nodes:
+        place = _PRODUCTS.get(getattr(node.target, "overloadpacket", None))
+        if place is not None:
+            left = node.args[place].meta["val"]
+            counted[str(left.dtype).removeprefix("torch.")] += 2 * node.meta["val"].numel() * left.shape[-1]
+    return counted
+
+
+def _two_numbers(call: str) -> bool:
+    """Return whether a launch computes the two words of a key: the sizes stand last."""
+    sizes = re.findall(r", (\d+)(?=,|$)", call)
+    return sizes == ["2"]
+
+
+def _kernels(backward: bool) -> Iterator[Kernel]:
+    """Yield the nodes of the schedule that Inductor has just written code for."""
+    for node in V.graph.scheduler.nodes:
+        counted = node.get_read_write_buffer_accesses(include_reads=True, include_writes=True)
+        if sum(counted.values()):
+            kind, what, site = _named(node)
+            reads, writes = ({dep.name for dep in deps} for deps in (node.read_writes.reads, node.read_writes.writes))
+            read, written = (_shapes(name for name in counted if name in names) for names in (reads - writes, writes))
+            yield Kernel(backward, kind, what, site, read, written, sum(counted.values()))
+
+
+def _named(node: scheduler.BaseSchedulerNode) -> tuple[str, str, str]:
+    """Return the kind of a node, its operations, and where they come from."""
+    origins = [origin for part in node.get_nodes() if part.node for origin in part.node.get_origins()]
+    origins.sort(key=lambda origin: origin.name)
+    sites = Counter(site for origin in origins if (site := _site(origin)))
+    site = sites.most_common(1)[0][0] if sites else ""
+    if isinstance(node, scheduler.ExternKernelSchedulerNode):
+        extern = node.node
+        overload = getattr(extern, "op_overload", None)
+        name = str(overload) if overload is not None else str(getattr(extern, "python_kernel_name", None))
+        short = name.removesuffix(".default").removeprefix("extern_kernels.").removeprefix("aten.").replace(".", "_")
+        ours = isinstance(extern, ir.FallbackKernel) and name.startswith("fp4graph.")
+        return "operator" if ours else "gemm" if _GEMM.fullmatch(short) else "library", short, site
+    packets = Counter(getattr(origin.target, "overloadpacket", None) for origin in origins)
+    telling = [packet for packet, _ in packets.most_common() if packet is not None and packet not in _VIEWS]
+    return "triton", ", ".join(re.sub(r"^\w+\.", "", str(packet)) for packet in telling), site
+
+
+def _site(origin: Node) -> str:
+    stack = origin.meta.get("nn_module_stack") or {}
+    path = str(list(stack.values())[-1][0]) if stack else ""
+    return re.sub(r"^L\['\w+'\](\.__closure__\[\d+\]\.cell_contents)?\.?", "", path)
+
+
+def _shapes(names: Iterator[str]) -> tuple[str, ...]:
+    """Return the dtypes and shapes of buffers, the largest first."""
+    found = []
+    for name in names:
+        buffer = V.graph.name_to_buffer.get(name) or V.graph.graph_inputs.get(name)
+        if buffer is None or isinstance(getattr(buffer, "layout", None), ir.MultiOutputLayout):
+            continue
+        size = [V.graph.sizevars.optimization_hint(s) for s in buffer.get_size()]
+        dtype = str(buffer.get_dtype()).removeprefix("torch.")
+        found.append((-torch.Size(size).numel() * buffer.get_dtype().itemsize, f"{dtype} {'×'.join(map(str, size))}"))
+    return tuple(text for _, text in sorted(found))

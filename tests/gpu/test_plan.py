@@ -1,0 +1,64 @@
+"""The program of a block for a card that is not there, and what is counted in it."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="there is no Triton for this system, or it is not installed")
+pytest.importorskip("timm", reason="benchmarks need the extra 'bench'")
+pytest.importorskip("cpuinfo", reason="benchmarks need the extra 'bench'")
+if not torch.cuda._is_compiled():
+    pytest.skip("this torch is built without CUDA", allow_module_level=True)
+
+from benchmarks.gpu_plan import RATES, Rates, compared, figures
+
+pytestmark = [pytest.mark.process, pytest.mark.slow]
+
+TOKENS, WIDTH = 64, 64
+#: (in, out) of the trial block's linears.
+LINEARS = [(WIDTH, 3 * WIDTH), (WIDTH, WIDTH), (WIDTH, 4 * WIDTH), (4 * WIDTH, WIDTH)]
+
+
+def counted(
+    compiler: ProcessPoolExecutor, policy: str, block: str = "trial-vit", linears: bool = False
+) -> dict[str, Any]:
+    return compiler.submit(figures, block, policy, "H200", "bfloat16", linears).result()
+
+
+def test_a_block(compiler: ProcessPoolExecutor) -> None:
+    """Its products are three for each linear, each of which reads its factors and writes its result in bf16."""
+    found = counted(compiler, "unquantized")
+    assert found["gemms"] == 3 * len(LINEARS)
+    assert found["gemm_flops"] == {"bfloat16": sum(3 * 2 * TOKENS * k * n for k, n in LINEARS)}
+    elements = sum(3 * (TOKENS * k + k * n + TOKENS * n) + n for k, n in LINEARS)  # fprop adds a bias
+    assert found["gemm_bytes"] == 2 * elements
+    assert found["key_launches"] == 0
+    assert found["launches"] >= found["distinct_kernels"] > 0
+    # Norms read the fp32 stream and their own result, attention its factors and result, GELU and both MLP products
+    # theirs: no more than the activations that the block makes.
+    assert 2 * TOKENS * 4 * WIDTH < found["saved_bytes"] < 4 * TOKENS * 20 * WIDTH
+
+
+def test_a_policy_reads_and_writes_more(compiler: ProcessPoolExecutor) -> None:
+    own, baseline = counted(compiler, "mxfp4-fprop"), counted(compiler, "unquantized")
+    assert own["gemms"] == baseline["gemms"]
+    assert own["gemm_flops"] == baseline["gemm_flops"]
+    assert own["gemm_bytes"] == baseline["gemm_bytes"]
+    weights = sum(k * n for k, n in LINEARS)
+    assert own["bytes"] > baseline["bytes"] + 2 * weights  # at least another read of every weight
+    assert compared(own, baseline, RATES["H200"])["estimate"] > 1
+
+
+def test_the_estimate() -> None:
+    """Products at their rate, the other bytes at the bandwidth."""
+    baseline = {"bytes": 30, "gemm_bytes": 10, "gemm_flops": {"bfloat16": 8}, "distinct_kernels": 4}
+    baseline |= {"saved_bytes": 6, "saved_parameter_bytes": 2, "linears_saved_bytes": 5}
+    own = {**baseline, "bytes": 60, "saved_bytes": 2, "linears_saved_bytes": 1}
+    result = compared(own, baseline, Rates(bytes=10.0, flops={"bfloat16": 4.0}))
+    assert (result["seconds"], result["baseline_seconds"]) == (2 + 5, 2 + 2)
+    assert (result["estimate"], result["ratio"], result["saved_ratio"]) == (7 / 4, 2.0, 0.5)
+    assert result["linears_saved_ratio"] == 0.2
