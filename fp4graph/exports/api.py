@@ -19,7 +19,7 @@ from fp4graph.exports.folder import Saving, copy_tokenizer, new_folder, write_te
 from fp4graph.exports.gpt_oss import GptOss
 from fp4graph.exports.layouts import Exported, Layout
 from fp4graph.exports.modelopt import ModelOpt
-from fp4graph.exports.names import kept_modules, stored_names
+from fp4graph.exports.names import kept_modules
 from fp4graph.exports.packing import require_storable
 from fp4graph.exports.weights import Fp4Weight, Scheme, fp4_weights, refusal
 from fp4graph.model import state
@@ -97,7 +97,7 @@ def export(
             for name, value in state.strip(root.state_dict()).items()
             if name not in done and isinstance(value, Tensor)
         }
-        tensors |= stored_names(root, _once(kept))
+        tensors |= layout.kept(root, _once(kept))
         write_tensors(folder, tensors, max_shard_size)
         layout.write_config(folder, Exported(root, schemes, kept_modules(root, kept)))
         copy_tokenizer(folder, root, tokenizer)

@@ -7,6 +7,7 @@ library's own compressors make the tensors, and its own classes the configuratio
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,21 +15,35 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from fp4graph.errors import PolicyWarning
 from fp4graph.exports.folder import write_config
-from fp4graph.exports.layouts import Exported
+from fp4graph.exports.layouts import Exported, Layout
 from fp4graph.exports.packing import matrices
-from fp4graph.exports.weights import Fp4Weight, Scheme
+from fp4graph.exports.weights import Fp4Weight, Kind, Scheme
 
 FORMATS = {"mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized"}
 
 
-class CompressedTensors:
+class CompressedTensors(Layout):
     """The layout of the library compressed-tensors."""
+
+    def __init__(self) -> None:
+        self._experts: set[Kind] = set()  # the kinds of the experts' weights so far
 
     def packed(self, model: nn.Module, weight: Fp4Weight, input_scale: Tensor | None) -> dict[str, dict[str, Tensor]]:
         """Return ``weight_packed``, ``weight_scale`` and global scales of each module."""
         from compressed_tensors.compressors import BaseCompressor
 
+        if weight.elements.dim() == 3:
+            if weight.scheme.weights == "nvfp4" and not self._experts:
+                warnings.warn(
+                    f"{weight.name} holds experts in NVFP4: servers read them, but from_pretrained() of transformers "
+                    "leaves out the global scales of experts and makes wrong weights of them; let compressed-tensors "
+                    "dequantize the checkpoint first (docs/export.md)",
+                    PolicyWarning,
+                    stacklevel=4,
+                )
+            self._experts.add(weight.scheme.weights)
         scheme = _scheme(weight.scheme, ["Linear"])
         compressor = BaseCompressor.get_value_from_registry(FORMATS[weight.scheme.weights])
         found = {}
@@ -44,6 +59,15 @@ class CompressedTensors:
                     tensors["input_global_scale"] = (1 / gamma).reshape(1)
             found[module] = tensors
         return found
+
+    def kept(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return ``tensors`` under their names in the checkpoint.
+
+        Where there are experts in MXFP4, experts in high precision keep the name of the model: the reader of transformers
+        decompresses whatever has the name of a single expert, and loses what is not compressed.
+        """
+        whole = {name: tensor for name, tensor in tensors.items() if "mxfp4" in self._experts and tensor.dim() == 3}
+        return super().kept(model, {k: tensor for k, tensor in tensors.items() if k not in whole}) | whole
 
     def write_config(self, folder: Path, exported: Exported) -> None:
         """Write ``config.json`` with its ``quantization_config``."""

@@ -74,8 +74,9 @@ def write_tensors(folder: Path, tensors: Mapping[str, Tensor], shard: str | int)
     """Write ``model.safetensors``, or files of at most ``shard`` with an index."""
     from huggingface_hub import save_torch_state_dict
 
-    whole = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    save_torch_state_dict(whole, str(folder), max_shard_size=shard, metadata={"format": "pt"})
+    # A part of another tensor is copied: the file holds each tensor by itself.
+    alone = {k: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for k, tensor in tensors.items()}
+    save_torch_state_dict(alone, str(folder), max_shard_size=shard, metadata={"format": "pt"})
 
 
 def write_config(folder: Path, model: nn.Module, quantization: Mapping[str, Any] | None = None) -> None:

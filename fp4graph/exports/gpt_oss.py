@@ -11,14 +11,14 @@ from pathlib import Path
 from torch import Tensor, nn
 
 from fp4graph.exports.folder import write_config
-from fp4graph.exports.layouts import Exported
+from fp4graph.exports.layouts import Exported, Layout
 from fp4graph.exports.packing import element_bytes, scale_bytes
 from fp4graph.exports.weights import BLOCK, Fp4Weight, refusal
 
 _PARAMETERS = ("gate_up_proj", "down_proj")
 
 
-class GptOss:
+class GptOss(Layout):
     """The layout of OpenAI's GPT-OSS."""
 
     def packed(self, model: nn.Module, weight: Fp4Weight, input_scale: Tensor | None) -> dict[str, dict[str, Tensor]]:

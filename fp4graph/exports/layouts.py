@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from torch import Tensor, nn
 
+from fp4graph.exports.names import stored_names
 from fp4graph.exports.weights import Fp4Weight, Scheme
 
 
@@ -27,9 +28,10 @@ class Exported:
     kept: Sequence[str]
 
 
-class Layout(Protocol):
-    """A way to lay FP4 weights out in files."""
+class Layout(ABC):
+    """A way to lay FP4 weights out in the files of one export."""
 
+    @abstractmethod
     def packed(self, model: nn.Module, weight: Fp4Weight, input_scale: Tensor | None) -> dict[str, dict[str, Tensor]]:
         """Return the tensors of ``weight`` by modules of the checkpoint and by their names in the module.
 
@@ -40,5 +42,10 @@ class Layout(Protocol):
             ExportError: the layout cannot hold the weight.
         """
 
+    def kept(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return ``tensors``, which stay in high precision, under their names in the checkpoint; called last."""
+        return stored_names(model, tensors)
+
+    @abstractmethod
     def write_config(self, folder: Path, exported: Exported) -> None:
         """Write ``config.json`` and what else the readers of the layout need."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fp4graph.exports.folder import write_config, write_json
-from fp4graph.exports.layouts import Exported
+from fp4graph.exports.layouts import Exported, Layout
 from fp4graph.exports.packing import element_bytes, matrices
 from fp4graph.exports.weights import BLOCK, Fp4Weight, refusal
 
@@ -22,7 +22,7 @@ from fp4graph.exports.weights import BLOCK, Fp4Weight, refusal
 VERSION = "0.47.0"
 
 
-class ModelOpt:
+class ModelOpt(Layout):
     """The layout of NVIDIA's ModelOpt."""
 
     def packed(self, model: nn.Module, weight: Fp4Weight, input_scale: Tensor | None) -> dict[str, dict[str, Tensor]]:
