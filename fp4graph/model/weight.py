@@ -125,6 +125,11 @@ class Weight:
         return self._captured or self.view.op != "grouped"
 
     @property
+    def is_captured(self) -> bool:
+        """Return whether a captured graph has shown the product that the weight is multiplied in."""
+        return self._captured
+
+    @property
     def choices(self) -> tuple[PlannedWeight, ...]:
         """The decision, or the possible decisions as long as no graph has shown the product."""
         return self.possible if self._settled is None else (self._settled,)

@@ -44,11 +44,11 @@ class Packed:
 def pack(x: Tensor, spec: QuantSpec, dim: int = -1, key: int | Tensor | None = None) -> Packed:
     """Quantize ``x`` to bytes; arguments and errors are those of :func:`fake_quantize`."""
     blocking, values, scale = quantize(x, spec, dim, key)
-    codes = _encode_elements(values, spec.element).reshape(blocking.padded_shape).movedim(dim, -1)
+    codes = element_codes(values, spec.element).reshape(blocking.padded_shape).movedim(dim, -1)
     if spec.element.code_bits == 4:
         codes = torch.nn.functional.pad(codes, (0, codes.shape[-1] % 2))
         codes = codes[..., 0::2] | (codes[..., 1::2] << 4)
-    scales = _encode_scales(scale, spec.scale.format).reshape(blocking.grid).movedim(dim, -1)
+    scales = scale_codes(scale, spec.scale.format).reshape(blocking.grid).movedim(dim, -1)
     return Packed(codes.contiguous(), scales.contiguous(), spec, tuple(x.shape), dim, x.dtype)
 
 
@@ -80,7 +80,7 @@ def empty_bytes(like: Tensor, shape: Sequence[int | torch.SymInt], spec: QuantSp
     return codes, like.new_empty((*lines, blocks), dtype=scale_storage(spec.scale.format))
 
 
-def _encode_elements(values: Tensor, element: ElementFormat) -> Tensor:
+def element_codes(values: Tensor, element: ElementFormat) -> Tensor:
     """Return the codes, uint8, of values of ``element``; NaN, which only poisoned blocks hold, gets its code or 0."""
     # Codes of magnitudes count up from zero, so a code is the value's place among them.
     magnitudes = torch.tensor(element.magnitudes(), dtype=torch.float32, device=values.device)
@@ -110,7 +110,7 @@ def scale_storage(number: ScaleFormat) -> torch.dtype:
     return torch.bfloat16 if number.mantissa_bits <= 7 else torch.float32
 
 
-def _encode_scales(scale: Tensor, number: ScaleFormat) -> Tensor:
+def scale_codes(scale: Tensor, number: ScaleFormat) -> Tensor:
     storage = scale_storage(number)
     if storage is not torch.uint8:
         return scale.to(storage)

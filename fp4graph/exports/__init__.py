@@ -1,0 +1,8 @@
+"""Checkpoints of real FP4 weights, in the layouts that servers read."""
+
+from __future__ import annotations
+
+from fp4graph.exports.api import LAYOUTS, export
+from fp4graph.exports.weights import ExportError
+
+__all__ = ["LAYOUTS", "ExportError", "export"]

@@ -1,0 +1,168 @@
+"""``fp4graph.export``: a trained model as a checkpoint of real FP4 weights, which others serve."""
+
+from __future__ import annotations
+
+import importlib.util
+import warnings
+from collections.abc import Iterable, Mapping
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp4graph.errors import Error, PolicyWarning
+from fp4graph.exports.activations import input_scales
+from fp4graph.exports.compressed_tensors import CompressedTensors
+from fp4graph.exports.folder import Saving, copy_tokenizer, new_folder, write_tensors
+from fp4graph.exports.gpt_oss import GptOss
+from fp4graph.exports.layouts import Exported, Layout
+from fp4graph.exports.modelopt import ModelOpt
+from fp4graph.exports.names import kept_modules
+from fp4graph.exports.packing import require_storable
+from fp4graph.exports.weights import Fp4Weight, Scheme, fp4_weights, refusal
+from fp4graph.model import state
+from fp4graph.model.distributed import unwrapped
+from fp4graph.model.runtime import Runtime, require_runtime
+from fp4graph.text import suggest
+
+#: The layouts by the names of ``format=``, with the packages that write them.
+LAYOUTS: Mapping[str, tuple[type[Layout], tuple[str, ...]]] = {
+    "compressed-tensors": (CompressedTensors, ("compressed_tensors", "safetensors", "huggingface_hub")),
+    "modelopt": (ModelOpt, ("safetensors", "huggingface_hub")),
+    "gpt-oss": (GptOss, ("safetensors", "huggingface_hub")),
+}
+
+
+def export(
+    model: nn.Module,
+    directory: str | PathLike[str],
+    *,
+    format: str = "compressed-tensors",
+    activations: bool = True,
+    calibration: Iterable[Any] | None = None,
+    tokenizer: Saving | None = None,
+    max_shard_size: str | int = "5GB",
+) -> Path:
+    """Write the model as a checkpoint of FP4 weights that other programs load and serve.
+
+    The weights are those that an eval forward multiplies with now: quantized by the policy's own program, with its
+    techniques and their state. What the policy keeps is written in its dtype. Under ``torch.autocast`` weights are
+    quantized from autocast's dtype, as a forward would; call export() in the context in which you call the model.
+
+    Args:
+        model: applied, and called at least once since.
+        directory: a new folder. It appears when everything is written.
+        format: ``compressed-tensors`` (MXFP4, NVFP4), ``modelopt`` (NVFP4) or ``gpt-oss`` (experts of GPT-OSS in
+            MXFP4).
+        activations: whether the configuration says how activations are quantized. False is for weights alone.
+        calibration: batches to measure the tensor scales of activations on, where the policy has such: servers read
+            them as constants. Each is a mapping of keywords, a tuple of arguments, or the only argument. Without it,
+            such a model is written with weights alone, and a PolicyWarning says so.
+        tokenizer: a tokenizer or processor to save. None copies the files of the folder that the model was loaded from.
+        max_shard_size: the size of the files that the weights are split into.
+
+    Returns:
+        ``directory``.
+
+    Raises:
+        ExportError: the format cannot hold what the policy computes; the message names weight, rule and remedy.
+        Error: the folder exists or cannot be written, a package is missing, the format is unknown, or the policy
+            quantizes nothing.
+    """
+    target = Path(directory)
+    layout = _layout(format)
+    root = unwrapped(model)
+    runtime = require_runtime(root, "export")
+    with new_folder(target) as folder:
+        scales, activations = _scales(root, runtime, activations, calibration)
+        tensors: dict[str, Tensor] = {}
+        schemes: dict[str, Scheme] = {}
+        done: set[str] = set()
+        for weight in fp4_weights(runtime, activations=activations):
+            _require_own(root, weight)
+            require_storable(weight)
+            for module, parts in layout.packed(root, weight, scales.get(weight.name)).items():
+                tensors |= {f"{module}.{name}": part for name, part in parts.items()}
+                schemes[module] = weight.scheme
+            done.add(weight.name)
+        if not done:
+            raise Error(
+                f"policy {runtime.policy.name!r} quantizes no weight in fprop, so there is nothing in FP4 to export; "
+                "save the model by its own means, with fp4graph.strip()"
+            )
+        kept = {
+            name: value
+            for name, value in state.strip(root.state_dict()).items()
+            if name not in done and isinstance(value, Tensor)
+        }
+        tensors |= layout.kept(root, _once(kept))
+        write_tensors(folder, tensors, max_shard_size)
+        layout.write_config(folder, Exported(root, schemes, kept_modules(root, kept)))
+        copy_tokenizer(folder, root, tokenizer)
+    return target
+
+
+def _layout(name: str) -> Layout:
+    if name not in LAYOUTS:
+        raise Error(f"no export format {name!r}; {suggest(name, LAYOUTS)}")
+    layout, packages = LAYOUTS[name]
+    if missing := [package for package in packages if importlib.util.find_spec(package) is None]:
+        raise Error(f"format {name!r} needs {missing[0]}, which is not installed; pip install 'fp4graph[export]'")
+    return layout()
+
+
+def _scales(
+    root: nn.Module, runtime: Runtime, activations: bool, calibration: Iterable[Any] | None
+) -> tuple[dict[str, Tensor], bool]:
+    """Return the measured tensor scales of activations, and whether the quantizers of activations are exported."""
+    if not activations:
+        return {}, False
+    scaled = [weight.name for weight in fp4_weights(runtime) if weight.scheme.inputs_scaled]
+    if not scaled:
+        return {}, True
+    if calibration is None:
+        warnings.warn(
+            f"activations of {scaled[0]} and others have a tensor scale of their own at every call, and servers read a "
+            "constant: only weights are exported. Give calibration= batches to measure constants on, or "
+            "activations=False to say that this is wanted",
+            PolicyWarning,
+            stacklevel=3,
+        )
+        return {}, False
+    used = [weight for weight in runtime.weights if weight.is_captured]
+    scales = input_scales(root, used, calibration)
+    if missing := [name for name in scaled if name not in scales]:
+        raise Error(
+            f"no calibration batch reaches {missing[0]}; give batches that do, or export with activations=False"
+        )
+    return scales, True
+
+
+def _require_own(root: nn.Module, weight: Fp4Weight) -> None:
+    """Raise an ExportError where the parameter is used elsewhere in high precision."""
+    named = dict(root.named_parameters(remove_duplicate=False))
+    parameter = named[weight.name]
+    others = [name for name, each in named.items() if each is parameter and name != weight.name]
+    for name in others:
+        owner = root.get_submodule(name.rpartition(".")[0])
+        if isinstance(owner, nn.Embedding | nn.EmbeddingBag):
+            raise refusal(
+                weight,
+                f"{name} is the same parameter and needs it in high precision",
+                f"keep {weight.name.rpartition('.')[0]} in high precision, or untie the two",
+            )
+
+
+def _once(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return ``kept`` with the first of the names that share one tensor: readers tie the others by themselves."""
+    seen: set[tuple[Any, ...]] = set()
+    found = {}
+    for name, value in kept.items():
+        place = value.device, value.data_ptr(), value.shape, value.stride()
+        if value.numel() and place in seen and value.device != torch.device("meta"):
+            continue
+        seen.add(place)
+        found[name] = value
+    return found

@@ -1,0 +1,103 @@
+"""compressed-tensors: the layout of llm-compressor and vLLM, read by transformers too.
+
+Each quantized linear layer has ``weight_packed`` (uint8), ``weight_scale`` (uint8 for MXFP4, float8_e4m3fn for NVFP4)
+and for NVFP4 ``weight_global_scale``, 1/γ; ``input_global_scale`` likewise where activations have a tensor scale. The
+library's own compressors make the tensors, and its own classes the configuration.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp4graph.errors import PolicyWarning
+from fp4graph.exports.folder import write_config
+from fp4graph.exports.layouts import Exported, Layout
+from fp4graph.exports.packing import matrices
+from fp4graph.exports.weights import Fp4Weight, Kind, Scheme
+
+FORMATS = {"mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized"}
+
+
+class CompressedTensors(Layout):
+    """The layout of the library compressed-tensors."""
+
+    def __init__(self) -> None:
+        self._experts: set[Kind] = set()  # the kinds of the experts' weights so far
+
+    def packed(self, model: nn.Module, weight: Fp4Weight, input_scale: Tensor | None) -> dict[str, dict[str, Tensor]]:
+        """Return ``weight_packed``, ``weight_scale`` and global scales of each module."""
+        from compressed_tensors.compressors import BaseCompressor
+
+        if weight.elements.dim() == 3:
+            if weight.scheme.weights == "nvfp4" and not self._experts:
+                warnings.warn(
+                    f"{weight.name} holds experts in NVFP4: servers read them, but from_pretrained() of transformers "
+                    "leaves out the global scales of experts and makes wrong weights of them; let compressed-tensors "
+                    "dequantize the checkpoint first (docs/export.md)",
+                    PolicyWarning,
+                    stacklevel=4,
+                )
+            self._experts.add(weight.scheme.weights)
+        scheme = _scheme(weight.scheme, ["Linear"])
+        compressor = BaseCompressor.get_value_from_registry(FORMATS[weight.scheme.weights])
+        found = {}
+        for module, matrix in matrices(model, weight).items():
+            block = matrix.elements.shape[-1] // matrix.scales.shape[-1]
+            # Without γ these values are exact in fp32, so that the compressor finds the elements again.
+            values = matrix.elements * matrix.scales.repeat_interleave(block, -1)
+            tensors: dict[str, Tensor] = compressor.compress({"weight": values, "weight_scale": matrix.scales}, scheme)
+            if weight.scheme.weights == "nvfp4":
+                tensors["weight_global_scale"] = (1 / matrix.multiplier).reshape(1)
+                if weight.scheme.inputs is not None:
+                    gamma = torch.ones(()) if input_scale is None else input_scale
+                    tensors["input_global_scale"] = (1 / gamma).reshape(1)
+            found[module] = tensors
+        return found
+
+    def kept(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return ``tensors`` under their names in the checkpoint.
+
+        Where there are experts in MXFP4, experts in high precision keep the name of the model: the reader of transformers
+        decompresses whatever has the name of a single expert, and loses what is not compressed.
+        """
+        whole = {name: tensor for name, tensor in tensors.items() if "mxfp4" in self._experts and tensor.dim() == 3}
+        return super().kept(model, {k: tensor for k, tensor in tensors.items() if k not in whole}) | whole
+
+    def write_config(self, folder: Path, exported: Exported) -> None:
+        """Write ``config.json`` with its ``quantization_config``."""
+        from compressed_tensors.compressors import ModelCompressor
+        from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus
+
+        groups = _groups(exported.schemes)
+        formats = sorted({FORMATS[scheme.weights] for scheme in exported.schemes.values()})
+        config = QuantizationConfig(
+            config_groups={f"group_{i}": _scheme(scheme, names) for i, (scheme, names) in enumerate(groups.items())},
+            ignore=list(exported.kept),
+            format=formats[0] if len(formats) == 1 else "mixed-precision",
+            quantization_status=QuantizationStatus.COMPRESSED,
+        )
+        write_config(folder, exported.model)
+        ModelCompressor(quantization_config=config).update_config(str(folder))
+
+
+def _groups(schemes: Mapping[str, Scheme]) -> dict[Scheme, list[str]]:
+    """Return the modules of every scheme; all linear layers where there is one scheme."""
+    groups: dict[Scheme, list[str]] = {}
+    for module, scheme in schemes.items():
+        groups.setdefault(scheme, []).append(module)
+    return groups if len(groups) > 1 else {scheme: ["Linear"] for scheme in groups}
+
+
+def _scheme(scheme: Scheme, targets: list[str]) -> Any:
+    """Return the library's scheme, whose names are those of its presets: A16 has activations in high precision."""
+    from compressed_tensors.quantization import preset_name_to_scheme
+
+    preset = preset_name_to_scheme(scheme.weights.upper() + ("A16" if scheme.inputs is None else ""), targets)
+    preset.format = FORMATS[scheme.weights]
+    return preset

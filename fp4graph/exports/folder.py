@@ -1,0 +1,119 @@
+"""The folder of an exported model: complete under its name, or not there."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fp4graph.errors import Error
+from fp4graph.exports.names import is_hugging_face
+
+#: Files of tokenizers and processors, which are copied as they are.
+COPIED = (
+    "tokenizer*", "vocab*", "merges.txt", "special_tokens_map.json", "added_tokens.json", "*.model", "spiece.*",
+    "chat_template*", "*processor_config.json", "*.tiktoken",
+)  # fmt: skip
+
+
+class Saving(Protocol):
+    """A tokenizer or a processor."""
+
+    def save_pretrained(self, folder: str, /) -> Any: ...
+
+
+@contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty folder that gets the name ``target`` when the block ends without an error.
+
+    Raises:
+        Error: ``target`` exists, or cannot be written.
+    """
+    if target.exists() or target.is_symlink():
+        raise Error(f"{target} exists, and an export replaces nothing; name another folder, or remove it")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
+    except OSError as error:
+        raise Error(f"cannot write {target}: {error.strerror or error}; name another folder") from error
+    try:
+        yield temporary
+        temporary.chmod(0o777 & ~_umask())  # mkdtemp's folder is for its owner alone
+        for file in temporary.rglob("*"):
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+        if target.exists():  # os.rename would replace an empty folder
+            raise Error(f"{target} was made meanwhile; name another folder")
+        temporary.rename(target)
+    except OSError as error:
+        raise Error(f"cannot write {target}: {error.strerror or error}. Nothing is left there; make room") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def write_json(file: Path, content: Any) -> None:
+    file.write_text(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, Tensor], shard: str | int) -> None:
+    """Write ``model.safetensors``, or files of at most ``shard`` with an index."""
+    from huggingface_hub import save_torch_state_dict
+
+    # A part of another tensor is copied: the file holds each tensor by itself.
+    alone = {k: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for k, tensor in tensors.items()}
+    save_torch_state_dict(alone, str(folder), max_shard_size=shard, metadata={"format": "pt"})
+
+
+def write_config(folder: Path, model: nn.Module, quantization: Mapping[str, Any] | None = None) -> None:
+    """Write ``config.json`` with ``quantization_config``, if given, and the generation config if there is one.
+
+    A model of timm gets the fields that timm's hub layout has, another only its class.
+    """
+    if is_hugging_face(model):
+        config: Any = copy.deepcopy(model.config)
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]
+        config.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        config.save_pretrained(str(folder))
+        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        generation: Any = getattr(model, "generation_config", None)
+        if generation is not None:
+            generation.save_pretrained(str(folder))
+    else:
+        content = {"architectures": [type(model).__name__]}
+        timm: Any = getattr(model, "pretrained_cfg", None)
+        if isinstance(timm, dict) and "architecture" in timm:
+            classes = getattr(model, "num_classes", None)
+            content |= {"architecture": timm["architecture"], "num_classes": classes, "pretrained_cfg": timm}
+            content = json.loads(json.dumps(content, default=str))
+    added = {} if quantization is None else {"quantization_config": quantization}
+    write_json(folder / "config.json", content | added)
+
+
+def copy_tokenizer(folder: Path, model: nn.Module, tokenizer: Saving | None) -> None:
+    """Save ``tokenizer``; without one, copy the files of tokenizer and processor that the model was loaded with."""
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(folder))
+        return
+    name = getattr(model, "name_or_path", None)
+    source = Path(name) if isinstance(name, str) and name else None
+    if source is None or not source.is_dir():
+        return
+    for pattern in COPIED:
+        for file in source.glob(pattern):
+            if file.is_file() and not (folder / file.name).exists():
+                shutil.copy(file, folder / file.name)

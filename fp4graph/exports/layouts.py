@@ -1,0 +1,51 @@
+"""What a layout is asked for, and the layouts by name: the ways in which servers lay FP4 weights out in files."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from fp4graph.exports.names import stored_names
+from fp4graph.exports.weights import Fp4Weight, Scheme
+
+
+@dataclass(frozen=True, eq=False)
+class Exported:
+    """What a model came to in a layout.
+
+    Attributes:
+        model: whose weights these are.
+        schemes: the quantizer of every quantized module, by its name in the checkpoint.
+        kept: the modules in high precision that a reader could take for quantized ones.
+    """
+
+    model: nn.Module
+    schemes: Mapping[str, Scheme]
+    kept: Sequence[str]
+
+
+class Layout(ABC):
+    """A way to lay FP4 weights out in the files of one export."""
+
+    @abstractmethod
+    def packed(self, model: nn.Module, weight: Fp4Weight, input_scale: Tensor | None) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors of ``weight`` by modules of the checkpoint and by their names in the module.
+
+        Args:
+            input_scale: γ of the weight's activations, fp32, 0-d; None where they have no tensor scale.
+
+        Raises:
+            ExportError: the layout cannot hold the weight.
+        """
+
+    def kept(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return ``tensors``, which stay in high precision, under their names in the checkpoint; called last."""
+        return stored_names(model, tensors)
+
+    @abstractmethod
+    def write_config(self, folder: Path, exported: Exported) -> None:
+        """Write ``config.json`` and what else the readers of the layout need."""

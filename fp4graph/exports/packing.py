@@ -1,0 +1,56 @@
+"""FP4 weights as the matrices that a checkpoint has for them, and as bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from fp4graph.exports.names import by_module
+from fp4graph.exports.weights import Fp4Weight, refusal
+from fp4graph.numerics.formats import E2M1, E8M0
+from fp4graph.numerics.packing import element_codes, scale_codes
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """The matrix ``[N, K]`` of one module: fp32 elements ``[N, K]``, block scales ``[N, K/block]`` and γ, 0-d."""
+
+    elements: Tensor
+    scales: Tensor
+    multiplier: Tensor
+
+
+def matrices(model: nn.Module, weight: Fp4Weight) -> dict[str, Matrix]:
+    """Return the matrices of ``weight`` by modules of the checkpoint."""
+    lines = torch.ones_like(weight.scales[..., :1])
+    gamma = weight.multiplier
+    gamma = gamma.reshape(*gamma.shape, *([1] * (lines.dim() - gamma.dim()))) * lines
+    found = by_module(model, weight, (weight.elements, weight.scales, gamma))
+    return {module: Matrix(elements, scales, each[0, 0].clone()) for module, (elements, scales, each) in found.items()}
+
+
+def element_bytes(elements: Tensor) -> Tensor:
+    """Return elements ``[..., K]`` as uint8 ``[..., K/2]``, two to a byte, the first in the low half."""
+    codes = element_codes(elements, E2M1)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def scale_bytes(scales: Tensor) -> Tensor:
+    """Return E8M0 scales as uint8: exponents with bias 127."""
+    return scale_codes(scales, E8M0)
+
+
+def require_storable(weight: Fp4Weight) -> None:
+    """Raise an ExportError where a technique has chosen block scales that the format does not have."""
+    if weight.scheme.weights == "nvfp4":
+        stored = weight.scales.to(torch.float8_e4m3fn).to(torch.float32)
+    else:
+        stored = torch.ldexp(torch.ones_like(weight.scales), scale_bytes(weight.scales).to(torch.int32) - 127)
+    if not torch.equal(stored, weight.scales):
+        raise refusal(
+            weight,
+            "a technique gives it block scales that the format does not have",
+            "export under a policy without the technique",
+        )

@@ -1,0 +1,253 @@
+"""The weights of an applied model as fprop multiplies with them: FP4 elements, block scales, and a scale over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fp4graph.errors import Error
+from fp4graph.graph.plan import plan_once
+from fp4graph.model.runtime import Runtime
+from fp4graph.model.weight import Weight
+from fp4graph.numerics import noise
+from fp4graph.numerics.draw import Draw
+from fp4graph.numerics.formats import E2M1, E4M3, E8M0, ScaleFormat
+from fp4graph.numerics.segments import Segments
+from fp4graph.numerics.sharding import is_sharded
+from fp4graph.numerics.spec import QuantSpec
+from fp4graph.ops.draw import operand_draw
+from fp4graph.ops.gemm import GemmProgram
+from fp4graph.ops.operand import OperandProgram
+from fp4graph.ops.product import total
+from fp4graph.technique import Technique, overrides
+from fp4graph.technique.operands import Operand
+
+#: The two kinds of blocks that servers read: E2M1 in blocks of 32 with E8M0 scales, and of 16 with E4M3 scales.
+Kind = Literal["mxfp4", "nvfp4"]
+BLOCK: dict[Kind, int] = {"mxfp4": 32, "nvfp4": 16}
+_SCALES: dict[Kind, ScaleFormat] = {"mxfp4": E8M0, "nvfp4": E4M3}
+#: Stages that change an operand in a way that no format of ours can store.
+_REFUSED = {
+    "split": "splits the operand into parts that are multiplied apart",
+    "around": "replaces what the quantizer returns",
+    "after": "changes the dequantized values",
+}
+
+
+class ExportError(Error):
+    """A format cannot hold what a policy computes; names the weight, its rule and the remedy."""
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """The quantizer of a linear layer as servers know it.
+
+    Attributes:
+        weights: the kind of the weight's blocks.
+        inputs: the kind of the activation's blocks, or None where activations are in high precision.
+        inputs_scaled: whether activations have a tensor scale above their block scales.
+    """
+
+    weights: Kind
+    inputs: Kind | None
+    inputs_scaled: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class Fp4Weight:
+    """One weight as fprop multiplies with it: ``elements · scales · multiplier``.
+
+    Attributes:
+        name: the parameter's, fully qualified.
+        rule: the name of the rule that decides it.
+        scheme: its quantizer.
+        elements: values of E2M1, fp32 ``[..., N, K]``: the contraction axis last, whatever the parameter's layout is.
+        scales: of the blocks, fp32 ``[..., N, K/block]``; 2-D blocks are written out by lines.
+        multiplier: γ, fp32: 0-d, or ``[E]`` for the weights of experts. 1 where there is no tensor scale.
+    """
+
+    name: str
+    rule: str
+    scheme: Scheme
+    elements: Tensor
+    scales: Tensor
+    multiplier: Tensor
+
+    def dequantized(self) -> Tensor:
+        """Return the values that fprop multiplies with, fp32 ``[..., N, K]``."""
+        return _dequantized(self.elements, self.scales, self.multiplier, BLOCK[self.scheme.weights])
+
+
+def _dequantized(elements: Tensor, scales: Tensor, multiplier: Tensor, block: int) -> Tensor:
+    values = elements * scales.repeat_interleave(block, -1)
+    return values * multiplier.reshape(*multiplier.shape, *([1] * (elements.dim() - multiplier.dim())))
+
+
+def fp4_weights(runtime: Runtime, *, activations: bool = True) -> Iterator[Fp4Weight]:
+    """Yield every weight that the policy quantizes in fprop.
+
+    Args:
+        activations: whether the quantizers of activations are wanted too.
+
+    Raises:
+        ExportError: no format can hold one of them.
+        Error: no forward has shown what the policy quantizes, or the model is sharded.
+    """
+    used = [weight for weight in runtime.weights if weight.is_captured]
+    if runtime.weights and not used:
+        raise Error(
+            "export() writes what a forward multiplies with, and the model has not been called since the policy was "
+            "applied; call it once, in eval() and under torch.no_grad() if you like"
+        )
+    seen = set()
+    for weight in used:
+        plan = plan_once(weight.view, weight.rule, training=False)
+        if plan.program is None or plan.program.fprop.right.spec is None or weight.name in seen:
+            continue
+        seen.add(weight.name)
+        if is_sharded(weight.stored):
+            raise Error(
+                "export() writes a model of one process, and this one is sharded; save a checkpoint with "
+                "fp4graph.training.checkpoint, load it in one process, and export there"
+            )
+        yield _of(weight, plan.program.fprop, runtime, activations)
+
+
+@torch.no_grad()
+def _of(weight: Weight, fprop: GemmProgram, runtime: Runtime, activations: bool) -> Fp4Weight:
+    """Return one weight, whose program in evaluation is ``fprop``."""
+    program = fprop.right
+    if fprop.transforms:
+        names = " and ".join(sorted(technique.name for technique in fprop.transforms))
+        raise refusal(
+            weight,
+            f"{names} transforms both operands of fprop, and no reader would transform the activations",
+            "train its last steps with a policy that transforms the backward alone (hadamard: {scope: backward})",
+        )
+    kind = _kind(weight, program)
+    scheme = Scheme(kind, *(_inputs(weight, fprop, kind) if activations else (None, False)))
+    w = weight.stored.detach()
+    canonical = w.mT if weight.stored_transposed else w
+    if torch.is_autocast_enabled(w.device.type) and not program.from_master:
+        canonical = canonical.to(torch.get_autocast_dtype(w.device.type))
+    x = canonical.to(torch.float32)
+    if x.dim() < 2 or weight.view.op == "conv":
+        raise refusal(weight, "it is no matrix of a linear layer", "keep convolutions in high precision")
+    if x.shape[-1] % (block := BLOCK[scheme.weights]):
+        raise refusal(
+            weight,
+            f"its {x.shape[-1]} columns are not divided by the block of {block}, and readers know no padding",
+            "keep it in high precision",
+        )
+    if not torch.isfinite(x).all():
+        raise refusal(weight, "it holds NaN or Inf", "go back to a checkpoint from before it did")
+    key = weight.holder.get_buffer("key")
+    draw = operand_draw(Draw(key, _step(runtime).to(key.device)), Operand.FPROP_WEIGHT) if program.draws else None
+    entries = weight.fprop_state(lambda entry: entry)
+    segments = Segments(0, x.shape[0]) if weight.view.op == "grouped" else None
+    parts = program.quantize(x, draw, entries, segments)
+    like = parts.elements
+    elements, scales = (parts.blocking.join(each.expand_as(like)) for each in (like, parts.scale))
+    scales = scales[..., ::block].contiguous()
+    multiplier = torch.ones((), device=x.device)
+    if (gamma := parts.group_scale) is not None:
+        multiplier = _shared(weight, parts.blocking.join(gamma.expand_as(like)), grouped=segments is not None)
+    if not torch.equal(_dequantized(elements, scales, multiplier, block), total(program(x, draw, entries, segments))):
+        raise refusal(
+            weight,
+            f"{_named(program.techniques)} give values that are no product of elements and scales",
+            "export under a policy without them",
+        )
+    return Fp4Weight(weight.name, weight.rule.name, scheme, elements, scales, multiplier)
+
+
+def _step(runtime: Runtime) -> Tensor:
+    """Return the step tensor of an eval forward now."""
+    count = runtime.root_state.count if runtime.root_state is not None else 0
+    return noise.make_step(runtime.settings.seed, 0, count)
+
+
+def _shared(weight: Weight, gamma: Tensor, *, grouped: bool) -> Tensor:
+    """Return γ as one number, or one for each expert, from γ at every element."""
+    each = gamma.flatten(1) if grouped else gamma.flatten()
+    first = each[..., :1]
+    if not torch.equal(each, first.expand_as(each)):
+        raise refusal(
+            weight,
+            "its elements have different scales above the block scales, and the formats have one for the matrix",
+            "use tensor_scaling with granularity: tensor, and no macro_block_scaling on weights",
+        )
+    return first.squeeze(-1).contiguous()
+
+
+def _kind(weight: Weight, program: OperandProgram) -> Kind:
+    """Return the kind of the weight's blocks; raise an ExportError where there is none."""
+    spec = program.spec
+    assert spec is not None
+    for stage, what in _REFUSED.items():
+        if found := [t.name for t in program.techniques if overrides(t, stage)]:
+            raise refusal(weight, f"{found[0]} {what}", "export under a policy without it on fprop.weight")
+    if spec.needs_key:
+        raise refusal(weight, "its rounding is stochastic in evaluation too", "round fprop.weight to nearest")
+    if (kind := _kind_of(spec)) is None:
+        raise refusal(
+            weight,
+            f"its quantizer ({_described(spec)}) is neither MXFP4 (e2m1, block 32, scale e8m0) nor NVFP4 (e2m1, block "
+            "16, scale e4m3, decode convention)",
+            "train its last steps with one of these, or keep it in high precision",
+        )
+    return kind
+
+
+def _kind_of(spec: QuantSpec) -> Kind | None:
+    """Return the kind of a spec's blocks. 2-D blocks are of a kind too: their scales can be written out by lines."""
+    length = spec.block[1] if isinstance(spec.block, tuple) else spec.block
+    for kind, scale in _SCALES.items():
+        stored = spec.scale.format == scale and spec.scale.convention == "decode"
+        if spec.element == E2M1 and length == BLOCK[kind] and stored:
+            return kind
+    return None
+
+
+def _inputs(weight: Weight, fprop: GemmProgram, beside: Kind) -> tuple[Kind | None, bool]:
+    """Return the kind of the activation's blocks, and whether they have a tensor scale; the weight's is ``beside``.
+
+    Raise an ExportError where an activation is quantized in a way that the formats do not know.
+    """
+    program = fprop.left
+    if program.spec is None:
+        return None, False
+    stages = [*_REFUSED, "block_statistic", "scale", "round"]
+    changing = [t.name for t in program.techniques if any(overrides(t, stage) for stage in stages)]
+    scaling = [t for t in program.techniques if overrides(t, "group_scale")]
+    wrong = [t.name for t in scaling if t.divides_by not in ("tensor", "all")]
+    kind = _kind_of(program.spec)
+    if kind != beside or isinstance(program.spec.block, tuple) or changing or wrong or (scaling and kind == "mxfp4"):
+        what = _described(program.spec) + (f" with {', '.join([*changing, *wrong])}" if changing or wrong else "")
+        raise refusal(
+            weight,
+            f"no server knows the quantizer of its activations ({what})",
+            "export with activations=False (--weights-only): servers then dequantize weights and multiply in bf16",
+        )
+    return kind, bool(scaling)
+
+
+def _described(spec: QuantSpec) -> str:
+    block = "×".join(map(str, spec.block)) if isinstance(spec.block, tuple) else spec.block
+    return f"{spec.element.name}, block {block}, {spec.scale.convention} scale {spec.scale.format.name}"
+
+
+def _named(techniques: tuple[Technique, ...]) -> str:
+    return ", ".join(technique.name for technique in techniques) or "its quantizer"
+
+
+def refusal(weight: Weight | Fp4Weight, why: str, remedy: str) -> ExportError:
+    """Return the error about a weight that cannot be exported."""
+    rule = weight.rule if isinstance(weight.rule, str) else weight.rule.name
+    return ExportError(
+        f"cannot export {weight.name}, which rule {rule!r} quantizes: {why}. {remedy[0].upper()}{remedy[1:]}"
+    )
