@@ -6,19 +6,24 @@ The modules are named and built as Hugging Face PEFT names and builds them; ``te
 from __future__ import annotations
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 import fp4graph
 from fp4graph.errors import PolicyError
 from fp4graph.graph.names import Names
+from fp4graph.model import runtime
 from fp4graph.model.prepare import PhasePlan
 from fp4graph.model.runtime import runtime_of
 from fp4graph.policy import shipped_policies
 from fp4graph.technique.registry import default_registry
+from tests.helpers.policies import NVFP4, one_rule
 
 
 class Lora(nn.Module):
@@ -223,3 +228,33 @@ def test_a_module_of_that_name_is_no_wrapper_without_an_adapter_beside_it():
     }
     report = fp4graph.explain(Head(), data, (torch.randn(4, 32),))
     assert {site.module: site.quantized for site in report.sites} == {"base_layer": True, "top_layer": True}
+
+
+def quantizers(trainable: bool) -> tuple[int, int]:
+    """Return how many quantizers the forward and the backward graph of two adapted layers have."""
+    counts: list[int] = []
+
+    def count(graph, inputs):
+        operators = {torch.ops.fp4graph.quantize.default, torch.ops.fp4graph.quantize_and_pack.default}
+        operators.add(torch.ops.fp4graph.requantize.default)
+        counts.append(sum(node.target in operators for node in graph.graph.nodes))
+        return make_boxed_func(graph.forward)
+
+    torch.manual_seed(0)
+    model = nn.Sequential(Lora(nn.Linear(64, 96)), nn.GELU(), Lora(nn.Linear(96, 32)))
+    for layer in (model[0].base_layer, model[2].base_layer):
+        layer.requires_grad_(trainable)
+    inner = aot_autograd(fw_compiler=count, bw_compiler=count)
+    with mock.patch.object(runtime, "inner_backend", return_value=inner):
+        fp4graph.apply(model, one_rule(quantize=NVFP4), backend="aot_eager")
+        model(torch.randn(32, 64)).sum().backward()
+    forward, backward = counts
+    return forward, backward
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_a_frozen_layer_quantizes_for_no_gradient_of_its_own():
+    """Of two layers with two operands each, the second alone has a dX; a dW has only one that trains."""
+    assert quantizers(trainable=True) == (4, 2 + 4)
+    assert quantizers(trainable=False) == (4, 2)
