@@ -19,8 +19,9 @@ class AdaptiveQuantizationNoise(Technique):
     forwards so far, T ``steps_per_stage`` and K_s ``stages``. ``kind: multiplicative`` is Ŵ = Q(W)·diag(1 + z), the
     form that merges into the weight of a norm in front of the layer: scaling channel k of X by 1 + z_k is scaling
     column k of W. The noise acts on W here, and norms stay as they are: z is relative to the norm's weight, and each
-    layer behind a norm draws its own z. The normal variates are sums of integers, cut off at 6 standard deviations
-    (fp4graph.numerics.noise.gaussian). If W is transformed, as by hadamard, channels are those of the new basis.
+    layer behind a norm draws its own z. The experts of one grouped product have one z, as behind one norm. The normal
+    variates are sums of integers, cut off at 6 standard deviations (fp4graph.numerics.noise.gaussian). If W is
+    transformed, as by hadamard, channels are those of the new basis.
 
     Source: Huang et al. 2026, "QeRL: Beyond Efficiency", Eq. 7 and 8 (additive), Eq. 10 and appendix G
     (multiplicative); one of the corrections of "Decomposing MXFP4 quantization error for LLM reinforcement learning".
@@ -46,6 +47,7 @@ class AdaptiveQuantizationNoise(Technique):
     complexity: ClassVar[float] = 0.5
     draws: ClassVar[bool] = True
     on_weight: ClassVar[bool] = True
+    by_expert: ClassVar[bool] = True
 
     sigma_start: Positive = Field(description="σ of the first stage.")
     sigma_end: Positive = Field(description="σ of the last stage, at most sigma_start.")

@@ -10,6 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from fp4graph.numerics.segments import Segments
 from fp4graph.technique import Context, Operands, Overhead, Technique, hookimpl
 
 _LARGEST_DENOMINATOR = 10**9  # of 1 - α as a ratio: times the number of elements it must fit 64 bits
@@ -21,11 +22,12 @@ class OutlierClamp(Technique):
     Y = Q(clamp(X, x_low, x_high))·Ŵᵀ + ΔX·Ŵᵀ with ΔX = X − clamp(X, x_low, x_high), X [..., K] and Ŵ the other operand
     of the GEMM, quantized. x_low and x_high are the (1 − α)- and the α-quantile of all n elements of the operand, where
     α is ``quantile``: the elements at places c and n − 1 − c, c = ⌊(1 − α)·n⌋, of the ascending order, counted from 0.
-    Thus c elements at either end are clamped, or fewer if they tie with the threshold. A threshold is an element and
-    never an interpolated value: it is the same however it is computed, no element is changed by less than its distance
-    to another one, and −X has the thresholds of X with their signs and places swapped. Scales then follow the bulk of
-    X. ΔX is nonzero for at most 2(1 − α)·n elements and stays in the GEMM's dtype; Q's argument plus ΔX is X to half a
-    unit in the last place of ΔX. ``residual: false`` leaves ΔX out.
+    Every expert of a grouped product has quantiles of its own. Thus c elements at either end are clamped, or fewer if
+    they tie with the threshold. A threshold is an element and never an interpolated value: it is the same however it is
+    computed, no element is changed by less than its distance to another one, and −X has the thresholds of X with their
+    signs and places swapped. Scales then follow the bulk of X. ΔX is nonzero for at most 2(1 − α)·n elements and stays
+    in the GEMM's dtype; Q's argument plus ΔX is X to half a unit in the last place of ΔX. ``residual: false`` leaves ΔX
+    out.
 
     NaN and Inf are not clamped, so that their block is NaN also with ``residual: false``; NaN counts as the largest
     value. Gradients pass straight through, also those of clamped elements. If X is transformed first, as by hadamard,
@@ -47,6 +49,8 @@ class OutlierClamp(Technique):
 
     name: ClassVar[str] = "outlier_clamp"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=False)
+    by_expert: ClassVar[bool] = True
+    counts: ClassVar[bool] = True
 
     quantile: float = Field(
         0.99, gt=0.5, lt=1, description="α: elements beyond the α-quantile and below the (1 − α)-quantile are clamped."
@@ -63,16 +67,19 @@ class OutlierClamp(Technique):
 
     def split(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """Return X clamped, and ΔX, in the dtype of ``x``: comparing is exact in any dtype, and ΔX is rounded once."""
-        low, high = self.thresholds(x)
+        low, high = self.thresholds(x, context.blocking.segments)
         part = torch.where(x.abs() < math.inf, x.clamp(low, high), x)
         return part, torch.where(part == x, 0.0, x - part) if self.residual else None
 
-    def thresholds(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x_low and x_high, 0-d."""
-        flat = torch.where(x == x, x, math.inf).reshape(-1)
-        n = math.prod(x.shape)  # flat.shape traces as numel, which Dynamo cannot retrace for a tensor of no elements
+    def thresholds(self, x: Tensor, segments: Segments | None = None) -> tuple[Tensor, Tensor]:
+        """Return x_low and x_high: 0-d, or with ``segments`` broadcastable to ``x``, those of each expert."""
+        finite = torch.where(x == x, x, math.inf)
         # The share is a ratio of integers, so that a hundredth of 300 elements is 3 and n may be symbolic.
         share = (1 - Fraction(str(self.quantile))).limit_denominator(_LARGEST_DENOMINATOR)
+        if segments is not None:
+            return segments.order_statistics(finite, share)
+        flat = finite.reshape(-1)
+        n = math.prod(x.shape)  # flat.shape traces as numel, which Dynamo cannot retrace for a tensor of no elements
         places = torch.sym_min(n * share.numerator // share.denominator + 1, n)
         bound = torch.full((1,), math.inf, dtype=x.dtype, device=x.device)  # for a tensor of no elements
         smallest = flat.topk(places, largest=False, sorted=False).values

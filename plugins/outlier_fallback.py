@@ -24,12 +24,12 @@ class OutlierFallback(Technique):
     nearest), become zero. The residual of rounding to nearest is at most a fifth of the block's maximum, unless that
     was clipped, so that the second pass has a finer grid and a narrower dead zone.
 
-    Blocks are chosen by the largest magnitude that they lose: v_p = max abs(x_i) over the elements i of p with
-    Q(x_i) = 0. ``fraction`` φ chooses the ⌈φ·n/l⌉ of the operand's n/l blocks with the largest v_p, the earlier block
-    first where they tie. ``threshold`` τ chooses the blocks with v_p > τ·max abs(X); blocks with NaN or Inf do not
-    count for the maximum. For a given number of chosen blocks this minimizes the largest dead-zone error of the other
-    blocks, and a maximum, unlike a sum of squares, is the same in whatever order it is taken. The second pass draws its
-    own noise. The sum is rounded to the GEMM's dtype.
+    Blocks are chosen by the largest magnitude that they lose: v_p = max abs(x_i) over the elements i of p with Q(x_i) =
+    0. ``fraction`` φ chooses the ⌈φ·n/l⌉ of the operand's n/l blocks with the largest v_p, the earlier block first
+    where they tie. ``threshold`` τ chooses the blocks with v_p > τ·max abs(X); blocks with NaN or Inf do not count for
+    the maximum. Every expert of a grouped product chooses among its own blocks. For a given number of chosen blocks
+    this minimizes the largest dead-zone error of the other blocks, and a maximum, unlike a sum of squares, is the same
+    in whatever order it is taken. The second pass draws its own noise. The sum is rounded to the GEMM's dtype.
 
     Source: "Decomposing MXFP4 quantization error for LLM reinforcement learning", whose abstract names the method and
     its gain; the choice of blocks is ours.
@@ -45,6 +45,8 @@ class OutlierFallback(Technique):
     name: ClassVar[str] = "outlier_fallback"
     overhead: ClassVar[Overhead] = Overhead("O(2n)", "O(n/l)", fusable=False)
     complexity: ClassVar[float] = 1.5
+    by_expert: ClassVar[bool] = True
+    counts: ClassVar[bool] = True
 
     operands: Operands = Field(("forward",), description="Operands, or groups of them, that fall back.")
     fraction: float | None = Field(
@@ -68,18 +70,21 @@ class OutlierFallback(Technique):
         blocking = context.blocking
         lost = context.maxima(torch.where(first == 0, exact, 0.0))
         if self.threshold is None:
-            chosen = context.largest(lost, self._count(lost))
+            chosen = self._largest(lost, context)
         else:
             healthy = context.maxima(torch.where(first == first, exact, 0.0))
             chosen = lost > self.threshold * Groups(blocking, "tensor").reduce(healthy, "amax")
         kept = blocking.split(first)
         return blocking.join(torch.where(chosen, kept + blocking.split(second), kept)).to(x.dtype)
 
-    def _count(self, score: Tensor) -> int:
-        """Return ⌈φ·n/l⌉, the number of blocks to choose."""
+    def _largest(self, score: Tensor, context: Context) -> Tensor:
+        """Return the ⌈φ·n/l⌉ blocks of the largest scores, of each expert its own."""
         # The share is a ratio of integers, so that 0.1 of 30 blocks is 3 and the number of blocks may be symbolic.
         share = Fraction(str(_DEFAULT_FRACTION if self.fraction is None else self.fraction))
-        return (score.numel() * share.numerator + share.denominator - 1) // share.denominator
+        blocking, segments = context.blocking, context.blocking.segments
+        if segments is not None:
+            return segments.largest(score, blocking.position(segments.axis), blocking.step(segments.axis), share)
+        return context.largest(score, (score.numel() * share.numerator + share.denominator - 1) // share.denominator)
 
 
 @hookimpl

@@ -25,7 +25,7 @@ from fp4graph.ops.gemm import GemmProgram, MatmulProgram
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.state import StateSlot
 from fp4graph.policy import DEFAULT_INDEX, Decision, Policy, Rule, plan_specs
-from fp4graph.technique import OperandSpecs, StateEntry, Technique, checked_plan, overrides
+from fp4graph.technique import TENSOR_STAGES, OperandSpecs, StateEntry, Technique, checked_plan, overrides
 from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.site import SiteView
 
@@ -41,6 +41,9 @@ class Plan:
     program: MatmulProgram | None
 
 
+#: The stages that treat every element by itself, or come before there are blocks or after.
+_BY_ELEMENT = ("split", "round", "after", "element_surrogate")
+_SHORT = 32  # elements of a part of a block that would reach into several experts
 #: The plan of a site that stays in high precision.
 NOTHING = Plan(tuple((operand, None) for operand in Operand), None)
 
@@ -65,7 +68,7 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
         techniques = tuple(t for t in techniques if t.draws_in_evaluation or not (t.draws and overrides(t, "after")))
     ordered = tuple((operand, specs.get(operand)) for operand in Operand)
     if site.op == "grouped":
-        _require_experts_apart(site, rule, techniques, specs)
+        _require_experts_apart(site, rule, techniques)
     if all(spec is None for _, spec in ordered):
         return Plan(ordered, None)
     if site.op == "conv":
@@ -83,12 +86,13 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
 
     def operand(which: Operand) -> OperandProgram:
         spec = specs.get(which)
-        return OperandProgram(
+        program = OperandProgram(
             spec,
             tuple(t for t in techniques if spec is not None and which in acts_on[t]),
             tuple(slot for slot in slots if slot.entry.operand is which),
             reuses=spec is None and which in rule.reuses,
         )
+        return _of_each_expert(program, which, site, rule) if site.op == "grouped" else program
 
     def gemm(which: Gemm) -> GemmProgram:
         left, right = (one for one in Operand if one.gemm is which)
@@ -113,10 +117,8 @@ def _require_no_weight_techniques(site: SiteView, rule: Rule, techniques: Iterab
             )
 
 
-def _require_experts_apart(
-    site: SiteView, rule: Rule, techniques: Iterable[Technique], specs: Mapping[Operand, QuantSpec | None]
-) -> None:
-    """Raise CaptureError where a technique or a block would mix what belongs to different experts."""
+def _require_experts_apart(site: SiteView, rule: Rule, techniques: Iterable[Technique]) -> None:
+    """Raise CaptureError where a technique would mix what belongs to different experts."""
     place = f"{rule.file}:{rule.line}: " if rule.file else ""
     remedy = f"To keep the experts in high precision, {rule_that_keeps('experts', site.module)}"
     for technique in techniques:
@@ -127,14 +129,40 @@ def _require_experts_apart(
                 f"{place}technique {technique.name} does not tell the tokens and weights of experts apart. {remedy}",
                 site=str(site),
             )
-    for operand, spec in specs.items():
-        along_tokens = operand.gemm is Gemm.WGRAD
-        if spec is not None and (spec.block == "tensor" or (spec.block == "row" and along_tokens)):
-            raise CaptureError(
-                f"{place}one scale per {spec.block} of {operand} would be shared by experts; use blocks of a fixed "
-                f"length (with tensor_scaling, every expert has a tensor scale of its own). {remedy}",
-                site=str(site),
-            )
+
+
+def _of_each_expert(program: OperandProgram, which: Operand, site: SiteView, rule: Rule) -> OperandProgram:
+    """Return ``program`` with one scale for each expert, or for each line of an expert, where the policy's blocks would
+    reach from one expert into the next.
+
+    Such a block is cut into short ones, which no two experts share, and those of an expert share their scale.
+
+    Raises:
+        CaptureError: a technique would see the short blocks, or each would draw the rounding of its scale; or a
+            technique would count the zeros that fill up an expert's tokens.
+    """
+    spec = program.spec
+    place = f"{rule.file}:{rule.line}: " if rule.file else ""
+    remedy = f"to keep the experts in high precision, {rule_that_keeps('experts', site.module)}"
+    counting = next((technique.name for technique in program.techniques if technique.counts), None)
+    if counting is not None and which.gemm is Gemm.WGRAD:
+        raise CaptureError(
+            f"{place}technique {counting} cannot act on {which} of experts, whose tokens are filled up with zeros; "
+            f"list other operands in its options, or {remedy}",
+            site=str(site),
+        )
+    if spec is None or not isinstance(spec.block, str) or (spec.block == "row" and which.gemm is not Gemm.WGRAD):
+        return program
+    named = [t.name for t in program.techniques if any(overrides(t, s) for s in TENSOR_STAGES if s not in _BY_ELEMENT)]
+    draws = [f"{spec.scale.rounding} rounding of scales"] if spec.scale.rounding == "stochastic" else []
+    if named or draws:
+        raise CaptureError(
+            f"{place}{' and '.join([*named, *draws])} cannot act on {which} of experts where one scale is that of a "
+            f"{spec.block}; use blocks of a fixed length, or {remedy}",
+            site=str(site),
+        )
+    short = dataclasses.replace(spec, block=_SHORT)
+    return dataclasses.replace(program, spec=short, shares=spec.block)
 
 
 #: :func:`plan_site`, remembered: for the optimizer's view of a weight, and for what runs without a graph.

@@ -64,8 +64,9 @@ def quantized_product(
         spec: of ``right``, blocks along K.
     """
     drawing = flat(spec, draw)
-    y, *kept = torch.ops.fp4graph.quantized_product(left, right, starts, sizes, spec.to_text(), *drawing, packs)
-    return y, PackedOperand(*kept, spec, right.shape[-1], right.dtype) if packs else None
+    product = torch.ops.fp4graph.quantized_product
+    y, codes, scales = product(left, right, starts, sizes, spec.to_text(), *drawing, packs)
+    return y, PackedOperand(codes, scales, spec, right.shape[-1], right.dtype) if packs else None
 
 
 def requantized_product(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
 import torch
@@ -18,11 +20,13 @@ class Segments:
         count: E, the number of groups.
         ids: int64, one number for each position along the axis: its group, or E for a position of none, such as
             padding. None where position e is group e.
+        own: as ``ids``, with E for the zeros that fill up a group, where there are such; else None.
     """
 
     axis: int
     count: int
     ids: Tensor | None = None
+    own: Tensor | None = None
 
     def table(self, x: Tensor, axis: int, step: int, op: Literal["amax", "sum"] = "amax") -> Tensor:
         """Return ``x`` reduced over the positions of each group, with E (+ 1, where there are ``ids``) along ``axis``.
@@ -46,6 +50,48 @@ class Segments:
         ``rank`` axes."""
         along = table[: self.count] if self.ids is None else table[self.ids]
         return along.reshape([-1 if axis == self.axis else 1 for axis in range(rank)])
+
+    def order_statistics(self, x: Tensor, share: Fraction) -> tuple[Tensor, Tensor]:
+        """Return the elements at places c and n - 1 - c of the ascending order of a group's n elements, c = ⌊share·n⌋,
+        at the positions of the group, broadcastable to ``x``; -Inf and Inf at positions of none.
+
+        Args:
+            x: without NaN.
+        """
+        ids = self.own if self.own is not None else self.ids
+        ids = torch.arange(self.count, device=x.device) if ids is None else ids
+        shape = [-1 if axis == self.axis else 1 for axis in range(x.dim())]
+        flat = x.reshape(-1)
+        # Sorted by value, then by group: two stable sorts, because sizes of groups are known to the device alone.
+        by_value = flat.sort(stable=True).indices
+        order = by_value[ids.reshape(shape).expand(x.shape).reshape(-1)[by_value].sort(stable=True).indices]
+        bound = torch.full((1,), torch.inf, dtype=x.dtype, device=x.device)
+        ascending = torch.cat([flat[order], bound])  # the last one for a tensor of no elements
+        lines = ids.new_zeros(self.count + 1).scatter_add(0, ids, torch.ones_like(ids))[: self.count]
+        sizes = lines * math.prod(size for axis, size in enumerate(x.shape) if axis != self.axis)
+        ends, place = sizes.cumsum(0), sizes * share.numerator // share.denominator
+        low = ascending[(ends - sizes + place).clamp(max=ascending.shape[0] - 1)]
+        high = ascending[(ends - 1 - place).clamp(min=0)]
+        along = (torch.cat([table, none])[ids].reshape(shape) for table, none in ((low, -bound), (high, bound)))
+        return next(along), next(along)
+
+    def largest(self, score: Tensor, axis: int, step: int, share: Fraction) -> Tensor:
+        """Return whether each element of ``score`` is among the ⌈share·n⌉ largest of the n of its group.
+
+        Of equal elements the first are. NaN is larger than any number.
+
+        Args:
+            axis: of ``score``, standing for :attr:`axis`, with one number for every ``step`` positions.
+        """
+        ids = torch.arange(self.count, device=score.device) if self.ids is None else self.ids[::step]
+        groups = ids.reshape([-1 if own == axis else 1 for own in range(score.dim())]).expand(score.shape).reshape(-1)
+        by_value = score.reshape(-1).sort(descending=True, stable=True).indices
+        order = by_value[groups[by_value].sort(stable=True).indices]
+        sizes = ids.new_zeros(self.count + 1).scatter_add(0, groups, torch.ones_like(groups))
+        own, place = groups[order], torch.arange(groups.shape[0], device=score.device)
+        rank, due = place - (sizes.cumsum(0) - sizes)[own], (sizes * share.numerator + share.denominator - 1)
+        chosen = rank < (due // share.denominator)[own]
+        return torch.empty_like(chosen).scatter(0, order, chosen).reshape(score.shape)
 
     def _index(self, x: Tensor, axis: int, step: int) -> Tensor:
         assert self.ids is not None

@@ -159,14 +159,14 @@ class BoundMatmul:
             direct = self._is_direct(gemm, gemm.left, left) and self._is_direct(gemm, gemm.right, right)
             if layout.source is None or not direct:
                 return None
-            quantized = (self._laid_out(gemm, side, x) for side, x in (("left", left.mT), ("right", right)))
-            return self.multiply(gemm, *quantized)
+            terms = self._laid_out(gemm, "left", left.mT), self._laid_out(gemm, "right", right)
+            return self.multiply(gemm, *terms)
         right = right if isinstance(right, PackedOperand) else right.mT
         if not self.by_expert(gemm, right):
             return None
         laid_out = layout.lay_out(left)
-        terms = self._operand(gemm, Rotation(laid_out, laid_out), "left").quantized(self._dtype)
-        return self.quantized_product(gemm, terms, right)[0]
+        own = self._operand(gemm, Rotation(laid_out, laid_out), "left")
+        return self.quantized_product(gemm, own.quantized(self._dtype), right)[0]
 
     def _laid_out(self, gemm: GemmProgram, side: str, x: Tensor | PackedOperand) -> Terms:
         """Return rows ``x [T, C]`` as an operand of wgrad, quantized on their way to their positions."""

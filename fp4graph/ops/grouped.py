@@ -20,6 +20,8 @@ alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -65,7 +67,8 @@ class Experts:
         used = offset < torch.cat([self._sizes, none])[ids]
         # Zeros stand behind the last token.
         source = torch.where(used, torch.cat([self._ends - self._sizes, none])[ids] + offset, self.tokens)
-        return Layout(self, starts, self._sizes, ids, source)
+        own = torch.where(used, ids, self.count)
+        return Layout(self, starts, self._sizes, ids, source, own)
 
     def token_places(self, layout: Layout) -> Tensor:
         """Return the position of every token in ``layout``; for tokens of no expert, one beyond the last."""
@@ -83,6 +86,7 @@ class Layout:
         starts, sizes: the first position and the number of tokens of each expert, int64 ``[E]``.
         ids: the expert of each position, E for none; zeros behind an expert's tokens belong to it.
         source: the token at each position, T for a zero; None where tokens stay where they are.
+        own: as ``ids``, with E for zeros; None where tokens stay where they are.
     """
 
     experts: Experts
@@ -90,6 +94,7 @@ class Layout:
     sizes: Tensor
     ids: Tensor
     source: Tensor | None = None
+    own: Tensor | None = None
 
     @property
     def tokens(self) -> tuple[Tensor, Tensor]:
@@ -111,8 +116,10 @@ class Layout:
     def segments(self, gemm: Gemm, side: str) -> Segments:
         """Return the positions of each expert in one operand of ``gemm``."""
         if gemm is Gemm.WGRAD:
-            return Segments(1, self.experts.count, self.ids)
-        return Segments(0, self.experts.count, self.ids if side == "left" else None)
+            return Segments(1, self.experts.count, self.ids, self.own)
+        if side == "left":
+            return Segments(0, self.experts.count, self.ids, self.own)
+        return Segments(0, self.experts.count)
 
     def multiply(self, left: Terms, right: Terms, period: int = 1) -> Tensor:
         """Return ``left @ rightᵀ`` of every expert: ``[positions, N]`` of ``left [positions, K]`` and ``right [E, N,
@@ -121,16 +128,36 @@ class Layout:
         Args:
             period: the positions over which a pair transform has spread each token, where the sum goes along them.
         """
-        (a,), (b,) = left, right  # a technique that splits operands is refused
-        scale = scale_of(self._first(a), self._first(b), 1)
         sizes = self.sizes if period == 1 else (self.sizes + (period - 1)) // period * period
-        starts, factor = self.starts.to(torch.int32), scale if isinstance(scale, Tensor) else None
-        result: Tensor = torch.ops.fp4graph.grouped_product(a.values, b.values, starts, sizes.to(torch.int32), factor)
-        return result
+        tokens = self.starts.to(torch.int32), sizes.to(torch.int32)
+        pairs = [(a.values, b.values, scale_of(self._first(a), self._first(b), 1)) for a in left for b in right]
+        if len(pairs) == 1 or not any(isinstance(scale, Tensor) for _, _, scale in pairs):
+            return reduce(add, [grouped_product(a, b, *tokens, scale) for a, b, scale in pairs])
+        # As of an ordinary product (:func:`fp4graph.ops.product.multiply`), accumulators are added and rounded once.
+        wide = torch.promote_types(pairs[0][0].dtype, torch.float32)
+        accumulators = (
+            grouped_product(a.to(wide), b.to(wide), *tokens) * self._spread(scale, b) for a, b, scale in pairs
+        )
+        return reduce(add, accumulators).to(pairs[0][0].dtype)
+
+    def _spread(self, scale: Tensor | float, right: Tensor) -> Tensor | float:
+        """Return one number for each expert in a shape that broadcasts to its product with ``right``."""
+        if not isinstance(scale, Tensor):
+            return scale
+        return scale[:, None, None] if right.dim() == 2 else torch.cat([scale, scale.new_zeros(1)])[self.ids][:, None]
 
     def _first(self, term: Term) -> Term:
         """Return ``term`` with the multipliers of the experts alone."""
         return Term(term.values, None if term.multiplier is None else term.multiplier[: self.experts.count])
+
+
+def grouped_product(
+    left: Tensor, right: Tensor, starts: Tensor, sizes: Tensor, scale: Tensor | float | None = None
+) -> Tensor:
+    """Return :meth:`Layout.multiply` of two tensors, times one number for each expert where ``scale`` is a tensor."""
+    factor = scale if isinstance(scale, Tensor) else None
+    result: Tensor = torch.ops.fp4graph.grouped_product(left, right, starts, sizes, factor)
+    return result
 
 
 _library: Any = torch.library.Library("fp4graph", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -44,12 +45,15 @@ class OperandProgram:
         techniques: those that act on the operand, in the policy's order.
         state: their state.
         reuses: True if an operand in high precision reads the dequantized fprop operand as it is.
+        shares: the blocks of one expert that share a scale, "tensor" or "row", where the policy's blocks would reach
+            into several experts; the spec's own are parts of them.
     """
 
     spec: QuantSpec | None
     techniques: tuple[Technique, ...] = ()
     state: tuple[StateSlot, ...] = ()
     reuses: bool = False
+    shares: Literal["tensor", "row"] | None = None
 
     @property
     def draws(self) -> bool:
@@ -79,7 +83,9 @@ class OperandProgram:
     @cached_property
     def _is_bare(self) -> bool:
         """True if the spec alone says what one call of the quantizer computes: techniques act outside it at most."""
-        return self.spec is not None and not any(self.at(stage) for stage in QUANTIZER_STAGES if stage not in _OUTSIDE)
+        if self.spec is None or self.shares is not None:
+            return False
+        return not any(self.at(stage) for stage in QUANTIZER_STAGES if stage not in _OUTSIDE)
 
     @property
     def has_gradient_factor(self) -> bool:
@@ -191,7 +197,7 @@ class OperandProgram:
         self, acting: Acting, draw: Draw | None, segments: Segments | None, remainder: bool = False
     ) -> Quantizer:
         assert self.spec is not None, "a high-precision operand has no quantizer"
-        return Quantizer(self.spec, acting, self.state, draw, remainder, segments)
+        return Quantizer(self.spec, acting, self.state, draw, remainder, segments, self.shares)
 
     def acting(
         self, x: Tensor, draw: Draw | None, state: OperandState | None, segments: Segments | None = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -58,6 +59,7 @@ class Quantizer:
         remainder: True for the remainder of an earlier call, which techniques with state do not round: their state
             describes the weight.
         segments: of the operand, in a grouped product.
+        shares: the blocks that share the largest of their statistics, and therefore a scale.
     """
 
     spec: QuantSpec
@@ -66,6 +68,7 @@ class Quantizer:
     draw: Draw | None = None
     remainder: bool = False
     segments: Segments | None = None
+    shares: Literal["tensor", "row"] | None = None
 
     def quantize(self, x: Tensor) -> Quantization:
         """Return all parts of the quantization of ``x [..., K]``."""
@@ -80,7 +83,9 @@ class Quantizer:
             z = operators.maxima(x, spec.block).reshape(blocking.scale_shape)
         else:
             z = scaling.amax(values(), blocking.axes)
-        chosen = False
+        chosen = self.shares is not None
+        if self.shares is not None:
+            z = Groups(blocking, self.shares).reduce(z, "amax").expand(z.shape)
         for technique, context in at_stage("block_statistic", self.acting):
             answer = contract.run(technique, "block_statistic", values(), z, context)
             z, chosen = contract.same(technique, "block_statistic", answer, z), True

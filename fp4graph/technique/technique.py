@@ -103,6 +103,9 @@ class Technique(BaseModel):
     #: technique at a grouped product, except one that is ``by_block`` and has no stage outside one call of the
     #: quantizer.
     by_expert: ClassVar[bool] = False
+    #: True if the result depends on the number of an operand's elements or blocks, as a quantile does. The engine then
+    #: refuses the technique at the operands of wgrad in a grouped product, where zeros fill up the tokens of an expert.
+    counts: ClassVar[bool] = False
     #: The plugin that offers the technique, for errors; set by the registry.
     plugin: ClassVar[str | None] = None
 

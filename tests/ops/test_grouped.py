@@ -94,13 +94,30 @@ TECHNIQUES = {
     "hadamard of 64": [{"hadamard": {"block": 64, "kind": "random", "resample": "never"}}],
     "guarded": ["tensor_scaling", {"stochastic_rounding": {"range_guard": 0.75}}],
     "surrogate": ["tensor_scaling", "step_gradient"],
+    "fallback": ["tensor_scaling", {"outlier_fallback": {"fraction": 0.3, "operands": ["fprop", "dgrad"]}}],
+    "fallback by threshold": ["tensor_scaling", {"outlier_fallback": {"threshold": 0.1}}],
+    "clamped": ["tensor_scaling", {"outlier_clamp": {"quantile": 0.9, "operands": ["fprop", "dgrad.grad_output"]}}],
 }
+NAMES = (
+    "microscaling",
+    "tetrajet",
+    "nvfp4-te",
+    "mxfp4-best",
+    "quartet",
+    "ue5m3-best",
+    "int4-per-tensor",
+    "wang-dge",
+    "mxfp4-rl",
+)
 POLICIES = {
-    **{name: name for name in ("microscaling", "tetrajet", "nvfp4-te", "mxfp4-best", "quartet", "ue5m3-best")},
+    **{name: name for name in NAMES},
     **{name: one_rule(*parts, op="grouped", quantize=NVFP4) for name, parts in TECHNIQUES.items()},
     "rows": one_rule(
         op="grouped", quantize=quantizer("row"), operands={"wgrad": {"block": 32}, "dgrad": {"block": 32}}
     ),
+    "a scale for each line": one_rule(op="grouped", quantize=quantizer("row")),
+    "a scale for each tensor": one_rule(op="grouped", quantize=quantizer("tensor")),
+    "a scale for each rotated tensor": one_rule("hadamard", op="grouped", quantize=quantizer("tensor")),
     "2-D": one_rule(op="grouped", operands=TWO_D),
     "2-D requantized": one_rule(
         op="grouped",
@@ -246,13 +263,8 @@ def test_layout_keeps_experts_apart(granule):
 
 
 REFUSED = {
-    "outlier_clamp": [{"outlier_clamp": {}}],
     "low_rank_residual": ["low_rank_residual"],
     "smooth_swiglu": ["smooth_swiglu"],
-    "outlier_fallback": ["outlier_fallback"],
-    "adaptive_quantization_noise": [
-        {"adaptive_quantization_noise": {"sigma_start": 0.01, "sigma_end": 0.001, "stages": 2, "steps_per_stage": 2}}
-    ],
 }
 
 
@@ -263,7 +275,23 @@ def test_techniques_that_would_mix_experts_are_refused(name):
         program(one_rule(*REFUSED[name], op=["linear", "grouped"]), "grouped")
 
 
-@pytest.mark.parametrize("block", ["tensor", "row"])
-def test_blocks_that_would_mix_experts_are_refused(block):
-    with pytest.raises(CaptureError, match=f"one scale per {block} of .* would be shared by experts"):
-        program(one_rule(op="grouped", quantize=quantizer(block)), "grouped")
+@pytest.mark.parametrize("name", ["outlier_clamp", "outlier_fallback"])
+def test_what_counts_zeros_between_experts_is_refused(name):
+    with pytest.raises(CaptureError, match=f"technique {name} cannot act on wgrad.input of experts"):
+        program(one_rule({name: {"operands": ["wgrad.input"]}}, op="grouped"), "grouped")
+
+
+SEES_BLOCKS = {
+    "smooth_max": [{"smooth_max": {}}],
+    "four_over_six": ["four_over_six"],
+    "stochastic rounding of scales": ["stochastic_scale_rounding"],
+}
+
+
+@pytest.mark.parametrize("name", SEES_BLOCKS)
+def test_what_sees_parts_of_a_scales_block_is_refused(name):
+    """Blocks of a tensor of experts are computed as short blocks that share their scale."""
+    with pytest.raises(CaptureError, match=f"{name} cannot act on .* of experts where one scale is that of a tensor"):
+        program(
+            one_rule(*SEES_BLOCKS[name], op="grouped", quantize=quantizer("tensor", "e4m3", "nearest_even")), "grouped"
+        )
