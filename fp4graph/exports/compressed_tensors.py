@@ -63,8 +63,8 @@ class CompressedTensors(Layout):
     def kept(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ``tensors`` under their names in the checkpoint.
 
-        Where there are experts in MXFP4, experts in high precision keep the name of the model: the reader of transformers
-        decompresses whatever has the name of a single expert, and loses what is not compressed.
+        Where there are experts in MXFP4, experts in high precision keep the name of the model: the reader of
+        transformers decompresses whatever has the name of a single expert, and loses what is not compressed.
         """
         whole = {name: tensor for name, tensor in tensors.items() if "mxfp4" in self._experts and tensor.dim() == 3}
         return super().kept(model, {k: tensor for k, tensor in tensors.items() if k not in whole}) | whole
