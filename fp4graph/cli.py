@@ -8,6 +8,7 @@ import typer
 
 from fp4graph.commands.check import check, explain
 from fp4graph.commands.compare import compare
+from fp4graph.commands.export import export
 from fp4graph.commands.listing import policies, techniques
 from fp4graph.commands.report import report
 from fp4graph.commands.score import pareto, score
@@ -19,7 +20,7 @@ from fp4graph.errors import Error
 app = typer.Typer(
     name="fp4graph", help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
-for _command in (train, compare, sweep, score, pareto, report, policies, techniques, check, explain, strip):
+for _command in (train, compare, sweep, score, pareto, report, policies, techniques, check, explain, strip, export):
     app.command()(_command)
 
 

@@ -51,7 +51,7 @@ def input_scales(model: nn.Module, weights: Iterable[Weight], batches: Iterable[
 
     Args:
         batches: what the model is called with: a mapping of keywords, a tuple or a list of arguments, or the only
-            argument. It runs in eval mode and without gradients.
+            argument; or a function that calls it. It runs in eval mode and without gradients.
 
     Raises:
         Error: ``batches`` is empty, or what the model makes of it is not finite.
@@ -65,7 +65,9 @@ def input_scales(model: nn.Module, weights: Iterable[Weight], batches: Iterable[
         runtime.observe(largest, training=False)
         with torch.no_grad():
             for batch in batches:
-                if isinstance(batch, Mapping):
+                if callable(batch):
+                    batch()
+                elif isinstance(batch, Mapping):
                     model(**batch)
                 elif isinstance(batch, tuple | list):
                     model(*batch)

@@ -58,8 +58,8 @@ def export(
             MXFP4).
         activations: whether the configuration says how activations are quantized. False is for weights alone.
         calibration: batches to measure the tensor scales of activations on, where the policy has such: servers read
-            them as constants. Each is a mapping of keywords, a tuple of arguments, or the only argument. Without it,
-            such a model is written with weights alone, and a PolicyWarning says so.
+            them as constants. Each is a mapping of keywords, a tuple of arguments, the only argument, or a function
+            that calls the model. Without it, such a model is written with weights alone, and a PolicyWarning says so.
         tokenizer: a tokenizer or processor to save. None copies the files of the folder that the model was loaded from.
         max_shard_size: the size of the files that the weights are split into.
 

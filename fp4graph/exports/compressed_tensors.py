@@ -2,7 +2,7 @@
 
 Each quantized linear layer has ``weight_packed`` (uint8), ``weight_scale`` (uint8 for MXFP4, float8_e4m3fn for NVFP4)
 and for NVFP4 ``weight_global_scale``, 1/γ; ``input_global_scale`` likewise where activations have a tensor scale. The
-library's own compressors make the tensors, and its own classes the configuration.
+library's own packer makes the bytes, and its own classes the configuration.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fp4graph.errors import PolicyWarning
 from fp4graph.exports.folder import write_config
 from fp4graph.exports.layouts import Exported, Layout
-from fp4graph.exports.packing import matrices
+from fp4graph.exports.packing import matrices, scale_bytes
 from fp4graph.exports.weights import Fp4Weight, Kind, Scheme
 
 FORMATS = {"mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized"}
@@ -32,7 +32,7 @@ class CompressedTensors(Layout):
 
     def packed(self, model: nn.Module, weight: Fp4Weight, input_scale: Tensor | None) -> dict[str, dict[str, Tensor]]:
         """Return ``weight_packed``, ``weight_scale`` and global scales of each module."""
-        from compressed_tensors.compressors import BaseCompressor
+        from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
 
         if weight.elements.dim() == 3:
             if weight.scheme.weights == "nvfp4" and not self._experts:
@@ -44,27 +44,24 @@ class CompressedTensors(Layout):
                     stacklevel=4,
                 )
             self._experts.add(weight.scheme.weights)
-        scheme = _scheme(weight.scheme, ["Linear"])
-        compressor = BaseCompressor.get_value_from_registry(FORMATS[weight.scheme.weights])
+        nvfp4 = weight.scheme.weights == "nvfp4"
         found = {}
         for module, matrix in matrices(model, weight).items():
-            block = matrix.elements.shape[-1] // matrix.scales.shape[-1]
-            # Without γ these values are exact in fp32, so that the compressor finds the elements again.
-            values = matrix.elements * matrix.scales.repeat_interleave(block, -1)
-            tensors: dict[str, Tensor] = compressor.compress({"weight": values, "weight_scale": matrix.scales}, scheme)
-            if weight.scheme.weights == "nvfp4":
+            scales = matrix.scales.to(torch.float8_e4m3fn) if nvfp4 else scale_bytes(matrix.scales)
+            tensors = {"weight_packed": pack_fp4_to_uint8(matrix.elements), "weight_scale": scales}
+            if nvfp4:
                 tensors["weight_global_scale"] = (1 / matrix.multiplier).reshape(1)
-                if weight.scheme.inputs is not None:
-                    gamma = torch.ones(()) if input_scale is None else input_scale
-                    tensors["input_global_scale"] = (1 / gamma).reshape(1)
+            if nvfp4 and weight.scheme.inputs is not None:
+                gamma = torch.ones(()) if input_scale is None else input_scale
+                tensors["input_global_scale"] = (1 / gamma).reshape(1)
             found[module] = tensors
         return found
 
     def kept(self, model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return ``tensors`` under their names in the checkpoint.
 
-        Where there are experts in MXFP4, experts in high precision keep the name of the model: the reader of transformers
-        decompresses whatever has the name of a single expert, and loses what is not compressed.
+        Where there are experts in MXFP4, experts in high precision keep the name of the model: the reader of
+        transformers decompresses whatever has the name of a single expert, and loses what is not compressed.
         """
         whole = {name: tensor for name, tensor in tensors.items() if "mxfp4" in self._experts and tensor.dim() == 3}
         return super().kept(model, {k: tensor for k, tensor in tensors.items() if k not in whole}) | whole

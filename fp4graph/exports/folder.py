@@ -47,8 +47,10 @@ def new_folder(target: Path) -> Iterator[Path]:
         raise Error(f"cannot write {target}: {error.strerror or error}; name another folder") from error
     try:
         yield temporary
-        temporary.chmod(0o777 & ~_umask())  # mkdtemp's folder is for its owner alone
-        for file in temporary.rglob("*"):
+        allowed = ~_umask()
+        temporary.chmod(0o777 & allowed)  # mkdtemp's folder is for its owner alone, and so are files of safetensors
+        for file in temporary.iterdir():
+            file.chmod(0o666 & allowed)
             with file.open("rb") as written:
                 os.fsync(written.fileno())
         if target.exists():  # os.rename would replace an empty folder
