@@ -43,6 +43,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
+from fp4graph.kernels import operators
+
 
 @dataclass(frozen=True)
 class Gpu:
@@ -147,7 +149,7 @@ class _Stop(BaseException):
 def generate(
     gpu: Gpu, function: Callable[..., Any], args: Sequence[Tensor], options: Mapping[str, Any], *, dynamic: bool = False
 ) -> Generated:
-    """Inductor's code for ``function``, which returns a tuple of tensors, on ``gpu``.
+    """Inductor's code for ``function``, which returns a tuple of tensors, on ``gpu``. Quantizers are tensor code in it.
 
     Args:
         args: whose shapes, strides and dtypes it is compiled for; their device and data do not matter.
@@ -161,7 +163,7 @@ def generate(
     def stop(code: str) -> None:
         raise _Stop(code)
 
-    with mode:
+    with mode, operators.tensor_code():
         fakes = [torch.empty_strided(s.shape, s.stride(), dtype=s.dtype, device="cuda") for s in shapes]
         graph = make_fx(function)(*fakes)
     with (

@@ -10,12 +10,14 @@ and results. ``launches``: of Triton kernels; ``keys`` of them compute two numbe
 same for all linears of the block, each compiled alone in bf16 with its weight counted, as by benchmarks/memory.py, to
 those of the unquantized ones. ``kernels``: distinct sources. ``estimate``: time of a step to that of the unquantized
 one, GEMMs at the stated rate of operations, everything else at the stated bandwidth; attention counts by its bytes.
+``quantizers``: the kernels of this project, or the tensor code that Inductor fuses, which runs where a kernel does not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -29,6 +31,7 @@ import fp4graph
 from benchmarks import options, tables
 from benchmarks.models import UNQUANTIZED
 from benchmarks.results import RESULTS, Inapplicable, Results, attempt
+from fp4graph.kernels import operators
 
 SHOWN = 12  # kernels of a row
 
@@ -132,8 +135,15 @@ BLOCKS = {
 }
 
 
-def figures(block: str, policy: str, gpu: str, dtype: str, linears: bool) -> dict[str, Any]:
+def figures(
+    block: str, policy: str, gpu: str, dtype: str, linears: bool, quantizers: str = "kernels"
+) -> dict[str, Any]:
     """Return the figures of one program, without those that compare it. For a worker process."""
+    with operators.tensor_code() if quantizers == "tensor code" else nullcontext():
+        return _figures(block, policy, gpu, dtype, linears)
+
+
+def _figures(block: str, policy: str, gpu: str, dtype: str, linears: bool) -> dict[str, Any]:
     from benchmarks import gpu_program
     from benchmarks.absent_gpu import GPUS
 
@@ -218,6 +228,7 @@ COLUMNS = (
     tables.case("dtype"),
     tables.case("card"),
     tables.case("policy"),
+    tables.case("quantizers"),
     _megabytes("bytes", "MB"),
     _ratio("ratio", "to unquantized"),
     tables.number("launches", "launches"),
@@ -243,12 +254,19 @@ def main(
     bandwidth: Annotated[float | None, typer.Option(min=0, help="TB/s, instead of the card's.")] = None,
     gemm_rate: Annotated[float | None, typer.Option(min=0, help="TFLOP/s, instead of the card's.")] = None,
     linears: Annotated[bool, typer.Option(help="Saved bytes of linears too, each compiled alone.")] = True,
+    quantizers: Annotated[str, typer.Option(help="kernels, tensor code, or both, separated by commas.")] = "kernels",
     largest: Annotated[bool, typer.Option(help="Print the largest kernels of each program.")] = True,
     folder: options.Folder = RESULTS,
 ) -> None:
     from benchmarks.absent_gpu import worker
 
-    names = [UNQUANTIZED, *(name for name in options.policies_of(policies) if name != UNQUANTIZED)]
+    names = [(UNQUANTIZED, "–")]
+    names += [
+        (name, how)
+        for name in options.policies_of(policies)
+        if name != UNQUANTIZED
+        for how in options.choices(quantizers, ("kernels", "tensor code"))
+    ]
     results = Results("gpu_plan", context, torch.device("cpu"), folder)
     chosen = product(
         options.choices(blocks, BLOCKS), options.choices(dtypes, options.DTYPES), options.choices(cards, RATES)
@@ -256,12 +274,12 @@ def main(
     with worker() as pool:
         for block, dtype, card in chosen:
             rates, counted = _rates(card, bandwidth, gemm_rate), dict[str, dict[str, Any]]()
-            for policy in names:
-                case = {"block": block, "dtype": dtype, "card": card, "policy": policy}
+            for policy, how in names:
+                case = {"block": block, "dtype": dtype, "card": card, "policy": policy, "quantizers": how}
                 row = attempt(case, partial(_counted, pool, case, linears, rates, counted))
                 results.add(row)
                 if largest and "largest" in row.figures:
-                    _print_largest(policy, row.figures["largest"])
+                    _print_largest(f"{policy}, {how}", row.figures["largest"])
     results.close(TITLE, COLUMNS)
 
 
@@ -269,8 +287,10 @@ def _counted(
     pool: ProcessPoolExecutor, case: dict[str, str], linears: bool, rates: Rates, counted: dict[str, dict[str, Any]]
 ) -> dict[str, Any]:
     """Return the figures of a case, and keep them in ``counted``, which has those of the unquantized program."""
-    own = pool.submit(figures, case["block"], case["policy"], case["card"], case["dtype"], linears).result()
-    counted[case["policy"]] = own
+    about = case["block"], case["policy"], case["card"], case["dtype"], linears, case["quantizers"]
+    own = pool.submit(figures, *about).result()
+    if case["policy"] == UNQUANTIZED:
+        counted[UNQUANTIZED] = own
     return compared(own, counted[UNQUANTIZED], rates)
 
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks import experts, first_step, linear, memory, quantizers, step, tables, targets, techniques
+from benchmarks import experts, first_step, gpu_plan, linear, memory, quantizers, step, tables, targets, techniques
 from benchmarks.models import UNQUANTIZED
 from benchmarks.results import RESULTS, ROOT, load
 from fp4graph.files import replacing
@@ -21,6 +21,8 @@ from fp4graph.files import replacing
 DOCUMENT = ROOT / "docs" / "performance.md"
 BEGIN = "<!-- From here to the next mark written by `python -m benchmarks.report`. -->"
 END = "<!-- End of what `python -m benchmarks.report` wrote. -->"
+PLAN_BEGIN = "<!-- From here to the next mark written by `python -m benchmarks.report` from `make gpu-plan`. -->"
+PLAN_END = "<!-- End of what was written from `make gpu-plan`. -->"
 BENCHMARKS = {
     "linear": linear,
     "experts": experts,
@@ -41,6 +43,15 @@ def generated(folder: Path) -> str:
             machines[name][benchmark] = load(file)
     sections = [section(contents) for _, contents in sorted(machines.items())]
     return "\n\n".join(sections) or "Nothing has been measured yet."
+
+
+def predicted(folder: Path) -> str:
+    """The table of what GPUs are predicted to do; the machine that predicted it does not matter."""
+    contents = [load(file) for file in sorted(folder.glob("gpu_plan.*.json"))]
+    rows = [row for content in contents for row in content["rows"]]
+    if not rows:
+        return "Nothing has been predicted yet."
+    return "\n\n".join([tables.markdown(gpu_plan.COLUMNS, rows), *(measured(c["runs"], c["rows"]) for c in contents)])
 
 
 def section(contents: Mapping[str, Mapping[str, Any]]) -> str:
@@ -107,13 +118,18 @@ def measured(runs: Mapping[str, Mapping[str, Any]], rows: Sequence[Mapping[str, 
     return "\n".join(f"- {line}" for line in lines)
 
 
-def updated(document: str, tables: str) -> str:
-    """``document`` with ``tables`` between its marks."""
-    head, begin, rest = document.partition(BEGIN)
-    _, end, tail = rest.partition(END)
+def updated(document: str, tables: str, first: str = BEGIN, last: str = END) -> str:
+    """``document`` with ``tables`` between two marks."""
+    head, begin, rest = document.partition(first)
+    _, end, tail = rest.partition(last)
     if not begin or not end:
-        raise typer.BadParameter(f"{DOCUMENT.name} has lost its marks: {BEGIN} and {END}")
-    return f"{head}{BEGIN}\n\n{tables}\n\n{END}{tail}"
+        raise typer.BadParameter(f"{DOCUMENT.name} has lost its marks: {first} and {last}")
+    return f"{head}{first}\n\n{tables}\n\n{last}{tail}"
+
+
+def whole(document: str, folder: Path) -> str:
+    """``document`` with everything that is written from the results in ``folder``."""
+    return updated(updated(document, generated(folder)), predicted(folder), PLAN_BEGIN, PLAN_END)
 
 
 app = typer.Typer(add_completion=False)
@@ -126,7 +142,7 @@ def main(
     document: Annotated[Path, typer.Option(help="That the tables are in.")] = DOCUMENT,
 ) -> None:
     former = document.read_text(encoding="utf-8")
-    text = updated(former, generated(folder))
+    text = whole(former, folder)
     if check:
         print("up to date" if text == former else f"out of date: run python -m benchmarks.report for {document.name}")
         raise typer.Exit(int(text != former))

@@ -16,7 +16,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from fp4graph.kernels import cpu
-from fp4graph.kernels.operators import DRAW, PackedOperand, drawn, flat
+from fp4graph.kernels.library import DRAW, drawn
+from fp4graph.kernels.operators import PackedOperand, flat
+from fp4graph.numerics import target
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.packing import empty_bytes
 from fp4graph.numerics.spec import QuantSpec
@@ -38,11 +40,16 @@ _library.define(
 )
 
 
+def serves(dtype: torch.dtype, device: torch.device) -> bool:
+    """True if these operators take tensors of ``dtype`` on ``device``."""
+    return target.kind(device) == "cpu" and dtype in cpu.DTYPES
+
+
 def quantize_at(x: Tensor | PackedOperand, places: Tensor, spec: QuantSpec, draw: Draw | None) -> Tensor:
     """Return rows of ``x [T, C]`` at ``places``, transposed and quantized by ``spec``: ``[C, P]``, contiguous along C.
 
     Args:
-        x: of a dtype of :data:`~fp4graph.kernels.operators.DTYPES`.
+        x: of a dtype that :func:`serves` knows.
         places: int64 ``[P]``; T stands for zeros.
     """
     to = places, spec.to_text(), *flat(spec, draw)

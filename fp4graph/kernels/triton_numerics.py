@@ -1,4 +1,4 @@
-"""The plain quantizer in Triton: the numerics on a tile in registers, and the kernel that moves tiles.
+"""The plain quantizer in Triton: the numerics on a tile in registers. The kernels are in triton_kernels.py.
 
 Every ``F`` is a :class:`fp4graph.kernels.constants.Constants`. Statistics and spacings are held as the bits of their
 fp32, int32: they are never negative, so integers order them as floats do. The sections are named after the modules
@@ -268,109 +268,57 @@ def _packed(codes, F: tl.constexpr):
 
 
 @triton.jit
-def _store_bytes(q, scale, codes_to, scales_to, line, inside, first, length, F: tl.constexpr):
-    """Write the bytes of q [lines, n] and scale [lines, n / block]: part of lines of ``length``, from ``first`` on."""
-    LINES: tl.constexpr = q.shape[0]
-    ACROSS: tl.constexpr = q.shape[1] // F.block
-    PER_BYTE: tl.constexpr = 2 if F.code_bits == 4 else 1
-    blocks = tl.cdiv(length, F.block)
-    width = blocks * (F.block // PER_BYTE)
-    poisoned = tl.broadcast_to(tl.reshape(scale != scale, [LINES, ACROSS, 1]), [LINES, ACROSS, F.block])
-    codes = tl.where(tl.reshape(poisoned, q.shape), F.nan_code, _element_code(q, F))
-    byte = first // PER_BYTE + tl.arange(0, q.shape[1] // PER_BYTE)
-    here = inside[:, None] & (byte < width)[None, :]
-    tl.store(codes_to + line[:, None] * width + byte[None, :], _packed(codes, F), here)
-    block = first // F.block + tl.arange(0, ACROSS)
-    here = inside[:, None] & (block < blocks)[None, :]
-    stored = _scale_code(scale, F).to(scales_to.dtype.element_ty)
-    tl.store(scales_to + line[:, None] * blocks + block[None, :], stored, here)
-
-
-# ---------------------------------------------------------------------------------------------- the kernel
+def _value(code, MIN_EXPONENT: tl.constexpr, MANTISSA: tl.constexpr):
+    """Return the value, fp32, at a place: the inverse of _place."""
+    binade = code >> MANTISSA
+    significand = tl.where(binade > 0, (code & ((1 << MANTISSA) - 1)) | (1 << MANTISSA), code)
+    # The unit may be below what an fp32 holds as a normal number (2^-133 of BF16's subnormals), so it has two factors.
+    exponent = tl.maximum(binade, 1) - 1 + (MIN_EXPONENT - MANTISSA)
+    first = tl.maximum(exponent, -126)
+    return significand.to(tl.float32) * _float((first + 127) << 23) * _float((exponent - first + 127) << 23)
 
 
 @triton.jit
-def _key(key, step, salts, F: tl.constexpr):
-    """Return ``Draw.varying`` of numerics/draw.py: the site's key, with this forward's step, then the salts.
-
-    The key of a spec that draws nothing is 0, 0.
-    """
-    a, b = tl.full([], 0, tl.uint32), tl.full([], 0, tl.uint32)
-    if F.draws or F.s_draws:
-        a, b = tl.load(key).to(tl.uint32, bitcast=True), tl.load(key + 1).to(tl.uint32, bitcast=True)
-        if step is not None:
-            for i in tl.static_range(2):
-                a, b = _absorb(a, b, tl.load(step + i).to(tl.uint32, bitcast=True))
-        for i in tl.static_range(len(salts)):
-            a, b = _absorb(a, b, tl.full([], 0, tl.uint32) + salts[i])
-    return a, b
+def _element_value(code, F: tl.constexpr):
+    """Return the element, fp32, of a code, int32."""
+    SIGN: tl.constexpr = 1 << (F.code_bits - 1)
+    negative = (code & SIGN) != 0
+    if F.integer:
+        size = tl.where(negative, (1 << F.code_bits) - code, code)
+        q = _value(size, F.min_exponent, F.mantissa)
+        q = tl.where(negative, -q, q)
+    else:
+        q = _value(code & (SIGN - 1), F.min_exponent, F.mantissa)
+        q = _float(_bits(q) | tl.where(negative, -2147483648, 0))
+    return q
 
 
 @triton.jit
-def quantize_kernel(
-    x,
-    row_values,
-    row_codes,
-    row_scales,
-    column_values,
-    column_codes,
-    column_scales,
-    key,
-    step,
-    row_salts,
-    column_salts,
-    M,
-    K,
-    R: tl.constexpr,
-    C: tl.constexpr,
-    PACK: tl.constexpr,
-    CHAINED: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Quantize one tile of ``x [batch, M, K]``, contiguous, along its rows by R and along its columns by C.
-
-    Args:
-        row_values, column_values: of the shape and dtype of x, written unless PACK.
-        row_codes, row_scales: ``[batch, M, blocks]`` of them, written if PACK; of columns ``[batch, K, blocks]``.
-        key: int32 ``[2]``; step: int32 ``[5]`` or None; salts: tuples of int. Read by specs that draw.
-        CHAINED: whether columns quantize what rows gave.
-    """
-    across = tl.cdiv(K, TILE)
-    tiles = tl.cdiv(M, TILE) * across
-    batch = tl.program_id(0) // tiles
-    tile = tl.program_id(0) % tiles
-    first_m, first_k = tile // across * TILE, tile % across * TILE
-    m, k = first_m + tl.arange(0, TILE), first_k + tl.arange(0, TILE)
-    row, column = batch * M + m, batch * K + k
-    inside = (m < M)[:, None] & (k < K)[None, :]
-    at = row.to(tl.int64)[:, None] * K + k[None, :]
-    values = tl.load(x + at, inside, other=0.0).to(tl.float32)
-
-    ACROSS: tl.constexpr = TILE // R.block
-    a, b = _key(key, step, row_salts, R)
-    index = tl.reshape(row.to(tl.uint32)[:, None] * K + k.to(tl.uint32)[None, :], [TILE, ACROSS, R.block])
-    block = first_k // R.block + tl.arange(0, ACROSS)
-    block_index = row.to(tl.uint32)[:, None] * tl.cdiv(K, R.block) + block.to(tl.uint32)[None, :]
-    block_index = tl.reshape(block_index, [TILE, ACROSS, 1])
-    q, scale, y = _quantized(tl.reshape(values, [TILE, ACROSS, R.block]), a, b, index, block_index, 2, R)
-    y = tl.reshape(y, [TILE, TILE]).to(x.dtype.element_ty)
-    if PACK:
-        q, scale = tl.reshape(q, [TILE, TILE]), tl.reshape(scale, [TILE, ACROSS])
-        _store_bytes(q, scale, row_codes, row_scales, row.to(tl.int64), m < M, first_k, K, R)
+def _scale_value(stored, F: tl.constexpr):
+    """Return the scale, fp32, of what is stored of it: the inverse of _scale_code."""
+    if F.s_storage == "code":
+        code = stored.to(tl.int32)
+        if F.s_has_zero:
+            scale = _value(code, F.s_min_exponent, F.s_mantissa)
+        else:
+            scale = _float(tl.where(code == 0, 1 << 22, code << 23))
+        scale = tl.where(code == F.s_nan_code, _float(tl.full(code.shape, 0x7FC00000, tl.int32)), scale)
     else:
-        tl.store(row_values + at, y, inside)
-    if CHAINED:
-        values = y.to(tl.float32)
+        scale = stored.to(tl.float32)
+    return scale
 
-    DOWN: tl.constexpr = TILE // C.block
-    a, b = _key(key, step, column_salts, C)
-    index = tl.reshape(column.to(tl.uint32)[None, :] * M + m.to(tl.uint32)[:, None], [DOWN, C.block, TILE])
-    block = first_m // C.block + tl.arange(0, DOWN)
-    block_index = column.to(tl.uint32)[None, :] * tl.cdiv(M, C.block) + block.to(tl.uint32)[:, None]
-    block_index = tl.reshape(block_index, [DOWN, 1, TILE])
-    q, scale, y = _quantized(tl.reshape(values, [DOWN, C.block, TILE]), a, b, index, block_index, 1, C)
-    if PACK:
-        q, scale = tl.trans(tl.reshape(q, [TILE, TILE])), tl.trans(tl.reshape(scale, [DOWN, TILE]))
-        _store_bytes(q, scale, column_codes, column_scales, column.to(tl.int64), k < K, first_m, M, C)
-    else:
-        tl.store(column_values + at, tl.reshape(y, [TILE, TILE]).to(x.dtype.element_ty), inside)
+
+@triton.jit
+def _dequantized(q, scale, F: tl.constexpr):
+    """Return elements times scales, or divided by them."""
+    return _divided(q, scale, _reciprocal(scale, F), F) if F.encode else q * scale
+
+
+@triton.jit
+def _nibbles(packed, F: tl.constexpr):
+    """Return the codes, int32 [lines, n], in bytes: the inverse of _packed."""
+    codes = packed.to(tl.int32)
+    if F.code_bits == 4:
+        joined = tl.join(codes & 15, codes >> 4)
+        codes = tl.reshape(joined, [codes.shape[0], codes.shape[1] * 2])
+    return codes

@@ -1,14 +1,10 @@
-"""The plain quantizer on a GPU: one read of a matrix, quantized along its rows and along its columns.
+"""The plain quantizer on a GPU: what the operators of :mod:`fp4graph.kernels.library` run there.
 
-For ``x [..., M, K]`` and two specs without techniques, :func:`quantize_both` returns ``x`` quantized in blocks along K
-and ``x`` quantized in blocks along M, both in the layout of ``x``; :func:`pack_both` gives the bytes of both instead.
-Training needs both of an output's gradient (dgrad contracts over its columns, wgrad over its rows), and of a weight or
-an input that the backward quantizes again: there ``columns`` has ``source: fprop``, and quantizes the result of
-``rows``. Values are those of :func:`fp4graph.fake_quantize` and :func:`fp4graph.pack`, to the last bit.
+Values are those of :func:`fp4graph.fake_quantize` and :func:`fp4graph.pack`, to the last bit. All operators launch one
+kernel, compiled for what it reads and writes: values or bytes, along rows, along columns, or along both in one read.
 
-**Opt-in.** The engine does not call this module: GPUs run the Triton code that Inductor writes. This kernel has never
-run on a GPU. It is tested in Triton's interpreter, and compiled to machine code for compute capability 9.0 and 10.0.
-docs/kernels.md says so in detail, and counts the bytes that one read saves.
+**No GPU has run this kernel.** It is tested in Triton's interpreter, and compiled to machine code for compute
+capability 9.0 and 10.0; docs/kernels.md says how.
 
 Why tiles of 64 x 64. Both directions need whole blocks, of up to 64 elements. A line of a bf16 tile is then one cache
 line of 128 bytes, and a line of its codes one sector of 32 in either direction, so that no sector is fetched or written
@@ -28,161 +24,142 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
-from fp4graph.errors import Error
 from fp4graph.kernels.constants import constants
-from fp4graph.kernels.triton_numerics import quantize_kernel
-from fp4graph.numerics.draw import Draw
-from fp4graph.numerics.packing import Packed, empty_bytes
+from fp4graph.kernels.gpu import TILE, empty_sums
+from fp4graph.kernels.triton_kernels import quantize_kernel
+from fp4graph.numerics.packing import empty_bytes
 from fp4graph.numerics.spec import QuantSpec
 
-TILE = 64
 WARPS = 4
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Options of the launch: no multiply-adds, which round once where the numerics round twice; no flushing of subnormals.
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False, "enable_reflect_ftz": False}
+THROUGH = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_NO_BYTES = (None, None)
 
 
-def supports(spec: QuantSpec) -> bool:
-    """True if the kernel knows ``spec``: blocks of 2, 4, ... or 64 elements, codes of up to a byte."""
-    block = spec.block
-    return isinstance(block, int) and block > 1 and TILE % block == 0 and spec.element.code_bits <= 8
+def quantize(
+    x: Tensor, spec: str, key: Tensor | None, step: Tensor | None, salts: Sequence[int], *blocks: Tensor | None
+) -> Tensor:
+    """Run the operator ``quantize``, like all of these on CPU tensors in Triton's interpreter."""
+    if any(part is not None for part in blocks):
+        raise NotImplementedError("the Triton kernel takes no parts of techniques")
+    y = torch.empty_like(x)
+    if x.is_contiguous() and y.is_contiguous():
+        _launch(x, _NO_BYTES, None, (y, spec, salts), None, key, step)
+    elif x.dim() > 1 and x.mT.is_contiguous() and y.mT.is_contiguous():
+        _launch(x.mT, _NO_BYTES, None, None, (y.mT, spec, salts), key, step)
+    else:
+        y.copy_(quantize(x.contiguous(), spec, key, step, salts))
+    return y
+
+
+def quantize_and_pack(
+    x: Tensor, spec: str, key: Tensor | None, step: Tensor | None, salts: Sequence[int]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the operator ``quantize_and_pack``."""
+    y, own = x.new_empty(x.shape), empty_bytes(x, x.shape, QuantSpec.from_text(spec))
+    _launch(x.contiguous(), _NO_BYTES, None, (y, spec, salts), None, key, step, row_bytes=own)
+    return y, *own
 
 
 def quantize_both(
     x: Tensor,
-    rows: QuantSpec,
-    columns: QuantSpec,
-    draw: Draw | None = None,
-    row_salts: tuple[int, ...] = (),
-    column_salts: tuple[int, ...] = (),
-) -> tuple[Tensor, Tensor]:
-    """Return ``fake_quantize(x, rows)`` and ``fake_quantize(x.mT, columns).mT``.
-
-    Random bits are drawn for the elements as they are numbered there.
-
-    Args:
-        x: ``[..., M, K]`` on a CUDA device, fp32, bf16 or fp16.
-        columns: with ``source: fprop`` it quantizes the result of ``rows`` instead of ``x``.
-        draw: needed if a spec rounds stochastically.
-        row_salts, column_salts: rows draw from ``draw.salted(*row_salts)``, columns likewise.
-
-    Returns:
-        Two contiguous tensors of the shape and dtype of ``x``.
-
-    Raises:
-        Error: for a spec, dtype or device that the kernel does not know, and if ``draw`` is needed and not given.
-    """
-    arguments = _arguments(x, (rows, row_salts), (columns, column_salts), draw)
-    result: tuple[Tensor, Tensor] = torch.ops.fp4graph.quantize_both(x, *arguments)
-    return result
-
-
-def pack_both(
-    x: Tensor,
-    rows: QuantSpec,
-    columns: QuantSpec,
-    draw: Draw | None = None,
-    row_salts: tuple[int, ...] = (),
-    column_salts: tuple[int, ...] = (),
-) -> tuple[Packed, Packed]:
-    """Return ``pack(x, rows)`` and ``pack(x.mT, columns)``: the bytes of the results of :func:`quantize_both`."""
-    arguments = _arguments(x, (rows, row_salts), (columns, column_salts), draw)
-    row_codes, row_scales, column_codes, column_scales = torch.ops.fp4graph.pack_both(x, *arguments)
-    along_rows = Packed(row_codes, row_scales, rows, tuple(x.shape), -1, x.dtype)
-    return along_rows, Packed(column_codes, column_scales, columns, tuple(x.mT.shape), -1, x.dtype)
-
-
-_Direction = tuple[QuantSpec, tuple[int, ...]]
-
-
-def _arguments(x: Tensor, rows: _Direction, columns: _Direction, draw: Draw | None) -> tuple[object, ...]:
-    """Return the operators' arguments after x, checked; a direction is a spec and its salts."""
-    for spec, _ in (rows, columns):
-        if not supports(spec):
-            raise Error(
-                f"the Triton kernel takes blocks of 2, 4, ... or {TILE} elements and codes of up to 8 bits; got "
-                f"{spec.element.name} in blocks of {spec.block}. Use fp4graph.fake_quantize"
-            )
-        if spec.needs_key and draw is None:
-            raise Error(
-                "a spec rounds stochastically: pass draw=Draw(key) with a key of fp4graph.numerics.noise.make_key"
-            )
-    if x.device.type != "cuda" or x.dtype not in DTYPES or x.dim() < 2:
-        raise Error(
-            "the Triton kernel quantizes matrices of fp32, bf16 or fp16 on a CUDA device; got "
-            f"{x.dtype} {list(x.shape)} on {x.device}. Use fp4graph.fake_quantize"
-        )
-    key, step, salts = (None, None, ()) if draw is None else (draw.key, draw.step, draw.salts)
-    return rows[0].to_text(), columns[0].to_text(), key, step, [*salts, *rows[1]], [*salts, *columns[1]]
-
-
-# ------------------------------------------------------------------ operators, opaque to compilers
-
-_ARGUMENTS = "Tensor x, str rows, str columns, Tensor? key, Tensor? step, int[] row_salts, int[] column_salts"
-_library: Any = torch.library.Library("fp4graph", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(f"quantize_both({_ARGUMENTS}) -> (Tensor, Tensor)")
-_library.define(f"pack_both({_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)")
-
-
-def empty_values(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Return the tensors that ``quantize_both`` writes to."""
-    return x.new_empty(x.shape), x.new_empty(x.shape)
-
-
-def empty_both(x: Tensor, rows: str, columns: str, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the tensors that ``pack_both`` writes to."""
-    *leading, m, k = x.shape
-    row_bytes = empty_bytes(x, x.shape, QuantSpec.from_text(rows))
-    return *row_bytes, *empty_bytes(x, (*leading, k, m), QuantSpec.from_text(columns))
-
-
-def run_quantize_both(x: Tensor, rows: str, columns: str, *noise: Any) -> tuple[Tensor, Tensor]:
-    """Run the operator ``quantize_both``; on CPU tensors in Triton's interpreter."""
-    along_rows, along_columns = empty_values(x)
-    _launch(x, (along_rows, x, x), (along_columns, x, x), rows, columns, *noise, pack=False)
-    return along_rows, along_columns
-
-
-def run_pack_both(x: Tensor, rows: str, columns: str, *noise: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Run the operator ``pack_both``; on CPU tensors in Triton's interpreter."""
-    row_codes, row_scales, column_codes, column_scales = result = empty_both(x, rows, columns)
-    _launch(x, (x, row_codes, row_scales), (x, column_codes, column_scales), rows, columns, *noise, pack=True)
-    return result
-
-
-def _launch(
-    x: Tensor,
-    row_results: tuple[Tensor, Tensor, Tensor],
-    column_results: tuple[Tensor, Tensor, Tensor],
     rows: str,
     columns: str,
     key: Tensor | None,
     step: Tensor | None,
     row_salts: Sequence[int],
     column_salts: Sequence[int],
+    with_sums: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the operator ``quantize_both``."""
+    along_rows, along_columns, sums = x.new_empty(x.shape), x.new_empty(x.shape), empty_sums(x, with_sums)
+    directions = (along_rows, rows, row_salts), (along_columns, columns, column_salts)
+    _launch(x.contiguous(), _NO_BYTES, None, *directions, key, step, sums=sums if with_sums else None)
+    return along_rows, along_columns, sums
+
+
+def quantize_and_pack_columns(
+    x: Tensor,
+    rows: str,
+    columns: str,
+    key: Tensor | None,
+    step: Tensor | None,
+    row_salts: Sequence[int],
+    column_salts: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Run the operator ``quantize_and_pack_columns``."""
+    y, own = x.new_empty(x.shape), empty_bytes(x, x.mT.shape, QuantSpec.from_text(columns))
+    directions = (y, rows, row_salts), (None, columns, column_salts)
+    _launch(x.contiguous(), _NO_BYTES, None, *directions, key, step, column_bytes=own)
+    return y, *own
+
+
+def requantize(
+    codes: Tensor,
+    scales: Tensor,
+    packed: str,
+    length: int,
+    dtype: torch.dtype,
+    spec: str,
+    key: Tensor | None,
+    step: Tensor | None,
+    salts: Sequence[int],
+) -> Tensor:
+    """Run the operator ``requantize``."""
+    y = codes.new_empty((*codes.shape[:-1], length), dtype=dtype)
+    _launch(y, (codes.contiguous(), scales.contiguous()), packed, None, (y, spec, salts), key, step)
+    return y.mT
+
+
+def unpack(codes: Tensor, scales: Tensor, packed: str, length: int, dtype: torch.dtype) -> Tensor:
+    """Run the operator ``unpack``."""
+    y = codes.new_empty((*codes.shape[:-1], length), dtype=dtype)
+    _launch(y, (codes.contiguous(), scales.contiguous()), packed, (y, None, ()), None, None, None)
+    return y
+
+
+_Direction = tuple[Tensor | None, str | None, Sequence[int]]  # what is written, the spec, the salts
+_Bytes = tuple[Tensor | None, Tensor | None]
+
+
+def _launch(
+    x: Tensor,
+    source: _Bytes,
+    packed: str | None,
+    rows: _Direction | None,
+    columns: _Direction | None,
+    key: Tensor | None,
+    step: Tensor | None,
     *,
-    pack: bool,
+    row_bytes: _Bytes = _NO_BYTES,
+    column_bytes: _Bytes = _NO_BYTES,
+    sums: Tensor | None = None,
 ) -> None:
-    """Run the kernel; a direction's results are (values, codes, scales), with x for those that are not written."""
+    """Run the kernel on ``x [..., M, K]``, or where ``packed`` names a spec, on the ``source`` that has its shape."""
     if not x.numel():
         return
-    x = x.contiguous()
-    *leading, m, k = x.shape
-    first, second = QuantSpec.from_text(rows), QuantSpec.from_text(columns)
+    *leading, m, k = (1, *x.shape) if x.dim() == 1 else x.shape
     grid = (math.prod(leading) * triton.cdiv(m, TILE) * triton.cdiv(k, TILE),)
-    formats = {"R": constants(first), "C": constants(second), "CHAINED": second.source == "fprop"}
-    salts = tuple(row_salts), tuple(column_salts)
+    tensors: list[Any] = [x if packed is None else None, *source]
+    tensors += [
+        None if rows is None else rows[0],
+        *row_bytes,
+        None if columns is None else columns[0],
+        *column_bytes,
+        sums,
+    ]
+    salts = (() if rows is None else tuple(rows[2])), (() if columns is None else tuple(columns[2]))
+    specs = packed, None if rows is None else rows[1], None if columns is None else columns[1]
+    formats = {name: _constants(text) for name, text in zip("PRC", specs, strict=True)}
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         quantize_kernel[grid](
-            x, *row_results, *column_results, key, step, *salts, m, k, **formats, PACK=pack, TILE=TILE, **OPTIONS
+            *tensors, key, step, *salts, m, k, **formats, THROUGH=THROUGH[x.dtype], TILE=TILE, **OPTIONS
         )
 
 
-for _name, _fake, _run in (
-    ("quantize_both", empty_values, run_quantize_both),
-    ("pack_both", empty_both, run_pack_both),
-):
-    torch.library.register_fake(f"fp4graph::{_name}", _fake, lib=_library)
-    _library.impl(_name, _run, "CUDA")
+def _constants(spec: str | None) -> Any:
+    return None if spec is None else constants(QuantSpec.from_text(spec))

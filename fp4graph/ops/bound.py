@@ -75,10 +75,14 @@ class BoundMatmul:
         return self._operand(gemm, rotation, "left"), self._operand(gemm, rotation, "right")
 
     def kept_terms(
-        self, operand: BoundOperand, rotation: Rotation, side: Side, *, keep: bool
+        self, operand: BoundOperand, rotation: Rotation, side: Side, *, keep: bool, reread: bool
     ) -> tuple[Terms, Tensor | PackedOperand | None]:
-        """Return an operand of fprop quantized, and if ``keep`` what the backward rereads of it: the dequantized
-        operand in the original layout and basis, or the bytes that stand for it."""
+        """Return an operand of fprop quantized, and what the backward rereads of it.
+
+        That is, if ``keep``, the dequantized operand in the original layout and basis, or the bytes that stand for it.
+        If ``reread``, the backward quantizes the original again: the bytes of that, where one kernel makes both in one
+        read, else None.
+        """
         program, x = operand.program, operand.x
         fprop = self._options.program.fprop
         moved = side == "left" and self._moves(fprop)
@@ -86,11 +90,35 @@ class BoundMatmul:
         if plain and program.spec is not None and operators.packs(program.spec, x.dtype, self._dtype, x.device):
             values, packed = operators.quantize_and_pack(x, program.spec, operand.draw, self._dtype)
             return (Term(values.to(self._dtype)),), packed
+        if reread and (both := self._both(operand, rotation, side)) is not None:
+            return both
         terms = operand.quantized(self._dtype)
         if not keep:
             return terms, None
         dequantized = rotation.undo(total(terms), side).to(self._dtype)
         return terms, self._taken_back(fprop, dequantized) if side == "left" else dequantized
+
+    def _both(self, operand: BoundOperand, rotation: Rotation, side: Side) -> tuple[Terms, PackedOperand] | None:
+        """Return an operand of fprop and the bytes of what the backward multiplies of it, or None."""
+        gemm = self._options.program.wgrad if side == "left" else self._options.program.dgrad
+        own, other = operand.program, gemm.right
+        draw = operand_draw(self._draw, gemm.operands[1])
+        if rotation.steps or gemm.transforms or self._experts is not None or self._options.observer is not None:
+            return None
+        if own.from_master != other.from_master or own.observes or other.observes:
+            return None
+        x, device = operand.x, operand.x.device
+        if not (own.by_kernel(device, operand.draw) and other.by_kernel(device, draw)):
+            return None
+        if (
+            own.spec is None
+            or other.spec is None
+            or not operators.quantizes_both(own.spec, other.spec, x.dtype, device)
+        ):
+            return None
+        parts = operand.draw, draw, self._dtype
+        values, packed = operators.quantize_and_pack_columns(x, own.spec, other.spec, *parts)
+        return (Term(values.to(self._dtype)),), packed
 
     def multiply(self, gemm: GemmProgram, left: Terms, right: Terms, addend: Tensor | None = None) -> Tensor:
         """Return ``left @ rightᵀ`` of a GEMM's quantized operands, in the original layout; for fprop with the product's
@@ -102,19 +130,51 @@ class BoundMatmul:
             return multiply(left, right)
         return multiply(left, right, addend, self._options.alpha, self._options.beta)
 
-    def product(self, gemm: GemmProgram, left: Tensor, source: Tensor | PackedOperand) -> Tensor:
-        """Return one backward GEMM of ``left`` with the transpose of ``source``, in the GEMM's dtype."""
+    def gradients(self, dy: Tensor, sums: bool) -> tuple[Terms | None, Terms | None, Tensor | None]:
+        """Return dY quantized for dgrad and its transpose for wgrad where one kernel makes both in one read, or Nones.
+
+        Args:
+            dy: in the dtype of the GEMMs.
+            sums: whether the sum of dY over its rows is returned too, fp32.
+        """
+        dgrad, wgrad = self._options.program.dgrad, self._options.program.wgrad
+        rows, columns = dgrad.left, wgrad.left
+        draws = [operand_draw(self._draw, gemm.operands[0]) for gemm in (dgrad, wgrad)]
+        changed = dgrad.transforms or wgrad.transforms or rows.observes or columns.observes or self._experts is not None
+        if changed or not (rows.by_kernel(dy.device, draws[0]) and columns.by_kernel(dy.device, draws[1])):
+            return None, None, None
+        if rows.spec is None or columns.spec is None:
+            return None, None, None
+        if not operators.quantizes_both(rows.spec, columns.spec, dy.dtype, dy.device):
+            return None, None, None
+        drawn = draws[0], draws[1]
+        along_rows, along_columns, partial = operators.quantize_both(dy, rows.spec, columns.spec, *drawn, sums=sums)
+        total = None if partial is None else partial.sum(0)
+        return (Term(along_rows),), (Term(along_columns.mT),), total
+
+    def product(
+        self, gemm: GemmProgram, left: Tensor, source: Tensor | PackedOperand, quantized: Terms | None = None
+    ) -> Tensor:
+        """Return one backward GEMM of ``left`` with the transpose of ``source``, in the GEMM's dtype.
+
+        Args:
+            quantized: what :meth:`gradients` made of ``left``, or None.
+        """
         right = gemm.right
         if (y := self._product_of_experts(gemm, left, source)) is not None:
             return y
         if isinstance(source, PackedOperand):
+            if source.transposed:
+                own = self._operand(gemm, Rotation(left, left), "left")
+                self.observe(own)
+                return self.multiply(gemm, quantized or own.quantized(self._dtype), (Term(source.unpack()),))
             direct = not (gemm.transforms or right.observes or self._moves(gemm))
             direct = direct and right.by_kernel(left.device, self._draw)
             if direct and right.spec is not None:
-                return self._product_from_bytes(gemm, self._cast(left, gemm.left), source)
+                return self._product_from_bytes(gemm, self._cast(left, gemm.left), source, quantized)
             source = source.unpack()
         operands = self.operands(gemm, self.rotated(gemm, left, source.mT))
-        terms = operands[0].quantized(self._dtype), operands[1].quantized(self._dtype)
+        terms = quantized or operands[0].quantized(self._dtype), operands[1].quantized(self._dtype)
         self.show(operands, (left, source.mT), terms)
         y = self.multiply(gemm, *terms)
         self.observe(*operands)
@@ -181,15 +241,17 @@ class BoundMatmul:
     def _is_direct(self, gemm: GemmProgram, program: OperandProgram, x: Tensor | PackedOperand) -> bool:
         """Return whether a kernel quantizes an operand from ``x``, which nobody else wants to see."""
         unseen = self._options.observer is None and not (gemm.transforms or program.observes)
-        return unseen and x.dtype in operators.DTYPES and program.by_kernel(x.device, self._draw)
+        return unseen and experts.serves(x.dtype, x.device) and program.by_kernel(x.device, self._draw)
 
-    def _product_from_bytes(self, gemm: GemmProgram, left: Tensor, source: PackedOperand) -> Tensor:
+    def _product_from_bytes(
+        self, gemm: GemmProgram, left: Tensor, source: PackedOperand, quantized: Terms | None
+    ) -> Tensor:
         """Return :meth:`product` with its right operand quantized again without being unpacked."""
         spec = gemm.right.spec
         assert spec is not None
         own = self._operand(gemm, Rotation(left, left), "left")
         requantized = source.requantized(spec, operand_draw(self._draw, gemm.operands[1])).to(self._dtype)
-        terms = own.quantized(self._dtype), (Term(requantized),)
+        terms = quantized or own.quantized(self._dtype), (Term(requantized),)
         if self._options.observer is not None:
             x = source.unpack().mT
             self.show(self.operands(gemm, Rotation(left, x)), (left, x), terms)

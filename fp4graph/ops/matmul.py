@@ -97,16 +97,18 @@ class _QuantizedMatmul(torch.autograd.Function):
         factors = fprop.left.has_gradient_factor or fprop.right.has_gradient_factor
         rereads_a = needs_b and program.wgrad.right.from_fprop
         rereads_b = needs_a and program.dgrad.right.from_fprop
-        left_terms, a_fprop = bound.kept_terms(left, rotation, "left", keep=rereads_a)
-        if bound.by_expert(fprop, right.x, packs=rereads_b):
-            y, packed = bound.quantized_product(fprop, left_terms, right.x, packs=rereads_b)
-            b_fprop: Tensor | PackedOperand | None = packed
-        else:
-            right_terms, b_fprop = bound.kept_terms(right, rotation, "right", keep=rereads_b)
-            bound.show(operands, (a, b), (left_terms, right_terms))
-            y = bound.multiply(fprop, left_terms, right_terms, addend)
         keep_a = (needs_b and not rereads_a) or factors
         keep_b = (needs_a and not rereads_b) or factors
+        left_terms, a_fprop = bound.kept_terms(left, rotation, "left", keep=rereads_a, reread=keep_a and not factors)
+        b_fprop: Tensor | PackedOperand | None
+        if bound.by_expert(fprop, right.x, packs=rereads_b):
+            y, b_fprop = bound.quantized_product(fprop, left_terms, right.x, packs=rereads_b)
+        else:
+            reread = keep_b and not factors
+            right_terms, b_fprop = bound.kept_terms(right, rotation, "right", keep=rereads_b, reread=reread)
+            bound.show(operands, (a, b), (left_terms, right_terms))
+            y = bound.multiply(fprop, left_terms, right_terms, addend)
+        keep_a, keep_b = keep_a and not _is_ready(a_fprop), keep_b and not _is_ready(b_fprop)
         # Only the axes along which the addend is repeated are kept of its shape, because a size may be symbolic.
         ctx.options, ctx.single = options, ()
         if addend is not None:
@@ -146,15 +148,24 @@ class _QuantizedMatmul(torch.autograd.Function):
         with torch.autocast(dy.device.type, enabled=False), contract.at(options.site):
             da = db = daddend = None
             dy = dy.to(dtype)
+            needs_a, needs_b = ctx.needs_input_grad[1:3]
+            # Before the sum over dY: what an operator reads, Inductor writes to memory, and the sum then reads it too,
+            # where after the sum it would write dY once more, in another layout.
+            scaled = dy if options.alpha == 1 else dy * options.alpha
+            dy_rows = dy_columns = summed = None
+            if needs_a and needs_b:
+                # A bias: the kernel adds up what it reads.
+                sums = ctx.needs_input_grad[3] and ctx.single == (False,) and dy.dim() == 2 and options.alpha == 1
+                dy_rows, dy_columns, summed = bound.gradients(scaled, sums)
             if ctx.needs_input_grad[3]:
                 axes = zip(ctx.single, dy.shape[dy.dim() - len(ctx.single) :], strict=True)
-                daddend = dy.sum_to_size([1 if single else size for single, size in axes]).to(ctx.dtypes[2])
+                sizes = [1 if single else size for single, size in axes]
+                daddend = (dy.sum_to_size(sizes) if summed is None else summed.to(dtype)).to(ctx.dtypes[2])
                 daddend = daddend if options.beta == 1 else daddend * options.beta
-            dy = dy if options.alpha == 1 else dy * options.alpha
-            if ctx.needs_input_grad[1]:
-                da = bound.product(program.dgrad, dy, b if b_fprop is None else b_fprop)
-            if ctx.needs_input_grad[2]:
-                db = bound.product(program.wgrad, dy.mT, a if a_fprop is None else a_fprop)
+            if needs_a:
+                da = bound.product(program.dgrad, scaled, b if b_fprop is None else b_fprop, dy_rows)
+            if needs_b:
+                db = bound.product(program.wgrad, scaled.mT, a if a_fprop is None else a_fprop, dy_columns)
             if program.fprop.left.has_gradient_factor or program.fprop.right.has_gradient_factor:
                 da, db = BoundMatmul(options, draw, tuple(before), experts).with_factors(a, b, da, db)
             da = None if da is None else da.to(ctx.dtypes[0])
@@ -175,16 +186,22 @@ def _saved(x: Tensor, dtype: torch.dtype, *readers: OperandProgram) -> Tensor:
     return x if any(reader.from_master for reader in readers) else x.to(dtype)
 
 
+_Packing = tuple[QuantSpec, int, torch.dtype, bool]
+
+
+def _is_ready(kept: Tensor | PackedOperand | None) -> bool:
+    """Return whether the backward needs nothing but the bytes."""
+    return isinstance(kept, PackedOperand) and kept.transposed
+
+
 def _tensors(kept: Tensor | PackedOperand | None) -> tuple[Tensor | None, Tensor | None]:
     """Return the tensors to save of a kept operand; :func:`_kept` puts it together again."""
     return (kept.codes, kept.scales) if isinstance(kept, PackedOperand) else (kept, None)
 
 
-def _packing(kept: Tensor | PackedOperand | None) -> tuple[QuantSpec, int, torch.dtype] | None:
-    return (kept.spec, kept.length, kept.dtype) if isinstance(kept, PackedOperand) else None
+def _packing(kept: Tensor | PackedOperand | None) -> _Packing | None:
+    return (kept.spec, kept.length, kept.dtype, kept.transposed) if isinstance(kept, PackedOperand) else None
 
 
-def _kept(
-    first: Tensor | None, second: Tensor | None, packing: tuple[QuantSpec, int, torch.dtype] | None
-) -> Tensor | PackedOperand | None:
+def _kept(first: Tensor | None, second: Tensor | None, packing: _Packing | None) -> Tensor | PackedOperand | None:
     return first if packing is None or first is None or second is None else PackedOperand(first, second, *packing)

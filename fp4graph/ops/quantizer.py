@@ -79,7 +79,7 @@ class Quantizer:
         spec = self.spec
         blocking = Blocking(tuple(x.shape), spec.block, segments=self.segments)
         values: Callable[[], Tensor] = _Once(lambda: blocking.split(x.to(torch.float32)))
-        if isinstance(spec.block, int) and operators.runs(spec, x.device):
+        if isinstance(spec.block, int) and operators.reduces(spec, x.device):
             z = operators.maxima(x, spec.block).reshape(blocking.scale_shape)
         else:
             z = scaling.amax(values(), blocking.axes)

@@ -96,13 +96,15 @@ def test_only_what_is_between_the_marks_changes(tmp_path: Path, capsys: pytest.C
     from benchmarks import report
 
     document = tmp_path / "performance.md"
-    document.write_text(f"before\n{report.BEGIN}\nold\n{report.END}\nafter\n")
+    plan = f"{report.PLAN_BEGIN}\nold\n{report.PLAN_END}\n"
+    document.write_text(f"before\n{plan}between\n{report.BEGIN}\nold\n{report.END}\nafter\n")
     options = [f"--folder={tmp_path}", f"--document={document}"]
     for arguments, code in ((["--check"], 1), ([], 0), (["--check"], 0)):
         with pytest.raises(SystemExit) as stop:
             report.app([*options, *arguments])
         assert stop.value.code == code
-    expected = f"before\n{report.BEGIN}\n\nNothing has been measured yet.\n\n{report.END}\nafter\n"
+    plan = f"{report.PLAN_BEGIN}\n\nNothing has been predicted yet.\n\n{report.PLAN_END}\n"
+    expected = f"before\n{plan}between\n{report.BEGIN}\n\nNothing has been measured yet.\n\n{report.END}\nafter\n"
     assert document.read_text() == expected
     with pytest.raises(typer.BadParameter, match="lost its marks"):
         report.updated("no marks", "tables")
@@ -112,7 +114,7 @@ def test_the_document_is_up_to_date():
     from benchmarks import report
 
     text = report.DOCUMENT.read_text(encoding="utf-8")
-    assert report.updated(text, report.generated(report.RESULTS)) == text, "run python -m benchmarks.report"
+    assert report.whole(text, report.RESULTS) == text, "run python -m benchmarks.report"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

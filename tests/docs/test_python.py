@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -87,12 +86,6 @@ def _distributed(folder: Path) -> dict[str, Any]:
     }
 
 
-def _kernels(folder: Path) -> dict[str, Any]:
-    pytest.importorskip("triton", reason="the page is about Triton kernels")
-    dy = torch.randn(32, 32)
-    return {"key": 1, "step": 2, "dy": dy, "rows": fp4graph.QuantSpec("e2m1"), "columns": fp4graph.QuantSpec("e2m1")}
-
-
 def _training(folder: Path) -> dict[str, Any]:
     """A LLaMA for the loop, for the Trainer and for Accelerate."""
     accelerate = pytest.importorskip("accelerate")
@@ -134,7 +127,6 @@ GIVEN = {
     "docs/analysis.md": _analysis,
     "docs/clients.md": _clients,
     "docs/distributed.md": _distributed,
-    "docs/kernels.md": _kernels,
     "docs/training.md": _training,
 }
 
@@ -155,15 +147,11 @@ def _run(block: Block, text: str, namespace: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if any(b.language == "python" for b in blocks(page))])
-def test_python_of_a_page(page: str, working_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_python_of_a_page(page: str, working_directory: Path) -> None:
     """In order; README's technique is a file of its own."""
     instead = dict(INSTEAD.get(page, {}))
     namespace = {"torch": torch, "nn": nn, "fp4graph": fp4graph}
     namespace |= GIVEN[page](working_directory) if page in GIVEN else {}
-    if page == "docs/kernels.md":  # a GPU's: the calls are held to the signatures
-        for name in ("quantize_both", "pack_both"):
-            function = f"fp4graph.kernels.triton_quantize.{name}"
-            monkeypatch.setattr(function, mock.create_autospec(_attribute(function), return_value=(None, None)))
     for block in blocks(page):
         if block.language != "python":
             continue
@@ -177,11 +165,6 @@ def test_python_of_a_page(page: str, working_directory: Path, monkeypatch: pytes
         else:
             _run(block, text, namespace)
     assert not instead, f"{page} says no longer {list(instead)}"
-
-
-def _attribute(path: str) -> Any:
-    module, _, name = path.rpartition(".")
-    return getattr(__import__(module, fromlist=[name]), name)
 
 
 def _module(block: Block) -> types.ModuleType:

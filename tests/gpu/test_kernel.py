@@ -1,8 +1,10 @@
-"""The Triton kernel that quantizes along rows and columns in one read: values, bytes, machine code."""
+"""The Triton kernel behind the operators of a GPU: values, bytes, machine code."""
 
 from __future__ import annotations
 
-import re
+import importlib.util
+import warnings
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -15,17 +17,16 @@ if not torch.cuda._is_compiled():
     pytest.skip("this torch is built without CUDA", allow_module_level=True)
 
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 
 from benchmarks import absent_gpu as absent
-from fp4graph.errors import Error
-from fp4graph.kernels import triton_quantize
+from fp4graph.kernels import gpu as kernels
+from fp4graph.kernels import operators, triton_quantize
 from fp4graph.kernels.constants import constants
+from fp4graph.kernels.gpu import DTYPES, TILE, supports
 from fp4graph.kernels.inductor import EXACT
-from fp4graph.kernels.triton_numerics import quantize_kernel
-from fp4graph.kernels.triton_quantize import DTYPES, TILE, pack_both, quantize_both, supports
+from fp4graph.kernels.triton_kernels import quantize_kernel
 from fp4graph.numerics.draw import Draw
-from fp4graph.numerics.packing import pack, unpack
+from fp4graph.numerics.packing import Packed, pack, scale_storage, unpack
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.ops.draw import operand_draw
@@ -86,132 +87,228 @@ def pairs() -> dict[str, tuple[QuantSpec, QuantSpec]]:
 
 FEW = ("tetrajet:input", "encode", "stochastic scales")
 PAIRS = [pytest.param(name, marks=() if name in FEW else pytest.mark.gpu) for name in pairs()]
-SALTS = {"row_salts": (3,), "column_salts": (5,)}
+ROW_SALTS, COLUMN_SALTS = [3], [5]
 
 
 def key_of(operand: Operand) -> Tensor:
     return operand_draw(Draw(KEY, STEP), operand).varying  # type: ignore[union-attr]
 
 
-def expected(x: Tensor, rows: QuantSpec, columns: QuantSpec) -> tuple[Tensor, Tensor, Tensor]:
-    """Both results, the second as the operand that it is, and what it was quantized from."""
-    first = fake_quantize(x, rows, key=key_of(Operand.DGRAD_GRAD_OUTPUT))
-    source = (first if columns.source == "fprop" else x).mT
-    return first, fake_quantize(source, columns, key=key_of(Operand.WGRAD_GRAD_OUTPUT)), source
+ROW_KEY, COLUMN_KEY = key_of(Operand.DGRAD_GRAD_OUTPUT), key_of(Operand.WGRAD_GRAD_OUTPUT)
 
 
-def arguments(rows: QuantSpec, columns: QuantSpec) -> tuple[object, ...]:
-    """Of the operators, after x: the noise of the two operands of an output's gradient."""
-    return rows.to_text(), columns.to_text(), KEY, STEP, list(SALTS["row_salts"]), list(SALTS["column_salts"])
+def noise(salts: list[int]) -> tuple[object, ...]:
+    return KEY, STEP, salts
+
+
+def along_rows(x: Tensor, spec: QuantSpec) -> Tensor:
+    return fake_quantize(x, spec, key=ROW_KEY)
+
+
+def along_columns(x: Tensor, spec: QuantSpec) -> Tensor:
+    """In the layout of x, quantized as the operand that its transpose is."""
+    return fake_quantize(x.mT, spec, key=COLUMN_KEY).mT
+
+
+def both(rows: QuantSpec, columns: QuantSpec) -> tuple[object, ...]:
+    """Arguments after x of the operators for both directions."""
+    return rows.to_text(), columns.to_text(), KEY, STEP, ROW_SALTS, COLUMN_SALTS
+
+
+def assert_same_bytes(codes: Tensor, scales: Tensor, packed: Packed, value: Tensor) -> None:
+    """The bytes of fp4graph.pack, which stand for the same values."""
+    assert torch.equal(codes, packed.codes)
+    assert scales.dtype is packed.scales.dtype
+    assert torch.equal(scales.nan_to_num(7), packed.scales.nan_to_num(7))
+    assert_same_bits(unpack(replace(packed, codes=codes, scales=scales)), value)
+
+
+def cases(rows: QuantSpec, columns: QuantSpec) -> Iterator[Tensor]:
+    """In fp32 what is hard for the rows' spec, in bf16 for the columns'."""
+    for dtype, spec in ((torch.float32, rows), (torch.bfloat16, columns)):
+        for _, values in operands(UNEVEN, spec):
+            yield values.to(dtype)
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_values(name: str, interpreter: ProcessPoolExecutor) -> None:
-    """In fp32 on what is hard for the rows' spec, in bf16 for the columns'."""
+    """Along rows, along columns, and along both in one read."""
     rows, columns = pairs()[name]
-    for dtype, spec in ((torch.float32, rows), (torch.bfloat16, columns)):
-        for _, values in operands(UNEVEN, spec):
-            x = values.to(dtype)
-            run = interpreter.submit(triton_quantize.run_quantize_both, x, *arguments(rows, columns))
-            first, second, _ = expected(x, rows, columns)
-            along_rows, along_columns = run.result()
-            assert_same_bits(along_rows, first)
-            assert_same_bits(along_columns, second.mT)
+    for x in cases(rows, columns):
+        in_rows, in_columns = along_rows(x, rows), along_columns(x, columns)
+        run = interpreter.submit(triton_quantize.quantize_both, x, *both(rows, columns), False)
+        one = interpreter.submit(triton_quantize.quantize, x, rows.to_text(), *noise(ROW_SALTS))
+        other = interpreter.submit(triton_quantize.quantize, x.mT, columns.to_text(), *noise(COLUMN_SALTS))
+        for mine, due in zip(
+            (*run.result()[:2], one.result(), other.result().mT), (in_rows, in_columns) * 2, strict=True
+        ):
+            assert_same_bits(mine, due)
 
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_bytes(name: str, interpreter: ProcessPoolExecutor) -> None:
-    """Those of fp4graph.pack, which stand for the same values."""
+    """Of rows beside their values, and of columns beside the rows' values; and the values that bytes stand for."""
     rows, columns = pairs()[name]
-    for kind, values in operands(UNEVEN, columns):
-        run = interpreter.submit(triton_quantize.run_pack_both, values, *arguments(rows, columns))
-        first, second, source = expected(values, rows, columns)
-        results = run.result()
-        for mine, packed, value in (
-            (results[:2], pack(values, rows, key=key_of(Operand.DGRAD_GRAD_OUTPUT)), first),
-            (results[2:], pack(source, columns, key=key_of(Operand.WGRAD_GRAD_OUTPUT)), second),
-        ):
-            assert torch.equal(mine[0], packed.codes), kind
-            assert mine[1].dtype is packed.scales.dtype
-            assert torch.equal(mine[1].nan_to_num(7), packed.scales.nan_to_num(7)), kind
-            assert_same_bits(unpack(replace(packed, codes=mine[0], scales=mine[1])), value)
+    for x in cases(rows, columns):
+        run = interpreter.submit(triton_quantize.quantize_and_pack, x, rows.to_text(), *noise(ROW_SALTS))
+        run_both = interpreter.submit(triton_quantize.quantize_and_pack_columns, x, *both(rows, columns))
+        in_rows, in_columns = along_rows(x, rows), along_columns(x, columns).mT
+        values, codes, scales = run.result()
+        assert_same_bits(values, in_rows)
+        assert_same_bytes(codes, scales, pack(x, rows, key=ROW_KEY), in_rows)
+        arguments = (codes, scales, rows.to_text(), x.shape[1], x.dtype)
+        assert_same_bits(interpreter.submit(triton_quantize.unpack, *arguments).result(), in_rows)
+        values, codes, scales = run_both.result()
+        assert_same_bits(values, in_rows)
+        assert_same_bytes(codes, scales, pack(x.mT, columns, key=COLUMN_KEY), in_columns)
+        arguments = (codes, scales, columns.to_text(), x.shape[0], x.dtype)
+        assert_same_bits(interpreter.submit(triton_quantize.unpack, *arguments).result(), in_columns)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_bytes_quantized_again(name: str, interpreter: ProcessPoolExecutor) -> None:
+    """Along columns, what was packed along rows."""
+    rows, columns = pairs()[name]
+    for x in cases(rows, columns):
+        packed = pack(x, rows, key=ROW_KEY)
+        arguments = (packed.codes, packed.scales, rows.to_text(), x.shape[1], x.dtype, columns.to_text())
+        mine = interpreter.submit(triton_quantize.requantize, *arguments, *noise(COLUMN_SALTS)).result()
+        assert_same_bits(mine.mT, along_columns(along_rows(x, rows), columns))
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 70, 33), (1, 1), (200, 64), (3, 0), (64, 130)], ids=str)
 def test_shapes(shape: tuple[int, ...], interpreter: ProcessPoolExecutor) -> None:
-    """Batches, single elements, several tiles, nothing, columns of a transpose."""
+    """Batches, single elements, several tiles, nothing, columns of a transpose, what is neither rows nor columns."""
     rows, columns = pairs()["tetrajet:grad_output"]
     x = torch.randn(shape, generator=torch.Generator().manual_seed(1)).mT.contiguous().mT
-    along_rows, along_columns = interpreter.submit(
-        triton_quantize.run_quantize_both, x, *arguments(rows, columns)
-    ).result()
-    first, second, _ = expected(x, rows, columns)
-    assert_same_bits(along_rows, first)
-    assert_same_bits(along_columns, second.mT)
+    in_rows, in_columns = along_rows(x, rows), along_columns(x, columns)
+    first, second, sums = interpreter.submit(triton_quantize.quantize_both, x, *both(rows, columns), True).result()
+    assert_same_bits(first, in_rows)
+    assert_same_bits(second, in_columns)
+    # fp32 sums of up to 420 numbers, in whatever order: each addition rounds what is below 256 to 24 bits.
+    torch.testing.assert_close(sums.sum(0), x.double().flatten(0, -2).sum(0).float(), rtol=0, atol=420 * 2.0**-16)
+    scattered = x.repeat_interleave(2, -1)[..., ::2]
+    for given in (x, scattered):
+        alone = interpreter.submit(triton_quantize.quantize, given, rows.to_text(), *noise(ROW_SALTS)).result()
+        assert_same_bits(alone, in_rows)
+    packed = interpreter.submit(triton_quantize.quantize_and_pack, x, rows.to_text(), *noise(ROW_SALTS)).result()
+    if x.numel():
+        assert_same_bytes(*packed[1:], pack(x, rows, key=ROW_KEY), in_rows)
 
 
-@pytest.mark.parametrize("pack", [False, True], ids=["values", "bytes"])
+def test_a_line(interpreter: ProcessPoolExecutor) -> None:
+    x, (spec, _) = torch.randn(90, generator=torch.Generator().manual_seed(1)), pairs()["tetrajet:grad_output"]
+    alone = interpreter.submit(triton_quantize.quantize, x, spec.to_text(), *noise(ROW_SALTS)).result()
+    assert_same_bits(alone, along_rows(x, spec))
+
+
+#: Which tensors each operator hands to the kernel.
+USES = {
+    "quantize": ("x", "row_values"),
+    "quantize columns": ("x", "column_values"),
+    "quantize_and_pack": ("x", "row_values", "row_codes", "row_scales"),
+    "quantize_both": ("x", "row_values", "column_values", "column_sums"),
+    "quantize_and_pack_columns": ("x", "row_values", "column_codes", "column_scales"),
+    "requantize": ("codes", "scales", "column_values"),
+    "unpack": ("codes", "scales", "row_values"),
+}
+
+
+@pytest.mark.parametrize("operator", USES)
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == FEW[0] else pytest.mark.gpu) for n in pairs()])
-def test_machine_code(name: str, gpu: absent.Gpu, pack: bool, compiler: ProcessPoolExecutor) -> None:
+def test_machine_code(name: str, gpu: absent.Gpu, operator: str, compiler: ProcessPoolExecutor) -> None:
     """Without spilled registers, with IEEE arithmetic only."""
     rows, columns = pairs()[name]
-    binary = compiler.submit(compiled, gpu, rows, columns, pack).result()
+    binary = compiler.submit(compiled, gpu, rows, columns, operator).result()
     assert_machine_code([binary], gpu)
     assert binary.registers <= 255
 
 
-def compiled(gpu: absent.Gpu, rows: QuantSpec, columns: QuantSpec, pack: bool) -> absent.Binary:
-    """The kernel as it is launched on a bf16 tensor."""
-    first, second = constants(rows), constants(columns)
-    bytes_of = {"code": "*u8", "float": "*bf16" if max(first.s_mantissa, second.s_mantissa) <= 7 else "*fp32"}
-    pointers = {
+def compiled(gpu: absent.Gpu, rows: QuantSpec, columns: QuantSpec, operator: str) -> absent.Binary:
+    """The kernel as an operator launches it on or for a bf16 tensor."""
+    used = USES[operator]
+    specs = {"P": rows if "codes" in used else None, "R": None, "C": None}
+    if any(name.startswith("row_") for name in used) and operator != "unpack":
+        specs["R"] = rows
+    if any(name.startswith("column_") for name in used):
+        specs["C"] = columns
+
+    def scales_of(spec: QuantSpec) -> str:
+        return {torch.uint8: "*u8", torch.bfloat16: "*bf16", torch.float32: "*fp32"}[scale_storage(spec.scale.format)]
+
+    types = {
         **dict.fromkeys(("x", "row_values", "column_values"), "*bf16"),
-        **dict.fromkeys(("row_codes", "column_codes"), "*u8"),
-        "row_scales": bytes_of[first.s_storage],
-        "column_scales": bytes_of[second.s_storage],
-        **dict.fromkeys(("key", "step"), "*i32"),
+        **dict.fromkeys(("codes", "row_codes", "column_codes"), "*u8"),
+        "column_sums": "*fp32",
+        "scales": scales_of(rows),
+        "row_scales": scales_of(rows),
+        "column_scales": scales_of(columns),
     }
+    pointers = {**{name: types[name] for name in used}, "key": "*i32", "step": "*i32"}
+    absent_ones = {name: None for name in types if name not in used}
     sizes = {"row_salts": ("i32",), "column_salts": ("i32",), "M": "i32", "K": "i32"}
-    constant = {"R": first, "C": second, "PACK": pack, "CHAINED": columns.source == "fprop", "TILE": TILE}
-    aligned = [*pointers, "M", "K"]
+    formats = {name: None if spec is None else constants(spec) for name, spec in specs.items()}
+    constant = {**absent_ones, **formats, "THROUGH": triton_quantize.THROUGH[torch.bfloat16], "TILE": TILE}
     return absent.compile_written(
-        gpu, quantize_kernel, {**pointers, **sizes}, constant, aligned, **triton_quantize.OPTIONS
+        gpu, quantize_kernel, {**pointers, **sizes}, constant, [*pointers, "M", "K"], **triton_quantize.OPTIONS
     )
 
 
 @pytest.mark.parametrize(
-    "dtype", [pytest.param(d, marks=() if d is torch.bfloat16 else pytest.mark.gpu) for d in DTYPES], ids=str
+    "dtype",
+    [pytest.param(d, marks=() if d is torch.bfloat16 else pytest.mark.gpu) for d in sorted(DTYPES, key=str)],
+    ids=str,
 )
 def test_in_a_compiled_graph(dtype: torch.dtype, compiler: ProcessPoolExecutor) -> None:
-    """An operator between what Inductor fuses before and after it."""
+    """An operator between what Inductor fuses before and after it, whatever the layout that it reads."""
     x = torch.zeros(EVEN, dtype=dtype)
     generated = compiler.submit(absent.generate, absent.H200, in_a_graph, (x, KEY, STEP), EXACT).result()
-    assert generated.source.count("torch.ops.fp4graph.quantize_both.default(") == 1
-    assert generated.source.count("torch.ops.fp4graph.pack_both.default(") == 1
-    assert len(compiler.submit(absent.compile_generated, absent.H200, generated).result()) >= 2
+    for operator in ("quantize_both", "quantize_and_pack", "requantize"):
+        assert generated.source.count(f"torch.ops.fp4graph.{operator}.default(") == 1
+    assert len(compiler.submit(absent.compile_generated, absent.H200, generated).result()) == 2
 
 
 def in_a_graph(x: Tensor, key: Tensor, step: Tensor) -> tuple[Tensor, ...]:
     rows, columns = pairs()["tetrajet:input"]
     draw = Draw(key, step)
-    along_rows, along_columns = quantize_both(torch.relu(x), rows, columns, draw, (1,), (6,))
-    packed, _ = pack_both(along_rows, rows, columns, draw, (1,), (6,))
+    first, second, _ = operators.quantize_both(torch.relu(x), rows, columns, draw.salted(1), draw.salted(6))
+    values, packed = operators.quantize_and_pack(torch.exp(first + second), rows, draw, x.dtype)
     assert packed.codes.shape == (EVEN[0], EVEN[1] // 2)
-    return torch.exp(along_rows + along_columns), packed.scales
+    return values, packed.requantized(columns, draw.salted(2))
 
 
-def test_what_it_cannot_do_is_said() -> None:
-    plain = QuantSpec()
-    with FakeTensorMode():
-        x = torch.zeros(4, 4, device="cuda")
-        for spec in (QuantSpec(block="row", scale=ScaleSpec("fp32")), QuantSpec(block=(16, 16)), QuantSpec(block=48)):
-            with pytest.raises(Error, match="in blocks of"):
-                quantize_both(x, spec, plain)
-            with pytest.raises(Error, match="in blocks of"):
-                pack_both(x, plain, spec)
-        for refused in (x.double(), x[0], torch.zeros(4, 4)):
-            with pytest.raises(Error, match=re.escape(f"{refused.dtype} {list(refused.shape)} on {refused.device}")):
-                quantize_both(refused, plain, plain)
-        with pytest.raises(Error, match="make_key"):
-            quantize_both(x, plain, QuantSpec(rounding="stochastic"))
+def test_what_the_kernels_serve() -> None:
+    assert kernels.supports(QuantSpec())
+    for spec in (QuantSpec(block="row", scale=ScaleSpec("fp32")), QuantSpec(block=(16, 16)), QuantSpec(block=48)):
+        assert not kernels.supports(spec)
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "reason"),
+    [((7, 5), True, "compute capability 7.5 is below 8.0"), ((9, 0), False, "Triton is not installed")],
+)
+def test_a_warning_says_why_there_are_no_kernels(
+    capability: tuple[int, int], triton: bool, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Quantizers run as tensor code there, and nowhere is the reason told twice."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: find(name, *rest) if triton else None)
+    kernels.available.cache_clear()
+    cuda = torch.device("cuda")
+    try:
+        with pytest.warns(UserWarning, match=reason):
+            assert not operators.runs(QuantSpec(), cuda)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert not operators.quantizes_both(QuantSpec(), QuantSpec(), torch.bfloat16, cuda)
+    finally:
+        kernels.available.cache_clear()
+
+
+def test_a_tensor_that_only_says_that_it_is_on_a_gpu_is_quantized_by_tensor_code() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    kernels.available.cache_clear()
+    assert not operators.runs(QuantSpec(), torch.device("cuda"))

@@ -1,0 +1,51 @@
+"""The GPUs, specs and dtypes that the Triton kernels serve. Does not import Triton, which may be missing."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import math
+import warnings
+
+import torch
+from torch import Tensor
+
+from fp4graph.numerics.spec import QuantSpec
+
+#: Rows and columns of a tile, which holds whole blocks in both directions.
+TILE = 64
+DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
+_OLDEST = (8, 0)  # bfloat16
+
+
+def supports(spec: QuantSpec) -> bool:
+    """True if the kernels know ``spec``: blocks of 2, 4, ... or 64 elements, codes of up to a byte."""
+    block = spec.block
+    return isinstance(block, int) and block > 1 and TILE % block == 0 and spec.element.code_bits <= 8
+
+
+def empty_sums(x: Tensor, wanted: bool) -> Tensor:
+    """Return the tensor for the sums of ``x [..., M, K]`` over the rows of each tile, fp32, empty unless ``wanted``."""
+    *leading, m, k = x.shape
+    tiles = math.prod(leading) * ((m + TILE - 1) // TILE)
+    return x.new_empty((tiles if wanted else 0, k), dtype=torch.float32)
+
+
+@functools.cache
+def available() -> bool:
+    """True if there is a Triton and a GPU that takes the kernels; warns once where there is not."""
+    try:
+        capability = torch.cuda.get_device_capability()
+    except (AssertionError, RuntimeError):  # tensors that only say that they are on a GPU
+        return False
+    reason = None
+    if importlib.util.find_spec("triton") is None:
+        reason = "Triton is not installed; install the package triton"
+    elif capability < _OLDEST:
+        reason = f"compute capability {capability[0]}.{capability[1]} is below {_OLDEST[0]}.{_OLDEST[1]}"
+    if reason is not None:
+        warnings.warn(
+            f"the GPU kernels cannot be used ({reason}); quantizers run as tensor code, which reads and writes more",
+            stacklevel=2,
+        )
+    return reason is None

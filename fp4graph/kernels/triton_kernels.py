@@ -1,0 +1,164 @@
+"""The Triton kernels of the plain quantizer: they move tiles between memory and the numerics of triton_numerics.py.
+
+A tile is TILE x TILE elements of a matrix ``[batch, M, K]`` that is contiguous along K. It is read as values, or as
+bytes that were packed along K, and quantized along its rows, along its columns, or both. Each result is written as
+values, as bytes, or as both.
+"""
+
+import triton
+import triton.language as tl
+
+from fp4graph.kernels.triton_numerics import (
+    _absorb,
+    _dequantized,
+    _element_code,
+    _element_value,
+    _nibbles,
+    _packed,
+    _quantized,
+    _scale_code,
+    _scale_value,
+)
+
+
+@triton.jit
+def _key(key, step, salts, F: tl.constexpr):
+    """Return ``Draw.varying`` of numerics/draw.py: the site's key, with this forward's step, then the salts.
+
+    The key of a spec that draws nothing is 0, 0.
+    """
+    a, b = tl.full([], 0, tl.uint32), tl.full([], 0, tl.uint32)
+    if F.draws or F.s_draws:
+        a, b = tl.load(key).to(tl.uint32, bitcast=True), tl.load(key + 1).to(tl.uint32, bitcast=True)
+        if step is not None:
+            for i in tl.static_range(2):
+                a, b = _absorb(a, b, tl.load(step + i).to(tl.uint32, bitcast=True))
+        for i in tl.static_range(len(salts)):
+            a, b = _absorb(a, b, tl.full([], 0, tl.uint32) + salts[i])
+    return a, b
+
+
+@triton.jit
+def _store_bytes(q, scale, codes_to, scales_to, line, inside, first, length, F: tl.constexpr):
+    """Write the bytes of q [lines, n] and scale [lines, n / block]: part of lines of ``length``, from ``first`` on."""
+    LINES: tl.constexpr = q.shape[0]
+    ACROSS: tl.constexpr = q.shape[1] // F.block
+    PER_BYTE: tl.constexpr = 2 if F.code_bits == 4 else 1
+    blocks = tl.cdiv(length, F.block)
+    width = blocks * (F.block // PER_BYTE)
+    poisoned = tl.broadcast_to(tl.reshape(scale != scale, [LINES, ACROSS, 1]), [LINES, ACROSS, F.block])
+    codes = tl.where(tl.reshape(poisoned, q.shape), F.nan_code, _element_code(q, F))
+    byte = first // PER_BYTE + tl.arange(0, q.shape[1] // PER_BYTE)
+    here = inside[:, None] & (byte < width)[None, :]
+    tl.store(codes_to + line[:, None] * width + byte[None, :], _packed(codes, F), here)
+    block = first // F.block + tl.arange(0, ACROSS)
+    here = inside[:, None] & (block < blocks)[None, :]
+    stored = _scale_code(scale, F).to(scales_to.dtype.element_ty)
+    tl.store(scales_to + line[:, None] * blocks + block[None, :], stored, here)
+
+
+@triton.jit
+def _load_bytes(codes_from, scales_from, line, inside, first, length, TILE: tl.constexpr, F: tl.constexpr):
+    """Return the values, fp32 [lines, TILE], of bytes that :func:`_store_bytes` wrote; 0 outside of the lines."""
+    LINES: tl.constexpr = line.shape[0]
+    ACROSS: tl.constexpr = TILE // F.block
+    PER_BYTE: tl.constexpr = 2 if F.code_bits == 4 else 1
+    blocks = tl.cdiv(length, F.block)
+    width = blocks * (F.block // PER_BYTE)
+    byte = first // PER_BYTE + tl.arange(0, TILE // PER_BYTE)
+    here = inside[:, None] & (byte < width)[None, :]
+    codes = _nibbles(tl.load(codes_from + line[:, None] * width + byte[None, :], here, other=0), F)
+    block = first // F.block + tl.arange(0, ACROSS)
+    here = inside[:, None] & (block < blocks)[None, :]
+    scale = _scale_value(tl.load(scales_from + line[:, None] * blocks + block[None, :], here, other=0), F)
+    q = tl.reshape(_element_value(codes, F), [LINES, ACROSS, F.block])
+    y = _dequantized(q, tl.reshape(scale, [LINES, ACROSS, 1]), F)
+    within = inside[:, None] & (first + tl.arange(0, TILE) < length)[None, :]
+    return tl.where(within, tl.reshape(y, [LINES, TILE]), 0.0)
+
+
+@triton.jit
+def quantize_kernel(
+    x,
+    codes,
+    scales,
+    row_values,
+    row_codes,
+    row_scales,
+    column_values,
+    column_codes,
+    column_scales,
+    column_sums,
+    key,
+    step,
+    row_salts,
+    column_salts,
+    M,
+    K,
+    P: tl.constexpr,
+    R: tl.constexpr,
+    C: tl.constexpr,
+    THROUGH: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Quantize one tile of ``x [batch, M, K]``, contiguous, along its rows by R and along its columns by C.
+
+    None stands for a tensor that is not read or not written, and for a direction that is not quantized along.
+
+    Args:
+        x: values; or with P, codes and scales ``[batch, M, blocks]`` that a spec P packed along K.
+        row_values, column_values: of the shape of x; without R, rows are written as they are read.
+        row_codes, row_scales: ``[batch, M, blocks]`` of them; of columns ``[batch, K, blocks]``.
+        column_sums: fp32 ``[batch · tiles along M, K]``, the sums of what is read over the rows of each tile.
+        key: int32 ``[2]``; step: int32 ``[5]`` or None; salts: tuples of int. Read by specs that draw.
+        THROUGH: the dtype that values have before they are quantized.
+    """
+    across = tl.cdiv(K, TILE)
+    tiles = tl.cdiv(M, TILE) * across
+    batch = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    first_m, first_k = tile // across * TILE, tile % across * TILE
+    m, k = first_m + tl.arange(0, TILE), first_k + tl.arange(0, TILE)
+    row, column = batch * M + m, batch * K + k
+    inside = (m < M)[:, None] & (k < K)[None, :]
+    at = row.to(tl.int64)[:, None] * K + k[None, :]
+    if P is None:
+        values = tl.load(x + at, inside, other=0.0)
+    else:
+        values = _load_bytes(codes, scales, row.to(tl.int64), m < M, first_k, K, TILE, P)
+    values = values.to(THROUGH).to(tl.float32)
+
+    if column_sums is not None:
+        tl.store(column_sums + (batch * tl.cdiv(M, TILE) + tile // across) * K + k, tl.sum(values, 0), k < K)
+
+    if R is not None:
+        ACROSS: tl.constexpr = TILE // R.block
+        a, b = _key(key, step, row_salts, R)
+        index = tl.reshape(row.to(tl.uint32)[:, None] * K + k.to(tl.uint32)[None, :], [TILE, ACROSS, R.block])
+        block = first_k // R.block + tl.arange(0, ACROSS)
+        block_index = row.to(tl.uint32)[:, None] * tl.cdiv(K, R.block) + block.to(tl.uint32)[None, :]
+        block_index = tl.reshape(block_index, [TILE, ACROSS, 1])
+        q, scale, y = _quantized(tl.reshape(values, [TILE, ACROSS, R.block]), a, b, index, block_index, 2, R)
+        y = tl.reshape(y, [TILE, TILE])
+        if row_codes is not None:
+            q, scale = tl.reshape(q, [TILE, TILE]), tl.reshape(scale, [TILE, ACROSS])
+            _store_bytes(q, scale, row_codes, row_scales, row.to(tl.int64), m < M, first_k, K, R)
+        if row_values is not None:
+            tl.store(row_values + at, y.to(row_values.dtype.element_ty), inside)
+    elif row_values is not None:
+        tl.store(row_values + at, values.to(row_values.dtype.element_ty), inside)
+
+    if C is not None:
+        DOWN: tl.constexpr = TILE // C.block
+        a, b = _key(key, step, column_salts, C)
+        index = tl.reshape(column.to(tl.uint32)[None, :] * M + m.to(tl.uint32)[:, None], [DOWN, C.block, TILE])
+        block = first_m // C.block + tl.arange(0, DOWN)
+        block_index = column.to(tl.uint32)[None, :] * tl.cdiv(M, C.block) + block.to(tl.uint32)[:, None]
+        block_index = tl.reshape(block_index, [DOWN, 1, TILE])
+        q, scale, y = _quantized(tl.reshape(values, [DOWN, C.block, TILE]), a, b, index, block_index, 1, C)
+        if column_codes is not None:
+            q, scale = tl.trans(tl.reshape(q, [TILE, TILE])), tl.trans(tl.reshape(scale, [DOWN, TILE]))
+            _store_bytes(q, scale, column_codes, column_scales, column.to(tl.int64), k < K, first_m, M, C)
+        if column_values is not None:
+            y = tl.reshape(y, [TILE, TILE])
+            tl.store(column_values + at, y.to(column_values.dtype.element_ty), inside)

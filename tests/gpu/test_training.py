@@ -1,0 +1,113 @@
+"""A product's forward and backward with the kernels of a GPU, interpreted, beside the same on the CPU."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="there is no Triton for this system, or it is not installed")
+
+from torch import Tensor
+
+from fp4graph.kernels import library, operators
+from fp4graph.numerics.target import traced_for
+from fp4graph.ops.matmul import quantized_matmul
+from tests.gpu.cases import KEY, STEP, programs
+from tests.helpers.floats import assert_same_bits
+
+pytestmark = pytest.mark.process
+
+#: dY both ways and the inputs packed along rows (tetrajet), or along columns from the originals.
+POLICIES = ("tetrajet", "microscaling", pytest.param("nvfp4", marks=pytest.mark.gpu))
+OPERATORS = ("quantize", "quantize_and_pack", "quantize_both", "quantize_and_pack_columns", "requantize", "unpack")
+
+
+def factors(dtype: torch.dtype) -> list[Tensor]:
+    """A, B, an addend and dY of sizes that blocks do not divide, in small whole numbers: all sums are exact in fp32,
+    so that their order, which goes by the layout of the operands, does not matter."""
+    generator = torch.Generator().manual_seed(5)
+    shapes = [(75, 90), (70, 90), (70,), (75, 70)]
+    return [torch.randint(-6, 7, shape, generator=generator).to(dtype) for shape in shapes]
+
+
+def trained(policy: str, dtype: torch.dtype, needs: tuple[bool, bool]) -> list[Tensor]:
+    """The product and the gradients of a site of ``policy``."""
+    program = dict(programs())[policy]
+    a, b, addend, dy = factors(dtype)
+    a, b = a.requires_grad_(needs[0]), b.requires_grad_(needs[1])
+    y = quantized_matmul(program, a, b, addend.requires_grad_(), KEY, STEP)
+    y.backward(dy)
+    return [y.detach(), *(x.grad for x in (a, b, addend) if x.grad is not None)]
+
+
+def trained_by_triton(policy: str, dtype: torch.dtype, needs: tuple[bool, bool]) -> tuple[list[Tensor], list[str]]:
+    """:func:`trained` as on a GPU, and the operators that ran. For the process of the interpreter."""
+    from fp4graph.kernels import triton_quantize
+
+    ran: list[str] = []
+
+    def counted(name: str):  # type: ignore[no-untyped-def]
+        def run(*arguments: object) -> object:
+            ran.append(name)
+            return getattr(triton_quantize, name)(*arguments)
+
+        return run
+
+    own = torch.library.Library("fp4graph", "IMPL")
+    for name in OPERATORS:
+        own.impl(name, counted(name), "CPU", allow_override=True)
+    operators._available_on_gpu = lambda: True
+    try:
+        with traced_for("cuda"):
+            return trained(policy, dtype, needs), sorted(ran)
+    finally:
+        own._destroy()
+
+
+USED = {
+    "tetrajet": ["quantize_and_pack", "quantize_and_pack", "quantize_both", "requantize", "requantize"],
+    "microscaling": ["quantize_and_pack_columns", "quantize_and_pack_columns", "quantize_both", "unpack", "unpack"],
+}
+USED["nvfp4"] = USED["microscaling"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.gpu)], ids=str)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_site(policy: str, dtype: torch.dtype, interpreter: ProcessPoolExecutor) -> None:
+    """To the bits of the CPU's kernels."""
+    mine, ran = interpreter.submit(trained_by_triton, policy, dtype, (True, True)).result()
+    assert ran == USED[policy]
+    for one, due in zip(mine, trained(policy, dtype, (True, True)), strict=True):
+        assert_same_bits(one, due)
+
+
+@pytest.mark.parametrize("needs", [(True, False), (False, True)], ids=["input", "weight"])
+@pytest.mark.parametrize("policy", ["tetrajet", "microscaling"])
+def test_one_gradient(policy: str, needs: tuple[bool, bool], interpreter: ProcessPoolExecutor) -> None:
+    """What only the other gradient would read is neither packed nor quantized."""
+    mine, ran = interpreter.submit(trained_by_triton, policy, torch.bfloat16, needs).result()
+    assert len(ran) == 4  # two operands of the forward, two of the backward
+    assert "quantize_both" not in ran
+    for one, due in zip(mine, trained(policy, torch.bfloat16, needs), strict=True):
+        assert_same_bits(one, due)
+
+
+@pytest.mark.parametrize("name", ["quantize_both", "quantize_and_pack_columns"])
+def test_both_directions_on_a_cpu(name: str) -> None:
+    """The CPU's implementation of the operators for two directions, which policies do not use there."""
+    program = dict(programs())["tetrajet"]
+    rows, columns = program.dgrad.left.spec, program.wgrad.left.spec
+    assert rows is not None
+    assert columns is not None
+    x = factors(torch.bfloat16)[0]
+    arguments = (rows.to_text(), columns.to_text(), KEY, STEP, [3], [5])
+    first, *second = getattr(library, f"_{name}")(x, *arguments, *([True] if name == "quantize_both" else []))
+    assert_same_bits(first, torch.ops.fp4graph.quantize(x, arguments[0], KEY, STEP, [3], None, None, None, None))
+    other = torch.ops.fp4graph.quantize(x.mT, arguments[1], KEY, STEP, [5], None, None, None, None)
+    if name == "quantize_both":
+        assert_same_bits(second[0].mT, other)
+        assert torch.equal(second[1].sum(0), x.to(torch.float32).sum(0))
+    else:
+        assert_same_bits(torch.ops.fp4graph.unpack(*second, arguments[1], x.shape[0], x.dtype), other)
