@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import fp4graph
 from fp4graph.cli import app
-from tests.exports.models import TOKENS, llama, trained
+from tests.exports.models import NVFP4, TOKENS, llama, trained
 
 pytest.importorskip("compressed_tensors")
 TRAIN = ["train", "digits", "--steps", "2", "--batch-size", "8", "--validation-batches", "1", "--device", "cpu"]
@@ -23,12 +23,16 @@ def run(*arguments):
 
 
 def test_a_run(tmp_path):
-    assert run(*TRAIN, "--policy", "nvfp4", "--output", tmp_path / "run").exit_code == 0
+    rule = {"name": "blocks", "match": {"op": "linear", "block": True}, "quantize": NVFP4}
+    policy = {"version": 1, "name": "two-level", "rules": [rule], "techniques": ["tensor_scaling"]}
+    (tmp_path / "p.yaml").write_text(json.dumps(policy))
+    assert run(*TRAIN, "--policy", tmp_path / "p.yaml", "--output", tmp_path / "run").exit_code == 0
     done = run("export", tmp_path / "run/checkpoint.pt", "--output", tmp_path / "out", "--format", "modelopt")
     assert done.exit_code == 0, done.exception
     assert "modelopt, 0." in done.output
     found = load_file(tmp_path / "out/model.safetensors")
     assert found["blocks.0.mlp.fc1.weight"].dtype == torch.uint8
+    assert found["blocks.0.mlp.fc1.input_scale"] > 0  # measured on batches of the run
     assert json.loads((tmp_path / "out/config.json").read_text())["architecture"].startswith("vit")
     again = run("export", tmp_path / "run", "--output", tmp_path / "out")
     assert again.exit_code != 0
