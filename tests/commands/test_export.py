@@ -15,6 +15,7 @@ from fp4graph.cli import app
 from tests.exports.models import NVFP4, TOKENS, llama, trained
 
 pytest.importorskip("compressed_tensors")
+pytestmark = pytest.mark.slow
 TRAIN = ["train", "digits", "--steps", "2", "--batch-size", "8", "--validation-batches", "1", "--device", "cpu"]
 
 

@@ -12,7 +12,7 @@ import fp4graph
 from fp4graph.exports import ExportError
 from tests.exports.models import MXFP4, NVFP4, TOKENS, mixture, multiplied, parameters, policy, trained
 
-pytest.importorskip("transformers")
+pytestmark = pytest.mark.slow
 EXPERTS = {"match": {"op": "grouped"}}
 
 
