@@ -101,6 +101,7 @@ def _hugging_face(folder: Path, policy: str) -> nn.Module:
         raise Error(f"{folder}/config.json names the architecture {name!r}, which this transformers does not have")
     if getattr(config, "quantization_config", None):
         raise Error(f"{folder} is quantized already; export the folder that training wrote")
-    config._experts_implementation = "grouped_mm"
+    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        config._experts_implementation = "grouped_mm"  # the form in which experts are quantized
     model: nn.Module = kind.from_pretrained(str(folder), config=config)
     return fp4graph.apply(model, policy, backend="eager")

@@ -68,4 +68,4 @@ def kept_modules(model: nn.Module, names: Mapping[str, Tensor]) -> list[str]:
         if tensor.dim() in (2, 3) and not isinstance(owners.get(name.rpartition(".")[0]), outside)
     }
     kept = stored_names(model, matrices)
-    return sorted({name.removesuffix(".weight") for name, tensor in kept.items() if name.endswith(".weight")})
+    return sorted({name.rpartition(".")[0] for name, x in kept.items() if name.endswith(".weight") or x.dim() == 3})

@@ -26,6 +26,7 @@ from tests.exports.models import (
 )
 
 pytest.importorskip("compressed_tensors")
+pytestmark = pytest.mark.slow
 MODELS = {"llama": llama, "qwen3-moe": lambda: mixture("qwen3-moe")}
 STEPS = [2, pytest.param(50, marks=pytest.mark.long)]
 
@@ -60,7 +61,6 @@ def same_activations(reader, under):
     return fp4graph.apply(reader, keeping(under, *operands), backend="eager")(TOKENS).logits
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("name", MODELS)
 def test_mxfp4_is_read_bit_for_bit(name, steps, tmp_path):
@@ -75,7 +75,6 @@ def test_mxfp4_is_read_bit_for_bit(name, steps, tmp_path):
         assert torch.equal(same_activations(reader, "tetrajet"), model(TOKENS).logits)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*leaves out the global scales of experts")
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("name", MODELS)
@@ -135,10 +134,11 @@ def test_experts_in_nvfp4_warn_of_the_reader_that_loses_their_scale(tmp_path):
         fp4graph.export(model, tmp_path / "out")
 
 
+@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("under", ["tetrajet", "tetrajet-qema", "nvfp4-te"])
-def test_a_vit_is_read_by_the_decompressor(under, tmp_path):
+def test_a_vit_is_read_by_the_decompressor(under, steps, tmp_path):
     x = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
-    model = trained(vit(), under, x=x)
+    model = trained(vit(), under, steps, x=x)
     fp4graph.export(model, tmp_path / "out", activations=False)
     found = load_file(dequantized_checkpoint(tmp_path / "out") / "model.safetensors")
     wanted = {f"{site}.weight": weight for site, weight in multiplied(model, x).items()}
@@ -148,6 +148,23 @@ def test_a_vit_is_read_by_the_decompressor(under, tmp_path):
     for key, value in found.items():
         bound = expected[key].abs() * (2**-8 if key in wanted and under == "nvfp4-te" else 0)
         assert ((value.float() - expected[key]).abs() <= bound).all(), key
+
+
+def test_two_kinds_of_blocks_in_one_model(tmp_path):
+    data = policy(NVFP4)
+    mlp = {"name": "mlp", "match": {"module": "*.mlp.*"}, "quantize": MXFP4, "operands": {"fprop.input": "keep"}}
+    data["rules"].insert(0, mlp)
+    model = trained(llama(), data)
+    fp4graph.export(model, tmp_path / "out")
+    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert config["format"] == "mixed-precision"
+    assert {group["format"] for group in config["config_groups"].values()} == {
+        "mxfp4-pack-quantized",
+        "nvfp4-pack-quantized",
+    }
+    reader = read(dequantized_checkpoint(tmp_path / "out"))
+    for key, weight in parameters(multiplied(model, TOKENS)).items():  # without γ both are exact in bf16
+        assert torch.equal(reader.get_parameter(key), weight), key
 
 
 def test_the_bytes_are_those_of_our_own_packer(tmp_path):

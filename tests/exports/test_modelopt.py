@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 import fp4graph
 from tests.exports.models import NVFP4, TOKENS, llama, mixture, multiplied, parameters, policy, trained
 
+pytestmark = pytest.mark.slow
 TWO = {"weights": {"block": [16, 16]}}
 
 

@@ -42,7 +42,11 @@ WRONG = {
     "scale": ((NVFP4 | {"scale": {"format": "ue5m3"}},), {}, "ue5m3"),
     "convention": ((NVFP4 | {"scale": {"format": "e4m3", "convention": "encode"}},), {}, "encode scale"),
     "rotated": ((MXFP4, {"hadamard": {"kind": "deterministic"}}), {}, "hadamard transforms both operands.*scope"),
-    "rows": ((NVFP4, {"tensor_scaling": {"granularity": "row"}}), {}, "one for the matrix.*granularity: tensor"),
+    "rows": (
+        (NVFP4, {"tensor_scaling": {"granularity": "row", "operands": ["fprop.weight"]}}),
+        {},
+        "one for the matrix.*granularity: tensor",
+    ),
     "padding": ((MXFP4,), {"features": 40}, "40 columns are not divided by the block of 32"),
     "split": ((MXFP4, {"outlier_clamp": {"operands": ["fprop.weight"]}}), {}, "outlier_clamp splits.*without it"),
     "activations": ((MXFP4,), {"operands": {"fprop.input": {"element": "e4m3"}}}, "activations.*--weights-only"),
@@ -100,13 +104,13 @@ def test_a_disk_that_is_full_leaves_nothing(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("fp4graph.exports.api.write_tensors", full)
-    with pytest.raises(Error, match="No space left on device.*Nothing is left there"):
+    with pytest.raises(Error, match=r"No space left on device.*Nothing is left there"):
         fp4graph.export(under(MXFP4), tmp_path / "out")
     assert os.listdir(tmp_path) == []
 
 
 def test_a_format_that_nobody_knows(tmp_path):
-    with pytest.raises(Error, match="no export format 'modelop'.*modelopt"):
+    with pytest.raises(Error, match=r"no export format 'modelop'.*modelopt"):
         fp4graph.export(under(MXFP4), tmp_path / "out", format="modelop")
 
 
