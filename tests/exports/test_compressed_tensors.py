@@ -29,6 +29,7 @@ pytest.importorskip("compressed_tensors")
 pytestmark = pytest.mark.slow
 MODELS = {"llama": llama, "qwen3-moe": lambda: mixture("qwen3-moe")}
 STEPS = [2, pytest.param(50, marks=pytest.mark.long)]
+QUICK = ["llama", pytest.param("qwen3-moe", marks=pytest.mark.long)]
 
 
 def read(folder, **options):
@@ -77,7 +78,7 @@ def test_mxfp4_is_read_bit_for_bit(name, steps, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*leaves out the global scales of experts")
 @pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", QUICK)
 def test_nvfp4_is_read_but_for_the_readers_bf16(name, steps, tmp_path):
     """The library dequantizes to bf16, which holds 8 bits: a weight is off by 2^-9 of itself, or 2^-8 with the
     roundings of γ and its inverse before. The first and the last block are in high precision."""
