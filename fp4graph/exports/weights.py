@@ -98,10 +98,11 @@ def fp4_weights(runtime: Runtime, *, activations: bool = True) -> Iterator[Fp4We
         Error: no forward has shown what the policy quantizes, or the model is sharded.
     """
     used = [weight for weight in runtime.weights if weight.is_captured]
-    if runtime.weights and not used:
+    due = runtime.policy.phase(_count(runtime), runtime.settings.total_forwards)
+    if (runtime.weights and not used) or due != runtime.phase:
         raise Error(
             "export() writes what a forward multiplies with, and the model has not been called since the policy was "
-            "applied; call it once, in eval() and under torch.no_grad() if you like"
+            "applied or its present phase began; call it once, in eval() and under torch.no_grad() if you like"
         )
     seen = set()
     for weight in used:
@@ -167,8 +168,12 @@ def _of(weight: Weight, fprop: GemmProgram, runtime: Runtime, activations: bool)
 
 def _step(runtime: Runtime) -> Tensor:
     """Return the step tensor of an eval forward now."""
-    count = runtime.root_state.count if runtime.root_state is not None else 0
-    return noise.make_step(runtime.settings.seed, 0, count)
+    return noise.make_step(runtime.settings.seed, 0, _count(runtime))
+
+
+def _count(runtime: Runtime) -> int:
+    """Return the number of forwards with gradients so far."""
+    return runtime.root_state.count if runtime.root_state is not None else 0
 
 
 def _shared(weight: Weight, gamma: Tensor, *, grouped: bool) -> Tensor:

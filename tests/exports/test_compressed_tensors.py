@@ -29,6 +29,7 @@ pytest.importorskip("compressed_tensors")
 pytestmark = pytest.mark.slow
 MODELS = {"llama": llama, "qwen3-moe": lambda: mixture("qwen3-moe")}
 STEPS = [2, pytest.param(50, marks=pytest.mark.long)]
+QUICK = ["llama", pytest.param("qwen3-moe", marks=pytest.mark.long)]
 
 
 def read(folder, **options):
@@ -77,7 +78,7 @@ def test_mxfp4_is_read_bit_for_bit(name, steps, tmp_path):
 
 @pytest.mark.filterwarnings("ignore:.*leaves out the global scales of experts")
 @pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", QUICK)
 def test_nvfp4_is_read_but_for_the_readers_bf16(name, steps, tmp_path):
     """The library dequantizes to bf16, which holds 8 bits: a weight is off by 2^-9 of itself, or 2^-8 with the
     roundings of γ and its inverse before. The first and the last block are in high precision."""
@@ -93,8 +94,16 @@ def test_nvfp4_is_read_but_for_the_readers_bf16(name, steps, tmp_path):
         assert ((weight - expected).abs() <= bound).all(), key
     with torch.no_grad():
         y = model(TOKENS).logits
-    # One block of three: its errors of 2^-9, most of which cancel in sums of 64, change activations' roundings too.
-    torch.testing.assert_close(same_activations(reader, "nvfp4-te"), y, rtol=0, atol=0.02 * y.abs().max().item())
+    # Activations are rounded to FP4 after every layer, which amplifies an ulp: no more than three times what any other
+    # change of the weights by 2^-9 comes to.
+    changed = MODELS[name]()
+    changed.load_state_dict(plain)
+    generator = torch.Generator().manual_seed(1)
+    for key, weight in wanted.items():
+        signs = torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1
+        changed.get_parameter(key).data.copy_(weight * (1 + signs * 2**-9))
+    bound = 3 * (same_activations(changed.eval(), "nvfp4-te") - y).abs().max().item()
+    torch.testing.assert_close(same_activations(reader, "nvfp4-te"), y, rtol=0, atol=bound)
 
 
 @pytest.mark.parametrize(("quantize", "operands"), [(MXFP4, {}), (NVFP4, {"weights": {"block": [16, 16]}})])

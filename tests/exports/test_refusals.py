@@ -115,10 +115,27 @@ def test_a_format_that_nobody_knows(tmp_path):
 
 
 def test_a_model_that_was_not_called(tmp_path):
-    with pytest.raises(Error, match="has not been called since the policy was applied; call it once"):
+    with pytest.raises(Error, match=r"has not been called since the policy was applied or.*call it once"):
         fp4graph.export(fp4graph.apply(Net(), "tetrajet", backend="eager"), tmp_path / "out")
     with pytest.raises(Error, match=r"export\(\) takes a model that fp4graph\.apply has prepared"):
         fp4graph.export(Net(), tmp_path / "out")
+
+
+def test_a_phase_that_no_forward_has_shown(tmp_path):
+    """The second phase keeps everything: what the first forward multiplied with is no longer what the next one will."""
+    rule = {"name": "the rule", "match": {"module": "inner"}, "quantize": MXFP4}
+    policy = {"version": 1, "name": "p", "rules": [rule], "phases": [{"at": 1, "rules": [], "default": "keep"}]}
+    model = fp4graph.apply(Net(), policy, backend="eager")
+    with torch.no_grad():
+        model(torch.randn(2, 64))
+    fp4graph.export(model, tmp_path / "first")
+    model(torch.randn(2, 64)).sum().backward()
+    with pytest.raises(Error, match="or its present phase began; call it once"):
+        fp4graph.export(model, tmp_path / "second")
+    with torch.no_grad():
+        model(torch.randn(2, 64))
+    with pytest.raises(Error, match="quantizes no weight in fprop"):
+        fp4graph.export(model, tmp_path / "second")
 
 
 def test_a_policy_that_quantizes_nothing(tmp_path):
