@@ -59,12 +59,10 @@ def section(contents: Mapping[str, Mapping[str, Any]]) -> str:
     machine = next(iter(contents.values()))["machine"]
     on = "cuda" if machine["gpu"] else "cpu"
     rows = {benchmark: list(content["rows"]) for benchmark, content in contents.items()}
-    parts = [
-        f"### {machine['gpu'] or machine['cpu']}, {threads(machine)}",
-        described(machine),
-        "#### Targets",
-        tables.markdown(targets.COLUMNS, list(targets.held_against(rows, on))),
-    ]
+    parts = [f"### {machine['gpu'] or machine['cpu']}, {threads(machine)}", described(machine)]
+    held = list(targets.held_against(rows, on))
+    if any(target["verdict"] != "not measured" for target in held):
+        parts += ["#### Targets", tables.markdown(targets.COLUMNS, held)]
     for benchmark, module in BENCHMARKS.items():
         compiled = [row for row in rows.get(benchmark, []) if row["case"].get("backend", "inductor") == "inductor"]
         if compiled:
