@@ -121,7 +121,8 @@ def fp4_weights(runtime: Runtime, *, activations: bool = True) -> Iterator[Fp4We
 @torch.no_grad()
 def _of(weight: Weight, fprop: GemmProgram, runtime: Runtime, activations: bool) -> Fp4Weight:
     """Return one weight, whose program in evaluation is ``fprop``."""
-    program = fprop.right
+    program, spec = fprop.right, fprop.right.spec
+    assert spec is not None
     if fprop.transforms:
         names = " and ".join(sorted(technique.name for technique in fprop.transforms))
         raise refusal(
@@ -152,7 +153,8 @@ def _of(weight: Weight, fprop: GemmProgram, runtime: Runtime, activations: bool)
     segments = Segments(0, x.shape[0]) if weight.view.op == "grouped" else None
     parts = program.quantize(x, draw, entries, segments)
     like = parts.elements
-    elements, scales = (parts.blocking.join(each.expand_as(like)) for each in (like, parts.scale))
+    decode = parts.scale if spec.scale.convention == "decode" else 1 / parts.scale
+    elements, scales = (parts.blocking.join(each.expand_as(like)) for each in (like, decode))
     scales = scales[..., ::block].contiguous()
     multiplier = torch.ones((), device=x.device)
     if (gamma := parts.group_scale) is not None:
@@ -209,10 +211,14 @@ def _kind(weight: Weight, program: OperandProgram) -> Kind:
 
 
 def _kind_of(spec: QuantSpec) -> Kind | None:
-    """Return the kind of a spec's blocks. 2-D blocks are of a kind too: their scales can be written out by lines."""
+    """Return the kind of a spec's blocks.
+
+    2-D blocks are of a kind too, because their scales can be written out by lines, and so are encode scales that are
+    powers of two, because the inverse of one is one.
+    """
     length = spec.block[1] if isinstance(spec.block, tuple) else spec.block
     for kind, scale in _SCALES.items():
-        stored = spec.scale.format == scale and spec.scale.convention == "decode"
+        stored = spec.scale.format == scale and (spec.scale.convention == "decode" or scale == E8M0)
         if spec.element == E2M1 and length == BLOCK[kind] and stored:
             return kind
     return None

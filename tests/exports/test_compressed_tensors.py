@@ -159,6 +159,17 @@ def test_a_vit_is_read_by_the_decompressor(under, steps, tmp_path):
         assert ((value.float() - expected[key]).abs() <= bound).all(), key
 
 
+def test_encode_scales_that_are_powers_of_two_are_inverted(tmp_path):
+    x = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
+    model = trained(vit(), "mxfp4", x=x)
+    fp4graph.export(model, tmp_path / "out")
+    found = load_file(dequantized_checkpoint(tmp_path / "out") / "model.safetensors")
+    wanted = multiplied(model, x)
+    assert wanted
+    for site, weight in wanted.items():
+        assert torch.equal(found[f"{site}.weight"].float(), weight), site
+
+
 def test_two_kinds_of_blocks_in_one_model(tmp_path):
     data = policy(NVFP4)
     mlp = {"name": "mlp", "match": {"module": "*.mlp.*"}, "quantize": MXFP4, "operands": {"fprop.input": "keep"}}
