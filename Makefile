@@ -18,7 +18,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxpro
 test: $(STAMP) lint
 	$(PYTEST)
 
-# Every other policy, case, kill and client: with `make test` all that continuous integration runs, half an hour.
+# Every other policy, case, kill and client: with `make test` all that continuous integration runs, three quarters of an hour.
 long: $(VENV)/.clients
 	$(PYTEST) -m "long and not parity and not gpu"
 
@@ -38,9 +38,10 @@ format: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m fp4graph.commands.reference docs/reference
 
-# Every policy and technique under Inductor beside eager: about an hour.
+# Every policy and technique under Inductor beside eager, and mixtures of experts: about an hour and a half.
 parity: $(STAMP)
 	$(BIN)/python -m pytest tests/parity -m "parity or not parity" -s
+	$(BIN)/python -m pytest tests/clients/test_experts.py -m parity
 
 # The figures that docs/performance.md promises for a CPU, beside the targets: about half an hour, nothing else running.
 bench: $(VENV)/.peers

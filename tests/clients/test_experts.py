@@ -105,9 +105,19 @@ def test_trains_and_resumes(name, policy, tmp_path):
     assert torch.equal(train(resumed, second, 3), train(model, optimizer, 3))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("policy", ["tetrajet", "nvfp4-te", "mxfp4-best"])
-@pytest.mark.parametrize("name", CONFIGS)
+#: The others take minutes each: `make parity`.
+COMPILED = {("Qwen3-MoE", "tetrajet"), ("Mixtral", "mxfp4-best")}
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize(
+    ("name", "policy"),
+    [
+        pytest.param(name, policy, marks=pytest.mark.long if (name, policy) in COMPILED else pytest.mark.parity)
+        for name in CONFIGS
+        for policy in ("tetrajet", "nvfp4-te", "mxfp4-best")
+    ],
+)
 def test_trains_under_inductor(name, policy):
     """The loss falls as the eager one does.
 
