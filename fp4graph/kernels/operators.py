@@ -62,7 +62,10 @@ def reduces(spec: QuantSpec, device: torch.device) -> bool:
 
 
 def rounds(spec: QuantSpec, device: torch.device) -> bool:
-    """True if a kernel rounds to the elements of ``spec`` on ``device``, given the scales of its blocks."""
+    """True if a kernel rounds to the elements of ``spec`` on ``device``, given the scales of its blocks.
+
+    On a GPU tensor code does, though the kernel could: whether that saves bytes has not been counted.
+    """
     return cpu.supports(by_runs(spec)) and _on(device)
 
 

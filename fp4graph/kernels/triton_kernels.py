@@ -78,6 +78,12 @@ def _load_bytes(codes_from, scales_from, line, inside, first, length, TILE: tl.c
 
 
 @triton.jit
+def _part(part, block_index, within, EACH: tl.constexpr):
+    """Return what techniques give of blocks, one number for each, which is 1 outside of the tensor."""
+    return tl.load(part + (block_index.to(tl.int64) if EACH else block_index.to(tl.int64) * 0), within, other=1.0)
+
+
+@triton.jit
 def quantize_kernel(
     x,
     codes,
@@ -89,6 +95,10 @@ def quantize_kernel(
     column_codes,
     column_scales,
     column_sums,
+    given_divisor,
+    given_statistic,
+    given_scale,
+    given_factor,
     key,
     step,
     row_salts,
@@ -98,6 +108,7 @@ def quantize_kernel(
     P: tl.constexpr,
     R: tl.constexpr,
     C: tl.constexpr,
+    EACH: tl.constexpr,
     THROUGH: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -110,7 +121,10 @@ def quantize_kernel(
         row_values, column_values: of the shape of x; without R, rows are written as they are read.
         row_codes, row_scales: ``[batch, M, blocks]`` of them; of columns ``[batch, K, blocks]``.
         column_sums: fp32 ``[batch · tiles along M, K]``, the sums of what is read over the rows of each tile.
+        given_divisor, ...: what techniques give, fp32, for each block of the one direction that there is, or one number
+            for all.
         key: int32 ``[2]``; step: int32 ``[5]`` or None; salts: tuples of int. Read by specs that draw.
+        EACH: of the four given tensors, whether there is a number for each block.
         THROUGH: the dtype that values have before they are quantized.
     """
     across = tl.cdiv(K, TILE)
@@ -138,7 +152,21 @@ def quantize_kernel(
         block = first_k // R.block + tl.arange(0, ACROSS)
         block_index = row.to(tl.uint32)[:, None] * tl.cdiv(K, R.block) + block.to(tl.uint32)[None, :]
         block_index = tl.reshape(block_index, [TILE, ACROSS, 1])
-        q, scale, y = _quantized(tl.reshape(values, [TILE, ACROSS, R.block]), a, b, index, block_index, 2, R)
+        within = tl.reshape((m < M)[:, None] & (block < tl.cdiv(K, R.block))[None, :], [TILE, ACROSS, 1])
+        divisor = None
+        if given_divisor is not None:
+            divisor = _part(given_divisor, block_index, within, EACH[0])
+        statistic = None
+        if given_statistic is not None:
+            statistic = _part(given_statistic, block_index, within, EACH[1])
+        scale = None
+        if given_scale is not None:
+            scale = _part(given_scale, block_index, within, EACH[2])
+        factor = None
+        if given_factor is not None:
+            factor = _part(given_factor, block_index, within, EACH[3])
+        blocks = tl.reshape(values, [TILE, ACROSS, R.block])
+        q, scale, y = _quantized(blocks, a, b, index, block_index, divisor, statistic, scale, factor, 2, R)
         y = tl.reshape(y, [TILE, TILE])
         if row_codes is not None:
             q, scale = tl.reshape(q, [TILE, TILE]), tl.reshape(scale, [TILE, ACROSS])
@@ -155,7 +183,21 @@ def quantize_kernel(
         block = first_m // C.block + tl.arange(0, DOWN)
         block_index = column.to(tl.uint32)[None, :] * tl.cdiv(M, C.block) + block.to(tl.uint32)[:, None]
         block_index = tl.reshape(block_index, [DOWN, 1, TILE])
-        q, scale, y = _quantized(tl.reshape(values, [DOWN, C.block, TILE]), a, b, index, block_index, 1, C)
+        within = tl.reshape((k < K)[None, :] & (block < tl.cdiv(M, C.block))[:, None], [DOWN, 1, TILE])
+        divisor = None
+        if given_divisor is not None:
+            divisor = _part(given_divisor, block_index, within, EACH[0])
+        statistic = None
+        if given_statistic is not None:
+            statistic = _part(given_statistic, block_index, within, EACH[1])
+        scale = None
+        if given_scale is not None:
+            scale = _part(given_scale, block_index, within, EACH[2])
+        factor = None
+        if given_factor is not None:
+            factor = _part(given_factor, block_index, within, EACH[3])
+        blocks = tl.reshape(values, [DOWN, C.block, TILE])
+        q, scale, y = _quantized(blocks, a, b, index, block_index, divisor, statistic, scale, factor, 1, C)
         if column_codes is not None:
             q, scale = tl.trans(tl.reshape(q, [TILE, TILE])), tl.trans(tl.reshape(scale, [DOWN, TILE]))
             _store_bytes(q, scale, column_codes, column_scales, column.to(tl.int64), k < K, first_m, M, C)

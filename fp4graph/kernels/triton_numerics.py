@@ -206,13 +206,39 @@ def _round_element(u, noise, F: tl.constexpr):
 
 
 @triton.jit
-def _quantized(x, a, b, index, block_index, AXIS: tl.constexpr, F: tl.constexpr):
+def _quantized(
+    x, a, b, index, block_index, divisor, statistic, given_scale, factor, AXIS: tl.constexpr, F: tl.constexpr
+):
     """Return element values, scales and the dequantized x, fp32, of blocks along AXIS of x.
 
     (a, b) is the operand's key; index and block_index are those of numerics/blocking.py, uint32. Where a block is not
-    finite its scale is NaN, and so is all that it multiplies or divides.
+    finite its scale is NaN, and so is all that it multiplies or divides. The four parts that techniques give are those
+    of :class:`fp4graph.kernels.cpu.Blocks`, None or one for each block.
     """
+    if divisor is not None:
+        x = tl.div_rn(x, tl.broadcast_to(divisor, x.shape))
+    if given_scale is not None:
+        scale = given_scale
+        u = x * scale if F.encode else tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+        noise = index
+        if F.draws:
+            element_a, element_b = _salted(a, b, 0)
+            noise = _hash_bits(element_a, element_b, index)
+        q = tl.where(u == u, _round_element(u, noise, F), u)
+        y = tl.div_rn(q, tl.broadcast_to(scale, q.shape)) if F.encode else q * scale
+    else:
+        q, scale, y = _quantized_by_rule(x, a, b, index, block_index, statistic, AXIS, F)
+    if factor is not None:
+        y = y * factor
+    return q, scale, y
+
+
+@triton.jit
+def _quantized_by_rule(x, a, b, index, block_index, statistic, AXIS: tl.constexpr, F: tl.constexpr):
+    """Return :func:`_quantized` with scales by the spec's rule."""
     z = tl.max(_bits(x) & 0x7FFFFFFF, AXIS, keep_dims=True)
+    if statistic is not None:
+        z = _bits(statistic) & 0x7FFFFFFF
     scale_noise = block_index
     if F.s_draws:
         block_a, block_b = _salted(a, b, 1 << 16)
@@ -225,6 +251,8 @@ def _quantized(x, a, b, index, block_index, AXIS: tl.constexpr, F: tl.constexpr)
         noise = _hash_bits(element_a, element_b, index)
     u = x * scale if F.encode else _divided(x, scale, reciprocal, F)
     q = _round_element(u, noise, F)
+    if statistic is not None:  # which may be finite where the block is not
+        q = tl.where(u == u, q, u)
     return q, scale, _divided(q, scale, reciprocal, F) if F.encode else q * scale
 
 

@@ -38,21 +38,20 @@ WARPS = 4
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False, "enable_reflect_ftz": False}
 THROUGH = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _NO_BYTES = (None, None)
+_NOTHING_GIVEN = (None, None, None, None)
 
 
 def quantize(
     x: Tensor, spec: str, key: Tensor | None, step: Tensor | None, salts: Sequence[int], *blocks: Tensor | None
 ) -> Tensor:
     """Run the operator ``quantize``, like all of these on CPU tensors in Triton's interpreter."""
-    if any(part is not None for part in blocks):
-        raise NotImplementedError("the Triton kernel takes no parts of techniques")
-    y = torch.empty_like(x)
+    y, given = torch.empty_like(x), blocks or _NOTHING_GIVEN
     if x.is_contiguous() and y.is_contiguous():
-        _launch(x, _NO_BYTES, None, (y, spec, salts), None, key, step)
+        _launch(x, _NO_BYTES, None, (y, spec, salts), None, key, step, given=given)
     elif x.dim() > 1 and x.mT.is_contiguous() and y.mT.is_contiguous():
-        _launch(x.mT, _NO_BYTES, None, None, (y.mT, spec, salts), key, step)
+        _launch(x.mT, _NO_BYTES, None, None, (y.mT, spec, salts), key, step, given=given)
     else:
-        y.copy_(quantize(x.contiguous(), spec, key, step, salts))
+        y.copy_(quantize(x.contiguous(), spec, key, step, salts, *blocks))
     return y
 
 
@@ -138,11 +137,13 @@ def _launch(
     row_bytes: _Bytes = _NO_BYTES,
     column_bytes: _Bytes = _NO_BYTES,
     sums: Tensor | None = None,
+    given: Sequence[Tensor | None] = _NOTHING_GIVEN,
 ) -> None:
     """Run the kernel on ``x [..., M, K]``, or where ``packed`` names a spec, on the ``source`` that has its shape."""
     if not x.numel():
         return
     *leading, m, k = (1, *x.shape) if x.dim() == 1 else x.shape
+    each = tuple(part is not None and part.numel() > 1 for part in given)
     grid = (math.prod(leading) * triton.cdiv(m, TILE) * triton.cdiv(k, TILE),)
     tensors: list[Any] = [x if packed is None else None, *source]
     tensors += [
@@ -151,13 +152,14 @@ def _launch(
         None if columns is None else columns[0],
         *column_bytes,
         sums,
+        *given,
     ]
     salts = (() if rows is None else tuple(rows[2])), (() if columns is None else tuple(columns[2]))
     specs = packed, None if rows is None else rows[1], None if columns is None else columns[1]
     formats = {name: _constants(text) for name, text in zip("PRC", specs, strict=True)}
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         quantize_kernel[grid](
-            *tensors, key, step, *salts, m, k, **formats, THROUGH=THROUGH[x.dtype], TILE=TILE, **OPTIONS
+            *tensors, key, step, *salts, m, k, **formats, EACH=each, THROUGH=THROUGH[x.dtype], TILE=TILE, **OPTIONS
         )
 
 

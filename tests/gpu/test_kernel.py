@@ -25,6 +25,7 @@ from fp4graph.kernels.constants import constants
 from fp4graph.kernels.gpu import DTYPES, TILE, supports
 from fp4graph.kernels.inductor import EXACT
 from fp4graph.kernels.triton_kernels import quantize_kernel
+from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.packing import Packed, pack, scale_storage, unpack
 from fp4graph.numerics.quantize import fake_quantize
@@ -34,6 +35,8 @@ from fp4graph.technique.operands import Operand
 from tests.gpu.cases import KEY, STEP, operands, programs
 from tests.gpu.test_generated import EVEN, GPUS, UNEVEN, assert_machine_code
 from tests.helpers.floats import assert_same_bits
+from tests.kernels.quantizers import hostile
+from tests.kernels.test_cpu import GIVEN, expected_with
 
 pytestmark = pytest.mark.process
 
@@ -88,6 +91,7 @@ def pairs() -> dict[str, tuple[QuantSpec, QuantSpec]]:
 FEW = ("tetrajet:input", "encode", "stochastic scales")
 PAIRS = [pytest.param(name, marks=() if name in FEW else pytest.mark.gpu) for name in pairs()]
 ROW_SALTS, COLUMN_SALTS = [3], [5]
+STOCHASTIC = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "stochastic"), "stochastic")
 
 
 def key_of(operand: Operand) -> Tensor:
@@ -202,6 +206,28 @@ def test_a_line(interpreter: ProcessPoolExecutor) -> None:
     assert_same_bits(alone, along_rows(x, spec))
 
 
+@pytest.mark.parametrize("one", [False, True], ids=["one a block", "one for all"])
+@pytest.mark.parametrize("names", GIVEN, ids="-".join)
+def test_given_blocks(names: tuple[str, ...], one: bool, interpreter: ProcessPoolExecutor) -> None:
+    """As the kernels of a CPU are held to the definition (tests/kernels/test_cpu.py), along rows and along columns."""
+    encode = QuantSpec("e4m3", 16, ScaleSpec("bf16", "nearest_even", "encode"), "nearest", "up")
+    generator = torch.Generator().manual_seed(3)
+    for spec, dtype in ((STOCHASTIC, torch.float32), (encode, torch.bfloat16)):
+        x = hostile((2, 70, 45), 16, dtype)
+        grid = (1,) if one else tuple(Blocking(tuple(x.shape), spec.block).grid)
+        given = {name: torch.randn(grid, generator=generator).exp() for name in names}
+        if not one:
+            for part in given.values():
+                part.view(-1)[torch.randperm(part.numel(), generator=generator)[:4]] = torch.tensor(
+                    [torch.nan, torch.inf, 0.0, 1e-40]
+                )
+        parts = operators.Blocks(**given)
+        for layout in (x, x.mT.contiguous().mT):
+            arguments = (layout, spec.to_text(), *noise(ROW_SALTS), *parts)
+            mine = interpreter.submit(triton_quantize.quantize, *arguments).result()
+            assert_same_bits(mine, expected_with(x, spec, given, ROW_KEY))
+
+
 #: Which tensors each operator hands to the kernel.
 USES = {
     "quantize": ("x", "row_values"),
@@ -211,6 +237,7 @@ USES = {
     "quantize_and_pack_columns": ("x", "row_values", "column_codes", "column_scales"),
     "requantize": ("codes", "scales", "column_values"),
     "unpack": ("codes", "scales", "row_values"),
+    "quantize, given blocks": ("x", "row_values", "given_divisor", "given_statistic", "given_factor"),
 }
 
 
@@ -240,16 +267,23 @@ def compiled(gpu: absent.Gpu, rows: QuantSpec, columns: QuantSpec, operator: str
     types = {
         **dict.fromkeys(("x", "row_values", "column_values"), "*bf16"),
         **dict.fromkeys(("codes", "row_codes", "column_codes"), "*u8"),
-        "column_sums": "*fp32",
+        **dict.fromkeys(("column_sums", *(f"given_{name}" for name in GIVEN[-1])), "*fp32"),
         "scales": scales_of(rows),
         "row_scales": scales_of(rows),
         "column_scales": scales_of(columns),
     }
     pointers = {**{name: types[name] for name in used}, "key": "*i32", "step": "*i32"}
     absent_ones = {name: None for name in types if name not in used}
+    each = tuple(f"given_{name}" in used for name in GIVEN[-1])
     sizes = {"row_salts": ("i32",), "column_salts": ("i32",), "M": "i32", "K": "i32"}
     formats = {name: None if spec is None else constants(spec) for name, spec in specs.items()}
-    constant = {**absent_ones, **formats, "THROUGH": triton_quantize.THROUGH[torch.bfloat16], "TILE": TILE}
+    constant = {
+        **absent_ones,
+        **formats,
+        "EACH": each,
+        "THROUGH": triton_quantize.THROUGH[torch.bfloat16],
+        "TILE": TILE,
+    }
     return absent.compile_written(
         gpu, quantize_kernel, {**pointers, **sizes}, constant, [*pointers, "M", "K"], **triton_quantize.OPTIONS
     )

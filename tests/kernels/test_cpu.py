@@ -297,10 +297,10 @@ PARTS = ("divisor", "statistic", "scale", "factor")
 GIVEN = [*((part,) for part in PARTS), ("divisor", "statistic", "factor"), ("divisor", "scale", "factor"), PARTS]
 
 
-def expected_with(x: Tensor, spec: QuantSpec, given: dict[str, Tensor]) -> Tensor:
+def expected_with(x: Tensor, spec: QuantSpec, given: dict[str, Tensor], key: Tensor = DERIVED) -> Tensor:
     """By the definition: ``factor · dequantize(round((x / divisor) / S))``, S of ``statistic`` unless it is given."""
     blocking = Blocking(tuple(x.shape), spec.block)
-    noise = Noise(DERIVED, blocking, x.device)
+    noise = Noise(key, blocking, x.device)
     parts = {name: (p if p.numel() == 1 else p.reshape(blocking.scale_shape)) for name, p in given.items()}
     values = blocking.split(x).float() / parts.get("divisor", 1)
     z = parts.get("statistic", scaling.amax(values, blocking.axes)).expand(blocking.scale_shape)
