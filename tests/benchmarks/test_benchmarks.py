@@ -98,6 +98,7 @@ def test_equal_quantizers_are_measured_once_and_those_of_the_optimizer_not_at_al
 
 
 @pytest.mark.slow
+@pytest.mark.process
 def test_a_quantizer_alone_gives_what_its_spec_says(command: Command):
     from benchmarks.quantizers import quantizers
 

@@ -60,6 +60,7 @@ def test_borrowing_is_calling(policy):
         assert all(map(torch.equal, results, expected))
 
 
+@pytest.mark.inductor
 def test_all_borrowed_weights_are_marked_at_once():
     torch._dynamo.utils.counters.clear()
     trained(nn.Sequential(*(Borrows() for _ in range(4))), (torch.randn(8, 64),), "tetrajet-qema", steps=1)
