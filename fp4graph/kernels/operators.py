@@ -3,10 +3,9 @@ kernels.
 
 An operator does not fuse with its neighbours, and that is intended: on a CPU the kernel of
 :mod:`fp4graph.kernels.cpu` takes a fraction of the time of the code that Inductor generates, and is compiled once for
-all sites and shapes, where Inductor compiles each. Values are those of :func:`fp4graph.fake_quantize`.
-
-A spec is passed as text, so that a compiled graph in a cache names it in full; a draw is passed as its key, step and
-salts.
+all sites and shapes, where Inductor compiles each. On a GPU the Triton kernel reads and writes less memory than that
+code, and keeps packed bytes for the backward; it has not been timed. Values are those of :func:`fp4graph.fake_quantize`.
+:mod:`fp4graph.kernels.library` has the operators' schemas and implementations.
 """
 
 from __future__ import annotations
