@@ -4,7 +4,8 @@ kernels.
 An operator does not fuse with its neighbours, and that is intended: on a CPU the kernel of
 :mod:`fp4graph.kernels.cpu` takes a fraction of the time of the code that Inductor generates, and is compiled once for
 all sites and shapes, where Inductor compiles each. On a GPU the Triton kernel reads and writes less memory than that
-code, and keeps packed bytes for the backward; it has not been timed. Values are those of :func:`fp4graph.fake_quantize`.
+code, and keeps packed bytes for the backward; it has not been timed. Values are those of
+:func:`fp4graph.fake_quantize`.
 :mod:`fp4graph.kernels.library` has the operators' schemas and implementations.
 """
 
