@@ -20,7 +20,7 @@ from tests.helpers.floats import assert_same_bits
 pytestmark = pytest.mark.process
 
 #: dY both ways and the inputs packed along rows (tetrajet), or along columns from the originals.
-POLICIES = ("tetrajet", "microscaling", pytest.param("nvfp4", marks=pytest.mark.gpu))
+POLICIES = ("tetrajet", "microscaling", "mxfp4-full-hadamard", pytest.param("nvfp4", marks=pytest.mark.gpu))
 OPERATORS = ("quantize", "quantize_and_pack", "quantize_both", "quantize_and_pack_columns", "requantize", "unpack")
 
 
@@ -71,6 +71,7 @@ USED = {
     "microscaling": ["quantize_and_pack_columns", "quantize_and_pack_columns", "quantize_both", "unpack", "unpack"],
 }
 USED["nvfp4"] = USED["microscaling"]
+USED["mxfp4-full-hadamard"] = ["quantize"] * 6  # rotations part the two directions of every operand
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.gpu)], ids=str)
