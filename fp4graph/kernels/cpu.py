@@ -178,24 +178,30 @@ def quantize(
     run(*source, *target, _at(codes), _at(scales), blocks, *rest)
 
 
-def quantize_matrix(
+def matrix_quantizer(
     x: Tensor,
     y: Tensor,
-    number: int,
     spec: str,
     draw: Draw | None,
     codes: Tensor | None = None,
     scales: Tensor | None = None,
-) -> None:
-    """Write the matrix of this number that :func:`quantize` makes of the batch ``x [B, R, C]`` into ``y [R, C]``.
+) -> Callable[[int], None]:
+    """Return a function of n that writes matrix n of what :func:`quantize` makes of ``x [B, R, C]`` into ``y [R, C]``.
+
+    It keeps none of the tensors alive.
 
     Args:
-        codes, scales: those of the whole batch, of which this matrix's are written.
+        codes, scales: those of the whole batch, of which matrix n's are written.
     """
-    run = _function(_QUANTIZE, x.dtype, Q=spec)
+    run, shape = _function(_QUANTIZE, x.dtype, Q=spec), _Shape(0, *y.shape, 0)
     source, target = (_at(x), _Strides(*x.stride()), _Places()), (_at(y), _Strides(0, *y.stride()))
-    rest = _key_parts(draw), _Shape(number + 1, *y.shape, number), torch.get_num_threads()
-    run(*source, *target, _at(codes), _at(scales), _BlockwiseParts(), *rest)
+    rest = _BlockwiseParts(), _key_parts(draw), shape, torch.get_num_threads()
+    return functools.partial(_run_matrix, run, (*source, *target, _at(codes), _at(scales), *rest), shape)
+
+
+def _run_matrix(run: Callable[..., None], arguments: tuple[Any, ...], shape: _Shape, number: int) -> None:
+    shape.batches, shape.first = number + 1, number
+    run(*arguments)
 
 
 def maxima(x: Tensor, z: Tensor, block: int) -> None:
@@ -225,13 +231,16 @@ def requantize(
     run(*tensors, _key_parts(draw), _Shape(*y.shape), torch.get_num_threads())
 
 
-def requantize_matrix(
-    codes: Tensor, scales: Tensor, packed: str, y: Tensor, number: int, spec: str, draw: Draw | None
-) -> None:
-    """Write the matrix of this number that :func:`requantize` makes into ``y [R, C]``, contiguous along R."""
-    run = _function(_REQUANTIZE, y.dtype, P=packed, Q=spec)
+def matrix_requantizer(
+    codes: Tensor, scales: Tensor, packed: str, y: Tensor, spec: str, draw: Draw | None
+) -> Callable[[int], None]:
+    """Return a function of n that writes matrix n of what :func:`requantize` makes into ``y [R, C]``.
+
+    It keeps none of the tensors alive.
+    """
+    run, shape = _function(_REQUANTIZE, y.dtype, P=packed, Q=spec), _Shape(0, *y.shape, 0)
     tensors = _at(codes), _at(scales), _Places(), _at(y), _Strides(0, *y.stride())
-    run(*tensors, _key_parts(draw), _Shape(number + 1, *y.shape, number), torch.get_num_threads())
+    return functools.partial(_run_matrix, run, (*tensors, _key_parts(draw), shape, torch.get_num_threads()), shape)
 
 
 def unpack(codes: Tensor, scales: Tensor, packed: str, y: Tensor) -> None:

@@ -99,6 +99,15 @@ def tokens_of_experts(starts: Tensor, sizes: Tensor, tokens: int) -> Iterator[sl
         yield slice(start, start + size)
 
 
+def zero_others(y: Tensor, experts: Sequence[slice]) -> None:
+    """Write zeros to the rows of ``y`` that are no expert's."""
+    written = 0
+    for own in (*experts, slice(y.shape[0], y.shape[0])):
+        if written < own.start:
+            y[written : own.start] = 0
+        written = max(written, own.stop)
+
+
 # ------------------------------------------------------------------ fake
 
 
@@ -179,17 +188,16 @@ def _quantized_product(
         right = right.contiguous()
     count, length = right.shape[1:]
     buffer = right.new_empty((count, length)) if right.stride(2) == 1 else right.new_empty((length, count)).mT
-    written = 0
-    for expert, own in enumerate(tokens_of_experts(starts, sizes, left.shape[0])):
-        y[written : own.start] = 0
+    transposed, quantize = buffer.mT, cpu.matrix_quantizer(right, buffer, spec, draw, *kept)
+    experts = list(tokens_of_experts(starts, sizes, left.shape[0]))
+    zero_others(y, experts)
+    for expert, own in enumerate(experts):
         if own.start == own.stop:
             for part in kept:
                 part[expert] = 0  # nobody reads them
             continue
-        written = own.stop
-        cpu.quantize_matrix(right, buffer, expert, spec, draw, *kept)
-        torch.mm(left[own], buffer.mT, out=y[own])
-    y[written:] = 0
+        quantize(expert)
+        torch.mm(left[own], transposed, out=y[own])
     return y, codes, scales
 
 
@@ -208,15 +216,13 @@ def _requantized_product(
     y = _fake_requantized_product(left, codes, scales, packed, length)
     bytes_, source = (codes.contiguous(), scales.contiguous()), drawn(*draw)
     buffer = torch.empty((codes.shape[1], length), dtype=dtype)
-    written = 0
-    for expert, own in enumerate(tokens_of_experts(starts, sizes, left.shape[0])):
-        y[written : own.start] = 0
-        if own.start == own.stop:
-            continue
-        written = own.stop
-        cpu.requantize_matrix(*bytes_, packed, buffer.mT, expert, spec, source)
-        torch.mm(left[own], buffer, out=y[own])
-    y[written:] = 0
+    requantize = cpu.matrix_requantizer(*bytes_, packed, buffer.mT, spec, source)
+    experts = list(tokens_of_experts(starts, sizes, left.shape[0]))
+    zero_others(y, experts)
+    for expert, own in enumerate(experts):
+        if own.start < own.stop:
+            requantize(expert)
+            torch.mm(left[own], buffer, out=y[own])
     return y
 
 

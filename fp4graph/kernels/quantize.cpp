@@ -154,26 +154,30 @@ inline float dequantized(float q, float scale, float reciprocal) {
 // ---------------------------------------------------------------------------------------------- numerics/rounding.py
 
 template <class F>
-inline float round_element(float u, u32 bits) {
-    u = u < -F::QMAX ? -F::QMAX : u;
-    u = u > F::QMAX ? F::QMAX : u;
-    Spacing s = spacing(u, F::MIN_EXPONENT, F::MANTISSA);
-    i32 sign = as<i32>(u) & SIGN;
-    float w = u * s.inverse, v = as<float>(as<i32>(w) & ~SIGN), lower = std::floor(v), n;
-    if (F::DRAWS) {
-        n = lower + (v - lower > uniform<F::RANDOM_BITS>(bits) ? 1.0f : 0.0f);
-    } else if (F::TIES_EVEN && F::MANTISSA > 0) {
-        n = std::nearbyint(v);  // a binade starts at an even code
-    } else if (F::TIES_EVEN) {
-        i32 odd = (binade(s, F::MIN_EXPONENT, 0) + static_cast<i32>(lower)) & 1;
-        n = lower + static_cast<float>((v - lower > 0.5f) | ((v - lower == 0.5f) & odd));
-    } else if (F::TIES_UP) {
-        float below = std::floor(w);
-        n = std::fabs(below + (w - below >= 0.5f ? 1.0f : 0.0f));
+inline float round_element(float u, u32 bits, i32& place) {
+    const i32 sign = as<i32>(u) & SIGN;
+    float a = as<float>(as<i32>(u) & ~SIGN);
+    a = a > F::QMAX ? F::QMAX : a;
+    const Spacing s = spacing(a, F::MIN_EXPONENT, F::MANTISSA);
+    float q;
+    if (F::DRAWS || (F::TIES_EVEN && F::MANTISSA == 0)) {
+        const float v = a * s.inverse, lower = std::floor(v);
+        const i32 odd = (binade(s, F::MIN_EXPONENT, 0) + static_cast<i32>(lower)) & 1;
+        const bool up = F::DRAWS ? v - lower > uniform<F::RANDOM_BITS>(bits)
+                                 : (v - lower > 0.5f) | ((v - lower == 0.5f) & odd);
+        q = (lower + (up ? 1.0f : 0.0f)) * s.step;
     } else {
-        n = lower + (v - lower >= 0.5f ? 1.0f : 0.0f);
+        // Numbers this large are the multiples of the step, so that the sum is rounded to one, ties to even ones. A
+        // binade starts at an even code.
+        const float large = as<float>((as<i32>(s.step) + (23 << 23)) | 1 << 22);
+        const float half = as<float>(as<i32>(s.step) - (1 << 23));
+        const float w = F::TIES_UP ? as<float>(as<i32>(a) | sign) : a;
+        q = (w + large) - large;
+        if (!F::TIES_EVEN) q = w - q == half ? q + s.step : q;  // the difference is exact
     }
-    float q = as<float>(as<i32>(n * s.step) | sign);
+    q = as<float>(as<i32>(q) & ~SIGN);
+    place = (binade(s, F::MIN_EXPONENT, F::MANTISSA) << F::MANTISSA) + static_cast<i32>(q * s.inverse);
+    q = as<float>(as<i32>(q) | sign);
     return F::INTEGER && q == 0 ? 0.0f : q;
 }
 
@@ -187,11 +191,10 @@ inline i32 magnitude(float value, int min_exponent, int mantissa) {
 }
 
 template <class F>
-inline i32 encode(float q) {
+inline i32 encode(float q, i32 place) {
     constexpr i32 half = 1 << (F::CODE_BITS - 1);
-    i32 code = magnitude(q, F::MIN_EXPONENT, F::MANTISSA);
-    if (F::INTEGER) return (q < 0 ? -code : code) & (2 * half - 1);
-    return code | ((as<i32>(q) >> 31) & half);
+    if (F::INTEGER) return (q < 0 ? -place : place) & (2 * half - 1);
+    return place | ((as<i32>(q) >> 31) & half);
 }
 
 inline float decode_magnitude(i32 code, int min_exponent, int mantissa) {
@@ -266,9 +269,20 @@ inline void store(float x, bf16* to) {
     else narrow(x, to);
 }
 
+constexpr i64 LANES = 64;  // lines of a tile whose blocks lie across the contiguous axis
+
 struct Strides {
     i64 batch, row, column;
+    i64 at(i64 b, i64 r, i64 c) const { return b * batch + r * row + c * column; }
 };
+
+// Asks for `bytes` bytes that will be read soon, or WRITTEN. Tiles are read in bursts, between which the memory would
+// have nothing to do.
+template <bool WRITTEN>
+inline void fetch(const void* from, i64 bytes) {
+    const char* byte = static_cast<const char*>(from);
+    for (i64 i = 0; i < bytes; i += 64) __builtin_prefetch(byte + i, WRITTEN);
+}
 
 // Where the columns of a matrix come from: from those of the same number, or from others, of which `none` is zeros.
 struct Places {
@@ -293,9 +307,21 @@ struct Dense {
     // N elements of a row.
     template <int N>
     void read_block(float* to, i64 batch, i64 row, i64 column) const {
-        const T* from = data + batch * strides.batch + row * strides.row + column;
+        const T* from = data + strides.at(batch, row, column);
 #pragma omp simd
         for (int i = 0; i < N; ++i) to[i] = widen(from[i]);
+    }
+
+    // Asks for N elements of a row.
+    template <int N>
+    void fetch_block(i64 batch, i64 row, i64 column) const {
+        fetch<false>(data + strides.at(batch, row, column), N * sizeof(T));
+    }
+
+    // Asks for n elements of a column.
+    void fetch_line(i64 batch, i64 row, i64 column, i64 n) const {
+        if (places.empty(column)) return;
+        fetch<false>(data + strides.at(batch, row, places[column]), n * sizeof(T));
     }
 
     // Line by line of the contiguous axis: `lines` lines of `n` elements from (row, column), `width` apart in the tile.
@@ -331,22 +357,26 @@ constexpr i64 packed_bytes() {
     return F::CODE_BITS == 4 ? F::BLOCK / 2 : F::BLOCK;
 }
 
-// One packed block as values of type T, widened.
-template <class F, class T>
-inline void unpack_block(const u8* codes, float scale, float* values) {
-    alignas(64) u8 each[F::BLOCK];
+// N packed blocks, one after another, as values of type T, widened.
+template <class F, class T, int N>
+inline void unpack_blocks(const u8* codes, const typename F::Stored* scales, float* values) {
+    constexpr int all = N * F::BLOCK;
+    alignas(64) u8 each[all];
     if (F::CODE_BITS == 4) {
         code_pair* pairs = reinterpret_cast<code_pair*>(each);
-        for (int j = 0; j < F::BLOCK / 2; ++j) pairs[j] = static_cast<u16>((codes[j] & 0x0F) | (codes[j] & 0xF0) << 4);
+        for (int j = 0; j < all / 2; ++j) pairs[j] = static_cast<u16>((codes[j] & 0x0F) | (codes[j] & 0xF0) << 4);
     } else {
-        std::memcpy(each, codes, F::BLOCK);
+        std::memcpy(each, codes, all);
     }
-    const float reciprocal = 1.0f / scale;
-    for (int j = 0; j < F::BLOCK; ++j) {
-        const float value = dequantized<F>(decode<F>(each[j]), scale, reciprocal);
-        T stored;
-        store<F>(value, &stored);
-        values[j] = exact_in_bf16<F>() ? value : widen(stored);
+    for (int j = 0; j < all; ++j) values[j] = decode<F>(each[j]);
+    for (int b = 0; b < N; ++b) {
+        const float scale = load_scale<F>(scales[b]), reciprocal = 1.0f / scale;
+        for (int j = b * F::BLOCK; j < (b + 1) * F::BLOCK; ++j) {
+            const float value = dequantized<F>(values[j], scale, reciprocal);
+            T stored;
+            store<F>(value, &stored);
+            values[j] = exact_in_bf16<F>() ? value : widen(stored);
+        }
     }
 }
 
@@ -358,6 +388,14 @@ struct PackedTranspose {
     i64 rows, columns;  // R and C, before columns are taken from other places
     Places places;
 
+    void fetch_line(i64 batch, i64 row, i64 column, i64 n) const {
+        if (places.empty(column)) return;
+        const i64 blocks = (rows + F::BLOCK - 1) / F::BLOCK;
+        const i64 block = (batch * columns + places[column]) * blocks + row / F::BLOCK;
+        fetch<false>(codes + block * packed_bytes<F>(), n / F::BLOCK * packed_bytes<F>());
+        fetch<false>(scales + block, 1);
+    }
+
     void read(float* tile, i64 batch, i64 row, i64 column, bool, i64 lines, i64 n, i64 width) const {
         const i64 blocks = (rows + F::BLOCK - 1) / F::BLOCK;
         for (i64 line = 0; line < lines; ++line) {
@@ -365,16 +403,18 @@ struct PackedTranspose {
                 for (i64 i = 0; i < n; ++i) tile[line * width + i] = 0;
                 continue;
             }
+            const i64 block = (batch * columns + places[column + line]) * blocks + row / F::BLOCK;
+            float* to = tile + line * width;
+            if (n == LANES) {
+                unpack_blocks<F, T, LANES / F::BLOCK>(codes + block * packed_bytes<F>(), scales + block, to);
+                continue;
+            }
             for (i64 i = 0; i < n; i += F::BLOCK) {
-                const i64 block = (batch * columns + places[column + line]) * blocks + (row + i) / F::BLOCK;
-                float* to = tile + line * width + i;
-                if (n - i >= F::BLOCK) {
-                    unpack_block<F, T>(codes + block * packed_bytes<F>(), load_scale<F>(scales[block]), to);
-                } else {
-                    float values[F::BLOCK];
-                    unpack_block<F, T>(codes + block * packed_bytes<F>(), load_scale<F>(scales[block]), values);
-                    std::memcpy(to, values, static_cast<size_t>(n - i) * sizeof(float));
-                }
+                const i64 own = block + i / F::BLOCK;
+                alignas(64) float values[F::BLOCK];
+                unpack_blocks<F, T, 1>(codes + own * packed_bytes<F>(), scales + own, values);
+                const i64 used = min(n - i, static_cast<i64>(F::BLOCK));
+                std::memcpy(to + i, values, static_cast<size_t>(used) * sizeof(float));
             }
         }
     }
@@ -383,7 +423,6 @@ struct PackedTranspose {
 // ---------------------------------------------------------------------------------------------- the quantizer
 
 constexpr i64 STRIP = 64;  // blocks of a tile whose blocks lie along the contiguous axis
-constexpr i64 LANES = 64;  // lines of a tile whose blocks lie across it
 constexpr i64 SERIAL = 1 << 14;  // elements below which threads cost more than they save
 
 // Of a batch of matrices those from number `first` on.
@@ -471,21 +510,23 @@ void along(const Source& source, const Target<F, T>& to, const BlockwiseParts& g
             for (i64 g = 0; g < count; ++g) scale[g] = given.scale[first + g];
         for (i64 g = 0; g < STRIP; ++g) reciprocal[g] = 1.0f / scale[g];
         place = Place(first, R, blocks, B);
-        for (i64 g = 0; g < count; ++g, place.next(R, C, B)) {
+        Place ahead(first + count, R, blocks, B);
+        for (i64 g = 0; g < count; ++g, place.next(R, C, B), ahead.next(R, C, B)) {
+            source.template fetch_block<B>(ahead.batch, ahead.row, ahead.column);  // of the next strip
+            fetch<true>(to.values + to.strides.at(ahead.batch, ahead.row, ahead.column), B * sizeof(T));
             const u32 index = static_cast<u32>((place.batch * R + place.row) * C + place.column);
             const float s = scale[g], inverse = reciprocal[g];
             float* block = tile + g * B;
+            i32* code = codes + (PACKS ? g * B : 0);
+            const i32 kept = s == s ? -1 : 0, instead = s == s ? 0 : F::NAN_CODE;
 #pragma omp simd
-            for (int j = 0; j < B; ++j)
-                block[j] = round_element<F>(ratio<F>(block[j], s, inverse), element_key.bits(index + j));
-            if (PACKS) {
-                i32* code = codes + g * B;
-#pragma omp simd
-                for (int j = 0; j < B; ++j) code[j] = s == s ? encode<F>(block[j]) : F::NAN_CODE;
+            for (int j = 0; j < B; ++j) {
+                i32 place;
+                const float q = round_element<F>(ratio<F>(block[j], s, inverse), element_key.bits(index + j), place);
+                if (PACKS) code[j] = (encode<F>(q, place) & kept) | instead;
+                block[j] = dequantized<F>(q, s, inverse);
             }
-#pragma omp simd
-            for (int j = 0; j < B; ++j) block[j] = dequantized<F>(block[j], s, inverse);
-            T* out = to.values + place.batch * to.strides.batch + place.row * to.strides.row + place.column;
+            T* out = to.values + to.strides.at(place.batch, place.row, place.column);
             if (given.factor) {
                 const float factor = given.factor[first + g];
                 for (i64 j = 0; j < min(static_cast<i64>(B), C - place.column); ++j) narrow(block[j] * factor, out + j);
@@ -555,13 +596,18 @@ void across(const Source& source, const Target<F, T>& to, const BlockwiseParts& 
         for (i64 j = 0; j < depth; ++j) {
             const u32 index = static_cast<u32>((batch * R + row) * C + column + j);
             float* line = tile + j * LANES;
+            if (row + 2 * LANES <= R) {  // of the next tile
+                source.fetch_line(batch, row + LANES, column + j, LANES);
+                fetch<true>(to.values + to.strides.at(batch, row + LANES, column + j), LANES * sizeof(T));
+            }
 #pragma omp simd
             for (int i = 0; i < LANES; ++i) {
                 const float u = ratio<F>(line[i], scale[i], reciprocal[i]);
-                const float q = round_element<F>(u, element_key.bits(index + static_cast<u32>(i) * stride));
+                i32 place;
+                const float q = round_element<F>(u, element_key.bits(index + static_cast<u32>(i) * stride), place);
                 line[i] = dequantized<F>(q, scale[i], reciprocal[i]);
             }
-            T* out = to.values + batch * to.strides.batch + (column + j) * to.strides.column + row;
+            T* out = to.values + to.strides.at(batch, row, column + j);
             if (given.factor) {
                 for (i64 i = 0; i < n; ++i) narrow(line[i] * factor[i], out + i);
             } else if (n == LANES) {
@@ -621,7 +667,7 @@ void unpack(const u8* codes, const typename P::Stored* scales, T* y, Shape shape
         for (i64 b = 0; b < blocks; ++b) {
             const i64 block = line * blocks + b, column = b * P::BLOCK;
             float values[P::BLOCK];
-            unpack_block<P, T>(codes + block * packed_bytes<P>(), load_scale<P>(scales[block]), values);
+            unpack_blocks<P, T, 1>(codes + block * packed_bytes<P>(), scales + block, values);
             const i64 n = shape.columns - column < P::BLOCK ? shape.columns - column : P::BLOCK;
             for (i64 j = 0; j < n; ++j) narrow(values[j], y + line * shape.columns + column + j);
         }

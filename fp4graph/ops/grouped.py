@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from fp4graph.kernels.experts import tokens_of_experts
+from fp4graph.kernels.experts import tokens_of_experts, zero_others
 from fp4graph.numerics import target
 from fp4graph.numerics.segments import Segments
 from fp4graph.ops.product import Term, Terms, scale_of, scaled_product
@@ -178,23 +178,20 @@ def _on_cpu(left: Tensor, right: Tensor, starts: Tensor, sizes: Tensor, scale: T
     """Multiply expert by expert, as an ordinary product of the expert's tokens does."""
     by_rows = right.dim() == 3
     tokens = left.shape[0 if by_rows else 1]
-    result, written = _empty(left, right, starts.shape[0]), 0
-    for expert, own in enumerate(tokens_of_experts(starts, sizes, tokens)):
-        if by_rows:
-            result[written : own.start] = 0
+    result, experts = _empty(left, right, starts.shape[0]), list(tokens_of_experts(starts, sizes, tokens))
+    if by_rows:
+        zero_others(result, experts)
+    for expert, own in enumerate(experts):
         if own.start == own.stop:
             if not by_rows:
                 result[expert] = 0
             continue
-        written = own.stop
         a, b = (left[own], right[expert]) if by_rows else (left[:, own], right[:, own])
         target = result[own] if by_rows else result[expert]
         if scale is None:
             torch.mm(a, b.mT, out=target)
         else:
             target.copy_(scaled_product(a, b, scale[expert], None, 0))
-    if by_rows:
-        result[written:] = 0
     return result
 
 
