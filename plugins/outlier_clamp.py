@@ -10,7 +10,6 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from fp4graph.numerics.segments import Segments
 from fp4graph.technique import Context, Operands, Overhead, Technique, hookimpl
 
 _LARGEST_DENOMINATOR = 10**9  # of 1 - α as a ratio: times the number of elements it must fit 64 bits
@@ -67,24 +66,19 @@ class OutlierClamp(Technique):
 
     def split(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:
         """Return X clamped, and ΔX, in the dtype of ``x``: comparing is exact in any dtype, and ΔX is rounded once."""
-        low, high = self.thresholds(x, context.blocking.segments)
+        low, high = self.thresholds(x, context)
         part = torch.where(x.abs() < math.inf, x.clamp(low, high), x)
         return part, torch.where(part == x, 0.0, x - part) if self.residual else None
 
-    def thresholds(self, x: Tensor, segments: Segments | None = None) -> tuple[Tensor, Tensor]:
-        """Return x_low and x_high: 0-d, or with ``segments`` broadcastable to ``x``, those of each expert."""
+    def thresholds(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor]:
+        """Return x_low and x_high: 0-d, or in a grouped product broadcastable to ``x``, those of each expert."""
         finite = torch.where(x == x, x, math.inf)
         # The share is a ratio of integers, so that a hundredth of 300 elements is 3 and n may be symbolic.
         share = (1 - Fraction(str(self.quantile))).limit_denominator(_LARGEST_DENOMINATOR)
-        if segments is not None:
+        if (segments := context.blocking.segments) is not None:
             return segments.order_statistics(finite, share)
-        flat = finite.reshape(-1)
         n = math.prod(x.shape)  # flat.shape traces as numel, which Dynamo cannot retrace for a tensor of no elements
-        places = torch.sym_min(n * share.numerator // share.denominator + 1, n)
-        bound = torch.full((1,), math.inf, dtype=x.dtype, device=x.device)  # for a tensor of no elements
-        smallest = flat.topk(places, largest=False, sorted=False).values
-        largest = flat.topk(places, sorted=False).values
-        return torch.cat([smallest, -bound]).amax(), torch.cat([largest, bound]).amin()
+        return context.order_statistics(finite.reshape(-1), n * share.numerator // share.denominator)
 
 
 @hookimpl

@@ -123,10 +123,10 @@ class StepGradient(Technique):
             return None
         assert context.spec is not None
         element = context.spec.element
+        if self.kind == "clip":
+            return surrogates.inside(ratio, element.max).clamp(*self._bounds)
         if self.kind == "spline":
             slope = surrogates.spline(ratio, self.knots or surrogates.ties_even_knots(element))
-        elif self.kind == "clip":
-            slope = torch.ones_like(ratio)
         else:
             part = surrogates.fraction(ratio, element)
             slope = surrogates.dge(part, self.k) if self.kind == "dge" else surrogates.sigmoid(part, self.temperature)

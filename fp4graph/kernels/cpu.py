@@ -57,6 +57,10 @@ extern "C" void run(const u8* codes, const P::Stored* scales, {T}* y, Shape shap
 }}
 """
 
+_SCALES = """
+extern "C" void run(const {T}* z, {T}* scale, i64 count, int threads) {{ block_scales<Q>(z, scale, count, threads); }}
+"""
+
 # Functions that depend on no quantizer, in one library.
 _COMMON = """
 extern "C" void maxima_float(const float* x, Strides from, float* z, Shape shape, i64 length, int threads) {
@@ -70,6 +74,12 @@ extern "C" void groups(const float* z, float* y, i64 lines, i64 blocks, i64 leng
 }
 extern "C" void fractions(const float* z, float* y, i64 count, float divisor, int bits, int threads) {
     mantissas(z, y, count, divisor, bits, threads);
+}
+extern "C" void selected_float(const float* x, i64 count, i64 place, float* found) {
+    order_statistics(x, count, place, found);
+}
+extern "C" void selected_bf16(const bf16* x, i64 count, i64 place, float* found) {
+    order_statistics(x, count, place, found);
 }
 extern "C" void normal(float* z, i64 count, KeyParts draw, int threads) { gaussian(z, count, draw, threads); }
 """
@@ -209,6 +219,20 @@ def maxima(x: Tensor, z: Tensor, block: int) -> None:
     shape = _Shape(*x.shape), ctypes.c_int64(block)
     run = _common(f"maxima_{DTYPES[x.dtype]}")
     run(_at(x), _Strides(*x.stride()), _at(z), *shape, torch.get_num_threads())
+
+
+def block_scales(z: Tensor, scale: Tensor, spec: str) -> None:
+    """Write the scales by ``spec`` of blocks with the statistics ``z`` into ``scale``, both contiguous fp32."""
+    _function(_SCALES, z.dtype, Q=spec)(_at(z), _at(scale), ctypes.c_int64(z.numel()), torch.get_num_threads())
+
+
+def order_statistics(x: Tensor, place: int, found: Tensor) -> None:
+    """Write the elements at ``place`` and at n - 1 - place of the ascending order of ``x`` into ``found [2]``, fp32.
+
+    ``x`` is contiguous, of a dtype of :data:`DTYPES`, and has n > place elements, none of them NaN.
+    """
+    run = _common(f"selected_{DTYPES[x.dtype]}")
+    run(_at(x), ctypes.c_int64(x.numel()), ctypes.c_int64(place), _at(found))
 
 
 def requantize(

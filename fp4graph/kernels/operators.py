@@ -53,12 +53,12 @@ def runs(spec: QuantSpec, device: torch.device) -> bool:
     """True if a kernel quantizes by ``spec`` on ``device``."""
     if target.kind(device) == "cuda":
         return gpu.supports(spec) and _on_gpu(device)
-    return cpu.supports(spec) and _on(device)
+    return cpu.supports(spec) and on_cpu(device)
 
 
 def reduces(spec: QuantSpec, device: torch.device) -> bool:
     """True if a kernel finds the maxima of the blocks of ``spec`` on ``device``."""
-    return cpu.supports(spec) and _on(device)
+    return cpu.supports(spec) and on_cpu(device)
 
 
 def rounds(spec: QuantSpec, device: torch.device) -> bool:
@@ -66,7 +66,7 @@ def rounds(spec: QuantSpec, device: torch.device) -> bool:
 
     On a GPU tensor code does, though the kernel could: whether that saves bytes has not been counted.
     """
-    return cpu.supports(by_runs(spec)) and _on(device)
+    return cpu.supports(by_runs(spec)) and on_cpu(device)
 
 
 def by_runs(spec: QuantSpec) -> QuantSpec:
@@ -103,7 +103,8 @@ def _available_on_gpu() -> bool:
     return gpu.available()
 
 
-def _on(device: torch.device) -> bool:
+def on_cpu(device: torch.device) -> bool:
+    """True if ``device`` is a CPU and its kernels are used."""
     return _enabled and target.kind(device) == "cpu" and _available()
 
 
@@ -193,14 +194,14 @@ def maxima(x: Tensor, block: int) -> Tensor:
 
 def amax(x: Tensor, blocking: Blocking) -> Tensor:
     """Return the largest magnitude of every block of ``x``, fp32, in the shape of a statistic; NaN if a value is."""
-    if not isinstance(blocking.block, int) or not _on(x.device):
+    if not isinstance(blocking.block, int) or not on_cpu(x.device):
         return scaling.amax(blocking.split(x), blocking.axes)
     return maxima(x, blocking.block).reshape(blocking.scale_shape)
 
 
 def group_amax(z: Tensor, groups: Groups) -> Tensor:
     """Return the largest statistic of every group, broadcastable to ``z``: fp32, non-negative or NaN."""
-    if not isinstance(groups.granularity, int) or not _on(z.device):
+    if not isinstance(groups.granularity, int) or not on_cpu(z.device):
         return groups.reduce(z, "amax")
     length = groups.granularity // block_length(groups.blocking.block)
     g: Tensor = torch.ops.fp4graph.group_maxima(z.squeeze(-1), length).reshape(z.shape)
@@ -209,7 +210,7 @@ def group_amax(z: Tensor, groups: Groups) -> Tensor:
 
 def mantissa(z: Tensor, divisor: float, bits: int) -> Tensor:
     """Return :func:`fp4graph.numerics.scaling.mantissa`."""
-    if not _on(z.device):
+    if not on_cpu(z.device):
         return scaling.mantissa(z, divisor, bits)
     y: Tensor = torch.ops.fp4graph.mantissa(z, divisor, bits)
     return y
@@ -218,7 +219,7 @@ def mantissa(z: Tensor, divisor: float, bits: int) -> Tensor:
 def largest(score: Tensor, count: int) -> Tensor:
     """Return whether each element of ``score`` is among the ``count`` largest; of equal ones the first are. NaN is
     larger than any number."""
-    if not _on(score.device):
+    if not on_cpu(score.device):
         return library.largest(score, count)
     chosen: Tensor = torch.ops.fp4graph.largest(score, count)
     return chosen
@@ -274,7 +275,7 @@ def gaussian(draw: Draw, count: int, device: torch.device) -> Tensor:
 
     A kernel where there is one: what Inductor makes of the hashes takes half a minute to compile.
     """
-    if not _on(device):
+    if not on_cpu(device):
         return noise.gaussian(draw.varying, torch.arange(count, dtype=torch.int32, device=device))
     result: Tensor = torch.ops.fp4graph.gaussian(draw.key, draw.step, draw.salts, count)
     return result

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 namespace {
 
@@ -671,6 +672,44 @@ void unpack(const u8* codes, const typename P::Stored* scales, T* y, Shape shape
             const i64 n = shape.columns - column < P::BLOCK ? shape.columns - column : P::BLOCK;
             for (i64 j = 0; j < n; ++j) narrow(values[j], y + line * shape.columns + column + j);
         }
+    }
+}
+
+template <class F>
+void block_scales(const float* z, float* scale, i64 count, int threads) {
+#pragma omp parallel for simd num_threads(threads) if (parallel : count > SERIAL)
+    for (i64 i = 0; i < count; ++i) scale[i] = block_scale<F>(as<i32>(z[i]), 0);
+}
+
+// Numbers whose order is that of x, which is not NaN.
+inline u32 ordered(float x) {
+    const u32 bits = as<u32>(x + 0.0f);  // of the two zeros one
+    return bits ^ (static_cast<u32>(as<i32>(bits) >> 31) | 1u << 31);
+}
+inline float of_ordered(u32 place) { return as<float>(place >> 31 ? place & ~(1u << 31) : ~place); }
+
+// The first bin with more than `place` elements in it and before; takes those before from `place`.
+inline u32 bin_of(const u32* bins, i64& place) {
+    u32 bin = 0;
+    for (; place >= bins[bin]; ++bin) place -= bins[bin];
+    return bin;
+}
+
+// The elements at `place` and at count - 1 - place of the ascending order: by the upper halves of their bits, then
+// among those of the same upper half by the lower ones.
+template <class T>
+void order_statistics(const T* x, i64 count, i64 place, float* found) {
+    std::vector<u32> upper(1 << 16, 0);
+    for (i64 i = 0; i < count; ++i) ++upper[ordered(widen(x[i])) >> 16];
+    i64 places[2] = {place, count - 1 - place};
+    for (int side = 0; side < 2; ++side) {
+        const u32 bin = bin_of(upper.data(), places[side]);
+        std::vector<u32> lower(1 << 16, 0);
+        for (i64 i = 0; i < count; ++i) {
+            const u32 number = ordered(widen(x[i]));
+            if (number >> 16 == bin) ++lower[number & 0xFFFF];
+        }
+        found[side] = of_ordered(bin << 16 | bin_of(lower.data(), places[side]));
     }
 }
 

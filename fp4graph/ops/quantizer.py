@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fp4graph.kernels import operators
+from fp4graph.kernels import operators, statistics
 from fp4graph.numerics import scaling
 from fp4graph.numerics.blocking import Blocking, Granularity, Groups
 from fp4graph.numerics.draw import Draw
@@ -175,6 +175,8 @@ class Quantizer:
 
     def _scale(self, scaled: Scaled, device: torch.device) -> Tensor:
         """Return the block scale by the spec's rule."""
+        if self.spec.scale.rounding != "stochastic":
+            return statistics.block_scale(scaled.z, self.spec)
         noise = self._noise(scaled.blocking, device)
         return scaling.block_scale(scaled.z, self.spec.scale, self.spec.element, noise)
 

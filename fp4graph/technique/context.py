@@ -9,7 +9,7 @@ from operator import mul
 
 from torch import Tensor
 
-from fp4graph.kernels import operators
+from fp4graph.kernels import operators, statistics
 from fp4graph.numerics import scaling
 from fp4graph.numerics.blocking import Blocking, Granularity, Groups
 from fp4graph.numerics.draw import Draw
@@ -62,6 +62,11 @@ class Context:
     def largest(self, score: Tensor, count: int) -> Tensor:
         """Return whether each element of ``score`` is among the ``count`` largest; of equal ones the first are."""
         return operators.largest(score, count)
+
+    def order_statistics(self, x: Tensor, place: int) -> tuple[Tensor, Tensor]:
+        """Return the elements of ``x [n]``, without NaN, at ``place`` and at n - 1 - place of the ascending order: 0-d;
+        -Inf and Inf of no elements."""
+        return statistics.order_statistics(x, place)
 
     def bits(self, count: int, constant: bool = False) -> Tensor:
         """Return ``count`` words of 32 random bits, int32: new at every forward, or with ``constant`` always the same.

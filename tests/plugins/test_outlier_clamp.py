@@ -13,7 +13,9 @@ import fp4graph
 from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
 from fp4graph.numerics import noise
+from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.draw import Draw
+from fp4graph.ops import contract
 from fp4graph.ops.product import total
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
@@ -75,7 +77,10 @@ def test_the_bulk_is_quantized_and_the_rest_is_kept(width, options, hundredths):
 def test_the_thresholds_are_quantiles_by_numpy(quantile, n):
     x = activations(1, n, seed=n)
     values = x.double().numpy()
-    found = site({"quantile": quantile}).operand(Operand.FPROP_INPUT).techniques[0].thresholds(x)
+    program = site({"quantile": quantile}).operand(Operand.FPROP_INPUT)
+    (technique,) = program.techniques
+    blocking = Blocking(tuple(x.shape), program.spec.block)
+    found = technique.thresholds(x, contract.context(technique, DRAW, blocking, x.device, spec=program.spec))
     for q, threshold in zip((1 - quantile, quantile), found, strict=True):
         assert threshold.item() in [np.quantile(values, q, method=method) for method in ("lower", "higher")]
 

@@ -1,0 +1,76 @@
+"""Operators for the few numbers that many elements share: the scales of blocks, and order statistics.
+
+Traced inline, a block's scale is computed again for every vector of its elements, and a selection sorts. On other
+devices tensor code does both, to the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4graph.kernels import cpu, operators
+from fp4graph.numerics import scaling
+from fp4graph.numerics.spec import QuantSpec
+
+_library: Any = torch.library.Library("fp4graph", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("block_scale(Tensor z, str spec) -> Tensor")
+_library.define("order_statistics(Tensor x, SymInt place) -> (Tensor, Tensor)")
+
+
+def block_scale(z: Tensor, spec: QuantSpec) -> Tensor:
+    """Return :func:`fp4graph.numerics.scaling.block_scale` of ``z``, fp32, by a rule that draws nothing."""
+    by_runs = operators.by_runs(spec)
+    if not (cpu.supports(by_runs) and operators.on_cpu(z.device)):
+        return scaling.block_scale(z, spec.scale, spec.element)
+    scale: Tensor = torch.ops.fp4graph.block_scale(z, by_runs.to_text())
+    return scale
+
+
+def order_statistics(x: Tensor, place: int) -> tuple[Tensor, Tensor]:
+    """Return the elements of ``x [n]`` at ``place`` and at n - 1 - place of the ascending order, counted from 0.
+
+    They are 0-d and of the dtype of ``x``, which is without NaN; -Inf and Inf of no elements.
+    """
+    if x.dtype in cpu.DTYPES and operators.on_cpu(x.device):
+        low, high = torch.ops.fp4graph.order_statistics(x, place)
+        return low, high
+    bound = torch.full((1,), math.inf, dtype=x.dtype, device=x.device)  # for a tensor of no elements
+    count = torch.sym_min(place + 1, math.prod(x.shape))
+    smallest = x.topk(count, largest=False, sorted=False).values
+    largest = x.topk(count, sorted=False).values
+    return torch.cat([smallest, -bound]).amax(), torch.cat([largest, bound]).amin()
+
+
+def _block_scale(z: Tensor, spec: str) -> Tensor:
+    scale = _fake_block_scale(z, spec)
+    cpu.block_scales(z.contiguous(), scale, spec)
+    return scale
+
+
+def _fake_block_scale(z: Tensor, spec: str) -> Tensor:
+    return torch.empty_like(z, memory_format=torch.contiguous_format)
+
+
+def _order_statistics(x: Tensor, place: int) -> tuple[Tensor, Tensor]:
+    if not x.numel():
+        return x.new_tensor(-math.inf), x.new_tensor(math.inf)
+    found = torch.empty(2)
+    cpu.order_statistics(x.contiguous(), min(place, x.numel() - 1), found)
+    low, high = found.to(x.dtype).unbind()
+    return low.clone(), high.clone()
+
+
+def _fake_order_statistics(x: Tensor, place: int) -> tuple[Tensor, Tensor]:
+    return x.new_empty(()), x.new_empty(())
+
+
+for _name, _fake, _run in (
+    ("block_scale", _fake_block_scale, _block_scale),
+    ("order_statistics", _fake_order_statistics, _order_statistics),
+):
+    torch.library.register_fake(f"fp4graph::{_name}", _fake, lib=_library)
+    _library.impl(_name, _run, "CPU")

@@ -1,0 +1,93 @@
+"""Scales of blocks beside the tensor code, and order statistics beside numpy's sort, bit for bit."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from fp4graph.kernels import cpu, operators, statistics
+from fp4graph.numerics import scaling
+from fp4graph.numerics.formats import SCALES
+from fp4graph.numerics.spec import POWERS_OF_TWO, QuantSpec, ScaleSpec
+from tests.helpers.floats import any_floats, assert_same_bits
+from tests.kernels.quantizers import RULES
+
+pytestmark = pytest.mark.compiler
+
+
+@pytest.fixture(autouse=True)
+def kernels() -> None:
+    """Without them everything here would hold the tensor code against itself."""
+    assert cpu.available()
+    assert operators.enabled()
+
+
+def specs() -> list[QuantSpec]:
+    """Every scale format with every rule that it can have and that draws nothing."""
+    rules = [rule for rule in RULES if rule[1] != "stochastic"]
+    possible = [(name, *rule) for name in SCALES for rule in rules]
+    scales = [
+        ScaleSpec(name, rule, convention)
+        for name, convention, rule in possible
+        if rule not in POWERS_OF_TWO or not SCALES[name].mantissa_bits
+    ]
+    return [QuantSpec("e2m1", block, scale) for scale, block in zip(scales, [16, "row", (16, 16)] * 99, strict=False)]
+
+
+@pytest.mark.parametrize(
+    "spec", specs(), ids=lambda spec: f"{spec.scale.format.name}-{spec.scale.rounding}-{spec.scale.convention}"
+)
+def test_scales_of_any_statistic(spec: QuantSpec) -> None:
+    z = any_floats((50_000,)).abs()
+    for statistic in (z, z.view(100, 500).mT, z[:0]):
+        found = statistics.block_scale(statistic, spec)
+        assert_same_bits(found, scaling.block_scale(statistic, spec.scale, spec.element))
+
+
+def awkward(count: int, dtype: torch.dtype) -> Tensor:
+    """Numbers of every magnitude and both signs, infinities, both zeros and equals among them, no NaN."""
+    x = any_floats((count,), seed=count).to(dtype)
+    x[::7] = x[0]
+    x[1::11] = 0.0
+    x[2::11] = -0.0
+    return torch.where(x == x, x, math.inf)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("count", [1, 2, 33, 100_001])
+def test_order_statistics_are_those_of_a_sorted_copy(count: int, dtype: torch.dtype) -> None:
+    x = awkward(count, dtype)
+    ordered = np.sort(x.double().numpy())
+    for place in {0, count // 100, count // 3, count - 1}:
+        low, high = statistics.order_statistics(x, place)
+        assert (low.dtype, low.dim(), high.dim()) == (dtype, 0, 0)
+        assert (low.item(), high.item()) == (ordered[place], ordered[count - 1 - place])
+        with operators.tensor_code():
+            assert (low, high) == statistics.order_statistics(x, place)
+
+
+def test_no_elements_have_no_order() -> None:
+    assert statistics.order_statistics(torch.empty(0), 0) == (-math.inf, math.inf)
+    with operators.tensor_code():
+        assert statistics.order_statistics(torch.empty(0), 0) == (-math.inf, math.inf)
+
+
+_x = torch.randn(6, 70)
+OPERATORS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "scales": ("block_scale", (_x.abs().view(2, 3, 70), QuantSpec().to_text())),
+    "scales, transposed": ("block_scale", (_x.abs().mT, QuantSpec().to_text())),
+    "order": ("order_statistics", (_x.view(-1), 4)),
+    "order, bf16": ("order_statistics", (_x.bfloat16().view(-1), 0)),
+    "order of nothing": ("order_statistics", (_x[:0].view(-1), 0)),
+}
+
+
+@pytest.mark.parametrize("case", OPERATORS)
+def test_operators_keep_their_promises(case: str) -> None:
+    name, arguments = OPERATORS[case]
+    torch.library.opcheck(getattr(torch.ops.fp4graph, name).default, arguments)
