@@ -10,6 +10,7 @@ import warnings
 import torch
 from torch import Tensor
 
+from fp4graph.numerics import target
 from fp4graph.numerics.spec import QuantSpec
 
 #: Rows and columns of a tile, which holds whole blocks in both directions.
@@ -20,8 +21,15 @@ _OLDEST = (8, 0)  # bfloat16
 
 def supports(spec: QuantSpec) -> bool:
     """True if the kernels know ``spec``: blocks of 2, 4, ... or 64 elements, codes of up to a byte."""
+    return unsupported(spec) is None
+
+
+def unsupported(spec: QuantSpec) -> str | None:
+    """Return what of ``spec`` the kernels do not know, in a few words, or None."""
     block = spec.block
-    return isinstance(block, int) and block > 1 and TILE % block == 0 and spec.element.code_bits <= 8
+    if not (isinstance(block, int) and block > 1 and TILE % block == 0):
+        return f"blocks of {'×'.join(map(str, block)) if isinstance(block, tuple) else block}"
+    return None if spec.element.code_bits <= 8 else f"{spec.element.code_bits}-bit elements"
 
 
 def empty_sums(x: Tensor, wanted: bool) -> Tensor:
@@ -29,6 +37,19 @@ def empty_sums(x: Tensor, wanted: bool) -> Tensor:
     *leading, m, k = x.shape
     tiles = math.prod(leading) * ((m + TILE - 1) // TILE)
     return x.new_empty((tiles if wanted else 0, k), dtype=torch.float32)
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """True if code for ``device`` may multiply bf16 matrices and take the fp32 accumulator: any GPU since 8.0."""
+    return target.kind(device) == "cuda" and _has_bfloat16()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_bfloat16() -> bool:
+    try:
+        return torch.version.hip is None and torch.cuda.get_device_capability() >= _OLDEST
+    except (AssertionError, RuntimeError):  # code is traced for a GPU that is not there
+        return True
 
 
 @functools.cache

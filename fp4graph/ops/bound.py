@@ -126,9 +126,10 @@ class BoundMatmul:
         if (layout := self._layout(gemm)) is not None:
             period = lcm(*(transform.period for transform in gemm.transforms)) if gemm.gemm is Gemm.WGRAD else 1
             return self._taken_back(gemm, layout.multiply(left, right, period))
+        exact = gemm.is_exact(left, right)
         if gemm.gemm is not Gemm.FPROP:
-            return multiply(left, right)
-        return multiply(left, right, addend, self._options.alpha, self._options.beta)
+            return multiply(left, right, exact=exact)
+        return multiply(left, right, addend, self._options.alpha, self._options.beta, exact=exact)
 
     def gradients(self, dy: Tensor, sums: bool) -> tuple[Terms | None, Terms | None, Tensor | None]:
         """Return dY quantized for dgrad and its transpose for wgrad where one kernel makes both in one read, or Nones.

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fp4graph.kernels import operators
+from fp4graph.numerics import exact, target
 from fp4graph.numerics.blocking import Blocking, is_scalar
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.rounding import power_of_two
@@ -87,6 +88,18 @@ class OperandProgram:
             return False
         return not any(self.at(stage) for stage in QUANTIZER_STAGES if stage not in _OUTSIDE)
 
+    def is_exact_in_bfloat16(self, multiplied: bool | None = None) -> bool:
+        """Return whether every value of the quantized operand is a bf16 number by construction.
+
+        Args:
+            multiplied: whether the group scales wait for the GEMM's accumulator, which shows when the program runs;
+                None takes it that they do.
+        """
+        if self.spec is None or self.at("around") or self.at("after"):
+            return False
+        scaled = bool(self.at("group_scale"))
+        return exact.in_bfloat16(self.spec, scaled=scaled) and not (scaled and multiplied is False)
+
     @property
     def has_gradient_factor(self) -> bool:
         """True if a technique replaces the straight-through estimator."""
@@ -141,6 +154,8 @@ class OperandProgram:
                 # times scales of UE5M3 would overflow fp16, and the product of two multipliers lies in [1, 4), where
                 # γ_a·γ_b may underflow fp32.
                 factor = power_of_two(gamma)
+                if target.kind(x.device) == "cuda":  # where values may be bf16, which ends sooner than fp32 below
+                    factor = factor.clamp(min=2.0**exact.LEAST_FACTOR)
                 multiplier = _table(gamma / factor, scaled.blocking)
             return quantizer.dequantized(part, scaled, factor)
 
