@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import math
 import warnings
@@ -64,6 +65,8 @@ def available() -> bool:
         reason = "Triton is not installed; install the package triton"
     elif capability < _OLDEST:
         reason = f"compute capability {capability[0]}.{capability[1]} is below {_OLDEST[0]}.{_OLDEST[1]}"
+    elif torch.cuda.is_available():  # else code is generated for a card that is only described
+        reason = importlib.import_module("fp4graph.kernels.triton_trial").failure(torch.device("cuda"))
     if reason is not None:
         warnings.warn(
             f"the GPU kernels cannot be used ({reason}); quantizers run as tensor code, which reads and writes more",
