@@ -6,7 +6,10 @@ import functools
 import importlib
 import importlib.util
 import math
+import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -40,9 +43,24 @@ def empty_sums(x: Tensor, wanted: bool) -> Tensor:
     return x.new_empty((tiles if wanted else 0, k), dtype=torch.float32)
 
 
+_narrows = os.environ.get("FP4GRAPH_BF16_PRODUCTS", "1") != "0"
+
+
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """True if code for ``device`` may multiply bf16 matrices and take the fp32 accumulator: any GPU since 8.0."""
-    return target.kind(device) == "cuda" and _has_bfloat16()
+    """True if code for ``device`` may multiply bf16 matrices and take the fp32 accumulator: any GPU since 8.0, unless
+    ``FP4GRAPH_BF16_PRODUCTS=0`` keeps an fp32 model's products in fp32."""
+    return _narrows and target.kind(device) == "cuda" and _has_bfloat16()
+
+
+@contextmanager
+def products_in_fp32() -> Iterator[None]:
+    """Keep an fp32 model's products in fp32 in this context."""
+    global _narrows
+    former, _narrows = _narrows, False
+    try:
+        yield
+    finally:
+        _narrows = former
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

@@ -7,11 +7,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fp4graph.numerics import noise
+from fp4graph.numerics.formats import E2M1, E4M3, E8M0
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 
-_ROWS = QuantSpec("e2m1", 32, ScaleSpec("e8m0", "ceil"))
-_COLUMNS = QuantSpec("e2m1", 16, ScaleSpec("e4m3"))
+_ROWS = QuantSpec(E2M1, 32, ScaleSpec(E8M0, "ceil"))
+_COLUMNS = QuantSpec(E2M1, 16, ScaleSpec(E4M3))
 
 
 def failure(device: torch.device) -> str | None:

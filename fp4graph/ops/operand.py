@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import ldexp
 from typing import Literal
 
 import torch
@@ -155,7 +156,7 @@ class OperandProgram:
                 # γ_a·γ_b may underflow fp32.
                 factor = power_of_two(gamma)
                 if target.kind(x.device) == "cuda":  # where values may be bf16, which ends sooner than fp32 below
-                    factor = factor.clamp(min=2.0**exact.LEAST_FACTOR)
+                    factor = factor.clamp(min=ldexp(1.0, exact.LEAST_FACTOR))
                 multiplier = _table(gamma / factor, scaled.blocking)
             return quantizer.dequantized(part, scaled, factor)
 

@@ -232,6 +232,8 @@ def test_cards_without_bf16_multiply_in_fp32(capability, narrow, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", answer)
     with traced_for("cuda"):
         assert gpu.multiplies_bfloat16(torch.device("cpu")) is narrow
+        with gpu.products_in_fp32():
+            assert gpu.multiplies_bfloat16(torch.device("cpu")) is False
     assert gpu.multiplies_bfloat16(torch.device("cpu")) is False
 
 
