@@ -15,6 +15,7 @@ from torch import Tensor
 from fp4graph.kernels import experts, operators
 from fp4graph.kernels.operators import PackedOperand
 from fp4graph.numerics.draw import Draw
+from fp4graph.ops.directions import BothDirections
 from fp4graph.ops.draw import operand_draw
 from fp4graph.ops.gemm import GemmProgram, MatmulProgram, Rotation, Side
 from fp4graph.ops.grouped import Experts, Layout
@@ -90,35 +91,20 @@ class BoundMatmul:
         if plain and program.spec is not None and operators.packs(program.spec, x.dtype, self._dtype, x.device):
             values, packed = operators.quantize_and_pack(x, program.spec, operand.draw, self._dtype)
             return (Term(values.to(self._dtype)),), packed
-        if reread and (both := self._both(operand, rotation, side)) is not None:
-            return both
+        unseen = self._options.observer is None and not rotation.steps
+        both = self._both() if reread and unseen else None
+        if both is not None and (terms_and_bytes := both.kept(operand, side)) is not None:
+            return terms_and_bytes
         terms = operand.quantized(self._dtype)
         if not keep:
             return terms, None
         dequantized = rotation.undo(total(terms), side).to(self._dtype)
         return terms, self._taken_back(fprop, dequantized) if side == "left" else dequantized
 
-    def _both(self, operand: BoundOperand, rotation: Rotation, side: Side) -> tuple[Terms, PackedOperand] | None:
-        """Return an operand of fprop and the bytes of what the backward multiplies of it, or None."""
-        gemm = self._options.program.wgrad if side == "left" else self._options.program.dgrad
-        own, other = operand.program, gemm.right
-        draw = operand_draw(self._draw, gemm.operands[1])
-        if rotation.steps or gemm.transforms or self._experts is not None or self._options.observer is not None:
-            return None
-        if own.from_master != other.from_master or own.observes or other.observes:
-            return None
-        x, device = operand.x, operand.x.device
-        if not (own.by_kernel(device, operand.draw) and other.by_kernel(device, draw)):
-            return None
-        if (
-            own.spec is None
-            or other.spec is None
-            or not operators.quantizes_both(own.spec, other.spec, x.dtype, device)
-        ):
-            return None
-        parts = operand.draw, draw, self._dtype
-        values, packed = operators.quantize_and_pack_columns(x, own.spec, other.spec, *parts)
-        return (Term(values.to(self._dtype)),), packed
+    def _both(self) -> BothDirections | None:
+        """Return what quantizes a tensor both ways in one read, where operands are not laid out anew."""
+        program = self._options.program
+        return None if self._experts is not None else BothDirections(program, self._dtype, self._draw)
 
     def multiply(self, gemm: GemmProgram, left: Terms, right: Terms, addend: Tensor | None = None) -> Tensor:
         """Return ``left @ rightᵀ`` of a GEMM's quantized operands, in the original layout; for fprop with the product's
@@ -137,20 +123,8 @@ class BoundMatmul:
             dy: in the dtype of the GEMMs.
             sums: whether the sum of dY over its rows is returned too, fp32.
         """
-        dgrad, wgrad = self._options.program.dgrad, self._options.program.wgrad
-        rows, columns = dgrad.left, wgrad.left
-        draws = [operand_draw(self._draw, gemm.operands[0]) for gemm in (dgrad, wgrad)]
-        changed = dgrad.transforms or wgrad.transforms or rows.observes or columns.observes or self._experts is not None
-        if changed or not (rows.by_kernel(dy.device, draws[0]) and columns.by_kernel(dy.device, draws[1])):
-            return None, None, None
-        if rows.spec is None or columns.spec is None:
-            return None, None, None
-        if not operators.quantizes_both(rows.spec, columns.spec, dy.dtype, dy.device):
-            return None, None, None
-        drawn = draws[0], draws[1]
-        along_rows, along_columns, partial = operators.quantize_both(dy, rows.spec, columns.spec, *drawn, sums=sums)
-        total = None if partial is None else partial.sum(0)
-        return (Term(along_rows),), (Term(along_columns.mT),), total
+        both = self._both()
+        return (None, None, None) if both is None else both.gradients(dy, sums)
 
     def product(
         self, gemm: GemmProgram, left: Tensor, source: Tensor | PackedOperand, quantized: Terms | None = None
@@ -167,7 +141,9 @@ class BoundMatmul:
             if source.transposed:
                 own = self._operand(gemm, Rotation(left, left), "left")
                 self.observe(own)
-                return self.multiply(gemm, quantized or own.quantized(self._dtype), (Term(source.unpack()),))
+                return self.multiply(
+                    gemm, quantized or own.quantized(self._dtype), (Term(source.unpack(), source.multiplier),)
+                )
             direct = not (gemm.transforms or right.observes or self._moves(gemm))
             direct = direct and right.by_kernel(left.device, self._draw)
             if direct and right.spec is not None:
