@@ -36,6 +36,7 @@ from benchmarks.absent_gpu import Gpu, install
 from benchmarks.models import TOTAL_STEPS, UNQUANTIZED, autocast
 from fp4graph.kernels.inductor import EXACT
 from fp4graph.numerics.target import traced_for
+from fp4graph.ops import product
 
 aten = torch.ops.aten
 _PRODUCTS: dict[Any, int] = {
@@ -43,6 +44,7 @@ _PRODUCTS: dict[Any, int] = {
     aten.bmm: 0,
     aten.addmm: 1,
     aten.baddbmm: 1,
+    product.OPERATOR: 0,
 }  # where the left factor stands among the arguments
 _VIEWS = {aten.view, aten._unsafe_view, aten.reshape, aten.permute, aten.transpose, aten.t, aten.alias, aten.detach}
 _VIEWS |= {aten.unsqueeze, aten.squeeze, aten.expand, aten.as_strided, aten.slice, aten.select}
@@ -193,7 +195,7 @@ def _generated(graph: GraphModule, inputs: Sequence[Any], dtype: torch.dtype, op
         made.launches += len(calls) + operators
         made.keys += sum(_two_numbers(call) for call in calls)
         made.sources |= {source.replace(name, "kernel") for name, source in _DEFINED.findall(code)}
-    made.sources |= {f"{kernel.what}" for kernel in made.kernels if kernel.kind == "operator"}
+    made.sources |= {kernel.what for kernel in made.kernels if kernel.what.startswith("fp4graph_")}
     return made
 
 
@@ -313,7 +315,8 @@ def _named(node: scheduler.BaseSchedulerNode) -> tuple[str, str, str]:
         name = str(overload) if overload is not None else str(getattr(extern, "python_kernel_name", None))
         short = name.removesuffix(".default").removeprefix("extern_kernels.").removeprefix("aten.").replace(".", "_")
         ours = isinstance(extern, ir.FallbackKernel) and name.startswith("fp4graph.")
-        return "operator" if ours else "gemm" if _GEMM.fullmatch(short) else "library", short, site
+        multiplies = _GEMM.fullmatch(short) or short == "fp4graph_scaled_product"
+        return "gemm" if multiplies else "operator" if ours else "library", short, site
     packets = Counter(getattr(origin.target, "overloadpacket", None) for origin in origins)
     telling = [packet for packet, _ in packets.most_common() if packet is not None and packet not in _VIEWS]
     return "triton", ", ".join(re.sub(r"^\w+\.", "", str(packet)) for packet in telling), site

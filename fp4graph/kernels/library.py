@@ -26,7 +26,10 @@ _BOTH = (
     "Tensor?[] row_given, Tensor?[] column_given"
 )
 _library: Any = torch.library.Library("fp4graph", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(f"quantize(Tensor x, str spec, {DRAW}, {_BLOCKS}) -> Tensor", tags=[torch.Tag.needs_exact_strides])
+_library.define(
+    f"quantize(Tensor x, str spec, {DRAW}, {_BLOCKS}, ScalarType? dtype=None) -> Tensor",
+    tags=[torch.Tag.needs_exact_strides],
+)
 _library.define("maxima(Tensor x, int block) -> Tensor", tags=[torch.Tag.needs_exact_strides])
 _library.define(f"quantize_and_pack(Tensor x, str spec, {DRAW}) -> (Tensor, Tensor, Tensor)")
 _library.define(f"quantize_and_pack_columns({_BOTH}) -> (Tensor, Tensor, Tensor)")
@@ -52,8 +55,19 @@ def drawn(key: Tensor | None, step: Tensor | None, salts: Sequence[int]) -> Draw
 # ------------------------------------------------------------------ fake
 
 
-def _fake_quantize(x: Tensor, spec: str, *rest: Any) -> Tensor:
-    return torch.empty_like(x)
+def _fake_quantize(
+    x: Tensor,
+    spec: str,
+    key: Tensor | None,
+    step: Tensor | None,
+    salts: Sequence[int],
+    divisor: Tensor | None,
+    statistic: Tensor | None,
+    scale: Tensor | None,
+    factor: Tensor | None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    return torch.empty_like(x, dtype=dtype)
 
 
 def _fake_maxima(x: Tensor, block: int) -> Tensor:
@@ -101,8 +115,20 @@ def _fake_gaussian(key: Tensor, step: Tensor | None, salts: Sequence[int], count
 
 
 def _quantize(
-    x: Tensor, spec: str, key: Tensor | None, step: Tensor | None, salts: Sequence[int], *blocks: Tensor | None
+    x: Tensor,
+    spec: str,
+    key: Tensor | None,
+    step: Tensor | None,
+    salts: Sequence[int],
+    divisor: Tensor | None = None,
+    statistic: Tensor | None = None,
+    scale: Tensor | None = None,
+    factor: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
+    blocks = divisor, statistic, scale, factor
+    if dtype is not None and dtype is not x.dtype:
+        return _quantize(x, spec, key, step, salts, *blocks).to(dtype)
     y = torch.empty_like(x)
     if not y.numel():
         return y
@@ -177,12 +203,12 @@ def _quantize_both(
     with_sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     x = x.contiguous()
-    along_columns = _quantize(x.mT, columns, key, step, column_salts, *column_given)
+    along_columns = _quantize(x.mT, columns, key, step, column_salts, *Blocks(*column_given))
     sums = gpu.empty_sums(x, with_sums)
     if sums.numel():
         tiles = torch.nn.functional.pad(x.to(torch.float32), (0, 0, 0, -x.shape[-2] % gpu.TILE))
         sums.copy_(tiles.view(-1, gpu.TILE, x.shape[-1]).sum(1))
-    return _quantize(x, rows, key, step, row_salts, *row_given), along_columns.mT, sums
+    return _quantize(x, rows, key, step, row_salts, *Blocks(*row_given)), along_columns.mT, sums
 
 
 def _quantize_and_pack_columns(
@@ -198,7 +224,7 @@ def _quantize_and_pack_columns(
 ) -> tuple[Tensor, Tensor, Tensor]:
     x = x.contiguous()
     _, codes, scales = _quantize_and_pack(x.mT, columns, key, step, column_salts, column_given)
-    return _quantize(x, rows, key, step, row_salts, *row_given), codes, scales
+    return _quantize(x, rows, key, step, row_salts, *Blocks(*row_given)), codes, scales
 
 
 def _requantize(

@@ -137,6 +137,12 @@ def _available() -> bool:
     return cpu.available()
 
 
+def multiplies(left: Tensor, addend: Tensor | None) -> bool:
+    """True if on the GPU of ``left [..., I, K]`` a kernel of this project multiplies it, and its accumulator by a
+    scalar."""
+    return _on_gpu(left.device) and gpu.multiplies(left, addend)
+
+
 def packs(spec: QuantSpec, source: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
     """True if an operand of dtype ``source``, quantized by ``spec`` and cast to ``dtype``, can be kept as bytes."""
     known = runs(spec, device) and (target.kind(device) == "cuda" or cpu.packs(spec))
@@ -225,16 +231,25 @@ class PackedOperand:
         return result
 
 
-def quantize(x: Tensor, spec: QuantSpec, draw: Draw | None = None, given: Blocks | None = None) -> Tensor:
-    """Return ``x [..., C]`` quantized by ``spec`` along its last axis, in its dtype and layout.
+def quantize(
+    x: Tensor,
+    spec: QuantSpec,
+    draw: Draw | None = None,
+    given: Blocks | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return ``x [..., C]`` quantized by ``spec`` along its last axis, in its layout.
 
     Args:
         draw: needed if ``spec`` rounds stochastically.
         given: what techniques have made of the blocks, ``[..., ceil(C/block)]`` or of one element.
+        dtype: that the result is cast to on a GPU, where the kernel does; elsewhere it has that of ``x``.
     """
     if x.dtype not in _dtypes(x.device):
         return quantize(x.to(torch.float32), spec, draw, given).to(x.dtype)
-    result: Tensor = torch.ops.fp4graph.quantize(x, spec.to_text(), *flat(spec, draw), *(given or Blocks()))
+    casts = target.kind(x.device) == "cuda" and dtype is not x.dtype and dtype in _dtypes(x.device)
+    parts = spec.to_text(), *flat(spec, draw), *(given or Blocks())
+    result: Tensor = torch.ops.fp4graph.quantize(x, *parts, *((dtype,) if casts else ()))
     return result
 
 

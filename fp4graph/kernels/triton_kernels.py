@@ -1,4 +1,5 @@
-"""The Triton kernels of the plain quantizer: they move tiles between memory and the numerics of triton_numerics.py.
+"""The Triton kernels: of the quantizer, which move tiles between memory and the numerics of triton_numerics.py, and of
+a product whose accumulator is multiplied by a scalar.
 
 A tile is TILE x TILE elements of a matrix ``[batch, M, K]`` that is contiguous along K. It is read as values, or as
 bytes that were packed along K, and quantized along its rows, along its columns, or both. Each result is written as
@@ -212,3 +213,55 @@ def quantize_kernel(
         if column_values is not None:
             y = tl.reshape(y, [TILE, TILE])
             tl.store(column_values + at, y.to(column_values.dtype.element_ty), inside)
+
+
+@triton.jit
+def product_kernel(
+    left,
+    right,
+    scale,
+    addend,
+    result,
+    M,
+    N,
+    K,
+    left_batch,
+    left_m,
+    left_k,
+    right_batch,
+    right_n,
+    right_k,
+    BETA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Compute one tile of ``scale · left [B, M, K] @ right [B, N, K]ᵀ + BETA · addend [N]``, ``result [B, M, N]``.
+
+    Tiles are taken in groups of rows, so that programs that run together read the same operands.
+    """
+    down, across = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    batch = (tl.program_id(0) // (down * across)).to(tl.int64)
+    tile = tl.program_id(0) % (down * across)
+    first = tile // (GROUP * across) * GROUP
+    size = tl.minimum(down - first, GROUP)
+    m = (first + tile % (GROUP * across) % size) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile % (GROUP * across) // size * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # Beyond the edge the first rows are read once more, whose results are not written.
+    a = left + batch * left_batch + (m % M).to(tl.int64)[:, None] * left_m + k.to(tl.int64)[None, :] * left_k
+    b = right + batch * right_batch + (n % N).to(tl.int64)[None, :] * right_n + k.to(tl.int64)[:, None] * right_k
+    accumulator = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
+    for done in range(0, K, BLOCK_K):
+        inside = k < K - done
+        accumulator = tl.dot(
+            tl.load(a, inside[None, :], other=0.0), tl.load(b, inside[:, None], other=0.0), accumulator
+        )
+        a += BLOCK_K * left_k
+        b += BLOCK_K * right_k
+    y = accumulator * tl.load(scale)
+    if addend is not None:
+        y = y + BETA * tl.load(addend + n, n < N, other=0.0).to(tl.float32)[None, :]
+    at = (batch * M + m.to(tl.int64)[:, None]) * N + n[None, :]
+    tl.store(result + at, y.to(result.dtype.element_ty), (m < M)[:, None] & (n < N)[None, :])

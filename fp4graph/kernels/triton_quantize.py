@@ -43,16 +43,25 @@ _NO_DIRECTION: tuple[None, None, tuple[()], tuple[()]] = (None, None, (), ())
 
 
 def quantize(
-    x: Tensor, spec: str, key: Tensor | None, step: Tensor | None, salts: Sequence[int], *blocks: Tensor | None
+    x: Tensor,
+    spec: str,
+    key: Tensor | None,
+    step: Tensor | None,
+    salts: Sequence[int],
+    divisor: Tensor | None = None,
+    statistic: Tensor | None = None,
+    scale: Tensor | None = None,
+    factor: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Run the operator ``quantize``, like all of these on CPU tensors in Triton's interpreter."""
-    y = torch.empty_like(x)
+    y, blocks = torch.empty_like(x, dtype=dtype), (divisor, statistic, scale, factor)
     if x.is_contiguous() and y.is_contiguous():
         _launch(x, _NO_BYTES, None, (y, spec, salts, blocks), None, key, step)
     elif x.dim() > 1 and x.mT.is_contiguous() and y.mT.is_contiguous():
         _launch(x.mT, _NO_BYTES, None, None, (y.mT, spec, salts, blocks), key, step)
     else:
-        y.copy_(quantize(x.contiguous(), spec, key, step, salts, *blocks))
+        y.copy_(quantize(x.contiguous(), spec, key, step, salts, *blocks, dtype))
     return y
 
 

@@ -38,7 +38,8 @@ _OUTSIDE = ("split", "around", "after")  # the stages outside one call of the qu
 class OperandProgram:
     """One operand's quantizer.
 
-    Called on ``x [..., K]``, blocks along the last axis; returns the operand's terms, in the shape and dtype of ``x``.
+    Called on ``x [..., K]``, blocks along the last axis; returns the operand's terms, in the shape and dtype of ``x``,
+    or where a kernel casts them, in the ``dtype`` that they will be cast to.
 
     Attributes:
         spec: None leaves the operand in high precision.
@@ -112,11 +113,12 @@ class OperandProgram:
         draw: Draw | None = None,
         state: OperandState | None = None,
         segments: Segments | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Terms:
         if self.spec is None:
             return (Term(x),)
         if self.by_kernel(x.device, draw):
-            return (Term(operators.quantize(x, self.spec, draw)),)
+            return (Term(operators.quantize(x, self.spec, draw, None, dtype)),)
         acting = self.acting(x, draw, state, segments)
         part, residuals = _split(x, acting)
         multiplier: Tensor | None = None
@@ -136,7 +138,7 @@ class OperandProgram:
             if wrapped:
                 return quantizer.dequantized(part, scaled, product_of(scaled.group_scales))
             factor, multiplier = _parted(scaled)
-            return quantizer.dequantized(part, scaled, factor)
+            return quantizer.dequantized(part, scaled, factor, dtype)
 
         inner: Callable[[Tensor], Tensor] = quantize
         for technique, context in reversed(list(at_stage("around", acting))):  # the policy's first is the outermost

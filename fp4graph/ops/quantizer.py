@@ -119,17 +119,19 @@ class Quantizer:
             scale = scale if answer is None else answer
         return Scaled(blocking, values, z, statistic, scale, tuple(group_scales), chosen)
 
-    def dequantized(self, x: Tensor, scaled: Scaled, factor: Tensor | None) -> Tensor:
+    def dequantized(self, x: Tensor, scaled: Scaled, factor: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         """Return the dequantized operand divided by γ and multiplied by ``factor``, in the shape and dtype of ``x``.
 
         Args:
             x: what ``scaled`` was made from.
+            dtype: that a kernel casts the result to, if it can.
         """
         if self.by_kernel(x.device):
             if len(scaled.group_scales) > 1:
                 divided = scaled.blocking.join(scaled.values())
                 return self.dequantized(divided, replace(scaled, group_scales=()), factor).to(x.dtype)
-            return operators.quantize(x, operators.by_runs(self.spec), self.draw, self.given(scaled, x.device, factor))
+            given = self.given(scaled, x.device, factor)
+            return operators.quantize(x, operators.by_runs(self.spec), self.draw, given, dtype)
         values = self._rounded(scaled).dequantized()
         return scaled.blocking.join(values if factor is None else values * factor).to(x.dtype)
 

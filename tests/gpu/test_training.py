@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from unittest import mock
 
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from fp4graph.kernels import library, operators
 from fp4graph.numerics.target import traced_for
-from fp4graph.ops import product
 from fp4graph.ops.matmul import quantized_matmul
 from tests.gpu.cases import KEY, STEP, programs
 from tests.helpers.floats import assert_same_bits
@@ -67,15 +67,20 @@ def trained_by_triton(policy: str, dtype: torch.dtype, needs: tuple[bool, bool])
         own.impl(name, counted(name), "CPU", allow_override=True)
     operators._available_on_gpu = lambda: True
     try:
-        with traced_for("cuda"), mock.patch.object(product, "accumulated", accumulated_on_a_cpu):
+        with traced_for("cuda"), mock.patch.multiple(torch, mm=on_a_cpu(torch.mm), bmm=on_a_cpu(torch.bmm)):
             return trained(policy, dtype, needs), sorted(ran)
     finally:
         own._destroy()
 
 
-def accumulated_on_a_cpu(left: Tensor, right: Tensor) -> Tensor:
-    """What products of torch with an ``out_dtype`` return, which a CPU has not: all sums here are exact in fp32."""
-    return left.float() @ right.float().mT
+def on_a_cpu(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A product with an ``out_dtype``, which torch has for GPUs alone. All sums here are exact in fp32."""
+
+    def run(left: Tensor, right: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+        wanted = left.dtype if out_dtype is None else out_dtype
+        return product(left.to(wanted), right.to(wanted))
+
+    return run
 
 
 USED = {
