@@ -12,6 +12,7 @@ For worker processes only (:func:`benchmarks.absent_gpu.worker`).
 
 from __future__ import annotations
 
+import ast
 import re
 import time
 from collections import Counter
@@ -191,12 +192,30 @@ def _generated(graph: GraphModule, inputs: Sequence[Any], dtype: torch.dtype, op
             raise RuntimeError("there is no backward: no input needs a gradient")
     for code in made.code:
         calls = _LAUNCH.findall(code)
-        operators = len(_OPERATOR.findall(code))
-        made.launches += len(calls) + operators
+        made.launches += len(calls) + len(_OPERATOR.findall(code))
         made.keys += sum(_two_numbers(call) for call in calls)
         made.sources |= {source.replace(name, "kernel") for name, source in _DEFINED.findall(code)}
-    made.sources |= {kernel.what for kernel in made.kernels if kernel.what.startswith("fp4graph_")}
+        made.sources |= set(_variants(code))
     return made
+
+
+def _variants(code: str) -> Iterator[str]:
+    """Yield each call of an operator of this project in ``code`` as far as its kernel is compiled for it.
+
+    That is for the specs, and for which tensors there are; dtypes of tensors, which code does not say, are left out.
+    """
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Call) and (called := ast.unparse(node.func)).startswith("torch.ops.fp4graph."):
+            yield f"{called}({', '.join(map(_known, node.args))})"
+
+
+def _known(argument: ast.expr) -> str:
+    """Return an argument as far as a kernel is compiled for it."""
+    if isinstance(argument, ast.Constant) and type(argument.value) is not int:
+        return repr(argument.value)
+    if isinstance(argument, ast.List | ast.Tuple):  # of salts, or of tensors that may be None
+        return str([_known(item) for item in argument.elts])
+    return ast.unparse(argument) if isinstance(argument, ast.Attribute) else "…"
 
 
 def _never_called(*_: Any) -> Any:
