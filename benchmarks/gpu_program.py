@@ -262,6 +262,8 @@ class _OnCard(Interpreter):
             return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is aten.lift_fresh_copy.default:  # of numbers in the code, which tracing left on the CPU
+            return torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device="cuda")
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": torch.device("cuda", 0)}
         return super().call_function(target, args, kwargs)

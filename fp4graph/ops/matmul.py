@@ -102,8 +102,9 @@ class _QuantizedMatmul(torch.autograd.Function):
         keep_b = (needs_a and not rereads_b) or factors
         left_terms, a_fprop = bound.kept_terms(left, rotation, "left", keep=rereads_a, reread=keep_a and not factors)
         b_fprop: Tensor | PackedOperand | None
-        if bound.by_expert(fprop, right.x, packs=rereads_b):
-            y, b_fprop = bound.quantized_product(fprop, left_terms, right.x, packs=rereads_b)
+        product_of_experts = bound.quantized_product(fprop, left_terms, right.x, packs=rereads_b)
+        if product_of_experts is not None:
+            y, b_fprop = product_of_experts
         else:
             reread = keep_b and not factors
             right_terms, b_fprop = bound.kept_terms(right, rotation, "right", keep=rereads_b, reread=reread)
