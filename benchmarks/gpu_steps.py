@@ -68,6 +68,15 @@ SIZES = {"deit-small": 64, "deit-base": 64}
 PREDICTED = {"deit-base": "vit-b", "deit-tiny": "deit-tiny", "llama-350m": "llama-350m"}
 
 
+@contextmanager
+def _library_products() -> Iterator[None]:
+    former, gpu.LONGEST = gpu.LONGEST, 0
+    try:
+        yield
+    finally:
+        gpu.LONGEST = former
+
+
 @dataclass(frozen=True)
 class Switch:
     """One way to run: ``context`` is around tracing and compiling; ``mode`` is torch.compile's, of both programs.
@@ -85,6 +94,7 @@ SWITCHES: dict[str, Switch] = {
     "default": Switch("kernels; bf16 products in an fp32 model; Inductor's defaults"),
     "FP4GRAPH_KERNELS=0": Switch("tensor code that Inductor fuses, and nothing packed", operators.tensor_code),
     "FP4GRAPH_BF16_PRODUCTS=0": Switch("an fp32 model's GEMMs stay in fp32", gpu.products_in_fp32),
+    "FP4GRAPH_PRODUCT_LENGTH=0": Switch("a tensor scale multiplies the result of cuBLAS", _library_products),
     "mode=reduce-overhead": Switch("CUDA graphs", mode="reduce-overhead"),
     "mode=max-autotune-no-cudagraphs": Switch("GEMMs that Inductor chooses", mode="max-autotune-no-cudagraphs"),
 }

@@ -93,7 +93,12 @@ def cases(parts: list[str], device: Any, backend: str, rehearse: bool, seconds: 
         for dtype, model, switch in product(dtypes, models, others[:1] if rehearse else others):
             if switch.startswith("FP4GRAPH_BF16") and dtype != "float32":
                 continue  # products are bf16's anyway
-            for policy in POLICIES[:1] if rehearse else ("tetrajet", "microscaling"):
+            scaled = switch.startswith("FP4GRAPH_PRODUCT_LENGTH")
+            if scaled and dtype == "float32":
+                continue  # their tensor scales multiply a library's product either way
+            for policy in (
+                POLICIES[:1] if rehearse else ("fp4-all-the-way",) if scaled else ("tetrajet", "microscaling")
+            ):
                 run = partial(steps.step, model, policy, dtype, switch, device, backend, seconds)
                 yield Case("switches", {"model": model, "policy": policy, "dtype": dtype, "switch": switch}, run)
 

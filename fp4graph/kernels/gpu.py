@@ -21,6 +21,10 @@ from fp4graph.numerics.spec import QuantSpec
 TILE = 64
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _OLDEST = (8, 0)  # bfloat16
+#: Contraction length up to which a GEMM with a scalar on its accumulator is this project's; 0: never. The library's
+#: moves 4 to 8 bytes more for each element of the result: at 4 TB/s and 650 TFLOP/s, of its time a half for a length
+#: of 1024 and an eighth for 4096. How much slower than cuBLAS the kernel is, no card has been asked.
+LONGEST = int(os.environ.get("FP4GRAPH_PRODUCT_LENGTH", "4096"))
 
 
 def supports(spec: QuantSpec) -> bool:
@@ -36,6 +40,12 @@ def unsupported(spec: QuantSpec) -> str | None:
     return None if spec.element.code_bits <= 8 else f"{spec.element.code_bits}-bit elements"
 
 
+def multiplies(left: Tensor, addend: Tensor | None) -> bool:
+    """True if the kernel of triton_product.py multiplies ``left [..., I, K]``, on a GPU that takes the kernels."""
+    vector = addend is None or (addend.dim() == 1 and addend.is_contiguous())
+    return vector and left.dtype in (torch.bfloat16, torch.float16) and bool(left.shape[-1] <= LONGEST)
+
+
 def empty_sums(x: Tensor, wanted: bool) -> Tensor:
     """Return the tensor for the sums of ``x [..., M, K]`` over the rows of each tile, fp32, empty unless ``wanted``."""
     *leading, m, k = x.shape
@@ -44,6 +54,11 @@ def empty_sums(x: Tensor, wanted: bool) -> Tensor:
 
 
 _narrows = os.environ.get("FP4GRAPH_BF16_PRODUCTS", "1") != "0"
+
+
+def narrows() -> bool:
+    """True if exact products of an fp32 model multiply as bf16 where the card does."""
+    return _narrows
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:

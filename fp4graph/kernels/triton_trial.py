@@ -26,7 +26,7 @@ def failure(device: torch.device) -> str | None:
 
             x = _numbers(device)
             y, codes, scales = triton_quantize.quantize_and_pack_columns(
-                x, _ROWS.to_text(), _COLUMNS.to_text(), None, None, (), ()
+                x, _ROWS.to_text(), _COLUMNS.to_text(), None, None, (), (), (), ()
             )
             unpacked = triton_quantize.unpack(codes, scales, _COLUMNS.to_text(), x.shape[0], x.dtype)
             same = torch.equal(y, fake_quantize(x, _ROWS)) and torch.equal(unpacked.mT, fake_quantize(x, _COLUMNS, 0))

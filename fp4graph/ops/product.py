@@ -3,12 +3,12 @@
 Hardware multiplies the accumulator of a GEMM, fp32, by alpha = γ_a·γ_b and adds the addend before the result is
 rounded. torch's own products return the rounded result, and their alpha is a Python number.
 
-On CUDA ``mm`` and ``bmm`` return the accumulator where ``out_dtype`` asks for it. There fp32 operands that are bf16
-numbers by construction, as FP4 codes times block scales are, multiply as bf16: their products are the same and exact in
-fp32, and tensor cores sum them at many times the rate. Elsewhere the operands are cast to
-fp32, in which their product has the same sum. On a CPU that takes many times as long as a product in bf16; there an
-operator reads the scalar and hands it to ``addmm`` and ``baddbmm``, whose kernels (oneDNN's and torch's own) multiply
-their fp32 accumulator by it and round once.
+On CUDA ``mm`` and ``bmm`` return the accumulator where ``out_dtype`` asks for it, and short GEMMs are a kernel of this
+project, which saves writing it. There fp32 operands that are bf16 numbers by construction, as FP4 codes times block
+scales are, multiply as bf16: their products are the same and exact in fp32, and tensor cores sum them at many times
+the rate. Elsewhere the operands are cast to fp32, in which their product has the same sum. On a CPU that takes many
+times as long as a product in bf16; there an operator reads the scalar and hands it to ``addmm`` and ``baddbmm``, whose
+kernels (oneDNN's and torch's own) multiply their fp32 accumulator by it and round once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from fp4graph.kernels import gpu
+from fp4graph.kernels import gpu, operators
 from fp4graph.numerics import target
 from fp4graph.numerics.segments import Segments
 
@@ -151,7 +151,7 @@ def scaled_product(left: Tensor, right: Tensor, scale: Tensor, addend: Tensor | 
         scale: fp32, 0-d.
         addend: of the operands' dtype, broadcastable to ``[..., I, J]``.
     """
-    if target.kind(left.device) == "cpu":
+    if target.kind(left.device) == "cpu" or operators.multiplies(left, addend):
         result: Tensor = torch.ops.fp4graph.scaled_product(left, right, scale, addend, beta)
         return result
     return with_addend(accumulated(left, right) * scale, addend, beta).to(left.dtype)
@@ -196,10 +196,18 @@ def _on_cpu(left: Tensor, right: Tensor, scale: Tensor, addend: Tensor | None, b
     return batches.view(shape)
 
 
+def _on_gpu(*arguments: Any) -> Tensor:
+    from fp4graph.kernels.triton_product import scaled_product  # imports Triton, which may be missing
+
+    return scaled_product(*arguments)
+
+
 torch.library.register_fake("fp4graph::scaled_product", _fake, lib=_library)
 _library.impl("scaled_product", _on_cpu, "CPU")
+_library.impl("scaled_product", _on_gpu, "CUDA")
+OPERATOR = torch.ops.fp4graph.scaled_product
 
 
-@register_flop_formula(torch.ops.fp4graph.scaled_product)
+@register_flop_formula(OPERATOR)
 def _flops(left: torch.Size, right: torch.Size, *rest: Any, out_shape: torch.Size, **options: Any) -> int:
     return 2 * out_shape.numel() * left[-1]

@@ -56,6 +56,7 @@ def test_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.inductor
 def test_every_part(tmp_path: Path) -> None:
     status, rows, page = rehearse(tmp_path)
     assert status == 0
@@ -73,12 +74,10 @@ def test_every_part(tmp_path: Path) -> None:
 
 @pytest.mark.long
 @pytest.mark.inductor
-def test_a_step_that_inductor_compiles(tmp_path: Path) -> None:
-    status, rows, _ = rehearse(tmp_path, "--part=steps", "--part=parity", "--backend=inductor")
+def test_a_training_that_inductor_compiles(tmp_path: Path) -> None:
+    status, (row,), _ = rehearse(tmp_path, "--part=parity", "--backend=inductor")
     assert status == 0
-    figures = {row["case"]["part"]: row["figures"] for row in rows}
-    assert figures["parity"]["ratio"] <= 3
-    assert figures["steps"]["ratio"] > 0.5
+    assert 0 < row["figures"]["ratio"] <= 3
 
 
 def case(run: Any, **about: str) -> gpu_validate.Case:
