@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test long check lint format docs parity gpu gpu-plan bench bench-all stranger wheel clean
+.PHONY: demo test long check lint format docs parity gpu gpu-plan gpu-validate bench bench-all stranger wheel clean
 
 demo: $(STAMP)
 	rm -rf runs/demo
@@ -59,6 +59,12 @@ gpu: $(STAMP)
 # What policies cost on a GPU by the program that Inductor writes for it: predicted without one, minutes a policy.
 gpu-plan: $(STAMP)
 	$(BIN)/python -m benchmarks.gpu_plan --blocks vit-b,deit-tiny,llama-350m
+
+# On a machine with a GPU, and no network: bits, parity, times, memory and switches, with the prediction beside them. It ends
+# after seven minutes a part and says what is left; the same command goes on from there.
+GPU_PYTHON ?= python3
+gpu-validate:
+	for part in kernels quantizers parity steps switches; do $(GPU_PYTHON) -m benchmarks.gpu_validate --part $$part || true; done
 
 # A technique in a package of its own, installed beside a wheel of this one into a new environment.
 stranger: $(STAMP)

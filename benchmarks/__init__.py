@@ -9,6 +9,8 @@
     python -m benchmarks.techniques    # what acts at the optimizer's step
     python -m benchmarks.uncompiled    # a step that no compiler captures
     python -m benchmarks.statistics_cost  # a training with statistics
+    python -m benchmarks.gpu_plan      # no cost: what the program for a GPU would read and write, predicted
+    python -m benchmarks.gpu_validate  # on a machine with a GPU: bits, parity, steps, memory, each switch both ways
     python -m benchmarks.report        # the tables of docs/performance.md, from the files of results
     python -m benchmarks.zoo           # no cost: which image models train; it writes docs/models.md
 

@@ -8,13 +8,16 @@ buffer once in each direction, however often a kernel reads it. For an operator 
 and results. ``launches``: of Triton kernels; ``keys`` of them compute two numbers. ``GEMMs``: calls of the library.
 ``saved``: bytes that the backward reads of what the forward made or was given, without parameters. ``of linears``: the
 same for all linears of the block, each compiled alone in bf16 with its weight counted, as by benchmarks/memory.py, to
-those of the unquantized ones. ``kernels``: distinct sources. ``estimate``: time of a step to that of the unquantized
-one, GEMMs at the stated rate of operations, everything else at the stated bandwidth; attention counts by its bytes.
-``quantizers``: the kernels of this project, or the tensor code that Inductor fuses, which runs where a kernel does not.
+those of the unquantized ones. ``kernels``: distinct ones, which have to be compiled; of this project's, one for each
+set of specs and tensors. ``source``: their code as Inductor writes it. ``estimate``: time of a step to that of the
+unquantized one, GEMMs at the stated rate of operations, everything else at the stated bandwidth; attention counts by
+its bytes. ``quantizers``: the kernels of this project, or the tensor code that Inductor fuses, which runs where a
+kernel does not.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
@@ -49,6 +52,19 @@ RATES = {
     "H200": Rates(4.0e12, {"bfloat16": 650e12, "float32": 45e12}),
     "B200": Rates(6.6e12, {"bfloat16": 1500e12, "float32": 50e12}),
 }
+
+
+class Stack(nn.Module):
+    """A stack of ``depth`` equal blocks, which are all called."""
+
+    def __init__(self, make: Callable[[], nn.Module], depth: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(make() for _ in range(depth))
+
+    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, *rest)
+        return x
 
 
 class OneOf(nn.Module):
@@ -92,7 +108,7 @@ class Block:
 
     Attributes:
         make: builds one. width: of the input. tokens: of a sequence. batch: sequences. head: size of an attention head
-            where the block takes a rotary embedding, else 0.
+            where the block takes a rotary embedding, else 0. depth: equal blocks one after another; 0: one of three.
     """
 
     make: Callable[[], nn.Module]
@@ -100,11 +116,12 @@ class Block:
     tokens: int
     batch: int
     head: int = 0
+    depth: int = 0
 
     def module(self) -> nn.Module:
         """The block with its neighbours."""
         torch.manual_seed(0)
-        return OneOf(self.make)
+        return Stack(self.make, self.depth) if self.depth else OneOf(self.make)
 
     def inputs(self) -> list[Tensor]:
         """Its arguments; the first needs a gradient, as inside a model."""
@@ -112,13 +129,13 @@ class Block:
         return [torch.randn(self.batch, self.tokens, self.width, requires_grad=True), *rotary]
 
 
-def _vit(width: int, heads: int, tokens: int = 197, batch: int = 32) -> Block:
+def _vit(width: int, heads: int, tokens: int = 197, batch: int = 32, depth: int = 0) -> Block:
     def make() -> nn.Module:
         from timm.models.vision_transformer import Block as VitBlock
 
         return VitBlock(width, heads, qkv_bias=True)
 
-    return Block(make, width, tokens, batch)
+    return Block(make, width, tokens, batch, depth=depth)
 
 
 def _llama(width: int, feed_forward: int, heads: int, tokens: int, batch: int) -> Block:
@@ -129,8 +146,10 @@ def _llama(width: int, feed_forward: int, heads: int, tokens: int, batch: int) -
 BLOCKS = {
     "vit-b": _vit(768, 12),
     "deit-tiny": _vit(192, 3),
+    "deit-tiny-12": _vit(192, 3, depth=12),
     "llama-350m": _llama(1024, 2736, 16, tokens=256, batch=32),
     "trial-vit": _vit(64, 2, tokens=16, batch=4),
+    "trial-vit-3": _vit(64, 2, tokens=16, batch=4, depth=3),
     "trial-llama": _llama(64, 192, 2, tokens=32, batch=4),
 }
 
@@ -170,13 +189,14 @@ def _figures(block: str, policy: str, gpu: str, dtype: str, linears: bool) -> di
         "largest": [vars(kernel) for kernel in sorted(made.kernels, key=lambda k: -k.bytes)[:SHOWN]],
     }
     if linears:
-        counted["linears_saved_bytes"] = sum(_saved_by_linear(*kind, policy, gpu) for kind in _linears(own))
+        kinds = Counter(_linears(own))
+        counted["linears_saved_bytes"] = sum(n * _saved_by_linear(*kind, policy, gpu) for kind, n in kinds.items())
     return counted
 
 
 def _linears(block: Block) -> list[tuple[int, int, int]]:
     """Return (tokens, in, out) of the block's linears."""
-    linears = [module for module in block.make().modules() if isinstance(module, nn.Linear)]
+    linears = [module for module in block.make().modules() if isinstance(module, nn.Linear)] * max(block.depth, 1)
     return [(block.batch * block.tokens, linear.in_features, linear.out_features) for linear in linears]
 
 
@@ -235,6 +255,7 @@ COLUMNS = (
     tables.number("key_launches", "of keys"),
     tables.number("gemms", "GEMMs"),
     tables.number("distinct_kernels", "kernels"),
+    tables.Column("source, KB", lambda row: f"{row['figures']['source_bytes'] / 1e3:,.0f}"),
     _megabytes("saved_bytes", "saved, MB"),
     _ratio("linears_saved_ratio", "of linears", 3),
     _ratio("estimate", "estimate"),
@@ -256,6 +277,7 @@ def main(
     linears: Annotated[bool, typer.Option(help="Saved bytes of linears too, each compiled alone.")] = True,
     quantizers: Annotated[str, typer.Option(help="kernels, tensor code, or both, separated by commas.")] = "kernels",
     largest: Annotated[bool, typer.Option(help="Print the largest kernels of each program.")] = True,
+    missing: Annotated[bool, typer.Option(help="Only cases that the folder has no figures of.")] = False,
     folder: options.Folder = RESULTS,
 ) -> None:
     from benchmarks.absent_gpu import worker
@@ -276,6 +298,9 @@ def main(
             rates, counted = _rates(card, bandwidth, gemm_rate), dict[str, dict[str, Any]]()
             for policy, how in names:
                 case = {"block": block, "dtype": dtype, "card": card, "policy": policy, "quantizers": how}
+                if missing and (known := results.known(case)) is not None:
+                    counted[policy] = known
+                    continue
                 row = attempt(case, partial(_counted, pool, case, linears, rates, counted))
                 results.add(row)
                 if largest and "largest" in row.figures:

@@ -12,6 +12,7 @@ For worker processes only (:func:`benchmarks.absent_gpu.worker`).
 
 from __future__ import annotations
 
+import ast
 import re
 import time
 from collections import Counter
@@ -36,6 +37,7 @@ from benchmarks.absent_gpu import Gpu, install
 from benchmarks.models import TOTAL_STEPS, UNQUANTIZED, autocast
 from fp4graph.kernels.inductor import EXACT
 from fp4graph.numerics.target import traced_for
+from fp4graph.ops import product
 
 aten = torch.ops.aten
 _PRODUCTS: dict[Any, int] = {
@@ -43,6 +45,7 @@ _PRODUCTS: dict[Any, int] = {
     aten.bmm: 0,
     aten.addmm: 1,
     aten.baddbmm: 1,
+    product.OPERATOR: 0,
 }  # where the left factor stands among the arguments
 _VIEWS = {aten.view, aten._unsafe_view, aten.reshape, aten.permute, aten.transpose, aten.t, aten.alias, aten.detach}
 _VIEWS |= {aten.unsqueeze, aten.squeeze, aten.expand, aten.as_strided, aten.slice, aten.select}
@@ -189,12 +192,30 @@ def _generated(graph: GraphModule, inputs: Sequence[Any], dtype: torch.dtype, op
             raise RuntimeError("there is no backward: no input needs a gradient")
     for code in made.code:
         calls = _LAUNCH.findall(code)
-        operators = len(_OPERATOR.findall(code))
-        made.launches += len(calls) + operators
+        made.launches += len(calls) + len(_OPERATOR.findall(code))
         made.keys += sum(_two_numbers(call) for call in calls)
         made.sources |= {source.replace(name, "kernel") for name, source in _DEFINED.findall(code)}
-    made.sources |= {f"{kernel.what}" for kernel in made.kernels if kernel.kind == "operator"}
+        made.sources |= set(_variants(code))
     return made
+
+
+def _variants(code: str) -> Iterator[str]:
+    """Yield each call of an operator of this project in ``code`` as far as its kernel is compiled for it.
+
+    That is for the specs, and for which tensors there are; dtypes of tensors, which code does not say, are left out.
+    """
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Call) and (called := ast.unparse(node.func)).startswith("torch.ops.fp4graph."):
+            yield f"{called}({', '.join(map(_known, node.args))})"
+
+
+def _known(argument: ast.expr) -> str:
+    """Return an argument as far as a kernel is compiled for it."""
+    if isinstance(argument, ast.Constant) and type(argument.value) is not int:
+        return repr(argument.value)
+    if isinstance(argument, ast.List | ast.Tuple):  # of salts, or of tensors that may be None
+        return str([_known(item) for item in argument.elts])
+    return ast.unparse(argument) if isinstance(argument, ast.Attribute) else "…"
 
 
 def _never_called(*_: Any) -> Any:
@@ -241,6 +262,8 @@ class _OnCard(Interpreter):
             return super().run_node(n)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is aten.lift_fresh_copy.default:  # of numbers in the code, which tracing left on the CPU
+            return torch.empty_strided(args[0].shape, args[0].stride(), dtype=args[0].dtype, device="cuda")
         if kwargs.get("device") is not None:
             kwargs = {**kwargs, "device": torch.device("cuda", 0)}
         return super().call_function(target, args, kwargs)
@@ -313,7 +336,8 @@ def _named(node: scheduler.BaseSchedulerNode) -> tuple[str, str, str]:
         name = str(overload) if overload is not None else str(getattr(extern, "python_kernel_name", None))
         short = name.removesuffix(".default").removeprefix("extern_kernels.").removeprefix("aten.").replace(".", "_")
         ours = isinstance(extern, ir.FallbackKernel) and name.startswith("fp4graph.")
-        return "operator" if ours else "gemm" if _GEMM.fullmatch(short) else "library", short, site
+        multiplies = _GEMM.fullmatch(short) or short == "fp4graph_scaled_product"
+        return "gemm" if multiplies else "operator" if ours else "library", short, site
     packets = Counter(getattr(origin.target, "overloadpacket", None) for origin in origins)
     telling = [packet for packet, _ in packets.most_common() if packet is not None and packet not in _VIEWS]
     return "triton", ", ".join(re.sub(r"^\w+\.", "", str(packet)) for packet in telling), site

@@ -134,6 +134,12 @@ class Results:
         self.rows.append(row)
         self._write()
 
+    def known(self, case: Mapping[str, Any]) -> dict[str, Any] | None:
+        """The figures that the file has of a case already; None also where it has a failure."""
+        rows = load(self.file)["rows"] if self.file.exists() else []
+        found: list[dict[str, Any]] = [row["figures"] for row in rows if row["case"] == dict(case)]
+        return found[0] if found and "failed" not in found[0] else None
+
     def close(self, title: str, columns: Sequence[Column]) -> None:
         """Print the rows and where they are; a failed one makes the command fail."""
         show(title, columns, [{"case": row.case, "figures": row.figures} for row in self.rows])

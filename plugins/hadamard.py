@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
 from fp4graph.numerics.blocking import block_length
-from fp4graph.numerics.hadamard import rotate, unrotate
+from fp4graph.numerics.hadamard import rotate_in_fp32, unrotate
 from fp4graph.technique import Context, Gemm, OperandSpecs, Overhead, SiteView, Technique, hookimpl
 
 
@@ -119,7 +119,7 @@ class Hadamard(Technique):
 
     def transform(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:
         """Return x·S·H in fp32, because 1/√g is not exact in shorter dtypes."""
-        return rotate(x.to(torch.float32), self.block, shared[0] if shared else None)
+        return rotate_in_fp32(x, self.block, shared[0] if shared else None)
 
     def inverse(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:
         """Return x·H·S in fp32, still padded."""

@@ -35,6 +35,9 @@ def _options(
     backend: Annotated[
         str | None, typer.Option(help="eager, aot_eager or inductor. [inductor on CUDA, eager elsewhere]")
     ] = None,
+    mode: Annotated[
+        str | None, typer.Option(help="torch.compile's, with inductor: max-autotune, reduce-overhead, ...")
+    ] = None,
     data: Annotated[
         str | None, typer.Option(help="Where the data is; fp4graph train --list says what a task takes.")
     ] = None,

@@ -41,6 +41,7 @@ class Run:
         autocast: run matrix products in bf16 from fp32 parameters.
         device: ``auto``, cpu, cuda, cuda:1, ...
         backend: of torch.compile: eager, aot_eager or inductor; None is inductor on CUDA and eager elsewhere.
+        mode: of torch.compile with inductor: max-autotune, reduce-overhead, ...
         data: a file or folder, or a name that the task knows.
         workers: processes that load data.
     """
@@ -65,6 +66,7 @@ class Run:
     autocast: bool | None = None
     device: str = "auto"
     backend: str | None = None
+    mode: str | None = None
     data: str | None = None
     workers: int = 0
 

@@ -60,7 +60,7 @@ class RunFolder:
             changed = [  # without what says where it runs, not what it computes
                 f"{name} was {before['settings'].get(name)!r}, is {value!r}"
                 for name, value in finite(content["settings"]).items()
-                if name not in ("device", "backend", "workers") and before["settings"].get(name) != value
+                if name not in ("device", "backend", "mode", "workers") and before["settings"].get(name) != value
             ]
             if before["policy"] != content["policy"]:
                 changed.append("the policy is another one")

@@ -129,7 +129,8 @@ class _Training:
             self.model.to(settings.parameter_dtype)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
         forwards = self.steps * settings.accumulate
-        fp4graph.apply(self.model, policy, backend=settings.backend, seed=settings.seed, total_forwards=forwards)
+        compiled: dict[str, Any] = {"backend": settings.backend, "mode": settings.run.mode}
+        fp4graph.apply(self.model, policy, **compiled, seed=settings.seed, total_forwards=forwards)
         self.optimizer = fp4graph.prepare_optimizer(self.model, _optimizer(self.model, settings))
         self.scaler = fp4graph.grad_scaler(self.model)
         self.scheduler = torch.optim.lr_scheduler.LambdaLR(

@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from fp4graph.kernels.inductor import EXACT
+from fp4graph.kernels.inductor import patches
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 Backend = Callable[[GraphModule, list[Any]], Callable[..., Any]]
 
 
-def inner_backend(name: str) -> Backend:
-    """Return the torch.compile backend that runs the rewritten graph."""
+def inner_backend(name: str, options: Mapping[str, Any] | None = None) -> Backend:
+    """Return the torch.compile backend that runs the rewritten graph.
+
+    Args:
+        options: of Inductor, as :func:`fp4graph.kernels.inductor.compiler_options` returns them.
+    """
     if name not in BACKENDS:
         raise ValueError(f"backend is one of {', '.join(BACKENDS)}; got {name!r}")
-    return _inductor if name == "inductor" else torch._dynamo.lookup_backend(name)
+    return partial(_inductor, options or {}) if name == "inductor" else torch._dynamo.lookup_backend(name)
 
 
-def _inductor(gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+def _inductor(options: Mapping[str, Any], gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
     """Compile with Inductor, told for a GPU to compute what eager mode computes; its C++ does so by itself."""
     from torch._inductor.compile_fx import compile_fx
 
     on_gpu = any(isinstance(x, Tensor) and x.device.type == "cuda" for x in example_inputs)
-    compiled: Any = compile_fx(gm, example_inputs, config_patches=dict(EXACT) if on_gpu else None)
+    compiled: Any = compile_fx(gm, example_inputs, config_patches=patches(options, on_gpu=on_gpu) or None)
     return compiled  # type: ignore[no-any-return]
 
 

@@ -12,6 +12,7 @@ from fp4graph.graph.backend import inner_backend
 from fp4graph.graph.functions import cacheable
 from fp4graph.graph.names import Names
 from fp4graph.graph.rewrite import rewrite
+from fp4graph.kernels.inductor import compiler_options
 from fp4graph.policy import load_policy
 
 
@@ -20,17 +21,23 @@ def fp4graph_backend(
 ) -> Callable[..., Any]:
     """Rewrite ``gm`` under ``options["policy"]`` and compile it with ``options["backend"]`` (inductor by default).
 
+    The other options are Inductor's. ``options["mode"]`` is torch.compile's mode, which torch does not take beside
+    options.
+
     Raises:
-        PolicyError: no policy is given, an option is unknown, or the policy draws noise or keeps state, which needs
-            the model and so :func:`fp4graph.apply`.
+        PolicyError: no policy is given, or the policy draws noise or keeps state, which needs the model and so
+            :func:`fp4graph.apply`.
+        Error: an option of the compiler is unknown or would break exactness.
     """
     settings = dict(options or {})
-    policy, backend = settings.pop("policy", None), settings.pop("backend", "inductor")
-    if policy is None or settings:
+    policy, mode = settings.pop("policy", None), settings.pop("mode", None)
+    backend = settings.pop("backend", "inductor")
+    if policy is None:
         raise PolicyError(
-            "torch.compile(backend='fp4graph') takes options={'policy': ..., 'backend': ...}; got "
-            f"{', '.join(options or {}) or 'none'}"
+            "torch.compile(backend='fp4graph') takes options={'policy': ..., 'backend': ..., 'mode': ...}, or "
+            f"options of Inductor instead of a mode; got {', '.join(options or {}) or 'none'}"
         )
+    compiler = compiler_options(backend, mode, settings, None)
     loaded = load_policy(policy)
     if loaded.phases:
         raise PolicyError(
@@ -40,4 +47,4 @@ def fp4graph_backend(
     if rewritten.refused is not None:
         raise rewritten.refused
     with cacheable(gm):
-        return inner_backend(backend)(gm, example_inputs)
+        return inner_backend(backend, compiler)(gm, example_inputs)

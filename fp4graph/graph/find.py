@@ -17,7 +17,7 @@ from torch.fx import GraphModule, Node
 
 from fp4graph.graph import flops, operations, products
 from fp4graph.graph.expand import inline
-from fp4graph.graph.marker import Marker, module_stack
+from fp4graph.graph.marker import Marker, is_another_each_time, module_stack
 from fp4graph.graph.names import Names, Owner
 from fp4graph.graph.operations import Sizes, operation_of, read_product, tag_of
 from fp4graph.graph.products import NoProduct, Product, name_of, value_of, view_source
@@ -212,6 +212,7 @@ class Finder:
                 key = markers.outside(marker.key).meta.get("grapharg")
                 marker = dataclasses.replace(marker, module=self._keys.get(id(getattr(key, "example", None))))
                 markers.add(marker)
+                is_another_each_time(markers.outside(marker.step))
                 self.found.marked.add(marker.module)
                 gm.graph.erase_node(node)
             elif isinstance(node.target, torch._ops.HigherOrderOperator) and operation_of(node) is None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from fp4graph.kernels import operators
+from fp4graph.kernels import gpu, operators
 from fp4graph.numerics import noise
 from fp4graph.ops.gemm import MatmulProgram
 from fp4graph.ops.matmul import quantized_matmul
@@ -39,12 +39,12 @@ def site_function(program: MatmulProgram, form: str, alpha: float, beta: float) 
     ``matmul`` ``a [..., M, K]``, ``b [..., K, N]`` with ``torch.matmul``'s broadcasting; for ``grouped`` ``a [T, K]``,
     ``b [E, K, N]`` and ``ends=`` the cumulative numbers of tokens ``[E]``.
     """
-    return _site_function(program, form, alpha, beta, operators.enabled())
+    return _site_function(program, form, alpha, beta, (operators.enabled(), gpu.narrows(), gpu.LONGEST))
 
 
 @functools.lru_cache(maxsize=1024)
 def _site_function(
-    program: MatmulProgram, form: str, alpha: float, beta: float, kernels: bool
+    program: MatmulProgram, form: str, alpha: float, beta: float, kernels: tuple[bool, bool, int]
 ) -> Callable[..., Tensor]:
     def fp4graph_matmul(
         a: Tensor,

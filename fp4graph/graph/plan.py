@@ -278,9 +278,8 @@ class Planner:
         shapes, work = tuple(map(_shape, found.product.values)), flops.of_product(found.product)
         name = rule.name if index != DEFAULT_INDEX or rule.quantizes else None
         reason = "" if quantized else rule.keep or "every operand is kept in high precision"
-        self.sites.append(
-            Site(view.module, view.op, shapes, name, reason, dict(plan.specs), quantized, occurrence, index, work)
-        )
+        found_out = (shapes, name, reason, dict(plan.specs), quantized, occurrence, index, work)
+        self.sites.append(Site(view.module, view.op, *found_out, exact=_exact(plan.program)))
         return PlannedSite(found, plan, occurrence) if quantized else None
 
     def _work(self, found: FoundWork) -> None:
@@ -336,6 +335,12 @@ def rule_that_keeps(name: str, module: str | None) -> str:
         "put a rule before the policy's others (in a policy that extends another, repeat those): "
         f"{{name: {name}, match: {{module: {pattern!r}}}, keep: not quantized yet}}"
     )
+
+
+def _exact(program: MatmulProgram | None) -> tuple[Gemm, ...]:
+    """Return the GEMMs whose operands are bf16 numbers by construction."""
+    gemms = () if program is None else (program.fprop, program.dgrad, program.wgrad)
+    return tuple(gemm.gemm for gemm in gemms if gemm.is_exact())
 
 
 def _shape(x: Tensor) -> tuple[int | str, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.policy import Decision
-from fp4graph.technique.operands import Operand
+from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.site import SiteView
 
 
@@ -33,6 +33,8 @@ class Site:
             rules for roles, None is an operation about which policies do not decide.
         flops: FLOPs of the forward at the sizes of the capture, or None where they are unknown.
         supported: False for an operation that no rule can quantize.
+        exact: the GEMMs whose operands are both bf16 numbers by construction. On CUDA those of an fp32 model multiply
+            as bf16 with fp32 output, unless a technique's scales turn out not to be one number for the tensor.
     """
 
     module: str | None
@@ -46,6 +48,7 @@ class Site:
     rule_index: int | None = None
     flops: int | None = None
     supported: bool = True
+    exact: tuple[Gemm, ...] = ()
 
     @property
     def standing(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -35,6 +36,8 @@ def apply_with_accelerate(
     seed: int | None = None,
     dynamic: bool | None = None,
     total_forwards: int | None = None,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
     same_policy: bool = True,
 ) -> M:
     """Apply ``policy`` for a loop on Accelerate; the one line to add, before ``accelerator.prepare``.
@@ -57,7 +60,8 @@ def apply_with_accelerate(
         raise Error(
             "apply_with_accelerate() comes before accelerator.prepare(): it takes the plain model and optimizer"
         )
-    apply(model, policy, backend=backend, seed=seed, dynamic=dynamic, total_forwards=total_forwards)
+    compiled: dict[str, Any] = {"backend": backend, "dynamic": dynamic, "mode": mode, "options": options}
+    apply(model, policy, **compiled, seed=seed, total_forwards=total_forwards)
     prepare_optimizer(model, optimizer)
     scaler = grad_scaler(model)
     if scaler.is_enabled() and accelerator.scaler is None:

@@ -31,7 +31,7 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
     with phases, ``total_forwards`` is ``max_steps`` times ``gradient_accumulation_steps``.
 
     Args:
-        policy, backend, seed, dynamic: as for :func:`fp4graph.apply`.
+        policy, backend, seed, dynamic, mode, options: as for :func:`fp4graph.apply`.
         same_policy: False lets training resume from a checkpoint of another policy.
 
     Raises:
@@ -47,10 +47,13 @@ class FP4GraphCallback(TrainerCallback, ExportableState):
         backend: str = "inductor",
         seed: int | None = None,
         dynamic: bool | None = None,
+        mode: str | None = None,
+        options: Mapping[str, Any] | None = None,
         same_policy: bool = True,
     ) -> None:
         self.policy = load_policy(policy)
         self.options: dict[str, Any] = {"backend": backend, "seed": seed, "dynamic": dynamic}
+        self.options |= {"mode": mode, "options": None if options is None else dict(options)}
         self.same_policy = same_policy
         self.written_under: dict[str, Any] | None = None
 

@@ -3,25 +3,47 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import math
+import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from fp4graph.numerics import target
 from fp4graph.numerics.spec import QuantSpec
 
 #: Rows and columns of a tile, which holds whole blocks in both directions.
 TILE = 64
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _OLDEST = (8, 0)  # bfloat16
+#: Contraction length up to which a GEMM with a scalar on its accumulator is this project's; 0: never. The library's
+#: moves 4 to 8 bytes more for each element of the result: at 4 TB/s and 650 TFLOP/s, of its time a half for a length
+#: of 1024 and an eighth for 4096. How much slower than cuBLAS the kernel is, no card has been asked.
+LONGEST = int(os.environ.get("FP4GRAPH_PRODUCT_LENGTH", "4096"))
 
 
 def supports(spec: QuantSpec) -> bool:
     """True if the kernels know ``spec``: blocks of 2, 4, ... or 64 elements, codes of up to a byte."""
+    return unsupported(spec) is None
+
+
+def unsupported(spec: QuantSpec) -> str | None:
+    """Return what of ``spec`` the kernels do not know, in a few words, or None."""
     block = spec.block
-    return isinstance(block, int) and block > 1 and TILE % block == 0 and spec.element.code_bits <= 8
+    if not (isinstance(block, int) and block > 1 and TILE % block == 0):
+        return f"blocks of {'×'.join(map(str, block)) if isinstance(block, tuple) else block}"
+    return None if spec.element.code_bits <= 8 else f"{spec.element.code_bits}-bit elements"
+
+
+def multiplies(left: Tensor, addend: Tensor | None) -> bool:
+    """True if the kernel of triton_product.py multiplies ``left [..., I, K]``, on a GPU that takes the kernels."""
+    vector = addend is None or (addend.dim() == 1 and addend.is_contiguous())
+    return vector and left.dtype in (torch.bfloat16, torch.float16) and bool(left.shape[-1] <= LONGEST)
 
 
 def empty_sums(x: Tensor, wanted: bool) -> Tensor:
@@ -29,6 +51,39 @@ def empty_sums(x: Tensor, wanted: bool) -> Tensor:
     *leading, m, k = x.shape
     tiles = math.prod(leading) * ((m + TILE - 1) // TILE)
     return x.new_empty((tiles if wanted else 0, k), dtype=torch.float32)
+
+
+_narrows = os.environ.get("FP4GRAPH_BF16_PRODUCTS", "1") != "0"
+
+
+def narrows() -> bool:
+    """True if exact products of an fp32 model multiply as bf16 where the card does."""
+    return _narrows
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """True if code for ``device`` may multiply bf16 matrices and take the fp32 accumulator: any GPU since 8.0, unless
+    ``FP4GRAPH_BF16_PRODUCTS=0`` keeps an fp32 model's products in fp32."""
+    return _narrows and target.kind(device) == "cuda" and _has_bfloat16()
+
+
+@contextmanager
+def products_in_fp32() -> Iterator[None]:
+    """Keep an fp32 model's products in fp32 in this context."""
+    global _narrows
+    former, _narrows = _narrows, False
+    try:
+        yield
+    finally:
+        _narrows = former
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _has_bfloat16() -> bool:
+    try:
+        return torch.version.hip is None and torch.cuda.get_device_capability() >= _OLDEST
+    except (AssertionError, RuntimeError):  # code is traced for a GPU that is not there
+        return True
 
 
 @functools.cache
@@ -43,6 +98,8 @@ def available() -> bool:
         reason = "Triton is not installed; install the package triton"
     elif capability < _OLDEST:
         reason = f"compute capability {capability[0]}.{capability[1]} is below {_OLDEST[0]}.{_OLDEST[1]}"
+    elif torch.cuda.is_available():  # else code is generated for a card that is only described
+        reason = importlib.import_module("fp4graph.kernels.triton_trial").failure(torch.device("cuda"))
     if reason is not None:
         warnings.warn(
             f"the GPU kernels cannot be used ({reason}); quantizers run as tensor code, which reads and writes more",

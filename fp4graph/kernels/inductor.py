@@ -1,6 +1,14 @@
-"""Options of Inductor under which the Triton code that it writes for a GPU gives the bits of eager mode."""
+"""Options of Inductor: those under which its code gives the bits of eager mode, and the user's merged with them."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fp4graph.errors import Error
+from fp4graph.text import nearest, suggest
 
 #: Options of ``torch.compile`` (``config_patches`` of ``compile_fx``) under which quantizers are bit-exact on CUDA.
 #:
@@ -18,3 +26,89 @@ EXACT: dict[str, bool] = {
     "eager_numerics.disable_ftz": True,
     "emulate_precision_casts": True,
 }
+
+#: What keeps GEMMs apart from their neighbours where ``max_autotune`` has Inductor write them. A fused epilogue would
+#: read the fp32 accumulator, so the next quantizer would see values that were never rounded to the GEMM's dtype.
+APART: dict[str, bool] = {"epilogue_fusion": False, "prologue_fusion": False}
+
+#: Further options that break exactness unless they have the value here, and why.
+_REQUIRED: dict[str, tuple[object, str]] = {
+    "use_fast_math": (False, "approximate instructions change what quantizers round"),
+    "cpp.enable_unsafe_math_opt_flag": (False, "reordered arithmetic changes what quantizers round"),
+    "cpp.enable_floating_point_contract_flag": ("off", "a contracted multiply-add rounds once, eager mode twice"),
+    "cuda.use_fast_math": (False, "approximate instructions change what quantizers round"),
+    "cutlass.use_fast_math": (False, "approximate instructions change what quantizers round"),
+    "triton.codegen_upcast_to_fp32": (True, "arithmetic in 16 bits rounds where eager mode does not"),
+    "freezing": (False, "frozen weights stay as they are, so an evaluation between steps would run former ones"),
+}  # fmt: skip
+_REASONS = {
+    **dict.fromkeys(EXACT, "without it the code for a GPU does not give the bits of eager mode"),
+    **dict.fromkeys(APART, "a quantizer fused with a GEMM would see an accumulator that was never rounded"),
+}
+
+
+def compiler_options(
+    backend: str, mode: str | None, options: Mapping[str, Any] | None, dynamic: bool | None
+) -> dict[str, Any]:
+    """Return what ``torch.compile``'s ``mode`` and ``options`` ask of Inductor, without what exactness adds.
+
+    Raises:
+        Error: the backend is not Inductor, mode and options are both given, torch does not know one of them, or an
+            option would break exactness. The message names it and the remedy.
+    """
+    if mode is None and not options:
+        return {}
+    if backend != "inductor":
+        what = " and ".join(name for name, given in (("mode", mode), ("options", options)) if given)
+        raise Error(f"{what}= is for Inductor, and backend={backend!r} has none; drop it, or use backend='inductor'")
+    if mode is not None and options:
+        raise Error(
+            f"torch.compile takes mode or options, not both; drop mode={mode!r} and add what it stands for to options "
+            f"(torch._inductor.list_mode_options({mode!r}))"
+        )
+    given = {name.replace("-", "_"): value for name, value in (options or {}).items()}
+    for name, value in given.items():
+        _check(name, value)
+    if mode is not None:
+        known = torch._inductor.list_mode_options()
+        if mode not in known:
+            raise Error(f"torch.compile has no mode {mode!r}; {suggest(mode, known)}")
+    try:
+        chosen: dict[str, Any] = torch._TorchCompileInductorWrapper(mode, given or None, dynamic).config
+    except RuntimeError as error:
+        raise Error(_refusal(str(error), given)) from None
+    for name, value in chosen.items():
+        _check(name, value)
+    return dict(chosen)
+
+
+def patches(chosen: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
+    """Return ``chosen`` merged with the options that exactness needs.
+
+    On a CPU the code is exact by itself, unless GEMMs are written by Inductor too.
+    """
+    return {**chosen, **EXACT, **APART} if on_gpu else {**chosen, **APART} if chosen else {}
+
+
+def _check(name: str, value: object) -> None:
+    """Raise an Error where option ``name`` would break exactness."""
+    fixed = {**EXACT, **APART}
+    required, reason = (fixed[name], _REASONS[name]) if name in fixed else _REQUIRED.get(name, (value, ""))
+    if value != required:
+        raise Error(
+            f"options={{{name!r}: {value!r}}} would break exactness: {reason}. Drop the option; fp4graph needs "
+            f"{name}={required!r}"
+        )
+
+
+def _refusal(message: str, given: Mapping[str, Any]) -> str:
+    """Return torch's refusal of an option, shorter: torch lists every option that it knows."""
+    from torch._inductor import config
+
+    known = config.get_config_copy()
+    for name in given:
+        if name not in known:
+            near = nearest(name, known)
+            remedy = f"did you mean {near[0]!r}?" if near else "torch._inductor.list_options() lists them"
+            return f"Inductor has no option {name!r}; {remedy}"
+    return message

@@ -20,9 +20,16 @@ from fp4graph.numerics.spec import QuantSpec
 Blocks = cpu.Blocks
 DRAW = "Tensor? key, Tensor? step, int[] salts"
 _BLOCKS = "Tensor? divisor, Tensor? statistic, Tensor? scale, Tensor? factor"
-_BOTH = "Tensor x, str rows, str columns, Tensor? key, Tensor? step, int[] row_salts, int[] column_salts"
+#: Of two directions; what is given of a direction's blocks is as of ``quantize``, or an empty list.
+_BOTH = (
+    "Tensor x, str rows, str columns, Tensor? key, Tensor? step, int[] row_salts, int[] column_salts, "
+    "Tensor?[] row_given, Tensor?[] column_given"
+)
 _library: Any = torch.library.Library("fp4graph", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(f"quantize(Tensor x, str spec, {DRAW}, {_BLOCKS}) -> Tensor", tags=[torch.Tag.needs_exact_strides])
+_library.define(
+    f"quantize(Tensor x, str spec, {DRAW}, {_BLOCKS}, ScalarType? dtype=None) -> Tensor",
+    tags=[torch.Tag.needs_exact_strides],
+)
 _library.define("maxima(Tensor x, int block) -> Tensor", tags=[torch.Tag.needs_exact_strides])
 _library.define(f"quantize_and_pack(Tensor x, str spec, {DRAW}) -> (Tensor, Tensor, Tensor)")
 _library.define(f"quantize_and_pack_columns({_BOTH}) -> (Tensor, Tensor, Tensor)")
@@ -31,7 +38,9 @@ _library.define(f"quantize_both({_BOTH}, bool sums) -> (Tensor, Tensor, Tensor)"
 _library.define(
     f"requantize(Tensor codes, Tensor scales, str packed, SymInt length, ScalarType dtype, str spec, {DRAW}) -> Tensor"
 )
-_library.define("unpack(Tensor codes, Tensor scales, str packed, SymInt length, ScalarType dtype) -> Tensor")
+_library.define(
+    "unpack(Tensor codes, Tensor scales, str packed, SymInt length, ScalarType dtype, Tensor? factor) -> Tensor"
+)
 _library.define("mantissa(Tensor z, float divisor, int bits) -> Tensor")
 _library.define("group_maxima(Tensor z, int length) -> Tensor")
 _library.define("largest(Tensor score, SymInt count) -> Tensor")
@@ -46,8 +55,19 @@ def drawn(key: Tensor | None, step: Tensor | None, salts: Sequence[int]) -> Draw
 # ------------------------------------------------------------------ fake
 
 
-def _fake_quantize(x: Tensor, spec: str, *rest: Any) -> Tensor:
-    return torch.empty_like(x)
+def _fake_quantize(
+    x: Tensor,
+    spec: str,
+    key: Tensor | None,
+    step: Tensor | None,
+    salts: Sequence[int],
+    divisor: Tensor | None,
+    statistic: Tensor | None,
+    scale: Tensor | None,
+    factor: Tensor | None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    return torch.empty_like(x, dtype=dtype)
 
 
 def _fake_maxima(x: Tensor, block: int) -> Tensor:
@@ -81,7 +101,9 @@ def _fake_requantize(
     return codes.new_empty((*codes.shape[:-1], length), dtype=dtype).mT
 
 
-def _fake_unpack(codes: Tensor, scales: Tensor, packed: str, length: int, dtype: torch.dtype) -> Tensor:
+def _fake_unpack(
+    codes: Tensor, scales: Tensor, packed: str, length: int, dtype: torch.dtype, factor: Tensor | None
+) -> Tensor:
     return codes.new_empty((*codes.shape[:-1], length), dtype=dtype)
 
 
@@ -93,8 +115,20 @@ def _fake_gaussian(key: Tensor, step: Tensor | None, salts: Sequence[int], count
 
 
 def _quantize(
-    x: Tensor, spec: str, key: Tensor | None, step: Tensor | None, salts: Sequence[int], *blocks: Tensor | None
+    x: Tensor,
+    spec: str,
+    key: Tensor | None,
+    step: Tensor | None,
+    salts: Sequence[int],
+    divisor: Tensor | None = None,
+    statistic: Tensor | None = None,
+    scale: Tensor | None = None,
+    factor: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
+    blocks = divisor, statistic, scale, factor
+    if dtype is not None and dtype is not x.dtype:
+        return _quantize(x, spec, key, step, salts, *blocks).to(dtype)
     y = torch.empty_like(x)
     if not y.numel():
         return y
@@ -140,12 +174,19 @@ def largest(score: Tensor, count: int) -> Tensor:
     return torch.empty_like(order).scatter(0, order, place).reshape(score.shape) < count
 
 
-def _quantize_and_pack(x: Tensor, spec: str, *draw: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _quantize_and_pack(
+    x: Tensor,
+    spec: str,
+    key: Tensor | None,
+    step: Tensor | None,
+    salts: Sequence[int],
+    given: Sequence[Tensor | None] = (),
+) -> tuple[Tensor, Tensor, Tensor]:
     y, codes, scales = _fake_quantize_and_pack(x, spec)
     if y.numel():
         source, target = _matrices(x), _rows(y)
         source = _rows(x.contiguous()) if source is None or source.stride(2) != 1 else source
-        cpu.quantize(source, target, spec, drawn(*draw), Blocks(), codes, scales)
+        cpu.quantize(source, target, spec, drawn(key, step, salts), Blocks(*given), codes, scales)
     return y, codes, scales
 
 
@@ -157,15 +198,17 @@ def _quantize_both(
     step: Tensor | None,
     row_salts: Sequence[int],
     column_salts: Sequence[int],
+    row_given: Sequence[Tensor | None],
+    column_given: Sequence[Tensor | None],
     with_sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     x = x.contiguous()
-    along_columns = _quantize(x.mT, columns, key, step, column_salts, None, None, None, None)
+    along_columns = _quantize(x.mT, columns, key, step, column_salts, *Blocks(*column_given))
     sums = gpu.empty_sums(x, with_sums)
     if sums.numel():
         tiles = torch.nn.functional.pad(x.to(torch.float32), (0, 0, 0, -x.shape[-2] % gpu.TILE))
         sums.copy_(tiles.view(-1, gpu.TILE, x.shape[-1]).sum(1))
-    return _quantize(x, rows, key, step, row_salts, None, None, None, None), along_columns.mT, sums
+    return _quantize(x, rows, key, step, row_salts, *Blocks(*row_given)), along_columns.mT, sums
 
 
 def _quantize_and_pack_columns(
@@ -176,10 +219,12 @@ def _quantize_and_pack_columns(
     step: Tensor | None,
     row_salts: Sequence[int],
     column_salts: Sequence[int],
+    row_given: Sequence[Tensor | None],
+    column_given: Sequence[Tensor | None],
 ) -> tuple[Tensor, Tensor, Tensor]:
     x = x.contiguous()
-    _, codes, scales = _quantize_and_pack(x.mT, columns, key, step, column_salts)
-    return _quantize(x, rows, key, step, row_salts, None, None, None, None), codes, scales
+    _, codes, scales = _quantize_and_pack(x.mT, columns, key, step, column_salts, column_given)
+    return _quantize(x, rows, key, step, row_salts, *Blocks(*row_given)), codes, scales
 
 
 def _requantize(
@@ -192,11 +237,13 @@ def _requantize(
     return y
 
 
-def _unpack(codes: Tensor, scales: Tensor, packed: str, length: int, dtype: torch.dtype) -> Tensor:
-    y = _fake_unpack(codes, scales, packed, length, dtype)
+def _unpack(
+    codes: Tensor, scales: Tensor, packed: str, length: int, dtype: torch.dtype, factor: Tensor | None
+) -> Tensor:
+    y = _fake_unpack(codes, scales, packed, length, dtype if factor is None else torch.float32, factor)
     if y.numel():
         cpu.unpack(codes.contiguous(), scales.contiguous(), packed, _rows(y))
-    return y
+    return y if factor is None else (y * factor).to(dtype)
 
 
 def _gaussian(key: Tensor, step: Tensor | None, salts: Sequence[int], count: int) -> Tensor:

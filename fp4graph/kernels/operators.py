@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4graph.kernels import cpu, gpu, library
 from fp4graph.numerics import noise, scaling, target
@@ -29,6 +30,7 @@ from fp4graph.numerics.spec import QuantSpec
 #: Dtypes that kernels read and write; others go through fp32.
 _DTYPES = {"cpu": frozenset(cpu.DTYPES), "cuda": gpu.DTYPES}
 Blocks = cpu.Blocks
+_NOTHING_GIVEN = Blocks()
 _RUN = 32  # elements of a run where one block is a whole line or more
 _enabled = os.environ.get("FP4GRAPH_KERNELS", "1") != "0"
 
@@ -57,16 +59,41 @@ def runs(spec: QuantSpec, device: torch.device) -> bool:
 
 
 def reduces(spec: QuantSpec, device: torch.device) -> bool:
-    """True if a kernel finds the maxima of the blocks of ``spec`` on ``device``."""
+    """True if a kernel finds the maxima of the blocks of ``spec`` on ``device``.
+
+    On a GPU tensor code does, which Inductor fuses with what makes the tensor.
+    """
     return cpu.supports(spec) and on_cpu(device)
 
 
 def rounds(spec: QuantSpec, device: torch.device) -> bool:
     """True if a kernel rounds to the elements of ``spec`` on ``device``, given the scales of its blocks.
 
-    On a GPU tensor code does, though the kernel could: whether that saves bytes has not been counted.
+    On a GPU not where a block is a line: Inductor finds its maximum and rounds it in one read, with what makes it.
     """
+    if target.kind(device) == "cuda":
+        return spec.block != "row" and gpu.supports(by_runs(spec)) and _on_gpu(device)
     return cpu.supports(by_runs(spec)) and on_cpu(device)
+
+
+def reduces_whole(device: torch.device) -> bool:
+    """True if the largest magnitude of a whole tensor is found by :func:`largest_of_all`, and not from its blocks'.
+
+    On a GPU, where nothing else reads the maxima of blocks if a kernel quantizes: they would be written for this alone.
+    """
+    return _on_gpu(device)
+
+
+def largest_of_all(x: Tensor) -> Tensor:
+    """Return the largest magnitude of ``x``, fp32, 0-d; NaN if a value is.
+
+    By lines first: Inductor fuses that with what makes the lines, be it a sum over each of them.
+    """
+    if any(statically_known_true(size == 0) for size in x.shape):
+        return x.new_zeros((), dtype=torch.float32)
+    if x.dim() > 1 and statically_known_true(x.stride(-1) != 1):
+        x = x.mT
+    return x.abs().amax(-1).amax().to(torch.float32)
 
 
 def by_runs(spec: QuantSpec) -> QuantSpec:
@@ -114,6 +141,12 @@ def _available() -> bool:
     return cpu.available()
 
 
+def multiplies(left: Tensor, addend: Tensor | None) -> bool:
+    """True if on the GPU of ``left [..., I, K]`` a kernel of this project multiplies it, and its accumulator by a
+    scalar."""
+    return _on_gpu(left.device) and gpu.multiplies(left, addend)
+
+
 def packs(spec: QuantSpec, source: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
     """True if an operand of dtype ``source``, quantized by ``spec`` and cast to ``dtype``, can be kept as bytes."""
     known = runs(spec, device) and (target.kind(device) == "cuda" or cpu.packs(spec))
@@ -134,6 +167,31 @@ def _dtypes(device: torch.device) -> frozenset[torch.dtype]:
 
 
 @dataclass(frozen=True, eq=False)
+class Direction:
+    """How a kernel quantizes a tensor along one of its axes.
+
+    Attributes:
+        spec: with blocks that kernels know, as of :func:`by_runs`.
+        draw: needed if the spec rounds stochastically.
+        given: what techniques have made of the blocks.
+    """
+
+    spec: QuantSpec
+    draw: Draw | None = None
+    given: Blocks = _NOTHING_GIVEN
+
+    @property
+    def packs(self) -> bool:
+        """True if bytes with one factor for all of them stand for the result.
+
+        Not where a scale or statistic is given: it may be finite where the block has a NaN, for which FP4 has no code.
+        """
+        factor = self.given.factor
+        own = self.given.scale is None and self.given.statistic is None
+        return own and (factor is None or factor.numel() == 1)
+
+
+@dataclass(frozen=True, eq=False)
 class PackedOperand:
     """The bytes that stand for a dequantized operand.
 
@@ -145,6 +203,8 @@ class PackedOperand:
         dtype: of the dequantized operand.
         transposed: whether the bytes are those of the transposed operand as the backward multiplies it, quantized for
             the backward already.
+        factor: multiplies the values that the bytes stand for, fp32 ``[1]``, or None.
+        multiplier: waits for the GEMM's accumulator (:class:`fp4graph.ops.product.Term`), fp32, 0-d, or None.
     """
 
     codes: Tensor
@@ -153,6 +213,8 @@ class PackedOperand:
     length: int
     dtype: torch.dtype
     transposed: bool = False
+    factor: Tensor | None = None
+    multiplier: Tensor | None = None
 
     @property
     def device(self) -> torch.device:
@@ -161,7 +223,7 @@ class PackedOperand:
 
     def unpack(self) -> Tensor:
         """Return the dequantized operand, contiguous."""
-        packed = self.spec.to_text(), self.length, self.dtype
+        packed = self.spec.to_text(), self.length, self.dtype, self.factor
         result: Tensor = torch.ops.fp4graph.unpack(self.codes, self.scales, *packed)
         return result
 
@@ -173,16 +235,25 @@ class PackedOperand:
         return result
 
 
-def quantize(x: Tensor, spec: QuantSpec, draw: Draw | None = None, given: Blocks | None = None) -> Tensor:
-    """Return ``x [..., C]`` quantized by ``spec`` along its last axis, in its dtype and layout.
+def quantize(
+    x: Tensor,
+    spec: QuantSpec,
+    draw: Draw | None = None,
+    given: Blocks | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """Return ``x [..., C]`` quantized by ``spec`` along its last axis, in its layout.
 
     Args:
         draw: needed if ``spec`` rounds stochastically.
         given: what techniques have made of the blocks, ``[..., ceil(C/block)]`` or of one element.
+        dtype: that the result is cast to on a GPU, where the kernel does; elsewhere it has that of ``x``.
     """
     if x.dtype not in _dtypes(x.device):
         return quantize(x.to(torch.float32), spec, draw, given).to(x.dtype)
-    result: Tensor = torch.ops.fp4graph.quantize(x, spec.to_text(), *flat(spec, draw), *(given or Blocks()))
+    casts = target.kind(x.device) == "cuda" and dtype is not x.dtype and dtype in _dtypes(x.device)
+    parts = spec.to_text(), *flat(spec, draw), *(given or Blocks())
+    result: Tensor = torch.ops.fp4graph.quantize(x, *parts, *((dtype,) if casts else ()))
     return result
 
 
@@ -234,40 +305,39 @@ def quantize_and_pack(
 
 
 def quantize_both(
-    x: Tensor, rows: QuantSpec, columns: QuantSpec, row_draw: Draw | None, column_draw: Draw | None, sums: bool = False
+    x: Tensor, rows: Direction, columns: Direction, sums: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Return ``x [..., M, K]`` quantized by ``rows`` along K and by ``columns`` along M, in one read.
 
     Args:
-        row_draw, column_draw: of one key and step.
+        rows, columns: which draw from one key and step.
         sums: whether to return a third tensor too: sums of ``x`` over rows, fp32 ``[rows of tiles, K]``.
     """
-    given = _flat_both(rows, columns, row_draw, column_draw)
-    along_rows, along_columns, partial = torch.ops.fp4graph.quantize_both(x, *given, sums)
+    along_rows, along_columns, partial = torch.ops.fp4graph.quantize_both(x, *_flat_both(rows, columns), sums)
     return along_rows, along_columns, partial if sums else None
 
 
 def quantize_and_pack_columns(
-    x: Tensor,
-    rows: QuantSpec,
-    columns: QuantSpec,
-    row_draw: Draw | None,
-    column_draw: Draw | None,
-    dtype: torch.dtype,
+    x: Tensor, rows: Direction, columns: Direction, dtype: torch.dtype, multiplier: Tensor | None = None
 ) -> tuple[Tensor, PackedOperand]:
-    """Return :func:`quantize_both`, the second result as the bytes of its transpose, cast to ``dtype``."""
-    values, codes, scales = torch.ops.fp4graph.quantize_and_pack_columns(
-        x, *_flat_both(rows, columns, row_draw, column_draw)
-    )
-    return values, PackedOperand(codes, scales, columns, x.shape[-2], dtype, transposed=True)
+    """Return :func:`quantize_both`, the second result as the bytes of its transpose, cast to ``dtype``.
+
+    Args:
+        columns: which ``packs``.
+        multiplier: of the packed operand.
+    """
+    values, codes, scales = torch.ops.fp4graph.quantize_and_pack_columns(x, *_flat_both(rows, columns))
+    about = columns.spec, x.shape[-2], dtype
+    return values, PackedOperand(codes, scales, *about, True, columns.given.factor, multiplier)
 
 
-def _flat_both(rows: QuantSpec, columns: QuantSpec, row_draw: Draw | None, column_draw: Draw | None) -> tuple[Any, ...]:
-    """Return specs and draws, which have one key and step, as operators of two directions take them."""
-    key, step, row_salts = flat(rows, row_draw)
-    column_key, column_step, column_salts = flat(columns, column_draw)
+def _flat_both(rows: Direction, columns: Direction) -> tuple[Any, ...]:
+    """Return two directions as operators take them."""
+    key, step, row_salts = flat(rows.spec, rows.draw)
+    column_key, column_step, column_salts = flat(columns.spec, columns.draw)
     noise = (column_key, column_step) if key is None else (key, step)
-    return rows.to_text(), columns.to_text(), *noise, row_salts, column_salts
+    given = (tuple(one.given) if any(part is not None for part in one.given) else () for one in (rows, columns))
+    return rows.spec.to_text(), columns.spec.to_text(), *noise, row_salts, column_salts, *given
 
 
 def gaussian(draw: Draw, count: int, device: torch.device) -> Tensor:

@@ -1,4 +1,5 @@
-"""The Triton kernels of the plain quantizer: they move tiles between memory and the numerics of triton_numerics.py.
+"""The Triton kernels: of the quantizer, which move tiles between memory and the numerics of triton_numerics.py, and of
+a product whose accumulator is multiplied by a scalar.
 
 A tile is TILE x TILE elements of a matrix ``[batch, M, K]`` that is contiguous along K. It is read as values, or as
 bytes that were packed along K, and quantized along its rows, along its columns, or both. Each result is written as
@@ -88,6 +89,7 @@ def quantize_kernel(
     x,
     codes,
     scales,
+    source_factor,
     row_values,
     row_codes,
     row_scales,
@@ -95,10 +97,14 @@ def quantize_kernel(
     column_codes,
     column_scales,
     column_sums,
-    given_divisor,
-    given_statistic,
-    given_scale,
-    given_factor,
+    rows_divisor,
+    rows_statistic,
+    rows_scale,
+    rows_factor,
+    columns_divisor,
+    columns_statistic,
+    columns_scale,
+    columns_factor,
     key,
     step,
     row_salts,
@@ -108,7 +114,8 @@ def quantize_kernel(
     P: tl.constexpr,
     R: tl.constexpr,
     C: tl.constexpr,
-    EACH: tl.constexpr,
+    EACH_R: tl.constexpr,
+    EACH_C: tl.constexpr,
     THROUGH: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -121,10 +128,10 @@ def quantize_kernel(
         row_values, column_values: of the shape of x; without R, rows are written as they are read.
         row_codes, row_scales: ``[batch, M, blocks]`` of them; of columns ``[batch, K, blocks]``.
         column_sums: fp32 ``[batch · tiles along M, K]``, the sums of what is read over the rows of each tile.
-        given_divisor, ...: what techniques give, fp32, for each block of the one direction that there is, or one number
-            for all.
+        source_factor: multiplies what is read, fp32 ``[1]``.
+        rows_divisor, ...: what techniques give, fp32, for each block of a direction, or one number for all.
         key: int32 ``[2]``; step: int32 ``[5]`` or None; salts: tuples of int. Read by specs that draw.
-        EACH: of the four given tensors, whether there is a number for each block.
+        EACH_R, EACH_C: of the four tensors given for a direction, whether there is a number for each block.
         THROUGH: the dtype that values have before they are quantized.
     """
     across = tl.cdiv(K, TILE)
@@ -140,6 +147,8 @@ def quantize_kernel(
         values = tl.load(x + at, inside, other=0.0)
     else:
         values = _load_bytes(codes, scales, row.to(tl.int64), m < M, first_k, K, TILE, P)
+    if source_factor is not None:
+        values = values * tl.load(source_factor)
     values = values.to(THROUGH).to(tl.float32)
 
     if column_sums is not None:
@@ -154,17 +163,17 @@ def quantize_kernel(
         block_index = tl.reshape(block_index, [TILE, ACROSS, 1])
         within = tl.reshape((m < M)[:, None] & (block < tl.cdiv(K, R.block))[None, :], [TILE, ACROSS, 1])
         divisor = None
-        if given_divisor is not None:
-            divisor = _part(given_divisor, block_index, within, EACH[0])
+        if rows_divisor is not None:
+            divisor = _part(rows_divisor, block_index, within, EACH_R[0])
         statistic = None
-        if given_statistic is not None:
-            statistic = _part(given_statistic, block_index, within, EACH[1])
+        if rows_statistic is not None:
+            statistic = _part(rows_statistic, block_index, within, EACH_R[1])
         scale = None
-        if given_scale is not None:
-            scale = _part(given_scale, block_index, within, EACH[2])
+        if rows_scale is not None:
+            scale = _part(rows_scale, block_index, within, EACH_R[2])
         factor = None
-        if given_factor is not None:
-            factor = _part(given_factor, block_index, within, EACH[3])
+        if rows_factor is not None:
+            factor = _part(rows_factor, block_index, within, EACH_R[3])
         blocks = tl.reshape(values, [TILE, ACROSS, R.block])
         q, scale, y = _quantized(blocks, a, b, index, block_index, divisor, statistic, scale, factor, 2, R)
         y = tl.reshape(y, [TILE, TILE])
@@ -185,17 +194,17 @@ def quantize_kernel(
         block_index = tl.reshape(block_index, [DOWN, 1, TILE])
         within = tl.reshape((k < K)[None, :] & (block < tl.cdiv(M, C.block))[:, None], [DOWN, 1, TILE])
         divisor = None
-        if given_divisor is not None:
-            divisor = _part(given_divisor, block_index, within, EACH[0])
+        if columns_divisor is not None:
+            divisor = _part(columns_divisor, block_index, within, EACH_C[0])
         statistic = None
-        if given_statistic is not None:
-            statistic = _part(given_statistic, block_index, within, EACH[1])
+        if columns_statistic is not None:
+            statistic = _part(columns_statistic, block_index, within, EACH_C[1])
         scale = None
-        if given_scale is not None:
-            scale = _part(given_scale, block_index, within, EACH[2])
+        if columns_scale is not None:
+            scale = _part(columns_scale, block_index, within, EACH_C[2])
         factor = None
-        if given_factor is not None:
-            factor = _part(given_factor, block_index, within, EACH[3])
+        if columns_factor is not None:
+            factor = _part(columns_factor, block_index, within, EACH_C[3])
         blocks = tl.reshape(values, [DOWN, C.block, TILE])
         q, scale, y = _quantized(blocks, a, b, index, block_index, divisor, statistic, scale, factor, 1, C)
         if column_codes is not None:
@@ -204,3 +213,55 @@ def quantize_kernel(
         if column_values is not None:
             y = tl.reshape(y, [TILE, TILE])
             tl.store(column_values + at, y.to(column_values.dtype.element_ty), inside)
+
+
+@triton.jit
+def product_kernel(
+    left,
+    right,
+    scale,
+    addend,
+    result,
+    M,
+    N,
+    K,
+    left_batch,
+    left_m,
+    left_k,
+    right_batch,
+    right_n,
+    right_k,
+    BETA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Compute one tile of ``scale · left [B, M, K] @ right [B, N, K]ᵀ + BETA · addend [N]``, ``result [B, M, N]``.
+
+    Tiles are taken in groups of rows, so that programs that run together read the same operands.
+    """
+    down, across = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    batch = (tl.program_id(0) // (down * across)).to(tl.int64)
+    tile = tl.program_id(0) % (down * across)
+    first = tile // (GROUP * across) * GROUP
+    size = tl.minimum(down - first, GROUP)
+    m = (first + tile % (GROUP * across) % size) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tile % (GROUP * across) // size * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    # Beyond the edge the first rows are read once more, whose results are not written.
+    a = left + batch * left_batch + (m % M).to(tl.int64)[:, None] * left_m + k.to(tl.int64)[None, :] * left_k
+    b = right + batch * right_batch + (n % N).to(tl.int64)[None, :] * right_n + k.to(tl.int64)[:, None] * right_k
+    accumulator = tl.full([BLOCK_M, BLOCK_N], 0.0, tl.float32)
+    for done in range(0, K, BLOCK_K):
+        inside = k < K - done
+        accumulator = tl.dot(
+            tl.load(a, inside[None, :], other=0.0), tl.load(b, inside[:, None], other=0.0), accumulator
+        )
+        a += BLOCK_K * left_k
+        b += BLOCK_K * right_k
+    y = accumulator * tl.load(scale)
+    if addend is not None:
+        y = y + BETA * tl.load(addend + n, n < N, other=0.0).to(tl.float32)[None, :]
+    at = (batch * M + m.to(tl.int64)[:, None]) * N + n[None, :]
+    tl.store(result + at, y.to(result.dtype.element_ty), (m < M)[:, None] & (n < N)[None, :])

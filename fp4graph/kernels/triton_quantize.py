@@ -39,19 +39,29 @@ OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": False, "enable_reflect_ftz": 
 THROUGH = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _NO_BYTES = (None, None)
 _NOTHING_GIVEN = (None, None, None, None)
+_NO_DIRECTION: tuple[None, None, tuple[()], tuple[()]] = (None, None, (), ())
 
 
 def quantize(
-    x: Tensor, spec: str, key: Tensor | None, step: Tensor | None, salts: Sequence[int], *blocks: Tensor | None
+    x: Tensor,
+    spec: str,
+    key: Tensor | None,
+    step: Tensor | None,
+    salts: Sequence[int],
+    divisor: Tensor | None = None,
+    statistic: Tensor | None = None,
+    scale: Tensor | None = None,
+    factor: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Run the operator ``quantize``, like all of these on CPU tensors in Triton's interpreter."""
-    y, given = torch.empty_like(x), blocks or _NOTHING_GIVEN
+    y, blocks = torch.empty_like(x, dtype=dtype), (divisor, statistic, scale, factor)
     if x.is_contiguous() and y.is_contiguous():
-        _launch(x, _NO_BYTES, None, (y, spec, salts), None, key, step, given=given)
+        _launch(x, _NO_BYTES, None, (y, spec, salts, blocks), None, key, step)
     elif x.dim() > 1 and x.mT.is_contiguous() and y.mT.is_contiguous():
-        _launch(x.mT, _NO_BYTES, None, None, (y.mT, spec, salts), key, step, given=given)
+        _launch(x.mT, _NO_BYTES, None, None, (y.mT, spec, salts, blocks), key, step)
     else:
-        y.copy_(quantize(x.contiguous(), spec, key, step, salts, *blocks))
+        y.copy_(quantize(x.contiguous(), spec, key, step, salts, *blocks, dtype))
     return y
 
 
@@ -60,7 +70,7 @@ def quantize_and_pack(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the operator ``quantize_and_pack``."""
     y, own = x.new_empty(x.shape), empty_bytes(x, x.shape, QuantSpec.from_text(spec))
-    _launch(x.contiguous(), _NO_BYTES, None, (y, spec, salts), None, key, step, row_bytes=own)
+    _launch(x.contiguous(), _NO_BYTES, None, (y, spec, salts, ()), None, key, step, row_bytes=own)
     return y, *own
 
 
@@ -72,11 +82,13 @@ def quantize_both(
     step: Tensor | None,
     row_salts: Sequence[int],
     column_salts: Sequence[int],
+    row_given: Sequence[Tensor | None],
+    column_given: Sequence[Tensor | None],
     with_sums: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the operator ``quantize_both``."""
     along_rows, along_columns, sums = x.new_empty(x.shape), x.new_empty(x.shape), empty_sums(x, with_sums)
-    directions = (along_rows, rows, row_salts), (along_columns, columns, column_salts)
+    directions = (along_rows, rows, row_salts, row_given), (along_columns, columns, column_salts, column_given)
     _launch(x.contiguous(), _NO_BYTES, None, *directions, key, step, sums=sums if with_sums else None)
     return along_rows, along_columns, sums
 
@@ -89,10 +101,12 @@ def quantize_and_pack_columns(
     step: Tensor | None,
     row_salts: Sequence[int],
     column_salts: Sequence[int],
+    row_given: Sequence[Tensor | None],
+    column_given: Sequence[Tensor | None],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the operator ``quantize_and_pack_columns``."""
     y, own = x.new_empty(x.shape), empty_bytes(x, x.mT.shape, QuantSpec.from_text(columns))
-    directions = (y, rows, row_salts), (None, columns, column_salts)
+    directions = (y, rows, row_salts, row_given), (None, columns, column_salts, column_given)
     _launch(x.contiguous(), _NO_BYTES, None, *directions, key, step, column_bytes=own)
     return y, *own
 
@@ -110,18 +124,22 @@ def requantize(
 ) -> Tensor:
     """Run the operator ``requantize``."""
     y = codes.new_empty((*codes.shape[:-1], length), dtype=dtype)
-    _launch(y, (codes.contiguous(), scales.contiguous()), packed, None, (y, spec, salts), key, step)
+    _launch(y, (codes.contiguous(), scales.contiguous()), packed, None, (y, spec, salts, ()), key, step)
     return y.mT
 
 
-def unpack(codes: Tensor, scales: Tensor, packed: str, length: int, dtype: torch.dtype) -> Tensor:
+def unpack(
+    codes: Tensor, scales: Tensor, packed: str, length: int, dtype: torch.dtype, factor: Tensor | None = None
+) -> Tensor:
     """Run the operator ``unpack``."""
     y = codes.new_empty((*codes.shape[:-1], length), dtype=dtype)
-    _launch(y, (codes.contiguous(), scales.contiguous()), packed, (y, None, ()), None, None, None)
+    source = codes.contiguous(), scales.contiguous()
+    _launch(y, source, packed, (y, None, (), ()), None, None, None, factor=factor)
     return y
 
 
-_Direction = tuple[Tensor | None, str | None, Sequence[int]]  # what is written, the spec, the salts
+#: What is written, the spec, the salts, and the four tensors that techniques give or none.
+_Direction = tuple[Tensor | None, str | None, Sequence[int], Sequence[Tensor | None]]
 _Bytes = tuple[Tensor | None, Tensor | None]
 
 
@@ -137,29 +155,24 @@ def _launch(
     row_bytes: _Bytes = _NO_BYTES,
     column_bytes: _Bytes = _NO_BYTES,
     sums: Tensor | None = None,
-    given: Sequence[Tensor | None] = _NOTHING_GIVEN,
+    factor: Tensor | None = None,
 ) -> None:
     """Run the kernel on ``x [..., M, K]``, or where ``packed`` names a spec, on the ``source`` that has its shape."""
     if not x.numel():
         return
     *leading, m, k = (1, *x.shape) if x.dim() == 1 else x.shape
-    each = tuple(part is not None and part.numel() > 1 for part in given)
     grid = (math.prod(leading) * triton.cdiv(m, TILE) * triton.cdiv(k, TILE),)
-    tensors: list[Any] = [x if packed is None else None, *source]
-    tensors += [
-        None if rows is None else rows[0],
-        *row_bytes,
-        None if columns is None else columns[0],
-        *column_bytes,
-        sums,
-        *given,
-    ]
-    salts = (() if rows is None else tuple(rows[2])), (() if columns is None else tuple(columns[2]))
-    specs = packed, None if rows is None else rows[1], None if columns is None else columns[1]
-    formats = {name: _constants(text) for name, text in zip("PRC", specs, strict=True)}
+    row_values, row_spec, row_salts, row_given = rows or _NO_DIRECTION
+    column_values, column_spec, column_salts, column_given = columns or _NO_DIRECTION
+    given = *(row_given or _NOTHING_GIVEN), *(column_given or _NOTHING_GIVEN)
+    each = tuple(part is not None and part.numel() > 1 for part in given)
+    results = row_values, *row_bytes, column_values, *column_bytes, sums
+    noise = key, step, tuple(row_salts), tuple(column_salts)
+    formats = dict(zip("PRC", map(_constants, (packed, row_spec, column_spec)), strict=True))
+    options = {"EACH_R": each[:4], "EACH_C": each[4:], "THROUGH": THROUGH[x.dtype], "TILE": TILE, **OPTIONS}
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         quantize_kernel[grid](
-            *tensors, key, step, *salts, m, k, **formats, EACH=each, THROUGH=THROUGH[x.dtype], TILE=TILE, **OPTIONS
+            x if packed is None else None, *source, factor, *results, *given, *noise, m, k, **formats, **options
         )
 
 

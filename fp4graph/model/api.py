@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from os import PathLike
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from torch import nn
 
 from fp4graph.errors import Error
 from fp4graph.graph.backend import inner_backend
+from fp4graph.kernels.inductor import compiler_options
 from fp4graph.model import saved, state
 from fp4graph.model.apply_options import ApplyOptions
 from fp4graph.model.distributed import unwrapped
@@ -37,6 +38,8 @@ def apply(
     strict: bool = False,
     recompile_limit: int | None = None,
     methods: Sequence[str] = (),
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> M:
     """Compile ``model`` in place so that it trains under ``policy``.
 
@@ -64,18 +67,21 @@ def apply(
             higher.
         methods: names of methods that are compiled like the model's call, and counted as forwards like it. Another
             method runs uncompiled in its parts, and in high precision in its own body.
+        mode, options: torch.compile's own, one of them, for ``inductor``: ``max-autotune``, ``reduce-overhead`` (CUDA
+            graphs), ``{"triton.cudagraphs": True}``. The options that exactness needs are added.
 
     Returns:
         ``model`` itself.
 
     Raises:
         PolicyError: the policy cannot be loaded, or names modules that the model does not have. The model is as it was.
-        Error: a submodule has a policy of its own, or the model has no such method. With ``example_inputs``, any error
-            of the first call.
+        Error: a submodule has a policy of its own, the model has no such method, or an option of the compiler is
+            unknown or would break exactness. With ``example_inputs``, any error of the first call.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply() takes an nn.Module; got {type(model).__name__}")
     inner_backend(backend)  # refuses an unknown name
+    compiler = compiler_options(backend, mode, options, dynamic)
     root = unwrapped(model)
     loaded = load_policy(policy)
     check_modules(loaded, [name for name, _ in root.named_modules() if not state.is_ours(name)])
@@ -93,7 +99,7 @@ def apply(
         rehearse(root, loaded, example_inputs)
     first = runtime_of(root) is None and not mark_hooks(root)
     given = 0 if seed is None else seed, dynamic, total_forwards, strict, recompile_limit, tuple(dict.fromkeys(methods))
-    settings = ApplyOptions(backend, *given)
+    settings = ApplyOptions(backend, *given, compiler=compiler)
     Runtime(root, loaded, settings).attach()
     if first:
         saved.restore(root)

@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from fp4graph.graph.site import Site
+from fp4graph.kernels import gpu
 from fp4graph.policy import DEFAULT_INDEX
+from fp4graph.technique.operands import Gemm, Operand
 
 _NUMBER = re.compile(r"(?<![^._])\d+(?![^._])")
 _GROUPS = {
@@ -51,6 +53,31 @@ def summary(sites: Sequence[Site]) -> str:
             shown = ", ".join([*list(groups)[:4], *(["..."] if len(groups) > 4 else [])])
             text += f"; {standing}: {percent(sum(groups.values()), known)} ({shown})"
     return text + (f"; {unknown} more of unknown FLOPs" if unknown else "")
+
+
+def on_gpu(sites: Sequence[Site]) -> list[str]:
+    """Return sentences about what is particular on a GPU: exact products, and operands that no kernel quantizes."""
+    lines = []
+    if gemms := [
+        (site, gemm) for site in sites for gemm in Gemm if any(site.operands[o] for o in Operand if o.gemm is gemm)
+    ]:
+        exact = sum(gemm in site.exact for site, gemm in gemms)
+        lines.append(
+            f"on a GPU: {exact} of {len(gemms)} quantized GEMMs have operands that are exact in bf16; those of an fp32 "
+            "model run as bf16 products with fp32 output"
+        )
+    without: dict[str, Counter[Operand]] = {}
+    for site in sites:
+        for operand, spec in site.operands.items():
+            if spec is not None and (what := gpu.unsupported(spec)) is not None:
+                without.setdefault(what, Counter())[operand] += 1
+    for what, operands in without.items():
+        names = " ".join(f"Q{number}" for number, operand in enumerate(Operand, 1) if operand in operands)
+        lines.append(
+            f"on a GPU: no kernel knows {what}, so tensor code quantizes {names} ({operands.total()} operands), which "
+            "reads and writes more"
+        )
+    return lines
 
 
 def percent(part: int, whole: int) -> str:

@@ -95,6 +95,8 @@ class Explanation:
         console.print(table)
         console.print(_blocks(self.blocks))
         console.print(census.summary(self.sites), soft_wrap=True)
+        for line in census.on_gpu(self.sites):
+            console.print(line, soft_wrap=True)
         if self.problem:
             console.print(f"problem: {self.problem}")
         return text.getvalue()
@@ -113,6 +115,7 @@ class Explanation:
                 | {"standing": site.standing, "share": self.share(site)}
                 | {"shapes": [list(shape) for shape in site.shapes]}
                 | {"operands": {operand.value: describe(spec) for operand, spec in site.operands.items()}}
+                | {"exact": [gemm.value for gemm in site.exact]}
                 for site in self.sites
             ],
         }

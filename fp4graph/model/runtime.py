@@ -64,10 +64,10 @@ class Runtime:
     ) -> None:
         self.root, self.policy, self.settings, self.phase = root, policy, settings, phase
         self.plan = self.plan_of(phase)
-        inner, uncompiled = inner_backend(settings.backend), None if settings.strict else self._run_uncompiled
+        uncompiled = None if settings.strict else self._run_uncompiled
         self.capture = Capture(
             self.plan,
-            inner,
+            inner_backend(settings.backend, settings.compiler),
             settings.dynamic,
             recompile_limit=settings.recompile_limit,
             explains=explains,

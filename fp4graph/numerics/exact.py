@@ -11,6 +11,33 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from fp4graph.numerics.spec import QuantSpec
+
+#: Significant bits of bf16, and the exponent of its smallest subnormal number.
+_BITS, _SMALLEST = 8, -133
+#: The exponent of the least power of two of a tensor scale that multiplies values of operands on CUDA.
+LEAST_FACTOR = -100
+
+
+def in_bfloat16(spec: QuantSpec, *, scaled: bool = False) -> bool:
+    """Return whether every value that ``spec`` can give is a bf16 number: an element times a stored scale.
+
+    A product of a number of p and one of q significant bits has at most p + q, and q if p is 1. It is a multiple of
+    the product of what both are multiples of, which must not lie below bf16's smallest subnormal number. Above,
+    bf16 reaches as far as fp32. The quotient by an encode scale is exact where scales are powers of two.
+
+    Args:
+        scaled: whether values are multiplied by a power of two of at least 2^:data:`LEAST_FACTOR`.
+    """
+    element, scale = spec.element, spec.scale.format
+    if spec.scale.convention == "encode" and scale.mantissa_bits:
+        return False
+    bits = [element.mantissa_bits + (not element.integer), scale.mantissa_bits + 1]
+    unit = element.min_exponent - element.mantissa_bits
+    unit += -scale.top_exponent if spec.scale.convention == "encode" else scale.min_exponent - scale.mantissa_bits
+    unit += LEAST_FACTOR if scaled else 0
+    return (max(bits) if 1 in bits else sum(bits)) <= _BITS and unit >= _SMALLEST
+
 
 def root(x: Tensor) -> Tensor:
     """Return the correctly rounded square root of fp32 ``x >= 0``, in its shape; NaN below zero.

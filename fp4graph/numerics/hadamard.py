@@ -10,7 +10,9 @@ import math
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fp4graph.numerics import target
 from fp4graph.numerics.blocking import Blocking
 
 
@@ -45,6 +47,33 @@ def rotate(x: Tensor, block: int, signs: Tensor | None = None) -> Tensor:
     if signs is not None:
         blocks = blocks * signs.to(x.dtype)
     return (blocks @ h).reshape(blocking.padded_shape)
+
+
+def rotate_in_fp32(x: Tensor, block: int, signs: Tensor | None = None) -> Tensor:
+    """Return :func:`rotate` of ``x [..., n]`` in fp32.
+
+    On a GPU signs are those of H's rows, which saves a pass over ``x``; where 1/√block is a power of two, a 16-bit
+    ``x`` is multiplied as it is, exactly; and a transposed matrix is multiplied from the left, without a copy.
+
+    Args:
+        signs: ±1, ``[block]``.
+    """
+    if target.kind(x.device) != "cuda":
+        return rotate(x.to(torch.float32), block, signs)
+    short = x.dtype in (torch.bfloat16, torch.float16) and math.isqrt(block) * math.isqrt(block) == block
+    x = x if short else x.to(torch.float32)
+    h = hadamard_matrix(block, x.device, x.dtype)
+    h = h if signs is None else signs.to(x.dtype)[:, None] * h
+    transposed = x.dim() == 2 and statically_known_true(x.stride(-1) != 1)
+    blocking = Blocking(tuple(x.mT.shape if transposed else x.shape), block, -2 if transposed else -1)
+    blocks = blocking.split(x.mT if transposed else x)
+    if transposed:
+        left = h.mT.expand(blocks.shape[0], block, block)
+        rotated = torch.bmm(left, blocks, out_dtype=torch.float32) if short else torch.bmm(left, blocks)
+        return rotated.reshape(blocking.padded_shape).mT
+    rows = blocks.reshape(-1, block)
+    rotated = torch.mm(rows, h, out_dtype=torch.float32) if short else torch.mm(rows, h)
+    return rotated.reshape(blocking.padded_shape)
 
 
 def unrotate(x: Tensor, block: int, signs: Tensor | None = None, length: int | None = None) -> Tensor:

@@ -12,9 +12,11 @@ from math import lcm
 import torch
 from torch import Tensor
 
-from fp4graph.kernels import experts, operators
+from fp4graph.kernels import operators
 from fp4graph.kernels.operators import PackedOperand
 from fp4graph.numerics.draw import Draw
+from fp4graph.ops.by_expert import ByExpert
+from fp4graph.ops.directions import BothDirections
 from fp4graph.ops.draw import operand_draw
 from fp4graph.ops.gemm import GemmProgram, MatmulProgram, Rotation, Side
 from fp4graph.ops.grouped import Experts, Layout
@@ -90,35 +92,20 @@ class BoundMatmul:
         if plain and program.spec is not None and operators.packs(program.spec, x.dtype, self._dtype, x.device):
             values, packed = operators.quantize_and_pack(x, program.spec, operand.draw, self._dtype)
             return (Term(values.to(self._dtype)),), packed
-        if reread and (both := self._both(operand, rotation, side)) is not None:
-            return both
+        unseen = self._options.observer is None and not rotation.steps
+        both = self._both() if reread and unseen else None
+        if both is not None and (terms_and_bytes := both.kept(operand, side)) is not None:
+            return terms_and_bytes
         terms = operand.quantized(self._dtype)
         if not keep:
             return terms, None
         dequantized = rotation.undo(total(terms), side).to(self._dtype)
         return terms, self._taken_back(fprop, dequantized) if side == "left" else dequantized
 
-    def _both(self, operand: BoundOperand, rotation: Rotation, side: Side) -> tuple[Terms, PackedOperand] | None:
-        """Return an operand of fprop and the bytes of what the backward multiplies of it, or None."""
-        gemm = self._options.program.wgrad if side == "left" else self._options.program.dgrad
-        own, other = operand.program, gemm.right
-        draw = operand_draw(self._draw, gemm.operands[1])
-        if rotation.steps or gemm.transforms or self._experts is not None or self._options.observer is not None:
-            return None
-        if own.from_master != other.from_master or own.observes or other.observes:
-            return None
-        x, device = operand.x, operand.x.device
-        if not (own.by_kernel(device, operand.draw) and other.by_kernel(device, draw)):
-            return None
-        if (
-            own.spec is None
-            or other.spec is None
-            or not operators.quantizes_both(own.spec, other.spec, x.dtype, device)
-        ):
-            return None
-        parts = operand.draw, draw, self._dtype
-        values, packed = operators.quantize_and_pack_columns(x, own.spec, other.spec, *parts)
-        return (Term(values.to(self._dtype)),), packed
+    def _both(self) -> BothDirections | None:
+        """Return what quantizes a tensor both ways in one read, where operands are not laid out anew."""
+        program = self._options.program
+        return None if self._experts is not None else BothDirections(program, self._dtype, self._draw)
 
     def multiply(self, gemm: GemmProgram, left: Terms, right: Terms, addend: Tensor | None = None) -> Tensor:
         """Return ``left @ rightᵀ`` of a GEMM's quantized operands, in the original layout; for fprop with the product's
@@ -126,9 +113,10 @@ class BoundMatmul:
         if (layout := self._layout(gemm)) is not None:
             period = lcm(*(transform.period for transform in gemm.transforms)) if gemm.gemm is Gemm.WGRAD else 1
             return self._taken_back(gemm, layout.multiply(left, right, period))
+        exact = gemm.is_exact(left, right)
         if gemm.gemm is not Gemm.FPROP:
-            return multiply(left, right)
-        return multiply(left, right, addend, self._options.alpha, self._options.beta)
+            return multiply(left, right, exact=exact)
+        return multiply(left, right, addend, self._options.alpha, self._options.beta, exact=exact)
 
     def gradients(self, dy: Tensor, sums: bool) -> tuple[Terms | None, Terms | None, Tensor | None]:
         """Return dY quantized for dgrad and its transpose for wgrad where one kernel makes both in one read, or Nones.
@@ -137,20 +125,8 @@ class BoundMatmul:
             dy: in the dtype of the GEMMs.
             sums: whether the sum of dY over its rows is returned too, fp32.
         """
-        dgrad, wgrad = self._options.program.dgrad, self._options.program.wgrad
-        rows, columns = dgrad.left, wgrad.left
-        draws = [operand_draw(self._draw, gemm.operands[0]) for gemm in (dgrad, wgrad)]
-        changed = dgrad.transforms or wgrad.transforms or rows.observes or columns.observes or self._experts is not None
-        if changed or not (rows.by_kernel(dy.device, draws[0]) and columns.by_kernel(dy.device, draws[1])):
-            return None, None, None
-        if rows.spec is None or columns.spec is None:
-            return None, None, None
-        if not operators.quantizes_both(rows.spec, columns.spec, dy.dtype, dy.device):
-            return None, None, None
-        drawn = draws[0], draws[1]
-        along_rows, along_columns, partial = operators.quantize_both(dy, rows.spec, columns.spec, *drawn, sums=sums)
-        total = None if partial is None else partial.sum(0)
-        return (Term(along_rows),), (Term(along_columns.mT),), total
+        both = self._both()
+        return (None, None, None) if both is None else both.gradients(dy, sums)
 
     def product(
         self, gemm: GemmProgram, left: Tensor, source: Tensor | PackedOperand, quantized: Terms | None = None
@@ -167,7 +143,9 @@ class BoundMatmul:
             if source.transposed:
                 own = self._operand(gemm, Rotation(left, left), "left")
                 self.observe(own)
-                return self.multiply(gemm, quantized or own.quantized(self._dtype), (Term(source.unpack()),))
+                return self.multiply(
+                    gemm, quantized or own.quantized(self._dtype), (Term(source.unpack(), source.multiplier),)
+                )
             direct = not (gemm.transforms or right.observes or self._moves(gemm))
             direct = direct and right.by_kernel(left.device, self._draw)
             if direct and right.spec is not None:
@@ -180,68 +158,44 @@ class BoundMatmul:
         self.observe(*operands)
         return y
 
+    def _by_expert(self, gemm: GemmProgram) -> ByExpert | None:
+        """Return the operators for the experts of ``gemm``; None for a product without experts."""
+        if (layout := self._layout(gemm)) is None:
+            return None
+        return ByExpert(gemm, layout, self._dtype, self._draw, self._options.observer is not None)
+
     def quantized_product(
         self, gemm: GemmProgram, left: Terms, right: Tensor | PackedOperand, *, packs: bool = False
-    ) -> tuple[Tensor, PackedOperand | None]:
-        """Return a product of experts, of which :meth:`by_expert` is true, in the original layout, and if ``packs`` the
-        bytes of the quantized weights.
+    ) -> tuple[Tensor, PackedOperand | None] | None:
+        """Return a product of experts whose weights an operator quantizes, in the original layout, and if ``packs`` the
+        bytes of the weights; None where no operator does.
 
         Args:
             right: not quantized yet; its transpose where it is given as bytes.
         """
-        layout, spec, draw = self._layout(gemm), gemm.right.spec, operand_draw(self._draw, gemm.operands[1])
-        assert layout is not None
-        assert spec is not None
-        packed: PackedOperand | None = None
-        if isinstance(right, PackedOperand):
-            y = experts.requantized_product(left[0].values, right, *layout.tokens, spec, draw)
-        else:
-            y, packed = experts.quantized_product(left[0].values, right, *layout.tokens, spec, draw, packs)
+        own = self._by_expert(gemm)
+        if own is None or not own.serves(right, packs=packs):
+            return None
+        y, packed = own.product(left, right, packs=packs)
         return self._taken_back(gemm, y), packed
-
-    def by_expert(self, gemm: GemmProgram, right: Tensor | PackedOperand, *, packs: bool = False) -> bool:
-        """Return whether an operator multiplies experts and quantizes their weights ``right`` one at a time."""
-        spec = gemm.right.spec
-        if self._experts is None or spec is None or right.dtype is not self._dtype:
-            return False
-        one_term = gemm.left.spec is None or gemm.left.is_plain
-        packs = packs and not operators.packs(spec, right.dtype, self._dtype, right.device)
-        return one_term and not packs and self._is_direct(gemm, gemm.right, right)
 
     def _product_of_experts(self, gemm: GemmProgram, left: Tensor, source: Tensor | PackedOperand) -> Tensor | None:
         """Return :meth:`product` of experts by operators that quantize operands where they lie; None where there are
         none."""
-        if (layout := self._layout(gemm)) is None:
+        by_expert = self._by_expert(gemm)
+        if by_expert is None:
             return None
         left = self._cast(left, gemm.left)
         right = source if isinstance(source, PackedOperand) else self._cast(source, gemm.right)
         if gemm.gemm is Gemm.WGRAD:
-            direct = self._is_direct(gemm, gemm.left, left) and self._is_direct(gemm, gemm.right, right)
-            if layout.source is None or not direct:
-                return None
-            terms = self._laid_out(gemm, "left", left.mT), self._laid_out(gemm, "right", right)
-            return self.multiply(gemm, *terms)
+            terms = by_expert.laid_out(left.mT, right)
+            return None if terms is None else self.multiply(gemm, *terms)
         right = right if isinstance(right, PackedOperand) else right.mT
-        if not self.by_expert(gemm, right):
+        if not by_expert.serves(right):
             return None
-        laid_out = layout.lay_out(left)
+        laid_out = by_expert.layout.lay_out(left)
         own = self._operand(gemm, Rotation(laid_out, laid_out), "left")
-        return self.quantized_product(gemm, own.quantized(self._dtype), right)[0]
-
-    def _laid_out(self, gemm: GemmProgram, side: str, x: Tensor | PackedOperand) -> Terms:
-        """Return rows ``x [T, C]`` as an operand of wgrad, quantized on their way to their positions."""
-        program, operand = (gemm.left, gemm.operands[0]) if side == "left" else (gemm.right, gemm.operands[1])
-        layout = self._layout(gemm)
-        assert layout is not None
-        assert layout.source is not None
-        assert program.spec is not None
-        y = experts.quantize_at(x, layout.source, program.spec, operand_draw(self._draw, operand))
-        return (Term(y.to(self._dtype)),)
-
-    def _is_direct(self, gemm: GemmProgram, program: OperandProgram, x: Tensor | PackedOperand) -> bool:
-        """Return whether a kernel quantizes an operand from ``x``, which nobody else wants to see."""
-        unseen = self._options.observer is None and not (gemm.transforms or program.observes)
-        return unseen and experts.serves(x.dtype, x.device) and program.by_kernel(x.device, self._draw)
+        return self._taken_back(gemm, by_expert.product(own.quantized(self._dtype), right)[0])
 
     def _product_from_bytes(
         self, gemm: GemmProgram, left: Tensor, source: PackedOperand, quantized: Terms | None

@@ -15,6 +15,7 @@ from fp4graph.numerics.draw import Draw
 from fp4graph.ops import contract
 from fp4graph.ops.draw import transform_draw
 from fp4graph.ops.operand import OperandProgram
+from fp4graph.ops.product import Terms
 from fp4graph.ops.state import StateSlot
 from fp4graph.technique import Technique
 from fp4graph.technique.operands import Gemm, Operand
@@ -55,6 +56,18 @@ class GemmProgram:
             if program.spec is not None:
                 lengths += [block_length(program.spec.block), *(t.period for t in program.techniques)]
         return lcm(*lengths)
+
+    def is_exact(self, left: Terms | None = None, right: Terms | None = None) -> bool:
+        """Return whether the quantized operands are bf16 numbers by construction, and so their products exact in fp32.
+
+        Args:
+            left, right: the operands; None takes it that group scales wait for the accumulator.
+        """
+        given = ((self.left, left), (self.right, right))
+        return all(
+            program.is_exact_in_bfloat16(None if terms is None else terms[0].multiplier is not None)
+            for program, terms in given
+        )
 
     def rotate(self, left: Tensor, right: Tensor, draw: Draw | None) -> Rotation:
         """Return both operands in the transforms' basis.

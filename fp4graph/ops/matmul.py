@@ -14,6 +14,7 @@ transformed basis: dA ← (dA·R ⊙ f')·R⁻¹.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -101,8 +102,9 @@ class _QuantizedMatmul(torch.autograd.Function):
         keep_b = (needs_a and not rereads_b) or factors
         left_terms, a_fprop = bound.kept_terms(left, rotation, "left", keep=rereads_a, reread=keep_a and not factors)
         b_fprop: Tensor | PackedOperand | None
-        if bound.by_expert(fprop, right.x, packs=rereads_b):
-            y, b_fprop = bound.quantized_product(fprop, left_terms, right.x, packs=rereads_b)
+        product_of_experts = bound.quantized_product(fprop, left_terms, right.x, packs=rereads_b)
+        if product_of_experts is not None:
+            y, b_fprop = product_of_experts
         else:
             reread = keep_b and not factors
             right_terms, b_fprop = bound.kept_terms(right, rotation, "right", keep=rereads_b, reread=reread)
@@ -124,11 +126,11 @@ class _QuantizedMatmul(torch.autograd.Function):
         ctx.save_for_backward(
             _saved(a, dtype, fprop.left, program.wgrad.right) if keep_a else None,
             _saved(b, dtype, fprop.right, program.dgrad.right) if keep_b else None,
-            *_tensors(a_fprop),
-            *_tensors(b_fprop),
             key,
             step,
             ends,
+            *_tensors(a_fprop),
+            *_tensors(b_fprop),
             *before,
         )
         ctx.packings = _packing(a_fprop), _packing(b_fprop)
@@ -140,8 +142,8 @@ class _QuantizedMatmul(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         options: MatmulOptions = ctx.options
         program, dtype = options.program, options.dtype
-        a, b, a1, a2, b1, b2, key, step, ends, *before = ctx.saved_tensors
-        a_fprop, b_fprop = _kept(a1, a2, ctx.packings[0]), _kept(b1, b2, ctx.packings[1])
+        a, b, key, step, ends, *rest = ctx.saved_tensors
+        a_fprop, b_fprop, before = _kept(rest[:4], ctx.packings[0]), _kept(rest[4:8], ctx.packings[1]), rest[8:]
         draw = _draw(key, step)
         experts = None if ends is None else Experts(ends, dy.shape[0], ends.shape[0])
         bound = BoundMatmul(options, draw, ctx.live, experts)
@@ -194,14 +196,19 @@ def _is_ready(kept: Tensor | PackedOperand | None) -> bool:
     return isinstance(kept, PackedOperand) and kept.transposed
 
 
-def _tensors(kept: Tensor | PackedOperand | None) -> tuple[Tensor | None, Tensor | None]:
-    """Return the tensors to save of a kept operand; :func:`_kept` puts it together again."""
-    return (kept.codes, kept.scales) if isinstance(kept, PackedOperand) else (kept, None)
+def _tensors(kept: Tensor | PackedOperand | None) -> tuple[Tensor | None, ...]:
+    """Return the four tensors to save of a kept operand; :func:`_kept` puts it together again."""
+    if isinstance(kept, PackedOperand):
+        return kept.codes, kept.scales, kept.factor, kept.multiplier
+    return kept, None, None, None
 
 
 def _packing(kept: Tensor | PackedOperand | None) -> _Packing | None:
     return (kept.spec, kept.length, kept.dtype, kept.transposed) if isinstance(kept, PackedOperand) else None
 
 
-def _kept(first: Tensor | None, second: Tensor | None, packing: _Packing | None) -> Tensor | PackedOperand | None:
-    return first if packing is None or first is None or second is None else PackedOperand(first, second, *packing)
+def _kept(saved: Sequence[Tensor | None], packing: _Packing | None) -> Tensor | PackedOperand | None:
+    codes, scales, factor, multiplier = saved
+    if packing is None or codes is None or scales is None:
+        return codes
+    return PackedOperand(codes, scales, *packing, factor, multiplier)

@@ -31,7 +31,8 @@ class BoundOperand:
 
     def quantized(self, dtype: torch.dtype) -> Terms:
         """Return the quantized operand in the dtype of the GEMM."""
-        return tuple(term.to(dtype) for term in self.program(self.x, self.draw, self.state, self.segments))
+        terms = self.program(self.x, self.draw, self.state, self.segments, dtype)
+        return tuple(term.to(dtype) for term in terms)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,12 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import ldexp
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from fp4graph.kernels import operators
+from fp4graph.numerics import exact, target
 from fp4graph.numerics.blocking import Blocking, is_scalar
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.rounding import power_of_two
@@ -38,7 +40,8 @@ _OUTSIDE = ("split", "around", "after")  # the stages outside one call of the qu
 class OperandProgram:
     """One operand's quantizer.
 
-    Called on ``x [..., K]``, blocks along the last axis; returns the operand's terms, in the shape and dtype of ``x``.
+    Called on ``x [..., K]``, blocks along the last axis; returns the operand's terms, in the shape and dtype of ``x``,
+    or where a kernel casts them, in the ``dtype`` that they will be cast to.
 
     Attributes:
         spec: None leaves the operand in high precision.
@@ -87,6 +90,18 @@ class OperandProgram:
             return False
         return not any(self.at(stage) for stage in QUANTIZER_STAGES if stage not in _OUTSIDE)
 
+    def is_exact_in_bfloat16(self, multiplied: bool | None = None) -> bool:
+        """Return whether every value of the quantized operand is a bf16 number by construction.
+
+        Args:
+            multiplied: whether the group scales wait for the GEMM's accumulator, which shows when the program runs;
+                None takes it that they do.
+        """
+        if self.spec is None or self.at("around") or self.at("after"):
+            return False
+        scaled = bool(self.at("group_scale"))
+        return exact.in_bfloat16(self.spec, scaled=scaled) and not (scaled and multiplied is False)
+
     @property
     def has_gradient_factor(self) -> bool:
         """True if a technique replaces the straight-through estimator."""
@@ -112,11 +127,12 @@ class OperandProgram:
         draw: Draw | None = None,
         state: OperandState | None = None,
         segments: Segments | None = None,
+        dtype: torch.dtype | None = None,
     ) -> Terms:
         if self.spec is None:
             return (Term(x),)
         if self.by_kernel(x.device, draw):
-            return (Term(operators.quantize(x, self.spec, draw)),)
+            return (Term(operators.quantize(x, self.spec, draw, None, dtype)),)
         acting = self.acting(x, draw, state, segments)
         part, residuals = _split(x, acting)
         multiplier: Tensor | None = None
@@ -133,16 +149,10 @@ class OperandProgram:
             quantizer = self._quantizer(again, own, segments, calls > 0)
             calls += 1
             scaled = quantizer.scaled(part)
-            factor = gamma = product_of(scaled.group_scales)
-            if gamma is not None and not wrapped and _is_shared(gamma, scaled):
-                # A γ of the whole operand, or of all that one expert multiplies with, multiplies the GEMM's
-                # accumulator: FP4 code times block scale is exact in bf16, times γ it is not. Its power of two goes
-                # before. That is exact too, and both sides stay in range: the operand is as large as X, where codes
-                # times scales of UE5M3 would overflow fp16, and the product of two multipliers lies in [1, 4), where
-                # γ_a·γ_b may underflow fp32.
-                factor = power_of_two(gamma)
-                multiplier = _table(gamma / factor, scaled.blocking)
-            return quantizer.dequantized(part, scaled, factor)
+            if wrapped:
+                return quantizer.dequantized(part, scaled, product_of(scaled.group_scales))
+            factor, multiplier = _parted(scaled)
+            return quantizer.dequantized(part, scaled, factor, dtype)
 
         inner: Callable[[Tensor], Tensor] = quantize
         for technique, context in reversed(list(at_stage("around", acting))):  # the policy's first is the outermost
@@ -151,6 +161,27 @@ class OperandProgram:
         for technique, context in at_stage("after", acting):
             y = contract.same(technique, "after", contract.run(technique, "after", y, context), y)
         return (Term(y, multiplier, segments), *residuals)
+
+    def direction(
+        self, x: Tensor, draw: Draw | None, largest: Callable[[], Tensor]
+    ) -> tuple[operators.Direction, Tensor | None] | None:
+        """Return how one kernel quantizes ``x`` in one read, and the multiplier of the term; None where none does.
+
+        Args:
+            largest: returns the largest magnitude of ``x``, 0-d.
+        """
+        if self.by_kernel(x.device, draw) and self.spec is not None:
+            return operators.Direction(self.spec, draw), None
+        alone = self.spec is not None and not (self.state or self.shares or any(self.at(stage) for stage in _OUTSIDE))
+        if not alone or (self.spec is not None and self.spec.needs_key and draw is None):
+            return None
+        quantizer = self._quantizer(self.acting(x, draw, None), draw, None, largest=largest)
+        if len(self.at("group_scale")) > 1 or not quantizer.by_kernel(x.device):
+            return None
+        scaled = quantizer.scaled(x)
+        factor, multiplier = _parted(scaled)
+        given = quantizer.given(scaled, x.device, factor)
+        return operators.Direction(operators.by_runs(quantizer.spec), draw, given), multiplier
 
     def quantize(
         self,
@@ -194,10 +225,15 @@ class OperandProgram:
         return quantization.blocking.join(jacobian_diagonal(quantization, self.acting(x, draw, state, segments)))
 
     def _quantizer(
-        self, acting: Acting, draw: Draw | None, segments: Segments | None, remainder: bool = False
+        self,
+        acting: Acting,
+        draw: Draw | None,
+        segments: Segments | None,
+        remainder: bool = False,
+        largest: Callable[[], Tensor] | None = None,
     ) -> Quantizer:
         assert self.spec is not None, "a high-precision operand has no quantizer"
-        return Quantizer(self.spec, acting, self.state, draw, remainder, segments, self.shares)
+        return Quantizer(self.spec, acting, self.state, draw, remainder, segments, self.shares, largest)
 
     def acting(
         self, x: Tensor, draw: Draw | None, state: OperandState | None, segments: Segments | None = None
@@ -218,6 +254,23 @@ class OperandProgram:
             )
             acting.append((technique, context))
         return acting
+
+
+def _parted(scaled: Scaled) -> tuple[Tensor | None, Tensor | None]:
+    """Return what multiplies a quantized operand, γ or a part of it, and what waits for the GEMM's accumulator.
+
+    A γ of the whole operand, or of all that one expert multiplies with, waits: FP4 code times block scale is exact in
+    bf16, times γ it is not. Its power of two goes before. That is exact too, and both sides stay in range: the operand
+    is as large as X, where codes times scales of UE5M3 would overflow fp16, and the product of two multipliers lies in
+    [1, 4), where γ_a·γ_b may underflow fp32.
+    """
+    gamma = product_of(scaled.group_scales)
+    if gamma is None or not _is_shared(gamma, scaled):
+        return gamma, None
+    factor = power_of_two(gamma)
+    if target.kind(gamma.device) == "cuda":  # where values may be bf16, which ends sooner than fp32 below
+        factor = factor.clamp(min=ldexp(1.0, exact.LEAST_FACTOR))
+    return factor, _table(gamma / factor, scaled.blocking)
 
 
 def _is_shared(gamma: Tensor, scaled: Scaled) -> bool:

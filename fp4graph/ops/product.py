@@ -3,10 +3,12 @@
 Hardware multiplies the accumulator of a GEMM, fp32, by alpha = γ_a·γ_b and adds the addend before the result is
 rounded. torch's own products return the rounded result, and their alpha is a Python number.
 
-On CUDA ``mm`` and ``bmm`` return the accumulator where ``out_dtype`` asks for it. Elsewhere the operands are cast to
-fp32, in which their product has the same sum. On a CPU that takes many times as long as a product in bf16; there an
-operator reads the scalar and hands it to ``addmm`` and ``baddbmm``, whose kernels (oneDNN's and torch's own) multiply
-their fp32 accumulator by it and round once.
+On CUDA ``mm`` and ``bmm`` return the accumulator where ``out_dtype`` asks for it, and short GEMMs are a kernel of this
+project, which saves writing it. There fp32 operands that are bf16 numbers by construction, as FP4 codes times block
+scales are, multiply as bf16: their products are the same and exact in fp32, and tensor cores sum them at many times
+the rate. Elsewhere the operands are cast to fp32, in which their product has the same sum. On a CPU that takes many
+times as long as a product in bf16; there an operator reads the scalar and hands it to ``addmm`` and ``baddbmm``, whose
+kernels (oneDNN's and torch's own) multiply their fp32 accumulator by it and round once.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from fp4graph.kernels import gpu, operators
 from fp4graph.numerics import target
 from fp4graph.numerics.segments import Segments
 
@@ -57,7 +60,15 @@ def total(terms: Terms) -> Tensor:
     return reduce(add, [term.product() for term in terms])
 
 
-def multiply(left: Terms, right: Terms, addend: Tensor | None = None, alpha: float = 1, beta: float = 1) -> Tensor:
+def multiply(
+    left: Terms,
+    right: Terms,
+    addend: Tensor | None = None,
+    alpha: float = 1,
+    beta: float = 1,
+    *,
+    exact: bool = False,
+) -> Tensor:
     """Return ``alpha · Σᵢⱼ γᵢ·γⱼ · leftᵢ @ rightⱼᵀ + beta · addend``, every pair of terms in a GEMM of its own.
 
     γ are the terms' multipliers. The result has the dtype of the terms. Where a term has a multiplier, everything above
@@ -66,8 +77,11 @@ def multiply(left: Terms, right: Terms, addend: Tensor | None = None, alpha: flo
 
     Args:
         addend: broadcastable to the product.
+        exact: whether the values of the first term of each operand are bf16 numbers; later terms are residuals.
     """
     dtype = left[0].values.dtype
+    if exact and dtype is torch.float32 and gpu.multiplies_bfloat16(left[0].values.device):
+        return _narrowed(left, right, addend, alpha, beta)
     if all(term.multiplier is None for term in (*left, *right)):
         return _unscaled(left, right, addend, alpha, beta)
     addend = None if addend is None else addend.to(dtype)
@@ -77,6 +91,21 @@ def multiply(left: Terms, right: Terms, addend: Tensor | None = None, alpha: flo
         return scaled_product(a, b, scale, addend, beta)
     accumulator = reduce(add, [accumulated(a, b) * scale for a, b, scale in scaled])
     return with_addend(accumulator, addend, beta).to(dtype)
+
+
+def _narrowed(left: Terms, right: Terms, addend: Tensor | None, alpha: float, beta: float) -> Tensor:
+    """Return :func:`multiply` of fp32 terms, of which the first pair multiplies as bf16."""
+    products = []
+    for i, a in enumerate(left):
+        for j, b in enumerate(right):
+            first = i == j == 0
+            x, y = (a.to(torch.bfloat16), b.to(torch.bfloat16)) if first else (a, b)
+            products.append(_times(accumulated(x.values, y.values), scale_of(a, b, alpha)))
+    return with_addend(reduce(add, products), None if addend is None else addend.to(torch.float32), beta)
+
+
+def _times(x: Tensor, scale: Tensor | float) -> Tensor:
+    return x if not isinstance(scale, Tensor) and scale == 1 else x * scale
 
 
 def scale_of(a: Term, b: Term, alpha: float) -> Tensor | float:
@@ -122,7 +151,7 @@ def scaled_product(left: Tensor, right: Tensor, scale: Tensor, addend: Tensor | 
         scale: fp32, 0-d.
         addend: of the operands' dtype, broadcastable to ``[..., I, J]``.
     """
-    if target.kind(left.device) == "cpu":
+    if target.kind(left.device) == "cpu" or operators.multiplies(left, addend):
         result: Tensor = torch.ops.fp4graph.scaled_product(left, right, scale, addend, beta)
         return result
     return with_addend(accumulated(left, right) * scale, addend, beta).to(left.dtype)
@@ -130,7 +159,9 @@ def scaled_product(left: Tensor, right: Tensor, scale: Tensor, addend: Tensor | 
 
 def with_addend(x: Tensor, addend: Tensor | None, beta: float) -> Tensor:
     """Return ``x + beta · addend``, computed in the dtype of ``x``."""
-    return x if addend is None else x + beta * addend.to(x.dtype)
+    if addend is None:
+        return x
+    return x + (addend.to(x.dtype) if beta == 1 else beta * addend.to(x.dtype))
 
 
 def _fake(left: Tensor, right: Tensor, scale: Tensor, addend: Tensor | None, beta: float) -> Tensor:
@@ -165,10 +196,18 @@ def _on_cpu(left: Tensor, right: Tensor, scale: Tensor, addend: Tensor | None, b
     return batches.view(shape)
 
 
+def _on_gpu(*arguments: Any) -> Tensor:
+    from fp4graph.kernels.triton_product import scaled_product  # imports Triton, which may be missing
+
+    return scaled_product(*arguments)
+
+
 torch.library.register_fake("fp4graph::scaled_product", _fake, lib=_library)
 _library.impl("scaled_product", _on_cpu, "CPU")
+_library.impl("scaled_product", _on_gpu, "CUDA")
+OPERATOR = torch.ops.fp4graph.scaled_product
 
 
-@register_flop_formula(torch.ops.fp4graph.scaled_product)
+@register_flop_formula(OPERATOR)
 def _flops(left: torch.Size, right: torch.Size, *rest: Any, out_shape: torch.Size, **options: Any) -> int:
     return 2 * out_shape.numel() * left[-1]

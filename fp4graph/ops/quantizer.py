@@ -60,6 +60,7 @@ class Quantizer:
             describes the weight.
         segments: of the operand, in a grouped product.
         shares: the blocks that share the largest of their statistics, and therefore a scale.
+        largest: returns the largest magnitude of what is quantized, 0-d, where it is known from elsewhere.
     """
 
     spec: QuantSpec
@@ -69,6 +70,7 @@ class Quantizer:
     remainder: bool = False
     segments: Segments | None = None
     shares: Literal["tensor", "row"] | None = None
+    largest: Callable[[], Tensor] | None = None
 
     def quantize(self, x: Tensor) -> Quantization:
         """Return all parts of the quantization of ``x [..., K]``."""
@@ -78,9 +80,12 @@ class Quantizer:
         """Return ``x [..., K]`` with the statistics and scales that techniques decide."""
         spec = self.spec
         blocking = Blocking(tuple(x.shape), spec.block, segments=self.segments)
-        values: Callable[[], Tensor] = _Once(lambda: blocking.split(x.to(torch.float32)))
+        values: Callable[[], Tensor] = Once(lambda: blocking.split(x.to(torch.float32)))
+        largest = self._largest(x)
         if isinstance(spec.block, int) and operators.reduces(spec, x.device):
             z = operators.maxima(x, spec.block).reshape(blocking.scale_shape)
+        elif spec.block == "tensor" and largest is not None:
+            z = largest().reshape(blocking.scale_shape)
         else:
             z = scaling.amax(values(), blocking.axes)
         chosen = self.shares is not None
@@ -93,7 +98,8 @@ class Quantizer:
         group_scales: list[GroupScale] = []
         for technique, context in at_stage("group_scale", self.acting):
             asked: list[tuple[Tensor, Groups]] = []
-            group = partial(self._group_statistic, values, z, blocking, asked)
+            plain = not (chosen or group_scales) and isinstance(spec.block, int)  # else z is read anyway
+            group = partial(self._group_statistic, values, z, blocking, asked, largest if plain else None)
             answer = contract.run(technique, "group_scale", z, group, context)
             if answer is None:
                 continue
@@ -106,23 +112,47 @@ class Quantizer:
             chosen = chosen or own is not None
             g, groups = asked[-1] if asked else (None, None)
             group_scales.append(GroupScale(technique.name, gamma, g, groups, values))
-            values = _Once(partial(_quotient, values, gamma))
+            values = Once(partial(_quotient, values, gamma))
         scale: Tensor | None = None
         for technique, context in at_stage("scale", self.acting):
             answer = contract.run_like(technique, "scale", z, values(), z, context)
             scale = scale if answer is None else answer
         return Scaled(blocking, values, z, statistic, scale, tuple(group_scales), chosen)
 
-    def dequantized(self, x: Tensor, scaled: Scaled, factor: Tensor | None) -> Tensor:
+    def dequantized(self, x: Tensor, scaled: Scaled, factor: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         """Return the dequantized operand divided by γ and multiplied by ``factor``, in the shape and dtype of ``x``.
 
         Args:
             x: what ``scaled`` was made from.
+            dtype: that a kernel casts the result to, if it can.
         """
-        if operators.rounds(self.spec, x.device) and not self._rounding():
-            return self._by_kernel(x, scaled, factor)
+        if self.by_kernel(x.device):
+            if len(scaled.group_scales) > 1:
+                divided = scaled.blocking.join(scaled.values())
+                return self.dequantized(divided, replace(scaled, group_scales=()), factor).to(x.dtype)
+            given = self.given(scaled, x.device, factor)
+            return operators.quantize(x, operators.by_runs(self.spec), self.draw, given, dtype)
         values = self._rounded(scaled).dequantized()
         return scaled.blocking.join(values if factor is None else values * factor).to(x.dtype)
+
+    def by_kernel(self, device: torch.device) -> bool:
+        """Return whether a kernel rounds, and needs nothing but what :meth:`given` returns."""
+        return operators.rounds(self.spec, device) and not self._rounding()
+
+    def given(self, scaled: Scaled, device: torch.device, factor: Tensor | None) -> operators.Blocks:
+        """Return what a kernel is given of ``scaled``, which has one group scale at most, and the ``factor``."""
+        scale = scaled.scale
+        if scale is None and not isinstance(self.spec.block, int):
+            scale = self._scale(scaled, device)
+        statistic = scaled.z if scale is None and scaled.chosen else None
+        parts = (product_of(scaled.group_scales), statistic, scale, factor)
+        return operators.Blocks(*(None if part is None else operators.by_run(part, scaled.blocking) for part in parts))
+
+    def _largest(self, x: Tensor) -> Callable[[], Tensor] | None:
+        """Return what computes the largest magnitude of ``x``; None where the maxima of blocks are computed anyway."""
+        if self.segments is not None or not (operators.reduces_whole(x.device) and self.by_kernel(x.device)):
+            return None
+        return self.largest or (lambda: operators.largest_of_all(x))
 
     def _group_statistic(
         self,
@@ -130,11 +160,15 @@ class Quantizer:
         z: Tensor,
         blocking: Blocking,
         asked: list[tuple[Tensor, Groups]],
+        largest: Callable[[], Tensor] | None,
         granularity: Granularity,
     ) -> Tensor:
         """Return g at ``granularity``, and append it with its groups to ``asked``."""
         groups = Groups(blocking, granularity)
-        g = operators.group_amax(z, groups)
+        if largest is not None and granularity in ("tensor", "all"):
+            g = largest().reshape([1] * z.dim())
+        else:
+            g = operators.group_amax(z, groups)
         for technique, context in at_stage("group_statistic", self.acting):
             chosen = contract.run(technique, "group_statistic", values(), g, groups, context)
             g = contract.same(technique, "group_statistic", chosen, g)
@@ -159,20 +193,6 @@ class Quantizer:
         """Return the techniques that round elements."""
         return [one for one in at_stage("round", self.acting) if not (self.remainder and one[1].state)]
 
-    def _by_kernel(self, x: Tensor, scaled: Scaled, factor: Tensor | None) -> Tensor:
-        """Compute :meth:`dequantized` by a kernel."""
-        spec, blocking = self.spec, scaled.blocking
-        if len(scaled.group_scales) > 1:
-            divided = blocking.join(scaled.values())
-            return self._by_kernel(divided, replace(scaled, group_scales=()), factor).to(x.dtype)
-        scale = scaled.scale
-        if scale is None and not isinstance(spec.block, int):
-            scale = self._scale(scaled, x.device)
-        statistic = scaled.z if scale is None and scaled.chosen else None
-        parts = (product_of(scaled.group_scales), statistic, scale, factor)
-        given = operators.Blocks(*(None if part is None else operators.by_run(part, blocking) for part in parts))
-        return operators.quantize(x, operators.by_runs(spec), self.draw, given)
-
     def _scale(self, scaled: Scaled, device: torch.device) -> Tensor:
         """Return the block scale by the spec's rule."""
         if self.spec.scale.rounding != "stochastic":
@@ -196,7 +216,7 @@ class Quantizer:
         return replace(context, state=entries)
 
 
-class _Once:
+class Once:
     """A tensor that is made when it is first asked for. Not functools.cache, which Dynamo does not trace."""
 
     def __init__(self, make: Callable[[], Tensor]) -> None:

@@ -3,7 +3,8 @@
 ``TRITON_INTERPRET=1`` must be set before Triton is imported, so this module is for a worker process (conftest.py).
 
 What the interpreter lacks or has wrong is put right here, by what the GPU does: the functions of libdevice, which it
-cannot call, and conversions between bfloat16 and float32, which it cuts off where hardware rounds to nearest even.
+cannot call, conversions between bfloat16 and float32, which it cuts off where hardware rounds to nearest even, and
+products of bfloat16.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def prepare() -> None:
     for name, function in functions.items():
         setattr(triton_helpers.libdevice, name, _elementwise(function))
     InterpreterBuilder.cast_impl = _cast
+    InterpreterBuilder.create_dot = _dot
     ReduceOps.apply_impl = _reduce
     # Without preparing the language anew for every function that a kernel calls: what it did for the kernel holds.
     InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
@@ -81,6 +83,16 @@ def _cast(self: InterpreterBuilder, value: TensorHandle, to: Any) -> TensorHandl
     if value.dtype.scalar == tl.bfloat16 and target == tl.float32:
         return TensorHandle((value.data.astype(np.uint32) << 16).view(np.float32), target)
     return _cast_impl(self, value, to)
+
+
+_create_dot = InterpreterBuilder.create_dot
+
+
+def _dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: Any) -> TensorHandle:
+    """Of bfloat16 in float32, which holds its products; the interpreter would multiply the bits."""
+    if a.dtype.scalar == tl.bfloat16:
+        a, b = (_cast(self, x, tl.float32) for x in (a, b))
+    return _create_dot(self, a, b, *rest)
 
 
 _apply_impl = ReduceOps.apply_impl

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import cache
@@ -114,9 +114,11 @@ def along_columns(x: Tensor, spec: QuantSpec) -> Tensor:
     return fake_quantize(x.mT, spec, key=COLUMN_KEY).mT
 
 
-def both(rows: QuantSpec, columns: QuantSpec) -> tuple[object, ...]:
+def both(
+    rows: QuantSpec, columns: QuantSpec, given: tuple[Sequence[Tensor | None], ...] = ((), ())
+) -> tuple[object, ...]:
     """Arguments after x of the operators for both directions."""
-    return rows.to_text(), columns.to_text(), KEY, STEP, ROW_SALTS, COLUMN_SALTS
+    return rows.to_text(), columns.to_text(), KEY, STEP, ROW_SALTS, COLUMN_SALTS, *given
 
 
 def assert_same_bytes(codes: Tensor, scales: Tensor, packed: Packed, value: Tensor) -> None:
@@ -228,7 +230,34 @@ def test_given_blocks(names: tuple[str, ...], one: bool, interpreter: ProcessPoo
             assert_same_bits(mine, expected_with(x, spec, given, ROW_KEY))
 
 
+@pytest.mark.parametrize("one", [False, True], ids=["one a block", "one for all"])
+@pytest.mark.parametrize("names", GIVEN, ids="-".join)
+def test_given_blocks_of_both_directions(names: tuple[str, ...], one: bool, interpreter: ProcessPoolExecutor) -> None:
+    """To each direction its own, in one read; and what is packed, with one factor for all that it is unpacked with."""
+    encode = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even", "encode"), "nearest", "up")
+    generator = torch.Generator().manual_seed(4)
+    for rows, columns, dtype in ((STOCHASTIC, encode, torch.float32), (encode, STOCHASTIC, torch.bfloat16)):
+        x = hostile((2, 70, 45), 16, dtype)
+        parts, due = [], []
+        for spec, way, key in ((rows, x, ROW_KEY), (columns, x.mT, COLUMN_KEY)):
+            grid = (1,) if one else tuple(Blocking(tuple(way.shape), spec.block).grid)
+            given = {name: torch.randn(grid, generator=generator).exp() for name in names}
+            parts.append(operators.Blocks(**given))
+            due.append(expected_with(way, spec, given, key))
+        arguments = both(rows, columns, tuple(parts))
+        first, second, _ = interpreter.submit(triton_quantize.quantize_both, x, *arguments, False).result()
+        assert_same_bits(first, due[0])
+        assert_same_bits(second.mT, due[1])
+        if one and names in (("divisor",), ("factor",)):  # a block's own statistic tells of its NaN
+            run = interpreter.submit(triton_quantize.quantize_and_pack_columns, x, *arguments)
+            first, codes, scales = run.result()
+            assert_same_bits(first, due[0])
+            stored = codes, scales, columns.to_text(), x.shape[-2], x.dtype, parts[1].factor
+            assert_same_bits(interpreter.submit(triton_quantize.unpack, *stored).result(), due[1])
+
+
 #: Which tensors each operator hands to the kernel.
+_BOTH_GIVEN = ("rows_divisor", "rows_factor", "columns_divisor", "columns_factor")
 USES = {
     "quantize": ("x", "row_values"),
     "quantize columns": ("x", "column_values"),
@@ -237,8 +266,16 @@ USES = {
     "quantize_and_pack_columns": ("x", "row_values", "column_codes", "column_scales"),
     "requantize": ("codes", "scales", "column_values"),
     "unpack": ("codes", "scales", "row_values"),
-    "quantize, given blocks": ("x", "row_values", "given_divisor", "given_statistic", "given_factor"),
+    "unpack with a factor": ("codes", "scales", "source_factor", "row_values"),
+    "quantize, given blocks": ("x", "row_values", "rows_divisor", "rows_statistic", "rows_factor"),
+    "quantize, given scales": ("x", "row_values", "rows_divisor", "rows_scale", "rows_factor"),
+    "quantize_both, given": ("x", "row_values", "column_values", "column_sums", *_BOTH_GIVEN),
+    "quantize_and_pack_columns, given": ("x", "row_values", "column_codes", "column_scales", *_BOTH_GIVEN),
 }
+
+
+GIVEN_FOR = {side: tuple(f"{side}_{name}" for name in GIVEN[-1]) for side in ("rows", "columns")}
+EACH = {"EACH_R": "rows", "EACH_C": "columns"}
 
 
 @pytest.mark.parametrize("operator", USES)
@@ -256,7 +293,7 @@ def compiled(gpu: absent.Gpu, rows: QuantSpec, columns: QuantSpec, operator: str
     """The kernel as an operator launches it on or for a bf16 tensor."""
     used = USES[operator]
     specs = {"P": rows if "codes" in used else None, "R": None, "C": None}
-    if any(name.startswith("row_") for name in used) and operator != "unpack":
+    if any(name.startswith("row_") for name in used) and "codes" not in used:
         specs["R"] = rows
     if any(name.startswith("column_") for name in used):
         specs["C"] = columns
@@ -267,20 +304,21 @@ def compiled(gpu: absent.Gpu, rows: QuantSpec, columns: QuantSpec, operator: str
     types = {
         **dict.fromkeys(("x", "row_values", "column_values"), "*bf16"),
         **dict.fromkeys(("codes", "row_codes", "column_codes"), "*u8"),
-        **dict.fromkeys(("column_sums", *(f"given_{name}" for name in GIVEN[-1])), "*fp32"),
+        **dict.fromkeys(("column_sums", "source_factor", *GIVEN_FOR["rows"], *GIVEN_FOR["columns"]), "*fp32"),
         "scales": scales_of(rows),
         "row_scales": scales_of(rows),
         "column_scales": scales_of(columns),
     }
     pointers = {**{name: types[name] for name in used}, "key": "*i32", "step": "*i32"}
     absent_ones = {name: None for name in types if name not in used}
-    each = tuple(f"given_{name}" in used for name in GIVEN[-1])
+    one = "source_factor" in used or "columns_factor" in used  # of a tensor's scale, else for each block
+    each = {name: tuple(part in used and not one for part in GIVEN_FOR[side]) for name, side in EACH.items()}
     sizes = {"row_salts": ("i32",), "column_salts": ("i32",), "M": "i32", "K": "i32"}
     formats = {name: None if spec is None else constants(spec) for name, spec in specs.items()}
     constant = {
         **absent_ones,
         **formats,
-        "EACH": each,
+        **each,
         "THROUGH": triton_quantize.THROUGH[torch.bfloat16],
         "TILE": TILE,
     }
@@ -306,7 +344,8 @@ def test_in_a_compiled_graph(dtype: torch.dtype, compiler: ProcessPoolExecutor) 
 def in_a_graph(x: Tensor, key: Tensor, step: Tensor) -> tuple[Tensor, ...]:
     rows, columns = pairs()["tetrajet:input"]
     draw = Draw(key, step)
-    first, second, _ = operators.quantize_both(torch.relu(x), rows, columns, draw.salted(1), draw.salted(6))
+    directions = operators.Direction(rows, draw.salted(1)), operators.Direction(columns, draw.salted(6))
+    first, second, _ = operators.quantize_both(torch.relu(x), *directions)
     values, packed = operators.quantize_and_pack(torch.exp(first + second), rows, draw, x.dtype)
     assert packed.codes.shape == (EVEN[0], EVEN[1] // 2)
     return values, packed.requantized(columns, draw.salted(2))

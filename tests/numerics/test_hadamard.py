@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from unittest import mock
+
 import pytest
 import torch
+from torch import Tensor
 
-from fp4graph.numerics.hadamard import hadamard_matrix, rotate, unrotate
+from fp4graph.numerics.hadamard import hadamard_matrix, rotate, rotate_in_fp32, unrotate
+from fp4graph.numerics.target import traced_for
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 16, 32, 64, 256])
@@ -25,6 +30,37 @@ def test_exact_on_dyadic_data(block: int) -> None:
     assert torch.equal(unrotate(rotate(x, block, signs), block, signs), x)
     w = torch.randint(-64, 64, (7, 128)).float()
     assert torch.equal(rotate(x, block, signs) @ rotate(w, block, signs).t(), x @ w.t())
+
+
+@pytest.mark.parametrize("signed", [False, True], ids=["no signs", "signs"])
+@pytest.mark.parametrize("shape", [(3, 64), (5, 90), (2, 3, 70)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("block", [16, 32])
+def test_on_a_gpu(block: int, dtype: torch.dtype, shape: tuple[int, ...], signed: bool) -> None:
+    """The same sums, from the operand as it is where that is exact, and of a transposed matrix without a copy."""
+    multiplied: list[torch.dtype] = []
+
+    def on_a_cpu(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(left: Tensor, right: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
+            multiplied.append(left.dtype)
+            return product(left.to(out_dtype), right.to(out_dtype))
+
+        return run
+
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randint(-64, 64, shape, generator=generator).to(dtype)
+    signs = torch.randint(0, 2, (block,), generator=generator) * 2.0 - 1 if signed else None
+    due = rotate(x.float(), block, signs)
+    for given in (x, x.mT.contiguous().mT):
+        with traced_for("cuda"), mock.patch.multiple(torch, mm=on_a_cpu(torch.mm), bmm=on_a_cpu(torch.bmm)):
+            rotated = rotate_in_fp32(given, block, signs)
+        if block == 16:
+            assert torch.equal(rotated, due)
+        else:  # 32 products with 1/√32, each rounded to 24 bits
+            torch.testing.assert_close(rotated, due, rtol=0, atol=32 * 64 * 2.0**-24)
+        if len(shape) == 2:
+            assert rotated.stride(-1) == (1 if given is x else rotated.shape[0])
+    assert set(multiplied) == {dtype if block == 16 else torch.float32}
 
 
 def test_signs_go_first() -> None:

@@ -1,0 +1,184 @@
+"""The checks of ``make gpu-validate``: bits of kernels and quantizers, and short trainings beside eager mode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._inductor.compile_fx import compile_fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from benchmarks.models import MODELS, TOTAL_STEPS, UNQUANTIZED, autocast
+from fp4graph.kernels import gpu, operators
+from fp4graph.kernels.inductor import patches
+from fp4graph.numerics.draw import Draw
+from fp4graph.numerics.quantize import fake_quantize
+from fp4graph.numerics.spec import QuantSpec
+from tests.gpu.cases import KEY, STEP, operands, programs, quantizers
+
+#: Neither size is a multiple of a tile of the kernel, the second not of a block.
+SHAPE = (200, 136)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+#: Their last bits differ between eager mode and Inductor (docs/parity.md, "What is not exact").
+INEXACT = ("smooth_max", "low_rank_residual", "hadamard", "rht", "tensor_scaling_gradient")
+
+
+def kernel_specs() -> dict[str, QuantSpec]:
+    """Every spec of a shipped policy that the GPU's kernels know, named after the first policy that has it."""
+    found: dict[QuantSpec, str] = {}
+    for name, program in programs():
+        for own in (program.fprop, program.dgrad, program.wgrad):
+            for spec in (own.left.spec, own.right.spec):
+                if spec is not None and gpu.supports(spec):
+                    found.setdefault(spec, f"{name} {spec.element.name}/{spec.block}")
+    return {f"{name} #{number}": spec for number, (spec, name) in enumerate(found.items(), 1)}
+
+
+def kernels(spec: QuantSpec, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Compare every operator with tensor code on the same device; returns how many elements differ, by operator."""
+    key, step = KEY.to(device), STEP.to(device)
+    draw = Draw(key, step, (1,)) if spec.needs_key else None
+    other = Draw(key, step, (2,)) if spec.needs_key else None
+    noise, further = (None if one is None else one.varying for one in (draw, other))
+    differs: dict[str, int] = {}
+    compared = 0
+    for _, values in operands(SHAPE, spec):
+        x = values.to(dtype).to(device)
+        rows, columns = fake_quantize(x, spec, -1, noise), fake_quantize(x, spec, 0, further)
+        for name, pair in _runs(x, spec, draw, other, rows, columns):
+            differs[name] = differs.get(name, 0) + _different(*pair)
+            compared += x.numel()
+    return {"differs": differs, "compared": compared, "equal": not any(differs.values())}
+
+
+def _runs(
+    x: Tensor, spec: QuantSpec, draw: Draw | None, other: Draw | None, rows: Tensor, columns: Tensor
+) -> Iterator[tuple[str, tuple[Tensor, Tensor]]]:
+    """Yield the operators' names, with what they give and what they should."""
+    yield "quantize, rows", (operators.quantize(x, spec, draw), rows)
+    yield "quantize, columns", (operators.quantize(x.mT, spec, other).mT, columns)
+    if not operators.packs(spec, x.dtype, x.dtype, x.device):
+        return
+    values, packed = operators.quantize_and_pack(x, spec, draw, x.dtype)
+    yield "quantize_and_pack", (values, rows)
+    yield "unpack", (packed.unpack(), rows)
+    noise = None if other is None else other.varying
+    yield "requantize", (packed.requantized(spec, other), fake_quantize(rows.mT, spec, -1, noise))
+    both = operators.Direction(spec, draw), operators.Direction(spec, other)
+    first, second, _ = operators.quantize_both(x, *both)
+    yield "quantize_both, rows", (first, rows)
+    yield "quantize_both, columns", (second, columns)
+    first, packed = operators.quantize_and_pack_columns(x, *both, x.dtype)
+    yield "quantize_and_pack_columns, rows", (first, rows)
+    yield "quantize_and_pack_columns, bytes", (packed.unpack().mT, columns)
+
+
+def quantizer(name: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """Compare one quantizer, with its techniques, as Inductor compiles it with and without kernels, with eager mode."""
+    own = quantizers()[name]
+    assert own.program.spec is not None
+    shape = (136, 200) if own.transposed else SHAPE
+    given = [(kind, x.to(dtype).to(device)) for kind, x in operands(shape, own.program.spec)]
+    state = [entry.to(device) for entry in own.state(given[0][1].cpu())]
+    key, step = KEY.to(device), STEP.to(device)
+    differs: dict[str, int] = {}
+    with operators.tensor_code():
+        expected = [own(x, key, step, *state) for _, x in given]
+        compiled = _compiled(own, (given[0][1], key, step, *state))
+    with_kernels = _compiled(own, (given[0][1], key, step, *state))
+    for (_, x), due in zip(given, expected, strict=True):
+        for how, run in (("tensor code", compiled), ("kernels", with_kernels)):
+            pairs = zip(run(x, key, step, *state), due, strict=True)
+            differs[how] = differs.get(how, 0) + sum(_different(one, two) for one, two in pairs)
+    inexact = any(word in name or any(word in t.name for t in own.program.techniques) for word in INEXACT)
+    return {"differs": differs, "equal": not any(differs.values()), "exempt": inexact}
+
+
+def _compiled(function: Callable[..., Any], arguments: tuple[Tensor, ...]) -> Callable[..., Any]:
+    """Return ``function`` as the engine has Inductor compile it."""
+    graph = make_fx(function)(*arguments)
+    options = patches({}, on_gpu=arguments[0].device.type == "cuda")
+    compiled: Any = compile_fx(graph, list(arguments), config_patches=options or None)
+    return compiled  # type: ignore[no-any-return]
+
+
+def _different(x: Tensor, y: Tensor) -> int:
+    """Return the number of elements that are not the same bits, where NaN is NaN."""
+    if x.shape != y.shape or x.dtype is not y.dtype:
+        return max(x.numel(), y.numel(), 1)
+    if not x.dtype.is_floating_point:
+        return int((x != y).sum())
+    bits = torch.int32 if x.dtype is torch.float32 else torch.int16
+    same = x.contiguous().view(bits) == y.contiguous().view(bits)
+    return int((~(same | (x.isnan() & y.isnan()))).sum())
+
+
+def parity(
+    model: str, policy: str, dtype: torch.dtype, device: torch.device, backend: str, steps: int = 8
+) -> dict[str, Any]:
+    """Train ``model`` compiled, eagerly, and eagerly with what every linear and norm puts out moved by up to an ulp.
+
+    Quantized training amplifies an ulp, and there compiled code sums in another order. So the measure of a difference
+    is what the ulp does, as in tests/parity. ``ratio`` is the largest
+    difference of losses between compiled and eager, as a multiple of the largest between the two eager ones, or of
+    1e-6 of the first loss where that is more.
+    """
+    eager = _losses(model, policy, dtype, device, "eager", steps)
+    nudged = _losses(model, policy, dtype, device, "eager", steps, nudge=True)
+    compiled = _losses(model, policy, dtype, device, backend, steps)
+    ulp = max(max(abs(a - b) for a, b in zip(eager, nudged, strict=True)), 1e-6 * abs(eager[0]))
+    difference = max(abs(a - b) for a, b in zip(eager, compiled, strict=True))
+    return {"ratio": difference / ulp, "difference": difference, "ulp": ulp, "eager": eager, "compiled": compiled}
+
+
+def _nudged(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+    """Move each number, and its gradient, by an ulp up or down or not at all."""
+    return _Nudge.apply(y)  # type: ignore[no-any-return]
+
+
+class _Nudge(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        return _by_an_ulp(y)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return _by_an_ulp(gradient)
+
+
+def _by_an_ulp(x: Tensor) -> Tensor:
+    towards = torch.randint(-1, 2, x.shape, device=x.device) * torch.inf
+    return torch.where(towards.isnan(), x, torch.nextafter(x, towards.to(x.dtype)))
+
+
+def _losses(
+    name: str, policy: str, dtype: torch.dtype, device: torch.device, backend: str, steps: int, nudge: bool = False
+) -> list[float]:
+    import fp4graph
+
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = MODELS[name]
+    module = model.make().to(device)
+    batch = {key: value.to(device) for key, value in model.batch(model.size).items()}
+    if nudge:
+        for part in module.modules():
+            if isinstance(part, nn.Linear | nn.LayerNorm) or type(part).__name__.endswith("RMSNorm"):
+                part.register_forward_hook(_nudged)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    if policy == UNQUANTIZED:
+        module.compile(backend=backend)
+    else:
+        fp4graph.apply(module, policy, backend=backend, total_forwards=TOTAL_STEPS)
+        fp4graph.prepare_optimizer(module, optimizer)
+    losses = []
+    for _ in range(steps):
+        optimizer.zero_grad()
+        with autocast(dtype, device):
+            loss = model.loss(module, batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses

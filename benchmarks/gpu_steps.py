@@ -1,0 +1,195 @@
+"""What ``make gpu-validate`` times on a card: training steps, quantized beside unquantized, with every switch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._inductor import utils as inductor
+
+import fp4graph
+from benchmarks.models import MODELS, TOTAL_STEPS, UNQUANTIZED, Batch, Model, autocast
+from benchmarks.timing import Patience, compare, synchronize
+from fp4graph.kernels import gpu, operators
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class _Stack(nn.Module):
+    """Decoder blocks of LLaMA, without embeddings and head."""
+
+    def __init__(self, width: int, feed_forward: int, heads: int, layers: int) -> None:
+        from transformers import LlamaConfig, LlamaModel
+
+        super().__init__()
+        config = LlamaConfig(
+            vocab_size=16,
+            hidden_size=width,
+            intermediate_size=feed_forward,
+            num_attention_heads=heads,
+            num_hidden_layers=layers,
+            use_cache=False,
+        )
+        self.inner = LlamaModel(config)
+        self.inner.embed_tokens = None  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(inputs_embeds=x).last_hidden_state
+        return y
+
+
+def _stack(width: int, feed_forward: int, heads: int, layers: int, context: int, size: int) -> Model:
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        y: Tensor = model(batch["x"]).float()
+        return y.square().mean()
+
+    return Model(
+        lambda: _Stack(width, feed_forward, heads, layers),
+        lambda count: {"x": torch.randn(count, context, width)},
+        loss,
+        lambda batch: ((batch["x"],), {}),
+        size,
+    )
+
+
+#: LLaMA-350M is that of GaLore (Zhao et al. 2024); eight of its 24 equal blocks are a third of the compiling.
+STEPS = {
+    **MODELS,
+    "llama-350m": _stack(1024, 2736, 16, layers=8, context=256, size=32),
+    "trial-stack": _stack(64, 192, 2, layers=2, context=32, size=4),
+}
+SIZES = {"deit-small": 64, "deit-base": 64}
+#: The blocks of ``make gpu-plan`` that a model is made of.
+PREDICTED = {"deit-base": "vit-b", "deit-tiny": "deit-tiny", "llama-350m": "llama-350m"}
+
+
+@contextmanager
+def _library_products() -> Iterator[None]:
+    former, gpu.LONGEST = gpu.LONGEST, 0
+    try:
+        yield
+    finally:
+        gpu.LONGEST = former
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One way to run: ``context`` is around tracing and compiling; ``mode`` is torch.compile's, of both programs.
+
+    ``why`` says what it decides.
+    """
+
+    why: str
+    context: Callable[[], AbstractContextManager[Any]] = nullcontext
+    mode: str | None = None
+
+
+#: The default first; every other one changes one thing.
+SWITCHES: dict[str, Switch] = {
+    "default": Switch("kernels; bf16 products in an fp32 model; Inductor's defaults"),
+    "FP4GRAPH_KERNELS=0": Switch("tensor code that Inductor fuses, and nothing packed", operators.tensor_code),
+    "FP4GRAPH_BF16_PRODUCTS=0": Switch("an fp32 model's GEMMs stay in fp32", gpu.products_in_fp32),
+    "FP4GRAPH_PRODUCT_LENGTH=0": Switch("a tensor scale multiplies the result of cuBLAS", _library_products),
+    "mode=reduce-overhead": Switch("CUDA graphs", mode="reduce-overhead"),
+    "mode=max-autotune-no-cudagraphs": Switch("GEMMs that Inductor chooses", mode="max-autotune-no-cudagraphs"),
+}
+
+
+class Trainee:
+    """A model in training on one batch."""
+
+    def __init__(self, model: Model, policy: str, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        torch.manual_seed(0)
+        self._module = model.make().to(device)
+        self._batch = {name: value.to(device) for name, value in model.batch(size).items()}
+        self._optimizer = torch.optim.AdamW(self._module.parameters(), lr=1e-4)
+        self._loss, self._policy, self._dtype, self._device = model.loss, policy, dtype, device
+
+    def compile(self, backend: str, mode: str | None) -> None:
+        """Ask for compilation, which happens in the first step."""
+        if self._policy == UNQUANTIZED:
+            self._module.compile(backend=backend, mode=mode)
+        else:
+            fp4graph.apply(self._module, self._policy, backend=backend, mode=mode, total_forwards=TOTAL_STEPS)
+            fp4graph.prepare_optimizer(self._module, self._optimizer)
+
+    def step(self) -> None:
+        """Forward, backward, AdamW."""
+        self._optimizer.zero_grad()
+        with autocast(self._dtype, self._device):
+            loss = self._loss(self._module, self._batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._optimizer.step()
+
+
+def step(
+    model: str, policy: str, dtype: str, switch: str, device: torch.device, backend: str, seconds: float
+) -> dict[str, Any]:
+    """Return the time of a step to that of the unquantized one, peak memory of both, and compile times.
+
+    Peak memory is what steps allocate at most, parameters and optimizer included, each program by itself. Compile time
+    is that of the first step with an empty cache.
+    """
+    torch._dynamo.reset()
+    own = SWITCHES[switch]
+    with ExitStack() as stack:
+        baseline, first = _ready(stack, model, UNQUANTIZED, dtype, own, device, backend)
+        quantized, second = _ready(stack, model, policy, dtype, own, device, backend)
+        found = compare(baseline.step, quantized.step, device, Patience(seconds=seconds, least=5), warm_up=2)
+    low, middle, high = found.quartiles
+    return {
+        "ratio": middle,
+        "quartiles": [low, high],
+        "repeats": len(found.pairs),
+        "seconds": found.seconds,
+        "baseline_seconds": found.baseline,
+        **second,
+        **{f"baseline_{name}": value for name, value in first.items()},
+    }
+
+
+def _ready(
+    stack: ExitStack, model: str, policy: str, dtype: str, switch: Switch, device: torch.device, backend: str
+) -> tuple[Trainee, Mapping[str, float | None]]:
+    """Return a compiled model in training, its compile time and its peak memory in bytes."""
+    before = _allocated(device)
+    size = SIZES.get(model, STEPS[model].size)
+    trainee = Trainee(STEPS[model], policy, size, DTYPES[dtype], device)
+    stack.enter_context(switch.context() if policy != UNQUANTIZED else nullcontext())
+    with _fresh_cache(backend):
+        began = time.perf_counter()
+        trainee.compile(backend, switch.mode if backend == "inductor" else None)
+        trainee.step()
+        synchronize(device)
+        compiling = time.perf_counter() - began
+    trainee.step()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    trainee.step()
+    synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device) - before if device.type == "cuda" else None
+    return trainee, {"compile_seconds": compiling, "peak_bytes": peak}
+
+
+def _allocated(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 0
+    torch.cuda.synchronize(device)
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(device)
+
+
+@contextmanager
+def _fresh_cache(backend: str) -> Iterator[None]:
+    """Compile with an empty cache. Its folder is kept until the process ends, because kernels may be loaded late."""
+    if backend != "inductor":
+        yield
+        return
+    fresh: Any = getattr(inductor, "fresh_cache", None) or inductor.fresh_inductor_cache  # its former name
+    with fresh(delete=False):
+        yield

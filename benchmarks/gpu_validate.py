@@ -1,0 +1,252 @@
+"""Validate everything about a GPU on a machine that has one, part by part: ``make gpu-validate``.
+
+    python -m benchmarks.gpu_validate --part kernels
+    python -m benchmarks.gpu_validate                  # every part, as far as the time goes
+    python -m benchmarks.gpu_validate --rehearse       # on the CPU, at a small size
+
+Parts: ``kernels``, every operator beside tensor code, bit by bit; ``quantizers``, every quantizer with its techniques
+as Inductor compiles it, beside eager mode, bit by bit; ``parity``, short trainings beside eager mode; ``steps``, time
+and peak memory of training steps beside the unquantized model; ``switches``, the same with one thing changed.
+
+Figures go to one JSON file and one Markdown page in ``--folder`` after every case. A command ends after ``--minutes``
+and says what is left; the same command goes on from there. ``--again`` measures anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from importlib import metadata, util
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+#: Modules that are imported, where the package has another name with that.
+NEEDED = dict.fromkeys(("torch", "triton", "pydantic", "yaml", "pluggy", "rich", "numpy", "timm", "transformers"), "")
+NEEDED |= {"yaml": "pyyaml", "fp4graph_policies": "fp4graph"}
+PARTS = ("kernels", "quantizers", "parity", "steps", "switches")
+ROOT = Path(__file__).parents[1]
+POLICIES = ("tetrajet", "tetrajet-qema", "microscaling", "nvfp4", "fp4-all-the-way")
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to find out: its part, what it is about, and how."""
+
+    part: str
+    about: Mapping[str, str]
+    run: Callable[[], Figures]
+
+    @property
+    def name(self) -> dict[str, str]:
+        """The case as plain data."""
+        return {"part": self.part, **self.about}
+
+
+def cases(parts: list[str], device: Any, backend: str, rehearse: bool, seconds: float) -> Iterator[Case]:
+    """Yield the cases of ``parts``, the most telling first."""
+    from benchmarks import gpu_checks as checks
+    from benchmarks import gpu_steps as steps
+    from tests.gpu import cases as cases_of_tests
+
+    dtypes = ("bfloat16",) if rehearse else ("bfloat16", "float32")
+    if "kernels" in parts:
+        specs = checks.kernel_specs()
+        chosen = dict(list(specs.items())[:1]) if rehearse else specs
+        for (name, spec), dtype in product(chosen.items(), dtypes if rehearse else checks.DTYPES):
+            yield Case(
+                "kernels",
+                {"spec": name, "dtype": dtype},
+                partial(checks.kernels, spec, checks.DTYPES[dtype], device),
+            )
+    if "quantizers" in parts:
+        named = [
+            name for name in cases_of_tests.quantizers() if not rehearse or name.startswith("microscaling:fprop.input")
+        ]
+        for name, dtype in product(named, dtypes):
+            run = partial(checks.quantizer, name, checks.DTYPES[dtype], device)
+            yield Case("quantizers", {"quantizer": name, "dtype": dtype}, run)
+    if "parity" in parts:
+        models = ("trial-vit",) if rehearse else ("trial-vit", "trial-llama", "deit-tiny")
+        for model, policy, dtype in product(models, POLICIES[:1] if rehearse else POLICIES, dtypes):
+            run = partial(checks.parity, model, policy, checks.DTYPES[dtype], device, backend)
+            yield Case("parity", {"model": model, "policy": policy, "dtype": dtype}, run)
+    models = ("trial-stack",) if rehearse else ("deit-base", "llama-350m", "deit-small")
+    if "steps" in parts:
+        for dtype, model, policy in product(dtypes, models, POLICIES[:1] if rehearse else POLICIES):
+            run = partial(steps.step, model, policy, dtype, "default", device, backend, seconds)
+            yield Case("steps", {"model": model, "policy": policy, "dtype": dtype, "switch": "default"}, run)
+    if "switches" in parts:
+        others = [name for name in steps.SWITCHES if name != "default"]
+        for dtype, model, switch in product(dtypes, models, others[:1] if rehearse else others):
+            if switch.startswith("FP4GRAPH_BF16") and dtype != "float32":
+                continue  # products are bf16's anyway
+            scaled = switch.startswith("FP4GRAPH_PRODUCT_LENGTH")
+            if scaled and dtype == "float32":
+                continue  # their tensor scales multiply a library's product either way
+            for policy in (
+                POLICIES[:1] if rehearse else ("fp4-all-the-way",) if scaled else ("tetrajet", "microscaling")
+            ):
+                run = partial(steps.step, model, policy, dtype, switch, device, backend, seconds)
+                yield Case("switches", {"model": model, "policy": policy, "dtype": dtype, "switch": switch}, run)
+
+
+class Record:
+    """The JSON file and the page of one device; a case measured again takes the place of the former one."""
+
+    def __init__(self, folder: Path, device: Any) -> None:
+        self.machine = _machine(device)
+        name = f"gpu_validate.{re.sub('[^a-z0-9]+', '-', self.machine['device'].lower()).strip('-')}"
+        self.file, self.page = folder / f"{name}.json", folder / f"{name}.md"
+        stored = json.loads(self.file.read_text("utf-8")) if self.file.exists() else {"rows": []}
+        self.rows: list[dict[str, Any]] = stored["rows"]
+
+    def has(self, case: Case) -> bool:
+        """Return whether the case has figures."""
+        return any(row["case"] == case.name and "failed" not in row["figures"] for row in self.rows)
+
+    def add(self, case: Case, figures: Figures) -> None:
+        """Keep the figures of a case, in both files."""
+        from benchmarks import gpu_page
+
+        self.rows = [row for row in self.rows if row["case"] != case.name]
+        self.rows.append({"case": case.name, "commit": _commit(), "date": _now(), "figures": figures})
+        content = {"benchmark": "gpu_validate", "machine": self.machine, "rows": self.rows}
+        _write(self.file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+        _write(self.page, gpu_page.page(content, predictions(ROOT / "benchmarks" / "results")))
+
+
+def predictions(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of ``make gpu-plan``, of the card and policy that they are about."""
+    files = sorted(folder.glob("gpu_plan.*.json"))
+    rows = [row for file in files for row in json.loads(file.read_text("utf-8"))["rows"]]
+    return [row for row in rows if "estimate" in row["figures"]]
+
+
+def attempt(case: Case) -> Figures:
+    """Return the figures of ``case``, or the reason why there are none: one failure ends no session on a card."""
+    began = time.perf_counter()
+    try:
+        figures = case.run()
+    except Exception as error:  # noqa: BLE001  # a compiler's, the driver's, a lack of memory
+        traceback.print_exc()
+        figures = {"failed": f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"}
+    return {**figures, "took_seconds": round(time.perf_counter() - began, 2)}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; 0 where nothing failed, 1 where a case did, 3 where cases are left for another command."""
+    parser = argparse.ArgumentParser("benchmarks.gpu_validate", description=__doc__, formatter_class=_Help)
+    parser.add_argument("--part", action="append", choices=PARTS, help="one part; repeat it for more (every part)")
+    parser.add_argument("--device", default=None, help="cuda, cuda:1 (cuda; cpu with --rehearse)")
+    parser.add_argument("--rehearse", action="store_true", help="on the CPU, few cases, small models")
+    parser.add_argument("--backend", default="inductor", help="eager tries a rehearsal out without compiling")
+    parser.add_argument("--minutes", type=float, default=7.0, help="no case is begun after so many (7)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="of one timing, at most (10)")
+    parser.add_argument("--again", action="store_true", help="measure cases that have figures too")
+    parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks" / "results")
+    chosen = parser.parse_args(arguments)
+    if missing := [
+        package or name for name, package in NEEDED.items() if not _is_there(name, rehearse=chosen.rehearse)
+    ]:
+        print(f"not installed: {', '.join(missing)}. Install them with pip (this package with pip install -e .)")
+        return 2
+    import torch
+
+    if not chosen.rehearse and not torch.cuda.is_available():
+        print("torch sees no CUDA device here; --rehearse runs on the CPU")
+        return 2
+    device = torch.device(chosen.device or ("cpu" if chosen.rehearse else "cuda"))
+    began, record = time.perf_counter(), Record(chosen.folder, device)
+    parts = chosen.part or list(PARTS)
+    seconds = 0.5 if chosen.rehearse else chosen.seconds
+    left = failed = 0
+    for case in cases(parts, device, chosen.backend, chosen.rehearse, seconds):
+        if record.has(case) and not chosen.again:
+            continue
+        if time.perf_counter() - began > 60 * chosen.minutes:
+            left += 1
+            continue
+        figures = attempt(case)
+        record.add(case, figures)
+        failed += "failed" in figures
+        print(f"{' '.join(case.name.values())}: {_short(figures)}", flush=True)
+    print(f"{record.file}\n{record.page}")
+    if left:
+        print(f"{left} cases are left: run the same command again")
+    return 1 if failed else 3 if left else 0
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    pass
+
+
+def _is_there(name: str, *, rehearse: bool) -> bool:
+    return (rehearse and name == "triton") or util.find_spec(name) is not None
+
+
+def _short(figures: Figures) -> str:
+    shown = {key: value for key, value in figures.items() if not isinstance(value, list)}
+    return ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in shown.items())
+
+
+def _machine(device: Any) -> dict[str, Any]:
+    """Return what the figures depend on and no commit can change."""
+    import torch
+
+    on_gpu = device.type == "cuda"
+    versions: dict[str, str | None] = {}
+    for package in ("torch", "triton", "timm", "transformers"):
+        try:
+            versions[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            versions[package] = None
+    found: dict[str, Any] = {
+        "device": f"{platform.machine()} {torch.get_num_threads()} threads",
+        "python": platform.python_version(),
+    }
+    if on_gpu:
+        properties = torch.cuda.get_device_properties(device)
+        found["device"] = properties.name
+        found["capability"] = f"{properties.major}.{properties.minor}"
+        found["memory_gib"] = round(properties.total_memory / 2**30, 1)
+    environment = {
+        name: value for name, value in os.environ.items() if name.startswith(("FP4GRAPH_", "TORCHINDUCTOR_"))
+    }
+    return {**found, "cuda": torch.version.cuda, "versions": versions, "environment": environment}
+
+
+def _commit() -> str | None:
+    try:
+        said = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return said.stdout.strip()
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _write(file: Path, text: str) -> None:
+    """Write beside and rename: whoever is killed leaves the former file."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    beside = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    beside.write_text(text, "utf-8")
+    beside.replace(file)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

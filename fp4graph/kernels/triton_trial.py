@@ -1,0 +1,44 @@
+"""A trial run of the Triton kernel, before anything relies on it: a Triton may be there and not compile it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fp4graph.numerics import noise
+from fp4graph.numerics.formats import E2M1, E4M3, E8M0
+from fp4graph.numerics.quantize import fake_quantize
+from fp4graph.numerics.spec import QuantSpec, ScaleSpec
+
+_ROWS = QuantSpec(E2M1, 32, ScaleSpec(E8M0, "ceil"))
+_COLUMNS = QuantSpec(E2M1, 16, ScaleSpec(E4M3))
+
+
+def failure(device: torch.device) -> str | None:
+    """Return why the kernel cannot be used on ``device``, or None: it is compiled and run on one small tensor.
+
+    It may be asked while a compiler traces; the trial is no part of what is traced.
+    """
+    with _disable_current_modes(), torch.no_grad():
+        try:
+            from fp4graph.kernels import triton_quantize
+
+            x = _numbers(device)
+            y, codes, scales = triton_quantize.quantize_and_pack_columns(
+                x, _ROWS.to_text(), _COLUMNS.to_text(), None, None, (), (), (), ()
+            )
+            unpacked = triton_quantize.unpack(codes, scales, _COLUMNS.to_text(), x.shape[0], x.dtype)
+            same = torch.equal(y, fake_quantize(x, _ROWS)) and torch.equal(unpacked.mT, fake_quantize(x, _COLUMNS, 0))
+        except Exception as error:  # noqa: BLE001  # a Triton, a driver or a linker fails in its own ways
+            said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+            return f"Triton cannot compile or run them: {type(error).__name__}{': ' if said else ''}{said[:200]}"
+    return None if same else "a trial gave other values than tensor code"
+
+
+def _numbers(device: torch.device) -> Tensor:
+    """Return numbers of many magnitudes, fp32 ``[96, 80]``, neither axis a multiple of a tile."""
+    index = torch.arange(96 * 80, device=device, dtype=torch.int32)
+    bits: Tensor = noise.hash_bits(noise.make_key("trial", device=device), index)
+    powers = ((bits >> 20 & 15) + 119 << 23).view(torch.float32)  # 2^-8 to 2^7
+    return (((bits & 0xFFFF).to(torch.float32) - 2**15) * powers).reshape(96, 80)

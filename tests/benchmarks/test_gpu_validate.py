@@ -1,0 +1,180 @@
+"""What runs on the day there is a GPU, rehearsed on the CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import gpu_page, gpu_validate
+from fp4graph.kernels import operators
+
+CPU = torch.device("cpu")
+
+
+def rehearse(folder: Path, *arguments: str) -> tuple[int, list[dict[str, Any]], str]:
+    """Run the command; returns its exit status, the rows of its file and its page."""
+    status = gpu_validate.main(["--rehearse", "--backend=eager", f"--folder={folder}", *arguments])
+    files = list(folder.glob("gpu_validate.*"))
+    assert sorted(file.suffix for file in files) == [".json", ".md"]  # and no half-written one
+    texts = {file.suffix: file.read_text("utf-8") for file in files}
+    return status, json.loads(texts[".json"])["rows"], texts[".md"]
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each operator beside tensor code; one wrong element is found, and a case that is done is not run again."""
+    status, (row,), page = rehearse(tmp_path, "--part=kernels")
+    assert status == 0
+    assert row["figures"]["equal"]
+    assert len(row["figures"]["differs"]) == 9
+    assert row["figures"]["compared"] >= 9 * 8 * 200 * 136 - 200 * 136 * 9  # operators, kinds of values, elements
+    assert "1 of 1 cases have the same bits" in page
+
+    own = operators.quantize
+
+    def wrong(x: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        y = own(x, *arguments).clone()
+        y[0, 0] += 1
+        return y
+
+    monkeypatch.setattr(operators, "quantize", wrong)
+    assert rehearse(tmp_path, "--part=kernels")[1] == [row]
+    status, (again,), page = rehearse(tmp_path, "--part=kernels", "--again")
+    assert status == 0
+    assert not again["figures"]["equal"]
+    assert {name for name, count in again["figures"]["differs"].items() if count} == {
+        "quantize, rows",
+        "quantize, columns",
+    }
+    assert "0 of 1 cases have the same bits" in page
+    assert "quantize, rows 7" in page  # one element of each kind of values but the one whose first is infinite or NaN
+
+
+@pytest.mark.long
+@pytest.mark.inductor
+def test_every_part(tmp_path: Path) -> None:
+    status, rows, page = rehearse(tmp_path)
+    assert status == 0
+    assert {row["case"]["part"] for row in rows} == set(gpu_validate.PARTS)
+    for heading in ("Kernels beside", "Quantizers that", "Short trainings", "Training steps"):
+        assert f"## {heading}" in page
+    (parity,) = [row["figures"] for row in rows if row["case"]["part"] == "parity"]
+    assert parity["ratio"] == 0  # eager beside eager
+    assert parity["ulp"] > 0
+    for row in rows:
+        if row["case"]["part"] in ("steps", "switches"):
+            assert row["figures"]["ratio"] > 1
+            assert row["figures"]["compile_seconds"] > 0
+
+
+@pytest.mark.long
+@pytest.mark.inductor
+def test_a_training_that_inductor_compiles(tmp_path: Path) -> None:
+    status, (row,), _ = rehearse(tmp_path, "--part=parity", "--backend=inductor")
+    assert status == 0
+    assert 0 < row["figures"]["ratio"] <= 3
+
+
+def case(run: Any, **about: str) -> gpu_validate.Case:
+    return gpu_validate.Case("parity", {"model": "m", "policy": "p", "dtype": "float32", **about}, run)
+
+
+PARITY = {"ratio": 4.0, "eager": [2.0, 1.0], "compiled": [2.0, 1.5]}
+
+
+def test_a_case_that_fails_is_on_the_page_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> dict[str, Any]:
+        raise RuntimeError("CUDA error: an illegal memory access\nand a page of advice")
+
+    made = [case(fails, model="bad"), case(lambda: dict(PARITY), model="good")]
+    monkeypatch.setattr(gpu_validate, "cases", lambda *_: iter(made))
+    status, rows, page = rehearse(tmp_path)
+    assert status == 1
+    assert [row["case"]["model"] for row in rows] == ["bad", "good"]
+    assert "bad, p, float32: RuntimeError: CUDA error: an illegal memory access\n" in page
+    assert "| good | float32 | p | 4.00 **above 3** | 2 | 1 | 1.5 |" in page
+    made[:] = [case(lambda: dict(PARITY), model="bad"), case(fails, model="good")]
+    status, rows, page = rehearse(tmp_path)
+    assert status == 0
+    assert "Failed" not in page
+
+
+def test_a_command_ends_in_time_and_the_next_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = [case(lambda: dict(PARITY), model=name) for name in "abc"]
+    now = [0.0]
+
+    def clock() -> float:
+        now[0] += 61.0
+        return now[0]
+
+    monkeypatch.setattr(gpu_validate, "cases", lambda *_: iter(made))
+    monkeypatch.setattr(gpu_validate.time, "perf_counter", clock)
+    status, rows, _ = rehearse(tmp_path, "--minutes=2")
+    assert (status, len(rows)) == (3, 1)
+    assert "2 cases are left: run the same command again" in capsys.readouterr().out
+    status, rows, _ = rehearse(tmp_path, "--minutes=600")
+    assert (status, [row["case"]["model"] for row in rows]) == (0, ["a", "b", "c"])
+
+
+def test_what_is_missing_is_named_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    find = gpu_validate.util.find_spec
+    monkeypatch.setattr(gpu_validate.util, "find_spec", lambda name: None if name == "yaml" else find(name))
+    assert gpu_validate.main(["--rehearse", f"--folder={tmp_path}"]) == 2
+    assert "not installed: pyyaml." in capsys.readouterr().out
+    monkeypatch.undo()
+    if not torch.cuda.is_available():
+        assert gpu_validate.main([f"--folder={tmp_path}"]) == 2
+        assert "--rehearse" in capsys.readouterr().out
+
+
+def test_the_prediction_stands_beside_what_was_measured() -> None:
+    figures = {"ratio": 1.25, "quartiles": [1.2, 1.3], "seconds": 0.05, "peak_bytes": 3 << 30, "compile_seconds": 40.0}
+    figures |= {"baseline_peak_bytes": 2 << 30, "baseline_compile_seconds": 20.0}
+    about = {"part": "steps", "model": "deit-base", "policy": "tetrajet", "dtype": "bfloat16", "switch": "default"}
+    rows = [{"case": about, "figures": figures, "commit": "c0ffee00aa11", "date": "2026-01-02T03:04:05+00:00"}]
+    machine = {"device": "NVIDIA H200", "python": "3.12.1", "cuda": "12.8", "versions": {"torch": "2.11.0"}}
+    own = {"block": "vit-b", "dtype": "bfloat16", "policy": "tetrajet", "card": "H200"}
+    predicted = [
+        {"case": {**own, "quantizers": "tensor code"}, "figures": {"estimate": 1.68}},
+        {"case": {**own, "quantizers": "kernels"}, "figures": {"estimate": 1.18}},
+    ]
+    page = gpu_page.page({"machine": machine, "rows": rows}, predicted)
+    line = "| deit-base | bfloat16 | tetrajet | default | 1.25 | 1.20–1.30 | 1.18 | 50 | 3.00 | 2.00 | 40 | 20 |"
+    assert line in page
+    page = gpu_page.page({"machine": {**machine, "device": "NVIDIA A100"}, "rows": rows}, predicted)
+    assert "1.18 (H200)" in page
+
+
+def test_there_are_predictions_for_the_models_that_are_timed() -> None:
+    found = gpu_validate.predictions(gpu_validate.ROOT / "benchmarks" / "results")
+    blocks = {row["case"]["block"] for row in found if row["case"]["policy"] == "tetrajet"}
+    from benchmarks.gpu_steps import PREDICTED
+
+    assert set(PREDICTED.values()) <= blocks
+
+
+def test_the_cases_on_a_card() -> None:
+    """Every part has its cases: models, policies, dtypes and switches that docs/gpu.md lists."""
+    made = [one.name for one in gpu_validate.cases(list(gpu_validate.PARTS), CPU, "inductor", False, 1.0)]
+    steps = [one for one in made if one["part"] == "steps"]
+    assert {one["model"] for one in steps} == {"deit-small", "deit-base", "llama-350m"}
+    assert {one["dtype"] for one in steps} == {"bfloat16", "float32"}
+    policies = {one["policy"] for one in steps}
+    assert {"tetrajet", "microscaling", "nvfp4"} <= policies
+    assert len(steps) == 3 * 2 * len(policies)
+    switches = {one["switch"] for one in made if one["part"] == "switches"}
+    page = (gpu_validate.ROOT / "docs" / "gpu.md").read_text("utf-8")
+    assert switches
+    for switch in switches:
+        assert switch.partition("=")[2].strip("\"'") in page
+        assert switch.partition("=")[0] in page
+    assert len({tuple(one.items()) for one in made}) == len(made)

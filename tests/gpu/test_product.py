@@ -1,0 +1,96 @@
+"""The Triton kernel of products whose accumulator is multiplied by a scalar: values, machine code, where it runs."""
+
+from __future__ import annotations
+
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="there is no Triton for this system, or it is not installed")
+if not torch.cuda._is_compiled():
+    pytest.skip("this torch is built without CUDA", allow_module_level=True)
+
+from torch import Tensor
+
+from benchmarks import absent_gpu as absent
+from fp4graph.kernels import gpu, triton_product
+from fp4graph.kernels.triton_kernels import product_kernel
+from tests.gpu.test_generated import GPUS, assert_machine_code
+from tests.helpers.floats import assert_same_bits
+
+pytestmark = pytest.mark.process
+
+#: (batch, M, N, K): one tile and several, of sizes that tiles do not divide; no sum; nothing.
+SHAPES = [((), 1, 1, 1), ((), 130, 257, 70), ((), 1030, 40, 64), ((2, 3), 20, 33, 90), ((), 3, 5, 0), ((), 0, 5, 7)]
+
+
+def factors(shape: tuple[tuple[int, ...], int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Small whole numbers, whose sums are exact in whatever order, and a vector that is to be added."""
+    batch, m, n, k = shape
+    generator = torch.Generator().manual_seed(m)
+    sizes = (*batch, m, k), (*batch, n, k), (n,)
+    left, right, addend = (torch.randint(-6, 7, size, generator=generator).to(dtype) for size in sizes)
+    return left, right, addend
+
+
+@pytest.mark.parametrize("transposed", [(False, False), (True, False), (False, True), (True, True)], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values(
+    shape: tuple[tuple[int, ...], int, int, int], transposed: tuple[bool, bool], interpreter: ProcessPoolExecutor
+) -> None:
+    """The exact sum, times a scalar that rounds, plus an addend, each in fp32, and rounded once more at the end."""
+    left, right, addend = factors(shape, torch.bfloat16)
+    if transposed[0]:
+        left = left.mT.contiguous().mT
+    if transposed[1]:
+        right = right.mT.contiguous().mT
+    scale = torch.tensor(1.1)
+    exact = (left.double() @ right.double().mT).float() * scale
+    for added, beta in ((None, 1.0), (addend, 1.0), (addend, 0.3)):
+        due = exact if added is None else exact + beta * added.float()
+        run = interpreter.submit(triton_product.scaled_product, left, right, scale, added, beta)
+        assert_same_bits(run.result(), due.to(torch.bfloat16))
+
+
+def test_what_is_not_a_number(interpreter: ProcessPoolExecutor) -> None:
+    """It spreads over its row, and not to what the edge's programs read beyond it."""
+    left, right, _ = factors(((), 130, 140, 70), torch.float16)
+    left[129, 3], right[5, 69] = torch.nan, torch.inf
+    run = interpreter.submit(triton_product.scaled_product, left, right, torch.tensor(0.7), None, 1.0)
+    due = (left.float() @ right.float().mT * torch.tensor(0.7)).to(torch.float16)
+    assert_same_bits(run.result(), due)
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("layout", ["rows", "columns"])
+def test_machine_code(layout: str, gpu: absent.Gpu, compiler: ProcessPoolExecutor) -> None:
+    """As fprop and dgrad launch it, and with operands that are contiguous along the other axis."""
+    binary = compiler.submit(compiled, gpu, layout).result()
+    assert_machine_code([binary], gpu)
+    assert ("wgmma.mma_async" if gpu.capability == 90 else "tcgen05.mma") in binary.ptx  # tensor cores
+
+
+def compiled(gpu: absent.Gpu, layout: str) -> absent.Binary:
+    pointers = dict.fromkeys(("left", "right", "addend", "result"), "*bf16") | {"scale": "*fp32"}
+    numbers = dict.fromkeys(("M", "N", "K", "left_batch", "right_batch"), "i32")
+    ones = ("left_k", "right_k") if layout == "rows" else ("left_m", "right_n")
+    others = [name for name in ("left_m", "left_k", "right_n", "right_k") if name not in ones]
+    numbers |= dict.fromkeys(others, "i32")
+    constant = {**dict.fromkeys(ones, 1), "BETA": 1.0, **triton_product.TILES}
+    aligned = [*pointers, *numbers]
+    return absent.compile_written(
+        gpu, product_kernel, {**pointers, **numbers}, constant, aligned, **triton_product.OPTIONS
+    )
+
+
+def test_which_products_it_takes() -> None:
+    """Short ones of 16 bits, with nothing or a vector to add."""
+    left = torch.empty(2, gpu.LONGEST, dtype=torch.bfloat16)
+    vector = torch.empty(8)
+    assert gpu.multiplies(left, None)
+    assert gpu.multiplies(left.half(), vector)
+    assert not gpu.multiplies(left.float(), None)
+    assert not gpu.multiplies(torch.empty(2, gpu.LONGEST + 1, dtype=torch.bfloat16), None)
+    assert not gpu.multiplies(left, torch.empty(2, 8))
+    assert not gpu.multiplies(left, vector[::2])

@@ -1,0 +1,179 @@
+"""torch.compile's own mode and options, through apply to Inductor, beside those that exactness needs."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor import compile_fx
+from torch._subclasses import FakeTensorMode
+
+import fp4graph
+from fp4graph.experiments.run import Run
+from fp4graph.experiments.train import train
+from fp4graph.graph.backend import inner_backend
+from fp4graph.kernels.inductor import APART, EXACT, compiler_options
+from tests.helpers.models import Mlp
+
+GRAPHS = {"triton.cudagraphs": True}
+
+
+def patches_of(run):
+    """The options that Inductor is given by ``run``, with what it compiles left to the interpreter of graphs."""
+    given = []
+
+    def compile_graph(graph, inputs, config_patches=None, **_):
+        given.append(config_patches)
+        return graph.forward
+
+    with mock.patch.object(compile_fx, "compile_fx", compile_graph):
+        run()
+    return given
+
+
+def one_forward(**options):
+    return patches_of(lambda: fp4graph.apply(Mlp(8, 16, 8), "microscaling", **options)(torch.ones(4, 8)))
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, None),
+        ({"mode": "default"}, None),
+        ({"mode": "reduce-overhead"}, {**GRAPHS, **APART}),
+        (
+            {"mode": "max-autotune"},
+            {**GRAPHS, **APART, "max_autotune": True, "coordinate_descent_tuning": True},
+        ),
+        ({"options": {"max_autotune": True, "epilogue-fusion": False}}, {**APART, "max_autotune": True}),
+    ],
+)
+def test_what_apply_is_given_reaches_inductor(options, expected):
+    assert one_forward(**options) == [expected]
+
+
+def test_on_a_gpu_they_are_merged_with_what_exactness_needs():
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        x = torch.empty(4, 8, device="cuda")
+    graph = torch.fx.symbolic_trace(lambda x: x + 1)
+    chosen = compiler_options("inductor", "reduce-overhead", None, None)
+    assert patches_of(lambda: inner_backend("inductor", chosen)(graph, [x])) == [{**GRAPHS, **EXACT, **APART}]
+    assert patches_of(lambda: inner_backend("inductor")(graph, [x])) == [{**EXACT, **APART}]
+
+
+def test_the_entry_point_takes_them_beside_the_policy():
+    def run(**options):
+        model = torch.compile(nn.Linear(8, 8), backend="fp4graph", options={"policy": "microscaling", **options})
+        model(torch.ones(4, 8))
+
+    assert patches_of(lambda: run(mode="reduce-overhead")) == [{**GRAPHS, **APART}]
+    torch._dynamo.reset()
+    assert patches_of(lambda: run(**GRAPHS)) == [{**GRAPHS, **APART}]
+
+
+@pytest.mark.parametrize("name", [*EXACT, *APART])
+def test_the_options_of_exactness_exist_and_cannot_be_set_otherwise(name):
+    value = {**EXACT, **APART}[name]
+    assert torch._inductor.config.get_config_copy()[name] in (True, False)
+    assert compiler_options("inductor", None, {name: value}, None) == {name: value}
+    with pytest.raises(fp4graph.Error, match=rf"{name}.*would break exactness.*fp4graph needs {name}={value}"):
+        compiler_options("inductor", None, {name: not value}, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"options": {"use_fast_math": True}}, "use_fast_math.*approximate.*Drop the option"),
+        ({"options": {"cpp.enable-unsafe-math-opt-flag": True}}, "unsafe_math.*break exactness"),
+        ({"options": {"cpp.enable_floating_point_contract_flag": "fast"}}, "contracted.*'off'"),
+        ({"options": {"triton.codegen_upcast_to_fp32": False}}, "16 bits"),
+        ({"options": {"freezing": True}}, "frozen weights"),
+        ({"options": {"max_autotuned": True}}, "no option 'max_autotuned'; did you mean 'max_autotune'"),
+        ({"options": {"zzz": True}}, r"no option 'zzz'; torch\._inductor\.list_options\(\)"),
+        ({"options": {"max_autotune": "yes"}}, "Unexpected type of attr max_autotune"),
+        ({"mode": "max-autotun"}, "no mode 'max-autotun'; did you mean 'max-autotune'"),
+        ({"mode": "max-autotune", "options": GRAPHS}, "mode or options, not both; drop mode='max-autotune'"),
+        ({"mode": "max-autotune", "backend": "eager"}, "mode= is for Inductor.*'eager'.*backend='inductor'"),
+        ({"options": GRAPHS, "backend": "aot_eager"}, "options= is for Inductor"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name_and_leaves_the_model_alone(options, words):
+    model = nn.Linear(8, 8)
+    before = dict(model.__dict__)
+    with pytest.raises(fp4graph.Error, match=words):
+        fp4graph.apply(model, "microscaling", **options)
+    assert model.__dict__ == before
+
+
+@pytest.mark.slow
+def test_a_run_has_a_mode():
+    with pytest.raises(fp4graph.Error, match="no mode 'quick'"):
+        train(Run("gaussian", steps=1, backend="inductor", mode="quick"))
+
+
+def test_they_outlive_a_phase_and_a_copy():
+    policy = {
+        "version": 1,
+        "name": "p",
+        "rules": [{"name": "all", "match": {"op": "linear"}, "quantize": {"element": "e2m1", "block": 32}}],
+        "phases": [{"at": 1, "operands": {"gradients": "keep"}}],
+    }
+
+    def run():
+        import copy
+
+        model = fp4graph.apply(Mlp(8, 16, 8), policy, mode="reduce-overhead")
+        for _ in range(2):
+            model(torch.ones(4, 8))
+        copy.deepcopy(model)(torch.ones(4, 8))
+
+    given = patches_of(run)
+    assert len(given) >= 3
+    assert all(patches == {**GRAPHS, **APART} for patches in given)
+
+
+@pytest.mark.slow
+def test_cuda_graphs_find_keys_where_they_were_and_copy_the_step():
+    """A CUDA graph replays kernels on fixed addresses. It reads static inputs where they lie, and copies the others
+    into memory of its own; a static input at a new address makes it record again. Parameters, keys and state stay where
+    they are. The step is a tensor for each forward, because a backward may come after the next forward."""
+    static: list[bool] = []
+    forwards: list[list[torch.Tensor]] = []
+
+    def compile_inner(graph, examples, *, static_input_idxs=(), is_backward=False, **_):
+        if not is_backward:
+            static.extend(index in static_input_idxs for index in range(len(examples)))
+
+        def run(arguments):
+            if not is_backward:
+                forwards.append(list(arguments))
+            return graph(*arguments)
+
+        run._boxed_call = True
+        return run
+
+    original = compile_fx.compile_fx
+
+    def compile_graph(graph, inputs, inner_compile=compile_inner, **options):
+        return original(graph, inputs, inner_compile=inner_compile, **options)
+
+    x = torch.randn(40, 64)
+    with mock.patch.object(compile_fx, "compile_fx", compile_graph):
+        model = fp4graph.apply(Mlp(64, 96, 64), "tetrajet-qema", mode="reduce-overhead")
+        fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        outputs = [model(x) for _ in range(3)]
+        for y in outputs:
+            y.sum().backward()
+    owned = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    is_owned = [tensor.data_ptr() in owned for tensor in forwards[0]]
+    assert sum(is_owned) == len(list(model.parameters())) + 2 * len(["key", "EMA of the weight"])
+    assert static == is_owned
+    for other in forwards[1:]:
+        assert [a.data_ptr() for a, fixed in zip(other, static, strict=True) if fixed] == [
+            a.data_ptr() for a, fixed in zip(forwards[0], static, strict=True) if fixed
+        ]
+    steps = [[a for a in given if a.shape == (5,) and a.dtype is torch.int32] for given in forwards]
+    assert [[int(step[4]) for step in given] for given in steps] == [[0], [1], [2]]
+    assert [sum(not fixed for fixed in static)] == [len(["x", "step"])]
