@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
@@ -187,6 +187,14 @@ class Technique(BaseModel):
         if self.on_weight:
             return frozenset({Operand.FPROP_WEIGHT}) if site.multiplies_weight else frozenset()
         return self.operands_listed if any(overrides(self, stage) for stage in TENSOR_STAGES) else frozenset()
+
+    def for_operand(self, operand: Operand) -> Self:
+        """Return the technique as it acts at the tensor stages of ``operand``, which do not learn the operand's name.
+
+        Override it where an option has another value for some operands: return an equal technique for operands that
+        are treated alike, because equal techniques share compiled code.
+        """
+        return self
 
     def pairs(self, site: SiteView) -> frozenset[Gemm]:
         """Return the GEMMs whose two operands this technique transforms together."""

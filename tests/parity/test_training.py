@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 import fp4graph
+from tests.helpers.policies import depth_of
 
 pytestmark = pytest.mark.compiler
 
@@ -128,8 +129,7 @@ CASES += [pytest.param(name, SETS, marks=pytest.mark.parity) for name in POLICIE
 @pytest.mark.inductor
 @pytest.mark.parametrize(("name", "sets"), CASES)
 def test_policies(name: str, sets: int, vit: Callable[..., nn.Module]) -> None:
-    # nvfp4-te keeps the first and the last block in high precision: of two blocks nothing would be left.
-    check(name, lambda: vit(**WIDTH, depth=3 if name == "nvfp4-te" else 2), name, sets)
+    check(name, lambda: vit(**WIDTH, depth=depth_of(name)), name, sets)
 
 
 @pytest.mark.parity

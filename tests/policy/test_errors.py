@@ -163,6 +163,8 @@ WRONG = {
     "no modules": ("version: 1\nrules:\n  - match: {module: []} #!\n    keep: x\n", "at least one text"),
     "block predicate": ("version: 1\nrules:\n  - match: {block: 3} #!\n    keep: x\n", "must be true or false", "3"),
     "first of none": ("version: 1\nrules:\n  - match: {first_blocks: 0} #!\n    keep: x\n", "at least 1", "got 0"),
+    "last of all": ("version: 1\nrules:\n  - match: {last_blocks: 1.0} #!\n    keep: x\n", "a share of them", "1.0"),
+    "last of less": ("version: 1\nrules:\n  - match: {last_blocks: -0.5} #!\n    keep: x\n", "a share of", "-0.5"),
     "no block and first": (
         "version: 1\nrules:\n  - match: {block: false, first_blocks: 1} #!\n    keep: x\n",
         "contradicts",

@@ -98,7 +98,8 @@ def test_all_the_recipes_are_here() -> None:
         int4-per-tensor mxfp4 nvfp4 ue5m3 e8m3 mxfp4-best nvfp4-best ue5m3-best fp4-all-the-way
         fp4-all-the-way-qaf ue5m3-d50
         mxfp4-round-up nvfp4-te wang-dge mxfp4-rht-sr quartet mxfp4-fprop mxfp4-fprop-dgrad mxfp4-full
-        mxfp4-full-hadamard mxfp4-full-rht mxfp4-full-sr mxfp4-rl"""
+        mxfp4-full-hadamard mxfp4-full-rht mxfp4-full-sr mxfp4-rl
+        nvfp4-te-4over6 nvfp4-te-last-blocks nvfp4-te-bf16 nvfp4-te-bf16-fprop"""
     assert {*names.split()} <= {file.stem for file in FILES}
 
 
@@ -300,6 +301,30 @@ def test_nvfp4_te() -> None:
     assert (first.match.first_blocks, last.match.last_blocks) == (1, 1)
     assert first.keep
     assert last.keep
+
+
+def test_nvfp4_te_4over6() -> None:
+    assert planned("nvfp4-te-4over6") == planned("nvfp4-te")
+    used = techniques("nvfp4-te-4over6")
+    assert used["tensor_scaling"] == {"target": 256.0, "gradient_target": 448.0}
+    assert used["four_over_six"] == {"measure": "mae", "operands": ("inputs", "weights")}
+    assert "hadamard" not in used
+
+
+def test_last_shares() -> None:
+    kept, _ = load_policy("nvfp4-te-last-blocks").rules
+    assert kept.match.last_blocks == 0.15
+    assert kept.keep
+    assert planned("nvfp4-te-last-blocks") == planned("nvfp4-te")
+    assert techniques("nvfp4-te-last-blocks") == techniques("nvfp4-te")
+    for name in ("nvfp4-te-bf16", "nvfp4-te-bf16-fprop"):
+        policy, (phase,) = load_policy(name), load_policy(name).phases
+        assert policy.rules == load_policy("nvfp4-te").rules
+        assert phase.at == 0.85
+        if name == "nvfp4-te-bf16":
+            assert not phase.policy.quantizes
+        else:
+            assert [o for o, spec in phase.policy.rules[-1].specs.items() if spec is None] == [Q1, Q2]
 
 
 def test_wang_dge() -> None:

@@ -84,21 +84,25 @@ class Data:
         return Data(matrix(TOKENS, IN), matrix(OUT, IN), matrix(TOKENS, OUT))
 
     @staticmethod
-    def grid(seed: int, largest: float) -> Data:
-        """Multiples of a quarter up to ``largest``, which every block of 16 holds: all ties there are."""
+    def grid(seed: int, largest: float, peaks: tuple[float, float, float] = (10.5, 10.5, 10.5)) -> Data:
+        """Multiples of a quarter up to ``largest``, which every block of 16 holds: all ties there are.
+
+        With ``largest`` 6 the first elements of x, w and dy are ``peaks``, which make γ = peak/(6·target) powers of
+        two: dividing by them breaks no tie. 10.5 = 5.25·2 does for a target of 448·headroom, 12 for one of 256.
+        """
         generator = np.random.default_rng(seed)
         steps = int(4 * largest)
 
-        def matrix(rows: int, columns: int) -> np.ndarray:
+        def matrix(rows: int, columns: int, peak: float) -> np.ndarray:
             values = generator.integers(-steps, steps + 1, (rows, columns)) / 4.0
             row, column = np.indices((rows, columns))
             values[(row % 16) == (column % 16)] = largest
             if largest == 6.0:
-                # 10.5 = 5.25·2 makes γ = amax/(6·448·headroom) a power of two: dividing by it breaks no tie.
-                values[0, 0] = 10.5
+                values[0, 0] = peak
             return values
 
-        return Data(matrix(TOKENS, IN), matrix(OUT, IN), matrix(TOKENS, OUT))
+        x, w, dy = peaks
+        return Data(matrix(TOKENS, IN, x), matrix(OUT, IN, w), matrix(TOKENS, OUT, dy))
 
 
 def applied(policy: Any, data: Data) -> Blocks:

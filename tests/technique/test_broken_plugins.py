@@ -335,6 +335,14 @@ def test_other_garbage_of_planning_names_the_site(method: str, wrong: Any, messa
     assert message in str(caught.value)
 
 
+def test_an_operand_is_given_the_same_technique(model: nn.Module) -> None:
+    other = technique("other")
+    late = technique("broken", for_operand=lambda self, operand: other())
+    with pytest.raises(fp4graph.PluginError, match=r"for_operand\(\) must return a Made") as caught:
+        train(model, policy("broken", late, healthy()))
+    check(caught.value, "planning: TypeError", site="first")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["plan", "acts_on", "pairs", "state"])
 @pytest.mark.filterwarnings("ignore:technique .broken. has no effect here:fp4graph.errors.PolicyWarning")

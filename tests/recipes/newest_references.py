@@ -1,0 +1,112 @@
+"""Independent references, in NumPy float64, of recipes whose equations are in their authors' repositories.
+
+Each function of `REFERENCES` has the signature (x, w, dy, draw) -> (y, dx, dw) of `tests.recipes.other_references`,
+whose decisions about random signs, padding and zero tensors hold here too.
+
+Sources, by the short names used below. Facts were read there; no code was copied.
+    TE           NVIDIA/TransformerEngine at d0067d0d: transformer_engine/common/recipe/__init__.py (NVFP4BlockScaling),
+                 transformer_engine/pytorch/quantization.py (NVFP4BlockScalingRecipeState.make_quantizers),
+                 transformer_engine/pytorch/custom_recipes/reference_nvfp4.py (_quantize_blockwise_4over6_reference)
+    4/6          Cook et al. 2025, "Four Over Six", arXiv 2512.02010; mit-han-lab/fouroversix at dadfad69:
+                 src/fouroversix/quantize/pytorch/reference.py (select_fouroversix)
+
+Decisions, per policy, where sources are silent or disagree:
+    nvfp4-te-4over6
+                 TE, which takes MAE and lets X and W choose; 4/6 takes MSE and lets gradients choose too. Neither has a
+                 block scale of zero replaced; ours is the smallest subnormal, as in nvfp4-te.
+    nvfp4-te-last-blocks, -bf16, -bf16-fprop
+                 The quantizers are those of nvfp4-te.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from tests.recipes.arithmetic import Block, block_amax, block_ids, quantize, round_nearest, round_scale
+from tests.recipes.other_references import QMAX, Draw, Result, nvfp4_te
+
+
+def gamma_of(a: np.ndarray, target: float) -> float:
+    """Returns the tensor scale under which the largest block scale is the target: amax/(6 * target)."""
+    amax = float(np.max(np.abs(a)))
+    return amax / (QMAX * target) if amax > 0 else 1.0
+
+
+def sums_by_block(values: np.ndarray, axis: int, block: Block) -> np.ndarray:
+    """Returns the sum over each element's block, in the shape of values."""
+    ids = block_ids(values.shape, axis, block)
+    return np.bincount(ids.ravel(), values.ravel())[ids]
+
+
+def less(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Returns where one sum of errors is below the other in exact arithmetic.
+
+    Sums of absolute errors are often equal (an element rounded up cancels one rounded down, whatever their values), and
+    then differ by what float64 loses in 256 additions, below 1e-13 of them; sums that differ do so by far more.
+    """
+    return one < other * (1 - 1e-11)
+
+
+def four_over_six(
+    a: np.ndarray,
+    axis: int,
+    *,
+    block: Block = 16,
+    power: int,
+    zero: str = "nearest_subnormal",
+    ties: str = "even",
+) -> np.ndarray:
+    """Returns NVFP4 with the scale of each block for 6 or for 4, whichever has the smaller sum of abs(error)^power.
+
+    With gamma = amax/(6 * 256): S6 = E4M3(Z/(6 gamma)), S4 = E4M3(1.5 * Z/(6 gamma)); both candidates are dequantized
+    and compared with a; equal errors take S6. Source: TE (power 1), 4/6 (power 2).
+    """
+    gamma = gamma_of(a, 256)
+    u = a / gamma
+    z = block_amax(u, axis, block)
+    candidates = []
+    for stretch in (1.0, 1.5):
+        scale = round_scale(stretch * z / QMAX, "e4m3", "nearest_even", zero)
+        value = scale * round_nearest(u / scale, "e2m1", ties)
+        candidates.append((sums_by_block(np.abs(value - u) ** power, axis, block), value))
+    (error6, six), (error4, four) = candidates
+    return gamma * np.where(less(error4, error6), four, six)
+
+
+def nvfp4_te_4over6(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
+    """Returns (y, dx, dw) of TE's NVFP4BlockScaling(nvfp4_4over6="all", disable_rht=True).
+
+    X in blocks of 1x16 and W in 16x16, both choosing by absolute errors under a tensor scale to 256; dY in blocks of
+    1x16, stochastic, under a tensor scale to 448; nothing rotated. One quantized W serves fprop and dgrad.
+    """
+
+    def gradient(name: str, axis: int) -> np.ndarray:
+        options = {"block": 16, "fmt": "e4m3", "rule": "nearest_even"}
+        return quantize(dy, axis, uniform=draw.uniform(name, dy.shape), tensor_scale=gamma_of(dy, 448), **options)
+
+    wq = four_over_six(w, 1, block=(16, 16), power=1)
+    y = four_over_six(x, 1, power=1) @ wq.T
+    dw = gradient("wgrad.grad_output", 0).T @ four_over_six(x, 0, power=1)
+    return y, gradient("dgrad.grad_output", 1) @ wq, dw
+
+
+def exact(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
+    """Returns (y, dx, dw) of unrounded operands."""
+    return x @ w.T, dy @ w, dy.T @ x
+
+
+def exact_forward(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
+    """Returns (y, dx, dw) of nvfp4-te with an unrounded fprop."""
+    return x @ w.T, *nvfp4_te(x, w, dy, draw)[1:]
+
+
+REFERENCES: dict[str, Callable[..., Result]] = {
+    "nvfp4-te-4over6": nvfp4_te_4over6,
+    "nvfp4-te-last-blocks": nvfp4_te,
+    "nvfp4-te-bf16": nvfp4_te,
+    "nvfp4-te-bf16@phase": exact,
+    "nvfp4-te-bf16-fprop": nvfp4_te,
+    "nvfp4-te-bf16-fprop@phase": exact_forward,
+}
