@@ -99,7 +99,8 @@ def test_all_the_recipes_are_here() -> None:
         fp4-all-the-way-qaf ue5m3-d50
         mxfp4-round-up nvfp4-te wang-dge mxfp4-rht-sr quartet mxfp4-fprop mxfp4-fprop-dgrad mxfp4-full
         mxfp4-full-hadamard mxfp4-full-rht mxfp4-full-sr mxfp4-rl
-        nvfp4-te-4over6 nvfp4-te-last-blocks nvfp4-te-bf16 nvfp4-te-bf16-fprop"""
+        nvfp4-te-4over6 nvfp4-te-last-blocks nvfp4-te-bf16 nvfp4-te-bf16-fprop
+        nvfp4-smooth-swiglu"""
     assert {*names.split()} <= {file.stem for file in FILES}
 
 
@@ -325,6 +326,14 @@ def test_last_shares() -> None:
             assert not phase.policy.quantizes
         else:
             assert [o for o, spec in phase.policy.rules[-1].specs.items() if spec is None] == [Q1, Q2]
+
+
+def test_nvfp4_smooth_swiglu() -> None:
+    spec = dataclasses.replace(NV_ENCODE, scale=dataclasses.replace(NV_ENCODE.scale, zero="to_one"))
+    random = stochastic(spec)
+    assert planned("nvfp4-smooth-swiglu") == {Q1: spec, Q2: spec, Q3: random, Q4: spec, Q5: random, Q6: random}
+    best = techniques("nvfp4-best")
+    assert techniques("nvfp4-smooth-swiglu") == {**best, "smooth_swiglu": {}}
 
 
 def test_wang_dge() -> None:
