@@ -32,7 +32,14 @@ def test_every_shipped_space_is_tested() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "size"), zip(NAMES, (3 * 2 * 2 * 2 * 2 * 3 * 3, 3 * 2 * 2 * 2 * 2 * 3 * 3, 2**3, 10, 10), strict=True)
+    ("name", "size"),
+    [
+        ("e8m3", 3 * 2 * 2 * 2 * 2 * 3 * 3),
+        ("ue5m3", 3 * 2 * 2 * 2 * 2 * 3 * 3),
+        ("tetrajet-backward", 2**3),
+        ("tetrajet-qema", 10),
+        ("tetrajet-qramping", 10),
+    ],
 )
 def test_size(name: str, size: int) -> None:
     assert load_space(name).size() == size
