@@ -119,7 +119,7 @@ class Quantizer:
         Args:
             x: what ``scaled`` was made from.
         """
-        if operators.rounds(self.spec, x.device) and not self._rounding():
+        if operators.rounds(self.spec, x.device) and not self._rounding() and not self._rescales:
             return self._by_kernel(x, scaled, factor)
         values = self._rounded(scaled).dequantized()
         return scaled.blocking.join(values if factor is None else values * factor).to(x.dtype)
@@ -153,7 +153,16 @@ class Quantizer:
         if elements is None:
             elements = round_elements(ratio, spec, self._noise(blocking, ratio.device))
         rest = scaled.statistic, scaled.group_scales
-        return Quantization(spec, blocking, values, scaled.z, scale, ratio, elements, *rest)
+        rounded = Quantization(spec, blocking, values, scaled.z, scale, ratio, elements, *rest)
+        for technique, context in at_stage("rescale", self.acting):
+            other = contract.run_like(technique, "rescale", scale, rounded, context)
+            rounded = rounded if other is None else replace(rounded, scale=other)
+        return rounded
+
+    @property
+    def _rescales(self) -> bool:
+        """True if a technique replaces the scales of rounded elements."""
+        return any(True for _ in at_stage("rescale", self.acting))
 
     def _rounding(self) -> list[tuple[Technique, Context]]:
         """Return the techniques that round elements."""

@@ -289,6 +289,11 @@ class Technique(BaseModel):
         """
         return None
 
+    def rescale(self, quantization: Quantization, context: Context) -> Tensor | None:
+        """Return the stored block scales that stand for rounded elements, fp32, shape of ``quantization.scale``, which
+        elements were rounded under; None leaves them."""
+        return None
+
     def after(self, x: Tensor, context: Context) -> Tensor:
         """Return the dequantized operand ``[..., K]``, changed, in the shape and dtype of ``x``."""
         return x
@@ -338,7 +343,9 @@ class Technique(BaseModel):
 
 
 #: Stages whose presence changes the result of an operand's quantizer.
-QUANTIZER_STAGES = ("split", "around", "block_statistic", "group_statistic", "group_scale", "scale", "round", "after")
+QUANTIZER_STAGES = (
+    "split", "around", "block_statistic", "group_statistic", "group_scale", "scale", "round", "rescale", "after",
+)  # fmt: skip
 
 #: Stages whose presence replaces the straight-through estimator.
 GRADIENT_STAGES = ("element_surrogate", "scale_surrogate", "statistic_gradient", "group_gradient")

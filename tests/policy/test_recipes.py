@@ -100,7 +100,7 @@ def test_all_the_recipes_are_here() -> None:
         mxfp4-round-up nvfp4-te wang-dge mxfp4-rht-sr quartet mxfp4-fprop mxfp4-fprop-dgrad mxfp4-full
         mxfp4-full-hadamard mxfp4-full-rht mxfp4-full-sr mxfp4-rl
         nvfp4-te-4over6 nvfp4-te-last-blocks nvfp4-te-bf16 nvfp4-te-bf16-fprop
-        nvfp4-smooth-swiglu"""
+        nvfp4-smooth-swiglu quartet-ii"""
     assert {*names.split()} <= {file.stem for file in FILES}
 
 
@@ -334,6 +334,18 @@ def test_nvfp4_smooth_swiglu() -> None:
     assert planned("nvfp4-smooth-swiglu") == {Q1: spec, Q2: spec, Q3: random, Q4: spec, Q5: random, Q6: random}
     best = techniques("nvfp4-best")
     assert techniques("nvfp4-smooth-swiglu") == {**best, "smooth_swiglu": {}}
+
+
+def test_quartet_ii() -> None:
+    spec = QuantSpec(block=16, scale=ScaleSpec(E4M3, "nearest_even", zero="to_one"), ties="away")
+    read = dataclasses.replace(spec, source="fprop")
+    assert planned("quartet-ii") == {Q1: spec, Q2: spec, Q3: spec, Q4: read, Q5: spec, Q6: read}
+    assert techniques("quartet-ii") == {
+        "hadamard": {"scope": "backward", "block": 128, "kind": "random"},
+        "tensor_scaling": {"target": 256.0, "operands": ("forward",)},
+        "four_over_six": {"operands": ("forward",)},
+        "ms_eden": {},
+    }
 
 
 def test_wang_dge() -> None:

@@ -9,11 +9,17 @@ Sources, by the short names used below. Facts were read there; no code was copie
                  transformer_engine/pytorch/custom_recipes/reference_nvfp4.py (_quantize_blockwise_4over6_reference)
     4/6          Cook et al. 2025, "Four Over Six", arXiv 2512.02010; mit-han-lab/fouroversix at dadfad69:
                  src/fouroversix/quantize/pytorch/reference.py (select_fouroversix)
+    Quartet II   Panferov et al. 2026, "Quartet II", arXiv 2601.22813; IST-DASLab/Quartet-II at 8776a907:
+                 src/models/quantization/schemes/quartet_2.py (Quartet_II_fn, eden_1x16s_fp4_kernel),
+                 src/models/quantization/quantizers/{eden,nvfp4_triton}.py
 
 Decisions, per policy, where sources are silent or disagree:
     nvfp4-te-4over6
                  TE, which takes MAE and lets X and W choose; 4/6 takes MSE and lets gradients choose too. Neither has a
                  block scale of zero replaced; ours is the smallest subnormal, as in nvfp4-te.
+    quartet-ii   Quartet II's released layer, which has four over six in the forward (their sweep script has it off).
+                 Each backward GEMM has signs of its own; the code draws one diagonal per backward and accumulates them.
+                 A factor is clipped with its scale at 448; the code never comes near.
     nvfp4-te-last-blocks, -bf16, -bf16-fprop
                  The quantizers are those of nvfp4-te.
 """
@@ -21,11 +27,20 @@ Decisions, per policy, where sources are silent or disagree:
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import numpy as np
 
-from tests.recipes.arithmetic import Block, block_amax, block_ids, quantize, round_nearest, round_scale
-from tests.recipes.other_references import QMAX, Draw, Result, nvfp4_te
+from tests.recipes.arithmetic import SCALES, Block, block_amax, block_ids, quantize, round_nearest, round_scale
+from tests.recipes.other_references import QMAX, Result, nvfp4_te, rotate_pair
+from tests.recipes.other_references import Draw as _Draw
+
+
+class Draw(_Draw, Protocol):
+    """The random numbers of one call of a linear, those of blocks included."""
+
+    def block_uniform(self, operand: str, lines: int, blocks: int) -> np.ndarray:
+        """Returns numbers in [0, 1) for the blocks of an operand's lines along its contraction axis."""
 
 
 def gamma_of(a: np.ndarray, target: float) -> float:
@@ -92,6 +107,50 @@ def nvfp4_te_4over6(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) ->
     return y, gradient("dgrad.grad_output", 1) @ wq, dw
 
 
+def ms_eden(a: np.ndarray, axis: int, uniform: np.ndarray, group: int = 128) -> np.ndarray:
+    """Returns MS-EDEN of an array that is rotated already, its axis a multiple of the group.
+
+    With qmax = 6/(17/16 * 0.93) and gamma = amax/(255.99 * qmax): S = E4M3(Z/(qmax * gamma)), zero becoming one;
+    u = a/(S gamma); q = nearest(u), ties away from zero; per group c = sum(u^2)/sum(u q), 1 where that sum is zero;
+    S c is rounded to one of its neighbours in E4M3, to the upper one where its distance from the lower, in units of
+    their gap, exceeds `uniform` [lines, blocks]. Returns gamma * S' * q. Source: Quartet II, eden_1x16s_fp4_kernel.
+    """
+    lines = np.moveaxis(a, axis, -1)
+    shape, qmax = lines.shape, QMAX / ((17 / 16) * 0.93)
+    amax = float(np.abs(lines).max())
+    gamma = amax / 255.99 / qmax if amax > 0 else 1.0
+    blocks = lines.reshape(shape[0], -1, 16)
+    scale = round_scale(np.abs(blocks).max(-1) / qmax / gamma, "e4m3", "nearest_even", "to_one")
+    u = blocks / (scale[..., None] * gamma)
+    q = round_nearest(u, "e2m1", "away")
+    squares, products = ((u * other).reshape(shape[0], -1, group).sum(-1) for other in (u, q))
+    factor = np.where(products == 0, 1.0, squares / np.where(products == 0, 1.0, products))
+    corrected = scale * np.repeat(factor, group // 16, axis=-1)
+    table = SCALES["e4m3"]
+    upper = np.clip(np.searchsorted(table, corrected, side="right"), 1, len(table) - 1)
+    low, high = table[upper - 1], table[upper]
+    stored = np.where((corrected - low) / (high - low) > uniform, high, low)
+    return np.moveaxis((gamma * stored[..., None] * q).reshape(shape), -1, axis)
+
+
+def quartet_ii(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
+    """Returns (y, dx, dw) of Quartet II.
+
+    Forward: X and W in blocks of 16 along K, four over six by squared errors, zero scales one, ties away. Backward:
+    dX = M(dY S H) M(H S W'), dW = M(H S dY)^T M(H S X') with W' and X' the forward's dequantized operands, rotations of
+    128 along N and T, and M = `ms_eden`.
+    """
+    x_read, w_read = (four_over_six(a, 1, power=2, zero="to_one", ties="away") for a in (x, w))
+    operands = []
+    for gemm, axis, other, name in (("dgrad", 1, w_read, "weight"), ("wgrad", 0, x_read, "input")):
+        a, b = rotate_pair(dy, other, gemm, 128, draw)
+        for role, array, along in (("grad_output", a, axis), (name, b, 0)):
+            lines, length = array.shape[1 - along], array.shape[along]
+            operands.append(ms_eden(array, along, draw.block_uniform(f"{gemm}.{role}", lines, length // 16)))
+    dy_n, w_n, dy_t, x_t = operands
+    return x_read @ w_read.T, dy_n @ w_n, dy_t.T @ x_t
+
+
 def exact(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
     """Returns (y, dx, dw) of unrounded operands."""
     return x @ w.T, dy @ w, dy.T @ x
@@ -104,6 +163,7 @@ def exact_forward(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> R
 
 REFERENCES: dict[str, Callable[..., Result]] = {
     "nvfp4-te-4over6": nvfp4_te_4over6,
+    "quartet-ii": quartet_ii,
     "nvfp4-te-last-blocks": nvfp4_te,
     "nvfp4-te-bf16": nvfp4_te,
     "nvfp4-te-bf16@phase": exact,

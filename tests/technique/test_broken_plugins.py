@@ -135,6 +135,7 @@ WRONG = {
     ),
     "scale": ({"scale": lambda self, v, z, c: first_axis_twice(z)}, "shape (10, 2, 1) where (5, 2, 1) is due"),
     "round": ({"round": lambda self, r, s, c: r.sum(-1)}, "returned shape (5, 2) where (5, 2, 32) is due"),
+    "rescale": ({"rescale": lambda self, q, c: q.elements}, "shape (5, 2, 32) where (5, 2, 1) is due"),
     "split": ({"split": lambda self, x, c: (first_axis_twice(x), None)}, "shape (10, 48) where (5, 48) is due"),
     "split, the residual": ({"split": lambda self, x, c: (x, x[:1])}, "shape (1, 48) where (5, 48) is due"),
     "split, one tensor": ({"split": lambda self, x, c: x}, "must return (part to quantize, residual or None)"),
@@ -171,7 +172,8 @@ WRONG = {
 }
 #: Stages in which an exception is raised, with what it takes to get there.
 RAISING: dict[str, dict[str, Any]] = {
-    **{stage: {} for stage in ("block_statistic", "scale", "round", "split", "around", "after", "group_scale")},
+    **{stage: {} for stage in ("block_statistic", "scale", "round", "rescale", "split", "around", "after")},
+    "group_scale": {},
     "group_statistic": gradients(),
     "observe": observing(raises),
     **{stage: pairing() for stage in ("pair_context", "transform")},
