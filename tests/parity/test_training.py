@@ -66,7 +66,7 @@ def test_no_shipped_technique_is_left_out() -> None:
     from fp4graph.technique.registry import default_registry
 
     shipped = {t.name for t in default_registry().techniques.values() if t.__module__.startswith("fp4graph_plugins.")}
-    in_the_optimizer = {"q_ramping", "dampen", "freeze", "loss_scaling", "stable_spam"}
+    in_the_optimizer = {"q_ramping", "dampen", "freeze", "osci_reset", "loss_scaling", "stable_spam"}
     assert shipped - in_the_optimizer == TECHNIQUES.keys()
 
 

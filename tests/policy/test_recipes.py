@@ -100,7 +100,7 @@ def test_all_the_recipes_are_here() -> None:
         mxfp4-round-up nvfp4-te wang-dge mxfp4-rht-sr quartet mxfp4-fprop mxfp4-fprop-dgrad mxfp4-full
         mxfp4-full-hadamard mxfp4-full-rht mxfp4-full-sr mxfp4-rl
         nvfp4-te-4over6 nvfp4-te-last-blocks nvfp4-te-bf16 nvfp4-te-bf16-fprop
-        nvfp4-smooth-swiglu quartet-ii"""
+        nvfp4-smooth-swiglu quartet-ii tetrajet-v2"""
     assert {*names.split()} <= {file.stem for file in FILES}
 
 
@@ -345,6 +345,16 @@ def test_quartet_ii() -> None:
         "tensor_scaling": {"target": 256.0, "operands": ("forward",)},
         "four_over_six": {"operands": ("forward",)},
         "ms_eden": {},
+    }
+
+
+def test_tetrajet_v2() -> None:
+    dy, read = stochastic(NV), again(NV)
+    assert planned("tetrajet-v2") == {Q1: NV, Q2: NV, Q3: dy, Q4: read, Q5: dy, Q6: read}
+    assert techniques("tetrajet-v2") == {
+        "hadamard": {"scope": "backward", "block": 16, "kind": "random"},
+        "tensor_scaling": {"granularity": 128},
+        "osci_reset": {"start": 15000},
     }
 
 

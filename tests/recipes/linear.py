@@ -84,11 +84,14 @@ class Data:
         return Data(matrix(TOKENS, IN), matrix(OUT, IN), matrix(TOKENS, OUT))
 
     @staticmethod
-    def grid(seed: int, largest: float, peaks: tuple[float, float, float] = (10.5, 10.5, 10.5)) -> Data:
+    def grid(
+        seed: int, largest: float, peaks: tuple[float, float, float] = (10.5, 10.5, 10.5), every: int | None = None
+    ) -> Data:
         """Multiples of a quarter up to ``largest``, which every block of 16 holds: all ties there are.
 
         With ``largest`` 6 the first elements of x, w and dy are ``peaks``, which make γ = peak/(6·target) powers of
-        two: dividing by them breaks no tie. 10.5 = 5.25·2 does for a target of 448·headroom, 12 for one of 256.
+        two: dividing by them breaks no tie. 10.5 = 5.25·2 does for a target of 448·headroom, 12 for one of 256. With
+        ``every`` each run of so many elements, in rows and in columns, has its peak.
         """
         generator = np.random.default_rng(seed)
         steps = int(4 * largest)
@@ -98,7 +101,7 @@ class Data:
             row, column = np.indices((rows, columns))
             values[(row % 16) == (column % 16)] = largest
             if largest == 6.0:
-                values[0, 0] = peak
+                values[(row % every == column % every) if every else (row + column == 0)] = peak
             return values
 
         x, w, dy = peaks

@@ -12,6 +12,8 @@ Sources, by the short names used below. Facts were read there; no code was copie
     Quartet II   Panferov et al. 2026, "Quartet II", arXiv 2601.22813; IST-DASLab/Quartet-II at 8776a907:
                  src/models/quantization/schemes/quartet_2.py (Quartet_II_fn, eden_1x16s_fp4_kernel),
                  src/models/quantization/quantizers/{eden,nvfp4_triton}.py
+    TetraJet-v2  Chen et al. 2025, "TetraJet-v2", arXiv 2510.27527; thu-ml/TetraJet-v2-NVFP4Training at ca5953f6:
+                 kernels/csrc/quant_fp4.cu (nvfp4_double_quant), olmo2-training/olmo/quantization_real/linear.py
 
 Decisions, per policy, where sources are silent or disagree:
     nvfp4-te-4over6
@@ -20,6 +22,8 @@ Decisions, per policy, where sources are silent or disagree:
     quartet-ii   Quartet II's released layer, which has four over six in the forward (their sweep script has it off).
                  Each backward GEMM has signs of its own; the code draws one diagonal per backward and accumulates them.
                  A factor is clipped with its scale at 448; the code never comes near.
+    tetrajet-v2  The layer without OutControl (their TJv2-base). A block scale that rounds to zero is the smallest
+                 subnormal (the code then gives zeros); ties go to even, as the hardware's conversion has it.
     nvfp4-te-last-blocks, -bf16, -bf16-fprop
                  The quantizers are those of nvfp4-te.
 """
@@ -151,6 +155,34 @@ def quartet_ii(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Resu
     return x_read @ w_read.T, dy_n @ w_n, dy_t.T @ x_t
 
 
+def double_block(a: np.ndarray, axis: int, uniform: np.ndarray | None = None) -> np.ndarray:
+    """Returns gamma * NVFP4(a/gamma) with gamma = amax/(448 * 6) of each run of 128 along the axis, 1 for zeros.
+
+    Inside, blocks of 16 have E4M3 scales to nearest even. Source: TetraJet-v2, nvfp4_double_quant.
+    """
+    amax = block_amax(a, axis, 128)
+    # Both divisions are rounded to fp32, there and in the engine: multiples of a quarter meet midpoints of E4M3 often.
+    gamma = np.where(amax > 0, (amax / (448 * QMAX)).astype(np.float32).astype(np.float64), 1.0)
+    u = (a / gamma).astype(np.float32).astype(np.float64)
+    return gamma * quantize(u, axis, uniform=uniform, block=16, fmt="e4m3", rule="nearest_even")
+
+
+def tetrajet_v2(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
+    """Returns (y, dx, dw) of TetraJet-v2 without OutControl.
+
+    y = D(X) D(W)^T; dX = R(dY S H) R(H S D(W)), dW = R(H S dY)^T R(H S D(X)), rotations of 16 along N and T, D
+    `double_block` to nearest and R the same, stochastic. Source: TetraJet-v2, linear.py.
+    """
+    x_read, w_read = double_block(x, 1), double_block(w, 1)
+    operands = []
+    for gemm, axis, other, name in (("dgrad", 1, w_read, "weight"), ("wgrad", 0, x_read, "input")):
+        a, b = rotate_pair(dy, other, gemm, 16, draw)
+        operands.append(double_block(a, axis, draw.uniform(f"{gemm}.grad_output", a.shape)))
+        operands.append(double_block(b, 0, draw.uniform(f"{gemm}.{name}", b.shape)))
+    dy_n, w_n, dy_t, x_t = operands
+    return x_read @ w_read.T, dy_n @ w_n, dy_t.T @ x_t
+
+
 def exact(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
     """Returns (y, dx, dw) of unrounded operands."""
     return x @ w.T, dy @ w, dy.T @ x
@@ -164,6 +196,7 @@ def exact_forward(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> R
 REFERENCES: dict[str, Callable[..., Result]] = {
     "nvfp4-te-4over6": nvfp4_te_4over6,
     "quartet-ii": quartet_ii,
+    "tetrajet-v2": tetrajet_v2,
     "nvfp4-te-last-blocks": nvfp4_te,
     "nvfp4-te-bf16": nvfp4_te,
     "nvfp4-te-bf16@phase": exact,
