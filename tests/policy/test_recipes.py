@@ -100,7 +100,7 @@ def test_all_the_recipes_are_here() -> None:
         mxfp4-round-up nvfp4-te wang-dge mxfp4-rht-sr quartet mxfp4-fprop mxfp4-fprop-dgrad mxfp4-full
         mxfp4-full-hadamard mxfp4-full-rht mxfp4-full-sr mxfp4-rl
         nvfp4-te-4over6 nvfp4-te-last-blocks nvfp4-te-bf16 nvfp4-te-bf16-fprop
-        nvfp4-smooth-swiglu quartet-ii tetrajet-v2"""
+        nvfp4-smooth-swiglu quartet-ii tetrajet-v2 averis"""
     assert {*names.split()} <= {file.stem for file in FILES}
 
 
@@ -356,6 +356,11 @@ def test_tetrajet_v2() -> None:
         "tensor_scaling": {"granularity": 128},
         "osci_reset": {"start": 15000},
     }
+
+
+def test_averis() -> None:
+    assert planned("averis") == dict.fromkeys(Operand, NV)
+    assert techniques("averis") == {"tensor_scaling": {}, "mean_split": {}}
 
 
 def test_wang_dge() -> None:

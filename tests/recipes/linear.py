@@ -162,6 +162,7 @@ def mismatches(
     data: Data,
     added: float = 0.0,
     rotated: int = 1,
+    parts: Data | None = None,
 ) -> list[str]:
     """What differs beyond the order of sums: ``["dw: 12 of 32768, ..."]``, empty if nothing does.
 
@@ -169,9 +170,10 @@ def mismatches(
         got: as :func:`run` gives it; the head must be the exact product.
         expected: (y, dx, dw) of a reference; several where it depends on how a number next to a threshold is rounded,
             between the least and the greatest of which every element may lie.
+        parts: numbers as large as the parts that operands are the sum of, where they are quantized in parts.
     """
     found = []
-    y, dx, dw = tolerances(data, added, rotated)
+    y, dx, dw = tolerances(parts or data, added, rotated)
     for index, (name, bound) in enumerate({"y": y, "dx": dx, "dw": dw, "head": y}.items()):
         references = np.stack([each[index] for each in expected] if name != "head" else [data.x @ data.w.T])
         beyond = np.maximum(references.min(0) - got[index], got[index] - references.max(0))

@@ -14,6 +14,8 @@ Sources, by the short names used below. Facts were read there; no code was copie
                  src/models/quantization/quantizers/{eden,nvfp4_triton}.py
     TetraJet-v2  Chen et al. 2025, "TetraJet-v2", arXiv 2510.27527; thu-ml/TetraJet-v2-NVFP4Training at ca5953f6:
                  kernels/csrc/quant_fp4.cu (nvfp4_double_quant), olmo2-training/olmo/quantization_real/linear.py
+    Averis       Cao et al. 2026, "The Curse and Blessing of Mean Bias in FP4-Quantized LLM Training", arXiv 2603.10444,
+                 its abstract, and the module averis of MindSpeed-LLM's features manager, which reproduces sec. 5
 
 Decisions, per policy, where sources are silent or disagree:
     nvfp4-te-4over6
@@ -24,6 +26,8 @@ Decisions, per policy, where sources are silent or disagree:
                  A factor is clipped with its scale at 448; the code never comes near.
     tetrajet-v2  The layer without OutControl (their TJv2-base). A block scale that rounds to zero is the smallest
                  subnormal (the code then gives zeros); ties go to even, as the hardware's conversion has it.
+    averis       Quantizers are NVFP4 under a tensor scale, to nearest even. The weight gradient's operands are both
+                 split and quantized along T (the reproduction has an exact X there, and quantizes dW).
     nvfp4-te-last-blocks, -bf16, -bf16-fprop
                  The quantizers are those of nvfp4-te.
 """
@@ -163,7 +167,7 @@ def double_block(a: np.ndarray, axis: int, uniform: np.ndarray | None = None) ->
     amax = block_amax(a, axis, 128)
     # Both divisions are rounded to fp32, there and in the engine: multiples of a quarter meet midpoints of E4M3 often.
     gamma = np.where(amax > 0, (amax / (448 * QMAX)).astype(np.float32).astype(np.float64), 1.0)
-    u = (a / gamma).astype(np.float32).astype(np.float64)
+    u = fp32(a / gamma)
     return gamma * quantize(u, axis, uniform=uniform, block=16, fmt="e4m3", rule="nearest_even")
 
 
@@ -183,6 +187,30 @@ def tetrajet_v2(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Res
     return x_read @ w_read.T, dy_n @ w_n, dy_t.T @ x_t
 
 
+def fp32(a: np.ndarray) -> np.ndarray:
+    """Returns an array rounded to float32."""
+    return a.astype(np.float32).astype(np.float64)
+
+
+def averis(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
+    """Returns (y, dx, dw) of mean-residual splitting.
+
+    With mu the mean over tokens of X: M = 1 mu^T, R = X - M, S(X) = Q(R) + Q(M), and likewise for dY;
+    y = S(X) Q(W)^T, dX = S(dY) Q(W), dW = S(dY)^T S(X), each Q along the contraction axis of its GEMM under a tensor
+    scale of its own argument. Source: Averis; the split's parts are float32 tensors there and here.
+    """
+
+    def q(a: np.ndarray, axis: int) -> np.ndarray:
+        gamma = float(np.float32(gamma_of(a, 448)))
+        return gamma * quantize(fp32(a / gamma), axis, block=16, fmt="e4m3", rule="nearest_even")
+
+    def split(a: np.ndarray, axis: int) -> np.ndarray:
+        mean = fp32(np.broadcast_to(a.mean(0, keepdims=True), a.shape))
+        return q(fp32(a - mean), axis) + q(mean, axis)
+
+    return split(x, 1) @ q(w, 1).T, split(dy, 1) @ q(w, 0), split(dy, 0).T @ split(x, 0)
+
+
 def exact(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
     """Returns (y, dx, dw) of unrounded operands."""
     return x @ w.T, dy @ w, dy.T @ x
@@ -195,6 +223,7 @@ def exact_forward(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> R
 
 REFERENCES: dict[str, Callable[..., Result]] = {
     "nvfp4-te-4over6": nvfp4_te_4over6,
+    "averis": averis,
     "quartet-ii": quartet_ii,
     "tetrajet-v2": tetrajet_v2,
     "nvfp4-te-last-blocks": nvfp4_te,
