@@ -312,7 +312,7 @@ def test_aliases_that_multiply_are_no_bomb(tmp_path: Path, registry: Registry) -
     ("ref", "expected"),
     [
         ("tetrajett", ["no policy 'tetrajett' is shipped", "did you mean the shipped policy 'tetrajet'?", "bf16"]),
-        ("zzz", ["no policy 'zzz' is shipped", "Shipped policies: baseline, bf16, ", "tetrajet-qema"]),
+        ("zzz", ["no policy 'zzz' is shipped", "Shipped policies: averis, baseline, bf16, ", "tetrajet-qema"]),
         ("somewhere/mxfp.yaml", ["'somewhere/mxfp.yaml' is not a file", "did you mean the shipped policy 'mxfp4'?"]),
         (Path("mxfp4"), ["is not a file", "did you mean the shipped policy 'mxfp4'?"]),
         (Path("/"), ["is a directory"]),
