@@ -100,7 +100,7 @@ def test_all_the_recipes_are_here() -> None:
         mxfp4-round-up nvfp4-te wang-dge mxfp4-rht-sr quartet mxfp4-fprop mxfp4-fprop-dgrad mxfp4-full
         mxfp4-full-hadamard mxfp4-full-rht mxfp4-full-sr mxfp4-rl
         nvfp4-te-4over6 nvfp4-te-last-blocks nvfp4-te-bf16 nvfp4-te-bf16-fprop
-        nvfp4-smooth-swiglu quartet-ii tetrajet-v2 averis"""
+        nvfp4-smooth-swiglu quartet-ii tetrajet-v2 averis nvint4"""
     assert {*names.split()} <= {file.stem for file in FILES}
 
 
@@ -361,6 +361,13 @@ def test_tetrajet_v2() -> None:
 def test_averis() -> None:
     assert planned("averis") == dict.fromkeys(Operand, NV)
     assert techniques("averis") == {"tensor_scaling": {}, "mean_split": {}}
+
+
+def test_nvint4() -> None:
+    x = dataclasses.replace(NV, element=INT4)
+    w, dy = dataclasses.replace(x, block=(16, 16)), stochastic(x)
+    assert planned("nvint4") == {Q1: x, Q2: w, Q3: dy, Q4: w, Q5: dy, Q6: x}
+    assert techniques("nvint4")["stochastic_rounding"] == {"operands": ("gradients",), "range_guard": 1.0625}
 
 
 def test_wang_dge() -> None:

@@ -85,26 +85,29 @@ class Data:
 
     @staticmethod
     def grid(
-        seed: int, largest: float, peaks: tuple[float, float, float] = (10.5, 10.5, 10.5), every: int | None = None
+        seed: int,
+        largest: float,
+        peaks: tuple[float, float, float] | None = (10.5, 10.5, 10.5),
+        every: int | None = None,
     ) -> Data:
         """Multiples of a quarter up to ``largest``, which every block of 16 holds: all ties there are.
 
-        With ``largest`` 6 the first elements of x, w and dy are ``peaks``, which make γ = peak/(6·target) powers of
-        two: dividing by them breaks no tie. 10.5 = 5.25·2 does for a target of 448·headroom, 12 for one of 256. With
-        ``every`` each run of so many elements, in rows and in columns, has its peak.
+        The first elements of x, w and dy are ``peaks``, if given, which make γ = peak/(Qmax·target) powers of two:
+        dividing by them breaks no tie. With E2M1 10.5 = 5.25·2 does for a target of 448·headroom, 12 for one of 256.
+        With ``every`` each run of so many elements, in rows and in columns, has its peak.
         """
         generator = np.random.default_rng(seed)
         steps = int(4 * largest)
 
-        def matrix(rows: int, columns: int, peak: float) -> np.ndarray:
+        def matrix(rows: int, columns: int, peak: float | None) -> np.ndarray:
             values = generator.integers(-steps, steps + 1, (rows, columns)) / 4.0
             row, column = np.indices((rows, columns))
             values[(row % 16) == (column % 16)] = largest
-            if largest == 6.0:
+            if peak is not None:
                 values[(row % every == column % every) if every else (row + column == 0)] = peak
             return values
 
-        x, w, dy = peaks
+        x, w, dy = peaks or (None, None, None)
         return Data(matrix(TOKENS, IN, x), matrix(OUT, IN, w), matrix(TOKENS, OUT, dy))
 
 

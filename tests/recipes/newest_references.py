@@ -8,7 +8,8 @@ Sources, by the short names used below. Facts were read there; no code was copie
                  transformer_engine/pytorch/quantization.py (NVFP4BlockScalingRecipeState.make_quantizers),
                  transformer_engine/pytorch/custom_recipes/reference_nvfp4.py (_quantize_blockwise_4over6_reference)
     4/6          Cook et al. 2025, "Four Over Six", arXiv 2512.02010; mit-han-lab/fouroversix at dadfad69:
-                 src/fouroversix/quantize/pytorch/reference.py (select_fouroversix)
+                 src/fouroversix/quantize/pytorch/reference.py (select_fouroversix), and for nvint4
+                 src/fouroversix/model/modules/linear.py, scripts/train/configs/transformer_340M_nvint4.json
     Quartet II   Panferov et al. 2026, "Quartet II", arXiv 2601.22813; IST-DASLab/Quartet-II at 8776a907:
                  src/models/quantization/schemes/quartet_2.py (Quartet_II_fn, eden_1x16s_fp4_kernel),
                  src/models/quantization/quantizers/{eden,nvfp4_triton}.py
@@ -39,7 +40,16 @@ from typing import Protocol
 
 import numpy as np
 
-from tests.recipes.arithmetic import SCALES, Block, block_amax, block_ids, quantize, round_nearest, round_scale
+from tests.recipes.arithmetic import (
+    SCALES,
+    Block,
+    block_amax,
+    block_ids,
+    quantize,
+    round_nearest,
+    round_scale,
+    round_stochastic,
+)
 from tests.recipes.other_references import QMAX, Result, nvfp4_te, rotate_pair
 from tests.recipes.other_references import Draw as _Draw
 
@@ -211,6 +221,31 @@ def averis(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
     return split(x, 1) @ q(w, 1).T, split(dy, 1) @ q(w, 0), split(dy, 0).T @ split(x, 0)
 
 
+def nvint4(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
+    """Returns (y, dx, dw) of NVINT4 training: as `nvfp4_te` with Qmax = 7 and integers.
+
+    gamma = g amax/(7 * 448), S = E4M3(g Z/(7 gamma)) with g = 17/16 for stochastic operands (the code multiplies Qmax
+    by 16/17) and 1 for others; the value is gamma * S * round(a/(gamma S)). Source: 4/6, quantize_to_nvint4,
+    RoundStyle.adjustment_factor, FourOverSixLinearFunction.backward.
+    """
+
+    def q(a: np.ndarray, axis: int, block: Block, uniform: np.ndarray | None = None) -> np.ndarray:
+        guard = 1.0 if uniform is None else 17 / 16
+        gamma = guard * float(np.abs(a).max()) / (7 * 448)
+        u = a / gamma
+        scale = round_scale(guard * block_amax(u, axis, block) / 7, "e4m3")
+        if uniform is None:
+            return gamma * scale * round_nearest(u / scale, "int4")
+        return gamma * scale * round_stochastic(u / scale, "int4", uniform)
+
+    wq = q(w, 1, (16, 16))
+    y = q(x, 1, 16) @ wq.T
+    dx = q(dy, 1, 16, draw.uniform("dgrad.grad_output", dy.shape)) @ wq
+    rotated_dy, rotated_x = rotate_pair(dy, x, "wgrad", 16, draw)
+    dw = q(rotated_dy, 0, 16, draw.uniform("wgrad.grad_output", rotated_dy.shape)).T @ q(rotated_x, 0, 16)
+    return y, dx, dw
+
+
 def exact(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
     """Returns (y, dx, dw) of unrounded operands."""
     return x @ w.T, dy @ w, dy.T @ x
@@ -224,6 +259,7 @@ def exact_forward(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> R
 REFERENCES: dict[str, Callable[..., Result]] = {
     "nvfp4-te-4over6": nvfp4_te_4over6,
     "averis": averis,
+    "nvint4": nvint4,
     "quartet-ii": quartet_ii,
     "tetrajet-v2": tetrajet_v2,
     "nvfp4-te-last-blocks": nvfp4_te,

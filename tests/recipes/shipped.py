@@ -21,14 +21,19 @@ REFERENCES["bf16"] = lambda x, w, dy, draw: (x @ w.T, dy @ w, dy.T @ x)
 #: Signs of a random Hadamard, where they are not 32.
 _SIGNS = {"mxfp4-rht-sr": 64, "quartet-ii": 128, "tetrajet-v2": 16}
 #: Policies that rotate as nvfp4-te does: in blocks of 16, with signs that never change.
-_AS_NVIDIA = ("nvfp4-te", "nvfp4-te-last-blocks", "nvfp4-te-bf16", "nvfp4-te-bf16-fprop")
+_AS_NVIDIA = ("nvint4", "nvfp4-te", "nvfp4-te-last-blocks", "nvfp4-te-bf16", "nvfp4-te-bf16-fprop")
 #: Policies that rotate, whose numbers lie next to thresholds more often than others' (see :func:`expected`).
 ROTATING = (
     "mxfp4-best", "mxfp4-full-hadamard", "mxfp4-full-rht", "mxfp4-rht-sr", "quartet", "quartet-ii", "tetrajet-v2",
     *_AS_NVIDIA,
 )  # fmt: skip
 #: The first element of x, w and dy of the data with ties, where it is not what makes γ a power of two for 448.
-_PEAKS = {"nvfp4-te-4over6": (12.0, 12.0, 10.5), "quartet-ii": (12.0, 12.0, 12.0)}
+_PEAKS = {
+    "nvfp4-te-4over6": (12.0, 12.0, 10.5),
+    "quartet-ii": (12.0, 12.0, 12.0),
+    "nvint4": (12.25, 12.25, 12.25),
+    "int4-per-tensor": None,
+}
 #: The largest number that mxfp4-rl's noise adds to a weight: six standard deviations.
 _NOISE = {"mxfp4-rl": 6 * 1e-2}
 
@@ -52,7 +57,7 @@ def _signs(form: str) -> int:
 def data_for(policy: str) -> dict[str, Data]:
     """Data that tell a recipe from others: all magnitudes, all ties, and scales that underflow where those miss it."""
     peaks, every = _PEAKS.get(policy, (10.5, 10.5, 10.5)), 128 if policy == "tetrajet-v2" else None
-    ties = Data.grid(1, 7.0 if policy.startswith("int4") else 6.0, peaks, every)
+    ties = Data.grid(1, 7.0 if "int4" in policy else 6.0, peaks, every)
     return {"magnitudes": Data.wide(0), "ties": ties} | ({"large": Data.large(2)} if policy == "ue5m3" else {})
 
 
