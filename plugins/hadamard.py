@@ -73,7 +73,7 @@ class Hadamard(Technique):
 
     @model_validator(mode="after")
     def _signs_are_drawn(self) -> Hadamard:
-        if self.kind == "random_backward" and not self._gemms - {Gemm.FPROP}:
+        if self.kind == "random_backward" and not self.rotated - {Gemm.FPROP}:
             raise ValueError("kind: random_backward draws signs in dgrad and wgrad, and scope has neither of them")
         if self.kind == "deterministic" and "resample" in self.model_fields_set:
             raise ValueError("kind: deterministic draws no signs; leave resample out")
@@ -91,7 +91,7 @@ class Hadamard(Technique):
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse blocks that do not divide one another: outliers of one scale block would leak into the next."""
         for operand, spec in specs.items():
-            if spec is None or operand.gemm not in self._gemms or isinstance(spec.block, str):
+            if spec is None or operand.gemm not in self.rotated or isinstance(spec.block, str):
                 continue
             length = block_length(spec.block)
             if self.block % length and length % self.block:
@@ -101,14 +101,15 @@ class Hadamard(Technique):
                 )
 
     @property
-    def _gemms(self) -> frozenset[Gemm]:
+    def rotated(self) -> frozenset[Gemm]:
+        """The GEMMs of ``scope``."""
         if isinstance(self.scope, str):
             return frozenset(Gemm) if self.scope == "all" else frozenset((Gemm.DGRAD, Gemm.WGRAD))
         return frozenset(self.scope)
 
     def pairs(self, site: SiteView) -> frozenset[Gemm]:
         """Return the GEMMs of ``scope``."""
-        return self._gemms
+        return self.rotated
 
     def pair_context(self, left: Tensor, right: Tensor, context: Context) -> tuple[Tensor, ...]:
         """Return the signs, fp32 ``[g]``."""

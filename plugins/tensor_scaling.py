@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 import torch
 from pydantic import Field, field_validator
@@ -27,6 +27,7 @@ from fp4graph.technique import (
 )
 
 _UNBOUNDED = -126  # exponents of formats with the range of fp32 reach down to it
+_GRADIENTS = frozenset((Operand.DGRAD_GRAD_OUTPUT, Operand.WGRAD_GRAD_OUTPUT))
 _SMALLEST_NORMAL = 2.0**-126  # of fp32: the least γ, so that x/γ stays finite
 
 
@@ -41,6 +42,7 @@ class TensorScaling(Technique):
     for the largest block up (sec. 3.1: from 2/448 with headroom 0.5). E4M3 then holds blocks down to 1/10^5 of the
     largest block, and the largest block among its coarse subnormals. For scales of either convention in formats with
     fp32's exponents (E8M0, E8M3, FP32, BF16), which have range to spare, κ = 1 unless ``target`` is given.
+    ``gradient_target`` takes the place of ``target`` for dY, where forward operands leave room for four_over_six.
     A tensor scale waits for the GEMM, whose fp32 accumulator is multiplied by γ_a·γ_b before the result is rounded, as
     in hardware. γ is fp32, at least 2^-126, and 1 for a group of zeros.
 
@@ -73,6 +75,7 @@ class TensorScaling(Technique):
     )
     headroom: float = Field(1.0, gt=0, le=1, description="Share of the scale format's range that decode scales use.")
     target: Positive | None = Field(None, description="Largest block's decode scale, in place of the format's maximum.")
+    gradient_target: Positive | None = Field(None, description="The target of dY in dgrad and wgrad, if another.")
     hold_steps: int = Field(1, ge=1, description="Training forwards for which γ is kept; 1 computes it every time.")
     operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, that are normalized.")
 
@@ -96,20 +99,22 @@ class TensorScaling(Technique):
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse targets out of range, groups that are not whole blocks, and a held γ of other groups than tensors."""
         for operand, spec in self.specs_listed(specs).items():
-            number = spec.scale.format
-            if self.target is not None and self.target > number.max:
-                raise ValueError(f"target {self.target:g} is above the largest scale of {operand}, {number.max:g}")
-            largest = 1 / (self.headroom * (number.max if self.target is None else self.target))
-            if self.target is not None and spec.scale.convention == "encode" and largest > number.max:
+            number, target = spec.scale.format, self.for_operand(operand).target
+            if target is not None and target > number.max:
+                raise ValueError(f"target {target:g} is above the largest scale of {operand}, {number.max:g}")
+            largest = 1 / (self.headroom * (number.max if target is None else target))
+            if target is not None and spec.scale.convention == "encode" and largest > number.max:
                 raise ValueError(
-                    f"target {self.target:g} makes the encode scale of the largest block of {operand} {largest:g}, and "
+                    f"target {target:g} makes the encode scale of the largest block of {operand} {largest:g}, and "
                     f"{number.name} ends at {number.max:g}; give a larger target"
                 )
-            if self.headroom != 1 and self.target is None and number.min_exponent <= _UNBOUNDED:
+            if self.headroom != 1 and target is None and number.min_exponent <= _UNBOUNDED:
                 raise ValueError(
                     f"headroom is a share of a format's range, and {number.name} scales of {operand} have range to "
                     "spare; give a target with it, or leave it out"
                 )
+        if self.gradient_target is not None and not self.operands_listed & _GRADIENTS:
+            raise ValueError("gradient_target is of dY, and operands lists neither of its two; leave it out")
         if self.hold_steps > 1 and self.granularity not in ("tensor", "all"):
             raise ValueError("hold_steps keeps one γ per operand; use granularity: tensor with it")
         if isinstance(self.granularity, int):
@@ -129,6 +134,13 @@ class TensorScaling(Technique):
         if self.hold_steps > 1 and not site.multiplies_weight:
             raise ValueError("hold_steps keeps γ beside a weight, and this product has none; use hold_steps: 1")
         return specs
+
+    def for_operand(self, operand: Operand) -> Self:
+        """Return the technique with the target of ``operand`` alone."""
+        if self.gradient_target is None:
+            return self
+        target = self.gradient_target if operand in _GRADIENTS else self.target
+        return self.model_copy(update={"target": target, "gradient_target": None})
 
     def state(self, site: SiteView) -> tuple[StateEntry, ...]:
         """Return the held γ of each operand, fp32, 0-d."""

@@ -88,7 +88,7 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
         spec = specs.get(which)
         program = OperandProgram(
             spec,
-            tuple(t for t in techniques if spec is not None and which in acts_on[t]),
+            tuple(_at(t, which, site, rule) for t in techniques if spec is not None and which in acts_on[t]),
             tuple(slot for slot in slots if slot.entry.operand is which),
             reuses=spec is None and which in rule.reuses,
         )
@@ -190,6 +190,18 @@ def _members(technique: Technique, site: SiteView, rule: Rule, method: str, kind
         return members
 
     return _call(technique, site, rule, listed)
+
+
+def _at(technique: Technique, operand: Operand, site: SiteView, rule: Rule) -> Technique:
+    """Return ``technique`` as it acts at ``operand``."""
+
+    def asked() -> Technique:
+        own = technique.for_operand(operand)
+        if type(own) is not type(technique):
+            raise TypeError(f"for_operand() must return a {type(technique).__name__}; got {own!r}")
+        return own
+
+    return _call(technique, site, rule, asked)
 
 
 def _call(technique: Technique, site: SiteView, rule: Rule, method: Callable[[], T]) -> T:

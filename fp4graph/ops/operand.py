@@ -97,7 +97,7 @@ class OperandProgram:
             multiplied: whether the group scales wait for the GEMM's accumulator, which shows when the program runs;
                 None takes it that they do.
         """
-        if self.spec is None or self.at("around") or self.at("after"):
+        if self.spec is None or any(self.at(stage) for stage in ("around", "rescale", "after")):
             return False
         scaled = bool(self.at("group_scale"))
         return exact.in_bfloat16(self.spec, scaled=scaled) and not (scaled and multiplied is False)

@@ -137,7 +137,7 @@ class Quantizer:
 
     def by_kernel(self, device: torch.device) -> bool:
         """Return whether a kernel rounds, and needs nothing but what :meth:`given` returns."""
-        return operators.rounds(self.spec, device) and not self._rounding()
+        return operators.rounds(self.spec, device) and not (self._rounding() or self._rescales)
 
     def given(self, scaled: Scaled, device: torch.device, factor: Tensor | None) -> operators.Blocks:
         """Return what a kernel is given of ``scaled``, which has one group scale at most, and the ``factor``."""
@@ -187,7 +187,16 @@ class Quantizer:
         if elements is None:
             elements = round_elements(ratio, spec, self._noise(blocking, ratio.device))
         rest = scaled.statistic, scaled.group_scales
-        return Quantization(spec, blocking, values, scaled.z, scale, ratio, elements, *rest)
+        rounded = Quantization(spec, blocking, values, scaled.z, scale, ratio, elements, *rest)
+        for technique, context in at_stage("rescale", self.acting):
+            other = contract.run_like(technique, "rescale", scale, rounded, context)
+            rounded = rounded if other is None else replace(rounded, scale=other)
+        return rounded
+
+    @property
+    def _rescales(self) -> bool:
+        """True if a technique replaces the scales of rounded elements."""
+        return any(True for _ in at_stage("rescale", self.acting))
 
     def _rounding(self) -> list[tuple[Technique, Context]]:
         """Return the techniques that round elements."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import fnmatch
+import math
+from fractions import Fraction
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import StrictBool, model_validator
+from pydantic import BeforeValidator, StrictBool, model_validator
 
 from fp4graph.policy.adapters import names_before
-from fp4graph.policy.section import Count, Globs, OneOrMore, Section, Size, Texts, must_be
+from fp4graph.policy.section import Count, Globs, OneOrMore, Section, Size, Texts, must_be, wrong
 from fp4graph.technique.site import SiteView
 
 Op = Literal["linear", "matmul", "grouped", "sdpa", "conv"]
@@ -66,6 +68,24 @@ class Range(Section):
         return " and ".join(f"{words} {bound}" for words, bound in parts.items() if bound is not None)
 
 
+def _counted(value: Any) -> Any:
+    whole = type(value) is int and value >= 1
+    if not whole and not (isinstance(value, float) and 0 < value < 1):
+        raise wrong("a whole number of blocks, at least 1, or a share of them between 0 and 1")
+    return value
+
+
+#: A number of blocks, or a share of a stack's.
+Blocks = Annotated[int | float, BeforeValidator(_counted)]
+
+
+def _blocks(wanted: int | float | None, total: int) -> int:
+    """Return a number of blocks out of ``total``; a share as its decimal digits say it, rounded up."""
+    if wanted is None:
+        return total
+    return wanted if isinstance(wanted, int) else math.ceil(Fraction(str(wanted)) * total)
+
+
 class Match(Section):
     """Predicates on a site, all of which must hold; a predicate that is None holds for every site.
 
@@ -78,8 +98,9 @@ class Match(Section):
             text, dots included, so ``*.attn.qkv`` is every block's and ``head`` only the top-level head. The name of
             a module before PEFT wrapped it will do too: ``head`` is ``base_model.model.head.base_layer``.
         block: whether the site is inside a repeated stack of blocks.
-        first_blocks, last_blocks: the site is inside the first or last so many blocks of its stack. Both together
-            ask for both; write two rules for either.
+        first_blocks, last_blocks: the site is inside the first or last so many blocks of its stack, or inside so large
+            a share of them (a fraction below 1, rounded up to whole blocks: ``last_blocks: 0.15`` is 2 of 12 blocks).
+            Both together ask for both; write two rules for either.
         in_features, out_features, min_numel: sizes K and N of the product, and elements of its second factor. A size
             that is symbolic in the captured graph satisfies none of them.
         producer: operations that may have computed the input.
@@ -90,8 +111,8 @@ class Match(Section):
     op: Annotated[OneOrMore[Op], must_be("linear, matmul, grouped, sdpa, conv or a list of these")] | None = None
     module: Globs | None = None
     block: StrictBool | None = None
-    first_blocks: Count | None = None
-    last_blocks: Count | None = None
+    first_blocks: Blocks | None = None
+    last_blocks: Blocks | None = None
     in_features: Range | None = None
     out_features: Range | None = None
     min_numel: Count | None = None
@@ -139,9 +160,20 @@ class Match(Section):
         return (
             (self.module is None or self.names(site.module))
             and (self.block is None or self.block == (block is not None))
-            and (self.first_blocks is None or (block is not None and block.index < self.first_blocks))
-            and (self.last_blocks is None or (block is not None and block.index >= block.total - self.last_blocks))
+            and (self.first_blocks is None or (block is not None and block.index < self.first_of(block.total)))
+            and (
+                self.last_blocks is None
+                or (block is not None and block.index >= block.total - self.last_of(block.total))
+            )
         )
+
+    def first_of(self, total: int) -> int:
+        """Return how many blocks at the beginning of a stack of ``total`` match: all where none are counted."""
+        return _blocks(self.first_blocks, total)
+
+    def last_of(self, total: int) -> int:
+        """Return how many blocks at the end of a stack of ``total`` match: all where none are counted."""
+        return _blocks(self.last_blocks, total)
 
     @property
     def needs_blocks(self) -> bool:

@@ -6,7 +6,15 @@ A plugin imports from this package and from the other modules of :data:`IMPORTAB
 from fp4graph.technique.context import Context, GroupScale, Quantization
 from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.operands import ADDRESSES, GROUPS, Gemm, Operand
-from fp4graph.technique.options import ForwardOperands, OperandList, Operands, Positive, Share, check_kind
+from fp4graph.technique.options import (
+    BackwardOperands,
+    ForwardOperands,
+    OperandList,
+    Operands,
+    Positive,
+    Share,
+    check_kind,
+)
 from fp4graph.technique.product import Factors, ProductOperation
 from fp4graph.technique.site import BlockPosition, SiteView
 from fp4graph.technique.technique import (
@@ -45,8 +53,8 @@ IMPORTABLE = (
 
 __all__ = [
     "ADDRESSES", "GRADIENT_STAGES", "GROUPS", "IMPORTABLE", "OPTIMIZER_STAGES", "QUANTIZER_STAGES", "STAGES",
-    "TENSOR_STAGES", "BlockPosition", "Context", "Factors", "ForwardOperands", "Gemm", "GroupScale", "Operand",
-    "OperandList", "OperandSpecs", "Operands", "OptimizerStep", "Overhead", "Positive", "ProductOperation",
+    "TENSOR_STAGES", "BackwardOperands", "BlockPosition", "Context", "Factors", "ForwardOperands", "Gemm", "GroupScale",
+    "Operand", "OperandList", "OperandSpecs", "Operands", "OptimizerStep", "Overhead", "Positive", "ProductOperation",
     "Quantization", "Share", "SiteView", "StateEntry", "Technique", "WeightUpdate", "check_kind", "checked_plan",
     "hookimpl", "overrides",
 ]  # fmt: skip

@@ -119,8 +119,9 @@ class Quantization:
         spec, blocking: of the operand.
         values: x/γ.
         z: the statistic of ``values``, with the axes inside a block of size 1.
-        scale: the stored scale, in the spec's convention and the shape of ``z``.
-        ratio: ``values`` divided by the scale, in the shape of ``values``: what is rounded to elements.
+        scale: the stored scale, in the spec's convention and the shape of ``z``: what elements are multiplied by.
+        ratio: ``values`` divided by the scale (before ``rescale``), in the shape of ``values``: what is rounded to
+            elements.
         elements: the values of the element format that ``ratio`` was rounded to, in its shape.
         statistic: Z before it was divided by γ, in the shape of ``z``.
         group_scales: of the techniques that have one, in the order in which they divide.

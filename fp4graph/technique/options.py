@@ -50,6 +50,9 @@ Operands = Annotated[tuple[str, ...], OperandList()]
 #: The same for a technique that acts on operands of fprop alone.
 ForwardOperands = Annotated[tuple[str, ...], OperandList(GROUPS["forward"])]
 
+#: The same for a technique that acts on operands of dgrad and wgrad alone.
+BackwardOperands = Annotated[tuple[str, ...], OperandList(GROUPS["backward"])]
+
 
 def check_kind(technique: BaseModel, owners: Mapping[str, tuple[str, ...]]) -> None:
     """Raise ValueError if an option is set that ``technique.kind`` does not read.

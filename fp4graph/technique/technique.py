@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict
 from torch import Tensor
@@ -188,6 +188,14 @@ class Technique(BaseModel):
             return frozenset({Operand.FPROP_WEIGHT}) if site.multiplies_weight else frozenset()
         return self.operands_listed if any(overrides(self, stage) for stage in TENSOR_STAGES) else frozenset()
 
+    def for_operand(self, operand: Operand) -> Self:
+        """Return the technique as it acts at the tensor stages of ``operand``, which do not learn the operand's name.
+
+        Override it where an option has another value for some operands: return an equal technique for operands that
+        are treated alike, because equal techniques share compiled code.
+        """
+        return self
+
     def pairs(self, site: SiteView) -> frozenset[Gemm]:
         """Return the GEMMs whose two operands this technique transforms together."""
         return frozenset()
@@ -281,6 +289,11 @@ class Technique(BaseModel):
         """
         return None
 
+    def rescale(self, quantization: Quantization, context: Context) -> Tensor | None:
+        """Return the stored block scales that stand for rounded elements, fp32, shape of ``quantization.scale``, which
+        elements were rounded under; None leaves them."""
+        return None
+
     def after(self, x: Tensor, context: Context) -> Tensor:
         """Return the dequantized operand ``[..., K]``, changed, in the shape and dtype of ``x``."""
         return x
@@ -330,7 +343,9 @@ class Technique(BaseModel):
 
 
 #: Stages whose presence changes the result of an operand's quantizer.
-QUANTIZER_STAGES = ("split", "around", "block_statistic", "group_statistic", "group_scale", "scale", "round", "after")
+QUANTIZER_STAGES = (
+    "split", "around", "block_statistic", "group_statistic", "group_scale", "scale", "round", "rescale", "after",
+)  # fmt: skip
 
 #: Stages whose presence replaces the straight-through estimator.
 GRADIENT_STAGES = ("element_surrogate", "scale_surrogate", "statistic_gradient", "group_gradient")

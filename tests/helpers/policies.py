@@ -27,6 +27,14 @@ def long_but_few(policies: Iterable[str]) -> list[Any]:
     return [name if name in FEW else pytest.param(name, marks=pytest.mark.long) for name in policies]
 
 
+def depth_of(policy: str, blocks: int = 2) -> int:
+    """Return how many blocks a model needs for ``blocks`` of them to be more than a shipped policy keeps: three where
+    the policy keeps the first and the last."""
+    kept = [rule.match for rule in fp4graph.load_policy(policy).rules if not rule.quantizes]
+    ends = sum((match.first_blocks is not None) + (match.last_blocks is not None) for match in kept)
+    return max(blocks, ends + 1)
+
+
 MXFP4 = quantizer()
 #: TetraJet's: ties go up.
 TIES_UP = quantizer(ties="up")

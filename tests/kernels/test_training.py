@@ -10,7 +10,7 @@ import torch
 from fp4graph.commands.catalogue import shipped_registry
 from fp4graph.kernels import cpu, operators
 from tests.helpers.floats import assert_same_bits
-from tests.helpers.policies import long_but_few
+from tests.helpers.policies import depth_of, long_but_few
 from tests.kernels.models import train
 
 pytestmark = pytest.mark.compiler
@@ -36,14 +36,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return made
 
 
-#: Policies that leave the first and the last block alone need a third; a capture takes as long as a model is deep.
-BLOCKS = {"nvfp4-te": 3}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", long_but_few(POLICIES))
 def test_every_policy_trains_to_the_same_bits(policy: str, calls: list[str]) -> None:
-    blocks = BLOCKS.get(policy, 1)
+    blocks = depth_of(policy, 1)  # a capture takes as long as a model is deep
     for dtype in DTYPES:
         by_kernels = train(policy, dtype, blocks=blocks)
         assert bool(calls) is (policy != "bf16")

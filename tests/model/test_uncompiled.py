@@ -19,7 +19,7 @@ from fp4graph.errors import PolicyWarning
 from fp4graph.model.runtime import runtime_of
 from fp4graph.policy import shipped_policies
 from fp4graph.technique.registry import default_registry
-from tests.helpers.policies import long_but_few, one_rule
+from tests.helpers.policies import depth_of, long_but_few, one_rule
 
 pytestmark = pytest.mark.slow
 
@@ -77,7 +77,7 @@ def assert_equal(some, others):
 @pytest.mark.parametrize("policy", long_but_few(sorted(shipped_policies(default_registry()))))
 def test_uncompiled_training_is_that_of_the_graph(policy, kind):
     make, inputs, output = MODELS[kind]
-    depth = 3 if policy == "nvfp4-te" else 2  # it keeps the first block and the last one
+    depth = depth_of(policy)
     results = []
     for stance in ("default", "force_eager"):
         model = fp4graph.apply(make(depth=depth), policy, backend="eager", seed=3, total_forwards=4)

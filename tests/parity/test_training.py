@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 import fp4graph
+from tests.helpers.policies import depth_of
 
 pytestmark = pytest.mark.compiler
 
@@ -56,6 +57,8 @@ TECHNIQUES: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "outlier_clamp": (MXFP4, ["outlier_clamp"]),
     "low_rank_residual": (MXFP4, [{"low_rank_residual": {"rank": 4}}]),
     "four_over_six": (NVFP4, [{"tensor_scaling": {"target": 256}}, "four_over_six"]),
+    "mean_split": (NVFP4, ["tensor_scaling", "mean_split"]),
+    "ms_eden": (NVFP4, [{"hadamard": {"scope": "backward", "block": 64}}, {"ms_eden": {"block": 64}}]),
     "conditional_scaling": (ENCODE, ["conditional_scaling"]),
 }
 
@@ -64,7 +67,7 @@ def test_no_shipped_technique_is_left_out() -> None:
     from fp4graph.technique.registry import default_registry
 
     shipped = {t.name for t in default_registry().techniques.values() if t.__module__.startswith("fp4graph_plugins.")}
-    in_the_optimizer = {"q_ramping", "dampen", "freeze", "loss_scaling", "stable_spam"}
+    in_the_optimizer = {"q_ramping", "dampen", "freeze", "osci_reset", "loss_scaling", "stable_spam"}
     assert shipped - in_the_optimizer == TECHNIQUES.keys()
 
 
@@ -128,8 +131,7 @@ CASES += [pytest.param(name, SETS, marks=pytest.mark.parity) for name in POLICIE
 @pytest.mark.inductor
 @pytest.mark.parametrize(("name", "sets"), CASES)
 def test_policies(name: str, sets: int, vit: Callable[..., nn.Module]) -> None:
-    # nvfp4-te keeps the first and the last block in high precision: of two blocks nothing would be left.
-    check(name, lambda: vit(**WIDTH, depth=3 if name == "nvfp4-te" else 2), name, sets)
+    check(name, lambda: vit(**WIDTH, depth=depth_of(name)), name, sets)
 
 
 @pytest.mark.parity

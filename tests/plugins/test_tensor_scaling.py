@@ -54,6 +54,28 @@ def test_nvfp4(x, options, largest):
     torch.testing.assert_close(total(terms).double(), nvfp4(x, largest), rtol=1e-6, atol=0)
 
 
+def test_gradients_may_have_a_target_of_their_own(x):
+    options = {"target": 256, "gradient_target": 448}
+    for operand in Operand:
+        found = total(program(options, operand=operand)(x)).double()
+        largest = 448 if operand.value.endswith("grad_output") else 256
+        torch.testing.assert_close(found, nvfp4(x, largest), rtol=1e-6, atol=0)
+    # Operands that are treated alike share one program, with those of a policy that says target alone.
+    assert program(options).techniques == program({"target": 256}).techniques
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"gradient_target": 512}, "target 512 is above the largest scale of dgrad.grad_output, 448"),
+        ({"gradient_target": 448, "operands": ["forward"]}, "operands lists neither of its two"),
+    ],
+)
+def test_a_target_of_gradients_must_fit_and_act(options, message):
+    with pytest.raises(PolicyError, match=message):
+        policy(options)
+
+
 def test_rows(x):
     found = total(program({"granularity": "row"})(x)).double()
     torch.testing.assert_close(found, nvfp4(x, granularity=lambda z: z.amax(1)[:, None, None]), rtol=1e-6, atol=0)

@@ -163,6 +163,8 @@ WRONG = {
     "no modules": ("version: 1\nrules:\n  - match: {module: []} #!\n    keep: x\n", "at least one text"),
     "block predicate": ("version: 1\nrules:\n  - match: {block: 3} #!\n    keep: x\n", "must be true or false", "3"),
     "first of none": ("version: 1\nrules:\n  - match: {first_blocks: 0} #!\n    keep: x\n", "at least 1", "got 0"),
+    "last of all": ("version: 1\nrules:\n  - match: {last_blocks: 1.0} #!\n    keep: x\n", "a share of them", "1.0"),
+    "last of less": ("version: 1\nrules:\n  - match: {last_blocks: -0.5} #!\n    keep: x\n", "a share of", "-0.5"),
     "no block and first": (
         "version: 1\nrules:\n  - match: {block: false, first_blocks: 1} #!\n    keep: x\n",
         "contradicts",
@@ -310,7 +312,7 @@ def test_aliases_that_multiply_are_no_bomb(tmp_path: Path, registry: Registry) -
     ("ref", "expected"),
     [
         ("tetrajett", ["no policy 'tetrajett' is shipped", "did you mean the shipped policy 'tetrajet'?", "bf16"]),
-        ("zzz", ["no policy 'zzz' is shipped", "Shipped policies: baseline, bf16, ", "tetrajet-qema"]),
+        ("zzz", ["no policy 'zzz' is shipped", "Shipped policies: averis, baseline, bf16, ", "tetrajet-qema"]),
         ("somewhere/mxfp.yaml", ["'somewhere/mxfp.yaml' is not a file", "did you mean the shipped policy 'mxfp4'?"]),
         (Path("mxfp4"), ["is not a file", "did you mean the shipped policy 'mxfp4'?"]),
         (Path("/"), ["is a directory"]),

@@ -47,6 +47,8 @@ def matches(predicates: Match, site: SiteView) -> bool:
         {"block": True},
         {"first_blocks": 4},
         {"last_blocks": 9},
+        {"first_blocks": 0.26},
+        {"last_blocks": 0.75},
         {"in_features": 192},
         {"in_features": {"min": 192, "max": 192}},
         {"out_features": {"multiple_of": 64}},
@@ -73,6 +75,8 @@ def test_holds(predicates: dict[str, Any], registry: Registry) -> None:
         {"block": False},
         {"first_blocks": 3},
         {"last_blocks": 8},
+        {"first_blocks": 0.25},
+        {"last_blocks": 0.66},
         {"first_blocks": 4, "last_blocks": 4},
         {"in_features": 191},
         {"in_features": {"max": 191}},
@@ -104,6 +108,18 @@ def test_what_is_unknown_satisfies_no_predicate(field: str, predicates: dict[str
     assert matches(match(registry, **predicates), SITE)
     assert not matches(match(registry, **predicates), unknown)
     assert matches(match(registry), unknown)
+
+
+@pytest.mark.parametrize(
+    ("share", "total", "blocks"),
+    # 0.07 · 100 is above 7 and 0.29 · 100 below 29 in binary arithmetic.
+    [(0.15, 12, 2), (0.15, 20, 3), (0.15, 2, 1), (0.15, 1, 1), (0.07, 100, 7), (0.29, 100, 29), (0.5, 3, 2)],
+)
+def test_a_share_is_rounded_up_to_whole_blocks(share: float, total: int, blocks: int, registry: Registry) -> None:
+    places = [replace(SITE, block=BlockPosition("blocks.*", index, total)) for index in range(total)]
+    last, first = match(registry, last_blocks=share), match(registry, first_blocks=share)
+    assert [matches(last, place) for place in places] == [False] * (total - blocks) + [True] * blocks
+    assert [matches(first, place) for place in places] == [True] * blocks + [False] * (total - blocks)
 
 
 def test_outside_a_block(registry: Registry) -> None:

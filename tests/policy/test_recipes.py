@@ -98,7 +98,9 @@ def test_all_the_recipes_are_here() -> None:
         int4-per-tensor mxfp4 nvfp4 ue5m3 e8m3 mxfp4-best nvfp4-best ue5m3-best fp4-all-the-way
         fp4-all-the-way-qaf ue5m3-d50
         mxfp4-round-up nvfp4-te wang-dge mxfp4-rht-sr quartet mxfp4-fprop mxfp4-fprop-dgrad mxfp4-full
-        mxfp4-full-hadamard mxfp4-full-rht mxfp4-full-sr mxfp4-rl"""
+        mxfp4-full-hadamard mxfp4-full-rht mxfp4-full-sr mxfp4-rl
+        nvfp4-te-4over6 nvfp4-te-last-blocks nvfp4-te-bf16 nvfp4-te-bf16-fprop
+        nvfp4-smooth-swiglu quartet-ii tetrajet-v2 averis nvint4"""
     assert {*names.split()} <= {file.stem for file in FILES}
 
 
@@ -300,6 +302,72 @@ def test_nvfp4_te() -> None:
     assert (first.match.first_blocks, last.match.last_blocks) == (1, 1)
     assert first.keep
     assert last.keep
+
+
+def test_nvfp4_te_4over6() -> None:
+    assert planned("nvfp4-te-4over6") == planned("nvfp4-te")
+    used = techniques("nvfp4-te-4over6")
+    assert used["tensor_scaling"] == {"target": 256.0, "gradient_target": 448.0}
+    assert used["four_over_six"] == {"measure": "mae", "operands": ("inputs", "weights")}
+    assert "hadamard" not in used
+
+
+def test_last_shares() -> None:
+    kept, _ = load_policy("nvfp4-te-last-blocks").rules
+    assert kept.match.last_blocks == 0.15
+    assert kept.keep
+    assert planned("nvfp4-te-last-blocks") == planned("nvfp4-te")
+    assert techniques("nvfp4-te-last-blocks") == techniques("nvfp4-te")
+    for name in ("nvfp4-te-bf16", "nvfp4-te-bf16-fprop"):
+        policy, (phase,) = load_policy(name), load_policy(name).phases
+        assert policy.rules == load_policy("nvfp4-te").rules
+        assert phase.at == 0.85
+        if name == "nvfp4-te-bf16":
+            assert not phase.policy.quantizes
+        else:
+            assert [o for o, spec in phase.policy.rules[-1].specs.items() if spec is None] == [Q1, Q2]
+
+
+def test_nvfp4_smooth_swiglu() -> None:
+    spec = dataclasses.replace(NV_ENCODE, scale=dataclasses.replace(NV_ENCODE.scale, zero="to_one"))
+    random = stochastic(spec)
+    assert planned("nvfp4-smooth-swiglu") == {Q1: spec, Q2: spec, Q3: random, Q4: spec, Q5: random, Q6: random}
+    best = techniques("nvfp4-best")
+    assert techniques("nvfp4-smooth-swiglu") == {**best, "smooth_swiglu": {}}
+
+
+def test_quartet_ii() -> None:
+    spec = QuantSpec(block=16, scale=ScaleSpec(E4M3, "nearest_even", zero="to_one"), ties="away")
+    read = dataclasses.replace(spec, source="fprop")
+    assert planned("quartet-ii") == {Q1: spec, Q2: spec, Q3: spec, Q4: read, Q5: spec, Q6: read}
+    assert techniques("quartet-ii") == {
+        "hadamard": {"scope": "backward", "block": 128, "kind": "random"},
+        "tensor_scaling": {"target": 256.0, "operands": ("forward",)},
+        "four_over_six": {"operands": ("forward",)},
+        "ms_eden": {},
+    }
+
+
+def test_tetrajet_v2() -> None:
+    dy, read = stochastic(NV), again(NV)
+    assert planned("tetrajet-v2") == {Q1: NV, Q2: NV, Q3: dy, Q4: read, Q5: dy, Q6: read}
+    assert techniques("tetrajet-v2") == {
+        "hadamard": {"scope": "backward", "block": 16, "kind": "random"},
+        "tensor_scaling": {"granularity": 128},
+        "osci_reset": {"start": 15000},
+    }
+
+
+def test_averis() -> None:
+    assert planned("averis") == dict.fromkeys(Operand, NV)
+    assert techniques("averis") == {"tensor_scaling": {}, "mean_split": {}}
+
+
+def test_nvint4() -> None:
+    x = dataclasses.replace(NV, element=INT4)
+    w, dy = dataclasses.replace(x, block=(16, 16)), stochastic(x)
+    assert planned("nvint4") == {Q1: x, Q2: w, Q3: dy, Q4: w, Q5: dy, Q6: x}
+    assert techniques("nvint4")["stochastic_rounding"] == {"operands": ("gradients",), "range_guard": 1.0625}
 
 
 def test_wang_dge() -> None:

@@ -68,7 +68,7 @@ MATCH = optional(
     module=TEXT | st.lists(TEXT, min_size=1, max_size=3),
     block=st.just(True),
     first_blocks=st.integers(1, 5),
-    last_blocks=st.integers(1, 5),
+    last_blocks=st.integers(1, 5) | st.sampled_from([0.15, 0.5]),
     in_features=BOUNDS,
     out_features=BOUNDS,
     min_numel=st.integers(1, 10**9),

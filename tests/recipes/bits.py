@@ -58,6 +58,16 @@ class SiteBits:
         key = self._key(operand, TECHNIQUE + self.noise_technique)
         return noise.gaussian(key, torch.arange(n, dtype=torch.int32)).numpy().astype(np.float64)
 
+    def block_uniform(self, operand: str, lines: int, blocks: int, technique: int = 0) -> np.ndarray:
+        """Numbers in [0, 1) for the blocks of an operand of ``lines`` along its contraction axis: [lines, blocks].
+
+        They are those of the ``technique``-th of the techniques that act on the operand.
+        """
+        key = self._key(operand, TECHNIQUE + technique)
+        drawn = noise.Noise(key, Blocking((lines, 16 * blocks), 16), "cpu").block_bits()
+        words = drawn.numpy().reshape(lines, blocks).astype(np.int64) & 0xFFFFFFFF
+        return (words >> 8) / 2.0**24
+
     def _key(self, operand: str, salt: int, *, constant: bool = False) -> torch.Tensor:
         words = ("constant", self.seed) if constant else ("forward", self.seed, 0, self.forward)
         key = noise.mix(noise.make_key("site", self.site), noise.make_key(*words))

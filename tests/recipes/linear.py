@@ -84,21 +84,31 @@ class Data:
         return Data(matrix(TOKENS, IN), matrix(OUT, IN), matrix(TOKENS, OUT))
 
     @staticmethod
-    def grid(seed: int, largest: float) -> Data:
-        """Multiples of a quarter up to ``largest``, which every block of 16 holds: all ties there are."""
+    def grid(
+        seed: int,
+        largest: float,
+        peaks: tuple[float, float, float] | None = (10.5, 10.5, 10.5),
+        every: int | None = None,
+    ) -> Data:
+        """Multiples of a quarter up to ``largest``, which every block of 16 holds: all ties there are.
+
+        The first elements of x, w and dy are ``peaks``, if given, which make γ = peak/(Qmax·target) powers of two:
+        dividing by them breaks no tie. With E2M1 10.5 = 5.25·2 does for a target of 448·headroom, 12 for one of 256.
+        With ``every`` each run of so many elements, in rows and in columns, has its peak.
+        """
         generator = np.random.default_rng(seed)
         steps = int(4 * largest)
 
-        def matrix(rows: int, columns: int) -> np.ndarray:
+        def matrix(rows: int, columns: int, peak: float | None) -> np.ndarray:
             values = generator.integers(-steps, steps + 1, (rows, columns)) / 4.0
             row, column = np.indices((rows, columns))
             values[(row % 16) == (column % 16)] = largest
-            if largest == 6.0:
-                # 10.5 = 5.25·2 makes γ = amax/(6·448·headroom) a power of two: dividing by it breaks no tie.
-                values[0, 0] = 10.5
+            if peak is not None:
+                values[(row % every == column % every) if every else (row + column == 0)] = peak
             return values
 
-        return Data(matrix(TOKENS, IN), matrix(OUT, IN), matrix(TOKENS, OUT))
+        x, w, dy = peaks or (None, None, None)
+        return Data(matrix(TOKENS, IN, x), matrix(OUT, IN, w), matrix(TOKENS, OUT, dy))
 
 
 def applied(policy: Any, data: Data) -> Blocks:
@@ -155,6 +165,7 @@ def mismatches(
     data: Data,
     added: float = 0.0,
     rotated: int = 1,
+    parts: Data | None = None,
 ) -> list[str]:
     """What differs beyond the order of sums: ``["dw: 12 of 32768, ..."]``, empty if nothing does.
 
@@ -162,9 +173,10 @@ def mismatches(
         got: as :func:`run` gives it; the head must be the exact product.
         expected: (y, dx, dw) of a reference; several where it depends on how a number next to a threshold is rounded,
             between the least and the greatest of which every element may lie.
+        parts: numbers as large as the parts that operands are the sum of, where they are quantized in parts.
     """
     found = []
-    y, dx, dw = tolerances(data, added, rotated)
+    y, dx, dw = tolerances(parts or data, added, rotated)
     for index, (name, bound) in enumerate({"y": y, "dx": dx, "dw": dw, "head": y}.items()):
         references = np.stack([each[index] for each in expected] if name != "head" else [data.x @ data.w.T])
         beyond = np.maximum(references.min(0) - got[index], got[index] - references.max(0))

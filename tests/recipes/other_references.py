@@ -111,7 +111,7 @@ def _signs(draw: Draw, gemm: str, length: int, g: int) -> np.ndarray:
     return np.tile(draw.signs(gemm, g), padded_length(length, g) // g)
 
 
-def _rotate_pair(a: np.ndarray, b: np.ndarray, gemm: str, g: int, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
+def rotate_pair(a: np.ndarray, b: np.ndarray, gemm: str, g: int, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
     """Returns both operands of a backward GEMM, rotated by HS along axis 0 of b and the same axis of a.
 
     dgrad: a = dY [T, N], b = W [N, K], the axis is N. wgrad: a = dY [T, N], b = X [T, K], the axis is T. S and H are
@@ -190,7 +190,7 @@ def nvfp4_te(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result
     wq = q(w, 1, (16, 16))
     y = q(x, 1, 16) @ wq.T
     dx = q(dy, 1, 16, draw.uniform("dgrad.grad_output", dy.shape)) @ wq
-    rotated_dy, rotated_x = _rotate_pair(dy, x, "wgrad", 16, draw)
+    rotated_dy, rotated_x = rotate_pair(dy, x, "wgrad", 16, draw)
     dw = q(rotated_dy, 0, 16, draw.uniform("wgrad.grad_output", rotated_dy.shape)).T @ q(rotated_x, 0, 16)
     return y, dx, dw
 
@@ -287,7 +287,7 @@ def mxfp4_rht_sr(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Re
     """
     operands = []
     for gemm, axis, other, name in (("dgrad", 1, w, "weight"), ("wgrad", 0, x, "input")):
-        a, b = _rotate_pair(dy, other, gemm, 64, draw)
+        a, b = rotate_pair(dy, other, gemm, 64, draw)
         a = guarded_stochastic(a, axis, draw.uniform(f"{gemm}.grad_output", a.shape))
         b = guarded_stochastic(b, 0, draw.uniform(f"{gemm}.{name}", b.shape))
         operands.append((a, b))
@@ -342,10 +342,10 @@ def quartet(
         x_read, w_read = rotate(x_h, 1, 32)[:, :k], rotate(w_h, 1, 32)[:, :k]
     else:
         x_read, w_read = x_h, w_h
-    a, b = _rotate_pair(dy, w_read, "dgrad", 32, draw)
+    a, b = rotate_pair(dy, w_read, "dgrad", 32, draw)
     a = guarded_stochastic(a, 1, draw.uniform("dgrad.grad_output", a.shape))
     dx = a @ guarded_stochastic(b, 0, draw.uniform("dgrad.weight", b.shape))
-    a, b = _rotate_pair(dy, x_read, "wgrad", 32, draw)
+    a, b = rotate_pair(dy, x_read, "wgrad", 32, draw)
     a = guarded_stochastic(a, 0, draw.uniform("wgrad.grad_output", a.shape))
     dw = a.T @ guarded_stochastic(b, 0, draw.uniform("wgrad.input", b.shape))
     if basis == "original":

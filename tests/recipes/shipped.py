@@ -11,30 +11,53 @@ import fp4graph_policies
 import numpy as np
 
 from fp4graph import Policy
-from tests.recipes import mx_references, other_references
+from tests.recipes import mx_references, newest_references, other_references
 from tests.recipes.bits import SiteBits
 from tests.recipes.linear import SITE, Data, mismatches, run
 
 POLICIES = sorted(path.stem for path in Path(fp4graph_policies.__path__[0]).glob("*.yaml"))
-REFERENCES = {**mx_references.REFERENCES, **other_references.REFERENCES}
+REFERENCES = {**mx_references.REFERENCES, **other_references.REFERENCES, **newest_references.REFERENCES}
 REFERENCES["bf16"] = lambda x, w, dy, draw: (x @ w.T, dy @ w, dy.T @ x)
 #: Signs of a random Hadamard, where they are not 32.
-_SIGNS = {"nvfp4-te": 16, "mxfp4-rht-sr": 64}
+_SIGNS = {"mxfp4-rht-sr": 64, "quartet-ii": 128, "tetrajet-v2": 16}
+#: Policies that rotate as nvfp4-te does: in blocks of 16, with signs that never change.
+_AS_NVIDIA = ("nvint4", "nvfp4-te", "nvfp4-te-last-blocks", "nvfp4-te-bf16", "nvfp4-te-bf16-fprop")
 #: Policies that rotate, whose numbers lie next to thresholds more often than others' (see :func:`expected`).
-ROTATING = ("mxfp4-best", "mxfp4-full-hadamard", "mxfp4-full-rht", "mxfp4-rht-sr", "nvfp4-te", "quartet")
+ROTATING = (
+    "mxfp4-best", "mxfp4-full-hadamard", "mxfp4-full-rht", "mxfp4-rht-sr", "quartet", "quartet-ii", "tetrajet-v2",
+    *_AS_NVIDIA,
+)  # fmt: skip
+#: The first element of x, w and dy of the data with ties, where it is not what makes γ a power of two for 448.
+_PEAKS = {
+    "nvfp4-te-4over6": (12.0, 12.0, 10.5),
+    "quartet-ii": (12.0, 12.0, 12.0),
+    "nvint4": (12.25, 12.25, 12.25),
+    "int4-per-tensor": None,
+}
 #: The largest number that mxfp4-rl's noise adds to a weight: six standard deviations.
 _NOISE = {"mxfp4-rl": 6 * 1e-2}
 
 
 def bits(policy: str, forward: int = 0) -> SiteBits:
     """What the site under ``policy`` draws."""
-    constant = policy == "nvfp4-te"
-    return SiteBits(SITE, forward, signs_per_block=_SIGNS.get(policy, 32), constant_signs=constant, noise_technique=2)
+    constant = _shipped(policy) in _AS_NVIDIA
+    return SiteBits(SITE, forward, signs_per_block=_signs(policy), constant_signs=constant, noise_technique=2)
+
+
+def _shipped(form: str) -> str:
+    """The policy that a form of :func:`forms` is one of."""
+    return form.split("@")[0]
+
+
+def _signs(form: str) -> int:
+    policy = _shipped(form)
+    return 16 if policy in _AS_NVIDIA else _SIGNS.get(policy, 32)
 
 
 def data_for(policy: str) -> dict[str, Data]:
     """Data that tell a recipe from others: all magnitudes, all ties, and scales that underflow where those miss it."""
-    ties = Data.grid(1, 7.0 if policy.startswith("int4") else 6.0)
+    peaks, every = _PEAKS.get(policy, (10.5, 10.5, 10.5)), 128 if policy == "tetrajet-v2" else None
+    ties = Data.grid(1, 7.0 if "int4" in policy else 6.0, peaks, every)
     return {"magnitudes": Data.wide(0), "ties": ties} | ({"large": Data.large(2)} if policy == "ue5m3" else {})
 
 
@@ -54,7 +77,7 @@ def expected(policy: str, data: Data) -> list[tuple[np.ndarray, ...]]:
     """
     reference = REFERENCES[policy]
     found = [reference(data.x, data.w, data.dy, bits(policy))]
-    for seed in range(40 if policy in ROTATING else 0):
+    for seed in range(40 if _shipped(policy) in ROTATING else 0):
         with _moved_rotations(seed):
             found.append(reference(data.x, data.w, data.dy, bits(policy)))
     return found
@@ -69,8 +92,12 @@ def differences_of(
     policy: str, got: tuple[np.ndarray, ...], data: Data, references: list[tuple[np.ndarray, ...]]
 ) -> list[str]:
     """How what a training step gave differs from ``references``, those of the shipped ``policy``."""
-    block = _SIGNS.get(policy, 32) if policy in ROTATING else 1
-    return mismatches(got, references, data, added=_NOISE.get(policy, 0.0), rotated=block)
+    block = _signs(policy) if policy in ROTATING else 1
+    parts = None
+    if policy == "averis":  # means of tokens are far larger than tokens that are small
+        x, dy = (np.abs(a) + np.abs(a.mean(0)) for a in (data.x, data.dy))
+        parts = Data(x, data.w, dy)
+    return mismatches(got, references, data, added=_NOISE.get(policy, 0.0), rotated=block, parts=parts)
 
 
 @contextmanager

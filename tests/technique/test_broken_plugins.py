@@ -135,6 +135,7 @@ WRONG = {
     ),
     "scale": ({"scale": lambda self, v, z, c: first_axis_twice(z)}, "shape (10, 2, 1) where (5, 2, 1) is due"),
     "round": ({"round": lambda self, r, s, c: r.sum(-1)}, "returned shape (5, 2) where (5, 2, 32) is due"),
+    "rescale": ({"rescale": lambda self, q, c: q.elements}, "shape (5, 2, 32) where (5, 2, 1) is due"),
     "split": ({"split": lambda self, x, c: (first_axis_twice(x), None)}, "shape (10, 48) where (5, 48) is due"),
     "split, the residual": ({"split": lambda self, x, c: (x, x[:1])}, "shape (1, 48) where (5, 48) is due"),
     "split, one tensor": ({"split": lambda self, x, c: x}, "must return (part to quantize, residual or None)"),
@@ -171,7 +172,8 @@ WRONG = {
 }
 #: Stages in which an exception is raised, with what it takes to get there.
 RAISING: dict[str, dict[str, Any]] = {
-    **{stage: {} for stage in ("block_statistic", "scale", "round", "split", "around", "after", "group_scale")},
+    **{stage: {} for stage in ("block_statistic", "scale", "round", "rescale", "split", "around", "after")},
+    "group_scale": {},
     "group_statistic": gradients(),
     "observe": observing(raises),
     **{stage: pairing() for stage in ("pair_context", "transform")},
@@ -333,6 +335,14 @@ def test_other_garbage_of_planning_names_the_site(method: str, wrong: Any, messa
         train(model, policy("broken", late, healthy()))
     check(caught.value, "planning", site="first")
     assert message in str(caught.value)
+
+
+def test_an_operand_is_given_the_same_technique(model: nn.Module) -> None:
+    other = technique("other")
+    late = technique("broken", for_operand=lambda self, operand: other())
+    with pytest.raises(fp4graph.PluginError, match=r"for_operand\(\) must return a Made") as caught:
+        train(model, policy("broken", late, healthy()))
+    check(caught.value, "planning: TypeError", site="first")
 
 
 @pytest.mark.slow

@@ -192,7 +192,7 @@ def _placed(rule: Rule, blocks: Sequence[str]) -> Rule:
             "this task's model has blocks of several kinds, for which a rule can say block: true, first_blocks and "
             "last_blocks, but not block: false or module besides; name its modules instead"
         )
-    first, last = (len(blocks) if some is None else some for some in (match.first_blocks, match.last_blocks))
+    first, last = match.first_of(len(blocks)), match.last_of(len(blocks))
     names = tuple(f"{name}.*" for number, name in enumerate(blocks) if len(blocks) - last <= number < first)
     placed = match.model_copy(update={"module": names, "block": None, "first_blocks": None, "last_blocks": None})
     return replace(rule, match=placed)

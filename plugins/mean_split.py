@@ -1,0 +1,76 @@
+"""Mean split: quantizes the mean over tokens of an operand, and what remains without it, under scales of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, ClassVar, Self
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+from fp4graph.numerics.exact import total
+from fp4graph.numerics.rounding import power_of_two
+from fp4graph.technique import Context, Gemm, Operand, OperandList, Overhead, Technique, hookimpl
+
+_SMALLEST_NORMAL = 2.0**-126  # of fp32
+_MOST_TOKENS = 1 << 24
+_OF_TOKENS = tuple(operand for operand in Operand if operand.value.split(".")[1] in ("input", "grad_output"))
+
+
+class MeanSplit(Technique):
+    """Each operand that has tokens is the sum of its mean over them and a residual: x̂ = Q(X − 1·μᵀ) + Q(1·μᵀ).
+
+    μ_k is the mean of channel k over all tokens of a call. Where activations share a large mean, it sets the scales of
+    all blocks, and the differences between tokens fall between few FP4 values; without it blocks are small and even.
+    The two parts are quantized one after the other, with tensor scales and block scales of their own, and added. In
+    fprop and dgrad all rows of 1·μᵀ are alike, so that its quantizer is that of the vector μ in blocks along the
+    channels, and the product with it costs one row. In wgrad blocks run along the tokens, where μ_k is constant: Q
+    rounds one number by its scale. The parts are added in the operand's dtype; bf16 rounds that sum.
+
+    Source: Cao et al. 2026, "The Curse and Blessing of Mean Bias in FP4-Quantized LLM Training" (Averis), as its
+    reproduction in MindSpeed-LLM has it: X in the forward, dY in the backward, mean and residual quantized
+    independently. That code multiplies an unquantized X in wgrad and quantizes dW instead, which no GEMM in FP4 does;
+    splitting both operands of wgrad is ours.
+
+    Stage: around the quantizer.
+
+    Cost: a mean over tokens, which no block-wise kernel sees, and a subtraction. The simulation quantizes the operand
+    twice. The complexity weight is ours: 0.5, Table 2's unfusable O(n) with O(1) memory (K values).
+
+    Use it for language models, whose activations have a mean that grows in training. It takes the place of Hadamard
+    rotations or goes before them: ``hadamard`` rotates in wgrad along the tokens, whose mean it would split otherwise.
+    """
+
+    name: ClassVar[str] = "mean_split"
+    overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=False)
+    complexity: ClassVar[float] = 0.5
+
+    operands: Annotated[tuple[str, ...], OperandList(_OF_TOKENS)] = Field(
+        ("inputs", "gradients"), description="Operands, or groups of them, that are split: those that have tokens."
+    )
+
+    def for_operand(self, operand: Operand) -> Self:
+        """Return the technique for operands of wgrad, whose last axis is that of tokens, or for the others."""
+        gemms = ("wgrad",) if operand.gemm is Gemm.WGRAD else ("fprop", "dgrad")
+        return self.model_copy(update={"operands": gemms})
+
+    def around(self, quantize: Callable[[Tensor], Tensor], x: Tensor, context: Context) -> Tensor:
+        """Return the quantized residual plus the quantized mean."""
+        axis = -1 if self.operands == ("wgrad",) else -2
+        if statically_known_true(x.shape[axis] == 0):  # no tokens have no mean
+            return quantize(x)
+        wide = x.to(torch.float32)
+        # Shares of a power of two above the largest magnitude make the sum the same in compiled code, which adds in
+        # another order; counted from -1, so that they are not negative.
+        above = 2 * power_of_two(wide.abs().amax(axis, keepdim=True).clamp(min=_SMALLEST_NORMAL)).double()
+        count = torch.full((), x.shape[axis], dtype=torch.float64, device=x.device)
+        share = total((wide.double() / above + 1) / 2, (x.dim() + axis,), _MOST_TOKENS) / count
+        mean = ((2 * share - 1) * above).to(torch.float32)
+        return (quantize(wide - mean) + quantize(mean.expand(x.shape).contiguous())).to(x.dtype)
+
+
+@hookimpl
+def fp4graph_techniques() -> list[type[Technique]]:
+    return [MeanSplit]

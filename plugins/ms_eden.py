@@ -1,0 +1,136 @@
+"""MS-EDEN: rounds to nearest and makes the block scales unbiased, in place of stochastic rounding of elements."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor
+
+from fp4graph.numerics import scaling
+from fp4graph.numerics.blocking import Granularity, Groups
+from fp4graph.numerics.exact import total
+from fp4graph.numerics.rounding import spacing, stochastic_integer, uniform
+from fp4graph.technique import (
+    BackwardOperands,
+    Context,
+    OperandSpecs,
+    Overhead,
+    Positive,
+    Quantization,
+    Technique,
+    hookimpl,
+)
+
+_SMALLEST_NORMAL = 2.0**-126  # of fp32: the least γ
+_SQUARE = 64.0  # above the square of any ratio x/S: Qmax/fill · 17/16 is 6.5, 17/16 being the rounding of S
+
+
+class MSEden(Technique):
+    """Elements round to nearest; a factor for each rotated group, folded into its block scales, makes the mean right.
+
+    An operand is rotated at random in groups of ``block`` elements (``hadamard``), normalized by
+    γ = g·fill/(6·target) with g its absolute maximum, and cut into blocks with S = q(fill·Z/6). Its elements are
+    q_i = nearest(u_i), u_i = x_i/(γ·S). Then for each group
+
+        c = Σ u_i² / Σ u_i·q_i
+
+    and the stored scale of each of its blocks is S' = SR(c·S), rounded stochastically to the scale format; c is 1 where
+    every q_i is 0. So c·q has the component of u along u, whatever the rounding did, and the random rotation turns all
+    other errors into noise: the expectation of the product of two such operands comes near to the product. (The sums
+    weigh all blocks of a group alike, as in the authors' code. Their scales are nearly equal after the rotation.)
+    ``fill`` below 1 lets the largest values of a block exceed 6 and be clipped, which lowers the squared error; the
+    factor makes up for the bias. ``target`` leaves room above the largest scale for the factor.
+
+    Source: Panferov et al. 2026, "Quartet II: Accurate LLM Pre-Training in NVFP4 by Improved Unbiased Gradient
+    Estimation", and the authors' code (groups of 128, fill 17/16·0.93, scales up to 255.99; one rotation per backward
+    there, one per GEMM here).
+
+    Stages: scale (group scale and block scale), rescale.
+
+    Cost: two sums over each block and one random number per block, where stochastic rounding has one per element. The
+    complexity weight is ours: 0.5, Table 2's fusable O(n), the tensor scale included.
+
+    Use it in place of ``stochastic_rounding`` and ``tensor_scaling`` on backward operands of NVFP4.
+    """
+
+    name: ClassVar[str] = "ms_eden"
+    overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
+    complexity: ClassVar[float] = 0.5
+    requires: ClassVar[frozenset[str]] = frozenset({"hadamard"})
+
+    block: int = Field(128, ge=2, description="Elements that share a factor: those that are rotated together.")
+    fill: float = Field(17 / 16 * 0.93, gt=0.93, le=1, description="What a block's maximum is scaled to, 6 over this.")
+    target: Positive = Field(255.99, description="Largest block's scale before the factor.")
+    operands: BackwardOperands = Field(("backward",), description="Operands, or groups of them, of dgrad and wgrad.")
+
+    @property
+    def period(self) -> int:
+        return self.block
+
+    @property
+    def draws(self) -> bool:
+        return True
+
+    @property
+    def divides_by(self) -> Granularity | None:
+        return "tensor"
+
+    def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
+        """Refuse operands that are not rotated in the same groups, and specs whose rounding is another."""
+        rotation = techniques["hadamard"]
+        rotated = getattr(rotation, "block", None)
+        if rotated != self.block:
+            raise ValueError(f"its factor is that of a rotated group: hadamard has block {rotated}, not {self.block}")
+        if getattr(rotation, "kind", None) == "deterministic":
+            raise ValueError("it is unbiased under a random rotation alone; hadamard needs a kind that draws signs")
+        for operand, spec in self.specs_listed(specs).items():
+            if operand.gemm not in rotation.rotated:  # type: ignore[attr-defined]  # a public property of hadamard
+                raise ValueError(f"{operand} is not rotated; add {operand.gemm} to the scope of hadamard")
+            if not isinstance(spec.block, int) or self.block % spec.block:
+                raise ValueError(f"block {self.block} is no multiple of the block of {operand}, {spec.block}")
+            if spec.rounding == "stochastic" or spec.scale.rounding == "stochastic":
+                raise ValueError(f"{operand} rounds stochastically already; drop that, or this technique")
+            number = spec.scale.format
+            if spec.scale.convention != "decode" or not number.mantissa_bits or not number.has_zero:
+                raise ValueError(f"it rounds decode scales between neighbours; {operand} has {number.name} scales")
+            if self.target > number.max:
+                raise ValueError(f"target {self.target:g} is above the largest scale of {operand}, {number.max:g}")
+        for name in ("tensor_scaling", "four_over_six", "macro_block_scaling"):
+            both = techniques[name].operands_listed & self.operands_listed if name in techniques else ()
+            if both:
+                raise ValueError(f"it scales {min(both)} by itself; take its operands out of those of {name}")
+
+    def group_scale(self, z: Tensor, group: Callable[[Granularity], Tensor], context: Context) -> Tensor:
+        """Return γ of the tensor, fp32."""
+        assert context.spec is not None
+        g = group("tensor")
+        kappa = scaling.constant(context.spec.element.max * self.target / self.fill, g)
+        return torch.where(g == 0, 1.0, (g / kappa).clamp(min=_SMALLEST_NORMAL))
+
+    def scale(self, values: Tensor, z: Tensor, context: Context) -> Tensor:
+        """Return S, under which elements are rounded."""
+        assert context.spec is not None
+        return scaling.block_scale(z * self.fill, context.spec.scale, context.spec.element)
+
+    def rescale(self, quantization: Quantization, context: Context) -> Tensor:
+        """Return S' = SR(c·S)."""
+        ratio, elements = quantization.ratio.double(), quantization.elements.double()
+        # Shares of 64 make every sum exact, and the same in compiled code, which adds in another order.
+        groups = Groups(quantization.blocking, self.block)
+        squares, products = (
+            groups.reduce(total(summands / _SQUARE, context.axes, self.block), "sum")
+            for summands in (ratio * ratio, ratio * elements)
+        )
+        factor = torch.where(products == 0, 1.0, squares / products)
+        number = quantization.spec.scale.format
+        corrected = (quantization.scale.double() * factor).to(torch.float32).clamp(max=number.max)
+        step, inverse = spacing(corrected, number.min_exponent, number.mantissa_bits)
+        return stochastic_integer(corrected * inverse, uniform(context.noise.block_bits())) * step
+
+
+@hookimpl
+def fp4graph_techniques() -> list[type[Technique]]:
+    return [MSEden]

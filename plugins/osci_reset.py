@@ -1,0 +1,102 @@
+"""OsciReset: moves weights that oscillate between two FP4 values to the value that they round to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from pydantic import Field, model_validator
+
+from fp4graph.technique import Operand, OperandSpecs, Overhead, Technique, WeightUpdate, hookimpl
+
+
+class OsciReset(Technique):
+    """Weights whose quantized value moves much farther than they do are set to that value, once in every period.
+
+    After step ``start``, and again after each ``every`` steps, W and Q(W) are remembered. Over the next
+    ``track`` steps
+
+        D = Σ abs(ΔW),   D_q = Σ abs(ΔQ(W))
+
+    are summed for each element. One step later, w ← Q(w) where D_q/D ≥ ``threshold``; an element that did not move has
+    the ratio 0. Q(w) is the middle of the range of numbers that round to it, which the weight then has to leave before
+    it flips again. The optimizer's moments stay as they are.
+
+    Source: Chen et al. 2025, "TetraJet-v2: Accurate NVFP4 Training for Large Language Models with Oscillation
+    Suppression and Outlier Control", and the authors' code (detection by distance ratio; period 200, track 50,
+    threshold 8, start at about 60 % of the training). Their variants are left out: one that tracks a tenth of the
+    elements, and one that takes elements near the edge of their range without tracking them.
+
+    Stage: optimizer, after the step.
+
+    Cost: four tensors of the weight's size and one more pass of the weight's quantizer per step, while elements are
+    tracked. The complexity weight is ours: 2.0, the least of what Table 2's rules give for unfusable work with O(n)
+    memory, because it rests for most of a period.
+
+    Use it late in a training, when learning rates are small and weights oscillate. Forward weights must round to
+    nearest: a quantizer that draws noise moves without the weight.
+    """
+
+    name: ClassVar[str] = "osci_reset"
+    overhead: ClassVar[Overhead] = Overhead("O(n)", "O(n)", fusable=False)
+    complexity: ClassVar[float] = 2.0
+    by_expert: ClassVar[bool] = True
+    on_weight: ClassVar[bool] = True
+    #: Q-EMA rounds by an average that a reset of the weight does not move; freeze puts weights back by itself.
+    conflicts: ClassVar[frozenset[str]] = frozenset({"q_ema", "freeze"})
+
+    start: int = Field(0, ge=0, description="Optimizer steps before the first tracking; 0 waits for every steps.")
+    every: int = Field(200, ge=1, description="Steps from one reset to the next.")
+    track: int = Field(50, ge=1, description="Steps over which distances are summed.")
+    threshold: float = Field(8.0, gt=1, description="Ratio D_q/D from which an element is reset.")
+
+    @model_validator(mode="after")
+    def _fits(self) -> OsciReset:
+        if self.track + 2 > self.every:
+            raise ValueError(
+                f"track {self.track} steps, one to begin and one to reset are more than every {self.every}; "
+                "lower track or raise every"
+            )
+        return self
+
+    def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
+        """Refuse a stochastic weight quantizer, under which every weight seems to oscillate."""
+        spec = specs.get(Operand.FPROP_WEIGHT)
+        if spec is not None and "stochastic" in (spec.rounding, spec.scale.rounding):
+            raise ValueError(
+                "fprop.weight rounds stochastically, under which every weight seems to oscillate; round it to nearest"
+            )
+
+    def after_step(self, update: WeightUpdate) -> None:
+        """Remember, sum distances, or reset."""
+        memory, weight = update.memory, update.parameter
+        steps = memory.setdefault(
+            "steps", torch.zeros((), dtype=torch.int64)
+        )  # on the CPU: reading it waits for nothing
+        steps += 1
+        place = int(steps) - self.start
+        if place < 0:
+            return
+        place %= self.every
+        if place == 0:
+            memory["last"] = weight.to(torch.float32, copy=True)
+            memory["last_q"] = update.quantize(weight).to(torch.float32, copy=True)
+            memory["moved"], memory["moved_q"] = (torch.zeros_like(memory["last"]) for _ in range(2))
+        elif "last" not in memory:  # the options changed in the middle of a period
+            return
+        elif place <= self.track:
+            for way, last, now in (("moved", "last", weight), ("moved_q", "last_q", update.quantize(weight))):
+                memory[way] += (now.to(torch.float32) - memory[last]).abs()
+                memory[last].copy_(now)
+        else:
+            moved, moved_q = memory["moved"], memory["moved_q"]
+            oscillates = (moved > 0) & (moved_q >= self.threshold * moved)
+            weight.copy_(torch.where(oscillates, update.quantize(weight).to(weight.dtype), weight))
+            for name in ("last", "last_q", "moved", "moved_q"):
+                del memory[name]
+
+
+@hookimpl
+def fp4graph_techniques() -> list[type[Technique]]:
+    return [OsciReset]

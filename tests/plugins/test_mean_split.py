@@ -1,0 +1,79 @@
+"""mean_split: what it splits, its bits under a compiler, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp4graph.errors import CaptureError, PolicyError
+from fp4graph.graph.plan import plan_site
+from fp4graph.ops.product import total
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.site import SiteView
+from tests.helpers.policies import NVFP4, loaded
+
+
+def program(operand=Operand.FPROP_INPUT, options=None, op="linear"):
+    policy = loaded("mean_split", options, more=["tensor_scaling"], quantize=NVFP4, op=op)
+    return plan_site(SiteView("fc", op, 64, 64, 4096), policy.rules[0]).program.operand(operand)
+
+
+def biased(*shape):
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(*shape, generator=generator) + 30 * torch.randn(shape[-1], generator=generator)
+
+
+def quantized(x, operand=Operand.FPROP_INPUT):
+    return total(program(operand)(x))
+
+
+def error(y, x):
+    return (y.double() - x.double()).square().sum().sqrt() / (x - x.mean(0)).double().square().sum().sqrt()
+
+
+def test_a_common_mean_does_not_coarsen_differences():
+    x = biased(64, 96)
+    plain = loaded("tensor_scaling", quantize=NVFP4)
+    view = SiteView("fc", "linear", 64, 64, 4096)
+    without = total(plan_site(view, plain.rules[0]).program.operand(Operand.FPROP_INPUT)(x))
+    centred = quantized(x) - quantized(x).mean(0), without - without.mean(0)
+    split, together = (error(y, x - x.mean(0)) for y in centred)
+    assert split < 0.15  # FP4's error of Gaussian numbers is a tenth
+    assert together > 3 * split
+
+
+def test_operands_that_are_transposed_have_tokens_last():
+    x = biased(64, 96)
+    for operand in (Operand.WGRAD_INPUT, Operand.WGRAD_GRAD_OUTPUT):
+        y = quantized(x.mT.contiguous(), operand).mT
+        assert error(y - y.mean(0), x - x.mean(0)) < 0.15
+        assert program(operand).techniques == program(Operand.WGRAD_INPUT).techniques
+    assert program(Operand.DGRAD_GRAD_OUTPUT).techniques == program().techniques
+    assert program(Operand.FPROP_WEIGHT).at("around") == []
+
+
+def test_zeros_one_token_and_poison():
+    assert (quantized(torch.zeros(4, 32)) == 0).all()
+    one = biased(1, 32)  # its own mean: the residual is zero
+    plain = total(program(options={"operands": ["wgrad"]})(one))
+    torch.testing.assert_close(quantized(one), plain, rtol=1e-6, atol=0)
+    assert quantized(torch.zeros(0, 32)).shape == (0, 32)
+    x = biased(4, 32)
+    x[2, 3] = torch.nan
+    assert quantized(x)[2, 3].isnan()
+
+
+@pytest.mark.long
+@pytest.mark.inductor
+def test_compiled_bits(inductor):
+    x = biased(40, 64)
+    compiled = inductor(lambda x: quantized(x), x)
+    for more in (x, biased(56, 64) * 1e-3):
+        assert torch.equal(compiled(more), quantized(more))
+
+
+def test_refusals():
+    with pytest.raises(PolicyError, match="cannot act on 'weights'"):
+        loaded("mean_split", {"operands": ["weights"]}, quantize=NVFP4)
+    with pytest.raises(CaptureError, match="does not tell the tokens and weights of experts apart"):
+        program(op="grouped")

@@ -1,0 +1,125 @@
+"""ms_eden: what it makes unbiased, exactly and in the mean, its bits under a compiler, and what it refuses."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fp4graph.errors import PolicyError
+from fp4graph.graph.plan import plan_site
+from fp4graph.numerics import noise
+from fp4graph.numerics.draw import Draw
+from fp4graph.numerics.hadamard import rotate, unrotate
+from fp4graph.ops.product import total
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.site import SiteView
+from tests.helpers.policies import NVFP4, loaded
+
+OPERAND = Operand.DGRAD_GRAD_OUTPUT
+ROTATED = {"hadamard": {"scope": "backward", "block": 128}}
+
+
+def policy(options=None, *, more=(ROTATED,), after=(), quantize=NVFP4):
+    return loaded("ms_eden", options, more=more, after=after, quantize=quantize)
+
+
+def program(options=None, **more):
+    site = SiteView("fc", "linear", 256, 256, 256 * 256)
+    return plan_site(site, policy(options, **more).rules[0]).program.operand(OPERAND)
+
+
+def draw(count):
+    return Draw(noise.make_key("site", "fc"), noise.make_step(0, 0, count))
+
+
+def gaussian(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def test_the_mean_of_a_scale_is_the_corrected_one():
+    """E[S'] = c·S with c = Σu²/Σuq over each group of 128, whatever elements were rounded to."""
+    lines, copies = 4, 400
+    x = gaussian(lines, 256) * torch.logspace(-2, 2, lines)[:, None]
+    result = program().quantize(x.repeat(copies, 1), draw(0))
+    mean = result.scale.double().reshape(copies, lines, 16).mean(0)
+    corrected, step = (each.reshape(copies, lines, 16)[0] for each in by_hand(result))
+    # A scale is one of two neighbours: its deviation is half their distance at most.
+    assert ((mean - corrected).abs() <= 4 * step / 2 / copies**0.5).all()
+
+
+def by_hand(result):
+    """The corrected scale of each block, and the distance of its neighbours in E4M3, float64."""
+    u, q = result.ratio.double(), result.elements.double()
+    scale = (result.values.double() / u).nan_to_num(0).amax(-1, keepdim=True)  # the scale that elements were rounded by
+    factor = (u * u).reshape(len(u), 2, 128).sum(-1) / (u * q).reshape(len(u), 2, 128).sum(-1)
+    corrected = scale * factor.repeat_interleave(8, 1)[..., None]
+    return corrected, 2.0 ** (torch.floor(torch.log2(corrected)).clamp(min=-6) - 3)
+
+
+def test_rotated_at_random_the_mean_of_an_operand_is_the_operand():
+    """What rounding to nearest shrinks, by a hundredth, the factor restores; the rest is noise of mean zero."""
+    x, count = gaussian(1, 128, seed=4), 4000
+    signs = torch.randint(0, 2, (count, 128), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+    rotated = rotate(x * signs, 128)
+    result = program().quantize(rotated, draw(0))
+    before = (result.values / result.ratio).nan_to_num(0).amax(-1, keepdim=True) * result.group_scale
+    nearest = result.blocking.join(result.elements * before)
+    means = [(unrotate(y, 128) * signs).double().mean(0) for y in (total(program()(rotated, draw(0))), nearest)]
+    slope, shrunk = ((x.double() * y).sum() / x.double().square().sum() for y in means)
+    # FP4's errors are a tenth of the signal: the mean of 4000·128 of them is off by less than a thousandth.
+    assert abs(slope - 1) < 1e-3
+    assert abs(shrunk - 1) > 3e-3
+
+
+def test_scales_are_neighbours_of_the_corrected_one():
+    x = gaussian(3, 256, seed=1)
+    result = program().quantize(x, draw(3))
+    corrected, step = by_hand(result)
+    values = torch.tensor(result.spec.scale.format.values(), dtype=torch.float64)
+    assert torch.isin(result.scale.double(), values).all()
+    assert ((result.scale.double() - corrected).abs() < step).all()
+    assert ((result.scale.double() - corrected).abs() > 0.5 * step).any()  # the farther neighbour is drawn too
+
+
+def test_zeros_and_poison():
+    x = gaussian(2, 256)
+    x[0] = 0
+    y = total(program()(x, draw(0)))
+    assert (y[0] == 0).all()
+    assert (y[1] != 0).any()
+    x[1, 7] = torch.nan
+    assert total(program()(x, draw(0)))[1, :128].isnan().all()
+
+
+@pytest.mark.long
+@pytest.mark.inductor
+def test_compiled_bits(inductor):
+    run, key = program(), noise.make_key("site", "fc")
+
+    def quantized(x, step):
+        return total(run(x, Draw(key, step)))
+
+    x, steps = gaussian(5, 256, seed=2), [noise.make_step(0, 0, count) for count in range(2)]
+    compiled = inductor(quantized, x, steps[0])
+    assert all(torch.equal(compiled(x, step), quantized(x, step)) for step in steps)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"options": {"block": 64}}, "hadamard has block 128, not 64"),
+        ({"more": [{"hadamard": {"scope": "all", "block": 128, "kind": "deterministic"}}]}, "a kind that draws signs"),
+        ({"more": [{"hadamard": {"scope": ["wgrad"], "block": 128}}]}, "dgrad.* is not rotated"),
+        ({"more": []}, "hadamard"),
+        ({"quantize": {**NVFP4, "block": [16, 16]}}, "no multiple of the block"),
+        ({"quantize": {**NVFP4, "rounding": "stochastic"}}, "rounds stochastically already"),
+        ({"quantize": {**NVFP4, "scale": {"format": "e8m0"}}}, "e8m0 scales"),
+        ({"options": {"target": 500}}, "above the largest scale"),
+        ({"after": ["tensor_scaling"]}, "take its operands out of those of tensor_scaling"),
+        ({"options": {"fill": 1.2}}, "fill"),
+        ({"options": {"operands": ["forward"]}}, "cannot act on 'forward'"),
+    ],
+)
+def test_refusals(given, message):
+    with pytest.raises(PolicyError, match=message):
+        policy(given.pop("options", None), **given)

@@ -1,0 +1,107 @@
+"""osci_reset against the authors' rule in NumPy, and what it refuses."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fp4graph
+from fp4graph.errors import PolicyError
+from tests.helpers.policies import NVFP4, loaded, one_rule
+from tests.recipes.arithmetic import quantize
+
+OPTIONS = {"start": 3, "every": 8, "track": 4, "threshold": 3.0}
+STEPS = 20
+
+
+def nvfp4(w: np.ndarray) -> np.ndarray:
+    return quantize(w, 1, block=16, fmt="e4m3", rule="nearest_even")
+
+
+def gradients(number: int) -> np.ndarray:
+    """Of alternating sign, so that weights swing to and fro, and of sizes that a few of them cross a threshold by."""
+    generator = np.random.default_rng(number)
+    swing = 0.04 * (-1) ** number * np.random.default_rng(99).random((8, 32))
+    return (swing + 0.002 * generator.standard_normal((8, 32))).astype(np.float32).astype(np.float64)
+
+
+def reference(w: np.ndarray) -> tuple[list[np.ndarray], list[int]]:
+    """Weights after each step of SGD with rate 1, and how many elements each step reset.
+
+    TetraJet-v2's calibrate.py, detect_type distance_ratio: with n the number of the step just done, n % every == 0
+    takes a snapshot, the next `track` steps sum |dW| and |dQ(W)|, and the one after sets W to Q(W) where the ratio of
+    the sums is at least the threshold, 0 where W did not move. Steps count from `start` here.
+    """
+    weights, resets, last, d, dq = [], [], w, np.zeros_like(w), np.zeros_like(w)
+    for n in range(1, STEPS + 1):
+        w = (w - gradients(n)).astype(np.float32).astype(np.float64)
+        place, reset = n - OPTIONS["start"], 0
+        if place >= 0:
+            place %= OPTIONS["every"]
+            if place == 0:
+                last, d, dq = w, np.zeros_like(w), np.zeros_like(w)
+            elif place <= OPTIONS["track"]:
+                d, dq, last = d + np.abs(w - last), dq + np.abs(nvfp4(w) - nvfp4(last)), w
+            elif place == OPTIONS["track"] + 1:
+                ratio = np.where(d > 0, dq / np.where(d > 0, d, 1), 0)
+                w, reset = (
+                    np.where(ratio >= OPTIONS["threshold"], nvfp4(w), w),
+                    int((ratio >= OPTIONS["threshold"]).sum()),
+                )
+        weights.append(w)
+        resets.append(reset)
+    return weights, resets
+
+
+def trained(options: dict[str, object], steps: int = STEPS) -> list[np.ndarray]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 8, bias=False))
+    model = fp4graph.apply(model, one_rule({"osci_reset": options}, quantize=NVFP4), backend="eager")
+    optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    weights = [model[0].weight.detach().double().numpy().copy()]
+    for number in range(1, steps + 1):
+        model(torch.ones(1, 32))  # a training forward
+        model[0].weight.grad = torch.from_numpy(gradients(number)).float()
+        optimizer.step()
+        weights.append(model[0].weight.detach().double().numpy().copy())
+    return weights
+
+
+@pytest.mark.slow
+def test_weights_are_those_of_the_rule() -> None:
+    start, *weights = trained(OPTIONS)
+    expected, resets = reference(start)
+    assert [n for n, reset in enumerate(resets, 1) if reset] == [8, 16]  # 3 + 5, and 8 steps later
+    assert 0 < resets[7] < start.size / 2
+    for mine, theirs in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)  # NVFP4 in fp32 here, in float64 there
+
+
+@pytest.mark.slow
+def test_a_reset_weight_is_in_the_middle_of_its_range() -> None:
+    weights = trained(OPTIONS, 8)
+    changed = np.abs(weights[8] - (weights[7] - gradients(8)).astype(np.float32)) > 1e-7
+    assert changed.any()
+    np.testing.assert_allclose(weights[8][changed], nvfp4(weights[8])[changed], rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"every": 51}, "track 50 steps, one to begin and one to reset are more than every 51"),
+        ({"threshold": 1}, "threshold must be above 1"),
+        ({"start": -1}, "start must be at least 0"),
+    ],
+)
+def test_wrong_options(options: dict[str, object], message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        loaded("osci_reset", options, quantize=NVFP4)
+
+
+def test_refusals() -> None:
+    with pytest.raises(PolicyError, match="every weight seems to oscillate"):
+        loaded("osci_reset", quantize={**NVFP4, "rounding": "stochastic"})
+    with pytest.raises(PolicyError, match="cannot share a site"):
+        loaded("osci_reset", more=["q_ema"], quantize=NVFP4)

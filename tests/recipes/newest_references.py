@@ -1,0 +1,270 @@
+"""Independent references, in NumPy float64, of recipes whose equations are in their authors' repositories.
+
+Each function of `REFERENCES` has the signature (x, w, dy, draw) -> (y, dx, dw) of `tests.recipes.other_references`,
+whose decisions about random signs, padding and zero tensors hold here too.
+
+Sources, by the short names used below. Facts were read there; no code was copied.
+    TE           NVIDIA/TransformerEngine at d0067d0d: transformer_engine/common/recipe/__init__.py (NVFP4BlockScaling),
+                 transformer_engine/pytorch/quantization.py (NVFP4BlockScalingRecipeState.make_quantizers),
+                 transformer_engine/pytorch/custom_recipes/reference_nvfp4.py (_quantize_blockwise_4over6_reference)
+    4/6          Cook et al. 2025, "Four Over Six", arXiv 2512.02010; mit-han-lab/fouroversix at dadfad69:
+                 src/fouroversix/quantize/pytorch/reference.py (select_fouroversix), and for nvint4
+                 src/fouroversix/model/modules/linear.py, scripts/train/configs/transformer_340M_nvint4.json
+    Quartet II   Panferov et al. 2026, "Quartet II", arXiv 2601.22813; IST-DASLab/Quartet-II at 8776a907:
+                 src/models/quantization/schemes/quartet_2.py (Quartet_II_fn, eden_1x16s_fp4_kernel),
+                 src/models/quantization/quantizers/{eden,nvfp4_triton}.py
+    TetraJet-v2  Chen et al. 2025, "TetraJet-v2", arXiv 2510.27527; thu-ml/TetraJet-v2-NVFP4Training at ca5953f6:
+                 kernels/csrc/quant_fp4.cu (nvfp4_double_quant), olmo2-training/olmo/quantization_real/linear.py
+    Averis       Cao et al. 2026, "The Curse and Blessing of Mean Bias in FP4-Quantized LLM Training", arXiv 2603.10444,
+                 its abstract, and the module averis of MindSpeed-LLM's features manager, which reproduces sec. 5
+
+Decisions, per policy, where sources are silent or disagree:
+    nvfp4-te-4over6
+                 TE, which takes MAE and lets X and W choose; 4/6 takes MSE and lets gradients choose too. Neither has a
+                 block scale of zero replaced; ours is the smallest subnormal, as in nvfp4-te.
+    quartet-ii   Quartet II's released layer, which has four over six in the forward (their sweep script has it off).
+                 Each backward GEMM has signs of its own; the code draws one diagonal per backward and accumulates them.
+                 A factor is clipped with its scale at 448; the code never comes near.
+    tetrajet-v2  The layer without OutControl (their TJv2-base). A block scale that rounds to zero is the smallest
+                 subnormal (the code then gives zeros); ties go to even, as the hardware's conversion has it.
+    averis       Quantizers are NVFP4 under a tensor scale, to nearest even. The weight gradient's operands are both
+                 split and quantized along T (the reproduction has an exact X there, and quantizes dW).
+    nvfp4-te-last-blocks, -bf16, -bf16-fprop
+                 The quantizers are those of nvfp4-te.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import numpy as np
+
+from tests.recipes.arithmetic import (
+    SCALES,
+    Block,
+    block_amax,
+    block_ids,
+    quantize,
+    round_nearest,
+    round_scale,
+    round_stochastic,
+)
+from tests.recipes.other_references import QMAX, Result, nvfp4_te, rotate_pair
+from tests.recipes.other_references import Draw as _Draw
+
+
+class Draw(_Draw, Protocol):
+    """The random numbers of one call of a linear, those of blocks included."""
+
+    def block_uniform(self, operand: str, lines: int, blocks: int) -> np.ndarray:
+        """Returns numbers in [0, 1) for the blocks of an operand's lines along its contraction axis."""
+
+
+def gamma_of(a: np.ndarray, target: float) -> float:
+    """Returns the tensor scale under which the largest block scale is the target: amax/(6 * target)."""
+    amax = float(np.max(np.abs(a)))
+    return amax / (QMAX * target) if amax > 0 else 1.0
+
+
+def sums_by_block(values: np.ndarray, axis: int, block: Block) -> np.ndarray:
+    """Returns the sum over each element's block, in the shape of values."""
+    ids = block_ids(values.shape, axis, block)
+    return np.bincount(ids.ravel(), values.ravel())[ids]
+
+
+def less(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """Returns where one sum of errors is below the other in exact arithmetic.
+
+    Sums of absolute errors are often equal (an element rounded up cancels one rounded down, whatever their values), and
+    then differ by what float64 loses in 256 additions, below 1e-13 of them; sums that differ do so by far more.
+    """
+    return one < other * (1 - 1e-11)
+
+
+def four_over_six(
+    a: np.ndarray,
+    axis: int,
+    *,
+    block: Block = 16,
+    power: int,
+    zero: str = "nearest_subnormal",
+    ties: str = "even",
+) -> np.ndarray:
+    """Returns NVFP4 with the scale of each block for 6 or for 4, whichever has the smaller sum of abs(error)^power.
+
+    With gamma = amax/(6 * 256): S6 = E4M3(Z/(6 gamma)), S4 = E4M3(1.5 * Z/(6 gamma)); both candidates are dequantized
+    and compared with a; equal errors take S6. Source: TE (power 1), 4/6 (power 2).
+    """
+    gamma = gamma_of(a, 256)
+    u = a / gamma
+    z = block_amax(u, axis, block)
+    candidates = []
+    for stretch in (1.0, 1.5):
+        scale = round_scale(stretch * z / QMAX, "e4m3", "nearest_even", zero)
+        value = scale * round_nearest(u / scale, "e2m1", ties)
+        candidates.append((sums_by_block(np.abs(value - u) ** power, axis, block), value))
+    (error6, six), (error4, four) = candidates
+    return gamma * np.where(less(error4, error6), four, six)
+
+
+def nvfp4_te_4over6(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
+    """Returns (y, dx, dw) of TE's NVFP4BlockScaling(nvfp4_4over6="all", disable_rht=True).
+
+    X in blocks of 1x16 and W in 16x16, both choosing by absolute errors under a tensor scale to 256; dY in blocks of
+    1x16, stochastic, under a tensor scale to 448; nothing rotated. One quantized W serves fprop and dgrad.
+    """
+
+    def gradient(name: str, axis: int) -> np.ndarray:
+        options = {"block": 16, "fmt": "e4m3", "rule": "nearest_even"}
+        return quantize(dy, axis, uniform=draw.uniform(name, dy.shape), tensor_scale=gamma_of(dy, 448), **options)
+
+    wq = four_over_six(w, 1, block=(16, 16), power=1)
+    y = four_over_six(x, 1, power=1) @ wq.T
+    dw = gradient("wgrad.grad_output", 0).T @ four_over_six(x, 0, power=1)
+    return y, gradient("dgrad.grad_output", 1) @ wq, dw
+
+
+def ms_eden(a: np.ndarray, axis: int, uniform: np.ndarray, group: int = 128) -> np.ndarray:
+    """Returns MS-EDEN of an array that is rotated already, its axis a multiple of the group.
+
+    With qmax = 6/(17/16 * 0.93) and gamma = amax/(255.99 * qmax): S = E4M3(Z/(qmax * gamma)), zero becoming one;
+    u = a/(S gamma); q = nearest(u), ties away from zero; per group c = sum(u^2)/sum(u q), 1 where that sum is zero;
+    S c is rounded to one of its neighbours in E4M3, to the upper one where its distance from the lower, in units of
+    their gap, exceeds `uniform` [lines, blocks]. Returns gamma * S' * q. Source: Quartet II, eden_1x16s_fp4_kernel.
+    """
+    lines = np.moveaxis(a, axis, -1)
+    shape, qmax = lines.shape, QMAX / ((17 / 16) * 0.93)
+    amax = float(np.abs(lines).max())
+    gamma = amax / 255.99 / qmax if amax > 0 else 1.0
+    blocks = lines.reshape(shape[0], -1, 16)
+    scale = round_scale(np.abs(blocks).max(-1) / qmax / gamma, "e4m3", "nearest_even", "to_one")
+    u = blocks / (scale[..., None] * gamma)
+    q = round_nearest(u, "e2m1", "away")
+    squares, products = ((u * other).reshape(shape[0], -1, group).sum(-1) for other in (u, q))
+    factor = np.where(products == 0, 1.0, squares / np.where(products == 0, 1.0, products))
+    corrected = scale * np.repeat(factor, group // 16, axis=-1)
+    table = SCALES["e4m3"]
+    upper = np.clip(np.searchsorted(table, corrected, side="right"), 1, len(table) - 1)
+    low, high = table[upper - 1], table[upper]
+    stored = np.where((corrected - low) / (high - low) > uniform, high, low)
+    return np.moveaxis((gamma * stored[..., None] * q).reshape(shape), -1, axis)
+
+
+def quartet_ii(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
+    """Returns (y, dx, dw) of Quartet II.
+
+    Forward: X and W in blocks of 16 along K, four over six by squared errors, zero scales one, ties away. Backward:
+    dX = M(dY S H) M(H S W'), dW = M(H S dY)^T M(H S X') with W' and X' the forward's dequantized operands, rotations of
+    128 along N and T, and M = `ms_eden`.
+    """
+    x_read, w_read = (four_over_six(a, 1, power=2, zero="to_one", ties="away") for a in (x, w))
+    operands = []
+    for gemm, axis, other, name in (("dgrad", 1, w_read, "weight"), ("wgrad", 0, x_read, "input")):
+        a, b = rotate_pair(dy, other, gemm, 128, draw)
+        for role, array, along in (("grad_output", a, axis), (name, b, 0)):
+            lines, length = array.shape[1 - along], array.shape[along]
+            operands.append(ms_eden(array, along, draw.block_uniform(f"{gemm}.{role}", lines, length // 16)))
+    dy_n, w_n, dy_t, x_t = operands
+    return x_read @ w_read.T, dy_n @ w_n, dy_t.T @ x_t
+
+
+def double_block(a: np.ndarray, axis: int, uniform: np.ndarray | None = None) -> np.ndarray:
+    """Returns gamma * NVFP4(a/gamma) with gamma = amax/(448 * 6) of each run of 128 along the axis, 1 for zeros.
+
+    Inside, blocks of 16 have E4M3 scales to nearest even. Source: TetraJet-v2, nvfp4_double_quant.
+    """
+    amax = block_amax(a, axis, 128)
+    # Both divisions are rounded to fp32, there and in the engine: multiples of a quarter meet midpoints of E4M3 often.
+    gamma = np.where(amax > 0, (amax / (448 * QMAX)).astype(np.float32).astype(np.float64), 1.0)
+    u = fp32(a / gamma)
+    return gamma * quantize(u, axis, uniform=uniform, block=16, fmt="e4m3", rule="nearest_even")
+
+
+def tetrajet_v2(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
+    """Returns (y, dx, dw) of TetraJet-v2 without OutControl.
+
+    y = D(X) D(W)^T; dX = R(dY S H) R(H S D(W)), dW = R(H S dY)^T R(H S D(X)), rotations of 16 along N and T, D
+    `double_block` to nearest and R the same, stochastic. Source: TetraJet-v2, linear.py.
+    """
+    x_read, w_read = double_block(x, 1), double_block(w, 1)
+    operands = []
+    for gemm, axis, other, name in (("dgrad", 1, w_read, "weight"), ("wgrad", 0, x_read, "input")):
+        a, b = rotate_pair(dy, other, gemm, 16, draw)
+        operands.append(double_block(a, axis, draw.uniform(f"{gemm}.grad_output", a.shape)))
+        operands.append(double_block(b, 0, draw.uniform(f"{gemm}.{name}", b.shape)))
+    dy_n, w_n, dy_t, x_t = operands
+    return x_read @ w_read.T, dy_n @ w_n, dy_t.T @ x_t
+
+
+def fp32(a: np.ndarray) -> np.ndarray:
+    """Returns an array rounded to float32."""
+    return a.astype(np.float32).astype(np.float64)
+
+
+def averis(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
+    """Returns (y, dx, dw) of mean-residual splitting.
+
+    With mu the mean over tokens of X: M = 1 mu^T, R = X - M, S(X) = Q(R) + Q(M), and likewise for dY;
+    y = S(X) Q(W)^T, dX = S(dY) Q(W), dW = S(dY)^T S(X), each Q along the contraction axis of its GEMM under a tensor
+    scale of its own argument. Source: Averis; the split's parts are float32 tensors there and here.
+    """
+
+    def q(a: np.ndarray, axis: int) -> np.ndarray:
+        gamma = float(np.float32(gamma_of(a, 448)))
+        return gamma * quantize(fp32(a / gamma), axis, block=16, fmt="e4m3", rule="nearest_even")
+
+    def split(a: np.ndarray, axis: int) -> np.ndarray:
+        mean = fp32(np.broadcast_to(a.mean(0, keepdims=True), a.shape))
+        return q(fp32(a - mean), axis) + q(mean, axis)
+
+    return split(x, 1) @ q(w, 1).T, split(dy, 1) @ q(w, 0), split(dy, 0).T @ split(x, 0)
+
+
+def nvint4(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
+    """Returns (y, dx, dw) of NVINT4 training: as `nvfp4_te` with Qmax = 7 and integers.
+
+    gamma = g amax/(7 * 448), S = E4M3(g Z/(7 gamma)) with g = 17/16 for stochastic operands (the code multiplies Qmax
+    by 16/17) and 1 for others; the value is gamma * S * round(a/(gamma S)). Source: 4/6, quantize_to_nvint4,
+    RoundStyle.adjustment_factor, FourOverSixLinearFunction.backward.
+    """
+
+    def q(a: np.ndarray, axis: int, block: Block, uniform: np.ndarray | None = None) -> np.ndarray:
+        guard = 1.0 if uniform is None else 17 / 16
+        gamma = guard * float(np.abs(a).max()) / (7 * 448)
+        u = a / gamma
+        scale = round_scale(guard * block_amax(u, axis, block) / 7, "e4m3")
+        if uniform is None:
+            return gamma * scale * round_nearest(u / scale, "int4")
+        return gamma * scale * round_stochastic(u / scale, "int4", uniform)
+
+    wq = q(w, 1, (16, 16))
+    y = q(x, 1, 16) @ wq.T
+    dx = q(dy, 1, 16, draw.uniform("dgrad.grad_output", dy.shape)) @ wq
+    rotated_dy, rotated_x = rotate_pair(dy, x, "wgrad", 16, draw)
+    dw = q(rotated_dy, 0, 16, draw.uniform("wgrad.grad_output", rotated_dy.shape)).T @ q(rotated_x, 0, 16)
+    return y, dx, dw
+
+
+def exact(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
+    """Returns (y, dx, dw) of unrounded operands."""
+    return x @ w.T, dy @ w, dy.T @ x
+
+
+def exact_forward(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
+    """Returns (y, dx, dw) of nvfp4-te with an unrounded fprop."""
+    return x @ w.T, *nvfp4_te(x, w, dy, draw)[1:]
+
+
+REFERENCES: dict[str, Callable[..., Result]] = {
+    "nvfp4-te-4over6": nvfp4_te_4over6,
+    "averis": averis,
+    "nvint4": nvint4,
+    "quartet-ii": quartet_ii,
+    "tetrajet-v2": tetrajet_v2,
+    "nvfp4-te-last-blocks": nvfp4_te,
+    "nvfp4-te-bf16": nvfp4_te,
+    "nvfp4-te-bf16@phase": exact,
+    "nvfp4-te-bf16-fprop": nvfp4_te,
+    "nvfp4-te-bf16-fprop@phase": exact_forward,
+}
