@@ -250,6 +250,7 @@ COLUMNS = (
     tables.case("policy"),
     tables.case("quantizers"),
     _megabytes("bytes", "MB"),
+    _megabytes("gemm_bytes", "of GEMMs"),
     _ratio("ratio", "to unquantized"),
     tables.number("launches", "launches"),
     tables.number("key_launches", "of keys"),
