@@ -122,19 +122,24 @@ def test_one_gradient(policy: str, needs: tuple[bool, bool], interpreter: Proces
 
 
 @pytest.mark.parametrize("name", ["quantize_both", "quantize_and_pack_columns"])
-def test_both_directions_on_a_cpu(name: str) -> None:
+@pytest.mark.parametrize("given", [False, True], ids=["alone", "given"])
+def test_both_directions_on_a_cpu(name: str, given: bool) -> None:
     """The CPU's implementation of the operators for two directions, which policies do not use there."""
     program = dict(programs())["tetrajet"]
     rows, columns = program.dgrad.left.spec, program.wgrad.left.spec
     assert rows is not None
     assert columns is not None
     x = factors(torch.bfloat16)[0]
-    arguments = (rows.to_text(), columns.to_text(), KEY, STEP, [3], [5], [], [])
+    # A divisor that rounds, and a factor.
+    parts = [[torch.tensor([d]), None, None, torch.tensor([f])] if given else [] for d, f in ((1.7, 0.5), (0.3, 4.0))]
+    arguments = (rows.to_text(), columns.to_text(), KEY, STEP, [3], [5], *parts)
+    row_given, column_given = (part or [None] * 4 for part in parts)
     first, *second = getattr(library, f"_{name}")(x, *arguments, *([True] if name == "quantize_both" else []))
-    assert_same_bits(first, torch.ops.fp4graph.quantize(x, arguments[0], KEY, STEP, [3], None, None, None, None))
-    other = torch.ops.fp4graph.quantize(x.mT, arguments[1], KEY, STEP, [5], None, None, None, None)
+    assert_same_bits(first, torch.ops.fp4graph.quantize(x, arguments[0], KEY, STEP, [3], *row_given))
+    other = torch.ops.fp4graph.quantize(x.mT, arguments[1], KEY, STEP, [5], *column_given)
     if name == "quantize_both":
         assert_same_bits(second[0].mT, other)
         assert torch.equal(second[1].sum(0), x.to(torch.float32).sum(0))
     else:
-        assert_same_bits(torch.ops.fp4graph.unpack(*second, arguments[1], x.shape[0], x.dtype, None), other)
+        stored = *second, arguments[1], x.shape[0], x.dtype, column_given[3]
+        assert_same_bits(torch.ops.fp4graph.unpack(*stored), other)
