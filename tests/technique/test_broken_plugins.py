@@ -337,6 +337,7 @@ def test_other_garbage_of_planning_names_the_site(method: str, wrong: Any, messa
     assert message in str(caught.value)
 
 
+@pytest.mark.slow
 def test_an_operand_is_given_the_same_technique(model: nn.Module) -> None:
     other = technique("other")
     late = technique("broken", for_operand=lambda self, operand: other())
