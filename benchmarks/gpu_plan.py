@@ -250,6 +250,7 @@ COLUMNS = (
     tables.case("policy"),
     tables.case("quantizers"),
     _megabytes("bytes", "MB"),
+    _megabytes("gemm_bytes", "of GEMMs"),
     _ratio("ratio", "to unquantized"),
     tables.number("launches", "launches"),
     tables.number("key_launches", "of keys"),
@@ -269,7 +270,7 @@ app = typer.Typer(add_completion=False)
 def main(
     context: typer.Context,
     blocks: Annotated[str, typer.Option(help=f"Of {', '.join(BLOCKS)}, separated by commas.")] = "vit-b",
-    policies: options.Policies = "tetrajet,microscaling,nvfp4",
+    policies: options.Policies = "tetrajet,microscaling,nvfp4,nvfp4-best",
     dtypes: options.Dtypes = "bfloat16",
     cards: Annotated[str, typer.Option(help=f"Of {', '.join(RATES)}, separated by commas.")] = "H200",
     bandwidth: Annotated[float | None, typer.Option(min=0, help="TB/s, instead of the card's.")] = None,

@@ -354,7 +354,7 @@ def _shapes(names: Iterator[str]) -> tuple[str, ...]:
     found = []
     for name in names:
         buffer = V.graph.name_to_buffer.get(name) or V.graph.graph_inputs.get(name)
-        if buffer is None or isinstance(getattr(buffer, "layout", None), ir.MultiOutputLayout):
+        if buffer is None or isinstance(getattr(buffer, "layout", None), ir.MultiOutputLayout | ir.NoneLayout):
             continue
         size = [V.graph.sizevars.optimization_hint(s) for s in buffer.get_size()]
         dtype = str(buffer.get_dtype()).removeprefix("torch.")

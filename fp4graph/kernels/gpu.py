@@ -13,6 +13,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4graph.numerics import target
 from fp4graph.numerics.spec import QuantSpec
@@ -43,7 +44,8 @@ def unsupported(spec: QuantSpec) -> str | None:
 def multiplies(left: Tensor, addend: Tensor | None) -> bool:
     """True if the kernel of triton_product.py multiplies ``left [..., I, K]``, on a GPU that takes the kernels."""
     vector = addend is None or (addend.dim() == 1 and addend.is_contiguous())
-    return vector and left.dtype in (torch.bfloat16, torch.float16) and bool(left.shape[-1] <= LONGEST)
+    short = statically_known_true(left.shape[-1] <= LONGEST)  # a length that varies is one of tokens, and long
+    return vector and short and left.dtype in (torch.bfloat16, torch.float16)
 
 
 def empty_sums(x: Tensor, wanted: bool) -> Tensor:

@@ -187,7 +187,7 @@ class Direction:
         """
         factor = self.given.factor
         own = self.given.scale is None and self.given.statistic is None
-        return own and (factor is None or factor.numel() == 1)
+        return own and (factor is None or is_scalar(factor))
 
 
 @dataclass(frozen=True, eq=False)

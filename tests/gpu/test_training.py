@@ -51,19 +51,19 @@ def trained(policy: str, dtype: torch.dtype, needs: tuple[bool, bool]) -> list[T
 
 def trained_by_triton(policy: str, dtype: torch.dtype, needs: tuple[bool, bool]) -> tuple[list[Tensor], list[str]]:
     """:func:`trained` as on a GPU, and the operators that ran. For the process of the interpreter."""
-    from fp4graph.kernels import triton_quantize
+    from fp4graph.kernels import triton_product, triton_quantize
 
     ran: list[str] = []
 
     def counted(name: str):  # type: ignore[no-untyped-def]
         def run(*arguments: object) -> object:
             ran.append(name)
-            return getattr(triton_quantize, name)(*arguments)
+            return getattr(triton_product if name == "scaled_product" else triton_quantize, name)(*arguments)
 
         return run
 
     own = torch.library.Library("fp4graph", "IMPL")
-    for name in OPERATORS:
+    for name in (*OPERATORS, "scaled_product"):
         own.impl(name, counted(name), "CPU", allow_override=True)
     operators._available_on_gpu = lambda: True
     gpu._has_bfloat16 = lambda: False  # a CPU refuses products with an out_dtype
@@ -95,6 +95,8 @@ USED["nvfp4-best"] = USED["ue5m3-best"] = USED["microscaling"]
 USED["nvfp4-te"] = USED["quartet"] = ["quantize"] * 6  # 2-D blocks, rotations
 USED["mxfp4-rht-sr"] = ["quantize"] * 4  # fprop is in high precision
 USED["int4-per-tensor"] = ["quantize"] * 4 + ["quantize_both"]  # scales of a whole tensor are not packed
+#: Products with a scalar on their accumulators: of a tensor scale, or of a range guard.
+SCALED = {"nvfp4-best": 3, "ue5m3-best": 3, "nvfp4-te": 3, "mxfp4-rht-sr": 2, "quartet": 2}
 USED["wang-dge"] = []  # lines as blocks are tensor code, which reads them once
 
 
@@ -105,7 +107,9 @@ def test_a_site(policy: str, dtype: torch.dtype, interpreter: ProcessPoolExecuto
     if policy == "nvfp4-te" and dtype is torch.float32:
         pytest.skip("sums of what the library rotates are not exact in fp32, and their order goes by the layout")
     mine, ran = interpreter.submit(trained_by_triton, policy, dtype, (True, True)).result()
-    assert ran == USED[policy]
+    quantizers = [name for name in ran if name != "scaled_product"]
+    assert quantizers == USED[policy]
+    assert len(ran) - len(quantizers) == (SCALED.get(policy, 0) if dtype is torch.bfloat16 else 0)
     for one, due in zip(mine, trained(policy, dtype, (True, True)), strict=True):
         assert_same_bits(one, due)
 
@@ -122,19 +126,24 @@ def test_one_gradient(policy: str, needs: tuple[bool, bool], interpreter: Proces
 
 
 @pytest.mark.parametrize("name", ["quantize_both", "quantize_and_pack_columns"])
-def test_both_directions_on_a_cpu(name: str) -> None:
+@pytest.mark.parametrize("given", [False, True], ids=["alone", "given"])
+def test_both_directions_on_a_cpu(name: str, given: bool) -> None:
     """The CPU's implementation of the operators for two directions, which policies do not use there."""
     program = dict(programs())["tetrajet"]
     rows, columns = program.dgrad.left.spec, program.wgrad.left.spec
     assert rows is not None
     assert columns is not None
     x = factors(torch.bfloat16)[0]
-    arguments = (rows.to_text(), columns.to_text(), KEY, STEP, [3], [5], [], [])
+    # A divisor that rounds, and a factor.
+    parts = [[torch.tensor([d]), None, None, torch.tensor([f])] if given else [] for d, f in ((1.7, 0.5), (0.3, 4.0))]
+    arguments = (rows.to_text(), columns.to_text(), KEY, STEP, [3], [5], *parts)
+    row_given, column_given = (part or [None] * 4 for part in parts)
     first, *second = getattr(library, f"_{name}")(x, *arguments, *([True] if name == "quantize_both" else []))
-    assert_same_bits(first, torch.ops.fp4graph.quantize(x, arguments[0], KEY, STEP, [3], None, None, None, None))
-    other = torch.ops.fp4graph.quantize(x.mT, arguments[1], KEY, STEP, [5], None, None, None, None)
+    assert_same_bits(first, torch.ops.fp4graph.quantize(x, arguments[0], KEY, STEP, [3], *row_given))
+    other = torch.ops.fp4graph.quantize(x.mT, arguments[1], KEY, STEP, [5], *column_given)
     if name == "quantize_both":
         assert_same_bits(second[0].mT, other)
         assert torch.equal(second[1].sum(0), x.to(torch.float32).sum(0))
     else:
-        assert_same_bits(torch.ops.fp4graph.unpack(*second, arguments[1], x.shape[0], x.dtype, None), other)
+        stored = *second, arguments[1], x.shape[0], x.dtype, column_given[3]
+        assert_same_bits(torch.ops.fp4graph.unpack(*stored), other)
