@@ -146,18 +146,23 @@ def attempt(case: Case) -> Figures:
     return {**figures, "took_seconds": round(time.perf_counter() - began, 2)}
 
 
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    made = argparse.ArgumentParser("benchmarks.gpu_validate", description=__doc__, formatter_class=_Help)
+    made.add_argument("--part", action="append", choices=PARTS, help="one part; repeat it for more (every part)")
+    made.add_argument("--device", default=None, help="cuda, cuda:1 (cuda; cpu with --rehearse)")
+    made.add_argument("--rehearse", action="store_true", help="on the CPU, few cases, small models")
+    made.add_argument("--backend", default="inductor", help="eager tries a rehearsal out without compiling")
+    made.add_argument("--minutes", type=float, default=7.0, help="no case is begun after so many (7)")
+    made.add_argument("--seconds", type=float, default=10.0, help="of one timing, at most (10)")
+    made.add_argument("--again", action="store_true", help="measure cases that have figures too")
+    made.add_argument("--folder", type=Path, default=ROOT / "benchmarks" / "results")
+    return made
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; 0 where nothing failed, 1 where a case did, 3 where cases are left for another command."""
-    parser = argparse.ArgumentParser("benchmarks.gpu_validate", description=__doc__, formatter_class=_Help)
-    parser.add_argument("--part", action="append", choices=PARTS, help="one part; repeat it for more (every part)")
-    parser.add_argument("--device", default=None, help="cuda, cuda:1 (cuda; cpu with --rehearse)")
-    parser.add_argument("--rehearse", action="store_true", help="on the CPU, few cases, small models")
-    parser.add_argument("--backend", default="inductor", help="eager tries a rehearsal out without compiling")
-    parser.add_argument("--minutes", type=float, default=7.0, help="no case is begun after so many (7)")
-    parser.add_argument("--seconds", type=float, default=10.0, help="of one timing, at most (10)")
-    parser.add_argument("--again", action="store_true", help="measure cases that have figures too")
-    parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks" / "results")
-    chosen = parser.parse_args(arguments)
+    chosen = parser().parse_args(arguments)
     if missing := [
         package or name for name, package in NEEDED.items() if not _is_there(name, rehearse=chosen.rehearse)
     ]:

@@ -99,7 +99,10 @@ def _python(words: list[str], get: Callable[[str], Any]) -> None:
     """``python -m MODULE ...`` and ``python SCRIPT ...``: whatever is named exists, with the options that are given."""
     if words[0] == "-m":
         module = importlib.import_module(words[1])
-        parse(module.app, words[2:])
+        if hasattr(module, "parser"):  # of the standard library
+            module.parser().parse_args(words[2:])
+        else:
+            parse(module.app, words[2:])
         return
     _script(words, get)
 

@@ -51,19 +51,19 @@ def trained(policy: str, dtype: torch.dtype, needs: tuple[bool, bool]) -> list[T
 
 def trained_by_triton(policy: str, dtype: torch.dtype, needs: tuple[bool, bool]) -> tuple[list[Tensor], list[str]]:
     """:func:`trained` as on a GPU, and the operators that ran. For the process of the interpreter."""
-    from fp4graph.kernels import triton_quantize
+    from fp4graph.kernels import triton_product, triton_quantize
 
     ran: list[str] = []
 
     def counted(name: str):  # type: ignore[no-untyped-def]
         def run(*arguments: object) -> object:
             ran.append(name)
-            return getattr(triton_quantize, name)(*arguments)
+            return getattr(triton_product if name == "scaled_product" else triton_quantize, name)(*arguments)
 
         return run
 
     own = torch.library.Library("fp4graph", "IMPL")
-    for name in OPERATORS:
+    for name in (*OPERATORS, "scaled_product"):
         own.impl(name, counted(name), "CPU", allow_override=True)
     operators._available_on_gpu = lambda: True
     gpu._has_bfloat16 = lambda: False  # a CPU refuses products with an out_dtype
@@ -95,6 +95,8 @@ USED["nvfp4-best"] = USED["ue5m3-best"] = USED["microscaling"]
 USED["nvfp4-te"] = USED["quartet"] = ["quantize"] * 6  # 2-D blocks, rotations
 USED["mxfp4-rht-sr"] = ["quantize"] * 4  # fprop is in high precision
 USED["int4-per-tensor"] = ["quantize"] * 4 + ["quantize_both"]  # scales of a whole tensor are not packed
+#: Products with a scalar on their accumulators: of a tensor scale, or of a range guard.
+SCALED = {"nvfp4-best": 3, "ue5m3-best": 3, "nvfp4-te": 3, "mxfp4-rht-sr": 2, "quartet": 2}
 USED["wang-dge"] = []  # lines as blocks are tensor code, which reads them once
 
 
@@ -105,7 +107,9 @@ def test_a_site(policy: str, dtype: torch.dtype, interpreter: ProcessPoolExecuto
     if policy == "nvfp4-te" and dtype is torch.float32:
         pytest.skip("sums of what the library rotates are not exact in fp32, and their order goes by the layout")
     mine, ran = interpreter.submit(trained_by_triton, policy, dtype, (True, True)).result()
-    assert ran == USED[policy]
+    quantizers = [name for name in ran if name != "scaled_product"]
+    assert quantizers == USED[policy]
+    assert len(ran) - len(quantizers) == (SCALED.get(policy, 0) if dtype is torch.bfloat16 else 0)
     for one, due in zip(mine, trained(policy, dtype, (True, True)), strict=True):
         assert_same_bits(one, due)
 
