@@ -10,7 +10,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import fp4graph_policies
 import torch
 from torch import Tensor
 
@@ -26,7 +25,7 @@ from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import BlockPosition, SiteView
 from tests.helpers.floats import any_floats, around, blocks_of_every_scale
 
-POLICIES = sorted(file.stem for file in Path(fp4graph_policies.__file__).parent.glob("*.yaml"))
+POLICIES = sorted(file.stem for file in (Path(__file__).parents[2] / "policies").glob("*.yaml"))
 MXFP4 = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}}
 NVFP4 = {"element": "e2m1", "block": 16, "scale": {"format": "e4m3", "rounding": "nearest_even"}}
 ENCODE = {**NVFP4, "scale": {**NVFP4["scale"], "convention": "encode"}}  # type: ignore[dict-item]
@@ -65,7 +64,7 @@ class Quantizer:
 
     def called_on(
         self, x: Tensor, key: Tensor, step: Tensor, state: Sequence[Tensor]
-    ) -> tuple[Tensor, Draw, dict[str, dict[str, Tensor]]]:
+    ) -> tuple[Tensor, Draw | None, dict[str, dict[str, Tensor]]]:
         """What the program is called on."""
         entries: dict[str, dict[str, Tensor]] = {}
         for slot, tensor in zip(self.program.state, state, strict=True):
@@ -122,7 +121,8 @@ def programs() -> list[tuple[str, MatmulProgram]]:
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fp4graph.PolicyWarning)  # idle here, compiled all the same
-        policies = [fp4graph.load_policy(policy) for policy in (*POLICIES, *others.values())]
+        shipped = [fp4graph.load_policy(name) for name in POLICIES]
+        policies = shipped + [fp4graph.load_policy(policy) for policy in others.values()]
     found = []
     for policy in policies:
         for rule in (*policy.rules, policy.default):
