@@ -40,7 +40,7 @@ class MeanSplit(Technique):
     twice. The complexity weight is ours: 0.5, Table 2's unfusable O(n) with O(1) memory (K values).
 
     Use it for language models, whose activations have a mean that grows in training. It takes the place of Hadamard
-    rotations or goes before them: ``hadamard`` rotates in wgrad along the tokens, whose mean it would split otherwise.
+    rotations. Beside ``hadamard``, which rotates in wgrad along the tokens, it splits the mean of rotated tokens there.
     """
 
     name: ClassVar[str] = "mean_split"

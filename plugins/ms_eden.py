@@ -25,7 +25,8 @@ from fp4graph.technique import (
 )
 
 _SMALLEST_NORMAL = 2.0**-126  # of fp32: the least γ
-_SQUARE = 64.0  # above the square of any ratio x/S: Qmax/fill · 17/16 is 6.5, 17/16 being the rounding of S
+#: Above the square of any ratio x/S: Qmax/fill · 3/2 is 9.7, where a subnormal S of 3/2 units was rounded down to one.
+_SQUARE = 128.0
 
 
 class MSEden(Technique):
@@ -86,6 +87,10 @@ class MSEden(Technique):
             raise ValueError(f"its factor is that of a rotated group: hadamard has block {rotated}, not {self.block}")
         if getattr(rotation, "kind", None) == "deterministic":
             raise ValueError("it is unbiased under a random rotation alone; hadamard needs a kind that draws signs")
+        if getattr(rotation, "resample", None) == "never":
+            raise ValueError(
+                "it is unbiased over rotations alone, and hadamard keeps its signs; leave its option resample out"
+            )
         for operand, spec in self.specs_listed(specs).items():
             if operand.gemm not in rotation.rotated:  # type: ignore[attr-defined]  # a public property of hadamard
                 raise ValueError(f"{operand} is not rotated; add {operand.gemm} to the scope of hadamard")

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from pydantic import Field, model_validator
 
-from fp4graph.technique import Operand, OperandSpecs, Overhead, Technique, WeightUpdate, hookimpl
+from fp4graph.technique import Gemm, Operand, OperandSpecs, Overhead, SiteView, Technique, WeightUpdate, hookimpl
 
 
 class OsciReset(Technique):
@@ -25,7 +25,7 @@ class OsciReset(Technique):
 
     Source: Chen et al. 2025, "TetraJet-v2: Accurate NVFP4 Training for Large Language Models with Oscillation
     Suppression and Outlier Control", and the authors' code (detection by distance ratio; period 200, track 50,
-    threshold 8, start at about 60 % of the training). Their variants are left out: one that tracks a tenth of the
+    threshold 8, start after 59 to 69 % of the training). Their variants are left out: one that tracks a tenth of the
     elements, and one that takes elements near the edge of their range without tracking them.
 
     Stage: optimizer, after the step.
@@ -43,8 +43,9 @@ class OsciReset(Technique):
     complexity: ClassVar[float] = 2.0
     by_expert: ClassVar[bool] = True
     on_weight: ClassVar[bool] = True
-    #: Q-EMA rounds by an average that a reset of the weight does not move; freeze puts weights back by itself.
-    conflicts: ClassVar[frozenset[str]] = frozenset({"q_ema", "freeze"})
+    #: Q-EMA rounds by an average that a reset of the weight does not move; freeze puts weights back by itself; under
+    #: noise on the weights all of them seem to oscillate.
+    conflicts: ClassVar[frozenset[str]] = frozenset({"q_ema", "freeze", "adaptive_quantization_noise"})
 
     start: int = Field(0, ge=0, description="Optimizer steps before the first tracking; 0 waits for every steps.")
     every: int = Field(200, ge=1, description="Steps from one reset to the next.")
@@ -61,7 +62,14 @@ class OsciReset(Technique):
         return self
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """Refuse a stochastic weight quantizer, under which every weight seems to oscillate."""
+        """Refuse quantizers under which every weight seems to oscillate: stochastic ones, and bases that change."""
+        anything = SiteView(None, "linear", None, None, None, None, "swiglu")
+        for name, technique in techniques.items():
+            if Gemm.FPROP in technique.pairs(anything):
+                raise ValueError(
+                    f"{name} transforms weights before they are rounded, so Q(W) moves though W does not; take fprop "
+                    f"out of the scope of {name}"
+                )
         spec = specs.get(Operand.FPROP_WEIGHT)
         if spec is not None and "stochastic" in (spec.rounding, spec.scale.rounding):
             raise ValueError(

@@ -33,7 +33,7 @@ MATRICES = 4
 #: The smallest number of lines that are sampled from an operand, however long they are.
 LEAST = 8
 #: Stages at which a technique makes an element random in more than its rounding, or replaces its rounding.
-_COMPOSING = ("split", "around", "round", "after")
+_COMPOSING = ("split", "around", "round", "rescale", "after")
 
 
 @dataclass(frozen=True)

@@ -291,7 +291,7 @@ class Planner:
         name = rule.name if index != DEFAULT_INDEX or rule.quantizes else None
         reason = "" if quantized else rule.keep or "every operand is kept in high precision"
         found_out = (shapes, name, reason, dict(plan.specs), quantized, occurrence, index, work)
-        self.sites.append(Site(view.module, view.op, *found_out, exact=_exact(plan.program)))
+        self.sites.append(Site(view.module, view.op, *found_out, exact=_exact(plan.program, view.op)))
         return PlannedSite(found, plan, occurrence) if quantized else None
 
     def _work(self, found: FoundWork) -> None:
@@ -349,9 +349,10 @@ def rule_that_keeps(name: str, module: str | None) -> str:
     )
 
 
-def _exact(program: MatmulProgram | None) -> tuple[Gemm, ...]:
-    """Return the GEMMs whose operands are bf16 numbers by construction."""
-    gemms = () if program is None else (program.fprop, program.dgrad, program.wgrad)
+def _exact(program: MatmulProgram | None, op: str) -> tuple[Gemm, ...]:
+    """Return the GEMMs whose operands are bf16 numbers by construction, but not those of experts, which multiply in the
+    model's dtype."""
+    gemms = () if program is None or op == "grouped" else (program.fprop, program.dgrad, program.wgrad)
     return tuple(gemm.gemm for gemm in gemms if gemm.is_exact())
 
 

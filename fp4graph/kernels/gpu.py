@@ -41,9 +41,12 @@ def unsupported(spec: QuantSpec) -> str | None:
     return None if spec.element.code_bits <= 8 else f"{spec.element.code_bits}-bit elements"
 
 
-def multiplies(left: Tensor, addend: Tensor | None) -> bool:
-    """True if the kernel of triton_product.py multiplies ``left [..., I, K]``, on a GPU that takes the kernels."""
-    vector = addend is None or (addend.dim() == 1 and addend.is_contiguous())
+def multiplies(left: Tensor, right: Tensor, addend: Tensor | None) -> bool:
+    """True if the kernel of triton_product.py multiplies ``left [..., I, K]`` with ``right [..., J, K]``, on a GPU that
+    takes the kernels: the addend is a vector of J elements."""
+    vector = addend is None or (
+        addend.dim() == 1 and addend.is_contiguous() and statically_known_true(addend.shape[0] == right.shape[-2])
+    )
     short = statically_known_true(left.shape[-1] <= LONGEST)  # a length that varies is one of tokens, and long
     return vector and short and left.dtype in (torch.bfloat16, torch.float16)
 

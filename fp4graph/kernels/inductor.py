@@ -38,6 +38,10 @@ _REQUIRED: dict[str, tuple[object, str]] = {
     "cpp.enable_floating_point_contract_flag": ("off", "a contracted multiply-add rounds once, eager mode twice"),
     "cuda.use_fast_math": (False, "approximate instructions change what quantizers round"),
     "cutlass.use_fast_math": (False, "approximate instructions change what quantizers round"),
+    "triton.native_matmul": (False, "products are then fused with quantizers, which see sums that were never rounded"),
+    "b2b_gemm_pass": (False, "a quantizer between two products would be fused with both"),
+    "cuda_backend": ("triton", "the options that make GPU code exact are those of Triton"),
+    "cpu_backend": ("cpp", "the bits of CPU code are known for C++ alone"),
     "triton.codegen_upcast_to_fp32": (True, "arithmetic in 16 bits rounds where eager mode does not"),
     "freezing": (False, "frozen weights stay as they are, so an evaluation between steps would run former ones"),
 }  # fmt: skip

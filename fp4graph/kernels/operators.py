@@ -141,10 +141,10 @@ def _available() -> bool:
     return cpu.available()
 
 
-def multiplies(left: Tensor, addend: Tensor | None) -> bool:
-    """True if on the GPU of ``left [..., I, K]`` a kernel of this project multiplies it, and its accumulator by a
-    scalar."""
-    return _on_gpu(left.device) and gpu.multiplies(left, addend)
+def multiplies(left: Tensor, right: Tensor, addend: Tensor | None) -> bool:
+    """True if on the GPU of ``left [..., I, K]`` a kernel of this project multiplies it with ``right [..., J, K]``, and
+    its accumulator by a scalar."""
+    return _on_gpu(left.device) and gpu.multiplies(left, right, addend)
 
 
 def packs(spec: QuantSpec, source: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
@@ -247,11 +247,13 @@ def quantize(
     Args:
         draw: needed if ``spec`` rounds stochastically.
         given: what techniques have made of the blocks, ``[..., ceil(C/block)]`` or of one element.
-        dtype: that the result is cast to on a GPU, where the kernel does; elsewhere it has that of ``x``.
+        dtype: that the result of an fp32 ``x`` is cast to on a GPU, where the kernel does; else it has that of ``x``.
     """
     if x.dtype not in _dtypes(x.device):
         return quantize(x.to(torch.float32), spec, draw, given).to(x.dtype)
-    casts = target.kind(x.device) == "cuda" and dtype is not x.dtype and dtype in _dtypes(x.device)
+    # 16-bit operands are rounded to their own dtype first, as elsewhere.
+    wide = target.kind(x.device) == "cuda" and x.dtype is torch.float32
+    casts = wide and dtype is not x.dtype and dtype in _dtypes(x.device)
     parts = spec.to_text(), *flat(spec, draw), *(given or Blocks())
     result: Tensor = torch.ops.fp4graph.quantize(x, *parts, *((dtype,) if casts else ()))
     return result

@@ -151,7 +151,7 @@ def scaled_product(left: Tensor, right: Tensor, scale: Tensor, addend: Tensor | 
         scale: fp32, 0-d.
         addend: of the operands' dtype, broadcastable to ``[..., I, J]``.
     """
-    if target.kind(left.device) == "cpu" or operators.multiplies(left, addend):
+    if target.kind(left.device) == "cpu" or operators.multiplies(left, right, addend):
         result: Tensor = torch.ops.fp4graph.scaled_product(left, right, scale, addend, beta)
         return result
     return with_addend(accumulated(left, right) * scale, addend, beta).to(left.dtype)

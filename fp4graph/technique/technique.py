@@ -92,8 +92,8 @@ class Technique(BaseModel):
     per_model: ClassVar[bool] = False
     #: True if the technique acts on the weight of a linear layer or of experts, and not on an activation in its place.
     on_weight: ClassVar[bool] = False
-    #: True if the stages from ``block_statistic`` to ``round`` treat every block by itself: their results depend on the
-    #: block and its part of ``weight_like`` state, and neither on other blocks nor on the block's place. Statistics
+    #: True if the stages from ``block_statistic`` to ``rescale`` treat every block by itself: their results depend on
+    #: the block and its part of ``weight_like`` state, and neither on other blocks nor on the block's place. Statistics
     #: then quantize a few blocks again instead of whole operands. Each class declares it for itself. It has no effect
     #: beside ``split``, ``around`` or ``after``, or if the technique ``draws``.
     by_block: ClassVar[bool] = False

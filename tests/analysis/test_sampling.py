@@ -172,6 +172,14 @@ def test_programs_of_techniques_are_quantized_whole():
         assert torch.equal(found.moments.mean, found.q)
 
 
+def test_scales_drawn_after_rounding_leave_no_moments():
+    """The mean of MS-EDEN is another than the values of one draw."""
+    technique = default_registry().techniques["ms_eden"]()
+    program = OperandProgram(QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even")), (technique,))
+    found = sample(seen(program, normal(64, 256)), Selection((64, 256), None))
+    assert found.moments.mean is None
+
+
 @pytest.mark.slow
 def test_normalized_and_stochastic():
     """γ is in the moments; of what is random in other ways than rounding there are none."""

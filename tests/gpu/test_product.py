@@ -85,12 +85,14 @@ def compiled(gpu: absent.Gpu, layout: str) -> absent.Binary:
 
 
 def test_which_products_it_takes() -> None:
-    """Short ones of 16 bits, with nothing or a vector to add."""
-    left = torch.empty(2, gpu.LONGEST, dtype=torch.bfloat16)
+    """Short ones of 16 bits, with nothing or a whole vector to add."""
+    left, right = (torch.empty(rows, gpu.LONGEST, dtype=torch.bfloat16) for rows in (2, 8))
     vector = torch.empty(8)
-    assert gpu.multiplies(left, None)
-    assert gpu.multiplies(left.half(), vector)
-    assert not gpu.multiplies(left.float(), None)
-    assert not gpu.multiplies(torch.empty(2, gpu.LONGEST + 1, dtype=torch.bfloat16), None)
-    assert not gpu.multiplies(left, torch.empty(2, 8))
-    assert not gpu.multiplies(left, vector[::2])
+    assert gpu.multiplies(left, right, None)
+    assert gpu.multiplies(left.half(), right, vector)
+    assert not gpu.multiplies(left.float(), right, None)
+    longer = torch.empty(2, gpu.LONGEST + 1, dtype=torch.bfloat16)
+    assert not gpu.multiplies(longer, longer, None)
+    assert not gpu.multiplies(left, right, torch.empty(2, 8))
+    assert not gpu.multiplies(left, right, torch.empty(16)[::2])
+    assert not gpu.multiplies(left, right, vector[:1])  # one element for all columns

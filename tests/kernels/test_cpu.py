@@ -439,7 +439,11 @@ OPERATORS: dict[str, tuple[Any, tuple[Any, ...]]] = {
         "requantize",
         (_packed.codes, _packed.scales, MXFP4.to_text(), 70, torch.bfloat16, _again, KEY, STEP, list(SALTS)),
     ),
-    "unpack": ("unpack", (_packed.codes, _packed.scales, MXFP4.to_text(), 70, torch.float32)),
+    "unpack": ("unpack", (_packed.codes, _packed.scales, MXFP4.to_text(), 70, torch.float32, None)),
+    "unpack, a factor": (
+        "unpack",
+        (_packed.codes, _packed.scales, MXFP4.to_text(), 70, torch.float32, torch.tensor([0.5])),
+    ),
 }
 
 

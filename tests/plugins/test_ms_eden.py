@@ -47,6 +47,20 @@ def test_the_mean_of_a_scale_is_the_corrected_one():
     assert ((mean - corrected).abs() <= 4 * step / 2 / copies**0.5).all()
 
 
+def test_the_factor_of_scales_that_round_far_down():
+    """Lines 10⁵ below the tensor's maximum have subnormal scales: of 1.45 units one remains, and ratios reach 9.1."""
+    x = gaussian(40, 256, seed=5)
+    x[:, ::16] = x.abs().amax() * torch.where(x[:, ::16] < 0, -1, 1)  # every block has the line's maximum
+    unit = x.abs().amax() / (6 / (17 / 16 * 0.93) * 255.99) * 2.0**-9
+    x[1:] *= (1.45 * unit * 6 / (17 / 16 * 0.93)) / x.abs().amax()
+    result = program().quantize(x, draw(0))
+    assert result.ratio[1:].abs().max() > 8
+    corrected, step = by_hand(result)
+    mean, expected = result.scale.double()[1:].mean(), corrected[1:].mean()
+    blocks = corrected[1:].numel()
+    assert (mean - expected).abs() <= 4 * step[1:].max() / 2 / blocks**0.5
+
+
 def by_hand(result):
     """The corrected scale of each block, and the distance of its neighbours in E4M3, float64."""
     u, q = result.ratio.double(), result.elements.double()
@@ -109,6 +123,7 @@ def test_compiled_bits(inductor):
     [
         ({"options": {"block": 64}}, "hadamard has block 128, not 64"),
         ({"more": [{"hadamard": {"scope": "all", "block": 128, "kind": "deterministic"}}]}, "a kind that draws signs"),
+        ({"more": [{"hadamard": {**ROTATED["hadamard"], "resample": "never"}}]}, "leave its option resample out"),
         ({"more": [{"hadamard": {"scope": ["wgrad"], "block": 128}}]}, "dgrad.* is not rotated"),
         ({"more": []}, "hadamard"),
         ({"quantize": {**NVFP4, "block": [16, 16]}}, "no multiple of the block"),

@@ -103,5 +103,9 @@ def test_wrong_options(options: dict[str, object], message: str) -> None:
 def test_refusals() -> None:
     with pytest.raises(PolicyError, match="every weight seems to oscillate"):
         loaded("osci_reset", quantize={**NVFP4, "rounding": "stochastic"})
-    with pytest.raises(PolicyError, match="cannot share a site"):
-        loaded("osci_reset", more=["q_ema"], quantize=NVFP4)
+    with pytest.raises(PolicyError, match="take fprop out of the scope of hadamard"):
+        loaded("osci_reset", more=[{"hadamard": {"scope": "all", "block": 16}}], quantize=NVFP4)
+    noise = {"sigma_start": 0.01, "sigma_end": 0.001, "stages": 2, "steps_per_stage": 5}
+    for other in ("q_ema", {"adaptive_quantization_noise": noise}):
+        with pytest.raises(PolicyError, match="cannot share a site"):
+            loaded("osci_reset", more=[other], quantize=NVFP4)
