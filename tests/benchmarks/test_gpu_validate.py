@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import gpu_page, gpu_validate
+from benchmarks import gpu_page, gpu_steps, gpu_validate
 from fp4graph.kernels import operators
 
 CPU = torch.device("cpu")
@@ -178,3 +180,22 @@ def test_the_cases_on_a_card() -> None:
         assert switch.partition("=")[2].strip("\"'") in page
         assert switch.partition("=")[0] in page
     assert len({tuple(one.items()) for one in made}) == len(made)
+
+
+def test_caches_of_compilers_are_gone_when_a_case_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+
+    def ready(*arguments: Any) -> Any:
+        caches = arguments[-1]
+        with gpu_steps._fresh_cache("inductor", caches):
+            folder = Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+            (folder / "kernel.so").touch()
+        seen.append([str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.so")])
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(gpu_steps, "_ready", ready)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        gpu_steps.step("trial-stack", "tetrajet", "bfloat16", "default", CPU, "inductor", 1.0)
+    assert len(seen[0]) == 1  # there as long as the case runs
+    assert not list(tmp_path.iterdir())
