@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -138,8 +139,10 @@ def step(
     torch._dynamo.reset()
     own = SWITCHES[switch]
     with ExitStack() as stack:
-        baseline, first = _ready(stack, model, UNQUANTIZED, dtype, own, device, backend)
-        quantized, second = _ready(stack, model, policy, dtype, own, device, backend)
+        # Compilers' caches, kept until both programs have run, because kernels may be loaded late.
+        caches = stack.enter_context(TemporaryDirectory(prefix="gpu_steps-", ignore_cleanup_errors=True))
+        baseline, first = _ready(stack, model, UNQUANTIZED, dtype, own, device, backend, caches)
+        quantized, second = _ready(stack, model, policy, dtype, own, device, backend, caches)
         found = compare(baseline.step, quantized.step, device, Patience(seconds=seconds, least=5), warm_up=2)
     low, middle, high = found.quartiles
     return {
@@ -154,14 +157,21 @@ def step(
 
 
 def _ready(
-    stack: ExitStack, model: str, policy: str, dtype: str, switch: Switch, device: torch.device, backend: str
+    stack: ExitStack,
+    model: str,
+    policy: str,
+    dtype: str,
+    switch: Switch,
+    device: torch.device,
+    backend: str,
+    caches: str,
 ) -> tuple[Trainee, Mapping[str, float | None]]:
     """Return a compiled model in training, its compile time and its peak memory in bytes."""
     before = _allocated(device)
     size = SIZES.get(model, STEPS[model].size)
     trainee = Trainee(STEPS[model], policy, size, DTYPES[dtype], device)
     stack.enter_context(switch.context() if policy != UNQUANTIZED else nullcontext())
-    with _fresh_cache(backend):
+    with _fresh_cache(backend, caches):
         began = time.perf_counter()
         trainee.compile(backend, switch.mode if backend == "inductor" else None)
         trainee.step()
@@ -185,11 +195,11 @@ def _allocated(device: torch.device) -> int:
 
 
 @contextmanager
-def _fresh_cache(backend: str) -> Iterator[None]:
-    """Compile with an empty cache. Its folder is kept until the process ends, because kernels may be loaded late."""
+def _fresh_cache(backend: str, caches: str) -> Iterator[None]:
+    """Compile with an empty cache, a new folder under ``caches`` that stays when the context ends."""
     if backend != "inductor":
         yield
         return
     fresh: Any = getattr(inductor, "fresh_cache", None) or inductor.fresh_inductor_cache  # its former name
-    with fresh(delete=False):
+    with fresh(dir=caches, delete=False):
         yield

@@ -8,8 +8,9 @@ Parts: ``kernels``, every operator beside tensor code, bit by bit; ``quantizers`
 as Inductor compiles it, beside eager mode, bit by bit; ``parity``, short trainings beside eager mode; ``steps``, time
 and peak memory of training steps beside the unquantized model; ``switches``, the same with one thing changed.
 
-Figures go to one JSON file and one Markdown page in ``--folder`` after every case. A command ends after ``--minutes``
-and says what is left; the same command goes on from there. ``--again`` measures anew.
+Figures go to one JSON file and one Markdown page in ``--folder`` after every case. A command begins one case at least,
+and no other that may end after ``--minutes``, and says how many are left. The same command goes on from there: first
+what was never tried, then what failed or was measured at another commit. ``--again`` measures everything anew.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -112,20 +115,43 @@ class Record:
         self.file, self.page = folder / f"{name}.json", folder / f"{name}.md"
         stored = json.loads(self.file.read_text("utf-8")) if self.file.exists() else {"rows": []}
         self.rows: list[dict[str, Any]] = stored["rows"]
+        self._commit = _commit()
 
-    def has(self, case: Case) -> bool:
-        """Return whether the case has figures."""
-        return any(row["case"] == case.name and "failed" not in row["figures"] for row in self.rows)
+    def failure(self, case: Case) -> str | None:
+        """Return why the case is not done, or None if it ended as it should at this commit."""
+        from benchmarks import gpu_page
+
+        row = self._row(case)
+        if row is None:
+            return "never tried"
+        return gpu_page.failure(row) if row["commit"] == self._commit else "done at another commit"
+
+    def tried(self, case: Case) -> str:
+        """Return when the case was last tried, as text that sorts by time; nothing sorts first."""
+        row = self._row(case)
+        return "" if row is None else row["date"]
+
+    def longest(self, part: str) -> float:
+        """Return the seconds that the longest case of ``part`` took so far."""
+        rows = (row for row in self.rows if row["case"]["part"] == part)
+        return max((row["figures"].get("took_seconds", 0.0) for row in rows), default=0.0)
+
+    def begin(self, case: Case) -> None:
+        """Mark the case as begun, which stays if the process is killed."""
+        self.add(case, {"failed": "begun and not ended: it runs, or was killed"})
 
     def add(self, case: Case, figures: Figures) -> None:
         """Keep the figures of a case, in both files."""
         from benchmarks import gpu_page
 
         self.rows = [row for row in self.rows if row["case"] != case.name]
-        self.rows.append({"case": case.name, "commit": _commit(), "date": _now(), "figures": figures})
+        self.rows.append({"case": case.name, "commit": self._commit, "date": _now(), "figures": figures})
         content = {"benchmark": "gpu_validate", "machine": self.machine, "rows": self.rows}
         _write(self.file, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
         _write(self.page, gpu_page.page(content, predictions(ROOT / "benchmarks" / "results")))
+
+    def _row(self, case: Case) -> dict[str, Any] | None:
+        return next((row for row in self.rows if row["case"] == case.name), None)
 
 
 def predictions(folder: Path) -> list[dict[str, Any]]:
@@ -153,10 +179,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--device", default=None, help="cuda, cuda:1 (cuda; cpu with --rehearse)")
     made.add_argument("--rehearse", action="store_true", help="on the CPU, few cases, small models")
     made.add_argument("--backend", default="inductor", help="eager tries a rehearsal out without compiling")
-    made.add_argument("--minutes", type=float, default=7.0, help="no case is begun after so many (7)")
+    made.add_argument("--minutes", type=float, default=7.0, help="no case is begun that may end after so many (7)")
     made.add_argument("--seconds", type=float, default=10.0, help="of one timing, at most (10)")
     made.add_argument("--again", action="store_true", help="measure cases that have figures too")
-    made.add_argument("--folder", type=Path, default=ROOT / "benchmarks" / "results")
+    made.add_argument("--folder", type=Path, help="benchmarks/results; runs/gpu_validate with --rehearse")
     return made
 
 
@@ -168,30 +194,46 @@ def main(arguments: list[str] | None = None) -> int:
     ]:
         print(f"not installed: {', '.join(missing)}. Install them with pip (this package with pip install -e .)")
         return 2
+    if not chosen.rehearse and (lacking := _lacks()):
+        print("\n".join(lacking))
+        return 2
     import torch
 
-    if not chosen.rehearse and not torch.cuda.is_available():
-        print("torch sees no CUDA device here; --rehearse runs on the CPU")
-        return 2
     device = torch.device(chosen.device or ("cpu" if chosen.rehearse else "cuda"))
-    began, record = time.perf_counter(), Record(chosen.folder, device)
-    parts = chosen.part or list(PARTS)
+    began, record = time.perf_counter(), Record(chosen.folder or _folder(chosen.rehearse), device)
     seconds = 0.5 if chosen.rehearse else chosen.seconds
-    left = failed = 0
-    for case in cases(parts, device, chosen.backend, chosen.rehearse, seconds):
-        if record.has(case) and not chosen.again:
+    every = cases(chosen.part or list(PARTS), device, chosen.backend, chosen.rehearse, seconds)
+    due = sorted((one for one in every if chosen.again or record.failure(one)), key=record.tried)
+    begun = failed = 0
+    for case in due:
+        if begun and time.perf_counter() - began + record.longest(case.part) > 60 * chosen.minutes:
             continue
-        if time.perf_counter() - began > 60 * chosen.minutes:
-            left += 1
-            continue
+        begun += 1
+        record.begin(case)
         figures = attempt(case)
         record.add(case, figures)
-        failed += "failed" in figures
-        print(f"{' '.join(case.name.values())}: {_short(figures)}", flush=True)
+        reason = record.failure(case)
+        failed += reason is not None
+        print(f"{' '.join(case.name.values())}: {'FAILED, ' if reason else ''}{_short(figures)}", flush=True)
+        if "failed" in figures and not answers(device):
+            print(f"{device} answers this process no longer: run the same command again")
+            break
     print(f"{record.file}\n{record.page}")
-    if left:
-        print(f"{left} cases are left: run the same command again")
-    return 1 if failed else 3 if left else 0
+    if begun < len(due):
+        print(f"{len(due) - begun} cases are left: run the same command again")
+    return 1 if failed else 3 if begun < len(due) else 0
+
+
+def answers(device: Any) -> bool:
+    """Return whether ``device`` still works in this process: after a fault, CUDA fails every later call."""
+    import torch
+
+    if device.type == "cuda":
+        try:
+            torch.cuda.synchronize(device)
+        except RuntimeError:
+            return False
+    return True
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -200,6 +242,28 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 
 def _is_there(name: str, *, rehearse: bool) -> bool:
     return (rehearse and name == "triton") or util.find_spec(name) is not None
+
+
+def _lacks() -> list[str]:
+    """Return what a machine with a GPU lacks besides packages, a line each."""
+    import torch
+
+    lines = [] if torch.cuda.is_available() else ["torch sees no CUDA device here; --rehearse runs on the CPU"]
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]  # as Triton chooses
+    if not any(map(shutil.which, compilers)):
+        lines.append(
+            f"no C compiler ({' or '.join(compilers)}), which Triton needs: install gcc, or set CC to one's path"
+        )
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # Debian's; as Triton does
+    headers = Path(sysconfig.get_path("include", scheme))
+    if not (headers / "Python.h").exists():
+        lines.append(f"no Python.h in {headers}, which Triton needs: install python3-dev or python3-devel")
+    return lines
+
+
+def _folder(rehearse: bool) -> Path:
+    """Return where figures go; git ignores those of a rehearsal."""
+    return ROOT / "runs" / "gpu_validate" if rehearse else ROOT / "benchmarks" / "results"
 
 
 def _short(figures: Figures) -> str:

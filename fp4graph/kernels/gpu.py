@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fp4graph.errors import Error
 from fp4graph.numerics import target
 from fp4graph.numerics.spec import QuantSpec
 
@@ -22,10 +23,22 @@ from fp4graph.numerics.spec import QuantSpec
 TILE = 64
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _OLDEST = (8, 0)  # bfloat16
+
+
+def product_length(given: str) -> int:
+    """Return the contraction length that the value of the environment variable FP4GRAPH_PRODUCT_LENGTH stands for."""
+    if not given.strip().isdecimal():
+        raise Error(
+            f"the environment variable FP4GRAPH_PRODUCT_LENGTH is {given!r}, not a whole number: set it to the longest "
+            "contraction that this project's GEMM may take, such as 4096 or 0 for none, or unset it"
+        )
+    return int(given)
+
+
 #: Contraction length up to which a GEMM with a scalar on its accumulator is this project's; 0: never. The library's
 #: moves 4 to 8 bytes more for each element of the result: at 4 TB/s and 650 TFLOP/s, of its time a half for a length
 #: of 1024 and an eighth for 4096. How much slower than cuBLAS the kernel is, no card has been asked.
-LONGEST = int(os.environ.get("FP4GRAPH_PRODUCT_LENGTH", "4096"))
+LONGEST = product_length(os.environ.get("FP4GRAPH_PRODUCT_LENGTH", "4096"))
 
 
 def supports(spec: QuantSpec) -> bool:
