@@ -39,7 +39,7 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
     "stochastic_scale_rounding": {"operands": [["forward", "backward"], ["gradients"]]},
     "hadamard": {
         "scope": ["all", "backward", ["wgrad"]],
-        "block": [4, 16, 32],
+        "block": [16, 4, 32],
         "kind": ["random", "deterministic"],
         "resample": ["step", "never"],
     },
@@ -71,6 +71,9 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
     "low_rank_residual": {"rank": [1, 4], "quantize_components": [False, True]},
     "four_over_six": {"measure": ["mse", "mae", "amax"]},
     "conditional_scaling": {},
+    "ms_eden": {"block": [16, 32], "fill": [0.988125, 1.0]},
+    "mean_split": {},
+    "osci_reset": {"every": [4], "track": [1, 2], "threshold": [8.0, 2.0]},
 }
 SCALES = st.one_of(
     st.fixed_dictionaries(
