@@ -26,7 +26,7 @@ def test_the_divergence_is_that_of_the_distributions() -> None:
         assert math.isclose(divergence(student, teacher, temperature).item(), expected, rel_tol=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_distillation_brings_the_student_nearer(example: Callable[..., str]) -> None:
     printed = example(
         "distill.py", "--backend=eager", "--policy=int4-per-tensor", "--seeds=1", "--teacher-steps=150", "--steps=60"

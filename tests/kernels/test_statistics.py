@@ -27,8 +27,8 @@ def kernels() -> None:
     assert operators.enabled()
 
 
-def specs() -> list[QuantSpec]:
-    """Every scale format with every rule that it can have and that draws nothing."""
+def specs() -> list[Any]:
+    """Every scale format with every rule that it can have and that draws nothing; all but two formats are `long`."""
     rules = [rule for rule in RULES if rule[1] != "stochastic"]
     possible = [(name, *rule) for name in SCALES for rule in rules]
     scales = [
@@ -36,12 +36,17 @@ def specs() -> list[QuantSpec]:
         for name, convention, rule in possible
         if rule not in POWERS_OF_TWO or not SCALES[name].mantissa_bits
     ]
-    return [QuantSpec("e2m1", block, scale) for scale, block in zip(scales, [16, "row", (16, 16)] * 99, strict=False)]
+    return [
+        pytest.param(
+            QuantSpec("e2m1", block, scale),
+            id=f"{scale.format.name}-{scale.rounding}-{scale.convention}",
+            marks=[] if scale.format.name in ("e8m0", "e4m3") else pytest.mark.long,
+        )
+        for scale, block in zip(scales, [16, "row", (16, 16)] * 99, strict=False)
+    ]
 
 
-@pytest.mark.parametrize(
-    "spec", specs(), ids=lambda spec: f"{spec.scale.format.name}-{spec.scale.rounding}-{spec.scale.convention}"
-)
+@pytest.mark.parametrize("spec", specs())
 def test_scales_of_any_statistic(spec: QuantSpec) -> None:
     z = any_floats((50_000,)).abs()
     for statistic in (z, z.view(100, 500).mT, z[:0]):
