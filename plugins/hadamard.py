@@ -9,8 +9,8 @@ import torch
 from pydantic import Field, field_validator, model_validator
 from torch import Tensor
 
+from fp4graph.kernels import rotation
 from fp4graph.numerics.blocking import block_length
-from fp4graph.numerics.hadamard import rotate_in_fp32, unrotate
 from fp4graph.technique import Context, Gemm, OperandSpecs, Overhead, SiteView, Technique, hookimpl
 
 
@@ -120,11 +120,11 @@ class Hadamard(Technique):
 
     def transform(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:
         """Return x·S·H in fp32, because 1/√g is not exact in shorter dtypes."""
-        return rotate_in_fp32(x, self.block, shared[0] if shared else None)
+        return rotation.rotate(x, self.block, shared[0] if shared else None)
 
     def inverse(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:
         """Return x·H·S in fp32, still padded."""
-        return unrotate(x.to(torch.float32), self.block, shared[0] if shared else None)
+        return rotation.unrotate(x, self.block, shared[0] if shared else None)
 
 
 @hookimpl

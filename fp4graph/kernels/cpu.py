@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import math
 import os
 import platform
 import shutil
@@ -80,6 +81,14 @@ extern "C" void selected_float(const float* x, i64 count, i64 place, float* foun
 }
 extern "C" void selected_bf16(const bf16* x, i64 count, i64 place, float* found) {
     order_statistics(x, count, place, found);
+}
+extern "C" void rotate_float(const float* x, Strides from, const float* signs, float* y, Strides to, Shape shape, i64 g,
+                             i64 length, int back, float unit, int threads) {
+    rotate<float>(x, from, signs, y, to, shape, g, length, back, unit, threads);
+}
+extern "C" void rotate_bf16(const bf16* x, Strides from, const float* signs, float* y, Strides to, Shape shape, i64 g,
+                            i64 length, int back, float unit, int threads) {
+    rotate<bf16>(x, from, signs, y, to, shape, g, length, back, unit, threads);
 }
 extern "C" void normal(float* z, i64 count, KeyParts draw, int threads) { gaussian(z, count, draw, threads); }
 """
@@ -286,6 +295,21 @@ def group_maxima(z: Tensor, y: Tensor, length: int) -> None:
     """
     shape = *map(ctypes.c_int64, z.shape), ctypes.c_int64(length)
     _common("groups")(_at(z), _at(y), *shape, torch.get_num_threads())
+
+
+def rotate(x: Tensor, y: Tensor, block: int, signs: Tensor | None, back: bool) -> None:
+    """Write blocks of ``x [B, R, C]``, times S and H, into ``y [B, R, D]``, fp32; with ``back``, times H and S.
+
+    Args:
+        x, y: both contiguous along their last axis, or both along R. D is C padded to whole blocks, or with ``back``
+            the part of C that is wanted.
+        block: a power of two, at most 1024.
+        signs: the diagonal of S, contiguous fp32 ``[block]``; None for the identity.
+    """
+    numbers = ctypes.c_int64(block), ctypes.c_int64(y.shape[2]), int(back), ctypes.c_float(1 / math.sqrt(block))
+    matrices = (_at(x), _Strides(*x.stride())), (_at(y), _Strides(*y.stride()))
+    run = _common(f"rotate_{DTYPES[x.dtype]}")
+    run(*matrices[0], _at(signs), *matrices[1], _Shape(*x.shape), *numbers, torch.get_num_threads())
 
 
 def gaussian(z: Tensor, draw: Draw) -> None:

@@ -55,8 +55,7 @@ def test_the_techniques_for_reinforcement_learning_leave_sums() -> None:
 
 
 def test_signs_of_a_rotation_are_drawn_outside() -> None:
-    """Each of the six operands is multiplied with a Hadamard matrix, whose entries take five shifts; a hash of a sign
-    takes six more."""
+    """An operator rotates each of the six operands; a hash of a sign would take shifts."""
     found = operations("mxfp4-full-rht")
-    assert found["__rshift__"] == found["bitwise_xor"] == 6 * 5
-    assert found["mm"] + found["bmm"] == 3 + 6
+    assert found["mm"] + found["bmm"] == 3
+    assert not found.keys() & {"__rshift__", "bitwise_xor"}

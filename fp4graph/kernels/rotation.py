@@ -1,0 +1,84 @@
+"""The operator of Hadamard rotations on a CPU, in one pass: from the operand's dtype and layout to fp32.
+
+As products with a matrix they took more time than the quantizers: the operand is cast, copied where it is transposed,
+multiplied by its signs, and multiplied by 32 numbers per element where five additions do. Tensor code
+(:mod:`fp4graph.numerics.hadamard`) gives the same bits. On a GPU a product with H is the quicker form.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4graph.kernels import cpu, operators
+from fp4graph.numerics import hadamard
+
+_library: Any = torch.library.Library("fp4graph", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(
+    "rotate(Tensor x, int block, Tensor? signs, bool back, SymInt length) -> Tensor",
+    tags=[torch.Tag.needs_exact_strides],
+)
+_LONGEST = 1024  # the block of which quantize.cpp holds a tile
+
+
+def rotate(x: Tensor, block: int, signs: Tensor | None = None) -> Tensor:
+    """Return ``x · S · H`` on blocks of the last axis of ``x [..., n]``, zero-padded, in fp32.
+
+    Args:
+        block: elements of a block, a power of two. signs: the diagonal of S, ±1 in fp32, ``[block]``.
+
+    Raises:
+        ValueError: ``block`` is not a power of two.
+    """
+    if not _serves(x, block):
+        return hadamard.rotate_in_fp32(x, block, signs)
+    y: Tensor = torch.ops.fp4graph.rotate(x, block, signs, False, (x.shape[-1] + block - 1) // block * block)
+    return y
+
+
+def unrotate(x: Tensor, block: int, signs: Tensor | None = None) -> Tensor:
+    """Return ``x · H · S``, the inverse of :func:`rotate`, still padded, in fp32."""
+    if not _serves(x, block):
+        return hadamard.unrotate(x.to(torch.float32), block, signs)
+    y: Tensor = torch.ops.fp4graph.rotate(x, block, signs, True, x.shape[-1])
+    return y
+
+
+def _serves(x: Tensor, block: int) -> bool:
+    known = 1 <= block <= _LONGEST and block & (block - 1) == 0
+    return known and x.dtype in cpu.DTYPES and operators.on_cpu(x.device)
+
+
+def _fake_rotate(x: Tensor, block: int, signs: Tensor | None, back: bool, length: int) -> Tensor:
+    if _is_transposed(x):
+        return x.new_empty((*x.shape[:-2], length, x.shape[-2]), dtype=torch.float32).mT
+    return x.new_empty((*x.shape[:-1], length), dtype=torch.float32)
+
+
+def _rotate(x: Tensor, block: int, signs: Tensor | None, back: bool, length: int) -> Tensor:
+    y = _fake_rotate(x, block, signs, back, length)
+    if y.numel():
+        signs = None if signs is None else signs.contiguous()
+        if _is_transposed(x):
+            source, target = x.mT.contiguous(), y.mT
+            cpu.rotate(_matrices(source).mT, _matrices(target).mT, block, signs, back)
+        else:
+            cpu.rotate(_matrices(x.contiguous()), _matrices(y), block, signs, back)
+    return y
+
+
+def _is_transposed(x: Tensor) -> bool:
+    """Return whether it is along the last axis but one that neighbours lie side by side in memory."""
+    return x.dim() > 1 and x.stride(-1) != 1 and x.stride(-2) == 1
+
+
+def _matrices(x: Tensor) -> Tensor:
+    """Return a contiguous, non-empty ``x`` as ``[B, R, C]``, its strides contiguous even where an axis has length 1."""
+    rows, columns = (1 if x.dim() == 1 else x.shape[-2]), x.shape[-1]
+    return x.as_strided((x.numel() // (rows * columns), rows, columns), (rows * columns, columns, 1))
+
+
+torch.library.register_fake("fp4graph::rotate", _fake_rotate, lib=_library)
+_library.impl("rotate", _rotate, "CPU")

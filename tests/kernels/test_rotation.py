@@ -1,0 +1,88 @@
+"""The operator of rotations: tensor code's bits from every layout, and the sums of an independent transform."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from torch import Tensor
+
+from fp4graph.kernels import rotation
+from fp4graph.kernels.operators import tensor_code
+
+BLOCKS = [1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024]
+
+
+def values(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Normal numbers of which a few are large, tiny, zero or not finite."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(shape, generator=generator)
+    which = torch.randint(0, 40, shape, generator=generator)
+    for number, special in enumerate((1e30, -1e-40, 0.0, -0.0, 3e4)):
+        x[which == number] = special
+    return x.to(dtype)
+
+
+def signs_of(block: int, signed: bool) -> Tensor | None:
+    generator = torch.Generator().manual_seed(block)
+    return torch.randint(0, 2, (block,), generator=generator) * 2.0 - 1 if signed else None
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Bits, but for those of NaN."""
+    return torch.equal(torch.nan_to_num(a, nan=7.0).view(torch.int32), torch.nan_to_num(b, nan=7.0).view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("signed", [False, True], ids=["no signs", "signs"])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_is_tensor_code_bit_for_bit(block: int, signed: bool, dtype: torch.dtype) -> None:
+    signs = signs_of(block, signed)
+    for shape in ((3, 70), (2, 5, 33), (67, 130), (129,), (1, 1), (64, 1), (1, 96), (0, 32), (4, 0)):
+        x = values(shape, dtype)
+        layouts = [x] if len(shape) == 1 else [x, x.mT.contiguous().mT, x[..., ::2], x.mT[..., ::2, :].contiguous().mT]
+        for given in layouts:
+            found = rotation.rotate(given, block, signs)
+            with tensor_code():
+                due = rotation.rotate(given, block, signs)
+            assert found.dtype is torch.float32
+            assert same(found, due), (shape, given.stride())
+            back = rotation.unrotate(found, block, signs)
+            with tensor_code():
+                due = rotation.unrotate(found, block, signs)
+            assert same(back, due)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+def test_the_sums_are_those_of_scipys_matrix(block: int) -> None:
+    """In float64, up to log2(block) + 2 roundings of sums of magnitudes."""
+    signs = signs_of(block, True)
+    x = torch.randn(5, 2 * block, generator=torch.Generator().manual_seed(1))
+    h = scipy.linalg.hadamard(block) / np.sqrt(block)
+    blocks = (x.double().numpy().reshape(-1, block) * signs.double().numpy()) @ h
+    bound = (block.bit_length() + 2) * 2.0**-24 * np.abs(x.numpy()).reshape(-1, block).sum(1).max() / np.sqrt(block)
+    for given in (x, x.mT.contiguous().mT):
+        found = rotation.rotate(given, block, signs)
+        np.testing.assert_allclose(found.double().numpy().reshape(-1, block), blocks, rtol=0, atol=bound)
+        np.testing.assert_allclose(rotation.unrotate(found, block, signs).numpy(), x.numpy(), rtol=0, atol=2 * bound)
+
+
+def test_a_nan_spoils_its_block_alone() -> None:
+    x = torch.ones(2, 64)
+    x[1, 40] = torch.nan
+    assert rotation.rotate(x, 32).isnan().tolist() == [[False] * 64, [False] * 32 + [True] * 32]
+
+
+def test_layouts_are_kept() -> None:
+    x = torch.randn(3, 40, 24)
+    assert rotation.rotate(x, 16).stride() == (40 * 32, 32, 1)
+    assert rotation.rotate(x.mT, 16).stride() == (24 * 48, 1, 24)
+    compiled = torch.compile(lambda x: rotation.unrotate(rotation.rotate(x, 16), 16), backend="aot_eager", dynamic=True)
+    assert torch.equal(compiled(x.mT), rotation.unrotate(rotation.rotate(x.mT, 16), 16))
+
+
+@pytest.mark.parametrize("block", [0, 3, 24])
+def test_only_powers_of_two(block: int) -> None:
+    with pytest.raises(ValueError, match="power of two"):
+        rotation.rotate(torch.ones(4), block)
