@@ -90,8 +90,30 @@ def patches(chosen: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
     """Return ``chosen`` merged with the options that exactness needs.
 
     On a CPU the code is exact by itself, unless GEMMs are written by Inductor too.
+
+    Raises:
+        Error: torch's own settings, which the environment or the program may have changed, break exactness.
     """
-    return {**chosen, **EXACT, **APART} if on_gpu else {**chosen, **APART} if chosen else {}
+    from torch._inductor import config
+
+    for name, (required, reason) in _REQUIRED.items():
+        value = chosen.get(name, _setting(config, name, required))
+        if value != required:
+            raise Error(
+                f"torch._inductor.config.{name} is {value!r}, which would break exactness: {reason}. Set it to "
+                f"{required!r} before the model is first called, or drop the environment variable that set it"
+            )
+    tunes = bool(chosen) or config.max_autotune or config.max_autotune_gemm
+    return {**chosen, **EXACT, **APART} if on_gpu else {**chosen, **APART} if tunes else {}
+
+
+def _setting(config: Any, name: str, otherwise: object) -> object:
+    """Return the value of a setting of torch, or ``otherwise`` where this torch does not have it."""
+    for part in name.split("."):
+        config = getattr(config, part, None)
+        if config is None:
+            return otherwise
+    return config
 
 
 def _check(name: str, value: object) -> None:

@@ -177,3 +177,23 @@ def test_cuda_graphs_find_keys_where_they_were_and_copy_the_step():
     steps = [[a for a in given if a.shape == (5,) and a.dtype is torch.int32] for given in forwards]
     assert [[int(step[4]) for step in given] for given in steps] == [[0], [1], [2]]
     assert [sum(not fixed for fixed in static)] == [len(["x", "step"])]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "says"),
+    [
+        ("use_fast_math", True, "approximate instructions"),
+        ("freezing", True, "frozen weights"),
+        ("cpp.enable_floating_point_contract_flag", "fast", "rounds once"),
+    ],
+)
+def test_torchs_own_settings_are_held_to_the_same(setting, value, says):
+    """Such as TORCHINDUCTOR_USE_FAST_MATH=1 makes them."""
+    message = rf"_inductor\.config\.{setting} is {value!r}.*{says}.*environment variable"
+    with torch._inductor.config.patch({setting: value}), pytest.raises(fp4graph.Error, match=message):
+        one_forward()
+
+
+def test_a_tuner_of_the_environment_keeps_gemms_apart():
+    with torch._inductor.config.patch(max_autotune_gemm=True):
+        assert one_forward() == [APART]
