@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from pydantic import Field
 from torch import Tensor
 
 from fp4graph.numerics import scaling
-from fp4graph.numerics.exact import total
+from fp4graph.numerics.exact import block_error
 from fp4graph.numerics.formats import E2M1
 from fp4graph.numerics.rounding import power_of_two, round_nearest
-from fp4graph.numerics.spec import Block
+from fp4graph.numerics.spec import Selector
 from fp4graph.technique import Context, Operands, OperandSpecs, Overhead, Technique, hookimpl
 
 _SMALLEST_NORMAL = 2.0**-126  # of fp32
-#: The largest number of elements of a block whose length is not fixed.
-_MOST = {"row": 1 << 24, "tensor": 1 << 33}
 
 
 class FourOverSix(Technique):
@@ -54,14 +51,14 @@ class FourOverSix(Technique):
     #: smooth_max differentiates the block scale as Z/6 everywhere.
     conflicts: ClassVar[frozenset[str]] = frozenset({"smooth_max"})
 
-    measure: Literal["mse", "mae", "amax"] = Field("mse", description="Error by which a block chooses its scale.")
+    measure: Selector = Field("mse", description="Error by which a block chooses its scale.")
     operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, whose blocks choose.")
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
         """Refuse elements other than E2M1, and scales that are drawn, which cannot be compared."""
         for operand, spec in self.specs_listed(specs).items():
-            if spec.element != E2M1:
-                raise ValueError(f"it chooses between the values 4 and 6 of e2m1, and {operand} is {spec.element.name}")
+            if spec.elements != (E2M1,):
+                raise ValueError(f"it chooses between the values 4 and 6 of e2m1, and {operand} is {spec.element_name}")
             if spec.scale.rounding == "stochastic":
                 raise ValueError(f"it compares two rounded scales, and those of {operand} are rounded stochastically")
 
@@ -83,17 +80,11 @@ class FourOverSix(Technique):
         for scale in (six, four):
             elements = round_nearest(scaling.ratio(values, scale, spec), spec.element, spec.ties)
             error = (scaling.dequantize(elements, scale, spec).double() - values.double()).abs()
-            errors.append(self._measured(error / above, spec.block, context.axes))
+            errors.append(block_error(error / above, self.measure, spec.block, context.axes))
         chooses_four = errors[1] < errors[0]
         if spec.scale.convention == "decode":
             chooses_four = chooses_four & (z <= 4 * spec.scale.format.max)
         return torch.where(chooses_four, four, six)
-
-    def _measured(self, error: Tensor, block: Block, axes: tuple[int, ...]) -> Tensor:
-        if self.measure == "amax":
-            return error.amax(axes, keepdim=True)
-        most = _MOST[block] if isinstance(block, str) else math.prod(block) if isinstance(block, tuple) else block
-        return total(error * error if self.measure == "mse" else error, axes, most)
 
 
 @hookimpl

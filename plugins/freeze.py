@@ -87,6 +87,11 @@ class Freeze(Technique):
             return
         if "stochastic" in (spec.rounding, spec.scale.rounding):
             raise ValueError("fprop.weight rounds stochastically and flips by itself; round it to nearest")
+        if spec.others:
+            raise ValueError(
+                f"the blocks of fprop.weight choose between {' and '.join(each.name for each in spec.elements)}, and a "
+                "block that chooses anew moves weights that do not oscillate; name one element there"
+            )
         if any((upper - lower) / upper <= CHANGE for lower, upper in pairwise(spec.element.magnitudes())):
             raise ValueError(
                 f"freeze takes small changes of fprop.weight for changes of scales, and the values of "

@@ -84,7 +84,9 @@ class OperandRecording:
             if "scales" in self._metrics:
                 sums |= m.scale_sums(sampled.scales)
             if seen.operand is Operand.FPROP_WEIGHT:
-                sums |= m.latent_sums(sampled.ratio, sampled.element, self._metrics)
+                # A threshold belongs to one element format: where blocks choose, none is common to the weights.
+                several = {"confidence"} if seen.program.spec.others else set()
+                sums |= m.latent_sums(sampled.ratio, sampled.element, self._metrics - several)
                 self._limits[site] = sampled.element.max
             self._add(site, str(seen.operand), sums)
         given = exact.get(seen.operand, seen.given)

@@ -189,8 +189,8 @@ def _moments(program: OperandProgram, parts: Quantization, q: Tensor, joined: Ca
     """Return the moments of ``q``; ``joined`` brings a tensor in the blocked layout into its shape."""
     spec = parts.spec
     composed = any(program.at(stage) for stage in _COMPOSING)
-    if program.draws and (composed or spec.scale.rounding == "stochastic"):
-        return Moments(None)  # random in more than the rounding of its elements
+    if program.draws and (composed or spec.scale.rounding == "stochastic" or spec.others):
+        return Moments(None)  # random in more than the rounding of its elements, or these are of several formats
     if spec.rounding != "stochastic":
         return Moments(q)
     mean, variance = rounding_moments(parts.ratio, parts.scale, spec)

@@ -219,7 +219,7 @@ def _kind_of(spec: QuantSpec) -> Kind | None:
     length = spec.block[1] if isinstance(spec.block, tuple) else spec.block
     for kind, scale in _SCALES.items():
         stored = spec.scale.format == scale and (spec.scale.convention == "decode" or scale == E8M0)
-        if spec.element == E2M1 and length == BLOCK[kind] and stored:
+        if spec.elements == (E2M1,) and length == BLOCK[kind] and stored:
             return kind
     return None
 
@@ -249,7 +249,7 @@ def _inputs(weight: Weight, fprop: GemmProgram, beside: Kind) -> tuple[Kind | No
 
 def _described(spec: QuantSpec) -> str:
     block = "×".join(map(str, spec.block)) if isinstance(spec.block, tuple) else spec.block
-    return f"{spec.element.name}, block {block}, {spec.scale.convention} scale {spec.scale.format.name}"
+    return f"{spec.element_name}, block {block}, {spec.scale.convention} scale {spec.scale.format.name}"
 
 
 def _named(techniques: tuple[Technique, ...]) -> str:

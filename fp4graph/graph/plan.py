@@ -138,8 +138,8 @@ def _of_each_expert(program: OperandProgram, which: Operand, site: SiteView, rul
     Such a block is cut into short ones, which no two experts share, and those of an expert share their scale.
 
     Raises:
-        CaptureError: a technique would see the short blocks, or each would draw the rounding of its scale; or a
-            technique would count the zeros that fill up an expert's tokens.
+        CaptureError: a technique would see the short blocks, or each would draw the rounding of its scale or choose an
+            element; or a technique would count the zeros that fill up an expert's tokens.
     """
     spec = program.spec
     place = f"{rule.file}:{rule.line}: " if rule.file else ""
@@ -155,6 +155,7 @@ def _of_each_expert(program: OperandProgram, which: Operand, site: SiteView, rul
         return program
     named = [t.name for t in program.techniques if any(overrides(t, s) for s in TENSOR_STAGES if s not in _BY_ELEMENT)]
     draws = [f"{spec.scale.rounding} rounding of scales"] if spec.scale.rounding == "stochastic" else []
+    draws += ["a choice between elements"] if spec.others else []
     if named or draws:
         raise CaptureError(
             f"{place}{' and '.join([*named, *draws])} cannot act on {which} of experts where one scale is that of a "

@@ -50,6 +50,7 @@ def constants(spec: QuantSpec) -> Constants:
     """Return the numbers of a spec whose blocks have a fixed length along the contraction axis."""
     element, number = spec.element, spec.scale.format
     assert isinstance(spec.block, int)
+    assert not spec.others
     shift = exponent_shift(spec.scale, element)
     return Constants(
         block=spec.block,

@@ -143,8 +143,9 @@ class Blocks(NamedTuple):
 
 
 def supports(spec: QuantSpec) -> bool:
-    """True if the kernels know ``spec``: blocks of a fixed length along the contraction axis, codes of up to a byte."""
-    return isinstance(spec.block, int) and spec.block <= 1024 and spec.element.code_bits <= 8
+    """True if the kernels know ``spec``: blocks of a fixed length along the contraction axis, one element format with
+    codes of up to a byte."""
+    return isinstance(spec.block, int) and spec.block <= 1024 and spec.element.code_bits <= 8 and not spec.others
 
 
 def packs(spec: QuantSpec) -> bool:

@@ -42,7 +42,8 @@ LONGEST = product_length(os.environ.get("FP4GRAPH_PRODUCT_LENGTH", "4096"))
 
 
 def supports(spec: QuantSpec) -> bool:
-    """True if the kernels know ``spec``: blocks of 2, 4, ... or 64 elements, codes of up to a byte."""
+    """True if the kernels know ``spec``: blocks of 2, 4, ... or 64 elements, one element format with codes of up to a
+    byte."""
     return unsupported(spec) is None
 
 
@@ -51,6 +52,8 @@ def unsupported(spec: QuantSpec) -> str | None:
     block = spec.block
     if not (isinstance(block, int) and block > 1 and TILE % block == 0):
         return f"blocks of {'×'.join(map(str, block)) if isinstance(block, tuple) else block}"
+    if spec.others:
+        return f"a choice between {' and '.join(each.name for each in spec.elements)}"
     return None if spec.element.code_bits <= 8 else f"{spec.element.code_bits}-bit elements"
 
 

@@ -8,15 +8,20 @@ GEMM's precision. This module has exact forms of what the quantizers need; docs/
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
-from fp4graph.numerics.spec import QuantSpec
+from fp4graph.numerics.spec import Block, QuantSpec, Selector
 
 #: Significant bits of bf16, and the exponent of its smallest subnormal number.
 _BITS, _SMALLEST = 8, -133
 #: The exponent of the least power of two of a tensor scale that multiplies values of operands on CUDA.
 LEAST_FACTOR = -100
+#: The largest number of elements of a block whose length is not fixed.
+_MOST = {"row": 1 << 24, "tensor": 1 << 33}
 
 
 def in_bfloat16(spec: QuantSpec, *, scaled: bool = False) -> bool:
@@ -30,6 +35,11 @@ def in_bfloat16(spec: QuantSpec, *, scaled: bool = False) -> bool:
         scaled: whether values are multiplied by a power of two of at least 2^:data:`LEAST_FACTOR`.
     """
     element, scale = spec.element, spec.scale.format
+    if any(other.max != element.max for other in spec.others):
+        return False  # values stretched to another maximum are no small integers of a power of two
+    if spec.others:
+        single = (replace(spec, element=each, others=(), selector=None) for each in spec.elements)
+        return all(in_bfloat16(each, scaled=scaled) for each in single)
     if spec.scale.convention == "encode" and scale.mantissa_bits:
         return False
     bits = [element.mantissa_bits + (not element.integer), scale.mantissa_bits + 1]
@@ -51,6 +61,20 @@ def root(x: Tensor) -> Tensor:
     ulps therefore lies on the same side of every midpoint as y, and rounds to the same fp32 number.
     """
     return torch.sqrt(x.to(torch.float64)).to(torch.float32)
+
+
+def block_error(error: Tensor, measure: Selector, block: Block, axes: tuple[int, ...]) -> Tensor:
+    """Return the error of each block, float64, ``axes`` kept with size 1: the same in whatever order it is summed.
+
+    Args:
+        error: abs(e), float64, from 0 to 1, in the blocked layout.
+        measure: ``mse`` is Σe², ``mae`` Σabs(e), ``amax`` max abs(e).
+        axes: the axes inside a block.
+    """
+    if measure == "amax":
+        return error.amax(axes, keepdim=True)
+    most = _MOST[block] if isinstance(block, str) else math.prod(block) if isinstance(block, tuple) else block
+    return total(error * error if measure == "mse" else error, axes, most)
 
 
 def total(shares: Tensor, axes: tuple[int, ...], most: int) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from fp4graph.errors import SpecError
 from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.formats import ElementFormat, ScaleFormat
 from fp4graph.numerics.quantize import quantize
@@ -42,7 +43,16 @@ class Packed:
 
 
 def pack(x: Tensor, spec: QuantSpec, dim: int = -1, key: int | Tensor | None = None) -> Packed:
-    """Quantize ``x`` to bytes; arguments and errors are those of :func:`fake_quantize`."""
+    """Quantize ``x`` to bytes; arguments and errors are those of :func:`fake_quantize`.
+
+    Raises:
+        SpecError: blocks choose between elements, which codes and scales alone do not tell apart.
+    """
+    if isinstance(spec, QuantSpec) and spec.others:
+        raise SpecError(
+            f"blocks that choose between elements ({spec.element_name}) cannot be packed: codes and scales do not say "
+            "which element a block took; name one element, or keep the result of fake_quantize"
+        )
     blocking, values, scale = quantize(x, spec, dim, key)
     codes = element_codes(values, spec.element).reshape(blocking.padded_shape).movedim(dim, -1)
     if spec.element.code_bits == 4:

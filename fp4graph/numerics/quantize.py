@@ -7,10 +7,16 @@ from torch import Tensor
 
 from fp4graph.errors import SpecError
 from fp4graph.numerics.blocking import Blocking
+from fp4graph.numerics.exact import block_error
+from fp4graph.numerics.formats import ElementFormat
 from fp4graph.numerics.noise import Noise, make_key
-from fp4graph.numerics.rounding import round_nearest, round_stochastic
-from fp4graph.numerics.scaling import amax, block_scale, dequantize, ratio
+from fp4graph.numerics.rounding import power_of_two, round_nearest, round_stochastic
+from fp4graph.numerics.scaling import amax, block_scale, constant, dequantize, ratio
 from fp4graph.numerics.spec import QuantSpec
+
+_SMALLEST_NORMAL = 2.0**-126  # of fp32
+#: Errors of a block that differ by a smaller share are equal: so far apart fp32 ratios may bring what is equal.
+_EQUAL = 2.0**-20
 
 
 def fake_quantize(x: Tensor, spec: QuantSpec, dim: int = -1, key: int | Tensor | None = None) -> Tensor:
@@ -55,7 +61,44 @@ def quantize(
 
 
 def round_elements(u: Tensor, spec: QuantSpec, noise: Noise) -> Tensor:
-    """Return ``u`` (fp32, in the blocked layout) rounded to the spec's element format by the spec's rule."""
+    """Return ``u`` (fp32, in the blocked layout) rounded to the spec's element format by the spec's rule.
+
+    Where blocks choose between elements, values of the others are stretched to the maximum of the first.
+    """
+    if not spec.others:
+        return _round(u, spec.element, spec, noise)
+    # The scale is common to a block's candidates, so that errors compare as those of the dequantized values do. They
+    # are taken in units of a power of two above the block's largest ratio: sums are exact, and the same in any order.
+    axes = noise.blocking.axes
+    above = 2 * power_of_two(u.abs().amax(axes, keepdim=True)).clamp(min=_SMALLEST_NORMAL).double()
+    chosen = least = None
+    for element in spec.elements:
+        own = _stretched(u, element, spec.element)
+        nearest = _stretched(round_nearest(own, element, spec.ties), spec.element, element)
+        errors = (nearest.double() - u.double()).abs() / above
+        assert spec.selector is not None
+        error = block_error(errors, spec.selector, spec.block, axes)
+        rounded = nearest
+        if spec.rounding != "nearest":
+            rounded = _stretched(_round(own, element, spec, noise), spec.element, element)
+        if chosen is None or least is None:
+            chosen, least = rounded, error
+        else:
+            better = error < least * (1 - _EQUAL)
+            chosen, least = torch.where(better, rounded, chosen), torch.where(better, error, least)
+    assert chosen is not None
+    return chosen
+
+
+def _stretched(u: Tensor, to: ElementFormat, by: ElementFormat) -> Tensor:
+    """Return ``u``, fp32, in the range of ``to`` instead of ``by``.
+
+    Multiplying first and dividing then, both rounded correctly, makes what is a midpoint in exact arithmetic one here.
+    """
+    return u if to.max == by.max else u * to.max / constant(by.max, u)
+
+
+def _round(u: Tensor, element: ElementFormat, spec: QuantSpec, noise: Noise) -> Tensor:
     if spec.rounding == "stochastic":
-        return round_stochastic(u, spec.element, noise.bits(), spec.random_bits)
-    return round_nearest(u, spec.element, spec.ties)
+        return round_stochastic(u, element, noise.bits(), spec.random_bits)
+    return round_nearest(u, element, spec.ties)

@@ -19,6 +19,7 @@ Zero = Literal["nearest_subnormal", "to_one"]
 Rounding = Literal["nearest", "stochastic"]
 Ties = Literal["even", "up", "away"]
 Source = Literal["original", "fprop"]
+Selector = Literal["mse", "mae", "amax"]
 Block = int | tuple[int, int] | Literal["row", "tensor"]
 
 #: Other names of scale-rounding rules, which a :class:`ScaleSpec` replaces by ours.
@@ -121,8 +122,15 @@ class ScaleSpec:
 class QuantSpec:
     """The complete quantizer of one operand.
 
+    Each block may choose between several elements, as IF4 chooses between E2M1 and INT4 (Cook et al. 2026, "Adaptive
+    Block-Scaled Data Types"). The block's scale is that of the first. The values of the others are stretched to the
+    same maximum, INT4's by 6/7 beside E2M1. A block takes the element whose values, each rounded to nearest, err least
+    by ``selector``: of equal errors the first. Elements that round stochastically choose in the same way, so that the
+    choice does not depend on the draw.
+
     Attributes:
-        element: the values that an element may have, as a name or an :class:`ElementFormat`.
+        element: the values that an element may have, as a name or an :class:`ElementFormat`; or a list of these, of
+            which each block chooses one. The attribute then holds the first, and ``others`` the rest.
         block: the elements that share a scale: a number of elements along the contraction axis; ``(r, c)`` for 2-D
             blocks over the last two axes; ``"row"`` for one scale per line along the contraction axis; ``"tensor"``
             for one scale.
@@ -135,6 +143,9 @@ class QuantSpec:
         source: the tensor that is quantized: the ``original`` operand, or the dequantized operand of ``fprop`` (double
             quantization).
         from_master: quantize the tensor as it was before autocast's cast, not after.
+        others: the elements that a block may choose in place of ``element``; none by default.
+        selector: the error e by which a block chooses, ``mse`` Σe² (the default), ``mae`` Σabs(e) or ``amax``
+            max abs(e); None where there is one element.
     """
 
     element: ElementFormat = field(default="e2m1")  # type: ignore[assignment]  # a name is converted below
@@ -145,9 +156,11 @@ class QuantSpec:
     random_bits: int = 24
     source: Source = "original"
     from_master: bool = False
+    others: tuple[ElementFormat, ...] = ()
+    selector: Selector | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "element", _format("element", self.element, ElementFormat, element_format))
+        self._set_elements()
         sizes = self.block if isinstance(self.block, tuple) and len(self.block) == 2 else (self.block,)
         if self.block not in ("row", "tensor") and not all(type(size) is int for size in sizes):
             raise SpecError(
@@ -167,6 +180,44 @@ class QuantSpec:
         if not isinstance(self.from_master, bool):
             raise SpecError(f"from_master must be True or False; got {_shown(self.from_master)}")
 
+    def _set_elements(self) -> None:
+        """Separate the first element from the others, and check that a block can choose among them."""
+        listed: object = self.element
+        given: tuple[object, ...] = tuple(listed) if isinstance(listed, tuple | list) else (listed,)
+        if not given:
+            raise SpecError("element is an empty list; name at least one element format")
+        if len(given) > 1 and self.others:
+            raise SpecError("others and a list in element both name further elements; write the list alone")
+        first, *others = (_format("element", each, ElementFormat, element_format) for each in (*given, *self.others))
+        if others and type(self.others) is not tuple:
+            raise SpecError(f"others must be a tuple of element formats; got {_shown(self.others)}")
+        object.__setattr__(self, "element", first)
+        object.__setattr__(self, "others", tuple(others))
+        if len({first, *others}) <= len(others):
+            raise SpecError(f"a block chooses between different elements; got {self.element_name} with one named twice")
+        if any(other.code_bits != first.code_bits for other in others):
+            widths = ", ".join(f"{each.name} {each.code_bits}" for each in self.elements)
+            raise SpecError(f"the elements of a list must have codes of one width, in bits; got {widths}")
+        if self.selector is None:
+            object.__setattr__(self, "selector", "mse" if others else None)
+        elif not others:
+            raise SpecError(
+                f"selector {self.selector!r} chooses between elements, and element names one, {first.name}; name "
+                "several, as in element: [e2m1, int4], or leave selector out"
+            )
+        else:
+            _one_of("selector", self.selector, get_args(Selector))
+
+    @property
+    def elements(self) -> tuple[ElementFormat, ...]:
+        """The elements that a block chooses between, or the only one."""
+        return (self.element, *self.others)
+
+    @property
+    def element_name(self) -> str:
+        """The names of the elements, as in "e2m1|int4"."""
+        return "|".join(each.name for each in self.elements)
+
     @property
     def needs_key(self) -> bool:
         """True if quantizing draws noise."""
@@ -183,9 +234,14 @@ class QuantSpec:
         data = json.loads(text)
         scale = ScaleSpec(**data["scale"] | {"format": ScaleFormat(**data["scale"]["format"])})
         block = tuple(data["block"]) if isinstance(data["block"], list) else data["block"]
-        return QuantSpec(**data | {"element": ElementFormat(**data["element"]), "scale": scale, "block": block})
+        others = tuple(ElementFormat(**each) for each in data.get("others", ()))
+        formats = {"element": ElementFormat(**data["element"]), "others": others}
+        return QuantSpec(**data | formats | {"scale": scale, "block": block})
 
 
 @functools.cache
 def _text(spec: QuantSpec) -> str:
-    return json.dumps(asdict(spec))
+    data = asdict(spec)
+    if not spec.others:  # texts name compiled code, which a field without a meaning would not tell apart
+        del data["others"], data["selector"]
+    return json.dumps(data)

@@ -86,8 +86,12 @@ def _changed(spec: Any, base: Any) -> dict[str, Any]:
 def _difference(spec: QuantSpec, base: QuantSpec, bases: BaseFormats) -> dict[str, Any]:
     """Return the fields in which ``spec`` differs from ``base``, as they are written."""
     data = _changed(spec, base)
-    if "element" in data:
-        data["element"] = spec.element.name
+    if "element" in data or "others" in data:  # the selector belongs to the list
+        data["element"] = [each.name for each in spec.elements] if spec.others else spec.element.name
+        data.pop("selector", None)
+        if spec.selector not in (None, "mse"):
+            data["selector"] = spec.selector
+    data.pop("others", None)
     if "block" in data and isinstance(spec.block, tuple):
         data["block"] = list(spec.block)
     if "scale" in data:

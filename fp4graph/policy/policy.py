@@ -255,7 +255,7 @@ class Policy:
         content.pop("description", None)
         policies = (self, *(phase.policy for phase in self.phases))
         specs = [spec for p in policies for rule in (*p.rules, p.default) for spec in rule.specs.six if spec]
-        formats = {spec.element for spec in specs} | {spec.scale.format for spec in specs}
+        formats = {element for spec in specs for element in spec.elements} | {spec.scale.format for spec in specs}
         content["formats"] = sorted(repr(dataclasses.astuple(number_format)) for number_format in formats)
         return hashlib.sha256(json.dumps(content, sort_keys=True, default=repr).encode()).hexdigest()
 

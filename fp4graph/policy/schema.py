@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, Discriminator, Field, StrictBool, StrictInt, Tag, field_validator, model_validator
 
-from fp4graph.numerics.spec import Block, Convention, Rounding, ScaleRounding, Source, Ties, Zero
+from fp4graph.numerics.spec import Block, Convention, Rounding, ScaleRounding, Selector, Source, Ties, Zero
 from fp4graph.policy.match import Match, Range
-from fp4graph.policy.section import Section, Text, must_be, only_known, wrong
+from fp4graph.policy.section import Section, Text, Texts, must_be, only_known, wrong
 from fp4graph.technique.operands import ADDRESSES
 
 VERSION = 1
@@ -31,7 +31,8 @@ class ScaleSection(Section):
 class QuantizeSection(Section):
     """The given fields of a :class:`~fp4graph.numerics.spec.QuantSpec`."""
 
-    element: Text | None = None
+    element: Texts | None = None
+    selector: Selector | None = None
     block: Annotated[Block, must_be("a whole number from 1, a pair of these, row or tensor")] | None = None
     scale: ScaleSection | None = None
     rounding: Rounding | None = None

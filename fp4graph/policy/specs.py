@@ -89,14 +89,16 @@ class SpecResolver:
         for layer in layers:
             if layer.section is None:
                 continue
+            if layer.section.element is not None:
+                given.pop("selector", None)  # belonged to the elements that are replaced
             given.update(_fields(layer.section, layer.path, without=("scale", "operands")))
             if layer.section.scale is not None:
                 if layer.section.scale.format is not None:
                     scale.pop("max", None)  # belonged to the format that is replaced
                 scale.update(_fields(layer.section.scale, (*layer.path, "scale")))
         if "element" in given:
-            name, path = given["element"]
-            given["element"] = (self._format(name, path, "element"), path)
+            names, path = given["element"]
+            given["element"] = (tuple(self._format(name, path, "element") for name in names), path)
         scale_spec = self._scale(scale, layers[-1].path)
         source, source_path = given.get("source", ("original", ()))
         if source == "fprop" and operand.fprop is None:

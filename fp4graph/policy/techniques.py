@@ -171,6 +171,7 @@ class TechniqueResolver:
         for declared in techniques:
             self._call(declared, "check", partial(declared.technique.check, planned, by_name))
         for declared in techniques:
+            self._call(declared, "acts_on", partial(_require_one_element, declared.technique, site, planned))
             if self._call(declared, "acts_on", partial(_acts, declared.technique, site, planned)):
                 acting.add(declared.name)
         return planned
@@ -216,6 +217,19 @@ def _probed(match: Match) -> tuple[str, ...]:
     a policy for linear layers may name grouped too."""
     ops: tuple[str, ...] = match.op or ("linear", "matmul")
     return tuple(op for op in ops if op != "grouped") or ops
+
+
+def _require_one_element(technique: Technique, site: SiteView, planned: OperandSpecs) -> None:
+    """Raise ValueError where a technique rounds to, or differentiates, an element format that blocks choose."""
+    if not any(overrides(technique, stage) for stage in ("round", "element_surrogate")):
+        return
+    for operand in sorted(technique.acts_on(site)):
+        spec = planned[operand]
+        if spec is not None and spec.others:
+            raise ValueError(
+                f"it is for one element format, and the blocks of {operand} choose between "
+                f"{' and '.join(each.name for each in spec.elements)}; name one element there"
+            )
 
 
 def _acts(technique: Technique, site: SiteView, planned: OperandSpecs) -> bool:

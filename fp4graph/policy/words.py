@@ -18,7 +18,7 @@ def spec_words(spec: QuantSpec | None) -> dict[str, str] | None:
     scale += [spec.scale.zero] if spec.scale.zero != "nearest_subnormal" else []
     bits = f", {spec.random_bits} bits" if spec.random_bits != 24 else ""
     return {
-        "element": spec.element.name,
+        "element": " or ".join(each.name for each in spec.elements) + (f" by {spec.selector}" if spec.others else ""),
         "block": _block(spec),
         "scale": " ".join(scale),
         "rounding": f"nearest, ties {spec.ties}" if spec.rounding == "nearest" else f"stochastic{bits}",
@@ -30,7 +30,7 @@ def describe(spec: QuantSpec | None) -> str:
     """Return one operand's spec in a few words: ``e2m1/32 e8m0 ceil SR of fprop``; "-" for high precision."""
     if spec is None:
         return "-"
-    words = [f"{spec.element.name}/{_block(spec)}", spec.scale.format.name, spec.scale.rounding]
+    words = [f"{spec.element_name}/{_block(spec)}", spec.scale.format.name, spec.scale.rounding]
     words += [spec.scale.convention] if spec.scale.convention != "decode" else []
     words += ["SR" if spec.rounding == "stochastic" else f"RTN-{spec.ties}"]
     words += ["of fprop"] if spec.source == "fprop" else []

@@ -69,6 +69,7 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
     },
     "outlier_clamp": {"quantile": [0.99, 0.9], "residual": [True, False]},
     "low_rank_residual": {"rank": [1, 4], "quantize_components": [False, True]},
+    "element_choice": {"others": [["int4"], ["int4", "e3m0"]], "selector": ["mse", "mae", "amax"]},
     "four_over_six": {"measure": ["mse", "mae", "amax"]},
     "conditional_scaling": {},
     "ms_eden": {"block": [16, 32], "fill": [0.988125, 1.0]},

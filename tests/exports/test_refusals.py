@@ -38,6 +38,7 @@ def under(quantize, *techniques, features: int = 64, **rule):
 
 WRONG = {
     "element": ((MXFP4 | {"element": "int4"},), {}, "int4, block 32.*neither MXFP4"),
+    "elements": ((NVFP4 | {"element": ["e2m1", "int4"]},), {}, r"e2m1\|int4, block 16.*neither MXFP4"),
     "block": ((MXFP4 | {"block": 16},), {}, "block 16, decode scale e8m0.*neither"),
     "scale": ((NVFP4 | {"scale": {"format": "ue5m3"}},), {}, "ue5m3"),
     "convention": ((NVFP4 | {"scale": {"format": "e4m3", "convention": "encode"}},), {}, "encode scale"),

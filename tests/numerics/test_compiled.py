@@ -21,6 +21,7 @@ CASES = {
     "stochastic ue5m3 scale": (QuantSpec("e2m1", 32, ScaleSpec("ue5m3", "stochastic", zero="to_one")), 0),
     "stochastic e8m0 scale": (QuantSpec("e2m1", (16, 16), ScaleSpec("e8m0", "stochastic")), -1),
     "e3m0, encode e8m3": (QuantSpec("e3m0", 16, ScaleSpec("e8m3", "nearest_even", "encode")), -1),
+    "if4, stochastic": (QuantSpec(("e2m1", "int4"), 16, ScaleSpec("e4m3"), "stochastic"), -1),
     "int4 per tensor": (QuantSpec("int4", "tensor", ScaleSpec("fp32", "nearest_even")), 0),
 }
 #: With noise and without, along both axes, one of the scale formats; the others are `long`.

@@ -57,6 +57,7 @@ TECHNIQUES: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "outlier_clamp": (MXFP4, ["outlier_clamp"]),
     "low_rank_residual": (MXFP4, [{"low_rank_residual": {"rank": 4}}]),
     "four_over_six": (NVFP4, [{"tensor_scaling": {"target": 256}}, "four_over_six"]),
+    "element_choice": (NVFP4, ["tensor_scaling", "element_choice"]),
     "mean_split": (NVFP4, ["tensor_scaling", "mean_split"]),
     "ms_eden": (NVFP4, [{"hadamard": {"scope": "backward", "block": 64}}, {"ms_eden": {"block": 64}}]),
     "conditional_scaling": (ENCODE, ["conditional_scaling"]),

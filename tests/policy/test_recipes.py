@@ -100,7 +100,7 @@ def test_all_the_recipes_are_here() -> None:
         mxfp4-round-up nvfp4-te wang-dge mxfp4-rht-sr quartet mxfp4-fprop mxfp4-fprop-dgrad mxfp4-full
         mxfp4-full-hadamard mxfp4-full-rht mxfp4-full-sr mxfp4-rl
         nvfp4-te-4over6 nvfp4-te-last-blocks nvfp4-te-bf16 nvfp4-te-bf16-fprop
-        nvfp4-smooth-swiglu quartet-ii tetrajet-v2 averis nvint4"""
+        nvfp4-smooth-swiglu quartet-ii tetrajet-v2 averis nvint4 if4"""
     assert {*names.split()} <= {file.stem for file in FILES}
 
 
@@ -368,6 +368,16 @@ def test_nvint4() -> None:
     w, dy = dataclasses.replace(x, block=(16, 16)), stochastic(x)
     assert planned("nvint4") == {Q1: x, Q2: w, Q3: dy, Q4: w, Q5: dy, Q6: x}
     assert techniques("nvint4")["stochastic_rounding"] == {"operands": ("gradients",), "range_guard": 1.0625}
+
+
+def test_if4() -> None:
+    """IF4's sets of elements in all six operands; the rest is nvint4's."""
+    x = dataclasses.replace(NV, others=(INT4,))
+    assert (x.elements, x.selector) == ((E2M1, INT4), "mse")
+    w, dy = dataclasses.replace(x, block=(16, 16)), stochastic(x)
+    assert planned("if4") == {Q1: x, Q2: w, Q3: dy, Q4: w, Q5: dy, Q6: x}
+    assert techniques("if4") == techniques("nvint4")
+    assert load_policy("if4").complexity == load_policy("nvint4").complexity + 0.5
 
 
 def test_wang_dge() -> None:

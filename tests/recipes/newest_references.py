@@ -8,8 +8,8 @@ Sources, by the short names used below. Facts were read there; no code was copie
                  transformer_engine/pytorch/quantization.py (NVFP4BlockScalingRecipeState.make_quantizers),
                  transformer_engine/pytorch/custom_recipes/reference_nvfp4.py (_quantize_blockwise_4over6_reference)
     4/6          Cook et al. 2025, "Four Over Six", arXiv 2512.02010; mit-han-lab/fouroversix at dadfad69:
-                 src/fouroversix/quantize/pytorch/reference.py (select_fouroversix), and for nvint4
-                 src/fouroversix/model/modules/linear.py, scripts/train/configs/transformer_340M_nvint4.json
+                 src/fouroversix/quantize/pytorch/reference.py (select_fouroversix, select_intfloat); for nvint4 and
+                 if4 src/fouroversix/model/modules/linear.py, scripts/train/configs/transformer_340M_{nvint4,if4}.json
     Quartet II   Panferov et al. 2026, "Quartet II", arXiv 2601.22813; IST-DASLab/Quartet-II at 8776a907:
                  src/models/quantization/schemes/quartet_2.py (Quartet_II_fn, eden_1x16s_fp4_kernel),
                  src/models/quantization/quantizers/{eden,nvfp4_triton}.py
@@ -29,6 +29,8 @@ Decisions, per policy, where sources are silent or disagree:
                  subnormal (the code then gives zeros); ties go to even, as the hardware's conversion has it.
     averis       Quantizers are NVFP4 under a tensor scale, to nearest even. The weight gradient's operands are both
                  split and quantized along T (the reproduction has an exact X there, and quantizes dW).
+    if4          A block of dY chooses by rounding to nearest, so that its stochastic rounding has the right mean; the
+                 code compares drawn values.
     nvfp4-te-last-blocks, -bf16, -bf16-fprop
                  The quantizers are those of nvfp4-te.
 """
@@ -246,6 +248,37 @@ def nvint4(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
     return y, dx, dw
 
 
+def if4(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
+    """Returns (y, dx, dw) of IF4 training: as `nvint4`, each block in E2M1 or in integers times 6/7.
+
+    gamma = g amax/(6 * 448), S = E4M3(g Z/(6 gamma)), u = a/(gamma S); the candidates are round_e2m1(u) and
+    6/7 round_int4(7/6 u), and a block takes the latter where it has the smaller sum of squared errors to nearest.
+    Source: 4/6, intfloat_block_scaled_quantization, select_intfloat, IF4_INT_EXPANSION_FACTOR.
+    """
+
+    def q(a: np.ndarray, axis: int, block: Block, uniform: np.ndarray | None = None) -> np.ndarray:
+        guard = 1.0 if uniform is None else 17 / 16
+        gamma = guard * float(np.abs(a).max()) / (6 * 448)
+        scaled = a / gamma
+        scale = round_scale(guard * block_amax(scaled, axis, block) / 6, "e4m3")
+        u = scaled / scale
+        candidates, errors = [], []
+        for element, largest in (("e2m1", 6), ("int4", 7)):
+            ratio = u * largest / 6
+            near = round_nearest(ratio, element) * 6 / largest
+            errors.append(sums_by_block((near - u) ** 2, axis, block))
+            drawn = near if uniform is None else round_stochastic(ratio, element, uniform) * 6 / largest
+            candidates.append(drawn)
+        return gamma * scale * np.where(less(errors[1], errors[0]), candidates[1], candidates[0])
+
+    wq = q(w, 1, (16, 16))
+    y = q(x, 1, 16) @ wq.T
+    dx = q(dy, 1, 16, draw.uniform("dgrad.grad_output", dy.shape)) @ wq
+    rotated_dy, rotated_x = rotate_pair(dy, x, "wgrad", 16, draw)
+    dw = q(rotated_dy, 0, 16, draw.uniform("wgrad.grad_output", rotated_dy.shape)).T @ q(rotated_x, 0, 16)
+    return y, dx, dw
+
+
 def exact(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
     """Returns (y, dx, dw) of unrounded operands."""
     return x @ w.T, dy @ w, dy.T @ x
@@ -260,6 +293,7 @@ REFERENCES: dict[str, Callable[..., Result]] = {
     "nvfp4-te-4over6": nvfp4_te_4over6,
     "averis": averis,
     "nvint4": nvint4,
+    "if4": if4,
     "quartet-ii": quartet_ii,
     "tetrajet-v2": tetrajet_v2,
     "nvfp4-te-last-blocks": nvfp4_te,

@@ -1,0 +1,81 @@
+"""Element choice: each block takes the element format, such as E2M1 or INT4, whose values err less."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import ClassVar
+
+from pydantic import Field, field_validator
+
+from fp4graph.numerics.formats import ElementFormat, element_format
+from fp4graph.numerics.spec import QuantSpec, Selector
+from fp4graph.technique import Operands, OperandSpecs, Overhead, SiteView, Technique, hookimpl
+
+
+class ElementChoice(Technique):
+    """Each block chooses between the spec's element format and ``others``, by the error of rounding to nearest.
+
+    The scale S of a block is that of the first format, with the largest value Q_0. Format k, with the largest value
+    Q_k, is stretched to the same maximum: u = x/S rounds to x̂_k = round_k(u·Q_k/Q_0)·Q_0/Q_k. A block takes the format
+    with the least error Σ(x̂_k − u)² (``mse``), Σabs(x̂_k − u) (``mae``) or max abs(x̂_k − u) (``amax``), of equal errors
+    the first. Beside E2M1, INT4 has the values 6/7·{0, ±1, ..., ±7}: none of its steps is as wide as that from 4 to 6.
+    Elements that round stochastically choose by rounding to nearest too. Their mean is then x, and would not be if
+    the draw that errs less were chosen.
+
+    The same is written ``element: [e2m1, int4]`` and ``selector: mse`` in a quantize block.
+
+    Source: Cook et al. 2026, "Adaptive Block-Scaled Data Types" (IF4, arXiv 2603.28765; read: its abstract), and the
+    authors' code, which has the three errors. Where that code rounds stochastically, it chooses by the drawn values.
+    IF4 keeps the choice in the sign bit of the E4M3 scale, so that it takes no memory.
+
+    Stage: plan.
+
+    Cost: every block is rounded once for each format. The complexity weight is ours: 0.5, Table 2's fusable O(n), since
+    a block and its errors stay in registers. No hardware multiplies such blocks yet, and no kernel of ours quantizes
+    them: tensor code does. They cannot be packed or exported.
+
+    Use it with scales that have mantissa bits, in the place of ``four_over_six``.
+    """
+
+    name: ClassVar[str] = "element_choice"
+    overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
+    by_expert: ClassVar[bool] = True
+    complexity: ClassVar[float] = 0.5
+
+    others: tuple[str, ...] = Field(("int4",), min_length=1, description="Formats beside the spec's own, by name.")
+    selector: Selector = Field("mse", description="Error by which a block chooses.")
+    operands: Operands = Field(("forward", "backward"), description="Operands, or groups of them, whose blocks choose.")
+
+    @field_validator("others")
+    @classmethod
+    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            element_format(name)
+        return names
+
+    @classmethod
+    def implied_by(cls, spec: QuantSpec) -> ElementChoice | None:
+        """Return the technique of a spec with several elements."""
+        if not spec.others:
+            return None
+        assert spec.selector is not None
+        return cls.model_construct(others=tuple(each.name for each in spec.others), selector=spec.selector)
+
+    def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
+        """Let the blocks of the listed operands that are quantized choose."""
+        own = tuple(map(element_format, self.others))
+        return {**specs} | {
+            operand: replace(spec, others=others, selector=self.selector)
+            for operand, spec in self.specs_listed(specs).items()
+            if (others := _beside(spec, own))
+        }
+
+
+def _beside(spec: QuantSpec, others: tuple[ElementFormat, ...]) -> tuple[ElementFormat, ...]:
+    """Return the formats that ``spec`` does not have yet, after those that it has."""
+    return (*spec.others, *(each for each in others if each not in spec.elements))
+
+
+@hookimpl
+def fp4graph_techniques() -> list[type[Technique]]:
+    return [ElementChoice]

@@ -1,0 +1,165 @@
+"""Blocks that choose between elements, against exact sums of errors of a scalar oracle."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from fractions import Fraction
+
+import pytest
+import torch
+from torch import Tensor
+
+import fp4graph
+from fp4graph import QuantSpec, ScaleSpec
+from fp4graph.kernels import cpu, gpu
+from fp4graph.numerics.exact import in_bfloat16
+from fp4graph.numerics.formats import E2M1, E3M0, INT4, ElementFormat
+from fp4graph.numerics.noise import make_key
+from tests.helpers.oracle import scale_of_block
+
+MEASURES = {
+    "mse": lambda errors: sum(e * e for e in errors),
+    "mae": lambda errors: sum(abs(e) for e in errors),
+    "amax": lambda errors: max(abs(e) for e in errors),
+}
+IF4 = QuantSpec(["e2m1", "int4"], 16, ScaleSpec("e4m3"))  # type: ignore[arg-type]
+
+
+def gaussian(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def grid(element: ElementFormat, largest: float) -> list[Fraction]:
+    """The values of ``element``, from zero up, stretched to ``largest``."""
+    stretch = Fraction(largest) / Fraction(element.max)
+    return [Fraction(value) * stretch for value in element.magnitudes()]
+
+
+def nearest(u: Fraction, values: Sequence[Fraction]) -> Fraction:
+    """The nearest of ``values`` to ``u``, ties to the even place; nothing is drawn in data of this file."""
+    place = min(range(len(values)), key=lambda i: (abs(abs(u) - values[i]), i % 2))
+    return values[place] * (1 if u >= 0 else -1)
+
+
+def expected(block: Sequence[float], spec: QuantSpec) -> tuple[list[Fraction], int]:
+    """The dequantized block in exact arithmetic, given its rounded scale, and the place of the chosen element."""
+    scale = Fraction(scale_of_block(list(block), spec.scale, spec.element))
+    assert spec.selector is not None
+    outcomes = []
+    for element in spec.elements:
+        q = [nearest(Fraction(x) / scale, grid(element, spec.element.max)) * scale for x in block]
+        outcomes.append((MEASURES[spec.selector]([Fraction(x) - y for x, y in zip(block, q, strict=True)]), q))
+    place = min(range(len(outcomes)), key=lambda i: (outcomes[i][0], i))
+    return outcomes[place][1], place
+
+
+@pytest.mark.parametrize("selector", MEASURES)
+@pytest.mark.parametrize("elements", [("e2m1", "int4"), ("int4", "e2m1"), ("e2m1", "int4", "e3m0")])
+def test_each_block_takes_the_element_that_errs_less(selector: str, elements: tuple[str, ...]) -> None:
+    spec = QuantSpec(elements, 16, ScaleSpec("e4m3"), selector=selector)  # type: ignore[arg-type]
+    x = gaussian(24, 48) * torch.logspace(-2, 2, 24)[:, None]
+    x[0, :16] = torch.tensor([6 * 2.0**-k for k in range(8)] * 2)  # the values of E3M0
+    got = fp4graph.fake_quantize(x, spec)
+    chosen = set()
+    for line, quantized in zip(x, got, strict=True):
+        for start in range(0, 48, 16):
+            values, place = expected(line[start : start + 16].tolist(), spec)
+            chosen.add(place)
+            torch.testing.assert_close(
+                quantized[start : start + 16].double(),
+                torch.tensor([float(v) for v in values], dtype=torch.float64),
+                rtol=2**-22,
+                atol=0,
+            )
+    assert chosen == set(range(len(elements)))
+
+
+@pytest.mark.parametrize(("block", "shape"), [((4, 8), (10, 20)), ("row", (6, 40)), ("tensor", (5, 12))])
+def test_a_block_of_any_shape_chooses_once(block: object, shape: tuple[int, int]) -> None:
+    spec = replace(IF4, block=block)  # type: ignore[arg-type]
+    x = gaussian(*shape, seed=1)
+    got = fp4graph.fake_quantize(x, spec)
+    rows, columns = block if isinstance(block, tuple) else (1 if block == "row" else shape[0], shape[1])
+    for i, j in itertools.product(range(0, shape[0], rows), range(0, shape[1], columns)):
+        part = x[i : i + rows, j : j + columns]
+        values, _ = expected(part.flatten().tolist(), spec)
+        whole = torch.tensor([float(v) for v in values]).reshape(part.shape)
+        torch.testing.assert_close(got[i : i + rows, j : j + columns], whole, rtol=2**-22, atol=0)
+
+
+def test_of_equal_errors_the_first_element_is_chosen() -> None:
+    """u = 29/7 lies between E2M1's 4 = 28/7 and INT4's 5·6/7 = 30/7; the block's maximum is a value of both."""
+    x = torch.zeros(16)
+    x[0], x[1] = 42.0, 29.0
+    first = QuantSpec(("e2m1", "int4"), 16, ScaleSpec("fp32"))  # type: ignore[arg-type]
+    assert fp4graph.fake_quantize(x, first)[:2].tolist() == [42.0, 28.0]
+    second = QuantSpec(("int4", "e2m1"), 16, ScaleSpec("fp32"))  # type: ignore[arg-type]
+    assert fp4graph.fake_quantize(x, second)[:2].tolist() == [42.0, 30.0]
+
+
+def test_the_choice_does_not_depend_on_the_draw_and_the_mean_is_the_operand() -> None:
+    """By rounding to nearest: a choice of the better draw would have another mean."""
+    x = gaussian(8, 16, seed=2)
+    stochastic = replace(IF4, rounding="stochastic", scale=ScaleSpec("fp32"))
+    draws = torch.stack([fp4graph.fake_quantize(x, stochastic, key=make_key(seed)) for seed in range(600)])
+    for line, drawn in zip(x, draws.unbind(1), strict=True):
+        scale = line.abs().max() / 6
+        _, place = expected(line.tolist(), replace(stochastic, rounding="nearest"))
+        values = torch.tensor([float(v) for v in grid(stochastic.elements[place], 6.0)])
+        off = ((drawn / scale).abs()[..., None] - values).abs().amin(-1)
+        assert off.max() < 1e-5  # all draws are of the element that errs less to nearest
+    widest = 2 * x.abs().amax(1, keepdim=True) / 6  # the gap between 4 and 6
+    assert ((draws.mean(0) - x).abs() < 4 * widest / 2 / 600**0.5 + 1e-6).all()
+
+
+def test_a_poisoned_block_is_nan_and_its_neighbours_are_not() -> None:
+    x = gaussian(3, 32, seed=3)
+    x[0, 3], x[1, 20] = torch.nan, torch.inf
+    got = fp4graph.fake_quantize(x, IF4)
+    assert got[0, :16].isnan().all()
+    assert got[1, 16:].isnan().all()
+    assert got[0, 16:].isfinite().all()
+    assert got[1, :16].isfinite().all()
+    assert got[2].isfinite().all()
+    assert (fp4graph.fake_quantize(torch.zeros(2, 16), IF4) == 0).all()
+
+
+def test_a_set_is_plain_data() -> None:
+    assert (IF4.element, IF4.others, IF4.elements, IF4.selector) == (E2M1, (INT4,), (E2M1, INT4), "mse")
+    assert QuantSpec.from_text(IF4.to_text()) == IF4
+    assert hash(replace(IF4, block=16)) == hash(IF4)
+    three = replace(IF4, others=(INT4, E3M0), selector="amax")
+    assert QuantSpec.from_text(three.to_text()) == three
+    assert "others" not in QuantSpec("e2m1").to_text()
+    assert QuantSpec(["e2m1"]) == QuantSpec("e2m1")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"element": ()}, "empty list"),
+        ({"element": ("e2m1", "e2m1")}, "e2m1|e2m1 with one named twice"),
+        ({"element": ("e2m1", "int8")}, "codes of one width, in bits; got e2m1 4, int8 8"),
+        ({"element": ("e2m1", "int5")}, "no element format 'int5'"),
+        ({"element": "e2m1", "selector": "mse"}, "element names one, e2m1; name several"),
+        ({"element": ("e2m1", "int4"), "selector": "rms"}, "selector must be one of mse, mae, amax"),
+        ({"element": ("e2m1", "int4"), "others": (E3M0,)}, "write the list alone"),
+        ({"element": "e2m1", "others": [INT4]}, "others must be a tuple"),
+    ],
+)
+def test_what_is_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(fp4graph.SpecError, match=re.escape(message)):
+        QuantSpec(**fields)  # type: ignore[arg-type]
+
+
+def test_what_cannot_hold_the_choice_says_so() -> None:
+    with pytest.raises(fp4graph.SpecError, match=r"e2m1\|int4\) cannot be packed.*name one element"):
+        fp4graph.pack(gaussian(2, 16), IF4)
+    assert not cpu.supports(IF4)
+    assert not cpu.packs(IF4)
+    assert gpu.unsupported(IF4) == "a choice between e2m1 and int4"
+    assert in_bfloat16(replace(IF4, others=(), selector=None))
+    assert not in_bfloat16(IF4)  # 6/7 is no bf16 number

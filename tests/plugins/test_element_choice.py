@@ -1,0 +1,121 @@
+"""element_choice: how policies spell it, what it costs, its bits under a compiler, and what does not go with it."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+import fp4graph
+from fp4graph.errors import CaptureError, PolicyError
+from fp4graph.graph.plan import plan_site
+from fp4graph.numerics import noise
+from fp4graph.numerics.draw import Draw
+from fp4graph.numerics.formats import E2M1, E3M0, INT4
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.site import SiteView
+from tests.helpers.floats import assert_same_bits
+from tests.helpers.policies import NVFP4, loaded, one_rule
+
+SET = NVFP4 | {"element": ["e2m1", "int4"]}
+DRAW = Draw(noise.make_key("site", "fc"), noise.make_step(0, 0, 0))
+
+
+def plan(policy):
+    return plan_site(SiteView("fc", "linear", 64, 48, 48 * 64), policy.rules[0])
+
+
+def specs_of(policy):
+    return dict(plan(policy).specs)
+
+
+def load(*techniques, quantize=SET, **more):
+    return fp4graph.load_policy(one_rule(*techniques, quantize=quantize, **more))
+
+
+def test_a_list_and_the_technique_are_one_quantizer_and_cost_the_same() -> None:
+    listed, declared = load(), loaded("element_choice", {}, quantize=NVFP4)
+    assert specs_of(listed) == specs_of(declared)
+    assert listed.complexity == declared.complexity == load("element_choice").complexity == 0.5
+    assert listed.fingerprint != declared.fingerprint  # other text
+    some = loaded("element_choice", {"operands": ["gradients"], "selector": "amax"}, quantize=NVFP4)
+    chosen = {operand for operand, spec in specs_of(some).items() if spec.others}
+    assert chosen == {Operand.DGRAD_GRAD_OUTPUT, Operand.WGRAD_GRAD_OUTPUT}
+    assert specs_of(some)[Operand.DGRAD_GRAD_OUTPUT].selector == "amax"
+
+
+def test_the_technique_adds_to_a_list() -> None:
+    spec = specs_of(loaded("element_choice", {"others": ["int4", "e3m0"]}, quantize=SET))[Operand.FPROP_INPUT]
+    assert spec.elements == (E2M1, INT4, E3M0)
+
+
+def test_exceptions_replace_the_list_and_its_selector() -> None:
+    policy = load(
+        quantize=SET | {"selector": "mae"},
+        operands={
+            "gradients": {"element": "e2m1"}, "fprop.weight": {"selector": "amax"},
+            "wgrad.input": {"element": ["int4", "e2m1"]},
+        },
+    )  # fmt: skip
+    specs = specs_of(policy)
+    assert [(s.elements, s.selector) for s in specs.values()] == [
+        ((E2M1, INT4), "mae"), ((E2M1, INT4), "amax"), ((E2M1,), None), ((E2M1, INT4), "mae"), ((E2M1,), None),
+        ((INT4, E2M1), "mse"),
+    ]  # fmt: skip
+    again = fp4graph.load_policy(policy.to_data())
+    assert again == policy
+    assert policy.to_data()["rules"][0]["quantize"]["element"] == ["e2m1", "int4"]
+
+
+@pytest.mark.parametrize(
+    ("quantize", "message"),
+    [
+        (NVFP4 | {"selector": "mse"}, "selector 'mse' chooses between elements, and element names one, e2m1"),
+        (SET | {"selector": "rms"}, "selector"),
+        (NVFP4 | {"element": ["e2m1", "e4m3"]}, "codes of one width"),
+        (NVFP4 | {"element": ["e2m1", "e5m9"]}, "unknown element format 'e5m9'"),
+        (NVFP4 | {"element": ["e2m1", "e8m0"]}, "'e8m0' is a format of scales"),
+        (NVFP4 | {"element": []}, "text, or a list of at least one text"),
+    ],
+)
+def test_a_list_that_means_nothing_is_refused_with_its_place(quantize, message) -> None:
+    with pytest.raises(PolicyError, match=f"quantize.*{message}|{message}"):
+        load(quantize=quantize)
+
+
+@pytest.mark.parametrize(
+    ("technique", "message"),
+    [
+        ("q_ema", "'q_ema': it is for one element format, and the blocks of fprop.weight choose between e2m1 and int4"),
+        ({"step_gradient": {"kind": "dge"}}, "'step_gradient': it is for one element format"),
+        ("freeze", "'freeze': the blocks of fprop.weight choose between e2m1 and int4"),
+        ("four_over_six", "between the values 4 and 6 of e2m1, and fprop.input is e2m1|int4"),
+        ({"element_choice": {"others": ["int5"]}}, "no element format 'int5'"),
+    ],
+)
+def test_what_is_for_one_element_is_refused(technique, message) -> None:
+    with pytest.raises(PolicyError, match=re.escape(message)):
+        load(technique)
+
+
+def test_a_scale_of_a_whole_expert_is_refused() -> None:
+    policy = loaded("element_choice", {}, quantize=NVFP4 | {"block": "tensor"}, op="grouped")
+    with pytest.raises(CaptureError, match=r"a choice between elements cannot act on fprop\.input of experts"):
+        plan_site(SiteView("experts", "grouped", 64, 48, 48 * 64), policy.rules[0])
+
+
+@pytest.mark.long
+@pytest.mark.inductor
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_eager_and_inductor_agree(rounding, inductor) -> None:
+    operand = plan(load("tensor_scaling", quantize=SET | {"rounding": rounding})).program.fprop.left
+
+    def quantized(x):
+        (term,) = operand(x, DRAW)
+        return term.product()
+
+    tensors = [torch.randn(40, 64, generator=torch.Generator().manual_seed(s)) * 10.0 ** (s - 2) for s in range(4)]
+    compiled = inductor(quantized, tensors[0])
+    for x in tensors:
+        assert_same_bits(compiled(x), quantized(x))
