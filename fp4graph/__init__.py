@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         SpecError,
         UncompiledError,
     )
-    from fp4graph.exports import export
+    from fp4graph.exports import export, load_quantized
     from fp4graph.graph.site import Site
     from fp4graph.model.api import apply, bypass, detect_nonfinite, remove, set_total_forwards
     from fp4graph.model.explain import Explanation, explain
@@ -45,7 +45,7 @@ _HOME = {
     name: f"fp4graph.{module}"
     for module, names in {
         "errors": "CaptureError Error NonFiniteError PluginError PolicyError PolicyWarning SpecError UncompiledError",
-        "exports": "export",
+        "exports": "export load_quantized",
         "graph.site": "Site",
         "model.api": "apply bypass detect_nonfinite remove set_total_forwards",
         "model.explain": "Explanation explain",
@@ -66,8 +66,8 @@ __all__ = [
     "CaptureError", "Context", "Error", "Explanation", "Gemm", "NonFiniteError", "Operand", "Overhead", "Packed",
     "PluginError", "Policy", "PolicyError", "PolicyWarning", "QuantSpec", "ScaleSpec", "Site", "SpecError",
     "StateEntry", "Technique", "UncompiledError", "analysis", "apply", "bypass", "detect_nonfinite", "explain",
-    "export", "fake_quantize", "formats", "grad_scaler", "hookimpl", "integrations", "load_policy", "optim", "pack",
-    "prepare_optimizer", "remove", "set_total_forwards", "strip", "training", "unpack",
+    "export", "fake_quantize", "formats", "grad_scaler", "hookimpl", "integrations", "load_policy", "load_quantized",
+    "optim", "pack", "prepare_optimizer", "remove", "set_total_forwards", "strip", "training", "unpack",
 ]  # fmt: skip
 
 

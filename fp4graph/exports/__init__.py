@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from fp4graph.exports.api import LAYOUTS, export
+from fp4graph.exports.loading import load_quantized
 from fp4graph.exports.weights import ExportError
 
-__all__ = ["LAYOUTS", "ExportError", "export"]
+__all__ = ["LAYOUTS", "ExportError", "export", "load_quantized"]

@@ -19,9 +19,8 @@ from fp4graph.errors import PolicyWarning
 from fp4graph.exports.folder import write_config
 from fp4graph.exports.layouts import Exported, Layout
 from fp4graph.exports.packing import matrices, scale_bytes
+from fp4graph.exports.stored import FORMATS
 from fp4graph.exports.weights import Fp4Weight, Kind, Scheme
-
-FORMATS = {"mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized"}
 
 
 class CompressedTensors(Layout):

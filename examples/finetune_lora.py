@@ -1,0 +1,124 @@
+"""Fine-tune a quantized model by LoRA: ordinary PyTorch and PEFT. fp4graph's lines end in "# fp4graph".
+
+    python examples/finetune_lora.py                                   # from Python's source to Python's manual
+    python examples/finetune_lora.py --policy tetrajet --rank 16 --output adapter
+
+A small LLaMA learns the bytes of Python's standard library in high precision. Then it is frozen and quantized under
+the policy, and adapters in high precision learn the bytes of Python's manual: W·x + (α/r)·B·A·x (Hu et al. 2021), as
+QLoRA does (Dettmers et al. 2023). The adapters are saved, loaded beside the frozen model, and merged into its
+weights. `--policy bf16` quantizes nothing: the same training in high precision.
+"""
+
+import argparse
+import copy
+import math
+import sysconfig
+import tempfile
+from pathlib import Path
+from pydoc_data.topics import topics
+
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fp4graph  # fp4graph
+
+SMALL = {"vocab_size": 256, "hidden_size": 128, "intermediate_size": 352, "num_attention_heads": 4}
+CONTEXT = 64
+
+
+def bytes_of(text):
+    """Return the bytes of ``text`` for training and for validation (the last tenth)."""
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return tokens.split([len(tokens) - len(tokens) // 10, len(tokens) // 10])
+
+
+def source():
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    return bytes_of(b"\n".join(file.read_bytes() for file in files))
+
+
+def manual():
+    return bytes_of("\n".join(topics[name] for name in sorted(topics)).encode())
+
+
+def batch(tokens, size, seed):
+    """Return ``[size, CONTEXT]`` tokens from random places, which are a function of ``seed``."""
+    places = torch.randint(len(tokens) - CONTEXT, (size, 1), generator=torch.Generator().manual_seed(seed))
+    return tokens[places + torch.arange(CONTEXT)].long()
+
+
+def train(model, optimizer, tokens, steps, size, seed):
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (1 + math.cos(math.pi * step / steps)) / 2)
+    model.train()
+    for step in range(steps):
+        rows = batch(tokens, size, seed * steps + step)
+        model(input_ids=rows, labels=rows, use_cache=False).loss.backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+
+
+@torch.no_grad()
+def loss_on(model, tokens, batches):
+    """Return the loss, nats a byte, the mean over ``batches`` of validation data."""
+    model.eval()
+    rows = [batch(tokens, 16, number) for number in range(batches)]
+    return sum(model(input_ids=part, labels=part, use_cache=False).loss.item() for part in rows) / batches
+
+
+def pretrained(args):
+    """Return a model that learned Python's source in high precision."""
+    torch.manual_seed(args.seed)
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=args.layers, **SMALL))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
+    train(model, optimizer, source()[0], args.base_steps, args.batch_size, args.seed)
+    return model
+
+
+def adapted(base, args):
+    """Return ``base``, frozen, with untrained adapters at its linear layers (not at its head)."""
+    torch.manual_seed(args.seed)
+    config = LoraConfig(r=args.rank, lora_alpha=2 * args.rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return get_peft_model(base, config)
+
+
+def main(args):
+    learning, held_out = manual()
+
+    def report(what, model):
+        print(f"{what:40}{loss_on(model, held_out, args.validation_batches):8.4f}", flush=True)
+
+    options = {"backend": args.backend, "seed": args.seed}
+    base = pretrained(args)
+    report("pre-trained", base)
+    model = adapted(copy.deepcopy(base), args)
+    fp4graph.apply(model.get_base_model(), args.policy, total_forwards=args.steps, **options)  # fp4graph
+    report("pre-trained, quantized", model)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.lr)
+    optimizer = fp4graph.prepare_optimizer(model.get_base_model(), optimizer)  # fp4graph
+    train(model, optimizer, learning, args.steps, args.batch_size, args.seed + 1)
+    report("adapted", model)
+
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = args.output or temporary
+        model.save_pretrained(folder)  # the adapters alone, without a key of fp4graph
+        loaded = PeftModel.from_pretrained(base, folder)
+    fp4graph.apply(loaded.get_base_model(), args.policy, **options)  # fp4graph
+    report("loaded beside the quantized model", loaded)
+    fp4graph.remove(loaded.get_base_model())  # fp4graph
+    merged = loaded.merge_and_unload()
+    report("merged, in high precision", merged)
+    merged = fp4graph.apply(merged, args.policy, **options)  # fp4graph
+    report("merged, then quantized", merged)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--policy", default="nvfp4", help="a shipped policy's name, or a policy file")
+    parser.add_argument("--backend", default="inductor", choices=["inductor", "aot_eager", "eager"])
+    parser.add_argument("--output", type=Path, help="folder for the adapters [a temporary one]")
+    numbers = {"base-steps": 400, "steps": 200, "batch-size": 16, "lr": 2e-3, "rank": 8, "layers": 4, "seed": 0}
+    for name, default in {**numbers, "validation-batches": 8}.items():
+        parser.add_argument(f"--{name}", type=type(default), default=default)
+    main(parser.parse_args())

@@ -1,0 +1,107 @@
+"""examples/finetune_lora.py: it prints losses that fall, and its graphs quantize for no gradient that nobody needs."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from argparse import Namespace
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+
+import fp4graph
+from fp4graph.model import runtime
+
+pytest.importorskip("peft", reason="needs fp4graph[clients]")
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_lora.py"
+#: The operators that quantize, each with the number of quantized operands that it returns.
+QUANTIZERS = {
+    "quantize": 1,
+    "quantize_and_pack": 1,
+    "requantize": 1,
+    "quantize_both": 2,
+    "quantize_and_pack_columns": 2,
+}
+
+
+def rows(printed: str) -> dict[str, float]:
+    return {name.strip(): float(loss) for name, loss in re.findall(r"^(\D{40})(.*)$", printed, re.M)}
+
+
+def quantized(make: Callable[[dict[str, Any]], torch.nn.Module]) -> tuple[int, int]:
+    """Return how many operands the forward and the backward graph of a model under ``nvfp4`` quantize."""
+    counts: list[int] = []
+
+    def count(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        ours = Counter(
+            node.target.name().removeprefix("fp4graph::").partition(".")[0]
+            for node in graph.graph.nodes
+            if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "fp4graph"
+        )
+        assert ours.keys() <= QUANTIZERS.keys(), ours
+        counts.append(sum(QUANTIZERS[name] * number for name, number in ours.items()))
+        return make_boxed_func(graph.forward)
+
+    model = make(runpy.run_path(str(EXAMPLE)))
+    base = getattr(model, "get_base_model", lambda: model)()
+    with mock.patch.object(runtime, "inner_backend", return_value=aot_autograd(fw_compiler=count, bw_compiler=count)):
+        fp4graph.apply(base, "nvfp4", backend="aot_eager")
+        tokens = torch.arange(32).reshape(2, 16)
+        model(input_ids=tokens, labels=tokens, use_cache=False).loss.backward()
+    forward, backward = counts
+    return forward, backward
+
+
+def whole(example: dict[str, Any]) -> Any:
+    return example["LlamaForCausalLM"](example["LlamaConfig"](num_hidden_layers=2, **example["SMALL"]))
+
+
+def adapted(example: dict[str, Any]) -> Any:
+    return example["adapted"](whole(example), Namespace(seed=0, rank=8))
+
+
+@pytest.mark.slow
+@pytest.mark.compiler
+def test_a_frozen_model_quantizes_for_no_gradient_that_nobody_needs() -> None:
+    """Each of the 2·7 products has two operands. A frozen weight has no wgrad. Nothing that trains stands before the
+    query, the key and the value of the first layer, so these three have no dgrad."""
+    layers = 2 * 7
+    assert quantized(whole) == (2 * layers, (2 + 2) * layers)
+    assert quantized(adapted) == (2 * layers, 2 * (layers - 3))
+
+
+def check(losses: dict[str, float]) -> None:
+    assert list(losses) == [
+        "pre-trained",
+        "pre-trained, quantized",
+        "adapted",
+        "loaded beside the quantized model",
+        "merged, in high precision",
+        "merged, then quantized",
+    ]
+    assert losses["pre-trained, quantized"] != losses["pre-trained"]
+    assert losses["loaded beside the quantized model"] == losses["adapted"]
+    assert losses["merged, then quantized"] != losses["merged, in high precision"]
+
+
+@pytest.mark.slow
+def test_adapters_are_saved_loaded_and_merged(example: Callable[..., str], tmp_path: Path) -> None:
+    few = ["--base-steps=2", "--steps=2", "--batch-size=2", "--validation-batches=1", "--layers=2"]
+    check(rows(example("finetune_lora.py", "--backend=eager", f"--output={tmp_path / 'adapter'}", *few)))
+    assert sorted(file.suffix for file in (tmp_path / "adapter").iterdir()) == [".json", ".md", ".safetensors"]
+
+
+@pytest.mark.long
+def test_adapters_learn_what_the_frozen_model_does_not_know(example: Callable[..., str]) -> None:
+    losses = rows(example("finetune_lora.py", "--backend=eager", "--base-steps=150", "--steps=60"))
+    check(losses)
+    assert losses["adapted"] < losses["pre-trained, quantized"] - 0.05
+    assert abs(losses["merged, in high precision"] - losses["adapted"]) < 0.05
