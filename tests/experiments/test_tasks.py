@@ -67,6 +67,7 @@ def test_a_length_in_tokens_counts_whole_steps(task: str, steps: int) -> None:
         ("digits", 8, 12),
         ("digits-diffusion", 24, 54),
         pytest.param("text", 14, 17, marks=pytest.mark.long),
+        pytest.param("countdown", 4 * 14, 4 * 17, marks=pytest.mark.long),  # a prompt, a token, more of them, a step
     ],
 )
 def test_every_family_trains_at_once(task: str, quantized: int, sites: int) -> None:
@@ -334,7 +335,7 @@ def _forget_data() -> Iterator[None]:
 def test_tasks_have_the_names_they_are_listed_under() -> None:
     assert all(task.name == name for name, task in TASKS.items())
     assert {task.family for task in TASKS.values() if task.embedded} == {
-        "regression", "classification", "diffusion", "language",
+        "regression", "classification", "diffusion", "language", "reinforcement",
     }  # fmt: skip
     assert issubclass(diffusion.Diffusion, Problem)
     with pytest.raises(Error, match="unknown task 'gausian'; did you mean 'gaussian'"):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from fp4graph.errors import Error
-from fp4graph.experiments.tasks import classification, diffusion, language, regression
+from fp4graph.experiments.tasks import classification, diffusion, language, regression, reinforcement
 from fp4graph.experiments.tasks.task import Batch, Problem, Recipe, Settings, Task, placed
 from fp4graph.text import suggest
 
 #: Every task by name, in the order of ``fp4graph train --list``.
-TASKS = {task.name: task for task in (*regression.TASKS, *classification.TASKS, *diffusion.TASKS, *language.TASKS)}
+TASKS: dict[str, Task] = {
+    task.name: task
+    for family in (regression, classification, diffusion, language, reinforcement)
+    for task in family.TASKS
+}
 
 
 def task_named(name: str) -> Task:

@@ -120,7 +120,7 @@ class Problem(ABC):
         return {name: value for name, value in means.items() if name != "loss"}
 
 
-Family = Literal["regression", "classification", "diffusion", "language"]
+Family = Literal["regression", "classification", "diffusion", "language", "reinforcement"]
 
 
 @dataclass(frozen=True, kw_only=True)
