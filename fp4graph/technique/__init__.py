@@ -37,10 +37,10 @@ IMPORTABLE = (
     "fp4graph",  # the public names, and all of a simple technique
     "fp4graph.technique",  # the base class, what its stages are handed, sites, operands, products, the hook
     "fp4graph.errors",  # errors to raise
+    "fp4graph.kernels.rotation",  # block Hadamard rotations
     "fp4graph.numerics.blocking",  # the blocked layout, groups of blocks
     "fp4graph.numerics.exact",  # sums and roots of the same bits in eager and compiled code
     "fp4graph.numerics.formats",  # element and scale formats
-    "fp4graph.numerics.hadamard",  # block Hadamard rotations
     "fp4graph.numerics.quantize",  # a whole quantizer, for a tensor that is no operand
     "fp4graph.numerics.rounding",  # elements: to nearest, stochastically, the two neighbours
     "fp4graph.numerics.scaling",  # block scales, and dividing by them
