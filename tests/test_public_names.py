@@ -25,6 +25,7 @@ FUNCTIONS = {
     "pack": "x spec dim key",
     "unpack": "packed",
     "strip": "state_dict",
+    "load_quantized": "model directory",
 }
 CLASSES = [
     *("CaptureError", "Context", "Error", "Explanation", "Gemm", "NonFiniteError", "Operand", "Overhead", "Packed"),

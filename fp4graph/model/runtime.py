@@ -28,6 +28,7 @@ from fp4graph.model.current import CurrentForward, Parts
 from fp4graph.model.inspection import Inspection
 from fp4graph.model.optimizers import PreparedOptimizers
 from fp4graph.model.prepare import PhasePlan, device_of, prepare, unprepare
+from fp4graph.model.tree import Tree
 from fp4graph.model.uncompiled import Uncompiled, cause
 from fp4graph.model.weight import Weight
 from fp4graph.numerics import noise
@@ -87,6 +88,7 @@ class Runtime:
         self._original: weakref.ref[nn.Module] | None = None  # what this model was copied from
         self._previous: Any = None
         self._synchronized: weakref.ref[DistributedDataParallel] | None = None
+        self._tree = Tree(root)
 
     @property
     def weights(self) -> list[Weight]:
@@ -140,6 +142,7 @@ class Runtime:
         for name in self.settings.methods:
             self.root.__dict__[name] = hooks.Method(self.root, name, self._current)
         self._any_hook = next((hook for _, _, hook in hooks.mark_hooks(self.root)), None)
+        self._tree = Tree(self.root)
 
     @property
     def count(self) -> int | None:
@@ -198,6 +201,8 @@ class Runtime:
         if self._bypassed:
             call: Any = self.root._call_impl if name == CALL else getattr(type(self.root), name).__get__(self.root)
             return call(*args, **kwargs)
+        if self._tree.adapted():
+            return self._adapted().run_method(name, args, kwargs)
         refuse_conversion(quantizes=self._any_hook is not None)
         if name != CALL and fsdp_modules(self.root):
             raise Error(
@@ -262,6 +267,8 @@ class Runtime:
         if self._bypassed or hooks.has_sharded_forward(self.root):
             with self._current.parts_left_alone():  # modules of fully_shard have graphs of their own
                 return call(*args, **kwargs)
+        if self._tree.adapted():
+            return self._adapted().run_part(module, args, kwargs)
         refuse_conversion(quantizes=True)
         if self._failure is not None:
             raise self._failure.with_traceback(None)
@@ -363,6 +370,16 @@ class Runtime:
         """Enter another phase: apply its policy, with the present state and optimizers."""
         if self.inspection.watching:
             raise Error("a phase of the policy begins inside detect_nonfinite(); watch the steps of each by themselves")
+        return self._replaced(phase)
+
+    def _adapted(self) -> Runtime:
+        """Apply the policy to the model with the adapters that have joined or left it."""
+        if self.inspection.watching:
+            raise Error("adapters joined or left the model inside detect_nonfinite(); call the model once before it")
+        return self._replaced(self.phase)
+
+    def _replaced(self, phase: int) -> Runtime:
+        """Apply the policy in ``phase`` to the model as it is now, with the present state and optimizers."""
         following = Runtime(self.root, self.policy, self.settings, phase)
         following.attach()
         following._original = self._original

@@ -29,6 +29,13 @@ def is_adapter(name: str, modules: Collection[str]) -> bool:
     return bool(wrappers) and not f"{name}.".startswith(f"{wrappers[-1]}.base_layer.")
 
 
+def is_of_adapters(name: str, modules: Collection[str]) -> bool:
+    """Return whether module ``name`` belongs to an adapter, or to a layer that PEFT trains beside them
+    (``modules_to_save``)."""
+    copied = "modules_to_save" in name.split(".") or f"{name}.modules_to_save" in modules
+    return copied or is_adapter(name, modules)
+
+
 def _wraps(name: str, modules: Collection[str]) -> bool:
     """Return whether ``name``, a module with a ``base_layer``, has an adapter beside it."""
     beside = (other.removeprefix(f"{name}.").partition(".")[0] for other in modules if other.startswith(f"{name}."))

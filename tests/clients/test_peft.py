@@ -71,10 +71,118 @@ def test_adapters_train_generate_and_load(policy, applied, tmp_path, products, s
     assert torch.equal(again.generate(input_ids=prompt, **generate), tokens)
 
 
-def test_adapters_that_come_later_are_refused_until_the_policy_is_applied_again():
+def logits(model):
+    with torch.no_grad():
+        return model(input_ids=TOKENS).logits
+
+
+def same(one, other):
+    """Hold two models to each other, bit for bit: weights, adapters and the state of techniques."""
+    theirs = other.state_dict()
+    return all(torch.equal(value, theirs[name]) for name, value in one.state_dict().items())
+
+
+@pytest.mark.parametrize("policy", ["mxfp4", "tetrajet", "tetrajet-qema", "nvfp4-best"])
+def test_adapters_that_join_an_applied_model_are_as_if_they_had_been_there(policy, products):
+    before = adapted(fp4graph.apply(tiny.qwen3(), policy, backend="eager"))
+    after = adapted(tiny.qwen3())
+    fp4graph.apply(after.get_base_model(), policy, backend="eager")
+    losses = [trained(model, model.get_base_model(), 3) for model in (before, after)]
+    assert losses[0] == losses[1]
+    assert len(products) == 14  # the base layers
+    assert same(before, after)
+    assert torch.equal(logits(before.eval()), logits(after.eval()))
+
+
+@pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema"])
+def test_adapters_join_and_leave_between_the_steps_of_a_training(policy):
+    """As if the policy had been applied again whenever they do."""
+    models, found = [], []
+    for again in (False, True):
+        base = fp4graph.apply(tiny.qwen3(), policy, backend="eager")
+        reapply = (lambda base=base: fp4graph.apply(base, policy, backend="eager")) if again else (lambda: None)
+        losses = trained(base, base)
+        model = adapted(base)
+        reapply()
+        losses += trained(model, base)
+        assert runtime_of(base).count == 4
+        merged = model.merge_and_unload()
+        assert merged is base
+        reapply()
+        base.requires_grad_(True)
+        losses += trained(base, base)
+        assert not any("lora_" in name or "base_layer" in name for name in base.state_dict())
+        models.append(base)
+        found.append(losses)
+    assert found[0] == found[1]
+    assert same(*models)
+
+
+def test_a_merged_model_is_quantized_as_one_that_never_had_adapters(tmp_path):
+    model = adapted(fp4graph.apply(tiny.qwen3(), "tetrajet", backend="eager"))
+    trained(model, model.get_base_model())
+    apart = logits(model.eval())
+    merged = model.merge_and_unload()
+    merged.save_pretrained(tmp_path)
+    expected = type(merged).from_pretrained(tmp_path).eval()
+    fp4graph.apply(expected, "tetrajet", backend="eager")
+    assert torch.equal(logits(merged), logits(expected))
+    assert not torch.equal(logits(merged), apart)  # Q(W + BA) is not Q(W) + BA
+
+
+def test_a_saved_adapter_joins_an_applied_model(tmp_path):
+    model = adapted(fp4graph.apply(tiny.qwen3(), "tetrajet-qema", backend="eager"))
+    trained(model, model.get_base_model())
+    model.save_pretrained(tmp_path)
+    assert all("lora_" in name and "fp4graph" not in name for name in load_file(tmp_path / "adapter_model.safetensors"))
+    again = peft.PeftModel.from_pretrained(fp4graph.apply(tiny.qwen3(), "tetrajet-qema", backend="eager"), tmp_path)
+    assert torch.equal(logits(again.eval()), logits(model.eval()))
+
+
+def test_a_module_that_is_trained_beside_the_adapters_joins_too(moved):
+    def with_head(base):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["lm_head"], task_type="CAUSAL_LM")
+        return peft.get_peft_model(base, config)
+
+    before = with_head(fp4graph.apply(tiny.qwen3(), "tetrajet", backend="eager"))
+    after = with_head(tiny.qwen3())
+    fp4graph.apply(after.get_base_model(), "tetrajet", backend="eager")
+    changed = moved(before)
+    assert trained(before, before.get_base_model()) == trained(after, after.get_base_model())
+    assert any("lm_head.modules_to_save.default" in name for name in changed())
+    assert same(before, after)
+    fp4graph.remove(before.get_base_model())  # no call of ours is left in the copied head
+    fp4graph.remove(after.get_base_model())
+    assert torch.equal(logits(before.eval()), logits(after.eval()))
+
+
+@pytest.mark.parametrize("match", [{"role": "adapter"}, {"role": "adapter", "module": "*lora_A*"}])
+def test_adapters_that_join_are_quantized_where_a_rule_says_so(match, products):
+    data = {**fp4graph.load_policy("mxfp4").to_data(), "name": "p"}
+    rule = {"name": "adapters", "match": match, "quantize": {"element": "e2m1", "block": 32}, "required": False}
+    data["rules"].append(rule)
+    before = adapted(fp4graph.apply(tiny.qwen3(), data, backend="eager"))
+    after = adapted(tiny.qwen3())
+    fp4graph.apply(after.get_base_model(), data, backend="eager")
+    assert trained(before, before.get_base_model()) == trained(after, after.get_base_model())
+    assert len([name for name in products if "lora_A" in name]) == 6
+    assert len([name for name in products if "lora_B" in name]) == (0 if "module" in match else 6)
+    assert same(before, after)
+
+
+def test_other_modules_that_join_are_refused_until_the_policy_is_applied_again():
+    class More(torch.nn.Module):
+        def __init__(self, layer):
+            super().__init__()
+            self.layer, self.more = layer, torch.nn.Linear(64, 64)
+
+        def forward(self, x):
+            return self.layer(self.more(x))
+
     base = fp4graph.apply(tiny.qwen3(), "tetrajet", backend="eager")
-    model = adapted(base)
+    base.model.layers[0].mlp = More(base.model.layers[0].mlp)
     with pytest.raises(fp4graph.CaptureError, match=r"added to the model after .* call fp4graph\.apply"):
-        model(input_ids=TOKENS)
+        base(input_ids=TOKENS)
     fp4graph.apply(base, "tetrajet", backend="eager")
-    trained(model, base)
+    trained(base, base)

@@ -16,7 +16,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
 import fp4graph
-from fp4graph.errors import PolicyError
+from fp4graph.errors import CaptureError, Error, PolicyError, PolicyWarning
 from fp4graph.graph.names import Names
 from fp4graph.model import runtime
 from fp4graph.model.prepare import PhasePlan
@@ -258,3 +258,74 @@ def test_a_frozen_layer_quantizes_for_no_gradient_of_its_own():
     """Of two layers with two operands each, the second alone has a dX; a dW has only one that trains."""
     assert quantizers(trainable=True) == (4, 2 + 4)
     assert quantizers(trainable=False) == (4, 2)
+
+
+def wrapped(net, wrap):
+    """Wrap the layers of a net, as PEFT does: in place."""
+    torch.manual_seed(1)
+    for block in net.blocks:
+        block.qkv = wrap(block.qkv)
+    return net
+
+
+def net():
+    torch.manual_seed(0)
+    return Net()
+
+
+def step(model):
+    model.zero_grad()
+    y = model(X)
+    y.square().mean().backward()
+    return y.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def same_step(one, other):
+    (y, gradients), (z, others) = step(one), step(other)
+    return torch.equal(y, z) and all(torch.equal(gradients[name], others[name]) for name in others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("called", [False, True])
+def test_adapters_join_and_leave_an_applied_model(called):
+    """Noise is drawn by the names of modules, which change: tetrajet's gradients show whether the new ones are used."""
+    model, reference = (fp4graph.apply(net(), "tetrajet", backend="eager") for _ in range(2))
+    if called:
+        assert same_step(model, reference)
+    for each in (model, reference):
+        wrapped(each, Lora)
+    fp4graph.apply(reference, "tetrajet", backend="eager")
+    assert same_step(model, reference)
+    assert runtime_of(model).count == runtime_of(reference).count == 1 + called
+    for each in (model, reference):
+        for block in each.blocks:
+            block.qkv = block.qkv.base_layer
+    fp4graph.apply(reference, "tetrajet", backend="eager")
+    assert same_step(model, reference)
+    assert {site.module for site in runtime_of(model).sites} == {site.module for site in runtime_of(reference).sites}
+
+
+@pytest.mark.slow
+def test_adapters_join_a_model_whose_parts_are_called():
+    model = fp4graph.apply(net(), "tetrajet", backend="eager")
+    reference = fp4graph.apply(wrapped(net(), Lora), "tetrajet", backend="eager")
+    wrapped(model, Lora)
+    with torch.no_grad(), pytest.warns(PolicyWarning, match="called by itself"):
+        assert torch.equal(model.blocks(X), reference.blocks(X))
+
+
+@pytest.mark.slow
+def test_a_layer_that_joins_with_an_adapter_is_refused():
+    model = fp4graph.apply(net(), "tetrajet", backend="eager")
+    wrapped(model, Lora)
+    model.head = nn.Sequential(nn.Linear(32, 32), model.head)
+    with pytest.raises(CaptureError, match=r"added to the model after .* call fp4graph\.apply\(model, policy\) again"):
+        model(X)
+    fp4graph.apply(model, "tetrajet", backend="eager")
+    step(model)
+
+
+def test_adapters_that_join_under_detect_nonfinite_are_named():
+    model = fp4graph.apply(net(), "tetrajet", backend="eager")
+    with fp4graph.detect_nonfinite(model), pytest.raises(Error, match="adapters joined or left the model inside"):
+        wrapped(model, Lora)(X)
