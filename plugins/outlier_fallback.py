@@ -39,7 +39,9 @@ class OutlierFallback(Technique):
     Cost: a second quantizer, n/l scores and, with ``fraction``, a sort of them; on hardware φ more multiplications.
     The complexity weight is ours: 1.5, Table 2's O(n/l) memory, for the scores and the second set of scales.
 
-    Use it on forward operands with outliers, and where small values matter, such as rollouts.
+    Use it on forward operands with outliers, and where small values matter, such as rollouts. Both choices compare the
+    blocks of a whole operand, so that the blocks of a token that fall back depend on the tokens beside it. A token may
+    therefore have another probability in a rollout than in the training forward.
     """
 
     name: ClassVar[str] = "outlier_fallback"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -69,6 +70,8 @@ class Capture:
         self.error: Error | None = None
         #: Per call and frame of Dynamo: how many sites of each module earlier frames of the call held, and its own.
         self._frames: dict[tuple[str, Any], tuple[dict[str, int], list[Site]]] = {}
+        #: Sites of the graphs that the call in progress has run, by frame.
+        self._ran: dict[tuple[str, Any], list[Site]] = {}
         self._bucket_bytes: int | None = None  # of the DDP that a forward runs in
 
     @property
@@ -87,7 +90,11 @@ class Capture:
             self._entries[name] = entry, torch.compile(entry, backend=self.backend, dynamic=self._dynamic)
         self._running = name
         hooks.drop_repeated_hooks(self._embeddings)
-        return self._entries[name][1](*args, **kwargs)
+        outer, self._ran = self._ran, {}
+        try:
+            return self._entries[name][1](*args, **kwargs)
+        finally:
+            self._ran = outer
 
     def forget(self) -> None:
         """Have Dynamo forget the compiled calls."""
@@ -136,7 +143,12 @@ class Capture:
         known = {_place(site) for sites in others for site in sites}
         self.sites.extend(site for site in rewritten.sites if _place(site) not in known)
         self.marked |= rewritten.marked
-        return compiled
+
+        def run(*inputs: Any) -> Any:
+            self._ran[frame] = rewritten.sites
+            return compiled(*inputs)
+
+        return run
 
     def learn(self, uses: Iterable[WeightUse]) -> None:
         """Tell the planned weights what a captured graph decided about them."""
@@ -176,11 +188,14 @@ class Capture:
             self._bucket_bytes = None
 
     def _occurrences(self) -> dict[str, int]:
-        """Count the sites of each module over all frames of the call that is running."""
+        """Count the sites of each module over the graphs that the call in progress has run so far.
+
+        Graphs of other calls do not count: a forward that Dynamo breaks has the noise of one that it does not break,
+        such as a training step after a generation.
+        """
         counts: dict[str, int] = {}
-        for (name, _), (_, sites) in self._frames.items():
-            for site in sites if name == self._running else ():
-                counts[str(site.module)] = max(counts.get(str(site.module), 0), site.occurrence + 1)
+        for site in chain.from_iterable(self._ran.values()):
+            counts[str(site.module)] = max(counts.get(str(site.module), 0), site.occurrence + 1)
         return counts
 
 
