@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated, ClassVar, Self
 
 import torch
@@ -10,8 +11,9 @@ from pydantic import Field
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from fp4graph.numerics.exact import total
+from fp4graph.numerics.exact import total_by
 from fp4graph.numerics.rounding import power_of_two
+from fp4graph.numerics.segments import Segments
 from fp4graph.technique import Context, Gemm, Operand, OperandList, Overhead, Technique, hookimpl
 
 _SMALLEST_NORMAL = 2.0**-126  # of fp32
@@ -22,12 +24,12 @@ _OF_TOKENS = tuple(operand for operand in Operand if operand.value.split(".")[1]
 class MeanSplit(Technique):
     """Each operand that has tokens is the sum of its mean over them and a residual: x̂ = Q(X − 1·μᵀ) + Q(1·μᵀ).
 
-    μ_k is the mean of channel k over all tokens of a call. Where activations share a large mean, it sets the scales of
-    all blocks, and the differences between tokens fall between few FP4 values; without it blocks are small and even.
-    The two parts are quantized one after the other, with tensor scales and block scales of their own, and added. In
-    fprop and dgrad all rows of 1·μᵀ are alike, so that its quantizer is that of the vector μ in blocks along the
-    channels, and the product with it costs one row. In wgrad blocks run along the tokens, where μ_k is constant: Q
-    rounds one number by its scale. The parts are added in the operand's dtype; bf16 rounds that sum.
+    μ_k is the mean of channel k over all tokens of a call, or over those of one expert. Where activations share a large
+    mean, it sets the scales of all blocks, and the differences between tokens fall between few FP4 values; without it
+    blocks are small and even. The two parts are quantized one after the other, with tensor scales and block scales of
+    their own, and added. In fprop and dgrad all rows of 1·μᵀ are alike, so that its quantizer is that of the vector μ
+    in blocks along the channels, and the product with it costs one row. In wgrad blocks run along the tokens, where μ_k
+    is constant: Q rounds one number by its scale. The parts are added in the operand's dtype; bf16 rounds that sum.
 
     Source: Cao et al. 2026, "The Curse and Blessing of Mean Bias in FP4-Quantized LLM Training" (Averis), as its
     reproduction in MindSpeed-LLM has it: X in the forward, dY in the backward, mean and residual quantized
@@ -46,6 +48,7 @@ class MeanSplit(Technique):
     name: ClassVar[str] = "mean_split"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=False)
     complexity: ClassVar[float] = 0.5
+    by_expert: ClassVar[bool] = True
 
     operands: Annotated[tuple[str, ...], OperandList(_OF_TOKENS)] = Field(
         ("inputs", "gradients"), description="Operands, or groups of them, that are split: those that have tokens."
@@ -62,13 +65,40 @@ class MeanSplit(Technique):
         if statically_known_true(x.shape[axis] == 0):  # no tokens have no mean
             return quantize(x)
         wide = x.to(torch.float32)
-        # Shares of a power of two above the largest magnitude make the sum the same in compiled code, which adds in
-        # another order; counted from -1, so that they are not negative.
-        above = 2 * power_of_two(wide.abs().amax(axis, keepdim=True).clamp(min=_SMALLEST_NORMAL)).double()
-        count = torch.full((), x.shape[axis], dtype=torch.float64, device=x.device)
-        share = total((wide.double() / above + 1) / 2, (x.dim() + axis,), _MOST_TOKENS) / count
-        mean = ((2 * share - 1) * above).to(torch.float32)
+        mean = self._mean(wide, axis, context.blocking.segments)
         return (quantize(wide - mean) + quantize(mean.expand(x.shape).contiguous())).to(x.dtype)
+
+    def _mean(self, wide: Tensor, axis: int, segments: Segments | None) -> Tensor:
+        """Return μ, broadcastable to ``wide``; with segments each position has its expert's, or 0 if it has none."""
+        place = wide.dim() + axis
+        if segments is None:
+            largest = wide.abs().amax(axis, keepdim=True)
+            count = torch.full((), wide.shape[axis], dtype=torch.float64, device=wide.device)
+            return _mean_of(wide, largest, count, lambda shares: shares.sum(place, keepdim=True))
+        own = segments.of_own
+        assert own.ids is not None, "operands with tokens have the expert of each"
+        ids = own.ids
+        at_tokens = partial(own.spread, x=wide, axis=place, step=1)
+        tokens = ids.new_zeros(own.count + 1).scatter_add(0, ids, torch.ones_like(ids)).double()
+        mean = _mean_of(
+            wide,
+            at_tokens(own.table(wide.abs(), place, 1)),
+            own.at_positions(tokens, wide.dim()),
+            lambda shares: at_tokens(own.table(shares, place, 1, "sum")),
+        )
+        numbers = torch.arange(own.count + 1, device=ids.device)
+        return torch.where(own.at_positions(numbers, wide.dim()) < own.count, mean, 0.0)
+
+
+def _mean_of(wide: Tensor, largest: Tensor, count: Tensor, add: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return the mean of ``count`` tokens, fp32, given the largest magnitude of their channel and their sum by ``add``.
+
+    Shares of a power of two above the largest magnitude make the sum the same in compiled code, which adds in another
+    order; they are counted from -1, so that they are not negative.
+    """
+    above = 2 * power_of_two(largest.clamp(min=_SMALLEST_NORMAL)).double()
+    share = total_by((wide.double() / above + 1) / 2, add, _MOST_TOKENS) / count
+    return ((2 * share - 1) * above).to(torch.float32)
 
 
 @hookimpl

@@ -60,6 +60,7 @@ class MSEden(Technique):
     name: ClassVar[str] = "ms_eden"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=True)
     complexity: ClassVar[float] = 0.5
+    by_expert: ClassVar[bool] = True
     requires: ClassVar[frozenset[str]] = frozenset({"hadamard"})
 
     block: int = Field(128, ge=2, description="Elements that share a factor: those that are rotated together.")

@@ -25,7 +25,8 @@ class SmoothSwiglu(Technique):
 
     Source: Fishman et al. 2025, "Scaling FP8 training to trillion-token LLMs" (Smooth-SwiGLU), there with a scale per
     channel before a per-tensor quantizer; "Elucidating the design space of FP4 training", A.3, tried it with FP4.
-    The leading axes of a linear's input, batch and sequence, are one axis of tokens.
+    The leading axes of a linear's input, batch and sequence, are one axis of tokens. Each expert has numbers s of its
+    own, over its own tokens.
 
     Stage: pair transform of fprop, only at sites whose input is silu(x)·y (``producer: swiglu``). dgrad and wgrad
     quantize the operands that their specs name; with ``source: fprop`` these are fprop's operands, scaled back.
@@ -41,6 +42,7 @@ class SmoothSwiglu(Technique):
     name: ClassVar[str] = "smooth_swiglu"
     overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=False)
     complexity: ClassVar[float] = 0.5
+    by_expert: ClassVar[bool] = True
 
     power_of_two: bool = Field(False, description="Whether s is rounded up to a power of two.")
 
@@ -49,20 +51,30 @@ class SmoothSwiglu(Technique):
         return frozenset({Gemm.FPROP}) if site.producer == "swiglu" else frozenset()
 
     def pair_context(self, left: Tensor, right: Tensor, context: Context) -> tuple[Tensor, ...]:
-        """Return s, fp32 ``[..., 1, K]``."""
+        """Return s, fp32 ``[..., 1, K]``; for experts that of each token's expert ``[T, K]`` and all ``[E, 1, K]``."""
+        if (segments := context.blocking.segments) is not None:
+            own = segments.of_own
+            assert own.ids is not None, "the left operand of experts holds tokens"
+            s = self._rounded(own.table(left.to(torch.float32).abs(), 0, 1))
+            of_tokens = torch.where((own.ids == own.count)[:, None], 1.0, s[own.ids])
+            return of_tokens, s[: own.count, None]
         if statically_known_true(left.shape[-2] == 0):  # no tokens have no maximum
             return (left.new_ones([*left.shape[:-2], 1, left.shape[-1]], dtype=torch.float32),)
-        s = left.to(torch.float32).abs().amax(-2, keepdim=True)
+        return (self._rounded(left.to(torch.float32).abs().amax(-2, keepdim=True)),)
+
+    def _rounded(self, s: Tensor) -> Tensor:
+        """Return largest magnitudes as s, in their shape."""
         ordinary = (s > 0) & (s < torch.inf)
         if self.power_of_two:
             # Cutting the mantissa off after adding all but one of its range rounds up.
             bits = (s.clamp(max=_LARGEST_POWER).view(torch.int32) + 0x7FFFFF) & 0x7F800000
             s = bits.view(torch.float32)
-        return (torch.where(ordinary, s, 1.0),)
+        return torch.where(ordinary, s, 1.0)
 
     def transform(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:
         """Return X/s or W·s, fp32."""
-        return x.to(torch.float32) / shared[0] if side == "left" else x.to(torch.float32) * shared[0]
+        s = shared[1] if len(shared) == 2 and x.dim() == 3 else shared[0]  # experts' weights have an axis of experts
+        return x.to(torch.float32) / s if side == "left" else x.to(torch.float32) * s
 
     def inverse(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:
         """Return X·s or W/s, fp32."""

@@ -9,18 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from fp4graph.errors import Error
+from fp4graph.kernels import operators
 from fp4graph.model.runtime import require_runtime
 from fp4graph.model.weight import Weight
-from fp4graph.numerics.formats import E2M1, E4M3
+from fp4graph.numerics.blocking import block_length
 from fp4graph.ops.observe import ObservedOperand, OperandObserver
 from fp4graph.technique.operands import Operand
 
 
 class _Largest:
-    """A recording of the largest magnitude of the activations that each weight is multiplied with."""
+    """A recording of the largest magnitude of the activations that each weight is multiplied with, and of their
+    quantizer."""
 
     def __init__(self, weights: Iterable[Weight]) -> None:
         self.found: dict[str, Tensor] = {}
+        self.operands_of: dict[str, ObservedOperand] = {}
         self._by_place: dict[tuple[str, int], Weight] = {}
         self._alone: dict[str, list[Weight]] = {}
         for weight in weights:
@@ -39,6 +42,7 @@ class _Largest:
             if weight is not None and left.given.numel():
                 most = left.given.detach().abs().amax().to(torch.float32)
                 self.found[weight.name] = torch.maximum(most, self.found.get(weight.name, most))
+                self.operands_of[weight.name] = left
 
         return observe
 
@@ -47,7 +51,10 @@ class _Largest:
 
 
 def input_scales(model: nn.Module, weights: Iterable[Weight], batches: Iterable[Any]) -> dict[str, Tensor]:
-    """Return γ of the activations of each weight, by its name: the largest magnitude over ``batches`` / (6·448).
+    """Return γ of the activations of each weight, by its name, where the policy has one.
+
+    It is what the activations' own quantizer makes of the largest magnitude over ``batches``: under ``tensor_scaling``
+    that over κ, 6·448 unless the policy has another element, scale format, target or headroom.
 
     Args:
         batches: what the model is called with: a mapping of keywords, a tuple or a list of arguments, or the only
@@ -81,5 +88,18 @@ def input_scales(model: nn.Module, weights: Iterable[Weight], batches: Iterable[
         raise Error("calibration= holds no batch, and the tensor scales of activations are measured on some")
     if wrong := [name for name, most in largest.found.items() if not torch.isfinite(most)]:
         raise Error(f"the activations of {wrong[0]} are not finite on the calibration batches; look at these, or at it")
-    full = E2M1.max * E4M3.max
-    return {name: torch.where(most == 0, 1.0, most / full) for name, most in largest.found.items()}
+    scales = {name: _gamma(most, largest.operands_of[name]) for name, most in largest.found.items()}
+    return {name: gamma for name, gamma in scales.items() if gamma is not None}
+
+
+@torch.no_grad()
+def _gamma(most: Tensor, operand: ObservedOperand) -> Tensor | None:
+    """Return γ of an operand whose largest magnitude is ``most``, 0-d; None where its quantizer has none."""
+    spec = operand.program.spec
+    if spec is None or not operand.program.at("group_scale"):
+        return None
+    x = most.new_zeros(1, 1 if isinstance(spec.block, str) else block_length(spec.block))
+    x[0, 0] = most
+    with operators.tensor_code():  # a kernel would be compiled for this
+        gamma = operand.program.quantize(x, operand.draw, operand.state).group_scale
+    return None if gamma is None else gamma.flatten()[0]

@@ -232,7 +232,7 @@ def _inputs(weight: Weight, fprop: GemmProgram, beside: Kind) -> tuple[Kind | No
     program = fprop.left
     if program.spec is None:
         return None, False
-    stages = [*_REFUSED, "block_statistic", "scale", "round", "rescale"]
+    stages = [*_REFUSED, "block_statistic", "group_statistic", "scale", "round", "rescale"]
     changing = [t.name for t in program.techniques if any(overrides(t, stage) for stage in stages)]
     scaling = [t for t in program.techniques if overrides(t, "group_scale")]
     wrong = [t.name for t in scaling if t.divides_by not in ("tensor", "all")]

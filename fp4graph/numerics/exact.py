@@ -9,6 +9,7 @@ GEMM's precision. This module has exact forms of what the quantizers need; docs/
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -80,6 +81,15 @@ def block_error(error: Tensor, measure: Selector, block: Block, axes: tuple[int,
 def total(shares: Tensor, axes: tuple[int, ...], most: int) -> Tensor:
     """Return the sum over ``axes``, float64, axes kept with size 1: the same in whatever order it is taken.
 
+    Args:
+        shares, most: as in :func:`total_by`.
+    """
+    return total_by(shares, lambda x: x.sum(axes, keepdim=True), most)
+
+
+def total_by(shares: Tensor, add: Callable[[Tensor], Tensor], most: int) -> Tensor:
+    """Return the sums that ``add`` takes, float64: the same in whatever order it takes them.
+
     The summands are rounded to multiples of 2^-k, with 2^k the largest for which ``most`` of them have a sum of up to
     2^53 units. Integers of that size are float64 numbers, so no partial sum is rounded.
 
@@ -88,4 +98,4 @@ def total(shares: Tensor, axes: tuple[int, ...], most: int) -> Tensor:
         most: the number of summands, or a bound of it.
     """
     unit = 2.0 ** (53 - max(1, (most - 1).bit_length()))
-    return torch.round(shares.clamp(max=1.0) * unit).sum(axes, keepdim=True) * (1 / unit)
+    return add(torch.round(shares.clamp(max=1.0) * unit)) * (1 / unit)

@@ -28,6 +28,11 @@ class Segments:
     ids: Tensor | None = None
     own: Tensor | None = None
 
+    @property
+    def of_own(self) -> Segments:
+        """The same groups without the zeros that fill them up, which are positions of none."""
+        return self if self.own is None else Segments(self.axis, self.count, self.own)
+
     def table(self, x: Tensor, axis: int, step: int, op: Literal["amax", "sum"] = "amax") -> Tensor:
         """Return ``x`` reduced over the positions of each group, with E (+ 1, where there are ``ids``) along ``axis``.
 

@@ -65,12 +65,14 @@ class BoundMatmul:
     def rotated(self, gemm: GemmProgram, left: Tensor, right: Tensor) -> Rotation:
         """Return the operands in the dtype they are quantized from and in the GEMM's layout and basis."""
         left, right = self._cast(left, gemm.left), self._cast(right, gemm.right)
+        segments = None
         if (layout := self._layout(gemm)) is not None:
+            segments = layout.segments(gemm.gemm, "left")
             if gemm.gemm is Gemm.WGRAD:
                 left, right = layout.lay_out(left.mT).mT, layout.lay_out(right.mT).mT
             else:
                 left = layout.lay_out(left)
-        return gemm.rotate(left, right, operand_draw(self._draw, gemm.operands[0]))
+        return gemm.rotate(left, right, operand_draw(self._draw, gemm.operands[0]), segments)
 
     def operands(self, gemm: GemmProgram, rotation: Rotation) -> tuple[BoundOperand, BoundOperand]:
         """Return both operands of ``gemm``."""

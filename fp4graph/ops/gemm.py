@@ -12,6 +12,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4graph.numerics.blocking import Blocking, block_length
 from fp4graph.numerics.draw import Draw
+from fp4graph.numerics.segments import Segments
 from fp4graph.ops import contract
 from fp4graph.ops.draw import transform_draw
 from fp4graph.ops.operand import OperandProgram
@@ -69,15 +70,16 @@ class GemmProgram:
             for program, terms in given
         )
 
-    def rotate(self, left: Tensor, right: Tensor, draw: Draw | None) -> Rotation:
+    def rotate(self, left: Tensor, right: Tensor, draw: Draw | None, segments: Segments | None = None) -> Rotation:
         """Return both operands in the transforms' basis.
 
         Args:
             draw: of the left operand; transforms share it.
+            segments: of the left operand, in a grouped product.
         """
         steps: list[PairStep] = []
         for index, transform in enumerate(self.transforms):
-            blocking = Blocking(tuple(left.shape), "tensor")
+            blocking = Blocking(tuple(left.shape), "tensor", segments=segments)
             context = contract.context(transform, transform_draw(draw, index), blocking, left.device, gemm=self.gemm)
             shared = contract.run(transform, "pair_context", left, right, context)
             if not (isinstance(shared, tuple) and all(isinstance(tensor, Tensor) for tensor in shared)):

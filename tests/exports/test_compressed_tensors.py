@@ -252,6 +252,33 @@ def test_calibration_measures_the_scales_of_activations(tmp_path):
             tmp_path / "out", dtype=torch.bfloat16)(TOKENS).logits).all()  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("options", "kappa"),
+    [
+        ({"target": 256}, 6 * 256),
+        pytest.param({"headroom": 0.5}, 6 * 224, marks=pytest.mark.long),
+        pytest.param({"gradient_target": 256}, 6 * 448, marks=pytest.mark.long),
+    ],
+)
+def test_another_target_of_the_tensor_scale_is_another_constant(options, kappa, tmp_path):
+    """An activation with a tensor scale, and one without: only the first is measured."""
+    rules = [{"match": {"module": "model.layers.0.mlp.up_proj"}, "quantize": NVFP4}]
+    given = policy(NVFP4, {"tensor_scaling": options}, operands={"fprop.input": {}})
+    given["rules"] = rules + [{**rule, "techniques": given.get("techniques", [])} for rule in given["rules"]]
+    given["techniques"] = []
+    model, layer, largest = trained(llama(), given, 0), "model.layers.2.mlp.down_proj", []
+    with torch.no_grad():
+        handle = model.get_submodule(layer).register_forward_pre_hook(lambda _, x: largest.append(x[0].abs().max()))
+        model(TOKENS)
+        handle.remove()
+    fp4graph.export(model, tmp_path / "out", calibration=[TOKENS])
+    found = load_file(tmp_path / "out/model.safetensors")
+    torch.testing.assert_close(
+        found[f"{layer}.input_global_scale"], (kappa / largest[0]).reshape(1), rtol=2**-22, atol=0
+    )
+    assert found["model.layers.0.mlp.up_proj.input_global_scale"] == 1
+
+
 def test_without_calibration_weights_alone_are_written(tmp_path):
     model = trained(llama(), policy(NVFP4, "tensor_scaling", operands={"fprop.input": {}}), 0)
     with pytest.warns(PolicyWarning, match="only weights are exported"):

@@ -1,4 +1,6 @@
-"""Training a two-block ViT under Inductor stays by its training under eager: every policy, every technique.
+"""Training two blocks of a ViT, for SwiGLU's policy of LLaMA, under Inductor stays by its training under eager.
+
+Every policy and every technique is a case.
 
 Quantized training amplifies an ulp (1e-7 becomes 1e-2 in ten steps), so no fixed tolerance is honest. The measure is
 what one ulp does to the losses of 20 steps in eager, at the output of every linear and norm and at its gradient:
@@ -21,6 +23,8 @@ import fp4graph_policies
 import pytest
 import timm.layers
 import torch
+import transformers
+from fp4graph_plugins.smooth_swiglu import SmoothSwiglu
 from torch import nn
 
 import fp4graph
@@ -124,6 +128,43 @@ def check(name: str, make: Callable[[], nn.Module], policy: Any, sets: int = SET
     assert ratio(name, make, policy, policy, "inductor", sets) <= BOUND
 
 
+class Llama(nn.Module):
+    """Two of LLaMA's blocks, with their SwiGLU, on patches of images."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        size = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 3}
+        self.patches = nn.Linear(3 * 8 * 8, 192)
+        self.blocks = transformers.LlamaModel(transformers.LlamaConfig(**size, vocab_size=8, use_cache=False))
+        self.head = nn.Linear(192, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        rows = images.reshape(len(images), 3, 4, 8, 4, 8).permute(0, 2, 4, 1, 3, 5).flatten(3).flatten(1, 2)
+        return self.head(self.blocks(inputs_embeds=self.patches(rows)).last_hidden_state.mean(1))
+
+
+#: Policies with a technique that has nothing to do in a ViT.
+LLAMAS = ("nvfp4-smooth-swiglu",)
+
+
+@pytest.mark.slow
+def test_the_technique_for_swiglus_has_one_to_act_on(
+    monkeypatch: pytest.MonkeyPatch, vit: Callable[..., nn.Module]
+) -> None:
+    widths, pair_context = [], SmoothSwiglu.pair_context
+
+    def seen(self: Any, left: torch.Tensor, right: torch.Tensor, context: Any) -> tuple[torch.Tensor, ...]:
+        widths.append(left.shape[-1])
+        return pair_context(self, left, right, context)
+
+    monkeypatch.setattr(SmoothSwiglu, "pair_context", seen)
+    for make, expected in ((Llama, [512, 512]), (lambda: vit(**WIDTH), [])):
+        widths.clear()
+        fp4graph.apply(make(), LLAMAS[0], backend="eager")(torch.zeros(2, 3, 32, 32))
+        assert widths == expected
+
+
 CASES = [pytest.param(name, 3) for name in BY_DEFAULT]
 CASES += [pytest.param(name, SETS, marks=pytest.mark.parity) for name in POLICIES]
 
@@ -132,7 +173,7 @@ CASES += [pytest.param(name, SETS, marks=pytest.mark.parity) for name in POLICIE
 @pytest.mark.inductor
 @pytest.mark.parametrize(("name", "sets"), CASES)
 def test_policies(name: str, sets: int, vit: Callable[..., nn.Module]) -> None:
-    check(name, lambda: vit(**WIDTH, depth=depth_of(name)), name, sets)
+    check(name, Llama if name in LLAMAS else lambda: vit(**WIDTH, depth=depth_of(name)), name, sets)
 
 
 @pytest.mark.parity

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fp4graph.errors import CaptureError, PolicyError
+from fp4graph.errors import PolicyError
 from fp4graph.graph.plan import plan_site
+from fp4graph.numerics.blocking import Blocking
+from fp4graph.numerics.segments import Segments
 from fp4graph.ops.product import total
+from fp4graph.technique import Context
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
 from tests.helpers.policies import NVFP4, loaded
@@ -75,5 +78,29 @@ def test_compiled_bits(inductor):
 def test_refusals():
     with pytest.raises(PolicyError, match="cannot act on 'weights'"):
         loaded("mean_split", {"operands": ["weights"]}, quantize=NVFP4)
-    with pytest.raises(CaptureError, match="does not tell the tokens and weights of experts apart"):
-        program(op="grouped")
+
+
+def test_the_mean_is_that_of_an_experts_tokens():
+    """Three experts of means far apart, rows that fill up or belong to none, which stay zeros or may hold anything."""
+    x = torch.cat([biased(20, 64), biased(31, 64) * -7, biased(9, 64) * 0.01, torch.full((4, 64), torch.nan)])
+    x[47:51] = 0
+    own = torch.tensor([0] * 20 + [1] * 27 + [3] * 4 + [2] * 9 + [3] * 4)
+    ids = torch.where(torch.arange(64) < 51, own.clamp(max=1), own)  # the zeros stand behind the second expert's tokens
+    for operand, axis in ((Operand.FPROP_INPUT, 0), (Operand.WGRAD_INPUT, 1)):
+        (technique,) = (t for t in program(operand).techniques if t.name == "mean_split")
+        given, parts = (x if axis == 0 else x.mT).contiguous(), []
+
+        def collect(part, parts=parts):
+            parts.append(part)
+            return part
+
+        context = Context(Blocking(tuple(given.shape), 16, segments=Segments(axis, 3, ids, own)), None, None)
+        technique.around(collect, given, context)
+        residual, mean = (part if axis == 0 else part.mT for part in parts)
+        for expert, tokens in ((0, slice(0, 20)), (1, slice(20, 47)), (2, slice(51, 60))):
+            expected = x[tokens].double().mean(0).float()
+            torch.testing.assert_close(mean[tokens], expected.expand(mean[tokens].shape), rtol=1e-6, atol=0)
+            assert torch.equal(residual[tokens], x[tokens] - mean[tokens]), expert
+        assert not mean[47:51].any()
+        assert not residual[47:51].any()
+        assert not mean[60:].any()

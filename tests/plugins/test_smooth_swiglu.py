@@ -128,7 +128,7 @@ def test_zeros_poison_extremes_and_no_tokens(data, power_of_two):
     x = x.clone()
     x[3, 7], x[4, 40], x[:, 20], x[:, 21] = math.nan, math.inf, 1e-42, 3e38
     options = {"power_of_two": power_of_two}
-    (s,) = program(options).fprop.transforms[0].pair_context(x, w, None)
+    (s,) = program(options).fprop.rotate(x, w, None).steps[0].shared
     assert torch.equal(s[0, [5, 7, 40]], torch.ones(3))  # zeros, NaN and Inf
     assert (s > 0).all()
     assert s.isfinite().all()
@@ -223,3 +223,37 @@ def test_it_is_warned_about_where_it_has_no_effect():
 
 def test_options_and_cost():
     assert policy().complexity == 0.5
+
+
+class SwiGluExperts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        shapes = {"gate": (3, 96, 32), "up": (3, 96, 32), "down": (3, 32, 96)}
+        for name, shape in shapes.items():
+            setattr(self, name, nn.Parameter(torch.randn(shape, generator=generator) / 6))
+
+    def forward(self, x, ends):
+        gate, up = (F.grouped_mm(x, w.mT, offs=ends) for w in (self.gate, self.up))
+        return F.grouped_mm(F.silu(gate) * up, self.down.mT, offs=ends)
+
+
+@pytest.mark.slow
+def test_each_expert_has_channels_of_its_own():
+    """One expert without tokens; two rows at the end belong to none."""
+    smooth, rest = ({"name": name, "match": {"op": "grouped", **more}, "quantize": QUANTIZE}
+                    for name, more in (("down", {"producer": "swiglu"}), ("rest", {})))  # fmt: skip
+    smooth["techniques"] = ["smooth_swiglu"]
+    model, x, ends = SwiGluExperts(), torch.randn(22, 32), torch.tensor([7, 7, 20], dtype=torch.int32)
+    gate, up, down = (w.detach().clone() for w in (model.gate, model.up, model.down))
+    fp4graph.apply(model, {"version": 1, "name": "p", "rules": [smooth, rest]}, backend="eager")
+    y = model(x, ends)
+    for expert, own in ((0, slice(0, 7)), (2, slice(7, 20))):
+        tokens = quantize(x[own])
+        hidden = F.silu(tokens @ quantize(gate[expert]).mT) * (tokens @ quantize(up[expert]).mT)
+        s = channel_scales(hidden)
+        expected = quantize(hidden / s) @ quantize(down[expert] * s).mT
+        torch.testing.assert_close(y[own], expected, rtol=0, atol=0)
+    assert not y[20:].any()
+    y.square().mean().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
