@@ -11,9 +11,9 @@ from pydantic import Field
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.exact import total_by
 from fp4graph.numerics.rounding import power_of_two
-from fp4graph.numerics.segments import Segments
 from fp4graph.technique import Context, Gemm, Operand, OperandList, Overhead, Technique, hookimpl
 
 _SMALLEST_NORMAL = 2.0**-126  # of fp32
@@ -65,13 +65,13 @@ class MeanSplit(Technique):
         if statically_known_true(x.shape[axis] == 0):  # no tokens have no mean
             return quantize(x)
         wide = x.to(torch.float32)
-        mean = self._mean(wide, axis, context.blocking.segments)
+        mean = self._mean(wide, axis, context.blocking)
         return (quantize(wide - mean) + quantize(mean.expand(x.shape).contiguous())).to(x.dtype)
 
-    def _mean(self, wide: Tensor, axis: int, segments: Segments | None) -> Tensor:
-        """Return μ, broadcastable to ``wide``; with segments each position has its expert's, or 0 if it has none."""
+    def _mean(self, wide: Tensor, axis: int, blocking: Blocking) -> Tensor:
+        """Return μ, broadcastable to ``wide``; of experts, each token has its expert's, and 0 if it has none."""
         place = wide.dim() + axis
-        if segments is None:
+        if (segments := blocking.segments) is None:
             largest = wide.abs().amax(axis, keepdim=True)
             count = torch.full((), wide.shape[axis], dtype=torch.float64, device=wide.device)
             return _mean_of(wide, largest, count, lambda shares: shares.sum(place, keepdim=True))

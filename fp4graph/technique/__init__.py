@@ -44,7 +44,6 @@ IMPORTABLE = (
     "fp4graph.numerics.quantize",  # a whole quantizer, for a tensor that is no operand
     "fp4graph.numerics.rounding",  # elements: to nearest, stochastically, the two neighbours
     "fp4graph.numerics.scaling",  # block scales, and dividing by them
-    "fp4graph.numerics.segments",  # which expert a token belongs to, and reductions over an expert's own
     "fp4graph.numerics.spec",  # one operand's quantizer as data
     "fp4graph.numerics.surrogates",  # derivatives of maxima and roundings
     "fp4graph.training.conditioning",  # conditioning of gradients, resets of Adam's moments
