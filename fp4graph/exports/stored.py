@@ -16,14 +16,15 @@ from torch import Tensor
 from fp4graph.exports.checkpoint import Checkpoint
 from fp4graph.exports.weights import BLOCK, Kind
 from fp4graph.files import read_json
+from fp4graph.numerics.formats import E2M1, E4M3, E8M0
 from fp4graph.numerics.packing import Packed, unpack
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 
 #: The formats of compressed-tensors that hold a kind of blocks.
 FORMATS: Mapping[Kind, str] = {"mxfp4": "mxfp4-pack-quantized", "nvfp4": "nvfp4-pack-quantized"}
 _SPECS: Mapping[Kind, QuantSpec] = {
-    "mxfp4": QuantSpec("e2m1", BLOCK["mxfp4"], ScaleSpec("e8m0")),
-    "nvfp4": QuantSpec("e2m1", BLOCK["nvfp4"], ScaleSpec("e4m3")),
+    "mxfp4": QuantSpec(E2M1, BLOCK["mxfp4"], ScaleSpec(E8M0)),
+    "nvfp4": QuantSpec(E2M1, BLOCK["nvfp4"], ScaleSpec(E4M3)),
 }
 #: Kinds by the dtype of their block scales in a file.
 _KINDS: Mapping[str, Kind] = {"U8": "mxfp4", "F8_E8M0": "mxfp4", "F8_E4M3": "nvfp4"}
