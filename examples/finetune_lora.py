@@ -94,6 +94,8 @@ def main(args):
     report("pre-trained", base)
     model = adapted(copy.deepcopy(base), args)
     fp4graph.apply(model.get_base_model(), args.policy, total_forwards=args.steps, **options)  # fp4graph
+    if args.pack:
+        fp4graph.pack_frozen(model.get_base_model())  # fp4graph
     report("pre-trained, quantized", model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.lr)
     optimizer = fp4graph.prepare_optimizer(model.get_base_model(), optimizer)  # fp4graph
@@ -117,6 +119,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", default="nvfp4", help="a shipped policy's name, or a policy file")
     parser.add_argument("--backend", default="inductor", choices=["inductor", "aot_eager", "eager"])
+    parser.add_argument("--pack", action="store_true", help="keep the frozen weights as FP4 bytes")
     parser.add_argument("--output", type=Path, help="folder for the adapters [a temporary one]")
     numbers = {"base-steps": 400, "steps": 200, "batch-size": 16, "lr": 2e-3, "rank": 8, "layers": 4, "seed": 0}
     for name, default in {**numbers, "validation-batches": 8}.items():

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fp4graph.graph.site import Site
     from fp4graph.model.api import apply, bypass, detect_nonfinite, remove, set_total_forwards
     from fp4graph.model.explain import Explanation, explain
+    from fp4graph.model.packing import pack_frozen, unpack_frozen
     from fp4graph.model.state import strip
     from fp4graph.numerics.packing import Packed, pack, unpack
     from fp4graph.numerics.quantize import fake_quantize
@@ -49,6 +50,7 @@ _HOME = {
         "graph.site": "Site",
         "model.api": "apply bypass detect_nonfinite remove set_total_forwards",
         "model.explain": "Explanation explain",
+        "model.packing": "pack_frozen unpack_frozen",
         "model.state": "strip",
         "numerics.packing": "Packed pack unpack",
         "numerics.quantize": "fake_quantize",
@@ -67,7 +69,8 @@ __all__ = [
     "PluginError", "Policy", "PolicyError", "PolicyWarning", "QuantSpec", "ScaleSpec", "Site", "SpecError",
     "StateEntry", "Technique", "UncompiledError", "analysis", "apply", "bypass", "detect_nonfinite", "explain",
     "export", "fake_quantize", "formats", "grad_scaler", "hookimpl", "integrations", "load_policy", "load_quantized",
-    "optim", "pack", "prepare_optimizer", "remove", "set_total_forwards", "strip", "training", "unpack",
+    "optim", "pack", "pack_frozen", "prepare_optimizer", "remove", "set_total_forwards", "strip", "training",
+    "unpack", "unpack_frozen",
 ]  # fmt: skip
 
 

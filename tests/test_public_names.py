@@ -26,6 +26,8 @@ FUNCTIONS = {
     "unpack": "packed",
     "strip": "state_dict",
     "load_quantized": "model directory",
+    "pack_frozen": "model",
+    "unpack_frozen": "model",
 }
 CLASSES = [
     *("CaptureError", "Context", "Error", "Explanation", "Gemm", "NonFiniteError", "Operand", "Overhead", "Packed"),

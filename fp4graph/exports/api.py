@@ -143,7 +143,7 @@ def _scales(
 def _require_own(root: nn.Module, weight: Fp4Weight) -> None:
     """Raise an ExportError where the parameter is used elsewhere in high precision."""
     named = dict(root.named_parameters(remove_duplicate=False))
-    parameter = named[weight.name]
+    parameter = named.get(weight.name)  # None if it is packed, which a shared one cannot be
     others = [name for name, each in named.items() if each is parameter and name != weight.name]
     for name in others:
         owner = root.get_submodule(name.rpartition(".")[0])

@@ -19,6 +19,7 @@ from fp4graph.model.apply_options import ApplyOptions
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.explain import rehearse
 from fp4graph.model.hooks import Method, bypassed, mark_hooks
+from fp4graph.model.packed import release_all
 from fp4graph.model.runtime import Runtime, detach, require_runtime, runtime_of
 from fp4graph.policy import Policy, check_modules, load_policy
 from fp4graph.text import suggest
@@ -90,6 +91,7 @@ def apply(
             raise Error(
                 f"submodule {name!r} has a policy of its own; fp4graph.remove() it before applying to the whole"
             )
+    release_all(root)
     _check_methods(root, methods)
     if total_forwards is not None:
         _check_total(total_forwards)

@@ -27,6 +27,7 @@ from fp4graph.model.conversion import opaque, refuse_conversion
 from fp4graph.model.current import CurrentForward, Parts
 from fp4graph.model.inspection import Inspection
 from fp4graph.model.optimizers import PreparedOptimizers
+from fp4graph.model.packed import release_all
 from fp4graph.model.prepare import PhasePlan, device_of, prepare, unprepare
 from fp4graph.model.tree import Tree
 from fp4graph.model.uncompiled import Uncompiled, cause
@@ -53,6 +54,7 @@ class Runtime:
         optimizers: the optimizers that techniques act through.
         inspection: what observes the forwards.
         root_state: the count of forwards; None where no phase quantizes anything, and until :meth:`attach`.
+        repack: packs the frozen weights of a model, where they were packed.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Runtime:
         self._previous: Any = None
         self._synchronized: weakref.ref[DistributedDataParallel] | None = None
         self._tree = Tree(root)
+        self.repack: Callable[[nn.Module], Any] | None = None
 
     @property
     def weights(self) -> list[Weight]:
@@ -172,8 +175,11 @@ class Runtime:
         def finish(attributes: dict[str, Any]) -> None:  # deepcopy's last step: it hands the attributes over
             del twin.__dict__["__setstate__"]
             twin.__setstate__(attributes)  # type: ignore[no-untyped-call]
+            packed = release_all(twin)
             copied = Runtime(twin, self.policy, self.settings, self.phase)
             copied.attach()
+            if packed and self.repack is not None:
+                self.repack(twin)
             copied.count_from(self.count or 0)
             copied._original = weakref.ref(self.root)
 
@@ -380,8 +386,11 @@ class Runtime:
 
     def _replaced(self, phase: int) -> Runtime:
         """Apply the policy in ``phase`` to the model as it is now, with the present state and optimizers."""
+        packed = release_all(self.root)  # plans are made of parameters
         following = Runtime(self.root, self.policy, self.settings, phase)
         following.attach()
+        if packed and self.repack is not None:
+            self.repack(self.root)
         following._original = self._original
         if following.root_state is not None and self.root_state is not None:
             following.root_state.followed = self.root_state.followed
@@ -420,7 +429,8 @@ def require_runtime(model: nn.Module, caller: str) -> Runtime:
 
 
 def detach(root: nn.Module) -> None:
-    """Take hooks, state and the compiled call off ``root``."""
+    """Take hooks, state and the compiled call off ``root``; packed weights become parameters again."""
+    release_all(root)
     unprepare(root)
     if (runtime := runtime_of(root)) is not None:
         runtime.give_back(root)

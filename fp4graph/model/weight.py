@@ -11,6 +11,7 @@ from fp4graph.errors import CaptureError
 from fp4graph.graph.plan import NOTHING, Plan, plan_once
 from fp4graph.graph.site import WeightUse
 from fp4graph.model import state
+from fp4graph.model.packed import packed_parameter
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.segments import Segments
 from fp4graph.numerics.sharding import is_sharded, like, whole
@@ -156,10 +157,24 @@ class Weight:
 
     @property
     def stored(self) -> Tensor:
-        """The parameter that the module holds now: under FSDP sharded or gathered."""
-        parameter = self.module._parameters[self.parameter_name]
-        assert parameter is not None
+        """The parameter that the module holds now: under FSDP sharded or gathered; without data if it is packed."""
+        parameter = self.module._parameters.get(self.parameter_name)
+        if parameter is None:
+            unpacking = packed_parameter(self.module, self.parameter_name)
+            assert unpacking is not None
+            return unpacking.stand_in
         return parameter
+
+    @property
+    def values(self) -> Tensor:
+        """The parameter's values as they are now, made from bytes if it is packed."""
+        unpacking = packed_parameter(self.module, self.parameter_name)
+        return self.stored if unpacking is None else unpacking.weight(self.module)
+
+    @property
+    def is_present(self) -> bool:
+        """Return whether the module holds the parameter, so that it is not packed."""
+        return self.module._parameters.get(self.parameter_name) is not None
 
     @property
     def parameter(self) -> Tensor:

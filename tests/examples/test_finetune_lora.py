@@ -105,3 +105,10 @@ def test_adapters_learn_what_the_frozen_model_does_not_know(example: Callable[..
     check(losses)
     assert losses["adapted"] < losses["pre-trained, quantized"] - 0.05
     assert abs(losses["merged, in high precision"] - losses["adapted"]) < 0.05
+
+
+@pytest.mark.long
+def test_packed_weights_give_the_same_losses(example: Callable[..., str]) -> None:
+    few = ["--base-steps=5", "--steps=5", "--batch-size=2", "--validation-batches=1", "--layers=2"]
+    arguments = ["finetune_lora.py", "--backend=eager", "--policy=tetrajet", *few]
+    assert example(*arguments, "--pack") == example(*arguments)

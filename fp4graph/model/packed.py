@@ -1,0 +1,207 @@
+"""Frozen weights as FP4 bytes: the hooks that make a weight of them for each call of its module.
+
+The parameter leaves its module. Before each call of the module a hook sets a plain attribute in its place, as torch's
+weight normalization does, and after the call another deletes it: in the captured graph, the weight is the result of an
+operator that reads bytes. The bytes are buffers of the module's state (:class:`fp4graph.model.state.SiteState`), which
+no state dict holds; a state dict gets the values under the parameter's own name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from fp4graph.errors import Error
+from fp4graph.model import state
+from fp4graph.numerics.packing import Packed, unpack
+from fp4graph.numerics.spec import QuantSpec
+
+
+class Bytes(NamedTuple):
+    """What is kept of a weight.
+
+    Attributes:
+        codes, scales: of :func:`fp4graph.pack`, blocks along the weight's second axis; lines for 2-D blocks.
+        factor: γ, which multiplies all values, fp32 ``[1]``, or None.
+        place, largest: where γ is taken from the largest weight: its flat index, int64 ``[1]``, and its value ``[1]``
+            as it was before it was quantized; else None. From both a quantizer takes the γ that it took at first.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    factor: Tensor | None = None
+    place: Tensor | None = None
+    largest: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all parts."""
+        return sum(part.nbytes for part in self if part is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """How bytes stand for a weight ``[N, K]``.
+
+    Attributes:
+        spec: as text, so that Dynamo traces no method of it; blocks of a fixed length along K.
+        shape: [N, K]. dtype: of the parameter.
+        transposed: whether the parameter is stored ``[K, N]``.
+        by_kernel: whether an operator reads the bytes, else tensor code.
+    """
+
+    spec: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    transposed: bool
+    by_kernel: bool
+
+    def weight(self, kept: Bytes) -> Tensor:
+        """Return the weight as its module stores it."""
+        read = torch.ops.fp4graph.unpack if self.by_kernel else _unpack
+        w: Tensor = read(kept.codes, kept.scales, self.spec, self.shape[1], self.dtype, kept.factor)
+        if kept.place is not None and kept.largest is not None:
+            w = w.flatten().index_copy(0, kept.place, kept.largest).reshape(self.shape)
+        return w.mT if self.transposed else w
+
+
+@torch.compiler.allow_in_graph
+def _unpack(codes: Tensor, scales: Tensor, spec: str, length: int, dtype: torch.dtype, factor: Tensor | None) -> Tensor:
+    """Compute the operator ``fp4graph::unpack`` in tensor code."""
+    packed = Packed(codes, scales, QuantSpec.from_text(spec), (codes.shape[0], length), 1, torch.float32)
+    w = unpack(packed)
+    return (w if factor is None else w * factor).to(dtype)
+
+
+class Unpack:
+    """Forward pre-hook that gives a module its weight.
+
+    Attributes:
+        name: the parameter's. layout: of its bytes.
+        stand_in: what the parameter was, without data (device meta).
+    """
+
+    def __init__(self, name: str, layout: Layout, stand_in: nn.Parameter) -> None:
+        self.name, self.layout, self.stand_in = name, layout, stand_in
+        self._buffers = tuple(f"packed_{name}_{part}" for part in Bytes._fields)
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        setattr(module, self.name, self.weight(module))
+
+    def weight(self, module: nn.Module) -> Tensor:
+        """Return the weight of ``module``."""
+        own: Any = module._modules[state.NAME]
+        codes, scales, factor, place, largest = self._buffers
+        parts = own._buffers[codes], own._buffers[scales], own._buffers[factor], own._buffers[place]
+        return self.layout.weight(Bytes(*parts, own._buffers[largest]))
+
+    def keep(self, module: nn.Module, kept: Bytes) -> None:
+        """Put bytes into the state of ``module``."""
+        for name, part in zip(self._buffers, kept, strict=True):
+            module.get_submodule(state.NAME).register_buffer(name, part, persistent=False)
+
+    def drop(self, module: nn.Module) -> None:
+        """Take the bytes out of the state of ``module``."""
+        for name in self._buffers:
+            delattr(module.get_submodule(state.NAME), name)
+
+
+@dataclass(eq=False)
+class Forget:
+    """Forward hook that takes the weight off its module again."""
+
+    name: str
+
+    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
+        delattr(module, self.name)
+
+
+@dataclass(eq=False)
+class Save:
+    """State dict hook that writes the weight's values under the parameter's name."""
+
+    unpack: Unpack
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        state_dict[f"{prefix}{self.unpack.name}"] = self.unpack.weight(module).detach()
+
+
+@dataclass(eq=False)
+class RefuseToLoad:
+    """Hook before a state dict is loaded, which has no parameter to go to."""
+
+    name: str
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if f"{prefix}{self.name}" in state_dict:
+            raise Error(
+                f"{prefix}{self.name} is packed and cannot be loaded; call fp4graph.unpack_frozen(model), load, and "
+                "pack again"
+            )
+
+
+def hold(module: nn.Module, name: str, layout: Layout, kept: Bytes) -> None:
+    """Replace parameter ``name`` of ``module`` by bytes."""
+    parameter = module._parameters.pop(name)
+    assert parameter is not None
+    unpacking = Unpack(name, layout, nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False))
+    unpacking.keep(module, kept)
+    module.register_forward_pre_hook(unpacking, prepend=True)  # before the mark, which carries the weight
+    module.register_forward_hook(Forget(name), always_call=True)
+    module.register_state_dict_post_hook(Save(unpacking))
+    module.register_load_state_dict_pre_hook(RefuseToLoad(name))
+
+
+def release(module: nn.Module, unpacking: Unpack) -> None:
+    """Give ``module`` the parameter back, with the values of the bytes."""
+    parameter = nn.Parameter(unpacking.weight(module).detach().contiguous(), requires_grad=False)
+    for hooks in (
+        module._forward_pre_hooks,
+        module._forward_hooks,
+        module._state_dict_hooks,
+        module._load_state_dict_pre_hooks,
+    ):
+        for key in [key for key, hook in hooks.items() if _is_of(hook, unpacking)]:
+            del hooks[key]
+            for flags in (module._forward_hooks_always_called, module._forward_pre_hooks_with_kwargs):
+                flags.pop(key, None)
+    unpacking.drop(module)
+    first = dict(module._parameters)
+    module._parameters.clear()
+    module._parameters.update({unpacking.name: parameter, **first})
+
+
+def _is_of(hook: Any, unpacking: Unpack) -> bool:
+    own = getattr(hook, "hook", hook)  # load_state_dict's are wrapped
+    if isinstance(own, Forget | RefuseToLoad):
+        return own.name == unpacking.name
+    return own is unpacking or (isinstance(own, Save) and own.unpack is unpacking)
+
+
+def packed_in(module: nn.Module) -> list[Unpack]:
+    """Return the hooks of the packed weights of ``module`` itself."""
+    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Unpack)]
+
+
+def packed_below(root: nn.Module) -> Iterator[tuple[nn.Module, Unpack]]:
+    """Yield every packed weight of a model with its module."""
+    for module in list(root.modules()):
+        for unpacking in packed_in(module):
+            yield module, unpacking
+
+
+def release_all(root: nn.Module) -> bool:
+    """Give every packed weight of a model back as a parameter; return whether there was one."""
+    found = list(packed_below(root))
+    for module, unpacking in found:
+        release(module, unpacking)
+    return bool(found)
+
+
+def packed_parameter(module: nn.Module, name: str) -> Unpack | None:
+    """Return the hook of parameter ``name`` of ``module`` if it is packed, else None."""
+    return next((unpacking for unpacking in packed_in(module) if unpacking.name == name), None)
