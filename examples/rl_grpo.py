@@ -53,7 +53,7 @@ from fp4graph.model.runtime import runtime_of  # fp4graph
 PARTS = ("macro_block_scaling", "outlier_fallback", "adaptive_quantization_noise")
 POLICIES = ("bf16", "mxfp4", "mxfp4-rl", *PARTS)
 NUMBERS = {
-    "seeds": 3, "steps": 200, "start": 200, "prompts": 32, "generations": 8, "completion": countdown.ANSWER + 1,
+    "seeds": 3, "steps": 120, "start": 350, "prompts": 32, "generations": 8, "completion": countdown.ANSWER + 1,
     "lr": 1e-3, "held-out": 512, "jobs": 2,
 }  # fmt: skip
 #: Options that do not change a run.
