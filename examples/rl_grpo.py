@@ -81,7 +81,7 @@ def policy_of(name, steps):
     for technique, options in kept:
         if technique == "adaptive_quantization_noise":
             options["steps_per_stage"] = -(-steps // options["stages"])
-    return {**data, "name": name, "techniques": [{technique: options} for technique, options in kept]}
+    return {**data, "name": Path(name).stem, "techniques": [{technique: options} for technique, options in kept]}
 
 
 def tokenizer():
