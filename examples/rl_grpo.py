@@ -53,7 +53,7 @@ from fp4graph.model.runtime import runtime_of  # fp4graph
 PARTS = ("macro_block_scaling", "outlier_fallback", "adaptive_quantization_noise")
 POLICIES = ("bf16", "mxfp4", "mxfp4-rl", *PARTS)
 NUMBERS = {
-    "seeds": 3, "steps": 160, "start": 200, "prompts": 32, "generations": 8, "completion": countdown.ANSWER + 1,
+    "seeds": 3, "steps": 120, "start": 350, "prompts": 32, "generations": 8, "completion": countdown.ANSWER + 1,
     "lr": 1e-3, "held-out": 512, "jobs": 2,
 }  # fmt: skip
 #: Options that do not change a run.
@@ -81,7 +81,7 @@ def policy_of(name, steps):
     for technique, options in kept:
         if technique == "adaptive_quantization_noise":
             options["steps_per_stage"] = -(-steps // options["stages"])
-    return {**data, "name": name, "techniques": [{technique: options} for technique, options in kept]}
+    return {**data, "name": Path(name).stem, "techniques": [{technique: options} for technique, options in kept]}
 
 
 def tokenizer():
@@ -244,8 +244,8 @@ def run(policy, seed, args, file):
             folder.name, use_cpu=True, bf16=False, report_to=[], save_strategy="no", disable_tqdm=True,
             logging_steps=1, seed=seed, max_steps=args.steps, per_device_train_batch_size=batch,
             num_generations=args.generations, max_completion_length=args.completion, gradient_checkpointing=False,
-            learning_rate=args.lr, lr_scheduler_type="cosine", warmup_steps=args.steps // 20, optim="adamw_torch",
-            loss_type="grpo", temperature=1.0, beta=0.0,
+            learning_rate=args.lr, lr_scheduler_type="constant_with_warmup", warmup_steps=args.steps // 20,
+            optim="adamw_torch", loss_type="grpo", temperature=1.0, beta=0.0,
         ),
         train_dataset=datasets.Dataset.from_dict({"prompt": prompts_of(args.prompts * args.steps, seed, 1)}),
         processing_class=tokenizer(),

