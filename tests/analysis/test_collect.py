@@ -314,6 +314,21 @@ def test_weights_that_are_alike_with_inputs(tmp_path):
 
 
 @pytest.mark.slow
+def test_blocks_that_choose_their_element_have_no_confidence(tmp_path):
+    """Its thresholds are those of one format; everything else is measured."""
+    chosen = {"element": ["e2m1", "int4"]}
+    model, optimizer = make(policy(forward=chosen, gradients=chosen))
+    with Statistics(model, optimizer, every=2, directory=tmp_path):
+        steps(model, optimizer, 2)
+    rows = read(tmp_path).rows
+    weight = [r for r in rows if r["tensor"] == "fprop.weight"]
+    assert weight
+    assert not any("confidence" in r for r in weight)
+    assert all(r["latent"]["limit"] == 6 and sum(r["latent"]["counts"]) for r in weight)
+    assert all(r["relative_error"] < 0.1 for r in weight)
+
+
+@pytest.mark.slow
 def test_under_autocast_and_with_phases(tmp_path):
     """The policy of the phase is the one that is looked at."""
     recipe = policy() | {"phases": [{"at": 5, "operands": {"backward": "keep"}}]}

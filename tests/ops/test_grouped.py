@@ -310,3 +310,48 @@ def test_what_sees_parts_of_a_scales_block_is_refused(name):
         program(
             one_rule(*SEES_BLOCKS[name], op="grouped", quantize=quantizer("tensor", "e4m3", "nearest_even")), "grouped"
         )
+
+
+class OfExperts(torch.nn.Module):
+    """silu(gate)·up and the product after it, of three experts."""
+
+    def __init__(self):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        for name, shape in {"gate": (3, 96, 32), "up": (3, 96, 32), "down": (3, 32, 96)}.items():
+            setattr(self, name, torch.nn.Parameter(torch.randn(shape, generator=generator) / 6))
+
+    def forward(self, x, ends):
+        grouped_mm = torch.nn.functional.grouped_mm
+        gate, up = (grouped_mm(x, w.mT, offs=ends) for w in (self.gate, self.up))
+        return grouped_mm(torch.nn.functional.silu(gate) * up, self.down.mT, offs=ends)
+
+
+COMPILED = {
+    "mean_split": one_rule("tensor_scaling", "mean_split", op="grouped", quantize=NVFP4),
+    "ms_eden": one_rule(
+        {"hadamard": {"scope": "backward", "block": 16}}, {"ms_eden": {"block": 16}}, op="grouped", quantize=NVFP4
+    ),
+    "smooth_swiglu": one_rule("smooth_swiglu", op="grouped"),
+    "chosen elements": one_rule("tensor_scaling", op="grouped", quantize={**NVFP4, "element": ["e2m1", "int4"]}),
+}
+
+
+@pytest.mark.long
+@pytest.mark.inductor
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_is_eager_whatever_the_sizes(name):
+    """One compiled program for two assignments of tokens: an expert without tokens, rows of none."""
+    x = torch.randn(50, 32, generator=torch.Generator().manual_seed(1))
+    found = []
+    for backend in ("eager", "inductor"):
+        torch._dynamo.reset()
+        model = fp4graph.apply(OfExperts(), COMPILED[name], backend=backend, seed=0)
+        for ends in ([7, 7, 43], [20, 30, 50]):
+            given = x.clone().requires_grad_()
+            y = model(given, torch.tensor(ends, dtype=torch.int32))
+            y.square().sum().backward()
+            found += [y.detach(), given.grad, *(p.grad.clone() for p in model.parameters())]
+            model.zero_grad()
+    for eager, compiled in zip(found[:10], found[10:], strict=True):
+        assert torch.equal(eager, compiled)
