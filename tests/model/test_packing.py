@@ -98,7 +98,7 @@ def cases():
             yield pytest.param(name, called, marks=pytest.mark.slow if quick else pytest.mark.long)
 
 
-@pytest.mark.parametrize(("name", "called"), cases())
+@pytest.mark.parametrize(("name", "called"), list(cases()))
 def test_a_packed_model_trains_to_the_same_bits(name, called):
     plain, packed = (fp4graph.apply(model(), SOUND[name], backend="eager") for _ in range(2))
     if called:
