@@ -138,6 +138,7 @@ def test_nvfp4_without_a_tensor_scale_is_exact(tmp_path):
         assert torch.equal(loaded.get_parameter(key), weight), key
 
 
+@pytest.mark.long
 def test_transformers_reads_the_same(tmp_path):
     model = trained(llama(), policy(MXFP4), 0)
     fp4graph.export(model, tmp_path / "out", max_shard_size="60KB")

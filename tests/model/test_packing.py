@@ -162,7 +162,7 @@ def test_parts_run_uncompiled_from_bytes_too():
     assert all(torch.equal(*pair) for pair in zip(a, b, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.inductor
 def test_inductor_reads_the_bytes():
     plain, packed = (fp4graph.apply(model(), SOUND["tetrajet"]) for _ in range(2))
