@@ -22,6 +22,8 @@ from fp4graph.model.prepare import PhasePlan
 
 #: The name under which the model's own call is compiled, beside those of its methods.
 CALL = "__call__"
+#: Dynamo's setting that allows Python side effects in the body of activation checkpointing.
+_SIDE_EFFECTS = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 #: Graphs of one model's forward that Dynamo may make: for shapes, training and evaluation, frozen parameters, caches.
 RECOMPILE_LIMIT = 64
 
@@ -181,6 +183,8 @@ class Capture:
         if wrapper is not None and config.optimize_ddp in (True, "ddp_optimizer"):
             self._bucket_bytes = wrapper.bucket_bytes_cap
             changes["optimize_ddp"] = False
+        if self._plan.packed and hasattr(config, _SIDE_EFFECTS):
+            changes[_SIDE_EFFECTS] = True  # the hooks set a weight and take it away again, which leaves no effect
         try:
             with config.patch(**changes):
                 yield

@@ -69,7 +69,7 @@ class Layout:
         return w.mT if self.transposed else w
 
 
-@torch.compiler.allow_in_graph
+@torch.compiler.allow_in_graph  # type: ignore[untyped-decorator]
 def _unpack(codes: Tensor, scales: Tensor, spec: str, length: int, dtype: torch.dtype, factor: Tensor | None) -> Tensor:
     """Compute the operator ``fp4graph::unpack`` in tensor code."""
     packed = Packed(codes, scales, QuantSpec.from_text(spec), (codes.shape[0], length), 1, torch.float32)
@@ -152,8 +152,8 @@ def hold(module: nn.Module, name: str, layout: Layout, kept: Bytes) -> None:
     unpacking.keep(module, kept)
     module.register_forward_pre_hook(unpacking, prepend=True)  # before the mark, which carries the weight
     module.register_forward_hook(Forget(name), always_call=True)
-    module.register_state_dict_post_hook(Save(unpacking))
-    module.register_load_state_dict_pre_hook(RefuseToLoad(name))
+    module.register_state_dict_post_hook(Save(unpacking))  # type: ignore[no-untyped-call]
+    module.register_load_state_dict_pre_hook(RefuseToLoad(name))  # type: ignore[no-untyped-call]
 
 
 def release(module: nn.Module, unpacking: Unpack) -> None:

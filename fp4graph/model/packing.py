@@ -55,7 +55,7 @@ def pack_frozen(model: M) -> M:
     packed = [(weight, made) for weight in due if (made := _packed(runtime, weight)) is not None]
     for weight, (layout, kept) in packed:
         hold(weight.module, weight.parameter_name, layout, kept)
-    runtime.repack = pack_frozen
+    runtime.plan.packed, runtime.repack = bool(packed) or runtime.plan.packed, pack_frozen
     return model
 
 

@@ -37,7 +37,10 @@ class PhasePlan:
 
     Attributes:
         weights: every weight that a rule quantizes, or may quantize.
+        packed: whether some of them are packed (:mod:`fp4graph.model.packed`).
     """
+
+    packed = False
 
     def __init__(self, root: nn.Module, policy: Policy, names: Names | None = None) -> None:
         self.root, self.policy = root, policy

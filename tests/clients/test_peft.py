@@ -186,3 +186,32 @@ def test_other_modules_that_join_are_refused_until_the_policy_is_applied_again()
         base(input_ids=TOKENS)
     fp4graph.apply(base, "tetrajet", backend="eager")
     trained(base, base)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_a_packed_base_trains_generates_and_merges(checkpointing, tmp_path):
+    models, found = [], []
+    for packs in (False, True):
+        model = adapted(tiny.qwen3())
+        base = model.get_base_model()
+        if checkpointing:
+            base.gradient_checkpointing_enable({"use_reentrant": False})
+            model.enable_input_require_grads()
+        fp4graph.apply(base, "tetrajet", backend="eager")
+        if packs:
+            fp4graph.pack_frozen(base)
+            assert "model.layers.0.mlp.up_proj.weight" not in dict(base.named_parameters())
+        model.train()
+        losses = trained(model, base)
+        prompt = TOKENS[:, :6]
+        generate = {"attention_mask": torch.ones_like(prompt), "max_new_tokens": 4, "min_new_tokens": 4}
+        tokens = model.eval().generate(input_ids=prompt, **generate)
+        model.save_pretrained(tmp_path / str(packs))
+        models.append(model)
+        found.append((losses, tokens.tolist(), load_file(tmp_path / str(packs) / "adapter_model.safetensors")))
+    plain, packed = found
+    assert plain[:2] == packed[:2]
+    assert plain[2].keys() == packed[2].keys()
+    assert all(torch.equal(value, packed[2][key]) for key, value in plain[2].items())
+    merged = fp4graph.unpack_frozen(models[1].get_base_model()) and models[1].merge_and_unload()
+    assert torch.isfinite(logits(merged)).all()

@@ -92,7 +92,7 @@ def check(losses: dict[str, float]) -> None:
     assert losses["merged, then quantized"] != losses["merged, in high precision"]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_adapters_are_saved_loaded_and_merged(example: Callable[..., str], tmp_path: Path) -> None:
     few = ["--base-steps=2", "--steps=2", "--batch-size=2", "--validation-batches=1", "--layers=2"]
     check(rows(example("finetune_lora.py", "--backend=eager", f"--output={tmp_path / 'adapter'}", *few)))

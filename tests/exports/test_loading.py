@@ -110,8 +110,9 @@ def test_nvfp4_comes_back_bit_for_bit_from_modelopts_layout(name, steps, tmp_pat
         torch.testing.assert_close(w, expected[key], rtol=2**-22, atol=0)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*leaves out the global scales of experts")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", MODELS)
 def test_nvfp4_of_compressed_tensors_is_an_ulp_away_at_most(name, tmp_path):
     """The layout has 1/γ. The inverse of the rounded inverse is γ for a significand below √2, else perhaps another."""
     _, expected = exported(tmp_path / "out", name, "nvfp4-te", 2)
@@ -128,6 +129,7 @@ def test_nvfp4_of_compressed_tensors_is_an_ulp_away_at_most(name, tmp_path):
             torch.testing.assert_close(value.to(theirs[key].dtype), theirs[key], rtol=2**-7, atol=0)
 
 
+@pytest.mark.long
 def test_nvfp4_without_a_tensor_scale_is_exact(tmp_path):
     model = trained(vit(), policy(NVFP4), 1, x=X)
     fp4graph.export(model, tmp_path / "out")
@@ -136,6 +138,7 @@ def test_nvfp4_without_a_tensor_scale_is_exact(tmp_path):
         assert torch.equal(loaded.get_parameter(key), weight), key
 
 
+@pytest.mark.long
 def test_transformers_reads_the_same(tmp_path):
     model = trained(llama(), policy(MXFP4), 0)
     fp4graph.export(model, tmp_path / "out", max_shard_size="60KB")
@@ -150,6 +153,7 @@ def test_transformers_reads_the_same(tmp_path):
     assert "quantization_config" not in json.loads((tmp_path / "plain/config.json").read_text())
 
 
+@pytest.mark.long
 def test_experts_of_gpt_oss(tmp_path):
     model = trained(mixture("gpt-oss"), policy(MXFP4, **EXPERTS), 0)
     fp4graph.export(model, tmp_path / "out", format="gpt-oss")
@@ -190,17 +194,24 @@ class Tied(nn.Module):
         return self.head(self.inner(self.embed(x)))
 
 
-@pytest.fixture
-def small(tmp_path):
-    """The folder of a small model with one layer in NVFP4, in compressed-tensors' layout."""
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """A small model with one layer in NVFP4, in two layouts."""
+    folder = tmp_path_factory.mktemp("written")
     rule = {"name": "inner", "match": {"module": "inner"}, "quantize": NVFP4, "operands": {"fprop.input": "keep"}}
     data = {"version": 1, "name": "p", "rules": [rule], "techniques": ["tensor_scaling"]}
     model = fp4graph.apply(Tied(), data, backend="eager")
     with torch.no_grad():
         model(torch.arange(4))
     for layout in ("compressed-tensors", "modelopt"):
-        fp4graph.export(model, tmp_path / layout, format=layout)
-    return tmp_path
+        fp4graph.export(model, folder / layout, format=layout)
+    return folder
+
+
+@pytest.fixture
+def small(written, tmp_path):
+    """A copy of the small model's folders."""
+    return shutil.copytree(written, tmp_path, dirs_exist_ok=True)
 
 
 def changed(folder, change):

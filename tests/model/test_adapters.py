@@ -286,7 +286,7 @@ def same_step(one, other):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("called", [pytest.param(False, marks=pytest.mark.long), True])
 def test_adapters_join_and_leave_an_applied_model(called):
     """Noise is drawn by the names of modules, which change: tetrajet's gradients show whether the new ones are used."""
     model, reference = (fp4graph.apply(net(), "tetrajet", backend="eager") for _ in range(2))

@@ -90,9 +90,15 @@ def at_rest(net):
 LINEARS = ("0.base_layer", "2.base_layer", "4")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("called", [False, True])
-@pytest.mark.parametrize("name", SOUND)
+def cases():
+    """Return every policy packed before and after its first forward; all but two are for the long run."""
+    for name in SOUND:
+        for called in (False, True):
+            quick = (name, called) in {("tetrajet", True), ("nvfp4-te", False)}
+            yield pytest.param(name, called, marks=pytest.mark.slow if quick else pytest.mark.long)
+
+
+@pytest.mark.parametrize(("name", "called"), list(cases()))
 def test_a_packed_model_trains_to_the_same_bits(name, called):
     plain, packed = (fp4graph.apply(model(), SOUND[name], backend="eager") for _ in range(2))
     if called:
@@ -128,7 +134,7 @@ def test_the_bytes_at_rest_are_those_of_the_format(name, bits):
     assert before - at_rest(net) == freed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_weights_and_autocast(dtype):
     data = SOUND["tetrajet"]
@@ -156,7 +162,7 @@ def test_parts_run_uncompiled_from_bytes_too():
     assert all(torch.equal(*pair) for pair in zip(a, b, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.inductor
 def test_inductor_reads_the_bytes():
     plain, packed = (fp4graph.apply(model(), SOUND["tetrajet"]) for _ in range(2))
