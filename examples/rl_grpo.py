@@ -60,13 +60,14 @@ NUMBERS = {
 APART = {"seeds", "jobs", "output", "policies"}
 #: Times that the held-out reward is measured after the start, and that gradients are.
 LOOKS = 5
-#: Columns of the table: a key of a run's results, a heading, a factor, decimals.
+#: Columns of the table: a key of a run's results, a heading, a factor, a format.
 COLUMNS = (
-    ("start", "held-out reward, start", 1, 3), ("held_out", "end", 1, 3), ("reward", "training reward, end", 1, 3),
-    ("entropy_first", "entropy, first tenth", 1, 3), ("entropy", "last tenth", 1, 3), ("kl", "KL", 1, 8),
-    ("log_ratio", "largest log ratio", 1, 5), ("gradient_error", "gradient error, %", 100, 1),
-    ("dy_total", "error of dY, %", 100, 2), ("dy_scale_bias", "scale bias", 100, 2),
-    ("dy_dead_zone", "dead zone", 100, 2), ("dy_grid_noise", "grid noise", 100, 2), ("cpu", "CPU, s", 1, 0),
+    ("start", "held-out reward, start", 1, ".3f"), ("held_out", "end", 1, ".3f"),
+    ("reward", "training reward, end", 1, ".3f"), ("entropy_first", "entropy, first tenth", 1, ".3f"),
+    ("entropy", "last tenth", 1, ".3f"), ("kl", "KL", 1, ".1e"), ("log_ratio", "largest log ratio", 1, ".1e"),
+    ("gradient_error", "gradient error, %", 100, ".1f"), ("dy_total", "error of dY, %", 100, ".2f"),
+    ("dy_scale_bias", "scale bias", 100, ".2f"), ("dy_dead_zone", "dead zone", 100, ".2f"),
+    ("dy_grid_noise", "grid noise", 100, ".2f"), ("cpu", "CPU, s", 1, ".0f"),
 )  # fmt: skip
 
 
@@ -311,10 +312,10 @@ def table(files):
     ]
     for policy, runs in by_policy.items():
         cells = []
-        for key, _, factor, decimals in COLUMNS:
+        for key, _, factor, form in COLUMNS:
             values = [factor * run[key] for run in runs if run[key] is not None]
-            spread = f" ± {statistics.stdev(values):.{decimals}f}" if len(values) > 1 else ""
-            cells.append(f"{statistics.fmean(values):.{decimals}f}{spread}" if values else "-")
+            spread = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
+            cells.append(f"{statistics.fmean(values):{form}}{spread}" if values else "-")
         lines.append(f"| {policy} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
