@@ -64,9 +64,11 @@ class Checkpoint:
 
     def _open_shards(self, index: dict[str, Any], stack: ExitStack) -> None:
         place, shards = self.folder / _INDEX, index.get("weight_map")
-        if not isinstance(shards, dict):
-            raise Error(f"{place} has no weight_map; it was damaged, or something else wrote it")
-        held = {name: set(self._open(self.folder / str(name), stack)) for name in sorted(set(shards.values()))}
+        if not isinstance(shards, dict) or not shards or not all(isinstance(name, str) for name in shards.values()):
+            raise Error(
+                f"{place} has no weight_map from tensors to names of files; it was damaged, or something else wrote it"
+            )
+        held = {name: set(self._open(self.folder / name, stack)) for name in sorted(set(shards.values()))}
         for key, name in shards.items():
             if key not in held[name]:
                 where = self.folder / name
@@ -111,6 +113,18 @@ class Checkpoint:
     def error(self, key: str, what: str) -> Error:
         """Return an error about tensor ``key``, of the form ``FILE: KEY what``."""
         return Error(f"{self.file(key)}: {key!r} {what}")
+
+    def mapping(self, file: str, name: str, value: object) -> dict[str, Any]:
+        """Return ``value``, entry ``name`` of a configuration, if it is an object; an empty one for None.
+
+        Raises:
+            Error: it is something else.
+        """
+        if value is None:
+            return {}
+        if not isinstance(value, dict):
+            raise self.settings(file, f"{name} is {value!r}, and must be an object; the file was damaged")
+        return value
 
     def settings(self, file: str, what: str) -> Error:
         """Return an error about one of the checkpoint's configurations."""

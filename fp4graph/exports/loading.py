@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import math
 import warnings
@@ -73,7 +74,8 @@ def load_quantized(model: M, directory: str | PathLike[str]) -> M:
     with Checkpoint(Path(directory)) as checkpoint:
         stored = stored_tensors(checkpoint)
         own = {name: value for name, value in model.state_dict().items() if isinstance(value, Tensor)}
-        wanted = {name: _parts(model, name, value, stored) for name, value in _once(own, stored).items()}
+        once = _once(own, stored, checkpoint)
+        wanted = {name: _parts(model, name, value, stored) for name, value in once.items()}
         _require_match(checkpoint, stored, wanted, own)
         rounded = [name for name, parts in wanted.items() if _fill(own[name], parts, stored)]
     if rounded:
@@ -89,8 +91,12 @@ def load_quantized(model: M, directory: str | PathLike[str]) -> M:
     return model
 
 
-def _once(own: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> dict[str, Tensor]:
-    """Return the tensors of a model, each of those that share memory under the first name that is stored."""
+def _once(own: Mapping[str, Tensor], stored: Mapping[str, Stored], checkpoint: Checkpoint) -> dict[str, Tensor]:
+    """Return the tensors of a model, each of those that share memory under the first name that is stored.
+
+    Raises:
+        Error: the checkpoint has different values for names that share memory, or a tensor cannot be filled.
+    """
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, value in own.items():
         if is_sharded(value) or value.is_meta:
@@ -98,6 +104,15 @@ def _once(own: Mapping[str, Tensor], stored: Mapping[str, Stored]) -> dict[str, 
             raise Error(f"load_quantized() cannot fill {name!r}, which {what}; load into a whole model on a device")
         shared = (value.device, value.data_ptr(), value.shape, value.stride()) if value.numel() else (name,)
         groups.setdefault(shared, []).append(name)
+    for names in groups.values():
+        first, *others = [name for name in names if name in stored] or names[:1]
+        for other in others:
+            if not torch.equal(stored[first].read().float(), stored[other].read().float()):
+                raise checkpoint.error(
+                    stored[other].key,
+                    f"has other values than {first!r}, with which it shares one tensor of the model; make the model "
+                    "without sharing, as with tie_word_embeddings=False",
+                )
     return {name: own[name] for names in groups.values() for name in [_stored_name(names, stored)]}
 
 
@@ -148,18 +163,22 @@ def _some(names: list[str]) -> str:
 
 @torch.no_grad()
 def _fill(target: Tensor, parts: list[_Part], stored: Mapping[str, Stored]) -> bool:
-    """Write a tensor of the model; return whether dequantized values were rounded to its dtype."""
+    """Write a tensor of the model; return whether its dtype does not hold what was dequantized, or made plain numbers
+    infinite."""
     if len(parts) == 1 and parts[0].places is None:
         value = stored[parts[0].name].read()
     else:
         pieces = list(_pieces(parts, stored))
-        value = torch.empty(math.prod(target.shape), dtype=pieces[0][1].dtype)
+        # An expert in high precision beside quantized ones has a shorter dtype than what they are dequantized to.
+        dtype = functools.reduce(torch.promote_types, (piece.dtype for _, piece in pieces))
+        value = torch.empty(math.prod(target.shape), dtype=dtype)
         for places, piece in pieces:
-            value[places.flatten()] = piece.flatten().to(value.dtype)
+            value[places.flatten()] = piece.flatten().to(dtype)
         value = value.reshape(target.shape)
     target.copy_(value)
-    packed = any(stored[part.name].packed for part in parts)
-    return packed and not torch.equal(target.to("cpu", value.dtype), value)
+    if any(stored[part.name].packed for part in parts):
+        return not torch.equal(target.to("cpu", value.dtype), value)
+    return value.is_floating_point() and bool((torch.isfinite(value) & ~torch.isfinite(target.cpu())).any())
 
 
 def _pieces(parts: list[_Part], stored: Mapping[str, Stored]) -> Iterator[tuple[Tensor, Tensor]]:

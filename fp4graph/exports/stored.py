@@ -88,13 +88,14 @@ def _settings(checkpoint: Checkpoint) -> tuple[str, dict[str, Any]]:
 
 
 def _compressed_tensors(checkpoint: Checkpoint, place: str, settings: Mapping[str, Any]) -> dict[str, Stored]:
-    groups = list((settings.get("config_groups") or {}).values())
-    formats = {settings.get("format"), *(group.get("format") for group in groups)}
+    named = checkpoint.mapping(place, "config_groups", settings.get("config_groups"))
+    groups = [checkpoint.mapping(place, f"config_groups of {name}", group) for name, group in named.items()]
+    formats = {_said(settings.get("format")), *(_said(group.get("format")) for group in groups)}
     if wrong := formats - {None, "dense", "mixed-precision", *FORMATS.values()}:
         known = " and ".join(FORMATS.values())
         raise checkpoint.settings(place, f"format is {min(map(str, wrong))!r}; {known} are read. Else {_REMEDY}")
     for part in ("transform_config", "sparsity_config"):
-        if (said := settings.get(part) or {}) and said.get("format") != "dense":
+        if (said := checkpoint.mapping(place, part, settings.get(part))) and said.get("format") != "dense":
             raise checkpoint.settings(place, f"{part} changes the weights in a way that is not read; {_REMEDY}")
 
     def packed(module: str) -> Stored:
@@ -110,10 +111,16 @@ def _compressed_tensors(checkpoint: Checkpoint, place: str, settings: Mapping[st
     return _by_module(checkpoint, "weight_packed", {"weight_scale", "weight_global_scale"}, packed)
 
 
+def _said(name: object) -> str | None:
+    """Return the name of a format, or the text of what stands in its place, which no format has."""
+    return None if name is None else str(name)
+
+
 def _modelopt(checkpoint: Checkpoint, place: str, settings: Mapping[str, Any]) -> dict[str, Stored]:
     algorithms = {"quant_algo": settings.get("quant_algo")}
     if algorithms["quant_algo"] == "MIXED_PRECISION":
-        layers = settings.get("quantized_layers") or {}
+        named = checkpoint.mapping(place, "quantized_layers", settings.get("quantized_layers"))
+        layers = {name: checkpoint.mapping(place, f"quantized_layers of {name}", one) for name, one in named.items()}
         algorithms = {f"quant_algo of {name}": layer.get("quant_algo") for name, layer in layers.items()}
     for name, algorithm in algorithms.items():
         if algorithm not in _NVFP4:

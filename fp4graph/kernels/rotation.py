@@ -27,11 +27,13 @@ def rotate(x: Tensor, block: int, signs: Tensor | None = None) -> Tensor:
     """Return ``x · S · H`` on blocks of the last axis of ``x [..., n]``, zero-padded, in fp32.
 
     Args:
-        block: elements of a block, a power of two. signs: the diagonal of S, ±1 in fp32, ``[block]``.
+        block: elements of a block, a power of two.
+        signs: the diagonal of S, ±1, ``[block]``.
 
     Raises:
-        ValueError: ``block`` is not a power of two.
+        ValueError: ``block`` is not a power of two, or ``signs`` has another shape.
     """
+    signs = _checked(signs, block)
     if not _serves(x, block):
         return hadamard.rotate_in_fp32(x, block, signs)
     y: Tensor = torch.ops.fp4graph.rotate(x, block, signs, False, (x.shape[-1] + block - 1) // block * block)
@@ -40,13 +42,23 @@ def rotate(x: Tensor, block: int, signs: Tensor | None = None) -> Tensor:
 
 def unrotate(x: Tensor, block: int, signs: Tensor | None = None) -> Tensor:
     """Return ``x · H · S``, the inverse of :func:`rotate`, still padded, in fp32."""
+    signs = _checked(signs, block)
     if not _serves(x, block):
         return hadamard.unrotate(x.to(torch.float32), block, signs)
     y: Tensor = torch.ops.fp4graph.rotate(x, block, signs, True, x.shape[-1])
     return y
 
 
+def _checked(signs: Tensor | None, block: int) -> Tensor | None:
+    if signs is not None and signs.shape != (block,):
+        raise ValueError(f"signs are one for each element of a block, [{block}]; got {list(signs.shape)}")
+    return None if signs is None else signs.to(torch.float32)
+
+
 def _serves(x: Tensor, block: int) -> bool:
+    # The operator has no derivative; tensor code has one.
+    if x.requires_grad and torch.is_grad_enabled():
+        return False
     known = 1 <= block <= _LONGEST and block & (block - 1) == 0
     return known and x.dtype in cpu.DTYPES and operators.on_cpu(x.device)
 

@@ -178,6 +178,30 @@ def test_experts_in_high_precision_beside_quantized_ones(tmp_path):
     assert all(torch.equal(value, expected[key]) for key, value in loaded.items())
 
 
+@pytest.mark.long
+def test_one_projection_in_bf16_leaves_the_other_experts_exact(tmp_path):
+    """It shares a tensor of the model with them, and comes first."""
+    model, _ = exported(tmp_path / "out", "qwen3-moe", policy(NVFP4, match={"op": "grouped"}), 1, layout="modelopt")
+    whole = fp4graph.load_quantized(fresh("qwen3-moe"), tmp_path / "out").state_dict()
+    name = "model.layers.0.mlp.experts.0.gate_proj"
+    changed(tmp_path / "out", lambda tensors: _in_bf16(tensors, name))
+    mixed = fp4graph.load_quantized(fresh("qwen3-moe"), tmp_path / "out").state_dict()
+    differs = {key: (mixed[key] != whole[key]) for key in whole if not torch.equal(mixed[key], whole[key])}
+    ((key, where),) = differs.items()
+    assert key == "model.layers.0.mlp.experts.gate_up_proj"
+    rows = where.shape[1] // 2
+    assert not where[1:].any()
+    assert not where[0, rows:].any()
+
+
+def _in_bf16(tensors, name):
+    packed = [key for key in tensors if key.startswith(f"{name}.")]
+    lines, half = tensors[f"{name}.weight"].shape
+    for key in packed:
+        del tensors[key]
+    tensors[f"{name}.weight"] = torch.randn(lines, 2 * half, dtype=torch.bfloat16)
+
+
 # ------------------------------------------------------------------ what cannot be loaded
 
 
@@ -234,9 +258,45 @@ def test_tied_weights_are_loaded_once(small):
     assert not torch.equal(model.inner.weight, Tied().inner.weight)
 
 
+def test_tied_weights_of_two_values_are_an_error(small):
+    changed(small / "modelopt", lambda tensors: tensors.update({"head.weight": tensors["embed.weight"] + 1}))
+    message = r"model\.safetensors: 'head\.weight' has other values than 'embed\.weight'.*tie_word_embeddings=False"
+    with pytest.raises(Error, match=message):
+        fp4graph.load_quantized(Tied(), small / "modelopt")
+
+
+@pytest.mark.parametrize(
+    ("layout", "values", "message"),
+    [
+        ("compressed-tensors", {"config_groups": ["a"]}, r"config_groups is \['a'\], and must be an object"),
+        ("compressed-tensors", {"config_groups": {"group_0": 3}}, "config_groups of group_0 is 3"),
+        ("compressed-tensors", {"format": ["a"]}, r"format is \"\['a'\]\""),
+        ("compressed-tensors", {"transform_config": "x"}, "transform_config is 'x'"),
+        ("modelopt", {"quant_algo": "MIXED_PRECISION", "quantized_layers": [1]}, r"quantized_layers is \[1\]"),
+    ],
+)
+def test_a_damaged_configuration_is_named(layout, values, message, small):
+    configured(small / layout, **values)
+    with pytest.raises(Error, match=rf"config\.json: {message}"):
+        fp4graph.load_quantized(Tied(), small / layout)
+
+
+@pytest.mark.parametrize("places", [{}, {"inner.weight": 3}, {"inner.weight": ["a"]}])
+def test_a_damaged_index_is_named(places, small):
+    (small / "modelopt/model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    with pytest.raises(Error, match=r"index\.json has no weight_map from tensors to names of files"):
+        fp4graph.load_quantized(Tied(), small / "modelopt")
+
+
+def test_numbers_that_a_shorter_dtype_makes_infinite_are_said(small):
+    changed(small / "modelopt", lambda tensors: tensors["embed.weight"].mul_(1e30))
+    with pytest.warns(PolicyWarning, match=r"2 weights"):
+        fp4graph.load_quantized(Tied().to(torch.float16), small / "modelopt")
+
+
 def test_old_checkpoints_of_modelopt_say_it_in_another_file(small):
-    (small / "modelopt/config.json").write_text("{}")
     expected = fp4graph.load_quantized(Tied(), small / "modelopt").inner.weight
+    (small / "modelopt/config.json").write_text("{}")
     assert torch.equal(expected, fp4graph.load_quantized(Tied(), small / "modelopt").inner.weight)
 
 
@@ -330,8 +390,8 @@ def sharded(folder):
 
 def test_shards_that_are_cut_off_or_lost(small):
     folder = small / "compressed-tensors"
-    shard = sharded(folder)
     expected = fp4graph.load_quantized(Tied(), folder).inner.weight
+    shard = sharded(folder)
     assert torch.equal(expected, fp4graph.load_quantized(Tied(), folder).inner.weight)
     whole = shard.read_bytes()
     (header,) = struct.unpack("<Q", whole[:8])

@@ -86,3 +86,22 @@ def test_layouts_are_kept() -> None:
 def test_only_powers_of_two(block: int) -> None:
     with pytest.raises(ValueError, match="power of two"):
         rotation.rotate(torch.ones(4), block)
+
+
+def test_signs_of_another_shape_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"one for each element of a block, \[16\]; got \[4\]"):
+        rotation.rotate(torch.ones(16), 16, torch.ones(4))
+    signs = signs_of(16, True)
+    assert signs is not None
+    x = torch.randn(3, 32)
+    assert torch.equal(rotation.rotate(x, 16, signs.bfloat16()), rotation.rotate(x, 16, signs))
+
+
+def test_what_needs_a_gradient_has_one() -> None:
+    """The transpose of an orthonormal matrix is its inverse; the derivative's sums have another order."""
+    x, signs = torch.randn(3, 32, requires_grad=True), signs_of(16, True)
+    y = rotation.rotate(x, 16, signs)
+    dy = torch.randn(3, 32)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    bound = 2 * 5 * 2.0**-24 * dy.abs().sum(1).max().item()
+    torch.testing.assert_close(dx, rotation.unrotate(dy, 16, signs), rtol=0, atol=bound)

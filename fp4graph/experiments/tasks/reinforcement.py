@@ -151,7 +151,7 @@ class Countdown(Problem):
         reward: of a prompt and a completion.
 
     Raises:
-        Error: a rollout is longer than the cache; in :meth:`measure`, a reward is not finite.
+        Error: a group of one, a rollout that is longer than the cache; in :meth:`measure`, a reward is not finite.
     """
 
     def __init__(
@@ -162,6 +162,8 @@ class Countdown(Problem):
         warm_up: int = WARM_UP,
         reward: Reward = countdown.reward,
     ) -> None:
+        if group < 2:
+            raise Error(f"group is {group}; an advantage compares at least two completions of a prompt")
         self.model: nn.Module = make_model(settings.seed)
         check_length(self.model, countdown.PROMPT, completion)
         self.model.load_state_dict(started(settings.seed, warm_up))
