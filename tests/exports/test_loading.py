@@ -181,7 +181,7 @@ def test_experts_in_high_precision_beside_quantized_ones(tmp_path):
 @pytest.mark.long
 def test_one_projection_in_bf16_leaves_the_other_experts_exact(tmp_path):
     """It shares a tensor of the model with them, and comes first."""
-    model, _ = exported(tmp_path / "out", "qwen3-moe", policy(NVFP4, match={"op": "grouped"}), 1, layout="modelopt")
+    exported(tmp_path / "out", "qwen3-moe", policy(NVFP4, match={"op": "grouped"}), 1, layout="modelopt")
     whole = fp4graph.load_quantized(fresh("qwen3-moe"), tmp_path / "out").state_dict()
     name = "model.layers.0.mlp.experts.0.gate_proj"
     changed(tmp_path / "out", lambda tensors: _in_bf16(tensors, name))
