@@ -79,7 +79,7 @@ def test_a_reward_that_is_nan_ends_the_training(
 
 @pytest.mark.long
 def test_the_reward_rises_under_every_policy(example: Callable[..., str], tmp_path: Path) -> None:
-    """Two minutes on a core."""
+    """About two minutes on an idle core."""
     threads = torch.get_num_threads()
     arguments = ["--seeds=1", "--steps=60", "--prompts=24", "--held-out=128", "--jobs=1", f"--output={tmp_path}"]
     try:
