@@ -43,7 +43,7 @@ parity: $(STAMP)
 	$(BIN)/python -m pytest tests/parity -m "parity or not parity" -s
 	$(BIN)/python -m pytest tests/clients/test_experts.py -m parity
 
-# The figures that docs/performance.md promises for a CPU, beside the targets: about half an hour, nothing else running.
+# The figures that docs/performance.md promises for a CPU, beside the targets: 10 to 30 minutes, nothing else running.
 bench: $(VENV)/.peers
 	$(BIN)/python -m benchmarks.targets
 
