@@ -11,6 +11,7 @@ from torch import nn
 
 from fp4graph.errors import CaptureError
 from fp4graph.model.prepare import PhasePlan
+from fp4graph.numerics.sharding import is_sharded
 from fp4graph.technique import OPTIMIZER_STAGES, overrides
 
 Prepare = Callable[[nn.Module, torch.optim.Optimizer], Any]
@@ -30,7 +31,12 @@ class PreparedOptimizers:
         self._prepared.append((weakref.ref(optimizer), prepare))
 
     def prepare_again(self, root: nn.Module) -> None:
-        """Prepare the optimizers for the policy that ``root`` has now."""
+        """Prepare the optimizers for the policy that ``root`` has now.
+
+        One whose parameters have all left the model, such as that of merged adapters, is forgotten.
+        """
+        own = {id(parameter) for parameter in root.parameters()}
+        self._prepared = [entry for entry in self._prepared if _holds(entry[0](), own)]
         for reference, prepare in self._prepared:
             if (optimizer := reference()) is not None:
                 prepare(root, optimizer)
@@ -52,3 +58,12 @@ class PreparedOptimizers:
                     f"technique {', '.join(needs)} acts on {weight.name} at the optimizer's step, but no optimizer "
                     "that holds it was prepared: call fp4graph.prepare_optimizer(model, optimizer) before training"
                 )
+
+
+def _holds(optimizer: torch.optim.Optimizer | None, own: Collection[int]) -> bool:
+    """Return whether an optimizer holds a parameter of those with the ids ``own``.
+
+    One of shards counts as such: while FSDP has gathered the parameters, the module holds others.
+    """
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]] if optimizer else []
+    return any(id(parameter) in own or is_sharded(parameter) for parameter in held)

@@ -118,6 +118,21 @@ def test_adapters_join_and_leave_between_the_steps_of_a_training(policy):
     assert same(*models)
 
 
+def test_the_optimizer_of_merged_adapters_may_live_on():
+    """Programs keep the variable; its parameters are no longer the model's."""
+    base = fp4graph.apply(tiny.qwen3(), "tetrajet-qema", backend="eager")
+    model = adapted(base)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    of_adapters = fp4graph.prepare_optimizer(base, torch.optim.AdamW(trainable))
+    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    of_adapters.step()
+    model.merge_and_unload()
+    base.requires_grad_(True)
+    trained(base, base)
+    assert of_adapters.state
+    assert runtime_of(base).count == 3
+
+
 def test_a_merged_model_is_quantized_as_one_that_never_had_adapters(tmp_path):
     model = adapted(fp4graph.apply(tiny.qwen3(), "tetrajet", backend="eager"))
     trained(model, model.get_base_model())

@@ -313,10 +313,11 @@ def test_what_sees_parts_of_a_scales_block_is_refused(name):
 
 
 class OfExperts(torch.nn.Module):
-    """silu(gate)·up and the product after it, of three experts."""
+    """act(gate)·up and the product after it, of three experts."""
 
-    def __init__(self):
+    def __init__(self, act):
         super().__init__()
+        self.act = act
         generator = torch.Generator().manual_seed(0)
         for name, shape in {"gate": (3, 96, 32), "up": (3, 96, 32), "down": (3, 32, 96)}.items():
             setattr(self, name, torch.nn.Parameter(torch.randn(shape, generator=generator) / 6))
@@ -324,7 +325,7 @@ class OfExperts(torch.nn.Module):
     def forward(self, x, ends):
         grouped_mm = torch.nn.functional.grouped_mm
         gate, up = (grouped_mm(x, w.mT, offs=ends) for w in (self.gate, self.up))
-        return grouped_mm(torch.nn.functional.silu(gate) * up, self.down.mT, offs=ends)
+        return grouped_mm(self.act(gate) * up, self.down.mT, offs=ends)
 
 
 COMPILED = {
@@ -341,12 +342,18 @@ COMPILED = {
 @pytest.mark.inductor
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_is_eager_whatever_the_sizes(name):
-    """One compiled program for two assignments of tokens: an expert without tokens, rows of none."""
+    """One compiled program for two assignments of tokens: an expert without tokens, rows of none.
+
+    To the last bit where the activation has exact operations alone. smooth_swiglu acts behind a silu, whose exponential
+    may differ in the last bit: a few elements are then rounded to their other neighbour, a relative error of 2⁻² each.
+    """
+    exact = name != "smooth_swiglu"
     x = torch.randn(50, 32, generator=torch.Generator().manual_seed(1))
     found = []
     for backend in ("eager", "inductor"):
         torch._dynamo.reset()
-        model = fp4graph.apply(OfExperts(), COMPILED[name], backend=backend, seed=0)
+        act = torch.nn.functional.relu if exact else torch.nn.functional.silu
+        model = fp4graph.apply(OfExperts(act), COMPILED[name], backend=backend, seed=0)
         for ends in ([7, 7, 43], [20, 30, 50]):
             given = x.clone().requires_grad_()
             y = model(given, torch.tensor(ends, dtype=torch.int32))
@@ -354,4 +361,4 @@ def test_compiled_is_eager_whatever_the_sizes(name):
             found += [y.detach(), given.grad, *(p.grad.clone() for p in model.parameters())]
             model.zero_grad()
     for eager, compiled in zip(found[:10], found[10:], strict=True):
-        assert torch.equal(eager, compiled)
+        assert torch.equal(eager, compiled) if exact else (eager - compiled).norm() <= 2e-2 * eager.norm()
