@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -16,11 +15,10 @@ from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4graph.errors import Error
+from fp4graph.kernels.tiles import TILE
 from fp4graph.numerics import target
 from fp4graph.numerics.spec import QuantSpec
 
-#: Rows and columns of a tile, which holds whole blocks in both directions.
-TILE = 64
 DTYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 _OLDEST = (8, 0)  # bfloat16
 
@@ -65,13 +63,6 @@ def multiplies(left: Tensor, right: Tensor, addend: Tensor | None) -> bool:
     )
     short = statically_known_true(left.shape[-1] <= LONGEST)  # a length that varies is one of tokens, and long
     return vector and short and left.dtype in (torch.bfloat16, torch.float16)
-
-
-def empty_sums(x: Tensor, wanted: bool) -> Tensor:
-    """Return the tensor for the sums of ``x [..., M, K]`` over the rows of each tile, fp32, empty unless ``wanted``."""
-    *leading, m, k = x.shape
-    tiles = math.prod(leading) * ((m + TILE - 1) // TILE)
-    return x.new_empty((tiles if wanted else 0, k), dtype=torch.float32)
 
 
 _narrows = os.environ.get("FP4GRAPH_BF16_PRODUCTS", "1") != "0"

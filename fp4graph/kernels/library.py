@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fp4graph.kernels import cpu, gpu
+from fp4graph.kernels import cpu, tiles
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.packing import empty_bytes
 from fp4graph.numerics.spec import QuantSpec
@@ -88,7 +88,7 @@ def _fake_quantize_and_pack(x: Tensor, spec: str, *draw: Any) -> tuple[Tensor, T
 
 
 def _fake_quantize_both(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return x.new_empty(x.shape), x.new_empty(x.shape), gpu.empty_sums(x, rest[-1])
+    return x.new_empty(x.shape), x.new_empty(x.shape), tiles.empty_sums(x, rest[-1])
 
 
 def _fake_quantize_and_pack_columns(x: Tensor, rows: str, columns: str, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -204,10 +204,10 @@ def _quantize_both(
 ) -> tuple[Tensor, Tensor, Tensor]:
     x = x.contiguous()
     along_columns = _quantize(x.mT, columns, key, step, column_salts, *Blocks(*column_given))
-    sums = gpu.empty_sums(x, with_sums)
+    sums = tiles.empty_sums(x, with_sums)
     if sums.numel():
-        tiles = torch.nn.functional.pad(x.to(torch.float32), (0, 0, 0, -x.shape[-2] % gpu.TILE))
-        sums.copy_(tiles.view(-1, gpu.TILE, x.shape[-1]).sum(1))
+        padded = torch.nn.functional.pad(x.to(torch.float32), (0, 0, 0, -x.shape[-2] % tiles.TILE))
+        sums.copy_(padded.view(-1, tiles.TILE, x.shape[-1]).sum(1))
     return _quantize(x, rows, key, step, row_salts, *Blocks(*row_given)), along_columns.mT, sums
 
 

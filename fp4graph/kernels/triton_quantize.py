@@ -28,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fp4graph.kernels.constants import constants
-from fp4graph.kernels.gpu import TILE, empty_sums
+from fp4graph.kernels.tiles import TILE, empty_sums
 from fp4graph.kernels.triton_kernels import quantize_kernel
 from fp4graph.numerics.packing import empty_bytes
 from fp4graph.numerics.spec import QuantSpec

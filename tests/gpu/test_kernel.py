@@ -22,8 +22,9 @@ from benchmarks import absent_gpu as absent
 from fp4graph.kernels import gpu as kernels
 from fp4graph.kernels import operators, triton_quantize
 from fp4graph.kernels.constants import constants
-from fp4graph.kernels.gpu import DTYPES, TILE, supports
+from fp4graph.kernels.gpu import DTYPES, supports
 from fp4graph.kernels.inductor import EXACT
+from fp4graph.kernels.tiles import TILE
 from fp4graph.kernels.triton_kernels import quantize_kernel
 from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.draw import Draw
