@@ -18,9 +18,11 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxpro
 test: $(STAMP) lint
 	$(PYTEST)
 
-# Every other policy, case, kill and client: with `make test` all that continuous integration runs, three quarters of an hour.
+# Every other policy, case, kill and client, and the code for GPUs: with `make test` all that continuous integration runs,
+# three quarters of an hour.
 long: $(VENV)/.clients
 	$(PYTEST) -m "long and not parity and not gpu"
+	$(PYTEST) tests/gpu -m gpu
 
 # The inner loop: without what compiles with Inductor, starts processes or services, or is slow for another reason. The
 # ignored folders hold nothing else, and importing them takes seconds.

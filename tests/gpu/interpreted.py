@@ -42,8 +42,7 @@ def prepare() -> None:
     InterpreterBuilder.cast_impl = _cast
     InterpreterBuilder.create_dot = _dot
     ReduceOps.apply_impl = _reduce
-    # Without preparing the language anew for every function that a kernel calls: what it did for the kernel holds.
-    InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
+    InterpretedFunction.__call__ = _called
     interpreter.interpreter_builder.options = InterpreterOptions(sanitize_overflow=False)  # as Inductor's launches
     triton_helpers.set_driver_to_gpu = lambda: None
     torch.cuda._DeviceGuard = lambda index: nullcontext()
@@ -93,6 +92,17 @@ def _dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, *rest: Any)
     if a.dtype.scalar == tl.bfloat16:
         a, b = (_cast(self, x, tl.float32) for x in (a, b))
     return _create_dot(self, a, b, *rest)
+
+
+_call_function = InterpretedFunction.__call__
+
+
+def _called(self: InterpretedFunction, *args: Any, **kwargs: Any) -> Any:
+    """Without preparing the language anew for every function that a kernel calls: what was done for the kernel holds.
+    Not so in functions of Triton's own library (sorting calls them), which name the language otherwise."""
+    if self.fn.__module__.startswith("triton."):
+        return _call_function(self, *args, **kwargs)
+    return self.rewrite()(*args, **kwargs)
 
 
 _apply_impl = ReduceOps.apply_impl
