@@ -270,6 +270,63 @@ inline void store(float x, bf16* to) {
     else narrow(x, to);
 }
 
+// The same for N neighbours. Sixteen at a time are converted as vectors by name: compilers count a loop's lanes by its
+// narrowest type, of which a block of 16 does not fill the widest registers, and then make no vectors at all.
+constexpr int CHUNK = 16;
+using chunk_of_16 = u16 __attribute__((vector_size(2 * CHUNK)));
+using chunk_of_32 = u32 __attribute__((vector_size(4 * CHUNK)));
+
+template <int N>
+inline void widen(const float* from, float* to) {
+    std::memcpy(to, from, N * sizeof(float));
+}
+template <int N>
+inline void widen(const bf16* from, float* to) {
+    int i = 0;
+    for (; i + CHUNK <= N; i += CHUNK) {
+        chunk_of_16 bits;
+        std::memcpy(&bits, from + i, sizeof bits);
+        const chunk_of_32 wide = __builtin_convertvector(bits, chunk_of_32) << 16;
+        std::memcpy(to + i, &wide, sizeof wide);
+    }
+    for (; i < N; ++i) to[i] = widen(from[i]);
+}
+
+template <int N>
+inline void narrow(const float* from, float* to) {
+    std::memcpy(to, from, N * sizeof(float));
+}
+template <int N>
+inline void narrow(const float* from, bf16* to) {
+    int i = 0;
+    for (; i + CHUNK <= N; i += CHUNK) {
+        chunk_of_32 bits;
+        std::memcpy(&bits, from + i, sizeof bits);
+        const chunk_of_32 rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+        const chunk_of_32 nan = (chunk_of_32)((bits & ~static_cast<u32>(SIGN)) > static_cast<u32>(INFINITE));
+        const chunk_of_16 result = __builtin_convertvector((nan & 0x7FC0) | (~nan & rounded), chunk_of_16);
+        std::memcpy(to + i, &result, sizeof result);
+    }
+    for (; i < N; ++i) narrow(from[i], to + i);
+}
+
+template <class F, int N>
+inline void store(const float* from, float* to) {
+    narrow<N>(from, to);
+}
+template <class F, int N>
+inline void store(const float* from, bf16* to) {
+    if (!exact_in_bf16<F>()) return narrow<N>(from, to);
+    int i = 0;
+    for (; i + CHUNK <= N; i += CHUNK) {
+        chunk_of_32 bits;
+        std::memcpy(&bits, from + i, sizeof bits);
+        const chunk_of_16 result = __builtin_convertvector(bits >> 16, chunk_of_16);
+        std::memcpy(to + i, &result, sizeof result);
+    }
+    for (; i < N; ++i) store<F>(from[i], to + i);
+}
+
 constexpr i64 LANES = 64;  // lines of a tile whose blocks lie across the contiguous axis
 
 struct Strides {
@@ -308,9 +365,7 @@ struct Dense {
     // N elements of a row.
     template <int N>
     void read_block(float* to, i64 batch, i64 row, i64 column) const {
-        const T* from = data + strides.at(batch, row, column);
-#pragma omp simd
-        for (int i = 0; i < N; ++i) to[i] = widen(from[i]);
+        widen<N>(data + strides.at(batch, row, column), to);
     }
 
     // Asks for N elements of a row.
@@ -530,12 +585,14 @@ void along(const Source& source, const Target<F, T>& to, const BlockwiseParts& g
             T* out = to.values + to.strides.at(place.batch, place.row, place.column);
             if (given.factor) {
                 const float factor = given.factor[first + g];
-                for (i64 j = 0; j < min(static_cast<i64>(B), C - place.column); ++j) narrow(block[j] * factor, out + j);
-            } else if (place.column + B <= C) {
-#pragma omp simd
-                for (int j = 0; j < B; ++j) store<F>(block[j], out + j);
+                for (int j = 0; j < B; ++j) block[j] *= factor;
+            }
+            if (place.column + B > C) {
+                for (i64 j = 0; j < C - place.column; ++j) narrow(block[j], out + j);
+            } else if (given.factor) {
+                narrow<B>(block, out);
             } else {
-                for (i64 j = 0; j < C - place.column; ++j) store<F>(block[j], out + j);
+                store<F, B>(block, out);
             }
         }
         if (PACKS) {
@@ -662,15 +719,24 @@ void requantize(const u8* codes, const typename P::Stored* scales, Places places
 // y [batches, rows, columns], contiguous, of what was packed in format P along its columns.
 template <class P, class T>
 void unpack(const u8* codes, const typename P::Stored* scales, T* y, Shape shape, int threads) {
+    constexpr int several = P::BLOCK < LANES ? LANES / P::BLOCK : 1;  // blocks at once, which fill registers
     const i64 blocks = (shape.columns + P::BLOCK - 1) / P::BLOCK, lines = shape.batches * shape.rows;
 #pragma omp parallel for num_threads(threads) if (lines * shape.columns > SERIAL)
     for (i64 line = 0; line < lines; ++line) {
-        for (i64 b = 0; b < blocks; ++b) {
+        T* to = y + line * shape.columns;
+        i64 b = 0;
+        for (; (b + several) * P::BLOCK <= shape.columns; b += several) {
+            const i64 block = line * blocks + b;
+            alignas(64) float values[several * P::BLOCK];
+            unpack_blocks<P, T, several>(codes + block * packed_bytes<P>(), scales + block, values);
+            narrow<several * P::BLOCK>(values, to + b * P::BLOCK);
+        }
+        for (; b < blocks; ++b) {
             const i64 block = line * blocks + b, column = b * P::BLOCK;
             float values[P::BLOCK];
             unpack_blocks<P, T, 1>(codes + block * packed_bytes<P>(), scales + block, values);
-            const i64 n = shape.columns - column < P::BLOCK ? shape.columns - column : P::BLOCK;
-            for (i64 j = 0; j < n; ++j) narrow(values[j], y + line * shape.columns + column + j);
+            const i64 n = min(shape.columns - column, static_cast<i64>(P::BLOCK));
+            for (i64 j = 0; j < n; ++j) narrow(values[j], to + column + j);
         }
     }
 }
@@ -763,9 +829,15 @@ void maxima(const T* x, Strides from, float* z, Shape shape, i64 length, int thr
             const T* row = x + line / shape.rows * from.batch + line % shape.rows * from.row;
             for (i64 b = 0; b < blocks; ++b) {
                 const i64 end = min(b * length + length, shape.columns);
+                i64 j = b * length;
                 i32 m = 0;
+                for (; j + CHUNK <= end; j += CHUNK) {
+                    alignas(64) float values[CHUNK];
+                    widen<CHUNK>(row + j, values);
 #pragma omp simd reduction(max : m)
-                for (i64 j = b * length; j < end; ++j) m = max(m, as<i32>(widen(row[j])) & ~SIGN);
+                    for (int i = 0; i < CHUNK; ++i) m = max(m, as<i32>(values[i]) & ~SIGN);
+                }
+                for (; j < end; ++j) m = max(m, as<i32>(widen(row[j])) & ~SIGN);
                 z[line * blocks + b] = as<float>(m);
             }
         }
@@ -815,14 +887,28 @@ inline void butterflies(float* t, i64 count, i64 from) {
             }
 }
 
-// One block of G neighbours, held in registers.
-template <int G>
-inline void butterflies(float* t) {
+inline vec8 eight(const float* from) {
+    vec8 v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+inline vec8 eight(const bf16* from) {
+    alignas(32) float values[8];
+    for (int i = 0; i < 8; ++i) values[i] = widen(from[i]);
+    return eight(values);
+}
+
+// One block of G neighbours times `before`, H and `after`, in registers; the first and the last may be null.
+template <int G, class T>
+inline void rotate_block(const T* from, const float* before, const float* after, float unit, float* to) {
     constexpr int count = G / 8;
     vec8 v[count];
-    std::memcpy(v, t, sizeof v);
 #pragma GCC unroll 16
-    for (int i = 0; i < count; ++i) v[i] = butterflies_within<4>(butterflies_within<2>(butterflies_within<1>(v[i])));
+    for (int i = 0; i < count; ++i) {
+        v[i] = eight(from + 8 * i);
+        if (before) v[i] *= eight(before + 8 * i);
+        v[i] = butterflies_within<4>(butterflies_within<2>(butterflies_within<1>(v[i])));
+    }
 #pragma GCC unroll 4
     for (int h = 1; h < count; h *= 2)
 #pragma GCC unroll 16
@@ -832,7 +918,12 @@ inline void butterflies(float* t) {
             v[i] = a + b;
             v[i + h] = a - b;
         }
-    std::memcpy(t, v, sizeof v);
+#pragma GCC unroll 16
+    for (int i = 0; i < count; ++i) {
+        v[i] *= unit;
+        if (after) v[i] *= eight(after + 8 * i);
+        std::memcpy(to + 8 * i, &v[i], sizeof v[i]);
+    }
 }
 
 constexpr i64 ROTATED = 1 << 14;  // elements of a tile
@@ -861,25 +952,22 @@ void rotate_along(const Rotated<T>& r, int threads) {
         const T* source = r.x + r.from.at(line / r.shape.rows, line % r.shape.rows, 0);
         float* target = r.y + r.to.at(line / r.shape.rows, line % r.shape.rows, 0);
         for (i64 column = 0; column < blocks * g; column += g) {
-            alignas(64) float tile[G ? G : ROTATED];
             const i64 given = min(C - column, g), wanted = min(r.length - column, g);
-            if (given == g) {
-                for (i64 j = 0; j < g; ++j) tile[j] = widen(source[column + j]);
-            } else {
-                for (i64 j = 0; j < g; ++j) tile[j] = j < given ? widen(source[column + j]) : 0;
+            if constexpr (G) {
+                if (given == g && wanted == g) {
+                    rotate_block<G>(source + column, r.before, r.after, r.unit, target + column);
+                    continue;
+                }
             }
+            alignas(64) float tile[ROTATED];
+            for (i64 j = 0; j < g; ++j) tile[j] = j < given ? widen(source[column + j]) : 0;
             if (r.before)
                 for (i64 j = 0; j < g; ++j) tile[j] *= r.before[j];
-            if constexpr (G) butterflies<G>(tile);
-            else butterflies(tile, g, 1);
+            butterflies(tile, g, 1);
             for (i64 j = 0; j < g; ++j) tile[j] *= r.unit;
             if (r.after)
                 for (i64 j = 0; j < g; ++j) tile[j] *= r.after[j];
-            if (wanted == g) {
-                for (i64 j = 0; j < g; ++j) target[column + j] = tile[j];
-            } else {
-                for (i64 j = 0; j < wanted; ++j) target[column + j] = tile[j];
-            }
+            std::memcpy(target + column, tile, static_cast<size_t>(wanted) * sizeof(float));
         }
     }
 }
