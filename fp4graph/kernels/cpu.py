@@ -203,6 +203,7 @@ def matrix_quantizer(
     y: Tensor,
     spec: str,
     draw: Draw | None,
+    given: Blocks,
     codes: Tensor | None = None,
     scales: Tensor | None = None,
 ) -> Callable[[int], None]:
@@ -211,11 +212,12 @@ def matrix_quantizer(
     It keeps none of the tensors alive.
 
     Args:
+        given: of the blocks of the whole batch.
         codes, scales: those of the whole batch, of which matrix n's are written.
     """
     run, shape = _function(_QUANTIZE, x.dtype, Q=spec), _Shape(0, *y.shape, 0)
     source, target = (_at(x), _Strides(*x.stride()), _Places()), (_at(y), _Strides(0, *y.stride()))
-    rest = _BlockwiseParts(), _key_parts(draw), shape, torch.get_num_threads()
+    rest = _BlockwiseParts(*map(_blockwise, given)), _key_parts(draw), shape, torch.get_num_threads()
     return functools.partial(_run_matrix, run, (*source, *target, _at(codes), _at(scales), *rest), shape)
 
 

@@ -9,6 +9,7 @@ overwritten by the next expert's; an expert without tokens is not quantized. Val
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,8 +17,9 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from fp4graph.kernels import cpu
-from fp4graph.kernels.library import DRAW, drawn
-from fp4graph.kernels.operators import PackedOperand, flat
+from fp4graph.kernels.cpu_product import product_into
+from fp4graph.kernels.library import BLOCKS, DRAW, drawn
+from fp4graph.kernels.operators import Blocks, Direction, PackedOperand, flat
 from fp4graph.numerics import target
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.packing import empty_bytes
@@ -29,13 +31,13 @@ _EXACT = [torch.Tag.needs_exact_strides]
 _library.define(f"quantize_at(Tensor x, Tensor places, str spec, {DRAW}) -> Tensor", tags=_EXACT)
 _library.define(f"requantize_at(Tensor codes, Tensor scales, {_PACKED}, Tensor places, str spec, {DRAW}) -> Tensor")
 _library.define(
-    f"quantized_product(Tensor left, Tensor right, Tensor starts, Tensor sizes, str spec, {DRAW}, bool packs)"
-    " -> (Tensor, Tensor, Tensor)",
+    f"quantized_product(Tensor left, Tensor right, Tensor starts, Tensor sizes, Tensor? gamma, str spec, {DRAW},"
+    f" {BLOCKS}, bool packs) -> (Tensor, Tensor, Tensor)",
     tags=_EXACT,
 )
 _library.define(
     f"requantized_product(Tensor left, Tensor codes, Tensor scales, {_PACKED}, Tensor starts, Tensor sizes,"
-    f" str spec, {DRAW}) -> Tensor",
+    f" Tensor? gamma, str spec, {DRAW}) -> Tensor",
     tags=_EXACT,
 )
 
@@ -60,30 +62,45 @@ def quantize_at(x: Tensor | PackedOperand, places: Tensor, spec: QuantSpec, draw
     return y
 
 
+@dataclass(frozen=True, eq=False)
+class Groups:
+    """The tokens of each expert, rows of the left operand.
+
+    Attributes:
+        starts, sizes: the first token and the number of tokens of each expert, int32 ``[E]``.
+        gamma: multiplies the accumulators of each expert, fp32 ``[E]``, or None.
+    """
+
+    starts: Tensor
+    sizes: Tensor
+    gamma: Tensor | None = None
+
+
 def quantized_product(
-    left: Tensor, right: Tensor, starts: Tensor, sizes: Tensor, spec: QuantSpec, draw: Draw | None, packs: bool
+    left: Tensor, right: Tensor, groups: Groups, how: Direction, packs: bool = False
 ) -> tuple[Tensor, PackedOperand | None]:
     """Return ``left @ Q(right)ᵀ`` of every expert ``[T, N]``, and if ``packs`` the bytes of Q(right).
 
     Args:
-        left: ``[T, K]``; right: ``[E, N, K]`` of the same dtype, one that kernels read.
-        starts, sizes: the first token and the number of tokens of each expert, int32 ``[E]``.
-        spec: of ``right``, blocks along K.
+        left: ``[T, K]``, of the dtype in which Q(right) is multiplied.
+        right: ``[E, N, K]``, of a dtype that kernels read; that of ``left`` if ``packs``.
+        how: ``right`` is quantized, blocks along K.
     """
-    drawing = flat(spec, draw)
+    quantizer = how.spec.to_text(), *flat(how.spec, how.draw), *how.given
     product = torch.ops.fp4graph.quantized_product
-    y, codes, scales = product(left, right, starts, sizes, spec.to_text(), *drawing, packs)
-    return y, PackedOperand(codes, scales, spec, right.shape[-1], right.dtype) if packs else None
+    y, codes, scales = product(left, right, groups.starts, groups.sizes, groups.gamma, *quantizer, packs)
+    return y, PackedOperand(codes, scales, how.spec, right.shape[-1], right.dtype) if packs else None
 
 
 def requantized_product(
-    left: Tensor, right: PackedOperand, starts: Tensor, sizes: Tensor, spec: QuantSpec, draw: Draw | None
+    left: Tensor, right: PackedOperand, groups: Groups, spec: QuantSpec, draw: Draw | None
 ) -> Tensor:
     """Return :func:`quantized_product` with the transpose of what ``right`` holds, ``[E, K, N]``."""
     packed = right.spec.to_text(), right.length, right.dtype
+    of_experts = groups.starts, groups.sizes, groups.gamma
     text, drawing = spec.to_text(), flat(spec, draw)
     y: Tensor = torch.ops.fp4graph.requantized_product(
-        left, right.codes, right.scales, *packed, starts, sizes, text, *drawing
+        left, right.codes, right.scales, *packed, *of_experts, text, *drawing
     )
     return y
 
@@ -126,10 +143,15 @@ def _fake_quantized_product(
     right: Tensor,
     starts: Tensor,
     sizes: Tensor,
+    gamma: Tensor | None,
     spec: str,
     key: Tensor | None,
     step: Tensor | None,
     salts: Sequence[int],
+    divisor: Tensor | None,
+    statistic: Tensor | None,
+    scale: Tensor | None,
+    factor: Tensor | None,
     packs: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = right.shape if packs else (0, *right.shape[1:])
@@ -176,19 +198,29 @@ def _quantized_product(
     right: Tensor,
     starts: Tensor,
     sizes: Tensor,
+    gamma: Tensor | None,
     spec: str,
     key: Tensor | None,
     step: Tensor | None,
     salts: Sequence[int],
+    divisor: Tensor | None,
+    statistic: Tensor | None,
+    scale: Tensor | None,
+    factor: Tensor | None,
     packs: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    y, codes, scales = _fake_quantized_product(left, right, starts, sizes, spec, key, step, salts, packs)
+    given = Blocks(divisor, statistic, scale, factor)
+    y, codes, scales = _fake_quantized_product(
+        left, right, starts, sizes, gamma, spec, key, step, salts, *given, packs
+    )
     draw, kept = drawn(key, step, salts), (codes, scales) if packs else ()
     if right.stride(2) != 1 and (packs or right.stride(1) != 1):
         right = right.contiguous()
     count, length = right.shape[1:]
-    buffer = right.new_empty((count, length)) if right.stride(2) == 1 else right.new_empty((length, count)).mT
-    transposed, quantize = buffer.mT, cpu.matrix_quantizer(right, buffer, spec, draw, *kept)
+    along = right.stride(2) == 1
+    buffer = right.new_empty((count, length)) if along else right.new_empty((length, count)).mT
+    multiplied = buffer if buffer.dtype is left.dtype else torch.empty_like(buffer, dtype=left.dtype)
+    quantize = cpu.matrix_quantizer(right, buffer, spec, draw, given, *kept)
     experts = list(tokens_of_experts(starts, sizes, left.shape[0]))
     zero_others(y, experts)
     for expert, own in enumerate(experts):
@@ -197,7 +229,9 @@ def _quantized_product(
                 part[expert] = 0  # nobody reads them
             continue
         quantize(expert)
-        torch.mm(left[own], transposed, out=y[own])
+        if multiplied is not buffer:
+            multiplied.copy_(buffer)
+        product_into(y[own], left[own], multiplied, None if gamma is None else gamma[expert])
     return y, codes, scales
 
 
@@ -210,19 +244,20 @@ def _requantized_product(
     dtype: torch.dtype,
     starts: Tensor,
     sizes: Tensor,
+    gamma: Tensor | None,
     spec: str,
     *draw: Any,
 ) -> Tensor:
     y = _fake_requantized_product(left, codes, scales, packed, length)
     bytes_, source = (codes.contiguous(), scales.contiguous()), drawn(*draw)
-    buffer = torch.empty((codes.shape[1], length), dtype=dtype)
-    requantize = cpu.matrix_requantizer(*bytes_, packed, buffer.mT, spec, source)
+    buffer = torch.empty((codes.shape[1], length), dtype=dtype).mT
+    requantize = cpu.matrix_requantizer(*bytes_, packed, buffer, spec, source)
     experts = list(tokens_of_experts(starts, sizes, left.shape[0]))
     zero_others(y, experts)
     for expert, own in enumerate(experts):
         if own.start < own.stop:
             requantize(expert)
-            torch.mm(left[own], buffer, out=y[own])
+            product_into(y[own], left[own], buffer, None if gamma is None else gamma[expert])
     return y
 
 

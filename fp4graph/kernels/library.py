@@ -19,7 +19,7 @@ from fp4graph.numerics.spec import QuantSpec
 
 Blocks = cpu.Blocks
 DRAW = "Tensor? key, Tensor? step, int[] salts"
-_BLOCKS = "Tensor? divisor, Tensor? statistic, Tensor? scale, Tensor? factor"
+BLOCKS = "Tensor? divisor, Tensor? statistic, Tensor? scale, Tensor? factor"
 #: Of two directions; what is given of a direction's blocks is as of ``quantize``, or an empty list.
 _BOTH = (
     "Tensor x, str rows, str columns, Tensor? key, Tensor? step, int[] row_salts, int[] column_salts, "
@@ -27,7 +27,7 @@ _BOTH = (
 )
 _library: Any = torch.library.Library("fp4graph", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(
-    f"quantize(Tensor x, str spec, {DRAW}, {_BLOCKS}, ScalarType? dtype=None) -> Tensor",
+    f"quantize(Tensor x, str spec, {DRAW}, {BLOCKS}, ScalarType? dtype=None) -> Tensor",
     tags=[torch.Tag.needs_exact_strides],
 )
 _library.define("maxima(Tensor x, int block) -> Tensor", tags=[torch.Tag.needs_exact_strides])

@@ -167,16 +167,12 @@ class BoundMatmul:
         return ByExpert(gemm, layout, self._dtype, self._draw, self._options.observer is not None)
 
     def quantized_product(
-        self, gemm: GemmProgram, left: Terms, right: Tensor | PackedOperand, *, packs: bool = False
+        self, gemm: GemmProgram, left: Terms, right: BoundOperand, *, packs: bool = False
     ) -> tuple[Tensor, PackedOperand | None] | None:
         """Return a product of experts whose weights an operator quantizes, in the original layout, and if ``packs`` the
-        bytes of the weights; None where no operator does.
-
-        Args:
-            right: not quantized yet; its transpose where it is given as bytes.
-        """
+        bytes of the weights; None where no operator does."""
         own = self._by_expert(gemm)
-        if own is None or not own.serves(right, packs=packs):
+        if own is None or not own.serves(right.x, packs=packs):
             return None
         y, packed = own.product(left, right, packs=packs)
         return self._taken_back(gemm, y), packed
@@ -187,17 +183,22 @@ class BoundMatmul:
         by_expert = self._by_expert(gemm)
         if by_expert is None:
             return None
-        left = self._cast(left, gemm.left)
-        right = source if isinstance(source, PackedOperand) else self._cast(source, gemm.right)
         if gemm.gemm is Gemm.WGRAD:
-            terms = by_expert.laid_out(left.mT, right)
+            tokens = source if isinstance(source, PackedOperand) else self._cast(source, gemm.right)
+            terms = by_expert.laid_out(self._cast(left, gemm.left).mT, tokens)
             return None if terms is None else self.multiply(gemm, *terms)
-        right = right if isinstance(right, PackedOperand) else right.mT
-        if not by_expert.serves(right):
+        weight = source if isinstance(source, PackedOperand) else self._cast(source.mT, gemm.right)
+        if not by_expert.serves(weight):
             return None
-        laid_out = by_expert.layout.lay_out(left)
-        own = self._operand(gemm, Rotation(laid_out, laid_out), "left")
-        return self._taken_back(gemm, by_expert.product(own.quantized(self._dtype), right)[0])
+        right: BoundOperand | PackedOperand
+        if isinstance(weight, PackedOperand):
+            laid_out = by_expert.layout.lay_out(self._cast(left, gemm.left))
+            own, right = self._operand(gemm, Rotation(laid_out, laid_out), "left"), weight
+        else:
+            own, right = self.operands(gemm, self.rotated(gemm, left, weight))
+        y, _ = by_expert.product(own.quantized(self._dtype), right)
+        self.observe(own)
+        return self._taken_back(gemm, y)
 
     def _product_from_bytes(
         self, gemm: GemmProgram, left: Tensor, source: PackedOperand, quantized: Terms | None

@@ -13,6 +13,7 @@ from fp4graph.numerics.draw import Draw
 from fp4graph.ops.draw import operand_draw
 from fp4graph.ops.gemm import GemmProgram, Side
 from fp4graph.ops.grouped import Layout
+from fp4graph.ops.observe import BoundOperand
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import Term, Terms
 
@@ -34,16 +35,24 @@ class ByExpert:
     observed: bool
 
     def serves(self, right: Tensor | PackedOperand, *, packs: bool = False) -> bool:
-        """Return whether an operator multiplies experts and quantizes their weights ``right`` one at a time."""
-        left, program = self.gemm.left, self.gemm.right
-        if program.spec is None or right.dtype is not self.dtype:
+        """Return whether an operator multiplies experts and quantizes their weights ``right`` one at a time.
+
+        Args:
+            packs: whether it is to return the bytes of the weights too.
+        """
+        program = self.gemm.right
+        seen = self.observed or program.observes or bool(self.gemm.left.at("split"))  # residuals are products apart
+        if program.spec is None or seen or not experts.serves(right.dtype, right.device):
             return False
-        one_term = left.spec is None or left.is_plain
+        if isinstance(right, PackedOperand):
+            return right.dtype is self.dtype and self._is_direct(program, right)
+        if packs and not (self._is_direct(program, right) and right.dtype is self.dtype):
+            return False
         packs = packs and not operators.packs(program.spec, right.dtype, self.dtype, right.device)
-        return one_term and not packs and self._is_direct(program, right)
+        return not packs and experts.serves(self.dtype, right.device) and program.in_one_read(right.device, self.draw)
 
     def product(
-        self, left: Terms, right: Tensor | PackedOperand, *, packs: bool = False
+        self, left: Terms, right: BoundOperand | PackedOperand, *, packs: bool = False
     ) -> tuple[Tensor, PackedOperand | None]:
         """Return the product in the GEMM's layout where the operator :meth:`serves`, and if ``packs`` the bytes of the
         quantized weights.
@@ -51,11 +60,15 @@ class ByExpert:
         Args:
             right: not quantized yet; its transpose where it is given as bytes.
         """
-        spec, draw = self.gemm.right.spec, operand_draw(self.draw, self.gemm.operands[1])
-        assert spec is not None
+        (term,) = left
+        tokens, gamma = self.layout.tokens, self.layout.scale(term.multiplier, None)
         if isinstance(right, PackedOperand):
-            return experts.requantized_product(left[0].values, right, *self.layout.tokens, spec, draw), None
-        return experts.quantized_product(left[0].values, right, *self.layout.tokens, spec, draw, packs)
+            spec, draw = self.gemm.right.spec, operand_draw(self.draw, self.gemm.operands[1])
+            assert spec is not None
+            return experts.requantized_product(term.values, right, experts.Groups(*tokens, gamma), spec, draw), None
+        how, waiting = right.program.direction(right.x, right.draw, segments=right.segments)
+        gamma = self.layout.scale(term.multiplier, waiting)
+        return experts.quantized_product(term.values, right.x, experts.Groups(*tokens, gamma), how, packs)
 
     def laid_out(self, left: Tensor, right: Tensor | PackedOperand) -> tuple[Terms, Terms] | None:
         """Return the operands of wgrad, quantized on their way from rows ``[T, C]`` to their positions; or None."""

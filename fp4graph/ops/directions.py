@@ -78,7 +78,7 @@ class BothDirections:
             return None
         if not operators.quantizes_both(operators.by_runs(first), operators.by_runs(second), x.dtype, x.device):
             return None
+        if not (rows[0].in_one_read(x.device, rows[1]) and columns[0].in_one_read(x.device, columns[1])):
+            return None
         largest = Once(lambda: operators.largest_of_all(x))  # of the tensor, whichever way it is cut into blocks
-        along_rows = rows[0].direction(x, rows[1], largest)
-        along_columns = None if along_rows is None else columns[0].direction(x.mT, columns[1], largest)
-        return None if along_rows is None or along_columns is None else (along_rows, along_columns)
+        return rows[0].direction(x, rows[1], largest), columns[0].direction(x.mT, columns[1], largest)

@@ -21,17 +21,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import reduce
-from operator import add
+from operator import add, mul
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from fp4graph.kernels.cpu_product import product_into
 from fp4graph.kernels.experts import tokens_of_experts, zero_others
 from fp4graph.numerics import target
 from fp4graph.numerics.segments import Segments
-from fp4graph.ops.product import Term, Terms, scale_of, scaled_product
+from fp4graph.ops.product import Terms
 from fp4graph.technique.operands import Gemm
 
 
@@ -130,33 +131,35 @@ class Layout:
         """
         sizes = self.sizes if period == 1 else (self.sizes + (period - 1)) // period * period
         tokens = self.starts.to(torch.int32), sizes.to(torch.int32)
-        pairs = [(a.values, b.values, scale_of(self._first(a), self._first(b), 1)) for a in left for b in right]
-        if len(pairs) == 1 or not any(isinstance(scale, Tensor) for _, _, scale in pairs):
+        pairs = [(a.values, b.values, self.scale(a.multiplier, b.multiplier)) for a in left for b in right]
+        if len(pairs) == 1 or all(scale is None for _, _, scale in pairs):
             return reduce(add, [grouped_product(a, b, *tokens, scale) for a, b, scale in pairs])
         # As of an ordinary product (:func:`fp4graph.ops.product.multiply`), accumulators are added and rounded once.
         wide = torch.promote_types(pairs[0][0].dtype, torch.float32)
         accumulators = (
-            grouped_product(a.to(wide), b.to(wide), *tokens) * self._spread(scale, b) for a, b, scale in pairs
+            self._times(grouped_product(a.to(wide), b.to(wide), *tokens), scale, b) for a, b, scale in pairs
         )
         return reduce(add, accumulators).to(pairs[0][0].dtype)
 
-    def _spread(self, scale: Tensor | float, right: Tensor) -> Tensor | float:
-        """Return one number for each expert in a shape that broadcasts to its product with ``right``."""
-        if not isinstance(scale, Tensor):
-            return scale
-        return scale[:, None, None] if right.dim() == 2 else torch.cat([scale, scale.new_zeros(1)])[self.ids][:, None]
+    def _times(self, product: Tensor, scale: Tensor | None, right: Tensor) -> Tensor:
+        """Return a ``product`` with ``right``, times one number for each expert."""
+        if scale is None:
+            return product
+        if right.dim() == 2:
+            return product * scale[:, None, None]
+        return product * torch.cat([scale, scale.new_zeros(1)])[self.ids][:, None]
 
-    def _first(self, term: Term) -> Term:
-        """Return ``term`` with the multipliers of the experts alone."""
-        return Term(term.values, None if term.multiplier is None else term.multiplier[: self.experts.count])
+    def scale(self, left: Tensor | None, right: Tensor | None) -> Tensor | None:
+        """Return the product of two terms' multipliers, of which each may be None, for the experts alone: ``[E]``."""
+        parts = [part[: self.experts.count] for part in (left, right) if part is not None]
+        return reduce(mul, parts) if parts else None
 
 
 def grouped_product(
-    left: Tensor, right: Tensor, starts: Tensor, sizes: Tensor, scale: Tensor | float | None = None
+    left: Tensor, right: Tensor, starts: Tensor, sizes: Tensor, scale: Tensor | None = None
 ) -> Tensor:
-    """Return :meth:`Layout.multiply` of two tensors, times one number for each expert where ``scale`` is a tensor."""
-    factor = scale if isinstance(scale, Tensor) else None
-    result: Tensor = torch.ops.fp4graph.grouped_product(left, right, starts, sizes, factor)
+    """Return :meth:`Layout.multiply` of two tensors, times one number for each expert where ``scale`` is given."""
+    result: Tensor = torch.ops.fp4graph.grouped_product(left, right, starts, sizes, scale)
     return result
 
 
@@ -188,10 +191,7 @@ def _on_cpu(left: Tensor, right: Tensor, starts: Tensor, sizes: Tensor, scale: T
             continue
         a, b = (left[own], right[expert]) if by_rows else (left[:, own], right[:, own])
         target = result[own] if by_rows else result[expert]
-        if scale is None:
-            torch.mm(a, b.mT, out=target)
-        else:
-            target.copy_(scaled_product(a, b, scale[expert], None, 0))
+        product_into(target, a, b, None if scale is None else scale[expert])
     return result
 
 

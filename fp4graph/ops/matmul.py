@@ -102,7 +102,7 @@ class _QuantizedMatmul(torch.autograd.Function):
         keep_b = (needs_a and not rereads_b) or factors
         left_terms, a_fprop = bound.kept_terms(left, rotation, "left", keep=rereads_a, reread=keep_a and not factors)
         b_fprop: Tensor | PackedOperand | None
-        product_of_experts = bound.quantized_product(fprop, left_terms, right.x, packs=rereads_b)
+        product_of_experts = bound.quantized_product(fprop, left_terms, right, packs=rereads_b)
         if product_of_experts is not None:
             y, b_fprop = product_of_experts
         else:

@@ -162,22 +162,32 @@ class OperandProgram:
             y = contract.same(technique, "after", contract.run(technique, "after", y, context), y)
         return (Term(y, multiplier, segments), *residuals)
 
+    def in_one_read(self, device: torch.device, draw: Draw | None) -> bool:
+        """True if one kernel quantizes in one read on ``device``, given at most what techniques make of the blocks."""
+        if self.by_kernel(device, draw):
+            return True
+        if self.spec is None or self.state or self.shares or (self.spec.needs_key and draw is None):
+            return False
+        alone = not any(self.at(stage) for stage in (*_OUTSIDE, "round", "rescale"))
+        return alone and len(self.at("group_scale")) <= 1 and operators.rounds(self.spec, device)
+
     def direction(
-        self, x: Tensor, draw: Draw | None, largest: Callable[[], Tensor]
-    ) -> tuple[operators.Direction, Tensor | None] | None:
-        """Return how one kernel quantizes ``x`` in one read, and the multiplier of the term; None where none does.
+        self,
+        x: Tensor,
+        draw: Draw | None,
+        largest: Callable[[], Tensor] | None = None,
+        segments: Segments | None = None,
+    ) -> tuple[operators.Direction, Tensor | None]:
+        """Return how one kernel quantizes ``x`` :meth:`in_one_read`, and the multiplier of the term.
 
         Args:
-            largest: returns the largest magnitude of ``x``, 0-d.
+            largest: returns the largest magnitude of ``x``, 0-d, if it is known from elsewhere.
         """
-        if self.by_kernel(x.device, draw) and self.spec is not None:
+        assert self.spec is not None
+        if self.by_kernel(x.device, draw):
             return operators.Direction(self.spec, draw), None
-        alone = self.spec is not None and not (self.state or self.shares or any(self.at(stage) for stage in _OUTSIDE))
-        if not alone or (self.spec is not None and self.spec.needs_key and draw is None):
-            return None
-        quantizer = self._quantizer(self.acting(x, draw, None), draw, None, largest=largest)
-        if len(self.at("group_scale")) > 1 or not quantizer.by_kernel(x.device):
-            return None
+        acting = self.acting(x, draw, None, segments)
+        quantizer = self._quantizer(acting, draw, segments, largest=largest)
         scaled = quantizer.scaled(x)
         factor, multiplier = _parted(scaled)
         given = quantizer.given(scaled, x.device, factor)

@@ -14,7 +14,7 @@ kernels (oneDNN's and torch's own) multiply their fp32 accumulator by it and rou
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import reduce
 from operator import add
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from fp4graph.kernels import gpu, operators
+from fp4graph.kernels import cpu_product, gpu, operators
 from fp4graph.numerics import target
 from fp4graph.numerics.segments import Segments
 
@@ -168,34 +168,6 @@ def _fake(left: Tensor, right: Tensor, scale: Tensor, addend: Tensor | None, bet
     return left.new_empty((*left.shape[:-1], right.shape[-2]))
 
 
-@cache
-def _scales_summands(dtype: torch.dtype) -> bool:
-    """Return whether torch's own kernel multiplies matrices of ``dtype``, because oneDNN does not on this processor.
-
-    That kernel multiplies each summand by alpha, and not the accumulator, where both operands are transposed.
-    """
-    if dtype not in (torch.bfloat16, torch.float16):
-        return False
-    supported = getattr(torch.ops.mkldnn, f"_is_mkldnn_{'bf16' if dtype is torch.bfloat16 else 'fp16'}_supported", None)
-    return supported is None or not supported()
-
-
-def _on_cpu(left: Tensor, right: Tensor, scale: Tensor, addend: Tensor | None, beta: float) -> Tensor:
-    alpha = scale.item()
-    if addend is None or beta == 0:
-        # baddbmm leaves its result unwritten where alpha and beta are both 0.
-        addend, beta = left.new_zeros(()), float(alpha == 0)
-    if left.stride(-1) != 1 and right.stride(-1) != 1 and _scales_summands(left.dtype):
-        left = left.contiguous()
-    if left.dim() == 2:
-        return torch.addmm(addend, left, right.mT, beta=beta, alpha=alpha)
-    shape = (*left.shape[:-1], right.shape[-2])
-    if addend.dim() > 2:
-        addend = addend.expand(shape).flatten(0, -3)
-    batches = torch.baddbmm(addend, left.flatten(0, -3), right.flatten(0, -3).mT, beta=beta, alpha=alpha)
-    return batches.view(shape)
-
-
 def _on_gpu(*arguments: Any) -> Tensor:
     from fp4graph.kernels.triton_product import scaled_product  # imports Triton, which may be missing
 
@@ -203,7 +175,7 @@ def _on_gpu(*arguments: Any) -> Tensor:
 
 
 torch.library.register_fake("fp4graph::scaled_product", _fake, lib=_library)
-_library.impl("scaled_product", _on_cpu, "CPU")
+_library.impl("scaled_product", cpu_product.scaled_product, "CPU")
 _library.impl("scaled_product", _on_gpu, "CUDA")
 OPERATOR = torch.ops.fp4graph.scaled_product
 
