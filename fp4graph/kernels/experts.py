@@ -210,9 +210,7 @@ def _quantized_product(
     packs: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     given = Blocks(divisor, statistic, scale, factor)
-    y, codes, scales = _fake_quantized_product(
-        left, right, starts, sizes, gamma, spec, key, step, salts, *given, packs
-    )
+    y, codes, scales = _fake_quantized_product(left, right, starts, sizes, gamma, spec, key, step, salts, *given, packs)
     draw, kept = drawn(key, step, salts), (codes, scales) if packs else ()
     if right.stride(2) != 1 and (packs or right.stride(1) != 1):
         right = right.contiguous()

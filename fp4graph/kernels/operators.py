@@ -63,7 +63,7 @@ def reduces(spec: QuantSpec, device: torch.device) -> bool:
 
     On a GPU tensor code does, which Inductor fuses with what makes the tensor.
     """
-    return cpu.supports(spec) and on_cpu(device)
+    return not isinstance(spec.block, str) and cpu.supports(by_runs(spec)) and on_cpu(device)
 
 
 def rounds(spec: QuantSpec, device: torch.device) -> bool:
@@ -267,9 +267,14 @@ def maxima(x: Tensor, block: int) -> Tensor:
 
 def amax(x: Tensor, blocking: Blocking) -> Tensor:
     """Return the largest magnitude of every block of ``x``, fp32, in the shape of a statistic; NaN if a value is."""
-    if not isinstance(blocking.block, int) or not on_cpu(x.device):
+    if isinstance(blocking.block, str) or not on_cpu(x.device):
         return scaling.amax(blocking.split(x), blocking.axes)
-    return maxima(x, blocking.block).reshape(blocking.scale_shape)
+    if isinstance(blocking.block, int):
+        return maxima(x, blocking.block).reshape(blocking.scale_shape)
+    rows, columns = blocking.block
+    z = maxima(x, columns)
+    across = Blocking(tuple(z.shape), (rows, 1))
+    return across.split(z).amax(across.axes, keepdim=True)
 
 
 def group_amax(z: Tensor, groups: Groups) -> Tensor:

@@ -155,9 +155,7 @@ class Layout:
         return reduce(mul, parts) if parts else None
 
 
-def grouped_product(
-    left: Tensor, right: Tensor, starts: Tensor, sizes: Tensor, scale: Tensor | None = None
-) -> Tensor:
+def grouped_product(left: Tensor, right: Tensor, starts: Tensor, sizes: Tensor, scale: Tensor | None = None) -> Tensor:
     """Return :meth:`Layout.multiply` of two tensors, times one number for each expert where ``scale`` is given."""
     result: Tensor = torch.ops.fp4graph.grouped_product(left, right, starts, sizes, scale)
     return result

@@ -82,8 +82,8 @@ class Quantizer:
         blocking = Blocking(tuple(x.shape), spec.block, segments=self.segments)
         values: Callable[[], Tensor] = Once(lambda: blocking.split(x.to(torch.float32)))
         largest = self._largest(x)
-        if isinstance(spec.block, int) and operators.reduces(spec, x.device):
-            z = operators.maxima(x, spec.block).reshape(blocking.scale_shape)
+        if operators.reduces(spec, x.device):
+            z = operators.amax(x, blocking)
         elif spec.block == "tensor" and largest is not None:
             z = largest().reshape(blocking.scale_shape)
         else:

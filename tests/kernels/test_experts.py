@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from fp4graph.kernels import cpu, experts, operators
-from fp4graph.kernels.operators import PackedOperand
+from fp4graph.kernels.experts import Groups
+from fp4graph.kernels.operators import Blocks, Direction, PackedOperand
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from tests.helpers.floats import assert_same_bits
@@ -71,12 +72,18 @@ def test_quantize_at(name: str, dtype: torch.dtype) -> None:
         assert_same_bits(y, fake_quantize(laid_out(kept.unpack()).mT, SPECS[name], -1, DERIVED))
 
 
-def by_hand(left: Tensor, right: Tensor) -> Tensor:
+GROUPS = Groups(STARTS, SIZES)
+
+
+def by_hand(left: Tensor, right: Tensor, gamma: Tensor | None = None) -> Tensor:
     """Multiply each expert's tokens with its matrix of ``right [E, N, K]``; other tokens give zeros."""
     y = left.new_zeros(left.shape[0], right.shape[1])
-    for start, size, own in zip(STARTS.tolist(), SIZES.tolist(), right, strict=True):
-        if size:
+    for expert, (start, size, own) in enumerate(zip(STARTS.tolist(), SIZES.tolist(), right, strict=True)):
+        if size and gamma is None:
             y[start : start + size] = left[start : start + size] @ own.mT
+        elif size and gamma is not None:
+            tokens, number = left[start : start + size], gamma[expert].item()
+            y[start : start + size] = torch.addmm(left.new_zeros(()), tokens, own.mT, beta=0, alpha=number)
     return y
 
 
@@ -88,21 +95,51 @@ def test_quantized_product(name: str, dtype: torch.dtype, transposed: bool) -> N
     x, spec = normal(TOKENS, K, dtype=dtype), SPECS[name]
     w = normal(4, K, N, dtype=dtype).mT if transposed else normal(4, N, K, dtype=dtype)
     quantized = fake_quantize(w, spec, -1, DERIVED)
-    y, nothing = experts.quantized_product(x, w, STARTS, SIZES, spec, SOURCE, False)
+    how = Direction(spec, SOURCE)
+    y, nothing = experts.quantized_product(x, w, GROUPS, how)
     assert nothing is None
     assert_same_bits(y, by_hand(x, quantized))
-    y, kept = experts.quantized_product(x, w, STARTS, SIZES, spec, SOURCE, True)
+    y, kept = experts.quantized_product(x, w, GROUPS, how, packs=True)
     assert_same_bits(y, by_hand(x, quantized.contiguous()))
     assert kept is not None
     assert_same_bits(kept.unpack()[SIZES > 0], quantized[SIZES > 0].contiguous())
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["E, N, K", "E, K, N"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+def test_quantized_product_given_numbers_of_blocks(dtype: torch.dtype, transposed: bool) -> None:
+    """Divided by a number, with another statistic, multiplied by a power of two; and a number for each accumulator."""
+    x, spec = normal(TOKENS, K, dtype=dtype), SPECS["stochastic"]
+    w = normal(4, K, N, dtype=dtype).mT if transposed else normal(4, N, K, dtype=dtype)
+    each = torch.tensor([1.7, 0.3, 5.0, 0.9]).reshape(4, 1, 1).expand(4, N, K // 32)
+    z = normal(4, N, K // 32, dtype=torch.float32).abs() + 1
+    given = Blocks(divisor=each.contiguous(), statistic=z, factor=torch.full_like(each, 0.5).contiguous())
+    gamma = torch.tensor([1.1, 1.3, 1.7, 1.9])
+    quantized = operators.quantize(w, spec, SOURCE, given)
+    assert not torch.equal(quantized, fake_quantize(w, spec, -1, DERIVED))
+    y, _ = experts.quantized_product(x, w, Groups(STARTS, SIZES, gamma), Direction(spec, SOURCE, given))
+    assert_same_bits(y, by_hand(x, quantized, gamma))
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["E, N, K", "E, K, N"])
+def test_quantized_product_of_wider_weights(transposed: bool) -> None:
+    """As rotations leave them: fp32, quantized, then cast to the GEMM's bf16."""
+    x, spec = normal(TOKENS, K, dtype=torch.bfloat16), SPECS["encoding scales"]  # whose quotients bf16 rounds
+    w = normal(4, K, N).mT if transposed else normal(4, N, K)
+    y, _ = experts.quantized_product(x, w, GROUPS, Direction(spec, SOURCE))
+    assert_same_bits(y, by_hand(x, fake_quantize(w, spec, -1, DERIVED).bfloat16()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", SPECS)
 def test_requantized_product(name: str, dtype: torch.dtype) -> None:
     dy, kept, spec = normal(TOKENS, N, dtype=dtype), packed(normal(4, N, K, dtype=dtype)), SPECS[name]
-    y = experts.requantized_product(dy, kept, STARTS, SIZES, spec, SOURCE)
-    assert_same_bits(y, by_hand(dy, fake_quantize(kept.unpack().mT, spec, -1, DERIVED)))
+    quantized = fake_quantize(kept.unpack().mT, spec, -1, DERIVED)
+    y = experts.requantized_product(dy, kept, GROUPS, spec, SOURCE)
+    assert_same_bits(y, by_hand(dy, quantized))
+    gamma = torch.tensor([1.1, 1.3, 1.7, 1.9])
+    y = experts.requantized_product(dy, kept, Groups(STARTS, SIZES, gamma), spec, SOURCE)
+    assert_same_bits(y, by_hand(dy, quantized, gamma))
 
 
 _w = packed(normal(4, N, K))
@@ -111,10 +148,13 @@ _text, _noise = SPECS["stochastic"].to_text(), (KEY, STEP, list(SALTS))
 OPERATORS = {
     "quantize_at": (normal(TOKENS, N), places(), _text, *_noise),
     "requantize_at": (_x.codes, _x.scales, MXFP4.to_text(), N, torch.float32, places(), _text, *_noise),
-    "quantized_product": (normal(TOKENS, K), normal(4, N, K), STARTS, SIZES, _text, *_noise, True),
+    "quantized_product": (
+        *(normal(TOKENS, K), normal(4, N, K), STARTS, SIZES, None, _text, *_noise),
+        *(None, None, None, None, True),
+    ),
     "requantized_product": (
         *(normal(TOKENS, N), _w.codes, _w.scales, MXFP4.to_text(), K, torch.float32),
-        *(STARTS, SIZES, _text, *_noise),
+        *(STARTS, SIZES, torch.ones(4), _text, *_noise),
     ),
 }
 
@@ -134,4 +174,4 @@ def test_operators_keep_their_promises(name: str) -> None:
 def test_tokens_beyond_the_operand_are_refused(start: int, size: int) -> None:
     wrong = torch.tensor([start], dtype=torch.int32), torch.tensor([size], dtype=torch.int32)
     with pytest.raises(ValueError, match="offsets of a grouped product must not decrease"):
-        experts.quantized_product(normal(TOKENS, K), normal(1, N, K), *wrong, MXFP4, None, False)
+        experts.quantized_product(normal(TOKENS, K), normal(1, N, K), Groups(*wrong), Direction(MXFP4))
