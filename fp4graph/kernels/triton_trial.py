@@ -1,4 +1,4 @@
-"""A trial run of the Triton kernel, before anything relies on it: a Triton may be there and not compile it."""
+"""A trial run of the Triton kernels, before anything relies on them: a Triton may be there and not compile them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _COLUMNS = QuantSpec(E2M1, 16, ScaleSpec(E4M3))
 
 
 def failure(device: torch.device) -> str | None:
-    """Return why the kernel cannot be used on ``device``, or None: it is compiled and run on one small tensor.
+    """Return why the kernels cannot be used on ``device``, or None: they are compiled and run on small tensors.
 
     It may be asked while a compiler traces; the trial is no part of what is traced.
     """
     with _disable_current_modes(), torch.no_grad():
         try:
-            from fp4graph.kernels import triton_quantize
+            from fp4graph.kernels import triton_product, triton_quantize
 
             x = _numbers(device)
             y, codes, scales = triton_quantize.quantize_and_pack_columns(
@@ -30,6 +30,9 @@ def failure(device: torch.device) -> str | None:
             )
             unpacked = triton_quantize.unpack(codes, scales, _COLUMNS.to_text(), x.shape[0], x.dtype)
             same = torch.equal(y, fake_quantize(x, _ROWS)) and torch.equal(unpacked.mT, fake_quantize(x, _COLUMNS, 0))
+            left, half = _whole_numbers(x), x.new_tensor(0.5)
+            product = triton_product.scaled_product(left, left, half, None, 0)
+            same = same and torch.equal(product, (left.float() @ left.float().mT * 0.5).bfloat16())
         except Exception as error:  # noqa: BLE001  # a Triton, a driver or a linker fails in its own ways
             said = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
             return f"Triton cannot compile or run them: {type(error).__name__}{': ' if said else ''}{said[:200]}"
@@ -42,3 +45,8 @@ def _numbers(device: torch.device) -> Tensor:
     bits: Tensor = noise.hash_bits(noise.make_key("trial", device=device), index)
     powers = ((bits >> 20 & 15) + 119 << 23).view(torch.float32)  # 2^-8 to 2^7
     return (((bits & 0xFFFF).to(torch.float32) - 2**15) * powers).reshape(96, 80)
+
+
+def _whole_numbers(x: Tensor) -> Tensor:
+    """Return a matrix of small whole numbers, bf16, of the shape of ``x``: sums of their products are exact in fp32."""
+    return (x.view(torch.int32) >> 19 & 15).to(torch.bfloat16) - 8

@@ -33,8 +33,8 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
 
 
 def trial(kernel: str) -> str | None:
-    """What a trial says in which the kernel is right, wrong, or not to be compiled. For the interpreter's process."""
-    from fp4graph.kernels import triton_quantize, triton_trial
+    """What a trial says in which a kernel is right, wrong, or not to be compiled. For the interpreter's process."""
+    from fp4graph.kernels import triton_product, triton_quantize, triton_trial
 
     class Refusing:
         def __getitem__(self, grid: object) -> object:
@@ -46,10 +46,20 @@ def trial(kernel: str) -> str | None:
         y, *packed = own(*arguments)  # type: ignore[arg-type]
         return (torch.where(y == y.max(), 0, y), *packed)
 
-    changed = {"refused": ("quantize_kernel", Refusing()), "wrong": ("quantize_and_pack_columns", wrong)}
+    product = triton_product.scaled_product
+
+    def wrong_product(*arguments: object) -> torch.Tensor:
+        return product(*arguments).neg()  # type: ignore[arg-type]
+
+    changed = {
+        "refused": (triton_quantize, "quantize_kernel", Refusing()),
+        "wrong": (triton_quantize, "quantize_and_pack_columns", wrong),
+        "refused product": (triton_product, "product_kernel", Refusing()),
+        "wrong product": (triton_product, "scaled_product", wrong_product),
+    }
     if kernel not in changed:
         return triton_trial.failure(CPU)
-    with mock.patch.object(triton_quantize, *changed[kernel]):
+    with mock.patch.object(*changed[kernel]):
         return triton_trial.failure(CPU)
 
 
@@ -61,6 +71,8 @@ def trial(kernel: str) -> str | None:
         ("right", None),
         ("wrong", "a trial gave other values than tensor code"),
         ("refused", "Triton cannot compile or run them: RuntimeError: PTXASError: no target sm_120"),
+        ("wrong product", "a trial gave other values than tensor code"),
+        ("refused product", "Triton cannot compile or run them: RuntimeError: PTXASError: no target sm_120"),
     ],
 )
 def test_the_trial(kernel: str, expected: str | None, interpreter: ProcessPoolExecutor) -> None:
