@@ -11,6 +11,8 @@ from collections.abc import Collection
 
 #: Parts of a name that only adapters have, also where nothing is wrapped.
 _ADAPTER = re.compile(r"(lora|dora|hada|lokr|vera|ia3|oft|boft)_\w+")
+#: The same in a glob, where the end of a part may be left to a ``*``.
+_NAMED = re.compile(r"(^|[.*?\]])((lora|dora|hada|lokr)([_*?\[]|$)|(vera|ia3|oft|boft)_)")
 _WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
 
 
@@ -34,6 +36,11 @@ def is_of_adapters(name: str, modules: Collection[str]) -> bool:
     (``modules_to_save``)."""
     copied = "modules_to_save" in name.split(".") or f"{name}.modules_to_save" in modules
     return copied or is_adapter(name, modules)
+
+
+def names_adapters(glob: str) -> bool:
+    """Return whether a glob for modules has a part that only adapters have, as ``*lora_A*`` and ``*.lora_*`` do."""
+    return _NAMED.search(glob) is not None
 
 
 def _wraps(name: str, modules: Collection[str]) -> bool:

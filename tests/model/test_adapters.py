@@ -144,13 +144,48 @@ def test_a_rule_that_says_so_quantizes_adapters_and_no_other_does():
     quantized, kept = decided(Net(Lora), policy)
     assert quantized == ["qkv.base_layer", "qkv.lora_A.default", "qkv.lora_B.default", "fc"]
     assert kept == []
-    named = {"version": 1, "rules": [{"match": {"module": "*lora_A*"}, "quantize": {}}]}
+    named = {"version": 1, "rules": [{"match": {"module": "*.default"}, "quantize": {}}]}
     problem = fp4graph.explain(Net(Lora), named, (X,)).problem
     assert "blocks.0.qkv.lora_A.default is one of the adapters, which only a rule that says 'role: adapter'" in problem
     with pytest.raises(PolicyError, match="only a rule that says 'role: adapter'"):
         fp4graph.apply(Net(Lora), named, backend="eager")(X)
     # The default is a rule too.
     assert decided(Net(Lora), {"version": 1, "default": {"block": 32}})[0] == ["qkv.base_layer", "fc"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("required", [True, False])
+@pytest.mark.parametrize(
+    ("glob", "wrap", "adapters"),
+    [
+        ("*lora_A*", Lora, ["qkv.lora_A.default"]),
+        ("*.lora_?.default", Lora, ["qkv.lora_A.default", "qkv.lora_B.default"]),
+        ("*lora*", Lora, ["qkv.lora_A.default", "qkv.lora_B.default"]),
+        ("*hada_*", Loha, ["qkv.hada_w1_b"]),
+    ],
+)
+def test_a_glob_that_names_adapters_matches_them_without_the_role(glob, wrap, adapters, required):
+    rules = [
+        {"name": "rest", "match": {"block": True}, "quantize": {}},
+        {"name": "adapters too", "match": {"module": glob}, "quantize": {"block": 16}, "required": required},
+    ]
+    quantized, kept = decided(Net(wrap), {"version": 1, "default": "keep", "rules": rules})
+    assert sorted(quantized) == sorted(["qkv.base_layer", *adapters, "fc"])
+    assert all(rule == "adapters" for _, rule in kept)  # PEFT's other matrix, or the wrapper's own product
+    # Without adapters the layers are what they were.
+    if not required:
+        assert decided(Net(), {"version": 1, "default": "keep", "rules": rules})[0] == ["qkv", "fc"]
+
+
+def test_globs_of_adapters_and_of_layers_do_not_share_a_rule(tmp_path):
+    path = tmp_path / "p.yaml"
+    path.write_text(
+        "version: 1\nrules:\n  - match:\n      module: ['*lora_A*', '*.fc']\n    quantize: {block: 16}\n"
+    )
+    with pytest.raises(PolicyError, match=r"p\.yaml:4: '\*lora_A\*' names adapters and other globs .* rule of their own"):
+        fp4graph.load_policy(path)
+    path.write_text(path.read_text().replace("quantize: {block: 16}", "keep: sensitive") + "default: {block: 16}\n")
+    fp4graph.load_policy(path)
 
 
 def test_a_rule_that_names_a_layer_means_it_wrapped_too():
