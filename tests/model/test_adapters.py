@@ -67,6 +67,31 @@ class Handmade(nn.Linear):
         return super().forward(x) + x @ self.lora_A.T @ self.lora_B.T
 
 
+class TrainedRows(nn.Module):
+    """PEFT's ``TrainableTokensWrapper``: some rows of a layer train, beside the layer."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.token_adapter = RowsLayer(layer)
+
+    def forward(self, x):
+        return self.token_adapter(x)
+
+
+class RowsLayer(nn.Module):
+    """PEFT's ``TrainableTokensLayer``."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = layer
+        self.trainable_tokens_delta = nn.ParameterDict({"default": nn.Parameter(torch.ones(2, layer.in_features))})
+
+    def forward(self, x):
+        layer = self.base_layer
+        rows = torch.tensor([1, 3])
+        return F.linear(x, layer.weight.index_copy(0, rows, self.trainable_tokens_delta["default"]), layer.bias)
+
+
 class PeftModel(nn.Module):
     """A model in PEFT's place for it."""
 
@@ -350,12 +375,35 @@ def test_adapters_join_a_model_whose_parts_are_called():
 
 
 @pytest.mark.slow
+def test_rows_of_a_layer_that_train_join_with_adapters():
+    """PEFT's trainable_token_indices, of a head that is tied to the embedding."""
+    model, reference = (fp4graph.apply(net(), "tetrajet", backend="eager") for _ in range(2))
+    for each in (model, reference):
+        wrapped(each, Lora).head = TrainedRows(each.head)
+    fp4graph.apply(reference, "tetrajet", backend="eager")
+    assert same_step(model, reference)
+    (head,) = [site for site in runtime_of(model).sites if site.module.startswith("head")]
+    assert head.module == "head.token_adapter"
+    rule = {"name": "kept", "match": {"module": "head"}, "keep": "sensitive"}
+    data = {"version": 1, "rules": [rule, {"match": {"block": True}, "quantize": {}}]}
+    (kept,) = [site for site in fp4graph.explain(model, data, (X,)).sites if site.rule == "kept"]
+    assert kept.module == "head.token_adapter"
+    for each in (model, reference):
+        each.head = each.head.token_adapter.base_layer
+        for block in each.blocks:
+            block.qkv = block.qkv.base_layer
+    fp4graph.apply(reference, "tetrajet", backend="eager")
+    assert same_step(model, reference)
+
+
+@pytest.mark.slow
 def test_a_layer_that_joins_with_an_adapter_is_refused():
     model = fp4graph.apply(net(), "tetrajet", backend="eager")
     wrapped(model, Lora)
     model.head = nn.Sequential(nn.Linear(32, 32), model.head)
-    with pytest.raises(CaptureError, match=r"added to the model after .* call fp4graph\.apply\(model, policy\) again"):
-        model(X)
+    for _ in range(2):
+        with pytest.raises(CaptureError, match=r"^head: adapters and head, head\.0 were added .*apply\(model, policy\) again"):
+            model(X)
     fp4graph.apply(model, "tetrajet", backend="eager")
     step(model)
 
