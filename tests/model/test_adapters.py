@@ -204,10 +204,8 @@ def test_a_glob_that_names_adapters_matches_them_without_the_role(glob, wrap, ad
 
 def test_globs_of_adapters_and_of_layers_do_not_share_a_rule(tmp_path):
     path = tmp_path / "p.yaml"
-    path.write_text(
-        "version: 1\nrules:\n  - match:\n      module: ['*lora_A*', '*.fc']\n    quantize: {block: 16}\n"
-    )
-    with pytest.raises(PolicyError, match=r"p\.yaml:4: '\*lora_A\*' names adapters and other globs .* rule of their own"):
+    path.write_text("version: 1\nrules:\n  - match:\n      module: ['*lora_A*', '*.fc']\n    quantize: {block: 16}\n")
+    with pytest.raises(PolicyError, match=r"p\.yaml:4: '\*lora_A\*' names adapters .* a rule of their own"):
         fp4graph.load_policy(path)
     path.write_text(path.read_text().replace("quantize: {block: 16}", "keep: sensitive") + "default: {block: 16}\n")
     fp4graph.load_policy(path)
@@ -402,7 +400,7 @@ def test_a_layer_that_joins_with_an_adapter_is_refused():
     wrapped(model, Lora)
     model.head = nn.Sequential(nn.Linear(32, 32), model.head)
     for _ in range(2):
-        with pytest.raises(CaptureError, match=r"^head: adapters and head, head\.0 were added .*apply\(model, policy\) again"):
+        with pytest.raises(CaptureError, match=r"^head: adapters and head, head\.0 were added .*apply\(.*\) again"):
             model(X)
     fp4graph.apply(model, "tetrajet", backend="eager")
     step(model)
