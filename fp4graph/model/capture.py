@@ -81,8 +81,8 @@ class Capture:
         self._frames: dict[_Frame, tuple[dict[str, int], list[Site]]] = {}
         #: Sites of the graphs that the call in progress has run, by frame.
         self._ran: dict[_Frame, list[Site]] = {}
-        #: The sites that have drawn noise in the call in progress, each under the id of its key.
-        self._drawn: set[_Drawing] = set()
+        #: The sites that have drawn noise in the call in progress, each under the id of its key; None outside a call.
+        self._drawn: set[_Drawing] | None = None
         self._repeats = 0  # runs of graphs in the call in progress that would have drawn the same again
         self._bucket_bytes: int | None = None  # of the DDP that a forward runs in
 
@@ -102,10 +102,16 @@ class Capture:
             self._entries[name] = entry, torch.compile(entry, backend=self.backend, dynamic=self._dynamic)
         self._running = name
         hooks.drop_repeated_hooks(self._embeddings)
+        with self.forward():
+            return self._entries[name][1](*args, **kwargs)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Count what graphs draw in this context as one forward."""
         outer = self._ran, self._drawn, self._repeats
         self._ran, self._drawn, self._repeats = {}, set(), 0
         try:
-            return self._entries[name][1](*args, **kwargs)
+            yield
         finally:
             self._ran, self._drawn, self._repeats = outer
 
@@ -161,14 +167,19 @@ class Capture:
 
         def run(*inputs: Any) -> Any:
             self._ran[frame] = rewritten.sites
-            if drawing and torch._C._current_graph_task_id() == -1:  # else a forward is computed again
-                inputs = self._apart(rewritten.steps, drawing, inputs)
+            again = torch._C._current_graph_task_id() != -1  # a checkpointed module, in the backward
+            if drawing and self._drawn is not None and not again:
+                inputs = self._apart(self._drawn, rewritten.steps, drawing, inputs)
             return compiled(*inputs)
 
         return run
 
     def _apart(
-        self, steps: Collection[int], drawing: Mapping[int, frozenset[_Place]], inputs: tuple[Any, ...]
+        self,
+        before: set[_Drawing],
+        steps: Collection[int],
+        drawing: Mapping[int, frozenset[_Place]],
+        inputs: tuple[Any, ...],
     ) -> tuple[Any, ...]:
         """Return the ``inputs`` of a graph, with another step if its sites have drawn noise in this forward before.
 
@@ -176,8 +187,8 @@ class Capture:
         that forward left out an earlier graph of this one, and where one graph runs several times in a forward.
         """
         drawn = {(id(inputs[place]), site) for place, sites in drawing.items() for site in sites}
-        if self._drawn.isdisjoint(drawn):
-            self._drawn |= drawn
+        if before.isdisjoint(drawn):
+            before |= drawn
             return inputs
         self._repeats += 1
         step = inputs[min(steps)].clone()

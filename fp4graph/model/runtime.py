@@ -332,7 +332,8 @@ class Runtime:
         try:
             with capture.configured(), nullcontext() if name == CALL else hooks.uncalled(self.root):
                 if sharded:
-                    return self.root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+                    with capture.forward():
+                        return self.root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
                 return capture.run(name, args, kwargs)
         except Exception as error:
             ours, capture.error = capture.error, None
