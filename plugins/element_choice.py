@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import ClassVar
 
@@ -61,9 +62,27 @@ class ElementChoice(Technique):
         assert spec.selector is not None
         return cls.model_construct(others=tuple(each.name for each in spec.others), selector=spec.selector)
 
+    def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
+        """Blocks of one element choose nothing."""
+        listed = self.specs_listed(specs).values()
+        if not listed or any(spec.others for spec in listed):
+            return None
+        alone = " and ".join(sorted({spec.element_name for spec in listed}))
+        return f"others names no format beside {alone}, so that no block has a choice"
+
     def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
-        """Let the blocks of the listed operands that are quantized choose."""
+        """Let the blocks of the listed operands that are quantized choose.
+
+        Raises:
+            ValueError: the spec of an operand lists elements, and another selector.
+        """
         own = tuple(map(element_format, self.others))
+        for operand, spec in self.specs_listed(specs).items():
+            if spec.others and spec.selector != self.selector:
+                raise ValueError(
+                    f"its selector is {self.selector}, and the blocks of {operand}, whose quantize block lists "
+                    f"elements, choose by {spec.selector}; write the same selector in both places"
+                )
         return {**specs} | {
             operand: replace(spec, others=others, selector=self.selector)
             for operand, spec in self.specs_listed(specs).items()

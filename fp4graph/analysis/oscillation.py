@@ -48,7 +48,10 @@ class _Moving:
         self._selection = Selection(shape, sample)
         assert weight.plan.program is not None
         fprop = weight.plan.program.fprop
-        self._element = None if fprop.right.spec is None else fprop.right.spec.element
+        spec = fprop.right.spec
+        self._quantizes = spec is not None
+        #: The format whose grid tells a flip from a new scale; None where blocks choose, for none is common to them.
+        self._element = None if spec is None or spec.others else spec.element
         simple = by_block(fprop.right) and not fprop.right.draws and not fprop.transforms
         #: The quantizer, where the sampled lines can be quantized without the others.
         self._program = fprop.right if simple else None
@@ -71,7 +74,7 @@ class _Moving:
 
     def _quantized(self, now: Tensor, step: Tensor) -> Tensor:
         """Return the sampled lines quantized as the graph does it, in the weight's basis."""
-        if self._element is None:
+        if not self._quantizes:
             return now
         if self._program is not None:
             return total(self._program(now, None, self._weight.fprop_state(self._selection.of)))
@@ -91,7 +94,9 @@ class _Moving:
             found["oscillating"] = (ratio > m.OSCILLATING).float().mean().item()
             found["ratio_counts"] = counts.tolist()
             found["trajectories"] = self._trajectories(ratio)
-        if "flips" in metrics:
+        if "flips" in metrics and self._quantizes and self._element is None:
+            found["left_out"] = ["flips"]
+        elif "flips" in metrics:
             found["flips"] = (self._flips / steps).mean().item()
             found["flipping"] = (self._flips > 0).float().mean().item()
         if "rate_of_change" in metrics:

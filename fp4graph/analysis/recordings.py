@@ -36,6 +36,7 @@ class OperandRecording:
         """Begin a new step."""
         self._sums: dict[tuple[str, str], dict[str, Any]] = {}
         self._limits: dict[str, float] = {}
+        self._left_out: dict[tuple[str, str], list[str]] = {}
         self.seen = False
 
     def operands(self, site: str) -> OperandObserver | None:
@@ -56,6 +57,8 @@ class OperandRecording:
         for (site, tensor), sums in self._sums.items():
             is_gemm = tensor in set(Gemm)
             fields = m.gemm_fields(sums) if is_gemm else m.operand_fields(sums, self._metrics, self._limits.get(site))
+            left_out = self._left_out.get((site, tensor))
+            fields |= {"left_out": left_out} if left_out else {}
             measured.append({"site": site, "tensor": tensor, **fields})
         return measured
 
@@ -85,8 +88,10 @@ class OperandRecording:
                 sums |= m.scale_sums(sampled.scales)
             if seen.operand is Operand.FPROP_WEIGHT:
                 # A threshold belongs to one element format: where blocks choose, none is common to the weights.
-                several = {"confidence"} if seen.program.spec.others else set()
+                several = self._metrics & {"confidence"} if seen.program.spec.others else frozenset()
                 sums |= m.latent_sums(sampled.ratio, sampled.element, self._metrics - several)
+                if several:
+                    self._left_out[site, str(seen.operand)] = sorted(several)
                 self._limits[site] = sampled.element.max
             self._add(site, str(seen.operand), sums)
         given = exact.get(seen.operand, seen.given)

@@ -128,12 +128,16 @@ class Found:
         read: the parameters that the graph takes for more than to mark them.
         marked: the modules whose markers were found; None is a module that cannot be known.
         bodies: the graph and the bodies in it whose nodes may be replaced.
+        keys: the graph's inputs that are noise keys, with the modules of the markers that carry them.
+        steps: the graph's inputs that are the step of the forward.
     """
 
     work: list[FoundProduct | FoundWork] = field(default_factory=list)
     read: set[Owner] = field(default_factory=set)
     marked: set[str | None] = field(default_factory=set)
     bodies: list[GraphModule] = field(default_factory=list)
+    keys: dict[Node, str] = field(default_factory=dict)
+    steps: set[Node] = field(default_factory=set)
 
 
 def find(
@@ -209,10 +213,14 @@ class Finder:
         self._routers |= routers(gm.graph.nodes)
         for node in list(gm.graph.nodes):
             if (marker := Marker.read(node)) is not None:
-                key = markers.outside(marker.key).meta.get("grapharg")
-                marker = dataclasses.replace(marker, module=self._keys.get(id(getattr(key, "example", None))))
+                key, step = markers.outside(marker.key), markers.outside(marker.step)
+                example = getattr(key.meta.get("grapharg"), "example", None)
+                marker = dataclasses.replace(marker, module=self._keys.get(id(example)))
                 markers.add(marker)
-                is_another_each_time(markers.outside(marker.step))
+                if marker.module is not None:
+                    self.found.keys[key] = marker.module
+                self.found.steps.add(step)
+                is_another_each_time(step)
                 self.found.marked.add(marker.module)
                 gm.graph.erase_node(node)
             elif isinstance(node.target, torch._ops.HigherOrderOperator) and operation_of(node) is None:

@@ -27,13 +27,22 @@ from fp4graph.policy import Policy
 
 @dataclass(frozen=True)
 class Rewritten:
-    """The report on a rewritten graph; its fields are those of ``Found`` and of ``Planner``."""
+    """The report on a rewritten graph; its fields are those of ``Found`` and of ``Planner``.
+
+    Attributes:
+        keys: positions of the graph's inputs that are noise keys, with the modules that they belong to.
+        steps: positions of the inputs that are the step of the forward.
+        draws: whether a site of the graph draws noise.
+    """
 
     sites: list[Site]
     uses: list[WeightUse]
     read: set[Owner]
     marked: set[str | None]
     refused: CaptureError | None
+    keys: dict[int, str]
+    steps: set[int]
+    draws: bool
 
 
 def rewrite(
@@ -58,9 +67,10 @@ def rewrite(
         PolicyError: the policy draws noise or keeps state, and the graph is ``stateless``.
     """
     found = find(gm, names, policy.may_quantize, keys)
-    planner, unmarked = Planner(policy, first_occurrence), list[UnmarkedWeight]()
+    planner, unmarked, draws = Planner(policy, first_occurrence), list[UnmarkedWeight](), False
     for site in planner.plan(found.work):
         program = site.plan.program
+        draws |= program is not None and program.draws
         if stateless and program is not None and (program.draws or program.state):
             raise PolicyError(
                 f"policy {policy.name!r} draws noise or keeps state at {site.found.view}, which torch.compile's "
@@ -76,4 +86,7 @@ def rewrite(
         raise unmarked[0]
     for body in found.bodies:
         body.recompile()
-    return Rewritten(planner.sites, planner.uses, found.read, found.marked, planner.refused)
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    keyed = {place: found.keys[node] for place, node in enumerate(inputs) if node in found.keys}
+    steps = {place for place, node in enumerate(inputs) if node in found.steps}
+    return Rewritten(planner.sites, planner.uses, found.read, found.marked, planner.refused, keyed, steps, draws)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
@@ -15,10 +15,11 @@ from fp4graph.errors import Error
 from fp4graph.graph.backend import Backend, split_for_ddp, with_own_code
 from fp4graph.graph.functions import cacheable
 from fp4graph.graph.plan import Planner
-from fp4graph.graph.rewrite import rewrite
+from fp4graph.graph.rewrite import Rewritten, rewrite
 from fp4graph.graph.site import Site, WeightUse
 from fp4graph.model import distributed, hooks, state
 from fp4graph.model.prepare import PhasePlan
+from fp4graph.numerics import noise
 
 #: The name under which the model's own call is compiled, beside those of its methods.
 CALL = "__call__"
@@ -26,6 +27,12 @@ CALL = "__call__"
 _SIDE_EFFECTS = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 #: Graphs of one model's forward that Dynamo may make: for shapes, training and evaluation, frozen parameters, caches.
 RECOMPILE_LIMIT = 64
+#: The name of a call, and the number that Dynamo has for a frame of it.
+_Frame = tuple[str, Any]
+#: A site's module as another module sees it, its operation and its occurrence.
+_Place = tuple[str, str, int]
+#: The id of a noise key, and a site that draws under it.
+_Drawing = tuple[int, _Place]
 
 
 class Capture:
@@ -71,9 +78,12 @@ class Capture:
         self.problems: list[Error] = []
         self.error: Error | None = None
         #: Per call and frame of Dynamo: how many sites of each module earlier frames of the call held, and its own.
-        self._frames: dict[tuple[str, Any], tuple[dict[str, int], list[Site]]] = {}
+        self._frames: dict[_Frame, tuple[dict[str, int], list[Site]]] = {}
         #: Sites of the graphs that the call in progress has run, by frame.
-        self._ran: dict[tuple[str, Any], list[Site]] = {}
+        self._ran: dict[_Frame, list[Site]] = {}
+        #: The sites that have drawn noise in the call in progress, each under the id of its key; None outside a call.
+        self._drawn: set[_Drawing] | None = None
+        self._repeats = 0  # runs of graphs in the call in progress that would have drawn the same again
         self._bucket_bytes: int | None = None  # of the DDP that a forward runs in
 
     @property
@@ -92,11 +102,18 @@ class Capture:
             self._entries[name] = entry, torch.compile(entry, backend=self.backend, dynamic=self._dynamic)
         self._running = name
         hooks.drop_repeated_hooks(self._embeddings)
-        outer, self._ran = self._ran, {}
-        try:
+        with self.forward():
             return self._entries[name][1](*args, **kwargs)
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Count what graphs draw in this context as one forward."""
+        outer = self._ran, self._drawn, self._repeats
+        self._ran, self._drawn, self._repeats = {}, set(), 0
+        try:
+            yield
         finally:
-            self._ran = outer
+            self._ran, self._drawn, self._repeats = outer
 
     def forget(self) -> None:
         """Have Dynamo forget the compiled calls."""
@@ -142,15 +159,41 @@ class Capture:
             raise
         self._frames[frame] = (first, rewritten.sites)
         others = [sites for (name, _), (_, sites) in self._frames.items() if name != self._running]
-        known = {_place(site) for sites in others for site in sites}
-        self.sites.extend(site for site in rewritten.sites if _place(site) not in known)
+        known = {_identity(site) for sites in others for site in sites}
+        self.sites.extend(site for site in rewritten.sites if _identity(site) not in known)
         self.marked |= rewritten.marked
+
+        drawing = _drawing(rewritten)
 
         def run(*inputs: Any) -> Any:
             self._ran[frame] = rewritten.sites
+            again = torch._C._current_graph_task_id() != -1  # a checkpointed module, in the backward
+            if drawing and self._drawn is not None and not again:
+                inputs = self._apart(self._drawn, rewritten.steps, drawing, inputs)
             return compiled(*inputs)
 
         return run
+
+    def _apart(
+        self,
+        before: set[_Drawing],
+        steps: Collection[int],
+        drawing: Mapping[int, frozenset[_Place]],
+        inputs: tuple[Any, ...],
+    ) -> tuple[Any, ...]:
+        """Return the ``inputs`` of a graph, with another step if its sites have drawn noise in this forward before.
+
+        The occurrence of a site is in its graph, counted when the graph was captured. It was counted too low where
+        that forward left out an earlier graph of this one, and where one graph runs several times in a forward.
+        """
+        drawn = {(id(inputs[place]), site) for place, sites in drawing.items() for site in sites}
+        if before.isdisjoint(drawn):
+            before |= drawn
+            return inputs
+        self._repeats += 1
+        step = inputs[min(steps)].clone()
+        step[:2] = noise.derive(step[:2], self._repeats)  # the rest is what is drawn once and kept, and the count
+        return tuple(step if place in steps else each for place, each in enumerate(inputs))
 
     def learn(self, uses: Iterable[WeightUse]) -> None:
         """Tell the planned weights what a captured graph decided about them."""
@@ -203,5 +246,23 @@ class Capture:
         return counts
 
 
-def _place(site: Site) -> tuple[object, ...]:
+def _drawing(rewritten: Rewritten) -> dict[int, frozenset[_Place]]:
+    """Return the sites of a graph whose module each key belongs to, or a module in it, by the key's input.
+
+    They are named as seen from that module, because alike modules may share the graph, each with its own key.
+    """
+    if not rewritten.draws:
+        return {}
+    quantized = [(site.module or "", site.op, site.occurrence) for site in rewritten.sites if site.quantized]
+    return {
+        place: frozenset(
+            (module.removeprefix(of), op, occurrence)
+            for module, op, occurrence in quantized
+            if f"{module}.".startswith(f"{of}.") or not of
+        )
+        for place, of in rewritten.keys.items()
+    }
+
+
+def _identity(site: Site) -> tuple[object, ...]:
     return site.module, site.op, site.occurrence

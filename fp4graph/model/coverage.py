@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
 
-from fp4graph.errors import CaptureError, PolicyError
+from fp4graph.errors import CaptureError, PolicyError, PolicyWarning
 from fp4graph.graph.blocks import pattern_of
 from fp4graph.graph.operations import RECURRENT
 from fp4graph.graph.plan import NOTHING
@@ -18,6 +19,8 @@ from fp4graph.model.capture import Capture
 from fp4graph.model.prepare import PhasePlan
 from fp4graph.policy import CLOSING, NAMED_ROLES, Policy
 from fp4graph.policy.document import Place
+from fp4graph.policy.techniques import acts
+from fp4graph.technique import Technique, overrides
 
 #: A captured site, with the modules that it serves, its own first.
 ServedSite = tuple[Site, list[str | None]]
@@ -35,6 +38,7 @@ def check(plan: PhasePlan, capture: Capture) -> list[WeightUse]:
     if set(plan.names.blocks) == {""}:
         check_share(plan, capture.sites, capture.uses.values())
     check_sites(plan.policy, each_served(served))
+    warn_of_idle(capture.sites, capture.uses.values())
     recurrent = {site.module for site in capture.sites if site.op == "recurrent"}
     for name, module in plan.root.named_modules():
         if isinstance(module, nn.RNNBase) and name not in recurrent:
@@ -115,6 +119,34 @@ def check_sites(policy: Policy, sites: Sequence[Site]) -> None:
             file=policy.file,
         )
     policy.expect.check(quantized, len(products))
+
+
+def warn_of_idle(sites: Iterable[Site], uses: Iterable[WeightUse]) -> None:
+    """Warn about techniques that act on none of the captured sites whose rules declare them.
+
+    At load a technique is idle under its rule whatever the model. This is about one that waits for a kind of input that
+    the model has not, as ``smooth_swiglu`` does. Techniques that plan specs are not judged, nor those of a rule that
+    quantizes products of activations, which are no uses of a weight.
+    """
+    others = {site.rule_index for site in sites if site.quantized and site.op not in ("linear", "grouped", "conv")}
+    declared: dict[Technique, list[WeightUse]] = {}
+    judged = [use for use in uses if use.decision.rule.quantizes]
+    for use in judged:
+        for technique in use.decision.rule.techniques:
+            declared.setdefault(technique, []).append(use)
+    for technique, own in declared.items():
+        if overrides(technique, "plan") or any(use.decision.index in others for use in own):
+            continue
+        if any(acts(technique, use.site, use.decision.rule.specs) for use in own):
+            continue
+        made = ", ".join(sorted({use.site.producer or "other modules" for use in own}))
+        rule = own[0].decision.rule
+        warning = Place(rule.file, rule.line).error(
+            f"technique {technique.name!r} has no effect in this model: it acts on none of the {len(own)} weights that "
+            f"are quantized with it, such as that of {own[0].site}. Their inputs, made by {made}, are not of the kind "
+            "that it is for; remove it"
+        )
+        warnings.warn(str(warning), PolicyWarning, stacklevel=2)
 
 
 def check_share(plan: PhasePlan, sites: Sequence[Site], uses: Iterable[WeightUse]) -> None:

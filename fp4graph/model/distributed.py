@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from fp4graph.errors import CaptureError, Error
 from fp4graph.graph.backend import Backend, with_own_code
 from fp4graph.model import hooks, state
+from fp4graph.model.packed import packed_below
 from fp4graph.model.weight import Weight
 from fp4graph.numerics.sharding import fsdp_modules, is_sharded
 
@@ -69,7 +70,8 @@ def compile_sharded(root: nn.Module, weights: Iterable[Weight], backend: Backend
     """Give every module that ``fully_shard`` was called on a graph of its own.
 
     Raises:
-        Error: the model is under FSDP1. CaptureError: a weight is sharded by something that does not gather it.
+        Error: the model is under FSDP1, or FSDP casts the parameters beside packed weights.
+        CaptureError: a weight is sharded by something that does not gather it.
     """
     if not is_distributed():
         return
@@ -82,6 +84,8 @@ def compile_sharded(root: nn.Module, weights: Iterable[Weight], backend: Backend
     sharded = fsdp_modules(root)
     for module in sharded:
         module.reshard()  # an evaluation may have left the weights gathered
+    for module in sharded:
+        _require_dtype_of_packed(root, module)
     gathered = {id(inner) for module in sharded for inner in module.modules()}
     for weight in weights:
         if is_sharded(weight.parameter) and id(weight.module) not in gathered:
@@ -98,3 +102,18 @@ def compile_sharded(root: nn.Module, weights: Iterable[Weight], backend: Backend
             if cls not in compiled:
                 compiled[cls] = torch.compile(with_own_code(hooks.run_sharded, cls), backend=backend, dynamic=dynamic)
             module.forward = hooks.ShardedForward(module, compiled[cls])
+
+
+def _require_dtype_of_packed(root: nn.Module, module: Any) -> None:
+    """Raise Error where FSDP casts what a sharded module computes with, and packed weights have another dtype.
+
+    The bytes of a weight were made of its values before the cast, which FSDP does not give them.
+    """
+    dtype = module._get_fsdp_state()._mp_policy.param_dtype
+    for inner, unpacking in packed_below(module):
+        if dtype is not None and dtype is not unpacking.layout.dtype:
+            name = next(name for name, each in root.named_modules() if each is inner)
+            raise Error(
+                f"{name}.{unpacking.name} was packed in {unpacking.layout.dtype}, and MixedPrecisionPolicy computes in "
+                f"{dtype}; call model.to({dtype}) before fp4graph.pack_frozen(model), or leave out param_dtype"
+            )

@@ -35,6 +35,9 @@ def pack_frozen(model: M) -> M:
     ``parameters()`` no longer lists a packed weight. ``state_dict()`` has it under its own name, with the values that
     fprop multiplies with: it loads into a plain or an applied model, and into this one after :func:`unpack_frozen`.
 
+    Under DDP call this before wrapping, after it, or on the wrapper; under FSDP2 before ``fully_shard``, which leaves
+    the bytes whole on every rank.
+
     Under ``torch.autocast`` weights are quantized from autocast's dtype; call this in the context in which the model is
     called. Weights that require gradients, and weights that the policy keeps, stay as they are. Applying a policy again
     or removing it unpacks; where adapters join or a phase begins, weights are unpacked and packed again.
@@ -77,7 +80,10 @@ def _packed(runtime: Runtime, weight: Weight) -> tuple[Layout, Bytes] | None:
     if program is None or program.fprop.right.spec is None:
         return None
     if is_sharded(weight.stored):
-        raise Error(f"pack_frozen() packs models of one process, and {weight.name} is sharded")
+        raise Error(
+            f"{weight.name} is sharded, and a rank cannot pack its part; call pack_frozen() before fully_shard, which "
+            "then leaves the bytes of all frozen weights whole on every rank"
+        )
     _require_own(runtime.root, weight)
     _require_static(weight, program)
     w = weight.stored.detach()

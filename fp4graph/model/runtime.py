@@ -90,7 +90,7 @@ class Runtime:
         self._original: weakref.ref[nn.Module] | None = None  # what this model was copied from
         self._previous: Any = None
         self._synchronized: weakref.ref[DistributedDataParallel] | None = None
-        self._tree = Tree(root)
+        self._tree = Tree(root, quantizes=policy.quantizes)
         self.repack: Callable[[nn.Module], Any] | None = None
 
     @property
@@ -145,7 +145,7 @@ class Runtime:
         for name in self.settings.methods:
             self.root.__dict__[name] = hooks.Method(self.root, name, self._current)
         self._any_hook = next((hook for _, _, hook in hooks.mark_hooks(self.root)), None)
-        self._tree = Tree(self.root)
+        self._tree = Tree(self.root, quantizes=self.policy.quantizes)
 
     @property
     def count(self) -> int | None:
@@ -332,7 +332,8 @@ class Runtime:
         try:
             with capture.configured(), nullcontext() if name == CALL else hooks.uncalled(self.root):
                 if sharded:
-                    return self.root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+                    with capture.forward():
+                        return self.root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
                 return capture.run(name, args, kwargs)
         except Exception as error:
             ours, capture.error = capture.error, None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from fp4graph.errors import CaptureError
 from fp4graph.model import state
 from fp4graph.policy.adapters import is_of_adapters
 
@@ -12,16 +13,19 @@ _Children = list[tuple[nn.Module, tuple[nn.Module | None, ...]]]
 
 
 class Tree:
-    """The modules of a model at one moment."""
+    """The modules of a model at one moment; where nothing is quantized, any may come and go."""
 
-    def __init__(self, root: nn.Module) -> None:
-        self._root = root
+    def __init__(self, root: nn.Module, *, quantizes: bool) -> None:
+        self._root, self._quantizes = root, quantizes
         self._children, self._names = _children(root), _named(root)
 
     def adapted(self) -> bool:
         """Return whether modules have joined or left since, all of them adapters or their wrappers.
 
         Every forward asks. Other modules that join are an error of the first graph that shows them.
+
+        Raises:
+            CaptureError: other modules have joined or left together with adapters, which the graph would name.
         """
         if all(tuple(module._modules.values()) == children for module, children in self._children):
             return False
@@ -29,9 +33,18 @@ class Tree:
         former, present = set(map(id, self._names.values())), set(map(id, names.values()))
         joined = [name for name, module in names.items() if id(module) not in former]
         left = [name for name, module in self._names.items() if id(module) not in present]
-        ours = all(is_of_adapters(name, names) for name in joined)
-        if (joined or left) and ours and all(is_of_adapters(name, self._names) for name in left):
+        others = [name for name in joined if not is_of_adapters(name, names)]
+        others += [name for name in left if not is_of_adapters(name, self._names)]
+        if (joined or left) and not others:
             return True
+        if len(others) < len(joined) + len(left) and self._quantizes:
+            more = ", ..." if others[3:] else ""
+            raise CaptureError(
+                f"adapters and {', '.join(others[:3])}{more} were added to the model after fp4graph.apply(), or taken "
+                "from it, and adapters alone may come and go; call fp4graph.apply(model, policy) again, which keeps "
+                "state where it fits, and prepare_optimizer again",
+                site=others[0],
+            )
         self._children = _children(self._root)  # not asked again until the next change
         return False
 

@@ -44,6 +44,12 @@ def _format(name: str, value: object, kind: type[_Format], look_up: Callable[[st
         raise SpecError(str(error)) from None
 
 
+def _holds(element: ElementFormat, other: ElementFormat) -> bool:
+    """Return whether ``element`` has all values of ``other``, both stretched to one maximum."""
+    own = {value * other.max for value in element.magnitudes()}  # exact: both factors have few significant bits
+    return own.issuperset(value * element.max for value in other.magnitudes())
+
+
 def _one_of(name: str, value: object, known: tuple[str, ...]) -> None:
     if not isinstance(value, str) or value not in known:
         raise SpecError(f"{name} must be one of {', '.join(known)}; got {_shown(value)}")
@@ -198,6 +204,13 @@ class QuantSpec:
         if any(other.code_bits != first.code_bits for other in others):
             widths = ", ".join(f"{each.name} {each.code_bits}" for each in self.elements)
             raise SpecError(f"the elements of a list must have codes of one width, in bits; got {widths}")
+        for index, other in enumerate(others, start=1):
+            finer = [each for each in self.elements[:index] if _holds(each, other)]
+            if finer:
+                raise SpecError(
+                    f"no block would choose {other.name}: each of its values, stretched to the maximum of "
+                    f"{finer[0].name}, is a value of {finer[0].name} too; leave it out"
+                )
         if self.selector is None:
             object.__setattr__(self, "selector", "mse" if others else None)
         elif not others:

@@ -11,7 +11,13 @@ from collections.abc import Collection
 
 #: Parts of a name that only adapters have, also where nothing is wrapped.
 _ADAPTER = re.compile(r"(lora|dora|hada|lokr|vera|ia3|oft|boft)_\w+")
-_WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
+#: The same in a glob, where the end of a part may be left to a ``*``.
+_NAMED = re.compile(r"(^|[.*?\]])((lora|dora|hada|lokr)([_*?\[]|$)|(vera|ia3|oft|boft)_)")
+_WRAPPED = re.compile(r"\.(token_adapter\.base_layer|base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
+
+
+#: A wrapper's part for trained rows, and what is in it.
+_ROWS = re.compile(r"\.token_adapter(\..*)?$")
 
 
 def is_adapter(name: str, modules: Collection[str]) -> bool:
@@ -30,10 +36,16 @@ def is_adapter(name: str, modules: Collection[str]) -> bool:
 
 
 def is_of_adapters(name: str, modules: Collection[str]) -> bool:
-    """Return whether module ``name`` belongs to an adapter, or to a layer that PEFT trains beside them
-    (``modules_to_save``)."""
+    """Return whether module ``name`` belongs to an adapter, or to a layer that PEFT trains beside them, whole
+    (``modules_to_save``) or some rows of it (``trainable_token_indices``)."""
     copied = "modules_to_save" in name.split(".") or f"{name}.modules_to_save" in modules
-    return copied or is_adapter(name, modules)
+    wrapper = _ROWS.sub("", name)
+    return copied or f"{wrapper}.token_adapter.base_layer" in modules or is_adapter(name, modules)
+
+
+def names_adapters(glob: str) -> bool:
+    """Return whether a glob for modules has a part that only adapters have, as ``*lora_A*`` and ``*.lora_*`` do."""
+    return _NAMED.search(glob) is not None
 
 
 def _wraps(name: str, modules: Collection[str]) -> bool:
@@ -44,6 +56,6 @@ def _wraps(name: str, modules: Collection[str]) -> bool:
 
 def names_before(name: str) -> tuple[str, ...]:
     """Return ``name``, and the names that the module may have had before PEFT wrapped it or the model."""
-    plain = _WRAPPED.sub("", name)
+    plain = _WRAPPED.sub("", name).removesuffix(".token_adapter")  # which multiplies with the rows, of a tied head
     inside = [plain.removeprefix(prefix) for prefix in ("base_model.model.", "base_model.") if plain.startswith(prefix)]
     return tuple(dict.fromkeys((name, plain, *inside)))

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, StrictBool, model_validator
 
-from fp4graph.policy.adapters import names_before
+from fp4graph.policy.adapters import names_adapters, names_before
 from fp4graph.policy.section import Count, Globs, OneOrMore, Section, Size, Texts, must_be, wrong
 from fp4graph.technique.site import SiteView
 
@@ -105,7 +105,8 @@ class Match(Section):
             that is symbolic in the captured graph satisfies none of them.
         producer: operations that may have computed the input.
         role: parts that the site plays: adapter (LoRA and the like), router (of a mixture of experts), head. None is
-            every site but adapters and routers for a rule that quantizes, and every site for a rule that keeps.
+            every site but adapters and routers for a rule that quantizes, adapters too where ``module`` names them
+            (``*lora_A*``), and every site for a rule that keeps.
     """
 
     op: Annotated[OneOrMore[Op], must_be("linear, matmul, grouped, sdpa, conv or a list of these")] | None = None
@@ -174,6 +175,11 @@ class Match(Section):
     def last_of(self, total: int) -> int:
         """Return how many blocks at the end of a stack of ``total`` match: all where none are counted."""
         return _blocks(self.last_blocks, total)
+
+    @property
+    def names_adapters(self) -> bool:
+        """Return whether ``module`` names adapters alone."""
+        return self.module is not None and all(map(names_adapters, self.module))
 
     @property
     def needs_blocks(self) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fp4graph.policy.adapters import names_adapters
 from fp4graph.policy.document import Node, merge
 from fp4graph.policy.policy import Expect, Phase, Policy
 from fp4graph.policy.rule import DEFAULT, KEPT, Rule
@@ -103,6 +104,14 @@ class _Resolver:
         )
         if section.quantize is None:
             return rule
+        of_adapters = [glob for glob in rule.match.module or () if names_adapters(glob)]
+        if of_adapters and rule.match.role is None and not rule.match.names_adapters:
+            raise self._document.error(
+                (*path, "match", "module"),
+                f"{of_adapters[0]!r} names adapters and other globs of the list do not, so that it is unclear whether "
+                "the rule quantizes the adapters of every layer that it matches; give adapters a rule of their own, or "
+                "say 'role: adapter' for adapters alone",
+            )
         own = self._techniques.declared(section.techniques, (*path, "techniques"))
         for declared in own:
             if declared.technique.per_model:

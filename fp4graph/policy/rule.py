@@ -72,9 +72,11 @@ class Rule:
 
     def admits(self, role: str | None) -> bool:
         """Return whether the rule may decide sites of a role: only one that names the role quantizes adapters and
-        routers."""
+        routers. A rule whose globs name adapters names their role."""
         if self.match.role is not None:
             return role in self.match.role
+        if role == "adapter" and self.match.names_adapters:
+            return True
         return not self.quantizes or role not in NAMED_ROLES
 
     def error(self, message: str) -> PolicyError:

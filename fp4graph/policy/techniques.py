@@ -172,7 +172,7 @@ class TechniqueResolver:
             self._call(declared, "check", partial(declared.technique.check, planned, by_name))
         for declared in techniques:
             self._call(declared, "acts_on", partial(_require_one_element, declared.technique, site, planned))
-            if self._call(declared, "acts_on", partial(_acts, declared.technique, site, planned)):
+            if self._call(declared, "acts_on", partial(acts, declared.technique, site, planned)):
                 acting.add(declared.name)
         return planned
 
@@ -232,7 +232,7 @@ def _require_one_element(technique: Technique, site: SiteView, planned: OperandS
             )
 
 
-def _acts(technique: Technique, site: SiteView, planned: OperandSpecs) -> bool:
+def acts(technique: Technique, site: SiteView, planned: OperandSpecs) -> bool:
     """Return whether a technique acts on a quantized operand or GEMM of ``site``, its weight, or the whole model."""
     quantized = {operand for operand, spec in planned.items() if spec is not None}
     operands = technique.acts_on(site)

@@ -172,7 +172,27 @@ def test_a_module_that_is_trained_beside_the_adapters_joins_too(moved):
     assert torch.equal(logits(before.eval()), logits(after.eval()))
 
 
-@pytest.mark.parametrize("match", [{"role": "adapter"}, {"role": "adapter", "module": "*lora_A*"}])
+@pytest.mark.parametrize("tied", [False, True])
+def test_rows_of_the_embedding_that_train_join_with_adapters(tied, moved):
+    def with_rows(base):
+        base.config.tie_word_embeddings = tied
+        base.tie_weights()
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[5, 9], task_type="CAUSAL_LM")
+        return peft.get_peft_model(base, config)
+
+    before = with_rows(fp4graph.apply(tiny.qwen3(), "tetrajet", backend="eager"))
+    after = with_rows(tiny.qwen3())
+    fp4graph.apply(after.get_base_model(), "tetrajet", backend="eager")
+    changed = moved(before)
+    assert trained(before, before.get_base_model()) == trained(after, after.get_base_model())
+    assert any("trainable_tokens_delta" in name for name in changed())
+    assert same(before, after)
+    merged = before.merge_and_unload()
+    assert torch.isfinite(logits(merged)).all()
+
+
+@pytest.mark.parametrize("match", [{"role": "adapter"}, {"module": "*lora_A*"}])
 def test_adapters_that_join_are_quantized_where_a_rule_says_so(match, products):
     data = {**fp4graph.load_policy("mxfp4").to_data(), "name": "p"}
     rule = {"name": "adapters", "match": match, "quantize": {"element": "e2m1", "block": 32}, "required": False}

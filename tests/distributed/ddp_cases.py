@@ -15,6 +15,7 @@ from fp4graph.model import runtime
 from tests.distributed.two_process_models import (
     MODELS,
     PHASED,
+    adapted,
     assert_close,
     falls,
     from_rank,
@@ -59,6 +60,23 @@ def case_llama_tetrajet_qema() -> None:
 def case_mixture_tetrajet_qema() -> None:
     """Experts, whose weights and moving averages have three axes."""
     trains("mixture", "tetrajet-qema")
+
+
+def case_adapters_beside_packed_weights() -> None:
+    """Packed before wrapping, after it or on the wrapper: the losses of weights that are not packed, to the bit."""
+    runs = []
+    for packed in ("never", "before", "inside", "wrapper"):
+        model = fp4graph.apply(adapted(), "tetrajet", **EAGER)
+        if packed == "before":
+            fp4graph.pack_frozen(model)
+        wrapper = DDP(model)
+        if packed in ("inside", "wrapper"):
+            fp4graph.pack_frozen(model if packed == "inside" else wrapper)
+        assert ("blocks.0.mlp.fc1.weight" in dict(model.named_parameters())) == (packed == "never")
+        runs.append(train(wrapper, model, image_loss, 4, 1e-2))
+        assert same_on_both(state_of(model))
+    assert runs[0] == runs[1] == runs[2] == runs[3]
+    assert falls(runs[0]), runs[0]
 
 
 def case_any_order_of_apply_and_ddp() -> None:

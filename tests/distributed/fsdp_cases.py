@@ -23,6 +23,7 @@ from fp4graph.model.runtime import runtime_of
 from tests.distributed.two_process_models import (
     MODELS,
     PHASED,
+    adapted,
     assert_close,
     falls,
     gradients,
@@ -127,6 +128,25 @@ def case_mixture_tetrajet() -> None:
 
 def case_mixture_tetrajet_qema() -> None:
     trains("mixture", "tetrajet-qema", 12, ("shard",))
+
+
+def case_adapters_beside_packed_weights() -> None:
+    """Packed before fully_shard, with DDP's losses to the bit; what cannot be packed or cast is named."""
+    alone = fp4graph.apply(adapted(), "tetrajet", **EAGER)
+    expected = train(DDP(alone), alone, image_loss, 4, 1e-2)
+    model = sharded(adapted(), "tetrajet")
+    assert train(model, model, image_loss, 4, 1e-2) == expected
+    with pytest.raises(fp4graph.Error, match=r"blocks\.0\.attn\.qkv\..*weight is sharded.*before fully_shard"):
+        fp4graph.pack_frozen(model)
+    packed = fp4graph.pack_frozen(fp4graph.apply(adapted(), "tetrajet", **EAGER))
+    shard(packed)
+    assert all(isinstance(p, DTensor) for p in packed.parameters())
+    assert "blocks.0.mlp.fc1.weight" not in dict(packed.named_parameters())
+    assert train(packed, packed, image_loss, 4, 1e-2) == expected
+    cast = fp4graph.pack_frozen(fp4graph.apply(adapted(), "tetrajet", **EAGER))
+    shard(cast, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    with pytest.raises(fp4graph.Error, match=r"^blocks\.0\..* was packed in torch.float32, .* computes in torch.bf"):
+        image_loss(cast, rank())
 
 
 def case_scales_that_the_backward_holds() -> None:

@@ -36,6 +36,19 @@ def mixture() -> nn.Module:
     return model
 
 
+def adapted() -> nn.Module:
+    """The vision model, frozen but for LoRA at two layers of each block and for the head."""
+    from tests.model.test_adapters import Lora
+
+    model = vit()
+    torch.manual_seed(1)
+    for block in model.blocks:
+        block.attn.qkv, block.mlp.fc2 = Lora(block.attn.qkv), Lora(block.mlp.fc2)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name or name.startswith("head"))
+    return model
+
+
 def rank() -> int:
     return dist.get_rank()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -122,3 +123,12 @@ def parameters(found: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         expert = {"": "gate_up_proj", "1": "down_proj"}[number]
         named[f"{module}.{expert}" if module.endswith("experts") else f"{module}.weight"] = weight
     return named
+
+
+def fprop_parameters(model: Any) -> dict[str, torch.Tensor]:
+    """Return the weights that a language model multiplies :data:`TOKENS` with, by the names of its parameters."""
+    return parameters(multiplied(model, TOKENS))
+
+
+#: By name, each made anew by a call.
+MODELS: dict[str, Callable[[], Any]] = {"llama": llama, "qwen3-moe": lambda: mixture("qwen3-moe"), "vit": vit}

@@ -12,14 +12,15 @@ from safetensors.torch import load_file
 import fp4graph
 from fp4graph.errors import PolicyWarning
 from tests.exports.models import (
+    MODELS,
     MXFP4,
     NVFP4,
     TOKENS,
+    fprop_parameters,
     keeping,
     llama,
     mixture,
     multiplied,
-    parameters,
     policy,
     trained,
     vit,
@@ -27,7 +28,7 @@ from tests.exports.models import (
 
 pytest.importorskip("compressed_tensors")
 pytestmark = pytest.mark.slow
-MODELS = {"llama": llama, "qwen3-moe": lambda: mixture("qwen3-moe")}
+LANGUAGE = ["llama", "qwen3-moe"]
 STEPS = [2, pytest.param(50, marks=pytest.mark.long)]
 QUICK = ["llama", pytest.param("qwen3-moe", marks=pytest.mark.long)]
 
@@ -63,12 +64,12 @@ def same_activations(reader, under):
 
 
 @pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", LANGUAGE)
 def test_mxfp4_is_read_bit_for_bit(name, steps, tmp_path):
     model = trained(MODELS[name](), "tetrajet", steps)
     fp4graph.export(model, tmp_path / "out")
     reader = decompressed(tmp_path / "out")
-    wanted = parameters(multiplied(model, TOKENS))
+    wanted = fprop_parameters(model)
     assert len(wanted) == 3 * (7 if name == "llama" else 6)
     for key, weight in wanted.items():
         assert torch.equal(reader.get_parameter(key), weight), key
@@ -85,7 +86,7 @@ def test_nvfp4_is_read_but_for_the_readers_bf16(name, steps, tmp_path):
     model = trained(MODELS[name](), "nvfp4-te", steps)
     fp4graph.export(model, tmp_path / "out", activations=False)
     reader = read(dequantized_checkpoint(tmp_path / "out"))
-    wanted = parameters(multiplied(model, TOKENS))
+    wanted = fprop_parameters(model)
     assert len(wanted) == (7 if name == "llama" else 6)
     plain = fp4graph.strip(model.state_dict())
     for key, weight in reader.state_dict().items():
@@ -132,7 +133,7 @@ def test_experts_in_high_precision_stay_readable(tmp_path):
     model = trained(mixture("qwen3-moe"), data)
     fp4graph.export(model, tmp_path / "out")
     reader = decompressed(tmp_path / "out")
-    plain = fp4graph.strip(model.state_dict()) | parameters(multiplied(model, TOKENS))
+    plain = fp4graph.strip(model.state_dict()) | fprop_parameters(model)
     for key, value in reader.state_dict().items():
         assert torch.equal(value, plain[key]), key
 
@@ -183,7 +184,7 @@ def test_two_kinds_of_blocks_in_one_model(tmp_path):
         "nvfp4-pack-quantized",
     }
     reader = read(dequantized_checkpoint(tmp_path / "out"))
-    for key, weight in parameters(multiplied(model, TOKENS)).items():  # without γ both are exact in bf16
+    for key, weight in fprop_parameters(model).items():  # without γ both are exact in bf16
         assert torch.equal(reader.get_parameter(key), weight), key
 
 
@@ -291,8 +292,8 @@ def test_under_autocast_weights_are_quantized_from_its_dtype(tmp_path):
     model = trained(llama(), policy())
     with torch.autocast("cpu", torch.bfloat16):
         fp4graph.export(model, tmp_path / "out")
-        wanted = parameters(multiplied(model, TOKENS))
+        wanted = fprop_parameters(model)
     reader = decompressed(tmp_path / "out")
     assert all(torch.equal(reader.get_parameter(key), weight) for key, weight in wanted.items())
-    exact = parameters(multiplied(model, TOKENS))
+    exact = fprop_parameters(model)
     assert not all(torch.equal(exact[key], weight) for key, weight in wanted.items())

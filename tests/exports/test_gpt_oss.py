@@ -10,7 +10,7 @@ import transformers
 
 import fp4graph
 from fp4graph.exports import ExportError
-from tests.exports.models import MXFP4, NVFP4, TOKENS, mixture, multiplied, parameters, policy, trained
+from tests.exports.models import MXFP4, NVFP4, TOKENS, fprop_parameters, mixture, policy, trained
 
 pytestmark = pytest.mark.slow
 EXPERTS = {"match": {"op": "grouped"}}
@@ -32,7 +32,7 @@ def test_experts_are_read_bit_for_bit(tmp_path):
         experts_implementation="grouped_mm",
         quantization_config=transformers.Mxfp4Config(dequantize=True),
     ).eval()
-    wanted = parameters(multiplied(model, TOKENS))
+    wanted = fprop_parameters(model)
     assert len(wanted) == 4
     expected = fp4graph.strip(model.state_dict()) | {key: weight.mT for key, weight in wanted.items()}
     for key, value in reader.state_dict().items():

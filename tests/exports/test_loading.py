@@ -16,23 +16,11 @@ from torch import nn
 
 import fp4graph
 from fp4graph.errors import Error, PolicyWarning
-from tests.exports.models import (
-    MXFP4,
-    NVFP4,
-    TOKENS,
-    llama,
-    mixture,
-    multiplied,
-    parameters,
-    policy,
-    trained,
-    vit,
-)
+from tests.exports.models import MODELS, MXFP4, NVFP4, TOKENS, fprop_parameters, mixture, multiplied, policy, trained
 
 pytest.importorskip("compressed_tensors")
 pytestmark = pytest.mark.slow
 X = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
-MODELS = {"llama": llama, "qwen3-moe": lambda: mixture("qwen3-moe"), "vit": vit}
 STEPS = [3, pytest.param(50, marks=pytest.mark.long)]
 NAMES = ["vit", pytest.param("llama", marks=pytest.mark.long), pytest.param("qwen3-moe", marks=pytest.mark.long)]
 EXPERTS = {"match": {"op": "grouped"}}
@@ -53,8 +41,9 @@ def call(name):
 
 def wanted(name, model):
     """Return what fprop multiplies with, by parameters."""
-    found = multiplied(model, X if name == "vit" else TOKENS)
-    return {f"{site}.weight": w for site, w in found.items()} if name == "vit" else parameters(found)
+    if name != "vit":
+        return fprop_parameters(model)
+    return {f"{site}.weight": w for site, w in multiplied(model, X).items()}
 
 
 def exported(folder, name, under, steps, layout="compressed-tensors"):
@@ -131,7 +120,7 @@ def test_nvfp4_of_compressed_tensors_is_an_ulp_away_at_most(name, tmp_path):
 
 @pytest.mark.long
 def test_nvfp4_without_a_tensor_scale_is_exact(tmp_path):
-    model = trained(vit(), policy(NVFP4), 1, x=X)
+    model = trained(MODELS["vit"](), policy(NVFP4), 1, x=X)
     fp4graph.export(model, tmp_path / "out")
     loaded = fp4graph.load_quantized(fresh("vit"), tmp_path / "out")
     for key, weight in wanted("vit", model).items():
@@ -140,7 +129,7 @@ def test_nvfp4_without_a_tensor_scale_is_exact(tmp_path):
 
 @pytest.mark.long
 def test_transformers_reads_the_same(tmp_path):
-    model = trained(llama(), policy(MXFP4), 0)
+    model = trained(MODELS["llama"](), policy(MXFP4), 0)
     fp4graph.export(model, tmp_path / "out", max_shard_size="60KB")
     config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
     made = fp4graph.load_quantized(transformers.AutoModelForCausalLM.from_config(config), tmp_path / "out")
@@ -163,7 +152,7 @@ def test_experts_of_gpt_oss(tmp_path):
     )
     theirs = reader.state_dict()
     assert all(torch.equal(value, theirs[key]) for key, value in loaded.state_dict().items())
-    for key, weight in parameters(multiplied(model, TOKENS)).items():
+    for key, weight in fprop_parameters(model).items():
         assert torch.equal(loaded.get_parameter(key), weight.mT), key
 
 
@@ -173,7 +162,7 @@ def test_experts_in_high_precision_beside_quantized_ones(tmp_path):
     data["rules"].insert(0, {"name": "first", "match": {"first_blocks": 1, "op": ["linear", "grouped"]}, "keep": "x"})
     model = trained(mixture("qwen3-moe"), data, 1)
     fp4graph.export(model, tmp_path / "out")
-    expected = fp4graph.strip(model.state_dict()) | parameters(multiplied(model, TOKENS))
+    expected = fp4graph.strip(model.state_dict()) | fprop_parameters(model)
     loaded = fp4graph.load_quantized(fresh("qwen3-moe"), tmp_path / "out").state_dict()
     assert all(torch.equal(value, expected[key]) for key, value in loaded.items())
 

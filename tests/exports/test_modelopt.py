@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 import fp4graph
-from tests.exports.models import NVFP4, TOKENS, llama, mixture, multiplied, parameters, policy, trained
+from tests.exports.models import NVFP4, TOKENS, fprop_parameters, llama, mixture, policy, trained
 
 pytestmark = pytest.mark.slow
 TWO = {"weights": {"block": [16, 16]}}
@@ -42,7 +42,7 @@ def test_weights_are_what_fprop_multiplies_with(kind, tmp_path):
         "kv_cache_quant_algo": None,
         "exclude_modules": ["lm_head", *([f"model.layers.{i}.mlp.gate" for i in range(3)] if kind != "llama" else [])],
     }
-    wanted = parameters(multiplied(model, TOKENS))
+    wanted = fprop_parameters(model)
     assert wanted
     for key, weight in wanted.items():
         if not key.endswith("proj.weight"):
@@ -86,7 +86,7 @@ def test_modelopt_dequantizes_to_what_fprop_multiplies_with(tmp_path):
     model = trained(llama(), policy(NVFP4, "tensor_scaling"))
     found, _ = exported(tmp_path / "out", model)
     name = "model.layers.1.self_attn.q_proj"
-    weight = parameters(multiplied(model, TOKENS))[f"{name}.weight"]
+    weight = fprop_parameters(model)[f"{name}.weight"]
     packed = tensors.NVFP4QTensor(weight.shape, torch.float32, found[f"{name}.weight"])
     scale, double = found[f"{name}.weight_scale"], found[f"{name}.weight_scale_2"]
     read = packed.dequantize(scale=scale, double_scale=double, block_sizes={-1: 16})

@@ -41,6 +41,7 @@ WITHOUT_KERNELS = ("bf16", "if4")
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*smooth_swiglu.*no effect in this model:fp4graph.PolicyWarning")
 @pytest.mark.parametrize("policy", long_but_few(POLICIES))
 def test_every_policy_trains_to_the_same_bits(policy: str, calls: list[str]) -> None:
     blocks = depth_of(policy, 1)  # a capture takes as long as a model is deep

@@ -67,6 +67,31 @@ class Handmade(nn.Linear):
         return super().forward(x) + x @ self.lora_A.T @ self.lora_B.T
 
 
+class TrainedRows(nn.Module):
+    """PEFT's ``TrainableTokensWrapper``: some rows of a layer train, beside the layer."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.token_adapter = RowsLayer(layer)
+
+    def forward(self, x):
+        return self.token_adapter(x)
+
+
+class RowsLayer(nn.Module):
+    """PEFT's ``TrainableTokensLayer``."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = layer
+        self.trainable_tokens_delta = nn.ParameterDict({"default": nn.Parameter(torch.ones(2, layer.in_features))})
+
+    def forward(self, x):
+        layer = self.base_layer
+        rows = torch.tensor([1, 3])
+        return F.linear(x, layer.weight.index_copy(0, rows, self.trainable_tokens_delta["default"]), layer.bias)
+
+
 class PeftModel(nn.Module):
     """A model in PEFT's place for it."""
 
@@ -144,13 +169,46 @@ def test_a_rule_that_says_so_quantizes_adapters_and_no_other_does():
     quantized, kept = decided(Net(Lora), policy)
     assert quantized == ["qkv.base_layer", "qkv.lora_A.default", "qkv.lora_B.default", "fc"]
     assert kept == []
-    named = {"version": 1, "rules": [{"match": {"module": "*lora_A*"}, "quantize": {}}]}
+    named = {"version": 1, "rules": [{"match": {"module": "*.default"}, "quantize": {}}]}
     problem = fp4graph.explain(Net(Lora), named, (X,)).problem
     assert "blocks.0.qkv.lora_A.default is one of the adapters, which only a rule that says 'role: adapter'" in problem
     with pytest.raises(PolicyError, match="only a rule that says 'role: adapter'"):
         fp4graph.apply(Net(Lora), named, backend="eager")(X)
     # The default is a rule too.
     assert decided(Net(Lora), {"version": 1, "default": {"block": 32}})[0] == ["qkv.base_layer", "fc"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("required", [True, False])
+@pytest.mark.parametrize(
+    ("glob", "wrap", "adapters"),
+    [
+        ("*lora_A*", Lora, ["qkv.lora_A.default"]),
+        ("*.lora_?.default", Lora, ["qkv.lora_A.default", "qkv.lora_B.default"]),
+        ("*lora*", Lora, ["qkv.lora_A.default", "qkv.lora_B.default"]),
+        ("*hada_*", Loha, ["qkv.hada_w1_b"]),
+    ],
+)
+def test_a_glob_that_names_adapters_matches_them_without_the_role(glob, wrap, adapters, required):
+    rules = [
+        {"name": "rest", "match": {"block": True}, "quantize": {}},
+        {"name": "adapters too", "match": {"module": glob}, "quantize": {"block": 16}, "required": required},
+    ]
+    quantized, kept = decided(Net(wrap), {"version": 1, "default": "keep", "rules": rules})
+    assert sorted(quantized) == sorted(["qkv.base_layer", *adapters, "fc"])
+    assert all(rule == "adapters" for _, rule in kept)  # PEFT's other matrix, or the wrapper's own product
+    # Without adapters the layers are what they were.
+    if not required:
+        assert decided(Net(), {"version": 1, "default": "keep", "rules": rules})[0] == ["qkv", "fc"]
+
+
+def test_globs_of_adapters_and_of_layers_do_not_share_a_rule(tmp_path):
+    path = tmp_path / "p.yaml"
+    path.write_text("version: 1\nrules:\n  - match:\n      module: ['*lora_A*', '*.fc']\n    quantize: {block: 16}\n")
+    with pytest.raises(PolicyError, match=r"p\.yaml:4: '\*lora_A\*' names adapters .* a rule of their own"):
+        fp4graph.load_policy(path)
+    path.write_text(path.read_text().replace("quantize: {block: 16}", "keep: sensitive") + "default: {block: 16}\n")
+    fp4graph.load_policy(path)
 
 
 def test_a_rule_that_names_a_layer_means_it_wrapped_too():
@@ -315,12 +373,35 @@ def test_adapters_join_a_model_whose_parts_are_called():
 
 
 @pytest.mark.slow
+def test_rows_of_a_layer_that_train_join_with_adapters():
+    """PEFT's trainable_token_indices, of a head that is tied to the embedding."""
+    model, reference = (fp4graph.apply(net(), "tetrajet", backend="eager") for _ in range(2))
+    for each in (model, reference):
+        wrapped(each, Lora).head = TrainedRows(each.head)
+    fp4graph.apply(reference, "tetrajet", backend="eager")
+    assert same_step(model, reference)
+    (head,) = [site for site in runtime_of(model).sites if site.module.startswith("head")]
+    assert head.module == "head.token_adapter"
+    rule = {"name": "kept", "match": {"module": "head"}, "keep": "sensitive"}
+    data = {"version": 1, "rules": [rule, {"match": {"block": True}, "quantize": {}}]}
+    (kept,) = [site for site in fp4graph.explain(model, data, (X,)).sites if site.rule == "kept"]
+    assert kept.module == "head.token_adapter"
+    for each in (model, reference):
+        each.head = each.head.token_adapter.base_layer
+        for block in each.blocks:
+            block.qkv = block.qkv.base_layer
+    fp4graph.apply(reference, "tetrajet", backend="eager")
+    assert same_step(model, reference)
+
+
+@pytest.mark.slow
 def test_a_layer_that_joins_with_an_adapter_is_refused():
     model = fp4graph.apply(net(), "tetrajet", backend="eager")
     wrapped(model, Lora)
     model.head = nn.Sequential(nn.Linear(32, 32), model.head)
-    with pytest.raises(CaptureError, match=r"added to the model after .* call fp4graph\.apply\(model, policy\) again"):
-        model(X)
+    for _ in range(2):
+        with pytest.raises(CaptureError, match=r"^head: adapters and head, head\.0 were added .*apply\(.*\) again"):
+            model(X)
     fp4graph.apply(model, "tetrajet", backend="eager")
     step(model)
 

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import fp4graph
 from fp4graph.model.runtime import runtime_of
 from fp4graph.numerics import noise
+from tests.helpers.policies import NVFP4, one_rule
 
 
 def gradients(model, x):
@@ -201,6 +202,69 @@ def test_a_graph_break_changes_no_noise_whatever_ran_before(broken):
 
     for one, other in zip(last(broken), last([False]), strict=True):
         assert torch.equal(one, other)
+
+
+class Early(nn.Module):
+    """A linear before a graph break, in some calls, and after it."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x, early):
+        first = self.a(x) if early else None
+        torch._dynamo.graph_break()
+        return first, self.a(x), self.b(x)
+
+
+class Loop(nn.Module):
+    """One frame of Dynamo, with a graph of its own, that runs several times in a forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(32, 32)
+
+    def part(self, x):
+        y = self.a(x)
+        torch._dynamo.graph_break()
+        return y.clone()
+
+    def forward(self, x, count):
+        torch._dynamo.graph_break()
+        return [self.part(x) for _ in range(count)]
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=[pytest.mark.long, pytest.mark.inductor])])
+def test_graphs_that_were_captured_apart_draw_apart(backend):
+    """Occurrences are in the graphs: one that was first captured without those before it counts from zero too."""
+    policy = one_rule(quantize=NVFP4 | {"rounding": "stochastic"})
+    x = torch.randn(8, 32, generator=torch.Generator().manual_seed(0))
+
+    def last(module, *calls):
+        torch.manual_seed(0)
+        model = fp4graph.apply(module(), policy, backend=backend, seed=0)
+        for call in calls[:-1]:
+            with torch.no_grad():  # counts nothing
+                model(x, call)
+        y = model(x, calls[-1])
+        sum(each.square().sum() for each in y if each is not None).backward()
+        return [each.detach() for each in y if each is not None], model.a.weight.grad
+
+    (first, again, other), gradient = last(Early, False, True)
+    assert not torch.equal(first, again)  # the same input, weight and module
+    repeated, same = last(Early, False, True)
+    assert all(map(torch.equal, repeated, (first, again, other)))
+    assert torch.equal(same, gradient)
+    one, two, three = last(Loop, 3)[0]
+    assert not torch.equal(one, two)
+    assert not torch.equal(two, three)
+    assert not torch.equal(one, three)
+    # Rounding errors of products that draw apart are not correlated.
+    torch.manual_seed(0)
+    weights = [parameter.detach() for parameter in Loop().parameters()]
+    exact = torch.nn.functional.linear(x, *weights)
+    errors = torch.stack([(each - exact).flatten() for each in (one, two, three)])
+    assert torch.corrcoef(errors).triu(1).abs().max() < 0.3
 
 
 @pytest.mark.slow

@@ -155,6 +155,16 @@ def test_what_is_refused(fields: dict[str, object], message: str) -> None:
         QuantSpec(**fields)  # type: ignore[arg-type]
 
 
+def test_an_element_that_no_block_would_choose_is_refused() -> None:
+    coarse = replace(INT4, name="int4_3", max=3.0)  # 0, 2, 4 and 6 beside E2M1
+    message = "no block would choose int4_3: each of its values, stretched to the maximum of e2m1, is a value of e2m1"
+    with pytest.raises(fp4graph.SpecError, match=message):
+        QuantSpec(["e2m1", "int4", coarse])  # type: ignore[list-item, arg-type]
+    finer_later = QuantSpec([coarse, "e2m1"], 16, ScaleSpec("e4m3"))  # type: ignore[list-item, arg-type]
+    places = {expected(line.tolist(), finer_later)[1] for line in gaussian(20, 16)}
+    assert 1 in places  # blocks choose the second, and so this list is allowed
+
+
 def test_what_cannot_hold_the_choice_says_so() -> None:
     with pytest.raises(fp4graph.SpecError, match=r"e2m1\|int4\) cannot be packed.*name one element"):
         fp4graph.pack(gaussian(2, 16), IF4)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fp4graph
-from fp4graph.errors import CaptureError, PolicyError
+from fp4graph.errors import CaptureError, PolicyError, PolicyWarning
 from fp4graph.graph.plan import plan_site
 from fp4graph.numerics import noise
 from fp4graph.numerics.draw import Draw
@@ -97,6 +97,29 @@ def test_a_list_that_means_nothing_is_refused_with_its_place(quantize, message) 
 def test_what_is_for_one_element_is_refused(technique, message) -> None:
     with pytest.raises(PolicyError, match=re.escape(message)):
         load(technique)
+
+
+@pytest.mark.parametrize(
+    ("options", "element", "beside"),
+    [
+        ({"others": ["e2m1"]}, "e2m1", "e2m1"),
+        ({}, "int4", "int4"),
+        ({"operands": ["gradients"]}, "int4", "int4"),
+    ],
+)
+def test_formats_that_the_quantizer_has_already_are_warned_of(options, element, beside) -> None:
+    message = f"'element_choice' has no effect here: others names no format beside {beside}, so that no block"
+    with pytest.warns(PolicyWarning, match=message):
+        loaded("element_choice", options, quantize=NVFP4 | {"element": element})
+
+
+@pytest.mark.parametrize("others", [["int4"], ["e3m0"]])
+def test_a_selector_that_contradicts_the_list_is_refused(others) -> None:
+    message = "its selector is amax, and the blocks of fprop.input, whose quantize block lists elements, choose by mse"
+    with pytest.raises(PolicyError, match=message):
+        loaded("element_choice", {"others": others, "selector": "amax"}, quantize=SET)
+    quantize = SET | {"selector": "amax"}
+    assert loaded("element_choice", {"others": others, "selector": "amax"}, quantize=quantize).complexity == 0.5
 
 
 def test_a_scale_of_a_whole_expert_is_refused() -> None:

@@ -238,6 +238,44 @@ class SwiGluExperts(nn.Module):
         return F.grouped_mm(F.silu(gate) * up, self.down.mT, offs=ends)
 
 
+class GptOssExperts(SwiGluExperts):
+    """GPT-OSS's activation: clamped projections, gate·σ(1.702·gate)·(up + 1)."""
+
+    def forward(self, x, ends):
+        gate, up = (F.grouped_mm(x, w.mT, offs=ends) for w in (self.gate, self.up))
+        gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+        return F.grouped_mm((up + 1) * (gate * torch.sigmoid(1.702 * gate)), self.down.mT, offs=ends)
+
+
+class Gelu(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(32, 96), nn.GELU(), nn.Linear(96, 32))
+
+    def forward(self, x, ends):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("module", "made"), [(GptOssExperts, "mul, other modules"), (Gelu, "gelu, other modules")])
+def test_a_model_in_which_it_acts_nowhere_is_warned_about(module, made, tmp_path):
+    """Silu(gate)·up is what it knows, and the load of a policy cannot tell."""
+    x, ends = torch.randn(22, 32), torch.tensor([7, 7, 20], dtype=torch.int32)
+    path = tmp_path / "p.yaml"
+    path.write_text(
+        "version: 1\ntechniques: [smooth_swiglu]\nrules:\n  - match: {op: [linear, grouped]}\n"
+        "    quantize: {element: e2m1, block: 32}\n"
+    )
+    model = fp4graph.apply(module(), path, backend="eager")
+    message = f"p.yaml:4: technique 'smooth_swiglu' has no effect in this model: .* made by {made}, are not of the kind"
+    with pytest.warns(PolicyWarning, match=message) as seen:
+        model(x, ends)
+    assert len(seen) == 1
+    model(x, ends)  # once
+    with pytest.warns(PolicyWarning, match=message):
+        fp4graph.explain(module(), path, (x, ends))
+    acting = fp4graph.apply(SwiGluExperts(), path, backend="eager")
+    acting(x, ends)  # one of three weights is behind a SwiGLU
+
+
 @pytest.mark.slow
 def test_each_expert_has_channels_of_its_own():
     """One expert without tokens; two rows at the end belong to none."""

@@ -52,7 +52,7 @@ from tests.recipes.arithmetic import (
     round_scale,
     round_stochastic,
 )
-from tests.recipes.other_references import QMAX, Result, nvfp4_te, rotate_pair
+from tests.recipes.other_references import QMAX, Result, nvfp4_te, rotate_pair, with_square_weights
 from tests.recipes.other_references import Draw as _Draw
 
 
@@ -240,12 +240,7 @@ def nvint4(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
             return gamma * scale * round_nearest(u / scale, "int4")
         return gamma * scale * round_stochastic(u / scale, "int4", uniform)
 
-    wq = q(w, 1, (16, 16))
-    y = q(x, 1, 16) @ wq.T
-    dx = q(dy, 1, 16, draw.uniform("dgrad.grad_output", dy.shape)) @ wq
-    rotated_dy, rotated_x = rotate_pair(dy, x, "wgrad", 16, draw)
-    dw = q(rotated_dy, 0, 16, draw.uniform("wgrad.grad_output", rotated_dy.shape)).T @ q(rotated_x, 0, 16)
-    return y, dx, dw
+    return with_square_weights(q, x, w, dy, draw)
 
 
 def if4(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
@@ -271,12 +266,7 @@ def if4(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
             candidates.append(drawn)
         return gamma * scale * np.where(less(errors[1], errors[0]), candidates[1], candidates[0])
 
-    wq = q(w, 1, (16, 16))
-    y = q(x, 1, 16) @ wq.T
-    dx = q(dy, 1, 16, draw.uniform("dgrad.grad_output", dy.shape)) @ wq
-    rotated_dy, rotated_x = rotate_pair(dy, x, "wgrad", 16, draw)
-    dw = q(rotated_dy, 0, 16, draw.uniform("wgrad.grad_output", rotated_dy.shape)).T @ q(rotated_x, 0, 16)
-    return y, dx, dw
+    return with_square_weights(q, x, w, dy, draw)
 
 
 def exact(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:

@@ -172,6 +172,22 @@ def fp4_all_the_way_qaf_phase(
     return xq @ wq.T, dy @ wq, dy.T @ xq
 
 
+def with_square_weights(
+    q: Callable[..., np.ndarray], x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw
+) -> Result:
+    """Returns (y, dx, dw) of a quantizer q(a, axis, block, uniform) in the scheme of NVIDIA's recipe.
+
+    W in one set of 16x16 blocks for fprop and dgrad, X and dY in blocks of 1x16, dY stochastic, both operands of wgrad
+    rotated along T in blocks of 16.
+    """
+    wq = q(w, 1, (16, 16))
+    y = q(x, 1, 16) @ wq.T
+    dx = q(dy, 1, 16, draw.uniform("dgrad.grad_output", dy.shape)) @ wq
+    rotated_dy, rotated_x = rotate_pair(dy, x, "wgrad", 16, draw)
+    dw = q(rotated_dy, 0, 16, draw.uniform("wgrad.grad_output", rotated_dy.shape)).T @ q(rotated_x, 0, 16)
+    return y, dx, dw
+
+
 def nvfp4_te(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:
     """Returns (y, dx, dw) of NVIDIA's recipe.
 
@@ -187,12 +203,7 @@ def nvfp4_te(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result
         options = {"block": block, "fmt": "e4m3", "rule": "nearest_even", "zero": "nearest_subnormal"}
         return quantize(a, axis, uniform=uniform, tensor_scale=gamma, **options)
 
-    wq = q(w, 1, (16, 16))
-    y = q(x, 1, 16) @ wq.T
-    dx = q(dy, 1, 16, draw.uniform("dgrad.grad_output", dy.shape)) @ wq
-    rotated_dy, rotated_x = rotate_pair(dy, x, "wgrad", 16, draw)
-    dw = q(rotated_dy, 0, 16, draw.uniform("wgrad.grad_output", rotated_dy.shape)).T @ q(rotated_x, 0, 16)
-    return y, dx, dw
+    return with_square_weights(q, x, w, dy, draw)
 
 
 def ue5m3_d50(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Result:

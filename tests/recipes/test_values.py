@@ -15,6 +15,7 @@ def test_every_policy_has_a_reference() -> None:
     assert {name for policy in POLICIES for name in forms(fp4graph.load_policy(policy))} == {*REFERENCES}
 
 
+@pytest.mark.filterwarnings("ignore:.*smooth_swiglu.*no effect in this model:fp4graph.PolicyWarning")
 @pytest.mark.parametrize("policy", POLICIES)
 def test_values(policy: str) -> None:
     for name, form in forms(fp4graph.load_policy(policy)).items():
