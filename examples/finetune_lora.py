@@ -2,6 +2,7 @@
 
     python examples/finetune_lora.py                                   # from Python's source to Python's manual
     python examples/finetune_lora.py --policy tetrajet --rank 16 --output adapter
+    python examples/finetune_lora.py --policy nvfp4-te --pack          # the frozen weights are FP4 bytes
 
 A small LLaMA learns the bytes of Python's standard library in high precision. Then it is frozen and quantized under
 the policy, and adapters in high precision learn the bytes of Python's manual: W·x + (α/r)·B·A·x (Hu et al. 2021), as
@@ -12,6 +13,7 @@ weights. `--policy bf16` quantizes nothing: the same training in high precision.
 import argparse
 import copy
 import math
+import sys
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -67,10 +69,14 @@ def loss_on(model, tokens, batches):
     return sum(model(input_ids=part, labels=part, use_cache=False).loss.item() for part in rows) / batches
 
 
+def untrained(args):
+    torch.manual_seed(args.seed)
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=args.layers, **SMALL))
+
+
 def pretrained(args):
     """Return a model that learned Python's source in high precision."""
-    torch.manual_seed(args.seed)
-    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=args.layers, **SMALL))
+    model = untrained(args)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     train(model, optimizer, source()[0], args.base_steps, args.batch_size, args.seed)
     return model
@@ -83,19 +89,30 @@ def adapted(base, args):
     return get_peft_model(base, config)
 
 
+def options_of(args):
+    return {"backend": args.backend, "seed": args.seed, "total_forwards": args.steps}
+
+
+def quantized(base, args, policy):
+    """Return :func:`adapted` under a policy, its frozen weights as FP4 bytes if they shall be packed."""
+    model = adapted(base, args)
+    fp4graph.apply(model.get_base_model(), policy, **options_of(args))  # fp4graph
+    if args.pack:
+        fp4graph.pack_frozen(model.get_base_model())  # fp4graph
+    return model
+
+
 def main(args):
     learning, held_out = manual()
 
     def report(what, model):
         print(f"{what:40}{loss_on(model, held_out, args.validation_batches):8.4f}", flush=True)
 
-    options = {"backend": args.backend, "seed": args.seed}
+    policy, options = fp4graph.load_policy(args.policy), options_of(args)  # fp4graph
+    quantized(untrained(args), args, policy)  # a policy that cannot be applied or packed is an error now
     base = pretrained(args)
     report("pre-trained", base)
-    model = adapted(copy.deepcopy(base), args)
-    fp4graph.apply(model.get_base_model(), args.policy, total_forwards=args.steps, **options)  # fp4graph
-    if args.pack:
-        fp4graph.pack_frozen(model.get_base_model())  # fp4graph
+    model = quantized(copy.deepcopy(base), args, policy)
     report("pre-trained, quantized", model)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=args.lr)
     optimizer = fp4graph.prepare_optimizer(model.get_base_model(), optimizer)  # fp4graph
@@ -106,12 +123,12 @@ def main(args):
         folder = args.output or temporary
         model.save_pretrained(folder)  # the adapters alone, without a key of fp4graph
         loaded = PeftModel.from_pretrained(base, folder)
-    fp4graph.apply(loaded.get_base_model(), args.policy, **options)  # fp4graph
+    fp4graph.apply(loaded.get_base_model(), policy, **options)  # fp4graph
     report("loaded beside the quantized model", loaded)
     fp4graph.remove(loaded.get_base_model())  # fp4graph
     merged = loaded.merge_and_unload()
     report("merged, in high precision", merged)
-    merged = fp4graph.apply(merged, args.policy, **options)  # fp4graph
+    merged = fp4graph.apply(merged, policy, **options)  # fp4graph
     report("merged, then quantized", merged)
 
 
@@ -119,9 +136,12 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--policy", default="nvfp4", help="a shipped policy's name, or a policy file")
     parser.add_argument("--backend", default="inductor", choices=["inductor", "aot_eager", "eager"])
-    parser.add_argument("--pack", action="store_true", help="keep the frozen weights as FP4 bytes")
+    parser.add_argument("--pack", action="store_true", help="keep the frozen weights as FP4 bytes: nvfp4-te, tetrajet")
     parser.add_argument("--output", type=Path, help="folder for the adapters [a temporary one]")
     numbers = {"base-steps": 400, "steps": 200, "batch-size": 16, "lr": 2e-3, "rank": 8, "layers": 4, "seed": 0}
     for name, default in {**numbers, "validation-batches": 8}.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
-    main(parser.parse_args())
+    try:
+        main(parser.parse_args())
+    except fp4graph.Error as error:
+        sys.exit(f"finetune_lora.py: {error}")

@@ -24,6 +24,7 @@ import time
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func warns that it is new
@@ -218,8 +219,10 @@ class HeldOut(transformers.TrainerCallback):
             self.history.append((state.global_step, held_out_reward(model, self.args)))
 
 
-def settings_of(args):
-    return {name: value for name, value in vars(args).items() if name not in APART}
+def settings_of(args, data):
+    """Return all that a run is a function of, but for its seed: the options and the content of the policy."""
+    options = {name: value for name, value in vars(args).items() if name not in APART}
+    return {**options, "policy": fp4graph.load_policy(data).fingerprint}
 
 
 def run(policy, seed, args, file):
@@ -261,7 +264,7 @@ def run(policy, seed, args, file):
     tenth = max(1, len(lines) // 10)
     shares = trainer.taking.shares
     found = {
-        "policy": policy, "seed": seed, "settings": settings_of(args),
+        "policy": policy, "seed": seed, "settings": settings_of(args, data),
         "seconds": time.perf_counter() - began, "cpu": time.process_time() - worked,
         "start": start, "held_out": callback.history[-1][1], "held_out_history": callback.history,
         "reward": statistics.fmean(entry["reward"] for entry in lines[-tenth:]),
@@ -282,22 +285,24 @@ def run(policy, seed, args, file):
 
 def wanted(args):
     """Return (policy, seed, file) of every run, and the same of those to be made."""
-    everything = [
-        (policy, seed, args.output / f"{Path(policy).stem}-{seed}.json")
-        for seed in range(args.seeds)
-        for policy in args.policies.split(",")
-    ]
-    missing = []
-    for policy, seed, file in everything:
-        if not file.exists():
-            missing.append((policy, seed, file))
-        elif (settings := json.loads(file.read_text())["settings"]) != settings_of(args):
-            differs = sorted(name for name in settings_of(args) if settings.get(name) != settings_of(args)[name])
-            raise fp4graph.Error(
-                f"{file} holds a run with another {', '.join(differs) or 'set of options'}; give the same options, or "
-                "another --output"
-            )
-    return everything, missing
+    everything, missing, named = [], [], {}
+    for policy in args.policies.split(","):
+        settings, name = settings_of(args, policy_of(policy, args.steps)), Path(policy).stem
+        if named.setdefault(name, policy) != policy:
+            raise fp4graph.Error(f"policies {named[name]} and {policy} would share the files {name}-*.json; rename one")
+        for seed in range(args.seeds):
+            file = args.output / f"{name}-{seed}.json"
+            everything.append((policy, seed, file))
+            if not file.exists():
+                missing.append((policy, seed, file))
+            elif (found := json.loads(file.read_text())["settings"]) != settings:
+                differs = sorted(name for name in settings if found.get(name) != settings[name])
+                raise fp4graph.Error(
+                    f"{file} holds a run with another {', '.join(differs) or 'set of options'}; give the same, or "
+                    "another --output"
+                )
+    by_seed = itemgetter(1)
+    return sorted(everything, key=by_seed), sorted(missing, key=by_seed)
 
 
 def table(files):
@@ -334,8 +339,6 @@ def main(args):
     """Make the runs that are missing, and print the table."""
     check_length(make_model(0, max_position_embeddings=args.positions), countdown.PROMPT, args.completion)
     everything, missing = wanted(args)
-    for policy, _, _ in missing:
-        policy_of(policy, args.steps)
     args.output.mkdir(parents=True, exist_ok=True)
     if args.jobs == 1 or len(missing) < 2:
         for policy, seed, file in missing:

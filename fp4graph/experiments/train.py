@@ -220,7 +220,9 @@ class _Training:
             if self.step == 1:
                 runtime = runtime_of(self.model)
                 assert runtime is not None
-                self.sites, self.quantized = len(runtime.sites), sum(site.quantized for site in runtime.sites)
+                # Generations, recompilations and other modes capture a product again.
+                places = {(site.module, site.op, site.occurrence): site.quantized for site in runtime.sites}
+                self.sites, self.quantized = len(places), sum(places.values())
             validates = self.step % self.every == 0 or self.step == self.steps
             if self.step % look_every == 0 or validates:
                 diverged = not math.isfinite(loss.item())

@@ -1,16 +1,17 @@
 """Frozen weights as FP4 bytes: the hooks that make a weight of them for each call of its module.
 
 The parameter leaves its module. Before each call of the module a hook sets a plain attribute in its place, as torch's
-weight normalization does, and after the call another deletes it: in the captured graph, the weight is the result of an
-operator that reads bytes. The bytes are buffers of the module's state (:class:`fp4graph.model.state.SiteState`), which
-no state dict holds; a state dict gets the values under the parameter's own name.
+weight normalization does, and after the call another replaces it by a :class:`PackedWeight`, which has no values: in
+the captured graph, the weight is the result of an operator that reads bytes. The bytes are buffers of the module's
+state (:class:`fp4graph.model.state.SiteState`), which no state dict holds; a state dict gets the values under the
+parameter's own name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from fp4graph.errors import Error
 from fp4graph.model import state
 from fp4graph.numerics.packing import Packed, unpack
 from fp4graph.numerics.spec import QuantSpec
+from fp4graph.ops.gemm import MatmulProgram
 
 
 class Bytes(NamedTuple):
@@ -52,6 +54,8 @@ class Layout:
         shape: [N, K]. dtype: of the parameter.
         transposed: whether the parameter is stored ``[K, N]``.
         by_kernel: whether an operator reads the bytes, else tensor code.
+        source: the dtype that the weight was quantized from, which is autocast's where autocast was on; None where the
+            quantizer reads the parameter itself under autocast too.
     """
 
     spec: str
@@ -59,6 +63,7 @@ class Layout:
     dtype: torch.dtype
     transposed: bool
     by_kernel: bool
+    source: torch.dtype | None = None
 
     def weight(self, kept: Bytes) -> Tensor:
         """Return the weight as its module stores it."""
@@ -77,47 +82,128 @@ def _unpack(codes: Tensor, scales: Tensor, spec: str, length: int, dtype: torch.
     return (w if factor is None else w * factor).to(dtype)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # runs while Dynamo traces, which would go on without a compiler otherwise
+def refuse(message: str) -> NoReturn:
+    """Raise an Error, inside what Dynamo traces too: the runtime takes it out of Dynamo's own."""
+    raise Error(message)
+
+
+def dtype_to_quantize(device: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that a weight of ``dtype`` is quantized from in the present context: autocast's, where it is
+    on."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
+
+
 class Unpack:
     """Forward pre-hook that gives a module its weight.
 
     Attributes:
-        name: the parameter's. layout: of its bytes.
+        name: the parameter's. path: its fully qualified name when it was packed.
+        layout: of its bytes.
         stand_in: what the parameter was, without data (device meta).
+        programs: the programs under which the bytes give the operands that the parameter gave.
     """
 
-    def __init__(self, name: str, layout: Layout, stand_in: nn.Parameter) -> None:
-        self.name, self.layout, self.stand_in = name, layout, stand_in
+    def __init__(
+        self, name: str, path: str, layout: Layout, stand_in: nn.Parameter, programs: frozenset[MatmulProgram]
+    ) -> None:
+        self.name, self.path, self.layout, self.stand_in, self.programs = name, path, layout, stand_in, programs
         self._buffers = tuple(f"packed_{name}_{part}" for part in Bytes._fields)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        setattr(module, self.name, self.weight(module))
+        source, weight = self.layout.source, self.weight(module)
+        if source is not None and (now := dtype_to_quantize(weight.device.type, self.layout.dtype)) != source:
+            refuse(
+                f"{self.path} was packed from {source}, and this call quantizes weights from {now}; call the model in "
+                "the autocast context in which it was packed, or load its weights after "
+                "fp4graph.unpack_frozen(model) and pack in this context"
+            )
+        setattr(module, self.name, weight)
 
     def weight(self, module: nn.Module) -> Tensor:
         """Return the weight of ``module``."""
+        return self.layout.weight(self.kept(module))
+
+    def kept(self, module: nn.Module) -> Bytes:
+        """Return the bytes in the state of ``module``."""
         own: Any = module._modules[state.NAME]
         codes, scales, factor, place, largest = self._buffers
         parts = own._buffers[codes], own._buffers[scales], own._buffers[factor], own._buffers[place]
-        return self.layout.weight(Bytes(*parts, own._buffers[largest]))
+        return Bytes(*parts, own._buffers[largest])
 
     def keep(self, module: nn.Module, kept: Bytes) -> None:
         """Put bytes into the state of ``module``."""
+        own = module.get_submodule(state.NAME)
+        assert isinstance(own, state.SiteState)
         for name, part in zip(self._buffers, kept, strict=True):
-            module.get_submodule(state.NAME).register_buffer(name, part, persistent=False)
+            own.register_buffer(name, part, persistent=False)
+        own.packed[self.path] = self.layout.dtype
 
     def drop(self, module: nn.Module) -> None:
         """Take the bytes out of the state of ``module``."""
+        own = module.get_submodule(state.NAME)
+        assert isinstance(own, state.SiteState)
         for name in self._buffers:
-            delattr(module.get_submodule(state.NAME), name)
+            delattr(own, name)
+        del own.packed[self.path]
 
 
-@dataclass(eq=False)
+class PackedWeight:
+    """The attribute of a module in the place of a packed weight, between calls of the module.
+
+    It answers what a parameter without values can: dtype, shape and device. Anything else is an Error, because code
+    that reads the weight beside its module (an adapter that is merged, a custom forward) would go wrong.
+    """
+
+    def __init__(self, module: nn.Module, unpacking: Unpack) -> None:
+        self._module, self._unpacking = module, unpacking
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the bytes."""
+        return self._unpacking.kept(self._module).codes.device
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copy and pickle ask for such before there is anything else
+            raise AttributeError(name)
+        if name in _WITHOUT_VALUES:
+            return getattr(self._unpacking.stand_in, name)
+        return self._refuse()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in ("_module", "_unpacking"):
+            self._refuse()
+        super().__setattr__(name, value)
+
+    def _refuse(self) -> Any:
+        return refuse(
+            f"{self._unpacking.path} is packed, and something reads it outside a call of its module; call "
+            "fp4graph.unpack_frozen(model) before, or leave the weight trainable when packing"
+        )
+
+
+#: What a :class:`PackedWeight` takes from the parameter without data.
+_WITHOUT_VALUES = frozenset(
+    {"dtype", "shape", "ndim", "size", "dim", "numel", "is_floating_point", "is_complex", "requires_grad"}
+)
+
+
 class Forget:
     """Forward hook that takes the weight off its module again."""
 
-    name: str
+    def __init__(self, module: nn.Module, unpacking: Unpack) -> None:
+        self.name, self._left = unpacking.name, PackedWeight(module, unpacking)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        delattr(module, self.name)
+        setattr(module, self.name, self._left)
+
+
+class Released(NamedTuple):
+    """A weight that was packed: its module, the hook that unpacked it, and its bytes."""
+
+    module: nn.Module
+    unpacking: Unpack
+    kept: Bytes
 
 
 @dataclass(eq=False)
@@ -144,21 +230,27 @@ class RefuseToLoad:
             )
 
 
-def hold(module: nn.Module, name: str, layout: Layout, kept: Bytes) -> None:
-    """Replace parameter ``name`` of ``module`` by bytes."""
+def hold(
+    module: nn.Module, name: str, path: str, layout: Layout, kept: Bytes, programs: frozenset[MatmulProgram]
+) -> None:
+    """Replace parameter ``name`` of ``module`` by bytes; :class:`Unpack` says what the others are."""
     parameter = module._parameters.pop(name)
     assert parameter is not None
-    unpacking = Unpack(name, layout, nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False))
+    stand_in = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+    unpacking = Unpack(name, path, layout, stand_in, programs)
     unpacking.keep(module, kept)
+    forget = Forget(module, unpacking)
+    forget(module, None, None)
     module.register_forward_pre_hook(unpacking, prepend=True)  # before the mark, which carries the weight
-    module.register_forward_hook(Forget(name), always_call=True)
+    module.register_forward_hook(forget, always_call=True)
     module.register_state_dict_post_hook(Save(unpacking))  # type: ignore[no-untyped-call]
     module.register_load_state_dict_pre_hook(RefuseToLoad(name))  # type: ignore[no-untyped-call]
 
 
-def release(module: nn.Module, unpacking: Unpack) -> None:
+def release(module: nn.Module, unpacking: Unpack) -> Released:
     """Give ``module`` the parameter back, with the values of the bytes."""
-    parameter = nn.Parameter(unpacking.weight(module).detach().contiguous(), requires_grad=False)
+    kept = unpacking.kept(module)
+    parameter = nn.Parameter(unpacking.layout.weight(kept).detach().contiguous(), requires_grad=False)
     for hooks in (
         module._forward_pre_hooks,
         module._forward_hooks,
@@ -170,9 +262,11 @@ def release(module: nn.Module, unpacking: Unpack) -> None:
             for flags in (module._forward_hooks_always_called, module._forward_pre_hooks_with_kwargs):
                 flags.pop(key, None)
     unpacking.drop(module)
+    delattr(module, unpacking.name)
     first = dict(module._parameters)
     module._parameters.clear()
     module._parameters.update({unpacking.name: parameter, **first})
+    return Released(module, unpacking, kept)
 
 
 def _is_of(hook: Any, unpacking: Unpack) -> bool:
@@ -194,12 +288,15 @@ def packed_below(root: nn.Module) -> Iterator[tuple[nn.Module, Unpack]]:
             yield module, unpacking
 
 
-def release_all(root: nn.Module) -> bool:
-    """Give every packed weight of a model back as a parameter; return whether there was one."""
-    found = list(packed_below(root))
-    for module, unpacking in found:
-        release(module, unpacking)
-    return bool(found)
+def release_all(root: nn.Module) -> list[Released]:
+    """Give every packed weight of a model back as a parameter; return what was packed."""
+    return [release(module, unpacking) for module, unpacking in list(packed_below(root))]
+
+
+def hold_again(released: Iterable[Released]) -> None:
+    """Undo :func:`release`: the modules must have state again."""
+    for module, own, kept in released:
+        hold(module, own.name, own.path, own.layout, kept, own.programs)
 
 
 def packed_parameter(module: nn.Module, name: str) -> Unpack | None:

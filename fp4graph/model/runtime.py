@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import InternalTorchDynamoError
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
@@ -27,8 +28,9 @@ from fp4graph.model.conversion import opaque, refuse_conversion
 from fp4graph.model.current import CurrentForward, Parts
 from fp4graph.model.inspection import Inspection
 from fp4graph.model.optimizers import PreparedOptimizers
-from fp4graph.model.packed import release_all
+from fp4graph.model.packed import hold_again, release_all
 from fp4graph.model.prepare import PhasePlan, device_of, prepare, unprepare
+from fp4graph.model.repacking import Packing
 from fp4graph.model.tree import Tree
 from fp4graph.model.uncompiled import Uncompiled, cause
 from fp4graph.model.weight import Weight
@@ -54,7 +56,7 @@ class Runtime:
         optimizers: the optimizers that techniques act through.
         inspection: what observes the forwards.
         root_state: the count of forwards; None where no phase quantizes anything, and until :meth:`attach`.
-        repack: packs the frozen weights of a model, where they were packed.
+        packing: packs the weights again that were packed, where some were.
     """
 
     def __init__(
@@ -85,13 +87,13 @@ class Runtime:
         self._uncompiled = Uncompiled(self.plan, self._current, self.inspection)
         self._any_hook: hooks.MarkHook | None = None
         self._checked = explains
-        self._failure: Error | None = None  # of the first forward; every later one raises it again
+        self._failure: Error | None = None  # of the first forward or of packing; every later forward raises it again
         self._trained = 0
         self._original: weakref.ref[nn.Module] | None = None  # what this model was copied from
         self._previous: Any = None
         self._synchronized: weakref.ref[DistributedDataParallel] | None = None
         self._tree = Tree(root, quantizes=policy.quantizes)
-        self.repack: Callable[[nn.Module], Any] | None = None
+        self.packing: Packing | None = None
 
     @property
     def weights(self) -> list[Weight]:
@@ -178,8 +180,9 @@ class Runtime:
             packed = release_all(twin)
             copied = Runtime(twin, self.policy, self.settings, self.phase)
             copied.attach()
-            if packed and self.repack is not None:
-                self.repack(twin)
+            if packed and self.packing is not None:
+                self.packing.again(copied.plan, packed)
+                copied.packing = Packing(p for p in twin.parameters() if not p.requires_grad)
             copied.count_from(self.count or 0)
             copied._original = weakref.ref(self.root)
 
@@ -256,6 +259,8 @@ class Runtime:
         """Make state and the step tensor ready for a forward."""
         if training and self._trained == 1:
             self.optimizers.check(self.plan)
+        if training and self.packing is not None:
+            self.packing.warn_unfrozen()
         if self.root_state is not None:
             self._settle(self.root_state, training)
             rank, device = distributed.rank(), self.root_state.get_buffer("forwards").device
@@ -344,6 +349,8 @@ class Runtime:
             if ours is not None:
                 self._failure = None if self._checked or self._trained else ours
                 raise ours from ours.__cause__  # without the compiler's own errors around it
+            if isinstance(error, InternalTorchDynamoError) and isinstance(error.__context__, Error):
+                raise error.__context__ from None
             raise error
         finally:
             self._current.compiled = False
@@ -388,10 +395,19 @@ class Runtime:
     def _replaced(self, phase: int) -> Runtime:
         """Apply the policy in ``phase`` to the model as it is now, with the present state and optimizers."""
         packed = release_all(self.root)  # plans are made of parameters
-        following = Runtime(self.root, self.policy, self.settings, phase)
-        following.attach()
-        if packed and self.repack is not None:
-            self.repack(self.root)
+        try:
+            following = Runtime(self.root, self.policy, self.settings, phase)
+            following.attach()
+        except BaseException:
+            hold_again(packed)  # under the former plan: a later call must not find the values of bytes
+            raise
+        following.packing = self.packing
+        if packed and self.packing is not None:
+            try:
+                self.packing.again(following.plan, packed)
+            except Error as error:
+                following._failure = error  # the values of bytes are no weights of this phase
+                raise
         following._original = self._original
         if following.root_state is not None and self.root_state is not None:
             following.root_state.followed = self.root_state.followed

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from fp4graph.errors import Error
 from fp4graph.model.conversion import refuse
 from fp4graph.numerics import noise
 from fp4graph.numerics.sharding import is_sharded, like, whole
@@ -74,11 +75,16 @@ def _share(x: Tensor, y: Tensor) -> bool:
 
 
 class SiteState(State):
-    """The state of one module with planned sites: its noise key, and each weight's technique entries."""
+    """The state of one module with planned sites: its noise key, and each weight's technique entries.
+
+    Attributes:
+        packed: the dtype of each weight that is kept as bytes, by its name.
+    """
 
     def __init__(self, fqn: str, device: torch.device) -> None:
         super().__init__()
         self.fqn = fqn
+        self.packed: dict[str, torch.dtype] = {}
         self._version_of_key = 0
         # Derivable from the name, so not saved.
         self.register_buffer("key", None, persistent=False)
@@ -120,6 +126,13 @@ class SiteState(State):
                 self._buffers[name] = like(buffer, parameter)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SiteState:
+        device = self.get_buffer("key").device
+        for name, dtype in self.packed.items():
+            if (given := fn(torch.empty(0, dtype=dtype, device=device)).dtype) != dtype:
+                raise Error(
+                    f"{name} is packed as bytes of {dtype} and cannot become {given}; call "
+                    "fp4graph.unpack_frozen(model), convert the model, and call fp4graph.pack_frozen(model) again"
+                )
         super()._apply(fn, recurse)
         self._make_key(self.get_buffer("key").device)  # to_empty() left it undefined
         return self

@@ -48,6 +48,8 @@ def prepare_optimizer(model: nn.Module, optimizer: O) -> O:
             optimizer has several sets of options. Several models order their techniques differently.
     """
     runtime = require_runtime(model, "prepare_optimizer")
+    if runtime.packing is not None:
+        runtime.packing.warn_unfrozen()
     former: _Hooks | None = optimizer.__dict__.get("_fp4graph")
     others = [] if former is None else [r for r in former.runtimes if _is_live(r) and r.root is not runtime.root]
     for phase in range(runtime.phase, len(runtime.policy.phases) + 1):

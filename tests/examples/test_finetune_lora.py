@@ -99,6 +99,21 @@ def test_adapters_are_saved_loaded_and_merged(example: Callable[..., str], tmp_p
     assert sorted(file.suffix for file in (tmp_path / "adapter").iterdir()) == [".json", ".md", ".safetensors"]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--policy=tetrajett"], "did you mean the shipped policy 'tetrajet'"),
+        (["--pack"], r"nvfp4\.yaml:\d+: .* cannot be packed: "),
+    ],
+)
+def test_a_policy_that_cannot_be_used_is_an_error_before_the_pre_training(
+    arguments: list[str], says: str, example: Callable[..., str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        example("finetune_lora.py", "--backend=eager", "--layers=2", "--base-steps=1000000", *arguments)
+    assert re.search(says, str(ended.value))
+
+
 @pytest.mark.long
 def test_adapters_learn_what_the_frozen_model_does_not_know(example: Callable[..., str]) -> None:
     losses = rows(example("finetune_lora.py", "--backend=eager", "--base-steps=150", "--steps=60"))
@@ -108,7 +123,8 @@ def test_adapters_learn_what_the_frozen_model_does_not_know(example: Callable[..
 
 
 @pytest.mark.long
-def test_packed_weights_give_the_same_losses(example: Callable[..., str]) -> None:
+@pytest.mark.parametrize("policy", ["tetrajet", "nvfp4-te"])
+def test_packed_weights_give_the_same_losses(policy: str, example: Callable[..., str]) -> None:
     few = ["--base-steps=5", "--steps=5", "--batch-size=2", "--validation-batches=1", "--layers=2"]
-    arguments = ["finetune_lora.py", "--backend=eager", "--policy=tetrajet", *few]
+    arguments = ["finetune_lora.py", "--backend=eager", f"--policy={policy}", *few]
     assert example(*arguments, "--pack") == example(*arguments)

@@ -65,6 +65,33 @@ def test_bad_input_is_an_error_before_anything_runs(
     assert not (tmp_path / "rl").exists()
 
 
+def test_runs_of_a_policy_that_has_changed_are_not_taken_over(names: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "own.yaml"
+    text = fp4graph.load_policy("mxfp4").to_yaml()
+    file.write_text(text)
+    arguments = names["parse"]([f"--policies=bf16,{file}", "--seeds=2", f"--output={tmp_path}"])
+    everything, missing = names["wanted"](arguments)
+    assert [(Path(policy).stem, seed) for policy, seed, _ in missing] == [
+        ("bf16", 0), ("own", 0), ("bf16", 1), ("own", 1)
+    ]  # fmt: skip
+    for policy, _, result in everything:
+        settings = names["settings_of"](arguments, names["policy_of"](policy, arguments.steps))
+        result.write_text(json.dumps({"settings": settings}))
+    assert names["wanted"](arguments) == (everything, [])
+    file.write_text("# a comment changes nothing\n" + text)
+    assert names["wanted"](arguments) == (everything, [])
+    file.write_text(fp4graph.load_policy("mxfp4-full").to_yaml())
+    with pytest.raises(fp4graph.Error, match=r"own-0\.json holds a run with another policy; give the same, or another"):
+        names["wanted"](arguments)
+
+
+def test_two_policies_of_one_name_are_refused(names: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "mxfp4.yaml"
+    file.write_text(fp4graph.load_policy("nvfp4").to_yaml())
+    with pytest.raises(fp4graph.Error, match=r"policies mxfp4 and \S+mxfp4\.yaml would share the files mxfp4-\*\.json"):
+        names["wanted"](names["parse"]([f"--policies=mxfp4,{file}", f"--output={tmp_path}"]))
+
+
 @pytest.mark.long
 def test_a_reward_that_is_nan_ends_the_training(
     names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -110,5 +137,5 @@ def test_the_reward_rises_under_every_policy(example: Callable[..., str], tmp_pa
             assert 0 < record["dy_scale_bias"] < record["dy_total"] * 5
     # The runs that have ended are taken over, and runs with other options are not mixed with them.
     assert example("rl_grpo.py", "--policies=bf16,mxfp4,mxfp4-rl", *arguments) == printed
-    with pytest.raises(SystemExit, match="holds a run with another steps; give the same options, or another --output"):
+    with pytest.raises(SystemExit, match="holds a run with another steps; give the same, or another --output"):
         example("rl_grpo.py", "--policies=bf16", *arguments, "--steps=90")

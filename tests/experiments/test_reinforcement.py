@@ -138,6 +138,29 @@ def test_validation_is_the_expected_reward_and_the_same_each_time() -> None:
     assert not model.training
 
 
+@pytest.mark.parametrize("batch_size", [1, 48])
+def test_validation_puzzles_are_distinct_and_the_same_for_every_batch_size(batch_size: int) -> None:
+    made = problem()
+    expected = [torch.cat(parts) for parts in zip(*made.validation(), strict=True)]
+    assert len({tuple(prompt) for prompt in expected[0].tolist()}) == reinforcement.VALIDATED == 128
+    made.batch_size = batch_size
+    batches = list(made.validation())
+    assert [len(prompts) for prompts, _ in batches] == ([1] * 128 if batch_size == 1 else [48, 48, 32])
+    assert all(map(torch.equal, (torch.cat(parts) for parts in zip(*batches, strict=True)), expected))
+
+
+@pytest.mark.slow
+def test_a_run_counts_each_product_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rollouts capture the model again, with and without a cache. It has 2 blocks of 7 linear layers, which mxfp4
+    quantizes, 2 products of attention (one node each) and a head."""
+    made = partial(reinforcement.Countdown, warm_up=1, group=2, completion=4)
+    monkeypatch.setitem(TASKS, "countdown", dataclasses.replace(reinforcement.COUNTDOWN, make=made))
+    outcome = train(
+        Run("countdown", policy="mxfp4", device="cpu", steps=1, batch_size=2, validation_batches=1, backend="eager")
+    )
+    assert (outcome.quantized, outcome.sites) == (14, 17)
+
+
 def test_batches_are_functions_of_seed_and_number() -> None:
     made = problem()
     whole = [batch for batch, _ in zip(made.batches(0), range(4), strict=False)]

@@ -37,22 +37,22 @@ def llama(**options: Any) -> Any:
     return _of(transformers.LlamaConfig(**SIZES | options))
 
 
-def mixture(kind: str) -> Any:
+def mixture(kind: str, **options: Any) -> Any:
     """Make a Qwen3-MoE or a GPT-OSS of four experts a layer."""
-    sizes = {**SIZES, "head_dim": 16, "num_experts_per_tok": 2}
+    sizes = {**SIZES, "head_dim": 16, "num_experts_per_tok": 2, **options}
     if kind == "qwen3-moe":
-        config: Any = transformers.Qwen3MoeConfig(**sizes, moe_intermediate_size=64, num_experts=4)
+        config: Any = transformers.Qwen3MoeConfig(**{"moe_intermediate_size": 64, **sizes}, num_experts=4)
     else:
         config = transformers.GptOssConfig(**sizes, num_local_experts=4)
     config._experts_implementation = "grouped_mm"
     return _of(config)
 
 
-def vit() -> Any:
+def vit(**options: Any) -> Any:
     import timm
 
     torch.manual_seed(0)
-    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 64, "depth": 3, "num_heads": 2, "num_classes": 10}
+    sizes = {"img_size": 16, "patch_size": 4, "embed_dim": 64, "depth": 3, "num_heads": 2, "num_classes": 10, **options}
     return timm.create_model("vit_tiny_patch16_224", **sizes)
 
 

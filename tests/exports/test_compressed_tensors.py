@@ -211,6 +211,36 @@ def test_sizes_are_those_of_the_formats_arithmetic(quantize, bits, tmp_path):
     assert (tmp_path / "out/model.safetensors").stat().st_size == pytest.approx(expected, rel=0.03)
 
 
+#: Models of 4 blocks of width 256, each with the elements of the matrices of one block.
+WIDE = {
+    "vit": (lambda: vit(embed_dim=256, depth=4), 12 * 256 * 256),
+    "llama": (
+        lambda: llama(hidden_size=256, intermediate_size=512, num_hidden_layers=4),
+        4 * 256 * 256 + 3 * 256 * 512,
+    ),
+    "qwen3-moe": (
+        lambda: mixture("qwen3-moe", hidden_size=256, moe_intermediate_size=256, head_dim=64, num_hidden_layers=4),
+        4 * 256 * 256 + 4 * 3 * 256 * 256,
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*leaves out the global scales of experts")
+@pytest.mark.parametrize(("under", "blocks", "bits"), [("tetrajet", 4, 4 + 8 / 32), ("nvfp4-te", 2, 4 + 8 / 16)])
+@pytest.mark.parametrize("kind", WIDE)
+def test_sizes_under_shipped_policies_are_those_of_the_formats_arithmetic(kind, under, blocks, bits, tmp_path):
+    """nvfp4-te keeps the first block and the last. A matrix has 4 bytes of a global scale at most."""
+    make, of_block = WIDE[kind]
+    call = {"x": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))} if kind == "vit" else {}
+    model = trained(make(), under, 1, **call)
+    fp4graph.export(model, tmp_path / "out", activations=False)
+    quantized = blocks * of_block
+    kept = [p for p in model.parameters() if p.dtype == torch.float32]
+    assert len(kept) == len(list(model.parameters()))
+    expected = quantized * bits / 8 + (sum(p.numel() for p in kept) - quantized) * 4
+    assert (tmp_path / "out/model.safetensors").stat().st_size == pytest.approx(expected, rel=0.03)
+
+
 def test_shards_and_tokenizer_are_written(tmp_path):
     from tests.clients.tiny import tokenizer
 

@@ -7,9 +7,9 @@ import gc
 import io
 import weakref
 
+import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import fp4graph
@@ -81,6 +81,18 @@ def same(one, other):
     return losses == others and all(torch.equal(a, b) for a, b in zip(gradients, more, strict=True))
 
 
+def values_of(weight):
+    """Return the values of MXFP4, by the definition: blocks of 32 along a row share the smallest power of two that
+    brings them into the range of E2M1, and each takes the nearest value, one of two equally near with an even code."""
+    grid = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    blocks = weight.double().numpy().reshape(-1, 32)
+    scales = 2.0 ** np.ceil(np.log2(np.abs(blocks).max(1, keepdims=True) / 6))
+    distances = np.abs(np.abs(blocks / scales)[..., None] - grid)
+    nearest = distances == distances.min(-1, keepdims=True)
+    code = np.where(nearest.sum(-1) == 1, nearest.argmax(-1), (nearest * (np.arange(8) % 2 == 0)).argmax(-1))
+    return torch.from_numpy(np.copysign(grid[code] * scales, blocks).reshape(weight.shape)).to(weight.dtype)
+
+
 def at_rest(net):
     """Return the bytes of all tensors that a model holds."""
     tensors = [t for t in (*net.parameters(), *net.buffers()) if not t.is_meta]
@@ -116,7 +128,7 @@ def test_a_packed_model_trains_to_the_same_bits(name, called):
     ]
     with torch.no_grad():
         assert torch.equal(packed.eval()(X), plain.eval()(X))
-    assert not any("weight" in packed.get_submodule(linear).__dict__ for linear in LINEARS)
+    assert not any(isinstance(packed.get_submodule(linear).weight, torch.Tensor) for linear in LINEARS)
 
 
 @pytest.mark.slow
@@ -226,44 +238,55 @@ def test_packed_models_are_copied_adapted_removed_and_applied_again():
         assert torch.equal(packed(X), plain(X))
 
 
+#: Policies whose frozen weights cannot be packed, with the reason that is given.
 REFUSED = {
-    "original": (policy(TETRAJET), {}, r"dgrad quantizes it from the original, along the other axis.*source: fprop"),
-    "kept": (policy(TETRAJET, operands={"dgrad": "keep"}), {}, r"dgrad reads the original.*source: fprop"),
-    "stochastic dgrad": (policy(TETRAJET, operands={"dgrad": {"rounding": "stochastic"}}), {}, "anew at every step"),
+    "original": (policy(TETRAJET), r"dgrad quantizes it from the original, along the other axis.*source: fprop"),
+    "kept": (policy(TETRAJET, operands={"dgrad": "keep"}), r"dgrad reads the original.*source: fprop"),
+    "stochastic dgrad": (policy(TETRAJET, operands={"dgrad": {"rounding": "stochastic"}}), "anew at every step"),
     "stochastic fprop": (
         policy(TETRAJET, operands={**FROM_FPROP, "fprop": {"rounding": "stochastic"}}),
-        {},
         r"anew at every forward.*[Rr]ound fprop\.weight to nearest",
     ),
-    "rotated": (policy(TETRAJET, "hadamard", operands=FROM_FPROP), {}, r"hadamard transforms it in fprop.*backward"),
-    "state": (policy(TETRAJET, "q_ema", operands=FROM_FPROP), {}, "q_ema acts on the weight itself or keeps state"),
+    "rotated": (policy(TETRAJET, "hadamard", operands=FROM_FPROP), r"hadamard transforms it in fprop.*backward"),
+    "state": (policy(TETRAJET, "q_ema", operands=FROM_FPROP), "q_ema acts on the weight itself or keeps state"),
     "split": (
         policy(TETRAJET, {"outlier_clamp": {"operands": ["fprop.weight"]}}, operands=FROM_FPROP),
-        {},
         "outlier_clamp makes no FP4 of it",
     ),
-    "8 bits": (
-        policy({**TETRAJET, "element": "e4m3"}, operands=FROM_FPROP),
-        {},
-        "e4m3 in blocks of 32 does not divide",
+    "8 bits": (policy({**TETRAJET, "element": "e4m3"}, operands=FROM_FPROP), "e4m3 in blocks of 32 does not divide"),
+    "one block": (policy({**TETRAJET, "block": "tensor"}, operands=FROM_FPROP), "in blocks of tensor"),
+    "two elements": (
+        policy({"element": ["e2m1", "int4"], "block": 16, "scale": {"format": "e4m3"}}, operands=FROM_FPROP),
+        r"each of its blocks has its own of the elements e2m1, int4.*with one element",
     ),
-    "one block": (policy({**TETRAJET, "block": "tensor"}, operands=FROM_FPROP), {}, "in blocks of tensor"),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_packed_is_named_and_left(name, tmp_path):
-    data, _, message = REFUSED[name]
+    data, message = REFUSED[name]
     file = tmp_path / "p.yaml"
     file.write_text(fp4graph.load_policy(data).to_yaml())
     net = fp4graph.apply(model(), file, backend="eager")
-    size = at_rest(net)
+    before = {key: value.clone() for key, value in net.state_dict().items()}
     with pytest.raises(
         PolicyError, match=rf"(?s)p\.yaml:\d+: rule 'the rule': 0\.base_layer\.weight cannot be .*{message}"
     ):
         fp4graph.pack_frozen(net)
-    assert at_rest(net) == size
+    assert all(isinstance(net.get_submodule(name).weight, nn.Parameter) for name in LINEARS)
+    after = net.state_dict()
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+def test_a_weight_that_is_not_finite_is_named():
+    net = model()
+    with torch.no_grad():
+        net[4].weight[3, 5] = torch.nan
+    fp4graph.apply(net, SOUND["tetrajet"], backend="eager")
+    with pytest.raises(PolicyError, match=r"4\.weight cannot be packed: it holds NaN or Inf\. Load finite values"):
+        fp4graph.pack_frozen(net)
 
 
 def test_weights_that_others_read_are_named():
@@ -295,10 +318,189 @@ def test_weights_that_others_read_are_named():
 def test_what_trains_stays_as_it_is():
     net = model().requires_grad_(True)
     fp4graph.apply(net, SOUND["tetrajet"], backend="eager")
-    net[4].requires_grad_(False)
+    frozen = net[4].requires_grad_(False).weight.detach().clone()
     fp4graph.pack_frozen(net)
     assert isinstance(net[0].base_layer.weight, nn.Parameter)
     assert "weight" not in net[4]._parameters
+    kept = copy.deepcopy(net.state_dict())["4.weight"]
+    moving = net[0].base_layer.weight.detach().clone()
     train(net)
-    y = F.linear(torch.eye(64), fp4graph.unpack_frozen(net)[4].weight)
-    assert y.shape == (64, 32)
+    assert not torch.equal(net[0].base_layer.weight, moving)
+    assert torch.equal(fp4graph.unpack_frozen(net)[4].weight, kept)
+    assert torch.equal(kept, values_of(frozen))
+
+
+def phases(*later):
+    """Return the policy of ``tetrajet`` with phases after 2, 4, ... forwards."""
+    return SOUND["tetrajet"] | {"phases": [{"at": 2 + 2 * index, **each} for index, each in enumerate(later)]}
+
+
+FROM_NEAREST = FROM_FPROP | {"backward": {"rounding": "nearest"}}
+#: Phases under which packed weights would go wrong.
+UNSOUND = {
+    "nothing quantized": ({"rules": [], "default": "keep"}, r"rule 'default'.*keeps it in high precision"),
+    "the rule keeps": (
+        {"rules": [{"name": "off", "match": {"op": "linear"}, "keep": "the end is exact"}], "default": "keep"},
+        r"rule 'off'.*keeps it in high precision",
+    ),
+    "other scales": (
+        {"rules": [{"name": "floor", "match": {"op": "linear"}, "operands": FROM_FPROP, "quantize": {
+            **TETRAJET, "scale": {"format": "e8m0", "rounding": "floor"}}}]},
+        r"rule 'floor'.*its quantizer gives other values",
+    ),
+    "fprop is stochastic": (
+        {"techniques": [{"stochastic_rounding": {"operands": ["fprop"]}}]},
+        r"rule 'the rule'.*anew at every forward",
+    ),
+    "dgrad of the original": (
+        {"rules": [{"name": "late", "match": {"op": "linear"}, "quantize": TETRAJET}]},
+        r"rule 'late'.*dgrad quantizes it from the original",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", UNSOUND)
+def test_every_later_phase_is_checked(name, tmp_path):
+    later, message = UNSOUND[name]
+    same_again = {"rules": [{"name": "nearest", "match": {"op": "linear"}, "quantize": TETRAJET,
+                             "operands": FROM_NEAREST}]}  # fmt: skip
+    file = tmp_path / "p.yaml"
+    file.write_text(fp4graph.load_policy(phases(same_again, later)).to_yaml())
+    net = fp4graph.apply(model(), file, backend="eager")
+    with pytest.raises(PolicyError, match=rf"(?s)p\.yaml:\d+: {message}") as caught:
+        fp4graph.pack_frozen(net)
+    assert "0.base_layer.weight cannot be packed: in the phase that begins at 4, " in str(caught.value)
+    assert all(isinstance(net.get_submodule(name).weight, nn.Parameter) for name in LINEARS)
+
+
+@pytest.mark.slow
+def test_weights_stay_packed_through_phases_that_ask_the_same_values():
+    same_again = {"rules": [{"name": "nearest", "match": {"op": "linear"}, "quantize": TETRAJET,
+                             "operands": FROM_NEAREST}]}  # fmt: skip
+    plain, packed = (fp4graph.apply(model(), phases(same_again), backend="eager") for _ in range(2))
+    fp4graph.pack_frozen(packed)
+    size = at_rest(packed)
+    assert same(train(plain, 4), train(packed, 4))
+    assert runtime_of(packed).phase == 1
+    assert at_rest(packed) == size
+
+
+#: Changes of the rule of ``tetrajet`` after which packed bytes are wrong for layer 4.
+CHANGED = {
+    "kept": {"match": {"module": "0"}},
+    "other scales": {"quantize": {**TETRAJET, "scale": {"format": "e8m0", "rounding": "floor"}}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHANGED)
+def test_a_plan_that_the_bytes_are_wrong_for_is_an_error_at_every_call(name):
+    net = fp4graph.apply(model(), SOUND["tetrajet"], backend="eager")
+    fp4graph.pack_frozen(net)
+    train(net, 1)
+    rule = SOUND["tetrajet"]["rules"][0] | CHANGED[name]
+    runtime_of(net).policy = fp4graph.load_policy(SOUND["tetrajet"] | {"rules": [rule]})
+    net[4] = Lora(net[4])  # the next call plans the model anew
+    for _ in range(3):
+        with pytest.raises(PolicyError, match=r"\w+ was packed.*gone.*load the original weights and apply"):
+            net(X)
+    fp4graph.apply(net.requires_grad_(True), SOUND["tetrajet"], backend="eager")
+    train(net, 1)
+
+
+@pytest.mark.parametrize("module", [nn.Linear(64, 32), Lora(nn.Linear(64, 32))])
+def test_a_call_in_another_context_of_autocast_is_an_error(module):
+    net = fp4graph.apply(nn.Sequential(module.requires_grad_(False)), SOUND["tetrajet"], backend="eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        fp4graph.pack_frozen(net)
+        expected = net(X)
+    for _ in range(2):
+        with pytest.raises(Error, match=r"weight was packed from torch\.bfloat16, and this .* torch\.float32; call"):
+            net(X)
+        with (
+            torch.autocast("cpu", torch.float16),
+            pytest.raises(Error, match=r"was packed from torch\.bfloat16, and .* torch\.float16"),
+        ):
+            net(X)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(net(X), expected)
+
+
+class Reads(nn.Module):
+    """Reads a layer's weight as T5 does (its dtype) or as DoRA does (its values)."""
+
+    def __init__(self, values):
+        super().__init__()
+        self.wo, self.values = nn.Linear(64, 32), values
+
+    def forward(self, x):
+        y = self.wo(x.to(self.wo.weight.dtype))
+        return y / self.wo.weight.norm() if self.values else y
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_packed_weight_has_a_dtype_and_no_values(strict):
+    plain, net = (Reads(values=False).requires_grad_(False) for _ in range(2))
+    net.load_state_dict(plain.state_dict())
+    for each in (plain, net):
+        fp4graph.apply(each, SOUND["tetrajet"], backend="eager", strict=strict)
+    fp4graph.pack_frozen(net)
+    assert torch.equal(net(X), plain(X))
+    assert (net.wo.weight.dtype, net.wo.weight.device.type, *net.wo.weight.shape) == (torch.float32, "cpu", 32, 64)
+    message = r"wo\.weight is packed, and something reads it outside a call of its module; call fp4graph\.unpack_frozen"
+    for read in (lambda w: w.data, lambda w: w.norm(), lambda w: w.requires_grad_(True), lambda w: w.mT):
+        with pytest.raises(Error, match=message):
+            read(net.wo.weight)
+    with pytest.raises(Error, match=message):
+        net.wo.weight.requires_grad = True
+
+    reading = Reads(values=True).requires_grad_(False)
+    fp4graph.apply(reading, SOUND["tetrajet"], backend="eager", strict=strict)
+    fp4graph.pack_frozen(reading)
+    for _ in range(2):
+        with pytest.raises(Error, match=message):
+            reading(X)
+
+
+def test_layers_with_a_dora_adapter_are_refused():
+    net = model()
+    net[2].lora_magnitude_vector = nn.ModuleDict({"default": nn.Linear(1, 1)})
+    fp4graph.apply(net, SOUND["tetrajet"], backend="eager")
+    with pytest.raises(PolicyError, match=r"2\.base_layer\.weight cannot be packed: 2 has a DoRA adapter.*use_dora"):
+        fp4graph.pack_frozen(net)
+
+
+@pytest.mark.slow
+def test_unfreezing_beside_packed_weights_warns_once():
+    net = fp4graph.apply(model(), SOUND["tetrajet"], backend="eager")
+    fp4graph.pack_frozen(net)
+    optimizer = torch.optim.SGD([p for p in net.parameters() if p.requires_grad], lr=0.1)
+    fp4graph.prepare_optimizer(net, optimizer)
+    train(net)
+    net.requires_grad_(True)
+    message = r"3 parameters that were frozen .* now require gradients; packed weights .* fp4graph\.unpack_frozen"
+    with pytest.warns(fp4graph.PolicyWarning, match=message):
+        fp4graph.prepare_optimizer(net, optimizer)
+    train(net)
+    assert "weight" not in net[4]._parameters
+
+    net = fp4graph.apply(model(), SOUND["tetrajet"], backend="eager")
+    fp4graph.pack_frozen(net).requires_grad_(True)
+    with pytest.warns(fp4graph.PolicyWarning, match=message):
+        train(net)
+
+
+@pytest.mark.parametrize(
+    "convert", [nn.Module.half, nn.Module.bfloat16, lambda net: net.to(torch.float64)], ids=["half", "bfloat16", "to"]
+)
+def test_converting_a_packed_model_names_the_way(convert):
+    net = fp4graph.apply(model().requires_grad_(False), SOUND["tetrajet"], backend="eager")
+    fp4graph.pack_frozen(net)
+    with pytest.raises(
+        Error, match=r"0\.base_layer\.weight is packed as bytes of torch\.float32 and cannot become torch\.\w+; call "
+        r"fp4graph\.unpack_frozen\(model\), convert the model, and call fp4graph\.pack_frozen"
+    ):  # fmt: skip
+        convert(net)
+    convert(fp4graph.unpack_frozen(net))
+    fp4graph.pack_frozen(net)
+    assert net(X.to(net[4].bias.dtype)).dtype == net[4].bias.dtype

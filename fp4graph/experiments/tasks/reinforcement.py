@@ -138,7 +138,8 @@ class Countdown(Problem):
         −(1/G)·Σ_i A_i·(1/|o_i|)·Σ_t log p(o_it | prompt, o_i<t).
 
     The value of the loss is the share of completions without reward, in training and in validation, where the prompts
-    and the noise are the same each time. Validation puzzles have sets of numbers that training never shows.
+    and the noise are the same each time, whatever the batch size. Validation puzzles are distinct, and have sets of
+    numbers that training never shows.
 
     Source: GRPO (Shao et al. 2024, "DeepSeekMath", eq. 3 and 21) with one update for each rollout, where the ratio to
     the old policy is 1 and is never clipped, and without the KL penalty. The task is ours.
@@ -177,15 +178,21 @@ class Countdown(Problem):
             yield self._batch(self.batch_size, self.seed, _TRAINING, number)
 
     def validation(self) -> Iterator[Batch]:
-        for number in range(0, VALIDATED, self.batch_size):
-            yield self._batch(min(self.batch_size, VALIDATED - number), _VALIDATION, number, held_out=True)
+        drawn = countdown.puzzles(8 * VALIDATED, _VALIDATION, held_out=True)
+        prompts = list(dict.fromkeys(puzzle.prompt for puzzle, _ in drawn))[:VALIDATED]
+        whole = countdown.encode(prompts), self._noise(VALIDATED, True, _VALIDATION)
+        yield from zip(*(part.split(self.batch_size) for part in whole), strict=True)  # type: ignore[no-untyped-call]
 
-    def _batch(self, size: int, *seeds: int, held_out: bool = False) -> Batch:
-        """Return prompts ``[size, PROMPT]`` and Gumbel noise ``[size, group, completion, VOCABULARY]``."""
-        prompts = countdown.encode(p.prompt for p, _ in countdown.puzzles(size, *seeds, held_out=held_out))
+    def _batch(self, size: int, *seeds: int) -> Batch:
+        """Return prompts ``[size, PROMPT]`` of training and their noise."""
+        prompts = countdown.encode(puzzle.prompt for puzzle, _ in countdown.puzzles(size, *seeds))
+        return prompts, self._noise(size, False, *seeds)
+
+    def _noise(self, size: int, *seeds: int) -> Tensor:
+        """Return Gumbel noise, fp32 ``[size, group, completion, VOCABULARY]``."""
         shape = size, self.group, self.completion, countdown.VOCABULARY
-        noise = np.random.default_rng([held_out, *seeds, 1]).gumbel(size=shape)
-        return prompts, torch.from_numpy(noise.astype(np.float32))
+        noise = np.random.default_rng([*seeds, 1]).gumbel(size=shape)
+        return torch.from_numpy(noise.astype(np.float32))
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         prompts, noise = batch
