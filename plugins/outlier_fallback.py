@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field, model_validator
 from torch import Tensor
 
 from fp4graph.numerics.blocking import Groups
-from fp4graph.technique import Context, Operands, Overhead, Technique, hookimpl
+from fp4graph.technique import Context, Operands, OperandSpecs, Overhead, Technique, hookimpl
 
 _DEFAULT_FRACTION = 0.1
 
@@ -41,7 +41,10 @@ class OutlierFallback(Technique):
 
     Use it on forward operands with outliers, and where small values matter, such as rollouts. Both choices compare the
     blocks of a whole operand, so that the blocks of a token that fall back depend on the tokens beside it. A token may
-    therefore have another probability in a rollout than in the training forward.
+    therefore have another probability in a rollout than in the training forward. With ``granularity: row`` they compare
+    the blocks of one line along the contraction axis, in fprop those of one token or of one output: φ, rounded up to
+    whole blocks, is a share of each line's blocks, and τ of its largest magnitude. What a token becomes then depends on
+    that token alone.
     """
 
     name: ClassVar[str] = "outlier_fallback"
@@ -58,11 +61,22 @@ class OutlierFallback(Technique):
         None, ge=0, lt=1, description="Share of the largest magnitude; blocks that lose more to zero get a second pass."
     )
 
+    granularity: Literal["tensor", "row"] = Field("tensor", description="What blocks compete in: operand or line.")
+
     @model_validator(mode="after")
     def _one_rule(self) -> OutlierFallback:
         if self.fraction is not None and self.threshold is not None:
             raise ValueError("fraction and threshold are two ways to choose blocks; give one of them")
         return self
+
+    def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
+        """Refuse blocks of several lines, or of a whole one, where the blocks of a line compete."""
+        for operand, spec in self.specs_listed(specs).items():
+            if self.granularity == "row" and not isinstance(spec.block, int):
+                raise ValueError(
+                    f"with granularity: row the blocks of one line compete, and those of {operand} are {spec.block}; "
+                    "use blocks of a fixed length, or leave granularity out"
+                )
 
     def around(self, quantize: Callable[[Tensor], Tensor], x: Tensor, context: Context) -> Tensor:
         """Return the sum of both passes, taken in fp32, where the residual is exact unless a value was clipped."""
@@ -75,14 +89,19 @@ class OutlierFallback(Technique):
             chosen = self._largest(lost, context)
         else:
             healthy = context.maxima(torch.where(first == first, exact, 0.0))
-            chosen = lost > self.threshold * Groups(blocking, "tensor").reduce(healthy, "amax")
+            chosen = lost > self.threshold * Groups(blocking, self.granularity).reduce(healthy, "amax")
         kept = blocking.split(first)
         return blocking.join(torch.where(chosen, kept + blocking.split(second), kept)).to(x.dtype)
 
     def _largest(self, score: Tensor, context: Context) -> Tensor:
-        """Return the ⌈φ·n/l⌉ blocks of the largest scores, of each expert its own."""
+        """Return the ⌈φ·n/l⌉ blocks of the largest scores, of each expert or line its own."""
         # The share is a ratio of integers, so that 0.1 of 30 blocks is 3 and the number of blocks may be symbolic.
         share = Fraction(str(_DEFAULT_FRACTION if self.fraction is None else self.fraction))
+        if self.granularity == "row":
+            lines = score.squeeze(-1)
+            count = (lines.shape[-1] * share.numerator + share.denominator - 1) // share.denominator
+            order = lines.sort(dim=-1, descending=True, stable=True).indices
+            return torch.zeros_like(lines, dtype=torch.bool).scatter(-1, order[..., :count], True).unsqueeze(-1)
         blocking, segments = context.blocking, context.blocking.segments
         if segments is not None:
             return segments.largest(score, blocking.position(segments.axis), blocking.step(segments.axis), share)

@@ -99,6 +99,7 @@ TECHNIQUES = {
     "surrogate": ["tensor_scaling", "step_gradient"],
     "fallback": ["tensor_scaling", {"outlier_fallback": {"fraction": 0.3, "operands": ["fprop", "dgrad"]}}],
     "fallback by threshold": ["tensor_scaling", {"outlier_fallback": {"threshold": 0.1}}],
+    "fallback by row": ["tensor_scaling", {"outlier_fallback": {"granularity": "row", "operands": ["fprop", "dgrad"]}}],
     "mean split": ["tensor_scaling", "mean_split"],
     "eden": [{"hadamard": {"scope": "backward", "block": 64}}, {"ms_eden": {"block": 64}}],
     "smooth": ["tensor_scaling", "smooth_swiglu"],

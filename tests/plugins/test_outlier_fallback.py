@@ -10,12 +10,14 @@ import torch
 import yaml
 
 import fp4graph
+from fp4graph.errors import PolicyError
 from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
 from fp4graph.numerics import noise
 from fp4graph.numerics.draw import Draw
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
+from tests.helpers.models import llama
 from tests.helpers.policies import loaded, quantizer
 
 NEAREST = fp4graph.QuantSpec(block=32, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
@@ -86,6 +88,37 @@ def test_the_threshold_is_a_share_of_the_largest_magnitude():
     chosen = [i for i, s in enumerate(score) if s > 0.002 * top]
     assert 0 < len(chosen) < len(score) // 2
     assert torch.equal(quantized(x, {"threshold": 0.002}), expected(x, chosen))
+
+
+@pytest.mark.parametrize("width", [320, 304])  # 304: the last block of each row is padded
+@pytest.mark.parametrize("options", [{}, {"fraction": 0.3}, {"threshold": 0.002}])
+def test_by_rows_a_line_chooses_among_its_own_blocks(width, options):
+    x = heavy_tailed(24, width)
+    x[3], x[4, 5] = 0, math.nan
+    q, chosen = fp4graph.fake_quantize(x, NEAREST), []
+    for row in range(len(x)):
+        score = scores(x[row : row + 1], q[row : row + 1])
+        first = row * len(score)
+        if "threshold" in options:
+            top = max((abs(v) for v, w in zip(x[row].tolist(), q[row].tolist(), strict=True) if w == w), default=0)
+            chosen += [first + i for i, s in enumerate(score) if s > options["threshold"] * top]
+        else:
+            count = math.ceil(round(options.get("fraction", 0.1) * len(score), 9))
+            chosen += [first + i for i in sorted(range(len(score)), key=lambda i: (-score[i], i))[:count]]
+    y = quantized(x, {**options, "granularity": "row"})
+    torch.testing.assert_close(y, expected(x, chosen), rtol=0, atol=0, equal_nan=True)
+    whole = quantized(x, options)
+    assert not torch.equal(whole.nan_to_num(), y.nan_to_num())
+    # A token is what it is whatever stands beside it: a rollout's is the training forward's.
+    alone = torch.cat([quantized(line, {**options, "granularity": "row"}) for line in x.split(1)])
+    torch.testing.assert_close(alone, y, rtol=0, atol=0, equal_nan=True)
+    assert quantized(x[:0], {**options, "granularity": "row"}).shape == (0, width)
+
+
+@pytest.mark.parametrize("block", ["row", "tensor", [4, 32]])
+def test_by_rows_blocks_have_a_fixed_length(block):
+    with pytest.raises(PolicyError, match=r"blocks of one line compete, and those of fprop\.input are"):
+        policy({"granularity": "row"}, block=block)
 
 
 def test_of_equal_scores_the_first_blocks_are_chosen():
@@ -180,7 +213,15 @@ def test_bf16_is_the_fp32_result_rounded():
     assert torch.equal(y, quantized(x.float(), {"fraction": 0.3}).bfloat16())
 
 
-@pytest.mark.parametrize("options", [{"fraction": 0.3}, {"threshold": 0.002}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"fraction": 0.3},
+        {"threshold": 0.002},
+        pytest.param({"fraction": 0.3, "granularity": "row"}, marks=pytest.mark.long),
+        pytest.param({"threshold": 0.002, "granularity": "row"}, marks=pytest.mark.long),
+    ],
+)
 def test_eager_and_inductor_agree(options, inductor):
     def f(x):
         return site(options, rounding="stochastic").operand(Operand.FPROP_INPUT)(x, DRAW)[0].values
@@ -207,3 +248,28 @@ def test_the_policy_writes_its_options_down():
     options = {"operands": ["fprop.input", "gradients"], "threshold": 0.01}
     assert written["rules"][0]["techniques"] == [{"outlier_fallback": options}]
     assert fp4graph.load_policy(written) == loaded
+
+
+@pytest.mark.long
+def test_by_rows_a_rollout_has_the_probabilities_of_the_training_forward():
+    """Token by token from a cache beside all tokens at once; a choice among all blocks tells the two apart."""
+    pytest.importorskip("transformers")
+    tokens, divergence = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(0)), {}
+    for granularity in ("tensor", "row"):
+        model = llama().eval()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(3 if parameter.dim() == 2 else 1)
+        model.config.use_cache = True
+        fp4graph.apply(model, policy({"operands": ["fprop.input"], "granularity": granularity}), backend="eager")
+        with torch.no_grad():
+            together = model(input_ids=tokens, use_cache=False).logits.log_softmax(-1)
+            out = model(input_ids=tokens[:, :8], use_cache=True)
+            parts = [out.logits]
+            for place in range(8, 24):
+                out = model(input_ids=tokens[:, place, None], past_key_values=out.past_key_values, use_cache=True)
+                parts.append(out.logits)
+        apart = torch.cat(parts, 1).log_softmax(-1)
+        divergence[granularity] = (together.exp() * (together - apart)).sum(-1).mean().item()
+    assert divergence["tensor"] > 1e-3
+    assert abs(divergence["row"]) < 1e-6
