@@ -95,8 +95,9 @@ def options_of(args):
 
 def quantized(base, args, policy):
     """Return :func:`adapted` under a policy, its frozen weights as FP4 bytes if they shall be packed."""
-    model = adapted(base, args)
-    fp4graph.apply(model.get_base_model(), policy, **options_of(args))  # fp4graph
+    model, rows = adapted(base, args), torch.zeros(1, CONTEXT, dtype=torch.long)
+    call = {"input_ids": rows, "labels": rows, "use_cache": False}  # with it, every error of the policy comes here
+    fp4graph.apply(model.get_base_model(), policy, example_inputs=call, **options_of(args))  # fp4graph
     if args.pack:
         fp4graph.pack_frozen(model.get_base_model())  # fp4graph
     return model

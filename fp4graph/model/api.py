@@ -19,7 +19,7 @@ from fp4graph.model.apply_options import ApplyOptions
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.explain import rehearse
 from fp4graph.model.hooks import Method, bypassed, mark_hooks
-from fp4graph.model.packed import release_all
+from fp4graph.model.packed import unpacked
 from fp4graph.model.runtime import Runtime, detach, require_runtime, runtime_of
 from fp4graph.policy import Policy, check_modules, load_policy
 from fp4graph.text import suggest
@@ -91,18 +91,19 @@ def apply(
             raise Error(
                 f"submodule {name!r} has a policy of its own; fp4graph.remove() it before applying to the whole"
             )
-    release_all(root)
-    _check_methods(root, methods)
-    if total_forwards is not None:
-        _check_total(total_forwards)
-    if total_forwards is not None or example_inputs is not None:
-        loaded.phase(0, total_forwards)  # phases in the wrong order are refused here
-    if example_inputs is not None:
-        rehearse(root, loaded, example_inputs)
-    first = runtime_of(root) is None and not mark_hooks(root)
-    given = 0 if seed is None else seed, dynamic, total_forwards, strict, recompile_limit, tuple(dict.fromkeys(methods))
-    settings = ApplyOptions(backend, *given, compiler=compiler)
-    Runtime(root, loaded, settings).attach()
+    with unpacked(root):
+        _check_methods(root, methods)
+        if total_forwards is not None:
+            _check_total(total_forwards)
+        if total_forwards is not None or example_inputs is not None:
+            loaded.phase(0, total_forwards)  # phases in the wrong order are refused here
+        if example_inputs is not None:
+            rehearse(root, loaded, example_inputs)
+        first = runtime_of(root) is None and not mark_hooks(root)
+        names = tuple(dict.fromkeys(methods))
+        given = 0 if seed is None else seed, dynamic, total_forwards, strict, recompile_limit, names
+        settings = ApplyOptions(backend, *given, compiler=compiler)
+        Runtime(root, loaded, settings).attach()
     if first:
         saved.restore(root)
     return model

@@ -9,7 +9,8 @@ parameter's own name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
@@ -293,10 +294,17 @@ def release_all(root: nn.Module) -> list[Released]:
     return [release(module, unpacking) for module, unpacking in list(packed_below(root))]
 
 
-def hold_again(released: Iterable[Released]) -> None:
-    """Undo :func:`release`: the modules must have state again."""
-    for module, own, kept in released:
-        hold(module, own.name, own.path, own.layout, kept, own.programs)
+@contextmanager
+def unpacked(root: nn.Module) -> Iterator[list[Released]]:
+    """Give packed weights back as parameters for another plan of the model; after an error in the context, pack them
+    as they were."""
+    released = release_all(root)
+    try:
+        yield released
+    except BaseException:
+        for module, own, kept in released:
+            hold(module, own.name, own.path, own.layout, kept, own.programs)
+        raise
 
 
 def packed_parameter(module: nn.Module, name: str) -> Unpack | None:

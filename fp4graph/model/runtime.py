@@ -28,7 +28,7 @@ from fp4graph.model.conversion import opaque, refuse_conversion
 from fp4graph.model.current import CurrentForward, Parts
 from fp4graph.model.inspection import Inspection
 from fp4graph.model.optimizers import PreparedOptimizers
-from fp4graph.model.packed import hold_again, release_all
+from fp4graph.model.packed import release_all, unpacked
 from fp4graph.model.prepare import PhasePlan, device_of, prepare, unprepare
 from fp4graph.model.repacking import Packing
 from fp4graph.model.tree import Tree
@@ -394,13 +394,9 @@ class Runtime:
 
     def _replaced(self, phase: int) -> Runtime:
         """Apply the policy in ``phase`` to the model as it is now, with the present state and optimizers."""
-        packed = release_all(self.root)  # plans are made of parameters
-        try:
+        with unpacked(self.root) as packed:  # plans are made of parameters
             following = Runtime(self.root, self.policy, self.settings, phase)
             following.attach()
-        except BaseException:
-            hold_again(packed)  # under the former plan: a later call must not find the values of bytes
-            raise
         following.packing = self.packing
         if packed and self.packing is not None:
             try:

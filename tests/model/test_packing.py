@@ -408,6 +408,17 @@ def test_a_plan_that_the_bytes_are_wrong_for_is_an_error_at_every_call(name):
     train(net, 1)
 
 
+def test_a_policy_that_cannot_be_applied_leaves_a_model_packed():
+    net = fp4graph.apply(model(), SOUND["tetrajet"], backend="eager")
+    fp4graph.pack_frozen(net)
+    size, expected = at_rest(net), net(X)
+    unused = policy(TETRAJET, match={"module": "4"}) | {"expect": {"quantized": 3}}
+    with pytest.raises(Error):
+        fp4graph.apply(net, unused, backend="eager", example_inputs=(X,))
+    assert at_rest(net) == size
+    assert torch.equal(net(X), expected)
+
+
 @pytest.mark.parametrize("module", [nn.Linear(64, 32), Lora(nn.Linear(64, 32))])
 def test_a_call_in_another_context_of_autocast_is_an_error(module):
     net = fp4graph.apply(nn.Sequential(module.requires_grad_(False)), SOUND["tetrajet"], backend="eager")

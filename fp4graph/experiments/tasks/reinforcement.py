@@ -181,7 +181,7 @@ class Countdown(Problem):
         drawn = countdown.puzzles(8 * VALIDATED, _VALIDATION, held_out=True)
         prompts = list(dict.fromkeys(puzzle.prompt for puzzle, _ in drawn))[:VALIDATED]
         whole = countdown.encode(prompts), self._noise(VALIDATED, True, _VALIDATION)
-        yield from zip(*(part.split(self.batch_size) for part in whole), strict=True)  # type: ignore[no-untyped-call]
+        yield from zip(*(torch.split(part, self.batch_size) for part in whole), strict=True)
 
     def _batch(self, size: int, *seeds: int) -> Batch:
         """Return prompts ``[size, PROMPT]`` of training and their noise."""
