@@ -50,6 +50,7 @@ class _Moving:
         fprop = weight.plan.program.fprop
         self._element = None if fprop.right.spec is None else fprop.right.spec.element
         simple = by_block(fprop.right) and not fprop.right.draws and not fprop.transforms
+        simple = simple and weight.plan.program.apart is None
         #: The quantizer, where the sampled lines can be quantized without the others.
         self._program = fprop.right if simple else None
         self._last: tuple[Tensor, Tensor] | None = None
