@@ -366,7 +366,9 @@ class Planner:
         name = rule.name if index != DEFAULT_INDEX or rule.quantizes else None
         reason = "" if quantized else rule.keep or "every operand is kept in high precision"
         found_out = (shapes, name, reason, dict(plan.specs), quantized, occurrence, index, work)
-        self.sites.append(Site(view.module, view.op, *found_out, exact=_exact(plan.program, view.op)))
+        exact, apart = _exact(plan.program, view.op), None if plan.program is None else plan.program.apart
+        count, own = (0, {}) if apart is None else (apart.count, _apart_specs(apart))
+        self.sites.append(Site(view.module, view.op, *found_out, exact=exact, apart_channels=count, apart=own))
         return PlannedSite(found, plan, occurrence) if quantized else None
 
     def _work(self, found: FoundWork) -> None:
@@ -429,6 +431,12 @@ def _exact(program: MatmulProgram | None, op: str) -> tuple[Gemm, ...]:
     model's dtype."""
     gemms = () if program is None or op == "grouped" else (program.fprop, program.dgrad, program.wgrad)
     return tuple(gemm.gemm for gemm in gemms if gemm.is_exact())
+
+
+def _apart_specs(apart: Apart) -> dict[Operand, QuantSpec | None]:
+    """Return the specs of channels that are multiplied apart."""
+    operands = (operand for operand in Operand if operand.gemm is not Gemm.DGRAD)
+    return {operand: apart.program.operand(operand).spec for operand in operands}
 
 
 def _shape(x: Tensor) -> tuple[int | str, ...]:
