@@ -36,7 +36,7 @@ class Site:
         exact: the GEMMs whose operands are both bf16 numbers by construction. On CUDA those of an fp32 model multiply
             as bf16 with fp32 output, unless a technique's scales turn out not to be one number for the tensor.
         apart_channels: the number of input channels that a technique has multiplied apart; 0 where there are none.
-        apart: their specs in fprop and wgrad; ``operands`` are then those of the other channels. dgrad has all channels.
+        apart: their specs in fprop and wgrad, where ``operands`` are those of the other channels; dgrad has all.
     """
 
     module: str | None

@@ -236,8 +236,9 @@ class Weight:
         if (score := self._score()) is None:
             return None
         assert self.plan.program is not None
-        chosen, shape = is_apart(self.plan.program, score), self.parameter.shape
-        return like(chosen.unsqueeze(-1).expand(shape) if self.stored_transposed else chosen.expand(shape), self.parameter)
+        chosen = is_apart(self.plan.program, score)
+        chosen = chosen.unsqueeze(-1) if self.stored_transposed else chosen
+        return like(chosen.expand(self.parameter.shape), self.parameter)
 
     def fprop_state(self, lay_out: Callable[[Tensor], Tensor]) -> dict[str, dict[str, Tensor]]:
         """Return the technique state that fprop's quantizer is given.

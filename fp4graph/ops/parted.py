@@ -187,5 +187,3 @@ def is_apart(program: MatmulProgram, score: Tensor) -> Tensor:
 
 def _draw(key: Tensor | None, step: Tensor | None) -> Draw | None:
     return None if key is None or step is None else Draw(key, step)
-
-

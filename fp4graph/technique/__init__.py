@@ -55,6 +55,6 @@ __all__ = [
     "ADDRESSES", "GRADIENT_STAGES", "GROUPS", "IMPORTABLE", "OPTIMIZER_STAGES", "QUANTIZER_STAGES", "STAGES",
     "TENSOR_STAGES", "BackwardOperands", "BlockPosition", "Context", "Factors", "ForwardOperands", "Gemm", "GroupScale",
     "Operand", "OperandList", "OperandSpecs", "Operands", "OptimizerStep", "Overhead", "Partition", "Positive",
-    "ProductOperation", "Quantization", "Share", "SiteView", "StateEntry", "Technique", "WeightUpdate", "check_kind", "checked_plan",
-    "hookimpl", "overrides",
+    "ProductOperation", "Quantization", "Share", "SiteView", "StateEntry", "Technique", "WeightUpdate", "check_kind",
+    "checked_plan", "hookimpl", "overrides",
 ]  # fmt: skip

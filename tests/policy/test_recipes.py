@@ -366,11 +366,12 @@ def test_tetrajet_v2() -> None:
     policy = load_policy("tetrajet-v2")
     measuring, splitting = policy.phases
     assert (measuring.at, splitting.at) == (500, 550)  # steps 501 to 550 measure
-    for each, options in ((measuring.policy, {"mode": "measure"}), (splitting.policy, {"mode": "split", "channels": 0.1})):
-        linears, experts = each.rules
+    options = {"mode": "measure"}, {"mode": "split", "channels": 0.1}
+    for phase, own in zip((measuring, splitting), options, strict=True):
+        linears, experts = phase.policy.rules
         assert linears.specs == experts.specs == policy.rules[0].specs
-        assert {t.name: t.model_dump(exclude_unset=True) for t in linears.techniques} == {**whole, "out_control": options}
-        assert {t.name: t.model_dump(exclude_unset=True) for t in experts.techniques} == whole
+        used = [{t.name: t.model_dump(exclude_unset=True) for t in rule.techniques} for rule in (linears, experts)]
+        assert used == [{**whole, "out_control": own}, whole]
     apart = plan_site(SiteView("fc", "linear", 640, 64, 40960), splitting.policy.rules[0]).program.apart
     assert apart.count == 64
     mxfp8 = QuantSpec(element="e4m3", block=32, scale=ScaleSpec(E8M0, "ceil"))
