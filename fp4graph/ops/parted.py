@@ -114,7 +114,7 @@ class _PartedMatmul(torch.autograd.Function):
             operands = left, right = bound.operands(fprop, rotation)
             left_terms, a_fprop = bound.kept_terms(left, rotation, "left", keep=rereads, reread=False)
             right_terms, b_fprop = bound.kept_terms(right, rotation, "right", keep=rereads_b, reread=False)
-            bound.show(operands, (x, w), (left_terms, right_terms))
+            bound.show(operands, (x, b), (left_terms, right_terms))  # dgrad's weight is compared with the whole one
             products.append(bound.multiply(fprop, left_terms, right_terms))
             saved += [*tensors(a_fprop), *tensors(b_fprop)]
             packings.append((packing(a_fprop), packing(b_fprop)))

@@ -71,7 +71,8 @@ PHASES = [{"at": 2, "operands": {"backward": "keep"}}, {"at": 4, "rules": [], "d
 def _linears(mode: str) -> list[dict[str, object]]:
     quantize = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0"}}
     match = {"op": "linear", "block": True}
-    return [{"name": "linears", "match": match, "quantize": quantize, "techniques": [{"out_control": {"mode": mode}}]}]
+    techniques = [{"out_control": {"mode": mode}}, {"osci_reset": {"every": 4, "track": 1}}]  # resets at the sixth step
+    return [{"name": "linears", "match": match, "quantize": quantize, "techniques": techniques}]
 
 
 #: Policies in phases; "rounded" draws no noise, "averaged" keeps state and draws it, "parted" measures activations.
