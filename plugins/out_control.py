@@ -32,6 +32,7 @@ from fp4graph.technique import (
 
 #: The operands whose chosen channels have a quantizer of their own. dgrad's have that of the others.
 _APART = (Operand.FPROP_INPUT, Operand.FPROP_WEIGHT, Operand.WGRAD_GRAD_OUTPUT, Operand.WGRAD_INPUT)
+_FORWARD = (Operand.FPROP_INPUT, Operand.FPROP_WEIGHT)
 _RECENT = f"{Operand.FPROP_INPUT.replace('.', '_')}_recent"  # the entry as the optimizer's stages know it
 _MOST_TOKENS = 1 << 24
 
@@ -92,10 +93,7 @@ class OutControl(Technique):
         return value
 
     def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
-        """Refuse rules in which the channels of fprop are not those of X, or not quantized."""
-        kept = [o for o in (Operand.FPROP_INPUT, Operand.FPROP_WEIGHT) if specs.get(o) is None]
-        if kept:
-            raise ValueError(f"{kept[0]} stays in high precision, which MXFP8 would not improve; quantize it")
+        """Refuse rules in which the channels of fprop are not those of X."""
         anything = SiteView(None, "linear", None, None, None, None, "swiglu")
         for name, technique in techniques.items():
             if Gemm.FPROP in technique.pairs(anything):
@@ -105,6 +103,11 @@ class OutControl(Technique):
                 )
             if overrides(technique, "split") and Operand.FPROP_INPUT in technique.acts_on(anything):
                 raise ValueError(f"{name} takes outliers out of X before they are measured; drop one of the two")
+
+    def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
+        """Return the operand of fprop that is not quantized, beside which no channels are chosen."""
+        kept = [operand for operand in _FORWARD if specs.get(operand) is None]
+        return f"{kept[0]} stays in high precision" if kept else None
 
     def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
         """Refuse products of two activations, and layers too small to part."""
@@ -146,7 +149,7 @@ class OutControl(Technique):
 
     def partition(self, site: SiteView, specs: OperandSpecs) -> Partition | None:
         """Return the chosen channels and their quantizers."""
-        if self.mode != "split" or site.in_features is None:
+        if self.mode != "split" or site.in_features is None or self.inert(specs, {}) is not None:
             return None
         plain = QuantSpec(element=ELEMENTS[self.element], block=self.block, scale=ScaleSpec("e8m0", "ceil"))  # type: ignore[arg-type]
         apart = []
@@ -170,7 +173,9 @@ class OutControl(Technique):
 
     def after_step(self, update: WeightUpdate) -> None:
         """Add what all ranks have measured; refuse to split what nobody has measured."""
-        norms, recent = update.state["norms"], update.state[_RECENT]
+        norms, recent = update.state.get("norms"), update.state.get(_RECENT)
+        if norms is None or recent is None:  # an operand of fprop is not quantized
+            return
         if self.mode == "measure":
             norms += update.over_ranks(recent)
             recent.zero_()

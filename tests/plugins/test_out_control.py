@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -313,7 +314,6 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
     ("policy", "message"),
     [
         (one_rule(WAIT, op="matmul"), r"this product \(matmul\) has no weight.*op: linear"),
-        (one_rule(WAIT, operands={"fprop.input": "keep"}), "fprop.input stays in high precision"),
         (one_rule("hadamard", WAIT), "hadamard transforms the operands of fprop"),
         (one_rule("outlier_clamp", WAIT), "outlier_clamp takes outliers out of X"),
     ],
@@ -321,6 +321,27 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
 def test_refusals_at_load(policy: dict[str, Any], message: str) -> None:
     with pytest.raises(PolicyError, match=message):
         fp4graph.load_policy(policy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operand", ["fprop.input", "fprop.weight"])
+def test_leaves_layers_alone_whose_fprop_is_not_quantized(operand: str) -> None:
+    """The author is warned, and the training is what it is without the technique."""
+
+    def phased(*techniques: Any) -> dict[str, Any]:
+        return one_rule(*techniques, quantize=NVFP4, operands={operand: "keep"})
+
+    with pytest.warns(fp4graph.PolicyWarning, match=f"no effect here: {operand} stays in high precision"):
+        fp4graph.load_policy(phased(WAIT))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fp4graph.PolicyWarning)
+        later = [
+            {"at": at, "rules": phased({"out_control": {"mode": mode}})["rules"]}
+            for at, mode in ((MEASURE, "measure"), (SPLIT, "split"))
+        ]
+        with_it, plain = started({**phased(WAIT), "phases": later}), started(phased())
+        outputs, expected = trained(*with_it, range(6)), trained(*plain, range(6))
+    assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
 
 
 @pytest.mark.slow
