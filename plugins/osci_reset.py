@@ -21,7 +21,8 @@ class OsciReset(Technique):
 
     are summed for each element. One step later, w ← Q(w) where D_q/D ≥ ``threshold``; an element that did not move has
     the ratio 0. Q(w) is the middle of the range of numbers that round to it, which the weight then has to leave before
-    it flips again. The optimizer's moments stay as they are.
+    it flips again. The optimizer's moments stay as they are. Input channels that ``out_control`` multiplies apart are
+    left alone, as in the authors' code.
 
     Source: Chen et al. 2025, "TetraJet-v2: Accurate NVFP4 Training for Large Language Models with Oscillation
     Suppression and Outlier Control", and the authors' code (detection by distance ratio; period 200, track 50,
@@ -100,6 +101,9 @@ class OsciReset(Technique):
         else:
             moved, moved_q = memory["moved"], memory["moved_q"]
             oscillates = (moved > 0) & (moved_q >= self.threshold * moved)
+            apart = update.apart()
+            if apart is not None:
+                oscillates &= ~apart
             weight.copy_(torch.where(oscillates, update.quantize(weight).to(weight.dtype), weight))
             for name in ("last", "last_q", "moved", "moved_q"):
                 del memory[name]

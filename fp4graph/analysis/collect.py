@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -99,9 +99,11 @@ class Statistics:
         self._runtime = runtime
         is_first = not is_distributed() or rank() == 0
         self._log = storage.Log(directory, self._header(), tensorboard) if is_first else None
-        self._handles: list[Any] = []
+        self._handles: dict[str, Any] = {}
+        self._rehook = False
         self._arm()
-        self._hook()
+        self._hook("before")
+        self._hook("after")
 
     def __enter__(self) -> Statistics:
         return self
@@ -111,23 +113,23 @@ class Statistics:
 
     def close(self) -> None:
         """Stop recording. The recorded statistics stay."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
-        self._handles = []
+        self._handles = {}
         current = runtime_of(self._model)
         if current is not None:
             current.observe(None)
         if self._log is not None:
             self._log.close()
 
-    def _hook(self) -> None:
-        """Register our hooks after those of techniques, so that changes by techniques are measured."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = [
-            self._optimizer.register_step_pre_hook(self._before_step),
-            self._optimizer.register_step_post_hook(self._after_step),
-        ]
+    def _hook(self, when: Literal["before", "after"]) -> None:
+        """Register one of our hooks after those of techniques, so that changes by techniques are measured."""
+        if when in self._handles:
+            self._handles[when].remove()
+        if when == "before":
+            self._handles[when] = self._optimizer.register_step_pre_hook(self._before_step)
+        else:
+            self._handles[when] = self._optimizer.register_step_post_hook(self._after_step)
 
     def _arm(self) -> None:
         """Observe the forwards until the next step, if that step is to be recorded."""
@@ -148,11 +150,16 @@ class Statistics:
             self._runtime = runtime
             self._window = None
             self._outputs.clear()
-            self._hook()
+            # torch is going through the hooks before the step now, which therefore may not change until it is over.
+            self._hook("after")
+            self._rehook = True
         if self._log is not None:
             self._open_window()
 
     def _after_step(self, *args: Any) -> None:
+        if self._rehook:
+            self._hook("before")
+            self._rehook = False
         self._step += 1
         if self._log is None:
             return

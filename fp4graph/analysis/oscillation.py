@@ -53,6 +53,7 @@ class _Moving:
         #: The format whose grid tells a flip from a new scale; None where blocks choose, for none is common to them.
         self._element = None if spec is None or spec.others else spec.element
         simple = by_block(fprop.right) and not fprop.right.draws and not fprop.transforms
+        simple = simple and weight.plan.program.apart is None
         #: The quantizer, where the sampled lines can be quantized without the others.
         self._program = fprop.right if simple else None
         self._last: tuple[Tensor, Tensor] | None = None

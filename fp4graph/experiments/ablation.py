@@ -71,7 +71,7 @@ def only(policy: Policy, operands: Collection[Operand], name: str | None = None)
     return load_policy(yaml.safe_load(derived.to_yaml()))  # what specs amount to, and what does not fit, is found anew
 
 
-def _left_with_work(techniques: Iterable[Technique], specs: Sequence[Specs]) -> tuple[Technique, ...]:
+def _left_with_work(techniques: Collection[Technique], specs: Sequence[Specs]) -> tuple[Technique, ...]:
     """Return the techniques that still act on something; exact operands are removed from their lists of operands."""
     site = SiteView(None, "linear", None, None, None, producer="swiglu")
     quantized = {operand for each in specs for operand, spec in each.items() if spec is not None}
@@ -86,6 +86,9 @@ def _left_with_work(techniques: Iterable[Technique], specs: Sequence[Specs]) -> 
         acts_on, pairs, plans = technique.acts_on(site), technique.pairs(site), overrides(technique, "plan")
         changes = plans and any(dict(technique.plan(site, each)) != dict(each) for each in specs)
         idle = (acts_on or pairs or plans) and not (acts_on & quantized or pairs & gemms or changes)
+        if overrides(technique, "partition"):  # it names no operands of its own
+            by_name = {each.name: each for each in techniques}
+            idle = all(technique.inert(each, by_name) is not None for each in specs if any(each.values()))
         if technique.per_model or (quantized and not idle):
             left.append(technique)
     return tuple(left)

@@ -115,6 +115,14 @@ def fp4_weights(runtime: Runtime, *, activations: bool = True) -> Iterator[Fp4We
                 "export() writes a model of one process, and this one is sharded; save a checkpoint with "
                 "fp4graph.training.checkpoint, load it in one process, and export there"
             )
+        if (apart := plan.program.apart) is not None:
+            technique = plan.program.state[apart.score].technique
+            raise refusal(
+                weight,
+                f"{technique} multiplies {apart.count} of its input channels in another format, and stored weights "
+                "have one format",
+                "train its last steps with a policy that multiplies all channels alike",
+            )
         yield _of(weight, plan.program.fprop, runtime, activations)
 
 

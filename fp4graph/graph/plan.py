@@ -21,11 +21,19 @@ from fp4graph.graph.find import FoundProduct, FoundWork
 from fp4graph.graph.products import name_of, transposes, value_of
 from fp4graph.graph.site import Site, WeightUse
 from fp4graph.numerics.spec import QuantSpec
-from fp4graph.ops.gemm import GemmProgram, MatmulProgram
+from fp4graph.ops.gemm import Apart, GemmProgram, MatmulProgram
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.state import StateSlot
 from fp4graph.policy import DEFAULT_INDEX, Decision, Policy, Rule, plan_specs
-from fp4graph.technique import TENSOR_STAGES, OperandSpecs, StateEntry, Technique, checked_plan, overrides
+from fp4graph.technique import (
+    TENSOR_STAGES,
+    OperandSpecs,
+    Partition,
+    StateEntry,
+    Technique,
+    checked_plan,
+    overrides,
+)
 from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.technique.site import SiteView
 
@@ -100,7 +108,73 @@ def plan_site(site: SiteView, rule: Rule, *, training: bool = True) -> Plan:
         transforms = tuple(t for t in techniques if quantized and which in pairs[t])
         return GemmProgram(which, operand(left), operand(right), transforms)
 
-    return Plan(ordered, MatmulProgram(gemm(Gemm.FPROP), gemm(Gemm.DGRAD), gemm(Gemm.WGRAD), slots))
+    program = MatmulProgram(gemm(Gemm.FPROP), gemm(Gemm.DGRAD), gemm(Gemm.WGRAD), slots)
+    parting = [(t, own) for t in techniques if (own := _partition(t, site, rule, specs)) is not None]
+    return Plan(ordered, _with_partition(program, parting, site, rule, training=training) if parting else program)
+
+
+def _partition(technique: Technique, site: SiteView, rule: Rule, specs: OperandSpecs) -> Partition | None:
+    """Return the channels that ``technique`` has multiplied apart."""
+
+    def asked() -> Partition | None:
+        own = technique.partition(site, specs)
+        if not isinstance(own, Partition | None):
+            raise TypeError(f"partition() must return a Partition or None; got {own!r}")
+        if own is not None and site.in_features is not None and not 0 < own.count < site.in_features:
+            raise ValueError(f"of {site.in_features} input channels {own.count} cannot be multiplied apart")
+        return own
+
+    return _call(technique, site, rule, asked)
+
+
+def _with_partition(
+    program: MatmulProgram,
+    parting: list[tuple[Technique, Partition]],
+    site: SiteView,
+    rule: Rule,
+    *,
+    training: bool,
+) -> MatmulProgram:
+    """Return ``program`` with the channels apart that one technique has chosen.
+
+    Raises:
+        CaptureError: several techniques choose, the site is no linear layer, or another technique would need to be told
+            which channels it sees.
+    """
+    (technique, partition), *others = parting
+    refused = None
+    if others:
+        refused = f"{others[0][0].name} chooses channels too; drop one of the two"
+    elif site.op != "linear":
+        refused = f"only a linear layer's are chosen, and this is {site.op}; give it to rules with op: linear"
+    elif program.fprop.transforms:
+        name = program.fprop.transforms[0].name
+        refused = f"{name} transforms the operands of fprop, whose channels are then others; transform the backward"
+    elif named := [slot.technique for slot in program.state if slot.technique != technique.name]:
+        refused = f"{named[0]} keeps state of the whole weight; drop one of the two"
+    elif any(one.has_gradient_factor for one in (program.fprop.left, program.fprop.right)):
+        refused = "a technique differentiates the quantizers of fprop, which are several then; drop one of the two"
+    if refused is not None:
+        place = f"{rule.file}:{rule.line}: " if rule.file else ""
+        raise CaptureError(
+            f"{place}technique {technique.name} multiplies input channels apart: {refused}", site=str(site)
+        )
+    specs = dict(partition.specs)
+
+    def part(gemm: GemmProgram) -> GemmProgram:
+        left, right = (specs.get(operand) for operand in gemm.operands)
+        if not training and gemm.gemm is Gemm.FPROP:
+            left, right = _settled(left), _settled(right)
+        reuses = right is None and gemm.operands[1] in rule.reuses
+        return GemmProgram(gemm.gemm, OperandProgram(left), OperandProgram(right, reuses=reuses))
+
+    score = next(
+        index
+        for index, slot in enumerate(program.state)
+        if slot.technique == technique.name and slot.label == partition.entry
+    )
+    chosen = MatmulProgram(part(program.fprop), program.dgrad, part(program.wgrad))
+    return dataclasses.replace(program, apart=Apart(score, partition.count, chosen))
 
 
 def _require_no_weight_techniques(site: SiteView, rule: Rule, techniques: Iterable[Technique]) -> None:
@@ -292,7 +366,9 @@ class Planner:
         name = rule.name if index != DEFAULT_INDEX or rule.quantizes else None
         reason = "" if quantized else rule.keep or "every operand is kept in high precision"
         found_out = (shapes, name, reason, dict(plan.specs), quantized, occurrence, index, work)
-        self.sites.append(Site(view.module, view.op, *found_out, exact=_exact(plan.program, view.op)))
+        exact, apart = _exact(plan.program, view.op), None if plan.program is None else plan.program.apart
+        count, own = (0, {}) if apart is None else (apart.count, _apart_specs(apart))
+        self.sites.append(Site(view.module, view.op, *found_out, exact=exact, apart_channels=count, apart=own))
         return PlannedSite(found, plan, occurrence) if quantized else None
 
     def _work(self, found: FoundWork) -> None:
@@ -355,6 +431,12 @@ def _exact(program: MatmulProgram | None, op: str) -> tuple[Gemm, ...]:
     model's dtype."""
     gemms = () if program is None or op == "grouped" else (program.fprop, program.dgrad, program.wgrad)
     return tuple(gemm.gemm for gemm in gemms if gemm.is_exact())
+
+
+def _apart_specs(apart: Apart) -> dict[Operand, QuantSpec | None]:
+    """Return the specs of channels that are multiplied apart."""
+    operands = (operand for operand in Operand if operand.gemm is not Gemm.DGRAD)
+    return {operand: apart.program.operand(operand).spec for operand in operands}
 
 
 def _shape(x: Tensor) -> tuple[int | str, ...]:

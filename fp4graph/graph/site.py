@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.policy import Decision
@@ -35,6 +35,8 @@ class Site:
         supported: False for an operation that no rule can quantize.
         exact: the GEMMs whose operands are both bf16 numbers by construction. On CUDA those of an fp32 model multiply
             as bf16 with fp32 output, unless a technique's scales turn out not to be one number for the tensor.
+        apart_channels: the number of input channels that a technique has multiplied apart; 0 where there are none.
+        apart: their specs in fprop and wgrad, where ``operands`` are those of the other channels; dgrad has all.
     """
 
     module: str | None
@@ -49,6 +51,8 @@ class Site:
     flops: int | None = None
     supported: bool = True
     exact: tuple[Gemm, ...] = ()
+    apart_channels: int = 0
+    apart: Mapping[Operand, QuantSpec | None] = field(default_factory=dict)
 
     @property
     def standing(self) -> str:

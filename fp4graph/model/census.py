@@ -117,7 +117,8 @@ def _shown(site: Site) -> tuple[object, ...]:
     """Return all that a line shows of ``site``, stars for the numbers of its module."""
     pattern = None if site.module is None else _NUMBER.sub("*", site.module)
     decided = site.rule, site.rule_index, site.reason, tuple(site.operands.items()), site.quantized
-    return (pattern, site.op, site.shapes, site.flops, site.supported, *decided)
+    apart = site.apart_channels, tuple(site.apart.items())
+    return (pattern, site.op, site.shapes, site.flops, site.supported, *decided, *apart)
 
 
 def _products(keys: list[tuple[str, ...]]) -> list[tuple[tuple[str, ...], ...]]:

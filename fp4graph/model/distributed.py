@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from fp4graph.errors import CaptureError, Error
@@ -42,6 +42,20 @@ def active_ddp() -> DistributedDataParallel | None:
     """Return the DDP whose forward is running, or None."""
     active: DistributedDataParallel | None = DistributedDataParallel._get_active_ddp_module()  # type: ignore[no-untyped-call]
     return active
+
+
+@torch.no_grad()
+def over_ranks(x: Tensor, parameter: Tensor, wrapper: DistributedDataParallel | None) -> Tensor:
+    """Return the sum of ``x`` over the ranks of the mesh that ``parameter`` is sharded over, or else of ``wrapper``."""
+    if is_sharded(parameter):
+        mesh = parameter.device_mesh
+        groups = [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    else:
+        groups = [] if wrapper is None else [wrapper.process_group]
+    total = x.clone()
+    for group in groups:
+        torch.distributed.all_reduce(total, group=group)
+    return total
 
 
 @torch.no_grad()

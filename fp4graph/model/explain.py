@@ -89,6 +89,8 @@ class Explanation:
             site = sites[0]
             shapes = " @ ".join("×".join(map(str, shape)) for shape in site.shapes)
             what = summarize(site.operands) if site.quantized else site.reason
+            if site.apart_channels:
+                what += f"; {site.apart_channels} of {site.shapes[0][-1]} input channels: {summarize(site.apart)}"
             former, what = what, "as above" if what == former else what
             share = "-" if site.flops is None else census.percent(site.flops * len(sites), self.flops)
             table.add_row(name, site.op, shapes, share, site.rule or "-", what)
@@ -115,7 +117,8 @@ class Explanation:
                 | {"standing": site.standing, "share": self.share(site)}
                 | {"shapes": [list(shape) for shape in site.shapes]}
                 | {"operands": {operand.value: describe(spec) for operand, spec in site.operands.items()}}
-                | {"exact": [gemm.value for gemm in site.exact]}
+                | {"exact": [gemm.value for gemm in site.exact], "apart_channels": site.apart_channels}
+                | {"apart": {operand.value: describe(spec) for operand, spec in site.apart.items()}}
                 for site in self.sites
             ],
         }

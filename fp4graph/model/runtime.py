@@ -371,6 +371,11 @@ class Runtime:
             distributed.synchronize(wrapper, root_state, self.weights)
             self._synchronized = weakref.ref(wrapper)
 
+    def over_ranks(self, x: Tensor, parameter: Tensor) -> Tensor:
+        """Return the sum of ``x`` over the ranks that train ``parameter``."""
+        wrapper = None if self._synchronized is None else self._synchronized()
+        return distributed.over_ranks(x, parameter, wrapper)
+
     def check_coverage(self) -> None:
         """Raise PolicyError or CaptureError where the captured graphs do not contain what the policy is about."""
         self.capture.learn(coverage.check(self.plan, self.capture))

@@ -18,6 +18,7 @@ from fp4graph.numerics.sharding import is_sharded, like, whole
 from fp4graph.ops import contract
 from fp4graph.ops.draw import operand_draw
 from fp4graph.ops.operand import OperandProgram
+from fp4graph.ops.parted import is_apart, quantized_weight
 from fp4graph.ops.product import total
 from fp4graph.ops.state import StateSlot
 from fp4graph.policy import Rule
@@ -215,12 +216,29 @@ class Weight:
         canonical = canonical.flatten(1) if self.view.op == "conv" else canonical
         key = self.holder.get_buffer("key")
         draw = Draw(key, step.to(key.device)) if self.plan.program.draws else None
+        if (score := self._score()) is not None:
+            result = quantized_weight(self.plan.program, canonical, draw, score).to(w.dtype)
+            return like(result.mT if self.stored_transposed else result, w)
         rotation = fprop.rotate(canonical, canonical, operand_draw(draw, Operand.FPROP_INPUT))
         entries = self.fprop_state(lambda entry: rotation.apply(entry, "right"))
         segments = Segments(0, w.shape[0]) if self.view.op == "grouped" else None
         terms = fprop.right(rotation.right, operand_draw(draw, Operand.FPROP_WEIGHT), entries, segments)
         result = rotation.undo(total(terms), "right").to(w.dtype)
         return like((result.mT if self.stored_transposed else result).reshape(w.shape), w)
+
+    def _score(self) -> Tensor | None:
+        """Return the scores of the input channels ``[K]``; None where none are multiplied apart."""
+        program = self.plan.program
+        return None if program is None or program.apart is None else self.entry(program.state[program.apart.score])
+
+    def apart(self) -> Tensor | None:
+        """Return which elements, as stored, are in input channels that are multiplied apart; None where none are."""
+        if (score := self._score()) is None:
+            return None
+        assert self.plan.program is not None
+        chosen = is_apart(self.plan.program, score)
+        chosen = chosen.unsqueeze(-1) if self.stored_transposed else chosen
+        return like(chosen.expand(self.parameter.shape), self.parameter)
 
     def fprop_state(self, lay_out: Callable[[Tensor], Tensor]) -> dict[str, dict[str, Tensor]]:
         """Return the technique state that fprop's quantizer is given.

@@ -12,6 +12,7 @@ from fp4graph.technique.operands import Operand
 
 _TRANSFORM = 2  # the i-th pair transform of a GEMM draws under salt 2 + i of the GEMM's left operand
 _TECHNIQUE = 16  # the i-th technique of an operand draws under salt 16 + i
+_APART = 15  # channels that are multiplied apart draw under salt 15 of the site
 _CALL = 256  # the i-th further call of the quantizer, under a technique that wraps it, draws under salt 256 + i
 
 
@@ -33,3 +34,8 @@ def technique_draw(draw: Draw | None, index: int) -> Draw | None:
 def call_draw(draw: Draw | None, index: int) -> Draw | None:
     """Return what the ``index``-th call of an operand's quantizer draws from; the first is number 0."""
     return draw if draw is None or index == 0 else draw.salted(_CALL + index)
+
+
+def apart_draw(draw: Draw | None) -> Draw | None:
+    """Return what the channels of a site that are multiplied apart draw from."""
+    return None if draw is None else draw.salted(_APART)

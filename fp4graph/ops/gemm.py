@@ -145,6 +145,21 @@ class Rotation:
 
 
 @dataclass(frozen=True)
+class Apart:
+    """The program of input channels that are multiplied apart (:class:`~fp4graph.technique.Partition`).
+
+    Attributes:
+        score: the place among a program's state of the channels' scores, fp32 ``[K]``.
+        count: the number of chosen channels, those of the largest scores.
+        program: of the chosen channels. Its dgrad is never run: the site's own serves all channels.
+    """
+
+    score: int
+    count: int
+    program: MatmulProgram
+
+
+@dataclass(frozen=True)
 class MatmulProgram:
     """The three GEMM programs of one kind of site. Equal programs share compiled code.
 
@@ -153,17 +168,21 @@ class MatmulProgram:
         dgrad: left dY, right Bᵀ.
         wgrad: left dYᵀ, right Aᵀ.
         state: of all operands, in the order in which a call takes it.
+        apart: the program of chosen input channels, where some are multiplied apart; fprop and wgrad are then those of
+            the other channels.
     """
 
     fprop: GemmProgram
     dgrad: GemmProgram
     wgrad: GemmProgram
     state: tuple[StateSlot, ...] = ()
+    apart: Apart | None = None
 
     @property
     def draws(self) -> bool:
         """True if any of the GEMMs needs a source of random bits."""
-        return any(gemm.draws for gemm in (self.fprop, self.dgrad, self.wgrad))
+        own = any(gemm.draws for gemm in (self.fprop, self.dgrad, self.wgrad))
+        return own or (self.apart is not None and self.apart.program.draws)
 
     def operand(self, operand: Operand) -> OperandProgram:
         """Return the program of one of the six operands."""

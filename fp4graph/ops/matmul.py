@@ -9,12 +9,12 @@ For ``Y = A @ Bᵀ`` with ``A [..., M, K]`` and ``B [..., N, K]`` (contraction a
 (TetraJet, Chen et al. 2025, Eq. 3-5, and Microscaling's Eq. 6-7.) ``B'`` and ``A'`` are the originals, or with
 ``source: fprop`` the dequantized fprop operands Q2(B) and Q1(A), rotated back where a pair transform was applied.
 The quantizers themselves are straight-through unless a technique gives a gradient factor f'(A), applied in the
-transformed basis: dA ← (dA·R ⊙ f')·R⁻¹.
+transformed basis: dA ← (dA·R ⊙ f')·R⁻¹. A program that multiplies some input channels apart is in
+:mod:`fp4graph.ops.parted`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,12 +24,12 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4graph.kernels.operators import PackedOperand
 from fp4graph.numerics.draw import Draw
-from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops import contract, observe
 from fp4graph.ops.bound import BoundMatmul, MatmulOptions
 from fp4graph.ops.gemm import MatmulProgram
 from fp4graph.ops.grouped import Experts
-from fp4graph.ops.operand import OperandProgram
+from fp4graph.ops.kept import as_read, is_ready, packing, restored, tensors
+from fp4graph.ops.parted import parted_matmul
 
 
 def quantized_matmul(
@@ -70,6 +70,8 @@ def quantized_matmul(
         raise RuntimeError(f"expected both factors to have one dtype, got {a.dtype} and {b.dtype}")
     options = MatmulOptions(program, dtype, torch.is_grad_enabled(), site, alpha, beta, observe.current())
     with torch.autocast(device, enabled=False), contract.at(site):
+        if program.apart is not None:
+            return parted_matmul(options, a, b, addend, key, step, state)
         result: Tensor = _QuantizedMatmul.apply(options, a, b, addend, key, step, ends, *state)
     return result
 
@@ -110,7 +112,7 @@ class _QuantizedMatmul(torch.autograd.Function):
             right_terms, b_fprop = bound.kept_terms(right, rotation, "right", keep=rereads_b, reread=reread)
             bound.show(operands, (a, b), (left_terms, right_terms))
             y = bound.multiply(fprop, left_terms, right_terms, addend)
-        keep_a, keep_b = keep_a and not _is_ready(a_fprop), keep_b and not _is_ready(b_fprop)
+        keep_a, keep_b = keep_a and not is_ready(a_fprop), keep_b and not is_ready(b_fprop)
         # Only the axes along which the addend is repeated are kept of its shape, because a size may be symbolic.
         ctx.options, ctx.single = options, ()
         if addend is not None:
@@ -124,16 +126,16 @@ class _QuantizedMatmul(torch.autograd.Function):
             (entry.clone() if now else entry) if factors else None for entry, now in zip(state, written, strict=True)
         )
         ctx.save_for_backward(
-            _saved(a, dtype, fprop.left, program.wgrad.right) if keep_a else None,
-            _saved(b, dtype, fprop.right, program.dgrad.right) if keep_b else None,
+            as_read(a, dtype, fprop.left, program.wgrad.right) if keep_a else None,
+            as_read(b, dtype, fprop.right, program.dgrad.right) if keep_b else None,
             key,
             step,
             ends,
-            *_tensors(a_fprop),
-            *_tensors(b_fprop),
+            *tensors(a_fprop),
+            *tensors(b_fprop),
             *before,
         )
-        ctx.packings = _packing(a_fprop), _packing(b_fprop)
+        ctx.packings = packing(a_fprop), packing(b_fprop)
         bound.observe(*operands)
         return y
 
@@ -143,7 +145,7 @@ class _QuantizedMatmul(torch.autograd.Function):
         options: MatmulOptions = ctx.options
         program, dtype = options.program, options.dtype
         a, b, key, step, ends, *rest = ctx.saved_tensors
-        a_fprop, b_fprop, before = _kept(rest[:4], ctx.packings[0]), _kept(rest[4:8], ctx.packings[1]), rest[8:]
+        a_fprop, b_fprop, before = restored(rest[:4], ctx.packings[0]), restored(rest[4:8], ctx.packings[1]), rest[8:]
         draw = _draw(key, step)
         experts = None if ends is None else Experts(ends, dy.shape[0], ends.shape[0])
         bound = BoundMatmul(options, draw, ctx.live, experts)
@@ -181,34 +183,3 @@ def _experts(ends: Tensor | None, a: Tensor, b: Tensor) -> Experts | None:
 
 def _draw(key: Tensor | None, step: Tensor | None) -> Draw | None:
     return None if key is None or step is None else Draw(key, step)
-
-
-def _saved(x: Tensor, dtype: torch.dtype, *readers: OperandProgram) -> Tensor:
-    """Return ``x`` as the backward needs it: already cast unless a reader starts from the master."""
-    return x if any(reader.from_master for reader in readers) else x.to(dtype)
-
-
-_Packing = tuple[QuantSpec, int, torch.dtype, bool]
-
-
-def _is_ready(kept: Tensor | PackedOperand | None) -> bool:
-    """Return whether the backward needs nothing but the bytes."""
-    return isinstance(kept, PackedOperand) and kept.transposed
-
-
-def _tensors(kept: Tensor | PackedOperand | None) -> tuple[Tensor | None, ...]:
-    """Return the four tensors to save of a kept operand; :func:`_kept` puts it together again."""
-    if isinstance(kept, PackedOperand):
-        return kept.codes, kept.scales, kept.factor, kept.multiplier
-    return kept, None, None, None
-
-
-def _packing(kept: Tensor | PackedOperand | None) -> _Packing | None:
-    return (kept.spec, kept.length, kept.dtype, kept.transposed) if isinstance(kept, PackedOperand) else None
-
-
-def _kept(saved: Sequence[Tensor | None], packing: _Packing | None) -> Tensor | PackedOperand | None:
-    codes, scales, factor, multiplier = saved
-    if packing is None or codes is None or scales is None:
-        return codes
-    return PackedOperand(codes, scales, *packing, factor, multiplier)

@@ -38,10 +38,11 @@ def describe(spec: QuantSpec | None) -> str:
 
 
 def summarize(operands: Mapping[Operand, QuantSpec | None]) -> str:
-    """Return six specs in words, equal ones together: ``Q1 Q2: ..., Q3 Q5: ...``."""
+    """Return specs in words, equal ones together: ``Q1 Q2: ..., Q3 Q5: ...``."""
     groups: dict[str, list[str]] = {}
     for number, operand in enumerate(Operand, 1):
-        groups.setdefault(describe(operands[operand]), []).append(f"Q{number}")
+        if operand in operands:
+            groups.setdefault(describe(operands[operand]), []).append(f"Q{number}")
     return "; ".join(f"{' '.join(names)}: {text}" for text, names in groups.items())
 
 

@@ -25,6 +25,7 @@ from fp4graph.technique.technique import (
     TENSOR_STAGES,
     OperandSpecs,
     Overhead,
+    Partition,
     StateEntry,
     Technique,
     checked_plan,
@@ -53,7 +54,7 @@ IMPORTABLE = (
 __all__ = [
     "ADDRESSES", "GRADIENT_STAGES", "GROUPS", "IMPORTABLE", "OPTIMIZER_STAGES", "QUANTIZER_STAGES", "STAGES",
     "TENSOR_STAGES", "BackwardOperands", "BlockPosition", "Context", "Factors", "ForwardOperands", "Gemm", "GroupScale",
-    "Operand", "OperandList", "OperandSpecs", "Operands", "OptimizerStep", "Overhead", "Positive", "ProductOperation",
-    "Quantization", "Share", "SiteView", "StateEntry", "Technique", "WeightUpdate", "check_kind", "checked_plan",
-    "hookimpl", "overrides",
+    "Operand", "OperandList", "OperandSpecs", "Operands", "OptimizerStep", "Overhead", "Partition", "Positive",
+    "ProductOperation", "Quantization", "Share", "SiteView", "StateEntry", "Technique", "WeightUpdate", "check_kind",
+    "checked_plan", "hookimpl", "overrides",
 ]  # fmt: skip

@@ -71,6 +71,32 @@ class StateEntry:
     weight_like: bool = True
 
 
+@dataclass(frozen=True)
+class Partition:
+    """Input channels that a linear layer multiplies apart from its others, under specs of their own.
+
+    The layer's X and W are cut along K into the chosen channels C, those of the largest scores, and the rest R. Each
+    part is gathered by falling score; of equal scores the first channel comes first::
+
+        fprop   Y       = Q1(X_R) @ Q2(W_R)ᵀ + C1(X_C) @ C2(W_C)ᵀ
+        dgrad   dX      = Q3(dY) @ Q4(Wᵀ)ᵀ
+        wgrad   dW_R    = Q5(dYᵀ) @ Q6(X_Rᵀ)ᵀ,   dW_C = C5(dYᵀ) @ C6(X_Cᵀ)ᵀ
+
+    Q are the site's quantizers, with its techniques; C are plain quantizers by :attr:`specs`. dgrad is one product in
+    the layer's own order of channels; with ``source: fprop`` it reads what Q2 and C2 gave.
+
+    Attributes:
+        entry: the name of the technique's :class:`StateEntry` with the scores, fp32 ``[K]``: one of ``fprop.weight``
+            that is not ``weight_like``.
+        count: the number of chosen channels, from 1 to K - 1.
+        specs: the specs of the chosen channels in fprop and wgrad, None or absent for high precision.
+    """
+
+    entry: str
+    count: int
+    specs: tuple[tuple[Operand, QuantSpec | None], ...]
+
+
 class Technique(BaseModel):
     """The base of every technique: a subclass sets ``name`` and ``overhead`` and declares its options as fields.
 
@@ -203,6 +229,13 @@ class Technique(BaseModel):
     def state(self, site: SiteView) -> tuple[StateEntry, ...]:
         """Return the tensors to keep for the weight of ``site``."""
         return ()
+
+    def partition(self, site: SiteView, specs: OperandSpecs) -> Partition | None:
+        """Return the input channels of a linear layer that are multiplied apart, under other specs; None for none.
+
+        ``specs`` are those of the site after every technique's :meth:`plan`. Raise ValueError if options do not fit.
+        """
+        return None
 
     @property
     def period(self) -> int:
@@ -358,7 +391,7 @@ OPTIMIZER_STAGES = frozenset({"before_step", "after_step", "before_optimizer", "
 
 #: The methods that are stages, in the order in which they act.
 STAGES = (
-    "plan", "state", "pair_context", "transform", "inverse", *TENSOR_STAGES,
+    "plan", "state", "partition", "pair_context", "transform", "inverse", *TENSOR_STAGES,
     "before_step", "before_optimizer", "after_step", "after_optimizer", "loss_scaler",
 )  # fmt: skip
 

@@ -25,6 +25,11 @@ class WeightUpdate:
         quantize: the operand program of ``fprop.weight`` outside the graph: returns the dequantized values of a tensor
             of the weight's shape.
         scratch: the technique's own dict, kept from before the step until after it.
+        over_ranks: returns the sum over all ranks of a tensor that differs from rank to rank: those of the weight's
+            ``fully_shard``, or of the DistributedDataParallel that last ran the model; the tensor itself without them.
+            All ranks must call it.
+        apart: returns which elements of the weight, as stored, are in input channels that a technique has multiplied
+            apart, bool and sharded as the weight is; None where none are.
     """
 
     name: str
@@ -35,6 +40,8 @@ class WeightUpdate:
     group: dict[str, Any]
     quantize: Callable[[Tensor], Tensor]
     scratch: dict[Any, Any]
+    over_ranks: Callable[[Tensor], Tensor]
+    apart: Callable[[], Tensor | None]
 
     def count_progress(self, total_steps: int, start: float) -> Tensor:
         """Count one more step and return (t - s·T)/(T - s·T) of a schedule, t being the count.

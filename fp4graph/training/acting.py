@@ -103,7 +103,7 @@ def _per_weight(planned: PlannedWeight) -> dict[str, Technique]:
 def _quantizer(weight: Weight, planned: PlannedWeight) -> object:
     """Return what :meth:`Weight.quantize` depends on besides noise and state; equal for equal quantizers."""
     program = planned.plan.program
-    return program and (program.fprop.right, program.fprop.transforms, weight.stored_transposed)
+    return program and (program.fprop.right, program.fprop.transforms, program.apart, weight.stored_transposed)
 
 
 def _declared(planned: PlannedWeight) -> str:

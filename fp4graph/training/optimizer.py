@@ -221,6 +221,8 @@ class _Hooks:
             group=group,
             quantize=lambda w: weight.quantize(w, runtime.step),
             scratch=self._kept(technique, parameter),
+            over_ranks=lambda x: runtime.over_ranks(x, parameter),
+            apart=weight.apart,
         )
 
     def _kept(self, technique: Technique, parameter: Tensor | None) -> dict[Any, Any]:

@@ -338,6 +338,39 @@ def test_blocks_that_choose_their_element_have_no_confidence(tmp_path):
 
 
 @pytest.mark.slow
+def test_phases_of_techniques_that_act_at_the_step(tmp_path):
+    """A phase hooks its techniques anew while torch goes through the hooks of a step; nothing of the training moves."""
+    recipe = policy(techniques=["q_ema"])
+    recipe["phases"] = [{"at": 3, "rules": policy(techniques=[{"q_ema": {"beta": 0.5}}])["rules"]}]
+    (model, optimizer), (alone, own) = make(recipe), make(recipe)
+    with Statistics(model, optimizer, every=2, directory=tmp_path, window=2, window_every=2):
+        steps(model, optimizer, 6)
+    steps(alone, own, 6)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), alone.state_dict().values(), strict=True))
+    assert {row["step"] for row in read(tmp_path).rows} == {2, 6}  # the fourth is the first of its phase
+
+
+@pytest.mark.slow
+def test_channels_that_are_multiplied_apart(tmp_path):
+    """The sites are observed once each, and the training is what it is without an observer."""
+
+    def rules(mode):
+        return policy(techniques=[{"out_control": {"mode": mode}}])["rules"]
+
+    recipe = policy(techniques=[{"out_control": {"mode": "wait"}}])
+    recipe["phases"] = [{"at": 1, "rules": rules("measure")}, {"at": 2, "rules": rules("split")}]
+    (model, optimizer), (alone, own) = make(recipe), make(recipe)
+    with Statistics(model, optimizer, every=2, directory=tmp_path, window=2, window_every=2):
+        steps(model, optimizer, 4)
+    steps(alone, own, 4)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), alone.state_dict().values(), strict=True))
+    rows = [r for r in read(tmp_path).rows if (r["site"], r.get("tensor"), r["step"]) == ("first", "fprop.input", 4)]
+    assert len(rows) == 1
+    gradients = {r["tensor"]: r for r in read(tmp_path).rows if (r["site"], r["step"]) == ("second", 4)}
+    assert {"dgrad", "wgrad"} <= gradients.keys()
+
+
+@pytest.mark.slow
 def test_under_autocast_and_with_phases(tmp_path):
     """The policy of the phase is the one that is looked at."""
     recipe = policy() | {"phases": [{"at": 5, "operands": {"backward": "keep"}}]}

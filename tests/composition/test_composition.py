@@ -74,6 +74,7 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
     "conditional_scaling": {},
     "ms_eden": {"block": [16, 32], "fill": [0.988125, 1.0]},
     "mean_split": {},
+    "out_control": {"mode": ["measure", "wait"], "channels": [0.1, 0.5]},  # the split comes after measuring
     "osci_reset": {"every": [4], "track": [1, 2], "threshold": [8.0, 2.0]},
 }
 SCALES = st.one_of(

@@ -131,6 +131,20 @@ def case_a_policy_with_state_trains_in_phases() -> None:
     assert runtime.runtime_of(model).phase == 2
 
 
+def case_channels_are_measured_on_all_ranks() -> None:
+    """The sums of two ranks are those of each alone, added up; weights stay as they are."""
+    model, alone = (fp4graph.apply(vit(), PHASED["parted"], **EAGER) for _ in range(2))
+    train(DDP(model), model, image_loss, steps=4, lr=0.0)
+    train(alone, alone, image_loss, steps=4, lr=0.0)
+    norms, own = ({n: v for n, v in state_of(m).items() if n.endswith("out_control_norms")} for m in (model, alone))
+    assert len(norms) == 8
+    assert same_on_both(norms)
+    assert same_on_both(own) is (rank() == 0)  # each rank has images of its own
+    for value in own.values():
+        dist.all_reduce(value)
+    assert_close(norms, own, 1e-6)
+
+
 def case_graphs_are_cut_along_buckets_after_the_pass() -> None:
     runs = {}
     for bucket in (25, 0.05):

@@ -79,8 +79,23 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, int | None
 
 #: From the third forward on an exact backward, from the fifth on no quantization.
 PHASES = [{"at": 2, "operands": {"backward": "keep"}}, {"at": 4, "rules": [], "default": "keep"}]
-#: Policies in phases; "rounded" draws no noise, "averaged" keeps state and draws it.
+
+
+def _linears(mode: str) -> list[dict[str, object]]:
+    quantize = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0"}}
+    match = {"op": "linear", "block": True}
+    techniques = [{"out_control": {"mode": mode}}, {"osci_reset": {"every": 4, "track": 1}}]  # resets at the sixth step
+    return [{"name": "linears", "match": match, "quantize": quantize, "techniques": techniques}]
+
+
+#: Policies in phases; "rounded" draws no noise, "averaged" keeps state and draws it, "parted" measures activations.
 PHASED: dict[str, dict[str, object]] = {
+    "parted": {
+        "version": 1,
+        "name": "parted",
+        "rules": _linears("wait"),
+        "phases": [{"at": 2, "rules": _linears("measure")}, {"at": 4, "rules": _linears("split")}],
+    },
     "rounded": {"version": 1, "name": "rounded", "extends": "microscaling", "phases": PHASES},
     "averaged": {"version": 1, "name": "averaged", "extends": "tetrajet-qema", "phases": PHASES},
 }

@@ -47,6 +47,16 @@ def test_every_shipped_policy_can_be_taken_apart(name):
                 assert quantized == (operand in operands and former.specs[operand] is not None), (variant, operand)
 
 
+def test_channels_stay_apart_where_fprop_is_quantized():
+    policy = fp4graph.load_policy("tetrajet-v2")
+    for variant, operands in VARIANTS.items():
+        part = only(policy, operands)
+        modes = [t.mode for p in (part, *(phase.policy for phase in part.phases)) for t in p.rules[0].techniques
+                 if t.name == "out_control"]  # fmt: skip
+        whole = {Operand.FPROP_INPUT, Operand.FPROP_WEIGHT} <= operands
+        assert modes == (["wait", "measure", "split"] if whole else []), variant
+
+
 def linear(policy):
     torch.manual_seed(0)
     model = fp4graph.apply(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), policy, backend="eager")

@@ -65,6 +65,11 @@ TECHNIQUES: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "mean_split": (NVFP4, ["tensor_scaling", "mean_split"]),
     "ms_eden": (NVFP4, [{"hadamard": {"scope": "backward", "block": 64}}, {"ms_eden": {"block": 64}}]),
     "conditional_scaling": (ENCODE, ["conditional_scaling"]),
+    "out_control": (NVFP4, ["tensor_scaling", {"out_control": {"mode": "wait"}}]),
+}
+#: What takes the place of a technique later, with the forwards before.
+LATER: dict[str, dict[int, Any]] = {
+    "out_control": {2: {"out_control": {"mode": "measure"}}, 5: {"out_control": {"mode": "split"}}}
 }
 
 
@@ -181,8 +186,13 @@ def test_policies(name: str, sets: int, vit: Callable[..., nn.Module]) -> None:
 def test_techniques(name: str, vit: Callable[..., nn.Module]) -> None:
     quantize, techniques = TECHNIQUES[name]
     options = {"mlp_layer": timm.layers.SwiGLU} if name == "smooth_swiglu" else {}
-    rule = {"match": {"module": "blocks.*.mlp.*"}, "quantize": quantize, "techniques": techniques}
-    check(name, lambda: vit(**WIDTH, **options), {"version": 1, "name": name, "rules": [rule]})
+    rule = {"match": {"op": "linear", "module": "blocks.*.mlp.*"}, "quantize": quantize, "techniques": techniques}
+    phases = [
+        {"at": at, "rules": [{**rule, "techniques": [*techniques[:-1], technique]}]}
+        for at, technique in LATER.get(name, {}).items()
+    ]
+    policy = {"version": 1, "name": name, "rules": [rule], **({"phases": phases} if phases else {})}
+    check(name, lambda: vit(**WIDTH, **options), policy)
 
 
 #: Pairs of shipped policies: the second has another scale rule, one quantizer less, or other roundings of gradients.

@@ -41,11 +41,17 @@ def again(spec: QuantSpec) -> QuantSpec:
 
 
 def block_rule(name: str) -> Rule:
-    """The one rule that quantizes: the linears and experts of the blocks, required to be there; all else kept."""
+    """The one rule that quantizes: the linears and experts of the blocks, required to be there; all else kept.
+
+    Of tetrajet-v2, whose experts lack OutControl, the one for linears.
+    """
     policy = load_policy(name)
-    (rule,) = (rule for rule in policy.rules if rule.quantizes)
-    assert rule.match == Match(op=("linear", "grouped"), block=True)
+    rule, *others = (rule for rule in policy.rules if rule.quantizes)
+    ops = [op for each in (rule, *others) for op in each.match.op or ()]
+    assert ops == ["linear", "grouped"]
+    assert all(each.match == Match(op=each.match.op, block=True) for each in (rule, *others))
     assert rule.required
+    assert len(others) == (name == "tetrajet-v2")
     assert policy.default.keep is not None
     with pytest.raises(Exception, match="at least 1 quantized"):
         policy.expect.check(0, 10)
@@ -351,11 +357,27 @@ def test_quartet_ii() -> None:
 def test_tetrajet_v2() -> None:
     dy, read = stochastic(NV), again(NV)
     assert planned("tetrajet-v2") == {Q1: NV, Q2: NV, Q3: dy, Q4: read, Q5: dy, Q6: read}
-    assert techniques("tetrajet-v2") == {
+    whole = {
         "hadamard": {"scope": "backward", "block": 16, "kind": "random"},
         "tensor_scaling": {"granularity": 128},
         "osci_reset": {"start": 15000},
     }
+    assert techniques("tetrajet-v2") == {**whole, "out_control": {"mode": "wait"}}
+    policy = load_policy("tetrajet-v2")
+    measuring, splitting = policy.phases
+    assert (measuring.at, splitting.at) == (500, 550)  # steps 501 to 550 measure
+    options = {"mode": "measure"}, {"mode": "split", "channels": 0.1}
+    for phase, own in zip((measuring, splitting), options, strict=True):
+        linears, experts = phase.policy.rules
+        assert linears.specs == experts.specs == policy.rules[0].specs
+        used = [{t.name: t.model_dump(exclude_unset=True) for t in rule.techniques} for rule in (linears, experts)]
+        assert used == [{**whole, "out_control": own}, whole]
+    apart = plan_site(SiteView("fc", "linear", 640, 64, 40960), splitting.policy.rules[0]).program.apart
+    assert apart.count == 64
+    mxfp8 = QuantSpec(element="e4m3", block=32, scale=ScaleSpec(E8M0, "ceil"))
+    read = dataclasses.replace(mxfp8, source="fprop")
+    assert [apart.program.operand(o).spec for o in (Q1, Q2, Q5, Q6)] == [mxfp8, mxfp8, mxfp8, read]
+    assert not any(apart.program.operand(o).techniques for o in (Q1, Q2, Q5, Q6))
 
 
 def test_averis() -> None:

@@ -42,7 +42,7 @@ ELEMENTS: dict[str, np.ndarray] = {
 }
 
 # Emax, the exponent of the largest value of an element format (OCP 6.3: scale = 2^(floor(log2 amax) - Emax)).
-EMAX: dict[str, int] = {"e2m1": 2, "e3m0": 4, "int4": 2}
+EMAX: dict[str, int] = {"e2m1": 2, "e3m0": 4, "int4": 2, "e4m3": 8}
 
 # Scale formats. All but E8M0 contain zero; "fp32" is no table, its scales are only rounded to float32.
 # E8M3 has float32's exponents and so float32's subnormals and reserved top exponent (no source prints them).
@@ -53,6 +53,8 @@ SCALES: dict[str, np.ndarray] = {
     "ue5m3_61440": _scale_table(5, 3, 15, 61440.0),
     "e8m3": _scale_table(8, 3, 127, 1.875 * 2.0**127),
 }
+# E4M3 elements have the scale format's magnitudes (OCP 5.3.1).
+ELEMENTS["e4m3"] = _signed(SCALES["e4m3"].tolist())
 
 
 def element_max(element: str) -> float:

@@ -14,7 +14,8 @@ Sources, by the short names used below. Facts were read there; no code was copie
                  src/models/quantization/schemes/quartet_2.py (Quartet_II_fn, eden_1x16s_fp4_kernel),
                  src/models/quantization/quantizers/{eden,nvfp4_triton}.py
     TetraJet-v2  Chen et al. 2025, "TetraJet-v2", arXiv 2510.27527; thu-ml/TetraJet-v2-NVFP4Training at ca5953f6:
-                 kernels/csrc/quant_fp4.cu (nvfp4_double_quant), olmo2-training/olmo/quantization_real/linear.py
+                 kernels/csrc/quant_fp4.cu (nvfp4_double_quant), olmo2-training/olmo/quantization_real/linear.py;
+                 for OutControl linear_mix.py and calibrate.py beside the latter, kernels/csrc/quant_fp8.cu
     Averis       Cao et al. 2026, "The Curse and Blessing of Mean Bias in FP4-Quantized LLM Training", arXiv 2603.10444,
                  its abstract, and the module averis of MindSpeed-LLM's features manager, which reproduces sec. 5
 
@@ -25,8 +26,10 @@ Decisions, per policy, where sources are silent or disagree:
     quartet-ii   Quartet II's released layer, which has four over six in the forward (their sweep script has it off).
                  Each backward GEMM has signs of its own; the code draws one diagonal per backward and accumulates them.
                  A factor is clipped with its scale at 448; the code never comes near.
-    tetrajet-v2  The layer without OutControl (their TJv2-base). A block scale that rounds to zero is the smallest
-                 subnormal (the code then gives zeros); ties go to even, as the hardware's conversion has it.
+    tetrajet-v2  A block scale that rounds to zero is the smallest subnormal (the code then gives zeros); ties go to
+                 even, as the hardware's conversion has it. Until channels are chosen, the layer without OutControl
+                 (their TJv2-base). The chosen channels are the nearest number to a tenth, as in the paper; the code
+                 takes whole 128s. Parts are gathered by falling norm, as in the code.
     averis       Quantizers are NVFP4 under a tensor scale, to nearest even. The weight gradient's operands are both
                  split and quantized along T (the reproduction has an exact X there, and quantizes dW).
     if4          A block of dY chooses by rounding to nearest, so that its stochastic rounding has the right mean; the
@@ -199,6 +202,44 @@ def tetrajet_v2(x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw) -> Res
     return x_read @ w_read.T, dy_n @ w_n, dy_t.T @ x_t
 
 
+def mxfp8(a: np.ndarray, axis: int) -> np.ndarray:
+    """Returns E4M3 in blocks of 32 under E8M0 scales, amax/448 rounded up. Source: TetraJet-v2, quant_fp8.cu."""
+    return quantize(a, axis, element="e4m3", block=32, fmt="e8m0", rule="ceil")
+
+
+def chosen_channels(norms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the tenth of the channels with the largest norms, and the others, both by falling norm."""
+    order = np.argsort(-norms, kind="stable")
+    count = round(0.1 * len(norms))
+    return order[:count], order[count:]
+
+
+def tetrajet_v2_split(
+    x: np.ndarray, w: np.ndarray, dy: np.ndarray, draw: Draw, norms: np.ndarray | None = None
+) -> Result:
+    """Returns (y, dx, dw) of TetraJet-v2 with OutControl, once channels C are chosen by their norms; R are the others.
+
+    y = D(X_R) D(W_R)^T + M(X_C) M(W_C)^T; W' and X' are what y is made of, in the layer's order;
+    dX = R(dY S H) R(H S W'), dW_R = R(H S dY)^T R(H S X'_R), dW_C = M(dY)^T M(X'_C), M `mxfp8` along T there.
+    Norms of zero, the default, choose the first channels. Source: TetraJet-v2, linear_mix.py.
+    """
+    chosen, rest = chosen_channels(np.zeros(x.shape[1]) if norms is None else norms)
+    x_rest, w_rest = double_block(x[:, rest], 1), double_block(w[:, rest], 1)
+    x_chosen, w_chosen = mxfp8(x[:, chosen], 1), mxfp8(w[:, chosen], 1)
+    y = x_rest @ w_rest.T + x_chosen @ w_chosen.T
+    w_read = np.empty_like(w)
+    w_read[:, rest], w_read[:, chosen] = w_rest, w_chosen
+    operands = []
+    for gemm, axis, other, name in (("dgrad", 1, w_read, "weight"), ("wgrad", 0, x_rest, "input")):
+        a, b = rotate_pair(dy, other, gemm, 16, draw)
+        operands.append(double_block(a, axis, draw.uniform(f"{gemm}.grad_output", a.shape)))
+        operands.append(double_block(b, 0, draw.uniform(f"{gemm}.{name}", b.shape)))
+    dy_n, w_n, dy_t, x_t = operands
+    dw = np.empty_like(w)
+    dw[:, rest], dw[:, chosen] = dy_t.T @ x_t, mxfp8(dy, 0).T @ mxfp8(x_chosen, 0)
+    return y, dy_n @ w_n, dw
+
+
 def fp32(a: np.ndarray) -> np.ndarray:
     """Returns an array rounded to float32."""
     return a.astype(np.float32).astype(np.float64)
@@ -286,6 +327,8 @@ REFERENCES: dict[str, Callable[..., Result]] = {
     "if4": if4,
     "quartet-ii": quartet_ii,
     "tetrajet-v2": tetrajet_v2,
+    "tetrajet-v2@phase": tetrajet_v2,
+    "tetrajet-v2@phase2": tetrajet_v2_split,
     "nvfp4-te-last-blocks": nvfp4_te,
     "nvfp4-te-bf16": nvfp4_te,
     "nvfp4-te-bf16@phase": exact,

@@ -62,8 +62,9 @@ def data_for(policy: str) -> dict[str, Data]:
 
 
 def forms(policy: Policy) -> dict[str, Policy]:
-    """By the name of its reference, what a shipped policy is at first and what it becomes."""
-    phases = {f"{policy.name}@phase": phase.policy for phase in policy.phases}
+    """By the name of its reference, what a shipped policy is at first and what it becomes, phase by phase."""
+    numbered = enumerate(policy.phases, 1)
+    phases = {f"{policy.name}@phase{number if number > 1 else ''}": phase.policy for number, phase in numbered}
     return {policy.name: policy, **phases}
 
 

@@ -82,6 +82,16 @@ def test_e4m3_scales_are_ml_dtypes() -> None:
     np.testing.assert_array_equal(round_scale(np.array([464, 1e9]), "e4m3"), 448)
 
 
+def test_e4m3_elements_are_ml_dtypes() -> None:
+    """Compares all values, midpoints and their neighbours, of both signs; beyond 448 the reference saturates."""
+    table = ELEMENTS["e4m3"]
+    middle = ((table[1:] + table[:-1]) / 2).astype(np.float32)
+    beside = (np.nextafter(middle, np.float32(toward)) for toward in (-1000, 1000))
+    u = np.concatenate([table, middle, *beside]).astype(np.float32)
+    np.testing.assert_array_equal(round_nearest(u, "e4m3"), u.astype(ml_dtypes.float8_e4m3fn).astype(np.float64))
+    np.testing.assert_array_equal(round_nearest(np.array([470.0, -1e9]), "e4m3"), [448, -448])
+
+
 def test_e8m0_scales_are_ml_dtypes() -> None:
     k = np.ldexp(np.float32(1), np.arange(-126, 126)).astype(np.float32)
     for factor in (1, 1.25, np.nextafter(np.float32(1.5), np.float32(1)), 1.5, 1.75):

@@ -1,0 +1,203 @@
+"""OutControl: multiplies the input channels with the largest activations in a wider format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal
+
+import torch
+from pydantic import Field, field_validator
+from torch import Tensor
+
+from fp4graph.errors import Error
+from fp4graph.numerics import exact
+from fp4graph.numerics.formats import ELEMENTS
+from fp4graph.numerics.spec import QuantSpec, ScaleSpec
+from fp4graph.technique import (
+    Context,
+    Gemm,
+    Operand,
+    OperandSpecs,
+    Overhead,
+    Partition,
+    Quantization,
+    SiteView,
+    StateEntry,
+    Technique,
+    WeightUpdate,
+    hookimpl,
+    overrides,
+)
+
+#: The operands whose chosen channels have a quantizer of their own. dgrad's have that of the others.
+_APART = (Operand.FPROP_INPUT, Operand.FPROP_WEIGHT, Operand.WGRAD_GRAD_OUTPUT, Operand.WGRAD_INPUT)
+_FORWARD = (Operand.FPROP_INPUT, Operand.FPROP_WEIGHT)
+_RECENT = f"{Operand.FPROP_INPUT.replace('.', '_')}_recent"  # the entry as the optimizer's stages know it
+_MOST_TOKENS = 1 << 24
+
+
+class OutControl(Technique):
+    """A share of a linear layer's input channels, those with the largest activations, is multiplied in MXFP8.
+
+    While channels are measured (``mode: measure``), every call of the layer with gradients adds, for each input channel
+    k,
+
+        s_k ← s_k + √(Σ_t X_tk²)
+
+    over the tokens t of the call; after each step of the optimizer the sums of all ranks are added up. Once channels
+    are split (``mode: split``), C are the k channels of the largest s and R are the others, both in falling order of
+    s. X and W are gathered, and
+
+        Y = Q(X_R)·Q(W_R)ᵀ + M(X_C)·M(W_C)ᵀ,   dW_R = Q(dYᵀ)·Q(X_R),   dW_C = M(dYᵀ)·M(X_C),
+
+    with Q the site's quantizers and techniques and M ``element`` in blocks of ``block`` under E8M0 scales, amax/Qmax
+    rounded up, to nearest, and not rotated. dX is one product with all channels in the layer's order, under the site's
+    quantizers. What a ``source: fprop`` operand reads is Q(·) or M(·), as fprop multiplied it. Channels with NaN or Inf
+    in a call add nothing in it.
+
+    The modes are phases of a policy: ``wait`` or ``measure`` at first, ``split`` later. ``wait`` computes nothing; it
+    gives checkpoints of all phases the same keys. k is ``channels``·K to the nearest whole number, rounded up to whole
+    multiples of ``multiple``, and at least one of them.
+
+    Source: Chen et al. 2025, "TetraJet-v2: Accurate NVFP4 Training for Large Language Models with Oscillation
+    Suppression and Outlier Control" (a tenth of the channels), and the authors' code, which takes whole 128s
+    (``multiple: 128``) and measures for 50 steps from step 501 on.
+
+    Stages: partition, state, observe, optimizer after the step.
+
+    Cost: a gather of X and W and a scatter of dW. GEMMs take as many FLOPs as before, a share of them in FP8.
+    Measuring takes a pass over X. The complexity weight is ours: 1.5, the middle of what Table 2's rules give for
+    unfusable work with O(1) memory.
+
+    Use it where a few channels of the activations hold outliers for the whole training, as in language models.
+    """
+
+    name: ClassVar[str] = "out_control"
+    overhead: ClassVar[Overhead] = Overhead("O(n)", "O(1)", fusable=False)
+    complexity: ClassVar[float] = 1.5
+
+    mode: Literal["wait", "measure", "split"] = Field(
+        description="Whether channels are left alone, measured, or multiplied apart."
+    )
+    channels: float = Field(0.1, gt=0, lt=1, description="Share of the input channels that is multiplied apart.")
+    multiple: int = Field(1, ge=1, description="The number of channels is rounded up to whole multiples of this.")
+    element: str = Field("e4m3", description="Element format of the chosen channels.")
+    block: int = Field(32, ge=1, description="Elements that share a scale in the chosen channels.")
+
+    @field_validator("element")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        if value not in ELEMENTS:
+            raise ValueError(f"unknown element format {value!r}; choose from {', '.join(ELEMENTS)}")
+        return value
+
+    def check(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> None:
+        """Refuse rules in which the channels of fprop are not those of X."""
+        anything = SiteView(None, "linear", None, None, None, None, "swiglu")
+        for name, technique in techniques.items():
+            if Gemm.FPROP in technique.pairs(anything):
+                raise ValueError(
+                    f"{name} transforms the operands of fprop, whose channels are then no longer those of X; take "
+                    f"fprop out of the scope of {name}, or drop one of the two"
+                )
+            if overrides(technique, "split") and Operand.FPROP_INPUT in technique.acts_on(anything):
+                raise ValueError(f"{name} takes outliers out of X before they are measured; drop one of the two")
+
+    def inert(self, specs: OperandSpecs, techniques: Mapping[str, Technique]) -> str | None:
+        """Return the operand of fprop that is not quantized, beside which no channels are chosen."""
+        kept = [operand for operand in _FORWARD if specs.get(operand) is None]
+        return f"{kept[0]} stays in high precision" if kept else None
+
+    def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
+        """Refuse products of two activations, and layers too small to part."""
+        if not site.multiplies_weight:
+            raise ValueError(
+                f"it chooses input channels of linear layers, and this product ({site.op}) has no weight; give it to "
+                "rules with op: linear alone"
+            )
+        if site.in_features is not None:
+            self.count(site.in_features)
+        return specs
+
+    def count(self, channels: int) -> int:
+        """Return k, the number of ``channels`` input channels that are chosen; raise ValueError if no other is left."""
+        wanted = max(1, round(self.channels * channels))
+        count = -(-wanted // self.multiple) * self.multiple
+        if count >= channels:
+            raise ValueError(
+                f"of {channels} input channels {count} would be chosen, in whole multiples of {self.multiple}; lower "
+                "channels or multiple, or keep the layer by a rule"
+            )
+        return count
+
+    def acts_on(self, site: SiteView) -> frozenset[Operand]:
+        """Return the forward input, which is measured."""
+        measured = self.mode == "measure" and site.multiplies_weight
+        return frozenset({Operand.FPROP_INPUT}) if measured else frozenset()
+
+    def state(self, site: SiteView) -> tuple[StateEntry, ...]:
+        """Return s, the same on all ranks, and what this rank has added since the last step; fp32 ``[K]``."""
+        if site.in_features is None:
+            return ()
+        writer: Literal["graph", "optimizer"] = "graph" if self.mode == "measure" else "optimizer"
+        zeros = _Zeros(site.in_features)
+        return (
+            StateEntry("norms", Operand.FPROP_WEIGHT, zeros, weight_like=False),
+            StateEntry("recent", Operand.FPROP_INPUT, zeros, writer=writer, weight_like=False),
+        )
+
+    def partition(self, site: SiteView, specs: OperandSpecs) -> Partition | None:
+        """Return the chosen channels and their quantizers."""
+        if self.mode != "split" or site.in_features is None or self.inert(specs, {}) is not None:
+            return None
+        plain = QuantSpec(element=ELEMENTS[self.element], block=self.block, scale=ScaleSpec("e8m0", "ceil"))  # type: ignore[arg-type]
+        apart = []
+        for operand in _APART:
+            own = specs.get(operand)
+            if own is not None:
+                apart.append((operand, plain if own.source == "original" else replace(plain, source=own.source)))
+        return Partition("norms", self.count(site.in_features), tuple(apart))
+
+    def observe(self, quantization: Quantization, context: Context) -> dict[str, Tensor]:
+        """Return the sums since the last step with the norms of this call, the same bits in eager and compiled code."""
+        parts = quantization.group_scales
+        values = quantization.blocking.join(parts[0].values() if parts else quantization.values)
+        x = values.flatten(0, -2).abs()
+        if x.shape[0] == 0:
+            return {"recent": context.state["recent"].clone()}
+        largest = x.amax(0)
+        share = (x / torch.where(largest == 0, 1.0, largest)).to(torch.float64)
+        norm = largest * exact.root(exact.total(share * share, (0,), _MOST_TOKENS)[0].to(torch.float32))
+        return {"recent": context.state["recent"] + torch.where(norm.isfinite(), norm, 0.0)}
+
+    def after_step(self, update: WeightUpdate) -> None:
+        """Add what all ranks have measured; refuse to split what nobody has measured."""
+        norms, recent = update.state.get("norms"), update.state.get(_RECENT)
+        if norms is None or recent is None:  # an operand of fprop is not quantized
+            return
+        if self.mode == "measure":
+            norms += update.over_ranks(recent)
+            recent.zero_()
+        elif self.mode == "split" and "measured" not in update.memory:  # once: reading it waits for the device
+            if not bool((norms > 0).any()):
+                raise Error(
+                    f"out_control splits the input channels of {update.name}, and none were measured; let a phase with "
+                    "mode: measure come before, or load a checkpoint that holds the norms"
+                )
+            update.memory["measured"] = torch.ones((), dtype=torch.bool)
+
+
+@dataclass(frozen=True)
+class _Zeros:
+    """Makes one zero for each of ``count`` input channels, whichever way the weight is stored."""
+
+    count: int
+
+    def __call__(self, weight: Tensor) -> Tensor:
+        return torch.zeros(self.count, dtype=torch.float32, device=weight.device)
+
+
+@hookimpl
+def fp4graph_techniques() -> list[type[Technique]]:
+    return [OutControl]

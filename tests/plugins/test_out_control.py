@@ -1,0 +1,370 @@
+"""out_control against TetraJet-v2 in NumPy: the channels it chooses, what it makes of them, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import fp4graph
+from fp4graph.errors import CaptureError, PolicyError
+from fp4graph.model.runtime import runtime_of
+from tests.helpers.policies import NVFP4, loaded, one_rule
+from tests.recipes.bits import SiteBits
+from tests.recipes.linear import Data, applied, mismatches, step
+from tests.recipes.newest_references import chosen_channels, double_block, mxfp8, tetrajet_v2_split
+from tests.recipes.other_references import quantize
+
+MEASURE, SPLIT = 2, 4  # forwards before these phases of `phased`
+WAIT = {"out_control": {"mode": "wait"}}
+NORMS = "blocks.1.fc._fp4graph.out_control_norms"
+
+
+def in_phases(quantize: dict[str, Any] = NVFP4, more: tuple[Any, ...] = (), **split: Any) -> dict[str, Any]:
+    """A policy of one rule that measures after two forwards and splits after four."""
+
+    def rules(**options: Any) -> list[Any]:
+        return one_rule({"out_control": options}, *more, quantize=quantize)["rules"]
+
+    later = [{"at": MEASURE, "rules": rules(mode="measure")}, {"at": SPLIT, "rules": rules(mode="split", **split)}]
+    return one_rule(WAIT, *more, quantize=quantize, phases=later)
+
+
+class Layer(nn.Module):
+    """A linear layer of sizes that no block divides."""
+
+    def __init__(self, bias: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(70, 40, bias=bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x)
+
+
+def batch(number: int, tokens: int = 24) -> torch.Tensor:
+    """Activations some channels of which are far larger than others, not the same in each batch."""
+    generator = torch.Generator().manual_seed(number)
+    always, now = torch.randn(70, generator=torch.Generator().manual_seed(99)), torch.randn(70, generator=generator)
+    return torch.randn(2, tokens // 2, 70, generator=generator) * torch.exp(always + now)
+
+
+def trained(
+    model: nn.Module, optimizer: torch.optim.Optimizer, steps: range, accumulate: int = 1
+) -> list[torch.Tensor]:
+    """The outputs of every forward; forward n is on ``batch(n)``."""
+    outputs = []
+    for number in steps:
+        outputs.append(model(batch(number)))
+        (outputs[-1] - 1).square().mean().backward()
+        if (number + 1) % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return [y.detach() for y in outputs]
+
+
+def started(policy: Any, backend: str = "eager", **layer: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = fp4graph.apply(Layer(**layer), policy, backend=backend)
+    return model, fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
+
+
+def norms_of(number: int) -> np.ndarray:
+    x = batch(number).double().numpy().reshape(-1, 70)
+    return np.sqrt((x * x).sum(0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1])
+def test_values_of_chosen_channels(seed: int) -> None:
+    """y, dX and dW of the shipped policy's last phase, with channels of very different norms."""
+    data = Data.wide(seed)
+    model = applied(fp4graph.load_policy("tetrajet-v2").phases[-1].policy, data)
+    norms = np.random.default_rng(seed).permutation(data.x.shape[1]).astype(np.float32)
+    state = model.state_dict()
+    state[NORMS] = torch.from_numpy(norms)
+    model.load_state_dict(state)
+    draw = SiteBits("blocks.1.fc", signs_per_block=16)
+    reference = tetrajet_v2_split(data.x, data.w, data.dy, draw, norms)
+    got = step(model, data)
+    # The rotations of the backward decide ties as they are rounded; elsewhere there is one right value.
+    assert mismatches((got[0], *reference[1:], got[3]), [reference], data) == []
+    chosen, rest = chosen_channels(norms)
+    dw, bound = got[2] - reference[2], np.outer(np.linalg.norm(data.dy, axis=0), np.linalg.norm(data.x, axis=0))
+    assert (np.abs(dw[:, chosen]) <= 1e-4 * bound[:, chosen]).all()  # nothing is drawn there
+    assert (np.abs(dw[:, rest]) > 1e-4 * bound[:, rest]).mean() < 2e-3
+    whole = np.outer(np.linalg.norm(data.dy, axis=1), np.linalg.norm(data.w, axis=0))
+    assert (np.abs(got[1] - reference[1]) > 1e-4 * whole).mean() < 2e-3
+
+
+@pytest.mark.slow
+def test_channels_are_chosen_by_the_norms_of_the_measured_forwards() -> None:
+    model, optimizer = started(in_phases())
+    trained(model, optimizer, range(SPLIT))
+    measured = sum(norms_of(number) for number in range(MEASURE, SPLIT))
+    entries = model.fc._fp4graph
+    np.testing.assert_allclose(entries.out_control_norms.double().numpy(), measured, rtol=1e-6)
+    assert not entries.out_control_fprop_input_recent.any()
+
+    before = entries.out_control_norms.clone()
+    w, x = (t.detach().double().numpy() for t in (model.fc.weight, batch(SPLIT).reshape(-1, 70)))
+    bias = model.fc.bias.detach().double().numpy()
+    (y,) = trained(model, optimizer, range(SPLIT, SPLIT + 1))
+    chosen, rest = chosen_channels(measured)
+    assert len(chosen) == 7
+    nvfp4 = {"block": 16, "fmt": "e4m3", "rule": "nearest_even"}
+    expected = quantize(x[:, rest], 1, **nvfp4) @ quantize(w[:, rest], 1, **nvfp4).T
+    expected += mxfp8(x[:, chosen], 1) @ mxfp8(w[:, chosen], 1).T + bias
+    np.testing.assert_allclose(y.reshape(-1, 40).double().numpy(), expected, rtol=1e-4, atol=1e-3)
+    assert torch.equal(model.fc._fp4graph.out_control_norms, before)  # once and for all
+
+
+@pytest.mark.slow
+def test_accumulated_forwards_count_each_and_forwards_without_gradients_do_not() -> None:
+    model, optimizer = started(in_phases())
+    trained(model, optimizer, range(MEASURE), accumulate=2)
+    for number in range(MEASURE, SPLIT):
+        with torch.no_grad():
+            model(batch(50))
+        trained(model, optimizer, range(number, number + 1), accumulate=2)
+    measured = sum(norms_of(number) for number in range(MEASURE, SPLIT))
+    np.testing.assert_allclose(model.fc._fp4graph.out_control_norms.double().numpy(), measured, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_until_channels_are_split_nothing_is_another() -> None:
+    plain, split = started(one_rule(quantize=NVFP4)), started(in_phases())
+    for y, reference in zip(trained(*split, range(SPLIT)), trained(*plain, range(SPLIT)), strict=True):
+        assert torch.equal(y, reference)
+    assert torch.equal(split[0].fc.weight, plain[0].fc.weight)
+    (y,), (reference,) = (trained(*each, range(SPLIT, SPLIT + 1)) for each in (split, plain))
+    assert not torch.equal(y, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [1, 3, SPLIT, 5])  # before measuring, in it, at the split, after it
+def test_resumes_bit_for_bit(at: int) -> None:
+    more = ({"hadamard": {"scope": "backward", "block": 16}}, {"stochastic_rounding": {"operands": "backward"}})
+    whole = started(in_phases(more=more))
+    outputs = trained(*whole, range(7))
+    first = started(in_phases(more=more))
+    trained(*first, range(at))
+    saved = copy.deepcopy((first[0].state_dict(), first[1].state_dict()))
+    second = started(in_phases(more=more))
+    assert saved[0].keys() == second[0].state_dict().keys()  # the same in all phases
+    second[0].load_state_dict(saved[0])
+    second[1].load_state_dict(saved[1])
+    resumed = trained(*second, range(at, 7))
+    assert all(torch.equal(a, b) for a, b in zip(resumed, outputs[at:], strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(*(each[0].state_dict().values() for each in (second, whole)), strict=True)
+    )
+
+
+def compared(backend: str) -> None:
+    more = ({"hadamard": {"scope": "backward", "block": 16}}, {"stochastic_rounding": {"operands": "backward"}})
+    policy = in_phases(more=(*more, {"tensor_scaling": {"granularity": 32}}))
+    results = []
+    for each in ("eager", backend):
+        model, optimizer = started(policy, each)
+        outputs = trained(model, optimizer, range(6))
+        results.append((outputs, model.state_dict()))
+    (eager, one), (other, two) = results
+    for a, b in zip(eager, other, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # sums of GEMMs are taken in another order
+    assert torch.equal(one["fc._fp4graph.out_control_norms"], two["fc._fp4graph.out_control_norms"])
+
+
+@pytest.mark.slow
+def test_the_same_through_aot_autograd() -> None:
+    compared("aot_eager")
+
+
+@pytest.mark.long
+@pytest.mark.inductor
+@pytest.mark.compiler
+def test_the_same_compiled() -> None:
+    compared("inductor")
+
+
+@pytest.mark.slow
+def test_multiplies_no_more_than_the_whole_layer() -> None:
+    policy = fp4graph.load_policy(in_phases()).phases[-1].policy
+    x = batch(0).requires_grad_()
+    listed = fp4graph.explain(Layer(), policy, (x,))
+    assert "7 of 70 input channels" in " ".join(word for word in str(listed).split() if word != "│")
+    (site,) = listed.to_json()["sites"]
+    assert site["apart_channels"] == 7
+    operands = ("fprop.input", "fprop.weight", "wgrad.grad_output", "wgrad.input")
+    assert site["apart"] == dict.fromkeys(operands, "e4m3/32 e8m0 ceil RTN-even")
+    model = fp4graph.apply(Layer(), policy, backend="eager")
+    with FlopCounterMode(display=False) as forward, pytest.warns(fp4graph.PolicyWarning, match="uncompiled"):
+        y = model(x)
+    with FlopCounterMode(display=False) as backward:
+        y.sum().backward()
+    assert forward.get_total_flops() == listed.flops == 2 * 24 * 70 * 40
+    assert backward.get_total_flops() == 2 * listed.flops
+
+
+@pytest.mark.slow
+def test_the_weight_outside_of_the_graph_is_what_fprop_multiplies() -> None:
+    data = Data.wide(3)
+    model = applied(fp4graph.load_policy("tetrajet-v2").phases[-1].policy, data)
+    norms = np.random.default_rng(3).random(256)
+    entries = model.blocks[1].fc._fp4graph
+    runtime = runtime_of(model)
+    (weight,) = (each for each in runtime.weights if each.name == "blocks.1.fc.weight")
+    entries.out_control_norms.copy_(torch.from_numpy(norms))
+    got = weight.quantize(model.blocks[1].fc.weight.detach(), runtime.step)
+    chosen, rest = chosen_channels(entries.out_control_norms.double().numpy())
+    assert np.array_equal(got[:, chosen].double().numpy(), mxfp8(data.w[:, chosen], 1))
+    np.testing.assert_allclose(got[:, rest].double().numpy(), double_block(data.w[:, rest], 1), rtol=1e-6)
+    apart = weight.apart()
+    assert apart is not None
+    assert apart.shape == (128, 256)
+    assert sorted(apart[5].nonzero().flatten().tolist()) == sorted(chosen.tolist())
+
+
+@pytest.mark.slow
+def test_osci_reset_leaves_chosen_channels_alone() -> None:
+    """Weights swing about the middle of an interval of E4M3, which NVFP4 would reset as well."""
+    more = ({"osci_reset": {"start": SPLIT, "every": 8, "track": 4, "threshold": 3.0}},)
+    model, optimizer = started(in_phases(more=more), bias=False)
+    for group in optimizer.param_groups:
+        group.update(lr=1.0, momentum=0.0)
+    swing = torch.rand(40, 70, generator=torch.Generator().manual_seed(1)) * 0.02
+    weights = []
+    for number in range(SPLIT + 6):
+        model(batch(number))
+        model.fc.weight.grad = swing * (-1.0) ** number
+        optimizer.step()
+        weights.append(model.fc.weight.detach().clone())
+    apart = torch.zeros(70, dtype=torch.bool)
+    apart[torch.from_numpy(chosen_channels(model.fc._fp4graph.out_control_norms.double().numpy())[0].copy())] = True
+    reset = torch.stack([(weights[i] - weights[i - 1]).abs() - swing for i in range(SPLIT, SPLIT + 6)]).abs() > 1e-6
+    assert reset[..., ~apart].any()
+    assert not reset[..., apart].any()
+
+
+@pytest.mark.slow
+def test_splits_nothing_that_was_not_measured() -> None:
+    policy = fp4graph.load_policy(in_phases()).phases[-1].policy
+    model, optimizer = started(policy)
+    with pytest.raises(fp4graph.Error, match=r"input channels of fc\.weight, and none were measured.*mode: measure"):
+        trained(model, optimizer, range(1))
+
+
+@pytest.mark.slow
+def test_a_call_with_nan_counts_the_other_channels() -> None:
+    model, optimizer = started(in_phases())
+    trained(model, optimizer, range(MEASURE))
+    x = batch(MEASURE)
+    x[0, 3, 11] = torch.nan
+    x[1, 2, 12] = torch.inf
+    model(x)
+    recent = model.fc._fp4graph.out_control_fprop_input_recent.double().numpy()
+    expected = norms_of(MEASURE)
+    expected[[11, 12]] = 0
+    np.testing.assert_allclose(recent, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("channels", "multiple", "inputs", "count"),
+    [
+        (0.1, 1, 768, 77),
+        (0.1, 1, 4096, 410),
+        (0.1, 1, 4, 1),
+        (0.1, 128, 768, 128),
+        (0.1, 128, 4096, 512),
+        (0.5, 1, 3, 2),
+        (0.25, 16, 64, 16),
+    ],
+)
+def test_the_number_of_channels(channels: float, multiple: int, inputs: int, count: int) -> None:
+    """The nearest number; in 128s that of the authors' code, where ceil(int(0.1·4096) / 128) is 4."""
+    options = {"mode": "split", "channels": channels, "multiple": multiple}
+    (technique,) = loaded("out_control", options, quantize=NVFP4).rules[0].techniques
+    assert technique.count(inputs) == count
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "needs option|has no option 'mode'"),
+        ({"mode": "rest"}, "must be 'wait', 'measure' or 'split'"),
+        ({"mode": "split", "channels": 0}, "channels must be above 0"),
+        ({"mode": "split", "channels": 1}, "channels must be below 1"),
+        ({"mode": "split", "multiple": 0}, "multiple must be at least 1"),
+        ({"mode": "split", "element": "e4m4"}, "unknown element format 'e4m4'; choose from"),
+        ({"mode": "split", "block": 0}, "block must be at least 1"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        loaded("out_control", options, quantize=NVFP4)
+
+
+@pytest.mark.parametrize(
+    ("policy", "message"),
+    [
+        (one_rule(WAIT, op="matmul"), r"this product \(matmul\) has no weight.*op: linear"),
+        (one_rule("hadamard", WAIT), "hadamard transforms the operands of fprop"),
+        (one_rule("outlier_clamp", WAIT), "outlier_clamp takes outliers out of X"),
+    ],
+)
+def test_refusals_at_load(policy: dict[str, Any], message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        fp4graph.load_policy(policy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("operand", ["fprop.input", "fprop.weight"])
+def test_leaves_layers_alone_whose_fprop_is_not_quantized(operand: str) -> None:
+    """The author is warned, and the training is what it is without the technique."""
+
+    def phased(*techniques: Any) -> dict[str, Any]:
+        return one_rule(*techniques, quantize=NVFP4, operands={operand: "keep"})
+
+    with pytest.warns(fp4graph.PolicyWarning, match=f"no effect here: {operand} stays in high precision"):
+        fp4graph.load_policy(phased(WAIT))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fp4graph.PolicyWarning)
+        later = [
+            {"at": at, "rules": phased({"out_control": {"mode": mode}})["rules"]}
+            for at, mode in ((MEASURE, "measure"), (SPLIT, "split"))
+        ]
+        with_it, plain = started({**phased(WAIT), "phases": later}), started(phased())
+        outputs, expected = trained(*with_it, range(6)), trained(*plain, range(6))
+    assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("more", "split", "message"),
+    [
+        (("q_ema",), {}, "q_ema keeps state of the whole weight; drop one of the two"),
+        (("step_gradient",), {}, "differentiates the quantizers of fprop"),
+        ((), {"multiple": 128}, "of 70 input channels 128 would be chosen"),
+    ],
+)
+def test_a_later_phase_is_refused_before_training(more: tuple[Any, ...], split: dict[str, Any], message: str) -> None:
+    with pytest.raises(CaptureError, match=message):
+        fp4graph.apply(Layer(), in_phases(more=more, **split), backend="eager")
+
+
+@pytest.mark.slow
+def test_the_refusal_names_file_and_line(tmp_path: Path) -> None:
+    file = tmp_path / "p.yaml"
+    file.write_text(
+        "version: 1\nname: p\nrules:\n  - match: {op: linear}\n"
+        "    quantize: {element: e2m1, block: 16, scale: {format: e4m3}}\n"
+        "    techniques: [q_ema, {out_control: {mode: split}}]\n"
+    )
+    with pytest.raises(CaptureError, match=r"p\.yaml:4: technique out_control .* q_ema"):
+        fp4graph.apply(Layer(), file, backend="eager")
