@@ -15,7 +15,7 @@ from fp4graph.numerics.spec import Block
 
 #: The blocks that form a group: all of the tensor (of one expert in a grouped product, with "all" of all experts),
 #: one line along the contraction axis, or so many elements of a line.
-Granularity = Literal["all", "tensor", "row"] | int
+Granularity = Literal["tensor", "all", "row"] | int  # in the order of the option, since typing may keep either union
 
 
 @dataclass(frozen=True, eq=False)
