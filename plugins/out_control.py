@@ -54,7 +54,8 @@ class OutControl(Technique):
     with Q the site's quantizers and techniques and M ``element`` in blocks of ``block`` under E8M0 scales, amax/Qmax
     rounded up, to nearest, and not rotated. dX is one product with all channels in the layer's order, under the site's
     quantizers. What a ``source: fprop`` operand reads is Q(·) or M(·), as fprop multiplied it. Channels with NaN or Inf
-    in a call add nothing in it.
+    in a call add nothing in it. A measuring phase has to end at a step: what is measured behind its last step is lost.
+    Frozen weights, which no step changes, are refused when they are trained beside.
 
     The modes are phases of a policy: ``wait`` or ``measure`` at first, ``split`` later. ``wait`` computes nothing; it
     gives checkpoints of all phases the same keys. k is ``channels``·K to the nearest whole number, rounded up to whole
@@ -182,8 +183,9 @@ class OutControl(Technique):
         elif self.mode == "split" and "measured" not in update.memory:  # once: reading it waits for the device
             if not bool((norms > 0).any()):
                 raise Error(
-                    f"out_control splits the input channels of {update.name}, and none were measured; let a phase with "
-                    "mode: measure come before, or load a checkpoint that holds the norms"
+                    f"out_control splits the input channels of {update.name}, and none were measured: no step of the "
+                    "optimizer fell into a phase with mode: measure. Let such a phase come before and last for a step "
+                    "and its forwards, or load a checkpoint that holds the norms"
                 )
             update.memory["measured"] = torch.ones((), dtype=torch.bool)
 

@@ -29,8 +29,8 @@ class SmoothSwiglu(Technique):
     own, over its own tokens.
 
     Stage: pair transform of fprop, only at sites whose input is silu(x)·y (``producer: swiglu``). GPT-OSS's activation,
-    gate·σ(1.702·gate)·(up + 1) of clamped gate and up, is none: its channels cannot grow beyond the clamps, 7·8 in
-    magnitude. A model in which the technique acts nowhere is warned about at its first forward. dgrad and wgrad
+    gate·σ(1.702·gate)·(up + 1) of clamped gate and up, is not such a one: its channels cannot grow beyond the clamps,
+    7·8 in magnitude. A model in which the technique acts nowhere is warned about at its first forward. dgrad and wgrad
     quantize the operands that their specs name; with ``source: fprop`` these are fprop's operands, scaled back.
 
     Cost: a maximum over the tokens of X, which no block-wise kernel sees, and a multiplication of X and of W. The

@@ -64,7 +64,7 @@ def quantize_at(x: Tensor | PackedOperand, places: Tensor, spec: QuantSpec, draw
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """The tokens of each expert, rows of the left operand.
+    """Which rows of the left operand are the tokens of which expert.
 
     Attributes:
         starts, sizes: the first token and the number of tokens of each expert, int32 ``[E]``.

@@ -81,7 +81,8 @@ class Capture:
         self._frames: dict[_Frame, tuple[dict[str, int], list[Site]]] = {}
         #: Sites of the graphs that the call in progress has run, by frame.
         self._ran: dict[_Frame, list[Site]] = {}
-        #: The sites that have drawn noise in the call in progress, each under the id of its key; None outside a call.
+        #: The sites that have drawn noise in the call in progress, each under the id of its key; None where runs may
+        #: draw the same.
         self._drawn: set[_Drawing] | None = None
         self._repeats = 0  # runs of graphs in the call in progress that would have drawn the same again
         self._bucket_bytes: int | None = None  # of the DDP that a forward runs in
@@ -102,14 +103,14 @@ class Capture:
             self._entries[name] = entry, torch.compile(entry, backend=self.backend, dynamic=self._dynamic)
         self._running = name
         hooks.drop_repeated_hooks(self._embeddings)
-        with self.forward():
+        with self.forward(apart=True):
             return self._entries[name][1](*args, **kwargs)
 
     @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Count what graphs draw in this context as one forward."""
+    def forward(self, *, apart: bool = False) -> Iterator[None]:
+        """Count what graphs run in this context as one forward; ``apart``: in which no two draw the same."""
         outer = self._ran, self._drawn, self._repeats
-        self._ran, self._drawn, self._repeats = {}, set(), 0
+        self._ran, self._drawn, self._repeats = {}, set() if apart else None, 0
         try:
             yield
         finally:
@@ -167,8 +168,7 @@ class Capture:
 
         def run(*inputs: Any) -> Any:
             self._ran[frame] = rewritten.sites
-            again = torch._C._current_graph_task_id() != -1  # a checkpointed module, in the backward
-            if drawing and self._drawn is not None and not again:
+            if drawing and self._drawn is not None and not _recomputable():
                 inputs = self._apart(self._drawn, rewritten.steps, drawing, inputs)
             return compiled(*inputs)
 
@@ -184,7 +184,8 @@ class Capture:
         """Return the ``inputs`` of a graph, with another step if its sites have drawn noise in this forward before.
 
         The occurrence of a site is in its graph, counted when the graph was captured. It was counted too low where
-        that forward left out an earlier graph of this one, and where one graph runs several times in a forward.
+        that forward left out an earlier graph of this one, and where one graph runs several times in a forward. What
+        a checkpoint recomputes keeps the step: its backward cannot tell which of the runs it repeats.
         """
         drawn = {(id(inputs[place]), site) for place, sites in drawing.items() for site in sites}
         if before.isdisjoint(drawn):
@@ -244,6 +245,14 @@ class Capture:
         for site in chain.from_iterable(self._ran.values()):
             counts[str(site.module)] = max(counts.get(str(site.module), 0), site.occurrence + 1)
         return counts
+
+
+def _recomputable() -> bool:
+    """Return whether a checkpoint recomputes what runs now, or will: in a backward, without gradients (a reentrant one
+    runs its forward so), or under hooks for saved tensors (one that is not)."""
+    if torch._C._current_graph_task_id() != -1 or not torch.is_grad_enabled():
+        return True
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _drawing(rewritten: Rewritten) -> dict[int, frozenset[_Place]]:

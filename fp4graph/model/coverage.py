@@ -142,9 +142,9 @@ def warn_of_idle(sites: Iterable[Site], uses: Iterable[WeightUse]) -> None:
         made = ", ".join(sorted({use.site.producer or "other modules" for use in own}))
         rule = own[0].decision.rule
         warning = Place(rule.file, rule.line).error(
-            f"technique {technique.name!r} has no effect in this model: it acts on none of the {len(own)} weights that "
-            f"are quantized with it, such as that of {own[0].site}. Their inputs, made by {made}, are not of the kind "
-            "that it is for; remove it"
+            f"technique {technique.name!r} has no effect in this model, as far as the first forward ran it: it acts on "
+            f"none of the {len(own)} weights that are quantized with it, such as that of {own[0].site}. Their inputs, "
+            f"made by {made}, are not of the kind that it is for; if no other forward runs more of the model, remove it"
         )
         warnings.warn(str(warning), PolicyWarning, stacklevel=2)
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from fp4graph.errors import CaptureError
 from fp4graph.model.prepare import PhasePlan
+from fp4graph.model.weight import Weight
 from fp4graph.numerics.sharding import is_sharded
 from fp4graph.technique import OPTIMIZER_STAGES, overrides
 
@@ -42,7 +43,8 @@ class PreparedOptimizers:
                 prepare(root, optimizer)
 
     def check(self, plan: PhasePlan) -> None:
-        """Raise CaptureError where a technique acts at the optimizer's step and no optimizer was prepared for it."""
+        """Raise CaptureError where a technique acts at the optimizer's step and no optimizer was prepared for it, and
+        where one would choose the channels of a frozen weight, which no optimizer's step measures."""
         stages = ("before_step", "after_step")
         on_all = OPTIMIZER_STAGES - {*stages}
         acting = sorted(t.name for t in plan.techniques() if any(overrides(t, stage) for stage in on_all))
@@ -52,12 +54,27 @@ class PreparedOptimizers:
                 "fp4graph.prepare_optimizer(model, optimizer) before training"
             )
         for weight in plan.weights:
+            if not weight.parameter.requires_grad and (chooser := _chooser(weight)) is not None:
+                place = weight.rule
+                raise CaptureError(
+                    f"{place.file or 'rule'}:{place.line}: technique {chooser} measures at the optimizer's step which "
+                    f"channels it multiplies apart, and {weight.name} is frozen, so that none would be measured: train "
+                    "it, or keep frozen layers by a rule of their own, or quantize them by one without the technique"
+                )
             needs = sorted(t.name for t in weight.rule.techniques if any(overrides(t, stage) for stage in stages))
             if needs and weight.parameter.requires_grad and id(weight.parameter) not in self.parameters:
                 raise CaptureError(
                     f"technique {', '.join(needs)} acts on {weight.name} at the optimizer's step, but no optimizer "
                     "that holds it was prepared: call fp4graph.prepare_optimizer(model, optimizer) before training"
                 )
+
+
+def _chooser(weight: Weight) -> str | None:
+    """Return the technique that chooses input channels of ``weight`` by its state; None where none does."""
+    program = weight.plan.program
+    kept = {slot.technique for slot in program.state} if program is not None else set()
+    names = (t.name for t in weight.rule.techniques if overrides(t, "partition") and overrides(t, "after_step"))
+    return next((name for name in names if name in kept), None)
 
 
 def _holds(optimizer: torch.optim.Optimizer | None, own: Collection[int]) -> bool:

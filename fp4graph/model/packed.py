@@ -9,13 +9,14 @@ parameter's own name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fp4graph.errors import Error
 from fp4graph.model import state
@@ -165,10 +166,40 @@ class PackedWeight:
         return self._unpacking.kept(self._module).codes.device
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copy and pickle ask for such before there is anything else
+        # Copy and pickle ask for the first before there is anything else; other libraries try what tensors may have.
+        if name.startswith("__") or not hasattr(torch.Tensor, name):
             raise AttributeError(name)
         if name in _WITHOUT_VALUES:
             return getattr(self._unpacking.stand_in, name)
+        return self._refuse()
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Refuse what torch would compute with the weight."""
+        own = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, PackedWeight))
+        return own._refuse()
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._refuse()
+
+    def __matmul__(self, other: Any) -> Any:
+        return self._refuse()
+
+    def __mul__(self, other: Any) -> Any:
+        return self._refuse()
+
+    def __rmul__(self, other: Any) -> Any:
+        return self._refuse()
+
+    def __add__(self, other: Any) -> Any:
+        return self._refuse()
+
+    def __sub__(self, other: Any) -> Any:
+        return self._refuse()
+
+    def __truediv__(self, other: Any) -> Any:
         return self._refuse()
 
     def __setattr__(self, name: str, value: Any) -> None:

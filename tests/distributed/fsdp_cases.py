@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.checkpoint import checkpoint as recompute
 
 import fp4graph
 from fp4graph.model.coverage import served_sites
@@ -35,6 +36,7 @@ from tests.distributed.two_process_models import (
     vit,
     whole,
 )
+from tests.helpers.policies import NVFP4, one_rule
 
 FOLDER = Path()  # set by two_processes.py
 EAGER = {"backend": "eager"}
@@ -299,6 +301,35 @@ def case_recomputed_activations() -> None:
     model.set_grad_checkpointing(True)
     sharded(model, "tetrajet-qema")
     assert train(model, model, image_loss, 3) == expected
+
+
+class Repeated(nn.Module):
+    """A block that runs three times in a forward."""
+
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        self.block, self.recomputes = nn.Sequential(nn.Linear(32, 32), nn.Tanh()), recomputes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            x = recompute(self.block, x, use_reentrant=False) if self.recomputes else self.block(x)
+        return x
+
+
+def case_recomputed_repeats() -> None:
+    """A block that runs several times in a forward has the noise of each run again in the backward."""
+    policy = one_rule(quantize=NVFP4 | {"rounding": "stochastic"})
+    found = []
+    for recomputes in (False, True):
+        torch.manual_seed(0)
+        model = fp4graph.apply(Repeated(recomputes), policy, **EAGER)
+        fully_shard(model.block)
+        fully_shard(model)
+        y = model(torch.randn(8, 32, generator=torch.Generator().manual_seed(rank())))
+        y.square().sum().backward()
+        found.append((y.detach(), whole(model.block[0].weight.grad)))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
 
 
 def case_mixed_precision_keeps_the_average_in_fp32() -> None:

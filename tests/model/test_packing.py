@@ -446,12 +446,12 @@ class Reads(nn.Module):
 
     def forward(self, x):
         y = self.wo(x.to(self.wo.weight.dtype))
-        return y / self.wo.weight.norm() if self.values else y
+        return self.values(y, self.wo.weight) if self.values else y
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_packed_weight_has_a_dtype_and_no_values(strict):
-    plain, net = (Reads(values=False).requires_grad_(False) for _ in range(2))
+    plain, net = (Reads(None).requires_grad_(False) for _ in range(2))
     net.load_state_dict(plain.state_dict())
     for each in (plain, net):
         fp4graph.apply(each, SOUND["tetrajet"], backend="eager", strict=strict)
@@ -459,18 +459,25 @@ def test_a_packed_weight_has_a_dtype_and_no_values(strict):
     assert torch.equal(net(X), plain(X))
     assert (net.wo.weight.dtype, net.wo.weight.device.type, *net.wo.weight.shape) == (torch.float32, "cpu", 32, 64)
     message = r"wo\.weight is packed, and something reads it outside a call of its module; call fp4graph\.unpack_frozen"
-    for read in (lambda w: w.data, lambda w: w.norm(), lambda w: w.requires_grad_(True), lambda w: w.mT):
+    assert not hasattr(net.wo.weight, "quant_state")
+    x = torch.ones(3, 64)
+    for read in (
+        *(lambda w: w.data, lambda w: w.norm(), lambda w: w.requires_grad_(True), lambda w: w.mT, lambda w: w[:8]),
+        *(lambda w: nn.functional.linear(x, w), lambda w: x @ w, lambda w: w @ x, lambda w: torch.cat([w])),
+        *(lambda w: w * 2, lambda w: 2 * w, lambda w: torch.addmm(torch.ones(64), x, w)),
+    ):
         with pytest.raises(Error, match=message):
             read(net.wo.weight)
     with pytest.raises(Error, match=message):
         net.wo.weight.requires_grad = True
 
-    reading = Reads(values=True).requires_grad_(False)
-    fp4graph.apply(reading, SOUND["tetrajet"], backend="eager", strict=strict)
-    fp4graph.pack_frozen(reading)
-    for _ in range(2):
-        with pytest.raises(Error, match=message):
-            reading(X)
+    for values in (lambda y, w: y / w.norm(), lambda y, w: nn.functional.linear(y, w.mT), lambda y, w: y @ w):
+        reading = Reads(values).requires_grad_(False)
+        fp4graph.apply(reading, SOUND["tetrajet"], backend="eager", strict=strict)
+        fp4graph.pack_frozen(reading)
+        for _ in range(2):
+            with pytest.raises(Error, match=message):
+                reading(X)
 
 
 def test_layers_with_a_dora_adapter_are_refused():

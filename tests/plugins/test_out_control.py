@@ -260,6 +260,16 @@ def test_splits_nothing_that_was_not_measured() -> None:
         trained(model, optimizer, range(1))
 
 
+def test_a_frozen_layer_beside_trained_ones_is_refused() -> None:
+    """No step of the optimizer would measure it, and the first tenth of its channels would be chosen."""
+    model, _ = started(in_phases())
+    model.fc.requires_grad_(False)
+    x = batch(0).requires_grad_()
+    model(x).sum().backward()
+    with pytest.raises(fp4graph.CaptureError, match=r"technique out_control measures .* fc\.weight is frozen.*: train"):
+        model(x)
+
+
 @pytest.mark.slow
 def test_a_call_with_nan_counts_the_other_channels() -> None:
     model, optimizer = started(in_phases())
