@@ -19,6 +19,7 @@ from fp4graph.model.capture import Capture
 from fp4graph.model.prepare import PhasePlan
 from fp4graph.policy import CLOSING, NAMED_ROLES, Policy
 from fp4graph.policy.document import Place
+from fp4graph.policy.rule import DISTINGUISHED_PRODUCERS
 from fp4graph.policy.techniques import acts
 from fp4graph.technique import Technique, overrides
 
@@ -139,6 +140,9 @@ def warn_of_idle(sites: Iterable[Site], uses: Iterable[WeightUse]) -> None:
             continue
         if any(acts(technique, use.site, use.decision.rule.specs) for use in own):
             continue
+        others_made = (dataclasses.replace(own[0].site, producer=kind) for kind in DISTINGUISHED_PRODUCERS)
+        if not any(acts(technique, site, own[0].decision.rule.specs) for site in others_made):
+            continue  # idle whatever the model
         made = ", ".join(sorted({use.site.producer or "other modules" for use in own}))
         rule = own[0].decision.rule
         warning = Place(rule.file, rule.line).error(
