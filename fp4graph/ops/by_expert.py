@@ -61,11 +61,12 @@ class ByExpert:
             right: not quantized yet; its transpose where it is given as bytes.
         """
         (term,) = left
-        tokens, gamma = self.layout.tokens, self.layout.scale(term.multiplier, None)
+        tokens = self.layout.tokens
         if isinstance(right, PackedOperand):
             spec, draw = self.gemm.right.spec, operand_draw(self.draw, self.gemm.operands[1])
             assert spec is not None
-            return experts.requantized_product(term.values, right, experts.Groups(*tokens, gamma), spec, draw), None
+            groups = experts.Groups(*tokens, self.layout.scale(term.multiplier, None))
+            return experts.requantized_product(term.values, right, groups, spec, draw), None
         how, waiting = right.program.direction(right.x, right.draw, segments=right.segments)
         gamma = self.layout.scale(term.multiplier, waiting)
         return experts.quantized_product(term.values, right.x, experts.Groups(*tokens, gamma), how, packs)
