@@ -110,7 +110,10 @@ class _Shape(ctypes.Structure):
 
 
 class _Blockwise(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("step", ctypes.c_int64)]
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("batch", "group", "line", "block", "lines")),
+    ]
 
 
 class _BlockwiseParts(ctypes.Structure):
@@ -127,7 +130,10 @@ class _KeyParts(ctypes.Structure):
 
 
 class Blocks(NamedTuple):
-    """Numbers that techniques give for the blocks of a tensor: each fp32, contiguous, one per block or one for all.
+    """Numbers that techniques give for the blocks of a tensor ``[B, R, C]``: each fp32, one for all or one per block.
+
+    That is a tensor ``[B, R, n]``, n = ceil(C/block), or of four axes ``[B, G, r, n]`` where groups of r lines share
+    theirs; R may be less than G·r. Either may be broadcast along any axis, as by ``expand``.
 
     Attributes:
         divisor: divides the values, before anything else.
@@ -193,9 +199,8 @@ def quantize(
     """
     run = _function(_QUANTIZE, x.dtype, Q=spec)
     source, target = (_at(x), _Strides(*x.stride()), _places(places, x.shape[2])), (_at(y), _Strides(*y.stride()))
-    blocks = _BlockwiseParts(*map(_blockwise, given))
-    rest = _key_parts(draw), _Shape(*y.shape), torch.get_num_threads()
-    run(*source, *target, _at(codes), _at(scales), blocks, *rest)
+    blocks, shape = _blockwise_parts(given, *x.shape[:2]), _Shape(*y.shape)
+    run(*source, *target, _at(codes), _at(scales), blocks, _key_parts(draw), shape, torch.get_num_threads())
 
 
 def matrix_quantizer(
@@ -217,7 +222,7 @@ def matrix_quantizer(
     """
     run, shape = _function(_QUANTIZE, x.dtype, Q=spec), _Shape(0, *y.shape, 0)
     source, target = (_at(x), _Strides(*x.stride()), _Places()), (_at(y), _Strides(0, *y.stride()))
-    rest = _BlockwiseParts(*map(_blockwise, given)), _key_parts(draw), shape, torch.get_num_threads()
+    rest = _blockwise_parts(given, *x.shape[:2]), _key_parts(draw), shape, torch.get_num_threads()
     return functools.partial(_run_matrix, run, (*source, *target, _at(codes), _at(scales), *rest), shape)
 
 
@@ -336,8 +341,19 @@ def _places(places: Tensor | None, none: int) -> _Places:
     return _Places() if places is None else _Places(places.data_ptr(), none)
 
 
-def _blockwise(part: Tensor | None) -> _Blockwise:
-    return _Blockwise(0, 0) if part is None else _Blockwise(part.data_ptr(), 0 if part.numel() == 1 else 1)
+def _blockwise_parts(given: Blocks, batches: int, rows: int) -> _BlockwiseParts:
+    """Return ``given`` as the kernels take it; it must live as long as they run."""
+    return _BlockwiseParts(*(_blockwise(part, batches, rows) for part in given))
+
+
+def _blockwise(part: Tensor | None, batches: int, rows: int) -> _Blockwise:
+    if part is None:
+        return _Blockwise()
+    if part.numel() == 1:
+        return _Blockwise(part.data_ptr(), 0, 0, 0, 0, 1)
+    if part.dim() != 4:
+        part = part.view(batches, rows, 1, -1)
+    return _Blockwise(part.data_ptr(), *part.stride(), part.shape[2])
 
 
 @functools.cache

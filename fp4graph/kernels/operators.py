@@ -106,19 +106,30 @@ def by_runs(spec: QuantSpec) -> QuantSpec:
 def by_run(part: Tensor, blocking: Blocking) -> Tensor:
     """Return ``part``, broadcastable to a statistic, as kernels take what is given of blocks.
 
-    It has one element for each run of a line that lies in one block of :func:`by_runs`, or one element for all.
+    It has one element for each run of a line that lies in one block of :func:`by_runs`, or one element for all. Kernels
+    of a CPU take it as it lies in memory (:class:`Blocks`), those of a GPU take it contiguous.
     """
     if is_scalar(part):
         return part.reshape(1)
     part = part.expand(blocking.scale_shape)
     rows, columns = blocking.shape[-2] if len(blocking.shape) > 1 else 1, blocking.shape[-1]
+    in_place = target.kind(part.device) == "cpu"
     if isinstance(blocking.block, tuple):
-        part = part.expand([*part.shape[:-3], blocking.block[0], *part.shape[-2:]])
-        return part.flatten(-4, -3).squeeze(-1)[..., :rows, :].contiguous()
+        part = part.expand([*part.shape[:-3], blocking.block[0], *part.shape[-2:]]).squeeze(-1)
+        if in_place:
+            return _batched(part, 4)
+        return part.flatten(-3, -2)[..., :rows, :].contiguous()
     if isinstance(blocking.block, str):  # one number a line
         part = part.expand([*blocking.shape[:-1], 1])
-        return part.expand([*blocking.shape[:-1], (columns + _RUN - 1) // _RUN]).contiguous()
-    return part.squeeze(-1).contiguous()
+        part = part.expand([*blocking.shape[:-1], (columns + _RUN - 1) // _RUN])
+    else:
+        part = part.squeeze(-1)
+    return _batched(part, 3) if in_place else part.contiguous()
+
+
+def _batched(x: Tensor, axes: int) -> Tensor:
+    """Return ``x`` with its leading axes made one, or new ones, so that it has so many."""
+    return x.flatten(0, x.dim() - axes) if x.dim() > axes else x[(None,) * (axes - x.dim())]
 
 
 def _on_gpu(device: torch.device) -> bool:

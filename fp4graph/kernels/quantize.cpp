@@ -362,18 +362,6 @@ struct Dense {
     Strides strides;
     Places places;
 
-    // N elements of a row.
-    template <int N>
-    void read_block(float* to, i64 batch, i64 row, i64 column) const {
-        widen<N>(data + strides.at(batch, row, column), to);
-    }
-
-    // Asks for N elements of a row.
-    template <int N>
-    void fetch_block(i64 batch, i64 row, i64 column) const {
-        fetch<false>(data + strides.at(batch, row, column), N * sizeof(T));
-    }
-
     // Asks for n elements of a column.
     void fetch_line(i64 batch, i64 row, i64 column, i64 n) const {
         if (places.empty(column)) return;
@@ -486,13 +474,37 @@ struct Shape {
     i64 batches, rows, columns, first;
 };
 
-// What techniques have made of a block, each one number a block ([batch, R, ceil(C / BLOCK)], contiguous) or, with a
-// step of 0, one for all; null where nothing changes.
+// What techniques have made of blocks: numbers [B, G, r, ceil(C / BLOCK)], r neighbouring lines in a group, that may be
+// broadcast along any axis, with a step of 0; null where nothing changes.
 struct Blockwise {
     const float* data;
-    i64 step;
-    float operator[](i64 block) const { return data[block * step]; }
+    i64 batch, group, line, block, lines;  // steps, and r
     explicit operator bool() const { return data != nullptr; }
+
+    // Of `count` blocks from number `first` on, counted line by line of R lines with so many blocks each.
+    void read(float* to, i64 first, i64 count, i64 R, i64 blocks) const {
+        i64 line_number = first / blocks, b = first % blocks;
+        for (i64 i = 0; i < count; ++line_number, b = 0) {
+            const i64 row = line_number % R, n = min(count - i, blocks - b);
+            const float* from = data + line_number / R * batch + row / lines * group + row % lines * line + b * block;
+            for (i64 j = 0; j < n; ++j) to[i + j] = from[j * block];
+            i += n;
+        }
+    }
+
+    // Of the blocks number `b` of n neighbouring lines from `row` on; 1 for all further ones up to LANES.
+    void read_across(float* to, i64 of, i64 row, i64 n, i64 b) const {
+        const float* from = data + of * batch + b * block;
+        i64 own = row / lines * group, within = row % lines;
+        for (i64 i = 0; i < n; ++i) {
+            to[i] = from[own + within * line];
+            if (++within == lines) {
+                own += group;
+                within = 0;
+            }
+        }
+        for (i64 i = n; i < LANES; ++i) to[i] = 1;
+    }
 };
 
 struct BlockwiseParts {
@@ -510,24 +522,42 @@ struct Target {
     typename F::Stored* scales;
 };
 
-// The place of one block in a tensor, counted up without divisions.
-struct Place {
-    i64 batch, row, column;
-    Place(i64 block, i64 rows, i64 blocks, i64 length)
-        : batch(block / blocks / rows), row(block / blocks % rows), column(block % blocks * length) {}
-    void next(i64 rows, i64 columns, i64 length) {
-        column += length;
-        if (column < columns) return;
-        column = 0;
-        if (++row < rows) return;
-        row = 0;
-        ++batch;
-    }
+// Neighbouring blocks of one line: `count` of them, the `first` of the strip and those behind it.
+struct Run {
+    i64 batch, row, column, first, count;
 };
 
+// Calls visit(Run) for the blocks of a strip line by line: `count` of them from number `block` on.
+template <class Visit>
+inline void by_line(i64 block, i64 count, i64 rows, i64 blocks, i64 length, Visit visit) {
+    i64 line = block / blocks, b = block % blocks;
+    for (i64 i = 0; i < count; ++line, b = 0) {
+        const i64 n = min(count - i, blocks - b);
+        visit(Run{line / rows, line % rows, b * length, i, n});
+        i += n;
+    }
+}
+
+// Factors that are powers of two, as far from the ends of fp32 as elements times scales of F are: such a factor may be
+// part of the scale, for nothing is rounded with either.
+template <class F>
+inline bool merges(const float* factor, i64 count) {
+    constexpr int far = 40;
+    if (F::ENCODE || !exact_in_bf16<F>() || F::S_TOP > far ||
+        F::MIN_EXPONENT - F::MANTISSA + F::S_MIN_EXPONENT - F::S_MANTISSA < -far)
+        return false;
+    i32 wrong = 0;
+    for (i64 i = 0; i < count; ++i) {
+        const i32 bits = as<i32>(factor[i]), exponent = (bits >> 23) - 127;
+        wrong |= (bits & 0x7FFFFF) | (exponent > far) | (exponent < -far);
+    }
+    return !wrong;
+}
+
 // Blocks along C, and C contiguous.
-template <class F, class T, bool PACKS, class Source>
-void along(const Source& source, const Target<F, T>& to, const BlockwiseParts& given, Key key, Shape shape, int threads) {
+template <class F, class T, bool PACKS>
+void along(const Dense<T>& source, const Target<F, T>& to, const BlockwiseParts& given, Key key, Shape shape,
+           int threads) {
     constexpr int B = F::BLOCK;
     const i64 R = shape.rows, C = shape.columns, blocks = (C + B - 1) / B;
     const i64 before = shape.first * R * blocks, all = shape.batches * R * blocks;
@@ -536,65 +566,81 @@ void along(const Source& source, const Target<F, T>& to, const BlockwiseParts& g
 #pragma omp parallel for num_threads(threads) if ((shape.batches - shape.first) * R * C > SERIAL)
     for (i64 strip = 0; strip < strips; ++strip) {
         const i64 first = before + strip * STRIP, count = all - first < STRIP ? all - first : STRIP;
-        alignas(64) float tile[STRIP * B], scale[STRIP], reciprocal[STRIP];
+        alignas(64) float tile[STRIP * B], scale[STRIP], reciprocal[STRIP], divisor[STRIP], factor[STRIP];
         alignas(64) i32 z[STRIP], codes[PACKS ? STRIP * B : 1];
-        Place place(first, R, blocks, B);
-        for (i64 g = 0; g < count; ++g, place.next(R, C, B)) {
-            float* block = tile + g * B;
-            if (place.column + B <= C) {
-                source.template read_block<B>(block, place.batch, place.row, place.column);
-            } else {
+        if (given.divisor) given.divisor.read(divisor, first, count, R, blocks);
+        if (given.factor) given.factor.read(factor, first, count, R, blocks);
+        const bool reduces = !(given.statistic || given.scale);
+        by_line(first, count, R, blocks, B, [&](const Run& run) {
+            const T* from = source.data + source.strides.at(run.batch, run.row, run.column);
+            const i64 n = C - run.column;
+            for (i64 g = 0; g < run.count; ++g) {
+                float* block = tile + (run.first + g) * B;
+                if ((g + 1) * B <= n) {
+                    widen<B>(from + g * B, block);
+                } else {
 #pragma omp simd
-                for (int j = 0; j < B; ++j) block[j] = 0;
-                source.read(block, place.batch, place.row, place.column, true, 1, C - place.column, B);
-            }
-            if (given.divisor) {
-                const float divisor = given.divisor[first + g];
-                for (int j = 0; j < B; ++j) block[j] = block[j] / divisor;
-            }
-            i32 m = 0;
+                    for (int j = 0; j < B; ++j) block[j] = 0;
+                    for (i64 j = 0; j < n - g * B; ++j) block[j] = widen(from[g * B + j]);
+                }
+                if (given.divisor) {
+                    const float by = divisor[run.first + g];
+                    for (int j = 0; j < B; ++j) block[j] = block[j] / by;
+                }
+                if (!reduces) continue;
+                i32 m = 0;
 #pragma omp simd reduction(max : m)
-            for (int j = 0; j < B; ++j) m = max(m, as<i32>(block[j]) & ~SIGN);
-            z[g] = m;
+                for (int j = 0; j < B; ++j) m = max(m, as<i32>(block[j]) & ~SIGN);
+                z[run.first + g] = m;
+            }
+        });
+        if (given.statistic) {
+            given.statistic.read(scale, first, count, R, blocks);
+            for (i64 g = 0; g < count; ++g) z[g] = as<i32>(scale[g]);
         }
-        if (given.statistic)
-            for (i64 g = 0; g < count; ++g) z[g] = as<i32>(given.statistic[first + g]);
-        for (i64 g = 0; g < STRIP; ++g) {
-            scale[g] = block_scale<F>(z[g], F::S_DRAWS ? block_key.bits(static_cast<u32>(first + g)) : 0);
+        if (given.scale) {
+            given.scale.read(scale, first, count, R, blocks);
+        } else {
+            for (i64 g = 0; g < STRIP; ++g)
+                scale[g] = block_scale<F>(z[g], F::S_DRAWS ? block_key.bits(static_cast<u32>(first + g)) : 0);
         }
-        if (given.scale)
-            for (i64 g = 0; g < count; ++g) scale[g] = given.scale[first + g];
         for (i64 g = 0; g < STRIP; ++g) reciprocal[g] = 1.0f / scale[g];
-        place = Place(first, R, blocks, B);
-        Place ahead(first + count, R, blocks, B);
-        for (i64 g = 0; g < count; ++g, place.next(R, C, B), ahead.next(R, C, B)) {
-            source.template fetch_block<B>(ahead.batch, ahead.row, ahead.column);  // of the next strip
-            fetch<true>(to.values + to.strides.at(ahead.batch, ahead.row, ahead.column), B * sizeof(T));
-            const u32 index = static_cast<u32>((place.batch * R + place.row) * C + place.column);
-            const float s = scale[g], inverse = reciprocal[g];
-            float* block = tile + g * B;
-            i32* code = codes + (PACKS ? g * B : 0);
-            const i32 kept = s == s ? -1 : 0, instead = s == s ? 0 : F::NAN_CODE;
+        const bool merged = given.factor && merges<F>(factor, count), multiplies = given.factor && !merged;
+        by_line(first, count, R, blocks, B, [&](const Run& run) {
+            const T* from = source.data + source.strides.at(run.batch, run.row, run.column);
+            T* out = to.values + to.strides.at(run.batch, run.row, run.column);
+            const i64 n = C - run.column;
+            const u32 start = static_cast<u32>((run.batch * R + run.row) * C + run.column);
+            for (i64 g = 0; g < run.count; ++g) {
+                // Of the next strip, which follows this one where lines lie side by side.
+                fetch<false>(from + STRIP * B + g * B, B * sizeof(T));
+                fetch<true>(out + STRIP * B + g * B, B * sizeof(T));
+                const i64 own = run.first + g;
+                const u32 index = start + static_cast<u32>(g * B);
+                const float s = scale[own], inverse = reciprocal[own], back = merged ? s * factor[own] : s;
+                float* block = tile + own * B;
+                i32* code = codes + (PACKS ? own * B : 0);
+                const i32 kept = s == s ? -1 : 0, instead = s == s ? 0 : F::NAN_CODE;
 #pragma omp simd
-            for (int j = 0; j < B; ++j) {
-                i32 place;
-                const float q = round_element<F>(ratio<F>(block[j], s, inverse), element_key.bits(index + j), place);
-                if (PACKS) code[j] = (encode<F>(q, place) & kept) | instead;
-                block[j] = dequantized<F>(q, s, inverse);
+                for (int j = 0; j < B; ++j) {
+                    i32 place;
+                    const float q = round_element<F>(ratio<F>(block[j], s, inverse), element_key.bits(index + j), place);
+                    if (PACKS) code[j] = (encode<F>(q, place) & kept) | instead;
+                    block[j] = dequantized<F>(q, back, inverse);
+                }
+                if (multiplies) {
+                    const float times = factor[own];
+                    for (int j = 0; j < B; ++j) block[j] *= times;
+                }
+                if ((g + 1) * B > n) {
+                    for (i64 j = 0; j < n - g * B; ++j) narrow(block[j], out + g * B + j);
+                } else if (multiplies) {
+                    narrow<B>(block, out + g * B);
+                } else {
+                    store<F, B>(block, out + g * B);
+                }
             }
-            T* out = to.values + to.strides.at(place.batch, place.row, place.column);
-            if (given.factor) {
-                const float factor = given.factor[first + g];
-                for (int j = 0; j < B; ++j) block[j] *= factor;
-            }
-            if (place.column + B > C) {
-                for (i64 j = 0; j < C - place.column; ++j) narrow(block[j], out + j);
-            } else if (given.factor) {
-                narrow<B>(block, out);
-            } else {
-                store<F, B>(block, out);
-            }
-        }
+        });
         if (PACKS) {
             pack<F>(codes, to.codes + first * packed_bytes<F>(), count * B);
             for (i64 g = 0; g < count; ++g) store_scale<F>(scale[g], to.scales + first + g);
@@ -626,11 +672,10 @@ void across(const Source& source, const Target<F, T>& to, const BlockwiseParts& 
             for (i64 i = 0; i < depth * LANES; ++i) tile[i] = 0;
             source.read(tile, batch, row, column, false, depth, n, LANES);
         }
-        // The number of the block of the i-th line: blocks of neighbouring lines are `blocks` apart.
-        const i64 block = (batch * R + row) * blocks + column / B;
+        const i64 b = column / B;
         if (given.divisor) {
             alignas(64) float divisor[LANES];
-            for (int i = 0; i < LANES; ++i) divisor[i] = i < n ? given.divisor[block + i * blocks] : 1;
+            given.divisor.read_across(divisor, batch, row, n, b);
             for (i64 j = 0; j < depth; ++j)
                 for (int i = 0; i < LANES; ++i) tile[j * LANES + i] = tile[j * LANES + i] / divisor[i];
         }
@@ -639,17 +684,19 @@ void across(const Source& source, const Target<F, T>& to, const BlockwiseParts& 
         for (i64 j = 0; j < depth; ++j)
 #pragma omp simd
             for (int i = 0; i < LANES; ++i) z[i] = max(z[i], as<i32>(tile[j * LANES + i]) & ~SIGN);
-        if (given.statistic)
-            for (i64 i = 0; i < n; ++i) z[i] = as<i32>(given.statistic[block + i * blocks]);
+        if (given.statistic) {
+            given.statistic.read_across(scale, batch, row, n, b);
+            for (i64 i = 0; i < n; ++i) z[i] = as<i32>(scale[i]);
+        }
+        // The number of the block of the i-th line: blocks of neighbouring lines are `blocks` apart.
+        const i64 block = (batch * R + row) * blocks + b;
 #pragma omp simd
         for (int i = 0; i < LANES; ++i)
             scale[i] = block_scale<F>(z[i], F::S_DRAWS ? block_key.bits(static_cast<u32>(block + i * blocks)) : 0);
-        if (given.scale)
-            for (i64 i = 0; i < n; ++i) scale[i] = given.scale[block + i * blocks];
+        if (given.scale) given.scale.read_across(scale, batch, row, n, b);
         for (int i = 0; i < LANES; ++i) reciprocal[i] = 1.0f / scale[i];
         alignas(64) float factor[LANES];
-        if (given.factor)
-            for (int i = 0; i < LANES; ++i) factor[i] = i < n ? given.factor[block + i * blocks] : 1;
+        if (given.factor) given.factor.read_across(factor, batch, row, n, b);
         const u32 stride = static_cast<u32>(C);
         for (i64 j = 0; j < depth; ++j) {
             const u32 index = static_cast<u32>((batch * R + row) * C + column + j);
@@ -701,8 +748,8 @@ void quantize(const T* x, Strides from, Places places, T* y, Strides to, u8* cod
     const Dense<T> source{x, from, places};
     const Target<F, T> target{y, to, codes, scales};
     const auto run = from.column != 1 || places.from ? across<F, T, Dense<T>>
-                     : codes          ? along<F, T, true, Dense<T>>
-                                      : along<F, T, false, Dense<T>>;
+                     : codes                         ? along<F, T, true>
+                                                     : along<F, T, false>;
     run(source, target, given, key, shape, threads);
 }
 
