@@ -126,6 +126,10 @@ class Hadamard(Technique):
         """Return x·H·S in fp32, still padded."""
         return rotation.unrotate(x, self.block, shared[0] if shared else None)
 
+    def block_rotation(self, shared: tuple[Tensor, ...]) -> tuple[int, Tensor | None]:
+        """Return g and the signs: the transform is such a rotation."""
+        return self.block, shared[0] if shared else None
+
 
 @hookimpl
 def fp4graph_techniques() -> list[type[Technique]]:

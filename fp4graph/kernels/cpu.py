@@ -41,9 +41,9 @@ _LANES = 64  # of quantize.cpp
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 
 _QUANTIZE = """
-extern "C" void run(const {T}* x, Strides from, Places places, {T}* y, Strides to, u8* codes, Q::Stored* scales,
-                    BlockwiseParts given, KeyParts draw, Shape shape, int threads) {{
-    quantize<Q, {T}>(x, from, places, y, to, codes, scales, given, draw, shape, threads);
+extern "C" void run(const {S}* x, Strides from, Places places, {T}* y, Strides to, u8* codes, Q::Stored* scales,
+                    BlockwiseParts given, Turn turn, KeyParts draw, Shape shape, int threads) {{
+    quantize<Q, {S}, {T}>(x, from, places, y, to, codes, scales, given, turn, draw, shape, threads);
 }}
 """
 _REQUANTIZE = """
@@ -120,6 +120,15 @@ class _BlockwiseParts(ctypes.Structure):
     _fields_ = [(name, _Blockwise) for name in ("divisor", "statistic", "scale", "factor")]
 
 
+class _Turn(ctypes.Structure):
+    _fields_ = [
+        ("signs", ctypes.c_void_p),
+        ("g", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("unit", ctypes.c_float),
+    ]
+
+
 class _KeyParts(ctypes.Structure):
     _fields_ = [
         ("key", ctypes.c_void_p),
@@ -146,6 +155,22 @@ class Blocks(NamedTuple):
     statistic: Tensor | None = None
     scale: Tensor | None = None
     factor: Tensor | None = None
+
+
+class Turn(NamedTuple):
+    """A rotation of what a kernel is about to quantize: times S and H on blocks of its contraction axis, in fp32.
+
+    Attributes:
+        block: elements of a block, a power of two that divides the quantizer's.
+        signs: the diagonal of S, contiguous fp32 ``[block]``; None for the identity.
+    """
+
+    block: int
+    signs: Tensor | None = None
+
+    def padded(self, length: int) -> int:
+        """Return the length of a rotated line of ``length`` elements, which is filled up to whole blocks."""
+        return (length + self.block - 1) // self.block * self.block
 
 
 def supports(spec: QuantSpec) -> bool:
@@ -188,19 +213,24 @@ def quantize(
     codes: Tensor | None = None,
     scales: Tensor | None = None,
     places: Tensor | None = None,
+    turn: Turn | None = None,
 ) -> None:
     """Quantize ``x`` into ``y``.
 
     Args:
-        x, y: ``[B, R, C]``, blocks along C, a dtype of :data:`DTYPES`; both contiguous along C, or both along R.
+        x, y: ``[B, R, C]``, blocks along C, of dtypes of :data:`DTYPES`; both contiguous along C, or both along R. A
+            ``y`` of another dtype than ``x`` gets the fp32 results cast.
         codes, scales: receive the bytes, laid out as by :func:`fp4graph.pack`; only if C is contiguous.
         places: int64 ``[P]``, only if R is contiguous and B is 1: ``y [1, R, P]`` is quantized from these columns of
             ``x``, and from zeros where a place is C.
+        turn: rotates ``x`` first; ``y`` has C padded to whole blocks of it.
     """
-    run = _function(_QUANTIZE, x.dtype, Q=spec)
+    run = _function(_QUANTIZE, y.dtype, x.dtype, Q=spec)
     source, target = (_at(x), _Strides(*x.stride()), _places(places, x.shape[2])), (_at(y), _Strides(*y.stride()))
     blocks, shape = _blockwise_parts(given, *x.shape[:2]), _Shape(*y.shape)
-    run(*source, *target, _at(codes), _at(scales), blocks, _key_parts(draw), shape, torch.get_num_threads())
+    columns = x.shape[2] if places is None else y.shape[2]
+    rest = blocks, _turn(turn, columns), _key_parts(draw), shape, torch.get_num_threads()
+    run(*source, *target, _at(codes), _at(scales), *rest)
 
 
 def matrix_quantizer(
@@ -211,6 +241,7 @@ def matrix_quantizer(
     given: Blocks,
     codes: Tensor | None = None,
     scales: Tensor | None = None,
+    turn: Turn | None = None,
 ) -> Callable[[int], None]:
     """Return a function of n that writes matrix n of what :func:`quantize` makes of ``x [B, R, C]`` into ``y [R, C]``.
 
@@ -220,9 +251,10 @@ def matrix_quantizer(
         given: of the blocks of the whole batch.
         codes, scales: those of the whole batch, of which matrix n's are written.
     """
-    run, shape = _function(_QUANTIZE, x.dtype, Q=spec), _Shape(0, *y.shape, 0)
+    run, shape = _function(_QUANTIZE, y.dtype, x.dtype, Q=spec), _Shape(0, *y.shape, 0)
     source, target = (_at(x), _Strides(*x.stride()), _Places()), (_at(y), _Strides(0, *y.stride()))
-    rest = _blockwise_parts(given, *x.shape[:2]), _key_parts(draw), shape, torch.get_num_threads()
+    parts = _blockwise_parts(given, *x.shape[:2]), _turn(turn, x.shape[2]), _key_parts(draw)
+    rest = *parts, shape, torch.get_num_threads()
     return functools.partial(_run_matrix, run, (*source, *target, _at(codes), _at(scales), *rest), shape)
 
 
@@ -341,6 +373,12 @@ def _places(places: Tensor | None, none: int) -> _Places:
     return _Places() if places is None else _Places(places.data_ptr(), none)
 
 
+def _turn(turn: Turn | None, columns: int) -> _Turn:
+    if turn is None:
+        return _Turn()
+    return _Turn(_at(turn.signs), turn.block, columns, 1 / math.sqrt(turn.block))
+
+
 def _blockwise_parts(given: Blocks, batches: int, rows: int) -> _BlockwiseParts:
     """Return ``given`` as the kernels take it; it must live as long as they run."""
     return _BlockwiseParts(*(_blockwise(part, batches, rows) for part in given))
@@ -357,9 +395,11 @@ def _blockwise(part: Tensor | None, batches: int, rows: int) -> _Blockwise:
 
 
 @functools.cache
-def _function(template: str, dtype: torch.dtype, **formats: str) -> Callable[..., None]:
+def _function(
+    template: str, dtype: torch.dtype, source: torch.dtype | None = None, **formats: str
+) -> Callable[..., None]:
     structs = "".join(_struct(name, QuantSpec.from_text(text)) for name, text in formats.items())
-    return _loaded(structs + template.format(T=DTYPES[dtype]), "run")
+    return _loaded(structs + template.format(T=DTYPES[dtype], S=DTYPES[source or dtype]), "run")
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from fp4graph.kernels import cpu
+from fp4graph.kernels.cpu import Turn
 from fp4graph.kernels.cpu_product import product_into
 from fp4graph.kernels.library import BLOCKS, DRAW, drawn
 from fp4graph.kernels.operators import Blocks, Direction, PackedOperand, flat
@@ -28,11 +29,14 @@ from fp4graph.numerics.spec import QuantSpec
 _library: Any = torch.library.Library("fp4graph", "FRAGMENT")  # type: ignore[no-untyped-call]
 _PACKED = "str packed, SymInt length, ScalarType dtype"
 _EXACT = [torch.Tag.needs_exact_strides]
-_library.define(f"quantize_at(Tensor x, Tensor places, str spec, {DRAW}) -> Tensor", tags=_EXACT)
+_TURN = "Tensor? signs, int turn"  # of Turn; 0 for none
+_library.define(
+    f"quantize_at(Tensor x, Tensor places, str spec, {DRAW}, {_TURN}, ScalarType dtype) -> Tensor", tags=_EXACT
+)
 _library.define(f"requantize_at(Tensor codes, Tensor scales, {_PACKED}, Tensor places, str spec, {DRAW}) -> Tensor")
 _library.define(
     f"quantized_product(Tensor left, Tensor right, Tensor starts, Tensor sizes, Tensor? gamma, str spec, {DRAW},"
-    f" {BLOCKS}, bool packs) -> (Tensor, Tensor, Tensor)",
+    f" {BLOCKS}, {_TURN}, bool packs) -> (Tensor, Tensor, Tensor)",
     tags=_EXACT,
 )
 _library.define(
@@ -47,19 +51,38 @@ def serves(dtype: torch.dtype, device: torch.device) -> bool:
     return target.kind(device) == "cpu" and dtype in cpu.DTYPES
 
 
-def quantize_at(x: Tensor | PackedOperand, places: Tensor, spec: QuantSpec, draw: Draw | None) -> Tensor:
+def quantize_at(
+    x: Tensor | PackedOperand,
+    places: Tensor,
+    spec: QuantSpec,
+    draw: Draw | None,
+    dtype: torch.dtype,
+    turn: Turn | None = None,
+) -> Tensor:
     """Return rows of ``x [T, C]`` at ``places``, transposed and quantized by ``spec``: ``[C, P]``, contiguous along C.
 
     Args:
         x: of a dtype that :func:`serves` knows.
         places: int64 ``[P]``; T stands for zeros.
+        dtype: of the result.
+        turn: rotates the rows at their places first, blocks along P, which they divide. Not of a packed ``x``.
     """
     to = places, spec.to_text(), *flat(spec, draw)
     if not isinstance(x, PackedOperand):
-        y: Tensor = torch.ops.fp4graph.quantize_at(x, *to)
+        # 16-bit operands are rounded to their own dtype first, as elsewhere; rotated ones are fp32.
+        written = dtype if dtype in cpu.DTYPES and (turn is not None or x.dtype is torch.float32) else x.dtype
+        y: Tensor = torch.ops.fp4graph.quantize_at(x, *to, *_flat_turn(turn), written)
     else:
         y = torch.ops.fp4graph.requantize_at(x.codes, x.scales, x.spec.to_text(), x.length, x.dtype, *to)
-    return y
+    return y.to(dtype)
+
+
+def _flat_turn(turn: Turn | None) -> tuple[Tensor | None, int]:
+    return (None, 0) if turn is None else (turn.signs, turn.block)
+
+
+def _turn(signs: Tensor | None, block: int) -> Turn | None:
+    return Turn(block, None if signs is None else signs.contiguous()) if block else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +100,7 @@ class Groups:
 
 
 def quantized_product(
-    left: Tensor, right: Tensor, groups: Groups, how: Direction, packs: bool = False
+    left: Tensor, right: Tensor, groups: Groups, how: Direction, packs: bool = False, turn: Turn | None = None
 ) -> tuple[Tensor, PackedOperand | None]:
     """Return ``left @ Q(right)ᵀ`` of every expert ``[T, N]``, and if ``packs`` the bytes of Q(right).
 
@@ -85,8 +108,9 @@ def quantized_product(
         left: ``[T, K]``, of the dtype in which Q(right) is multiplied.
         right: ``[E, N, K]``, of a dtype that kernels read; that of ``left`` if ``packs``.
         how: ``right`` is quantized, blocks along K.
+        turn: rotates ``right`` first, as ``left`` was, whose K is then filled up to whole blocks. Not if ``packs``.
     """
-    quantizer = how.spec.to_text(), *flat(how.spec, how.draw), *how.given
+    quantizer = how.spec.to_text(), *flat(how.spec, how.draw), *how.given, *_flat_turn(turn)
     product = torch.ops.fp4graph.quantized_product
     y, codes, scales = product(left, right, groups.starts, groups.sizes, groups.gamma, *quantizer, packs)
     return y, PackedOperand(codes, scales, how.spec, right.shape[-1], right.dtype) if packs else None
@@ -129,7 +153,7 @@ def zero_others(y: Tensor, experts: Sequence[slice]) -> None:
 
 
 def _fake_quantize_at(x: Tensor, places: Tensor, *rest: Any) -> Tensor:
-    return x.new_empty((places.shape[0], x.shape[1])).mT
+    return x.new_empty((places.shape[0], x.shape[1]), dtype=rest[-1]).mT
 
 
 def _fake_requantize_at(
@@ -152,6 +176,8 @@ def _fake_quantized_product(
     statistic: Tensor | None,
     scale: Tensor | None,
     factor: Tensor | None,
+    signs: Tensor | None,
+    block: int,
     packs: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     shape = right.shape if packs else (0, *right.shape[1:])
@@ -167,12 +193,23 @@ def _fake_requantized_product(
 # ------------------------------------------------------------------ CPU
 
 
-def _quantize_at(x: Tensor, places: Tensor, spec: str, *draw: Any) -> Tensor:
-    y = _fake_quantize_at(x, places)
+def _quantize_at(
+    x: Tensor,
+    places: Tensor,
+    spec: str,
+    key: Tensor | None,
+    step: Tensor | None,
+    salts: Sequence[int],
+    signs: Tensor | None,
+    block: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    y = _fake_quantize_at(x, places, dtype)
     if y.numel():
         source = (x if x.stride(1) == 1 else x.contiguous()).mT
-        draws, from_places = drawn(*draw), places.contiguous()
-        cpu.quantize(source.unsqueeze(0), y.unsqueeze(0), spec, draws, cpu.Blocks(), places=from_places)
+        given = drawn(key, step, salts), cpu.Blocks()
+        matrices = source.unsqueeze(0), y.unsqueeze(0)
+        cpu.quantize(*matrices, spec, *given, places=places.contiguous(), turn=_turn(signs, block))
     return y
 
 
@@ -207,29 +244,29 @@ def _quantized_product(
     statistic: Tensor | None,
     scale: Tensor | None,
     factor: Tensor | None,
+    signs: Tensor | None,
+    block: int,
     packs: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     given = Blocks(divisor, statistic, scale, factor)
-    y, codes, scales = _fake_quantized_product(left, right, starts, sizes, gamma, spec, key, step, salts, *given, packs)
-    draw, kept = drawn(key, step, salts), (codes, scales) if packs else ()
+    turn, about = _turn(signs, block), (gamma, spec, key, step, salts, *given, signs, block, packs)
+    y, codes, scales = _fake_quantized_product(left, right, starts, sizes, *about)
+    draw, kept = drawn(key, step, salts), (codes, scales) if packs else (None, None)
     if right.stride(2) != 1 and (packs or right.stride(1) != 1):
         right = right.contiguous()
-    count, length = right.shape[1:]
+    count, length = right.shape[1], right.shape[2] if turn is None else turn.padded(right.shape[2])
     along = right.stride(2) == 1
-    buffer = right.new_empty((count, length)) if along else right.new_empty((length, count)).mT
-    multiplied = buffer if buffer.dtype is left.dtype else torch.empty_like(buffer, dtype=left.dtype)
-    quantize = cpu.matrix_quantizer(right, buffer, spec, draw, given, *kept)
+    buffer = left.new_empty((count, length)) if along else left.new_empty((length, count)).mT
+    quantize = cpu.matrix_quantizer(right, buffer, spec, draw, given, *kept, turn=turn)
     experts = list(tokens_of_experts(starts, sizes, left.shape[0]))
     zero_others(y, experts)
     for expert, own in enumerate(experts):
         if own.start == own.stop:
-            for part in kept:
-                part[expert] = 0  # nobody reads them
+            if packs:
+                codes[expert] = scales[expert] = 0  # nobody reads them
             continue
         quantize(expert)
-        if multiplied is not buffer:
-            multiplied.copy_(buffer)
-        product_into(y[own], left[own], multiplied, None if gamma is None else gamma[expert])
+        product_into(y[own], left[own], buffer, None if gamma is None else gamma[expert])
     return y, codes, scales
 
 

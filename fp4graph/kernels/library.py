@@ -127,9 +127,7 @@ def _quantize(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     blocks = divisor, statistic, scale, factor
-    if dtype is not None and dtype is not x.dtype:
-        return _quantize(x, spec, key, step, salts, *blocks).to(dtype)
-    y = torch.empty_like(x)
+    y = torch.empty_like(x, dtype=dtype)
     if not y.numel():
         return y
     draw, given = drawn(key, step, salts), Blocks(*blocks)
@@ -138,7 +136,7 @@ def _quantize(
         cpu.quantize(source, target, spec, draw, given)
     else:
         source = _rows(x.contiguous())
-        target = torch.empty_like(source)
+        target = torch.empty_like(source, dtype=dtype)
         cpu.quantize(source, target, spec, draw, given)
         y.copy_(target.view(x.shape))
     return y

@@ -258,13 +258,12 @@ def quantize(
     Args:
         draw: needed if ``spec`` rounds stochastically.
         given: what techniques have made of the blocks, ``[..., ceil(C/block)]`` or of one element.
-        dtype: that the result of an fp32 ``x`` is cast to on a GPU, where the kernel does; else it has that of ``x``.
+        dtype: that the result of an fp32 ``x`` is cast to, where kernels write it; else it has that of ``x``.
     """
     if x.dtype not in _dtypes(x.device):
         return quantize(x.to(torch.float32), spec, draw, given).to(x.dtype)
     # 16-bit operands are rounded to their own dtype first, as elsewhere.
-    wide = target.kind(x.device) == "cuda" and x.dtype is torch.float32
-    casts = wide and dtype is not x.dtype and dtype in _dtypes(x.device)
+    casts = x.dtype is torch.float32 and dtype is not x.dtype and dtype in _dtypes(x.device)
     parts = spec.to_text(), *flat(spec, draw), *(given or Blocks())
     result: Tensor = torch.ops.fp4graph.quantize(x, *parts, *((dtype,) if casts else ()))
     return result

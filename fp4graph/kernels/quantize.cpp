@@ -464,6 +464,116 @@ struct PackedTranspose {
     }
 };
 
+// ---------------------------------------------------------------------------------------------- numerics/hadamard.py
+
+using vec8 = float __attribute__((vector_size(32)));
+
+// The step of a distance below 8, within 8 neighbours.
+template <int H>
+inline vec8 butterflies_within(vec8 v) {
+    constexpr auto sign = [](int i) { return i & H ? -1.0f : 1.0f; };
+    constexpr vec8 signs = {sign(0), sign(1), sign(2), sign(3), sign(4), sign(5), sign(6), sign(7)};
+#ifdef __clang__
+    const vec8 other = __builtin_shufflevector(v, v, 0 ^ H, 1 ^ H, 2 ^ H, 3 ^ H, 4 ^ H, 5 ^ H, 6 ^ H, 7 ^ H);
+#else
+    using places = i32 __attribute__((vector_size(32)));
+    const vec8 other = __builtin_shuffle(v, places{0 ^ H, 1 ^ H, 2 ^ H, 3 ^ H, 4 ^ H, 5 ^ H, 6 ^ H, 7 ^ H});
+#endif
+    return other + signs * v;
+}
+
+// The steps of distances `from`, 2·from, ... among `count` elements: (a, b) becomes (a + b, a - b).
+inline void butterflies(float* t, i64 count, i64 from) {
+    for (i64 h = from; h < count; h *= 2)
+        for (i64 i = 0; i < count; i += 2 * h)
+#pragma omp simd
+            for (i64 j = i; j < i + h; ++j) {
+                const float a = t[j], b = t[j + h];
+                t[j] = a + b;
+                t[j + h] = a - b;
+            }
+}
+
+inline vec8 eight(const float* from) {
+    vec8 v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+}
+inline vec8 eight(const bf16* from) {
+    alignas(32) float values[8];
+    for (int i = 0; i < 8; ++i) values[i] = widen(from[i]);
+    return eight(values);
+}
+
+// One block of G neighbours times `before`, H and `after`, in registers; the first and the last may be null.
+template <int G, class T>
+inline void rotate_block(const T* from, const float* before, const float* after, float unit, float* to) {
+    constexpr int count = G / 8;
+    vec8 v[count];
+#pragma GCC unroll 16
+    for (int i = 0; i < count; ++i) {
+        v[i] = eight(from + 8 * i);
+        if (before) v[i] *= eight(before + 8 * i);
+        v[i] = butterflies_within<4>(butterflies_within<2>(butterflies_within<1>(v[i])));
+    }
+#pragma GCC unroll 4
+    for (int h = 1; h < count; h *= 2)
+#pragma GCC unroll 16
+        for (int i = 0; i < count; ++i) {
+            if (i & h) continue;
+            const vec8 a = v[i], b = v[i + h];
+            v[i] = a + b;
+            v[i + h] = a - b;
+        }
+#pragma GCC unroll 16
+    for (int i = 0; i < count; ++i) {
+        v[i] *= unit;
+        if (after) v[i] *= eight(after + 8 * i);
+        std::memcpy(to + 8 * i, &v[i], sizeof v[i]);
+    }
+}
+
+// A rotation of the blocks of g columns of what is about to be quantized in blocks that g divides: times S, H and a unit.
+struct Turn {
+    const float* signs;  // the diagonal of S; null for the identity
+    i64 g, columns;  // `columns` are those of the source; zeros stand behind them
+    float unit;
+    explicit operator bool() const { return g != 0; }
+};
+
+// Rotates B neighbours.
+template <int B>
+inline void turn_block(float* block, const Turn& turn) {
+    for (i64 i = 0; i < B; i += turn.g) {
+        float* t = block + i;
+        if (turn.g == 16) {
+            rotate_block<16>(t, turn.signs, nullptr, turn.unit, t);
+        } else if (turn.g == 32) {
+            rotate_block<32>(t, turn.signs, nullptr, turn.unit, t);
+        } else {
+            if (turn.signs)
+                for (i64 j = 0; j < turn.g; ++j) t[j] *= turn.signs[j];
+            butterflies(t, turn.g, 1);
+            for (i64 j = 0; j < turn.g; ++j) t[j] *= turn.unit;
+        }
+    }
+}
+
+// Rotates B neighbouring lines of LANES numbers across.
+template <int B>
+inline void turn_across(float* tile, const Turn& turn) {
+    for (i64 i = 0; i < B; i += turn.g) {
+        float* t = tile + i * LANES;
+        if (turn.signs)
+            for (i64 j = 0; j < turn.g; ++j)
+#pragma omp simd
+                for (i64 lane = 0; lane < LANES; ++lane) t[j * LANES + lane] *= turn.signs[j];
+        butterflies(t, turn.g * LANES, LANES);
+#pragma omp simd
+        for (i64 j = 0; j < turn.g * LANES; ++j) t[j] *= turn.unit;
+    }
+}
+
 // ---------------------------------------------------------------------------------------------- the quantizer
 
 constexpr i64 STRIP = 64;  // blocks of a tile whose blocks lie along the contiguous axis
@@ -555,10 +665,11 @@ inline bool merges(const float* factor, i64 count) {
 }
 
 // Blocks along C, and C contiguous.
-template <class F, class T, bool PACKS>
-void along(const Dense<T>& source, const Target<F, T>& to, const BlockwiseParts& given, Key key, Shape shape,
-           int threads) {
+template <class F, class S, class T, bool PACKS>
+void along(const Dense<S>& source, const Target<F, T>& to, const BlockwiseParts& given, const Turn& turn, Key key,
+           Shape shape, int threads) {
     constexpr int B = F::BLOCK;
+    const i64 read = turn ? turn.columns : shape.columns;
     const i64 R = shape.rows, C = shape.columns, blocks = (C + B - 1) / B;
     const i64 before = shape.first * R * blocks, all = shape.batches * R * blocks;
     const i64 strips = (all - before + STRIP - 1) / STRIP;
@@ -572,8 +683,8 @@ void along(const Dense<T>& source, const Target<F, T>& to, const BlockwiseParts&
         if (given.factor) given.factor.read(factor, first, count, R, blocks);
         const bool reduces = !(given.statistic || given.scale);
         by_line(first, count, R, blocks, B, [&](const Run& run) {
-            const T* from = source.data + source.strides.at(run.batch, run.row, run.column);
-            const i64 n = C - run.column;
+            const S* from = source.data + source.strides.at(run.batch, run.row, run.column);
+            const i64 n = read - run.column;
             for (i64 g = 0; g < run.count; ++g) {
                 float* block = tile + (run.first + g) * B;
                 if ((g + 1) * B <= n) {
@@ -583,6 +694,7 @@ void along(const Dense<T>& source, const Target<F, T>& to, const BlockwiseParts&
                     for (int j = 0; j < B; ++j) block[j] = 0;
                     for (i64 j = 0; j < n - g * B; ++j) block[j] = widen(from[g * B + j]);
                 }
+                if (turn) turn_block<B>(block, turn);
                 if (given.divisor) {
                     const float by = divisor[run.first + g];
                     for (int j = 0; j < B; ++j) block[j] = block[j] / by;
@@ -607,13 +719,13 @@ void along(const Dense<T>& source, const Target<F, T>& to, const BlockwiseParts&
         for (i64 g = 0; g < STRIP; ++g) reciprocal[g] = 1.0f / scale[g];
         const bool merged = given.factor && merges<F>(factor, count), multiplies = given.factor && !merged;
         by_line(first, count, R, blocks, B, [&](const Run& run) {
-            const T* from = source.data + source.strides.at(run.batch, run.row, run.column);
+            const S* from = source.data + source.strides.at(run.batch, run.row, run.column);
             T* out = to.values + to.strides.at(run.batch, run.row, run.column);
             const i64 n = C - run.column;
             const u32 start = static_cast<u32>((run.batch * R + run.row) * C + run.column);
             for (i64 g = 0; g < run.count; ++g) {
                 // Of the next strip, which follows this one where lines lie side by side.
-                fetch<false>(from + STRIP * B + g * B, B * sizeof(T));
+                fetch<false>(from + STRIP * B + g * B, B * sizeof(S));
                 fetch<true>(out + STRIP * B + g * B, B * sizeof(T));
                 const i64 own = run.first + g;
                 const u32 index = start + static_cast<u32>(g * B);
@@ -650,8 +762,10 @@ void along(const Dense<T>& source, const Target<F, T>& to, const BlockwiseParts&
 
 // Blocks along C, and R contiguous. A source that is packed needs its blocks to fill lanes.
 template <class F, class T, class Source>
-void across(const Source& source, const Target<F, T>& to, const BlockwiseParts& given, Key key, Shape shape, int threads) {
+void across(const Source& source, const Target<F, T>& to, const BlockwiseParts& given, const Turn& turn, Key key,
+            Shape shape, int threads) {
     constexpr int B = F::BLOCK;
+    const i64 columns = turn ? turn.columns : shape.columns;
     const i64 R = shape.rows, C = shape.columns, blocks = (C + B - 1) / B, groups = (R + LANES - 1) / LANES;
     const i64 tiles = shape.batches * blocks * groups;
     const Key block_key = key.absorb(BLOCK_SALT), element_key = key.absorb(0);
@@ -659,19 +773,18 @@ void across(const Source& source, const Target<F, T>& to, const BlockwiseParts& 
     for (i64 t = shape.first * blocks * groups; t < tiles; ++t) {
         const i64 batch = t / (blocks * groups), column = t / groups % blocks * B, row = t % groups * LANES;
         const i64 depth = C - column < B ? C - column : B, n = R - row < LANES ? R - row : LANES;
+        const i64 given_depth = columns - column < B ? columns - column : B;
         alignas(64) float tile[B * LANES], scale[LANES], reciprocal[LANES];
         alignas(64) i32 z[LANES];
-        if (source.places.empty(column, depth)) {  // zeros are quantized to zeros, whatever the noise
+        if (!turn && source.places.empty(column, depth)) {  // zeros are quantized to zeros, whatever the noise
             for (i64 j = 0; j < depth; ++j)
                 std::memset(to.values + (column + j) * to.strides.column + row, 0, static_cast<size_t>(n) * sizeof(T));
             continue;
         }
-        if (n == LANES) {
-            source.read(tile, batch, row, column, false, depth, LANES, LANES);
-        } else {
-            for (i64 i = 0; i < depth * LANES; ++i) tile[i] = 0;
-            source.read(tile, batch, row, column, false, depth, n, LANES);
-        }
+        if (n < LANES || (turn && given_depth < B))
+            for (i64 i = 0; i < B * LANES; ++i) tile[i] = 0;
+        source.read(tile, batch, row, column, false, given_depth, n == LANES ? LANES : n, LANES);
+        if (turn) turn_across<B>(tile, turn);
         const i64 b = column / B;
         if (given.divisor) {
             alignas(64) float divisor[LANES];
@@ -701,7 +814,7 @@ void across(const Source& source, const Target<F, T>& to, const BlockwiseParts& 
         for (i64 j = 0; j < depth; ++j) {
             const u32 index = static_cast<u32>((batch * R + row) * C + column + j);
             float* line = tile + j * LANES;
-            if (row + 2 * LANES <= R) {  // of the next tile
+            if (row + 2 * LANES <= R && j < given_depth) {  // of the next tile
                 source.fetch_line(batch, row + LANES, column + j, LANES);
                 fetch<true>(to.values + to.strides.at(batch, row + LANES, column + j), LANES * sizeof(T));
             }
@@ -741,16 +854,16 @@ struct KeyParts {
     i64 count;
 };
 
-template <class F, class T>
-void quantize(const T* x, Strides from, Places places, T* y, Strides to, u8* codes, typename F::Stored* scales,
-              BlockwiseParts given, KeyParts draw, Shape shape, int threads) {
+template <class F, class S, class T>
+void quantize(const S* x, Strides from, Places places, T* y, Strides to, u8* codes, typename F::Stored* scales,
+              BlockwiseParts given, Turn turn, KeyParts draw, Shape shape, int threads) {
     const Key key = derived(draw.key, draw.step, draw.salts, draw.count);
-    const Dense<T> source{x, from, places};
+    const Dense<S> source{x, from, places};
     const Target<F, T> target{y, to, codes, scales};
-    const auto run = from.column != 1 || places.from ? across<F, T, Dense<T>>
-                     : codes                         ? along<F, T, true>
-                                                     : along<F, T, false>;
-    run(source, target, given, key, shape, threads);
+    const auto run = from.column != 1 || places.from ? across<F, T, Dense<S>>
+                     : codes                         ? along<F, S, T, true>
+                                                     : along<F, S, T, false>;
+    run(source, target, given, turn, key, shape, threads);
 }
 
 // F of the transpose of what was packed in format P.
@@ -760,7 +873,7 @@ void requantize(const u8* codes, const typename P::Stored* scales, Places places
     static_assert(LANES % P::BLOCK == 0);
     const Key key = derived(draw.key, draw.step, draw.salts, draw.count);
     const PackedTranspose<P, T> source{codes, scales, shape.rows, places.from ? places.none : shape.columns, places};
-    across<F, T>(source, Target<F, T>{y, to, nullptr, nullptr}, BlockwiseParts{}, key, shape, threads);
+    across<F, T>(source, Target<F, T>{y, to, nullptr, nullptr}, BlockwiseParts{}, Turn{}, key, shape, threads);
 }
 
 // y [batches, rows, columns], contiguous, of what was packed in format P along its columns.
@@ -904,74 +1017,7 @@ void maxima(const T* x, Strides from, float* z, Shape shape, i64 length, int thr
     }
 }
 
-// ---------------------------------------------------------------------------------------------- numerics/hadamard.py
-
-using vec8 = float __attribute__((vector_size(32)));
-
-// The step of a distance below 8, within 8 neighbours.
-template <int H>
-inline vec8 butterflies_within(vec8 v) {
-    constexpr auto sign = [](int i) { return i & H ? -1.0f : 1.0f; };
-    constexpr vec8 signs = {sign(0), sign(1), sign(2), sign(3), sign(4), sign(5), sign(6), sign(7)};
-#ifdef __clang__
-    const vec8 other = __builtin_shufflevector(v, v, 0 ^ H, 1 ^ H, 2 ^ H, 3 ^ H, 4 ^ H, 5 ^ H, 6 ^ H, 7 ^ H);
-#else
-    using places = i32 __attribute__((vector_size(32)));
-    const vec8 other = __builtin_shuffle(v, places{0 ^ H, 1 ^ H, 2 ^ H, 3 ^ H, 4 ^ H, 5 ^ H, 6 ^ H, 7 ^ H});
-#endif
-    return other + signs * v;
-}
-
-// The steps of distances `from`, 2·from, ... among `count` elements: (a, b) becomes (a + b, a - b).
-inline void butterflies(float* t, i64 count, i64 from) {
-    for (i64 h = from; h < count; h *= 2)
-        for (i64 i = 0; i < count; i += 2 * h)
-#pragma omp simd
-            for (i64 j = i; j < i + h; ++j) {
-                const float a = t[j], b = t[j + h];
-                t[j] = a + b;
-                t[j + h] = a - b;
-            }
-}
-
-inline vec8 eight(const float* from) {
-    vec8 v;
-    std::memcpy(&v, from, sizeof v);
-    return v;
-}
-inline vec8 eight(const bf16* from) {
-    alignas(32) float values[8];
-    for (int i = 0; i < 8; ++i) values[i] = widen(from[i]);
-    return eight(values);
-}
-
-// One block of G neighbours times `before`, H and `after`, in registers; the first and the last may be null.
-template <int G, class T>
-inline void rotate_block(const T* from, const float* before, const float* after, float unit, float* to) {
-    constexpr int count = G / 8;
-    vec8 v[count];
-#pragma GCC unroll 16
-    for (int i = 0; i < count; ++i) {
-        v[i] = eight(from + 8 * i);
-        if (before) v[i] *= eight(before + 8 * i);
-        v[i] = butterflies_within<4>(butterflies_within<2>(butterflies_within<1>(v[i])));
-    }
-#pragma GCC unroll 4
-    for (int h = 1; h < count; h *= 2)
-#pragma GCC unroll 16
-        for (int i = 0; i < count; ++i) {
-            if (i & h) continue;
-            const vec8 a = v[i], b = v[i + h];
-            v[i] = a + b;
-            v[i + h] = a - b;
-        }
-#pragma GCC unroll 16
-    for (int i = 0; i < count; ++i) {
-        v[i] *= unit;
-        if (after) v[i] *= eight(after + 8 * i);
-        std::memcpy(to + 8 * i, &v[i], sizeof v[i]);
-    }
-}
+// ---------------------------------------------------------------------------------------------- rotations alone
 
 constexpr i64 ROTATED = 1 << 14;  // elements of a tile
 

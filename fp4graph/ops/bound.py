@@ -62,9 +62,14 @@ class BoundMatmul:
         self._layouts: dict[int, Layout] = {}
         self._slots = tuple(zip(options.program.state, state, strict=True))
 
-    def rotated(self, gemm: GemmProgram, left: Tensor, right: Tensor) -> Rotation:
-        """Return the operands in the dtype they are quantized from and in the GEMM's layout and basis."""
+    def rotated(self, gemm: GemmProgram, left: Tensor, right: Tensor, *, leaves: bool = False) -> Rotation:
+        """Return the operands in the dtype they are quantized from and in the GEMM's layout and basis.
+
+        Args:
+            leaves: leave it to :meth:`quantized_product` to rotate the right operand, where it can.
+        """
         left, right = self._cast(left, gemm.left), self._cast(right, gemm.right)
+        own = self._by_expert(gemm) if leaves else None
         segments = None
         if (layout := self._layout(gemm)) is not None:
             segments = layout.segments(gemm.gemm, "left")
@@ -72,7 +77,8 @@ class BoundMatmul:
                 left, right = layout.lay_out(left.mT).mT, layout.lay_out(right.mT).mT
             else:
                 left = layout.lay_out(left)
-        return gemm.rotate(left, right, operand_draw(self._draw, gemm.operands[0]), segments)
+        within = None if own is None else own.turns(right)
+        return gemm.rotate(left, right, operand_draw(self._draw, gemm.operands[0]), segments, within)
 
     def operands(self, gemm: GemmProgram, rotation: Rotation) -> tuple[BoundOperand, BoundOperand]:
         """Return both operands of ``gemm``."""
@@ -195,7 +201,7 @@ class BoundMatmul:
             laid_out = by_expert.layout.lay_out(self._cast(left, gemm.left))
             own, right = self._operand(gemm, Rotation(laid_out, laid_out), "left"), weight
         else:
-            own, right = self.operands(gemm, self.rotated(gemm, left, weight))
+            own, right = self.operands(gemm, self.rotated(gemm, left, weight, leaves=True))
         y, _ = by_expert.product(own.quantized(self._dtype), right)
         self.observe(own)
         return self._taken_back(gemm, y)
@@ -257,7 +263,8 @@ class BoundMatmul:
         layout = self._layout(gemm)
         segments = None if layout is None else layout.segments(gemm.gemm, side)
         own_draw, state = operand_draw(self._draw, operand), self._state(operand, rotation)
-        return BoundOperand(operand, program, x, own_draw, state, segments)
+        turn = None if side == "left" else rotation.turn
+        return BoundOperand(operand, program, x, own_draw, state, segments, turn)
 
     def _layout(self, gemm: GemmProgram) -> Layout | None:
         """Return the places of tokens in the operands of ``gemm``; None for a product without experts."""

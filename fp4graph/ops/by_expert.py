@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 from torch import Tensor
 
 from fp4graph.kernels import experts, operators
+from fp4graph.kernels.cpu import Turn
 from fp4graph.kernels.operators import PackedOperand
 from fp4graph.numerics.draw import Draw
 from fp4graph.ops.draw import operand_draw
@@ -51,6 +53,13 @@ class ByExpert:
         packs = packs and not operators.packs(program.spec, right.dtype, self.dtype, right.device)
         return not packs and experts.serves(self.dtype, right.device) and program.in_one_read(right.device, self.draw)
 
+    def turns(self, right: Tensor) -> int | None:
+        """Return the block within which the operator of :meth:`product` rotates the weights ``right`` itself; None
+        where it does not."""
+        spec = self.gemm.right.spec
+        plain = self.serves(right) and self.gemm.right.by_kernel(right.device, self.draw)
+        return spec.block if plain and spec is not None and isinstance(spec.block, int) else None
+
     def product(
         self, left: Terms, right: BoundOperand | PackedOperand, *, packs: bool = False
     ) -> tuple[Tensor, PackedOperand | None]:
@@ -69,24 +78,40 @@ class ByExpert:
             return experts.requantized_product(term.values, right, groups, spec, draw), None
         how, waiting = right.program.direction(right.x, right.draw, segments=right.segments)
         gamma = self.layout.scale(term.multiplier, waiting)
-        return experts.quantized_product(term.values, right.x, experts.Groups(*tokens, gamma), how, packs)
+        groups = experts.Groups(*tokens, gamma)
+        return experts.quantized_product(term.values, right.x, groups, how, packs, right.turn)
 
     def laid_out(self, left: Tensor, right: Tensor | PackedOperand) -> tuple[Terms, Terms] | None:
         """Return the operands of wgrad, quantized on their way from rows ``[T, C]`` to their positions; or None."""
-        direct = self._is_direct(self.gemm.left, left) and self._is_direct(self.gemm.right, right)
-        if self.layout.source is None or not direct:
+        if self.layout.source is None or not (self._reads(self.gemm.left, left) and self._reads(self.gemm.right, right)):
             return None
-        return self._at_positions("left", left), self._at_positions("right", right)
+        turn = None
+        if self.gemm.transforms and (turn := self._turn(left, right)) is None:
+            return None
+        return self._at_positions("left", left, turn), self._at_positions("right", right, turn)
 
-    def _at_positions(self, side: Side, x: Tensor | PackedOperand) -> Terms:
+    def _turn(self, left: Tensor, right: Tensor | PackedOperand) -> Turn | None:
+        """Return the rotation of both operands of wgrad, where a kernel knows it."""
+        blocks = [program.spec.block for program in (self.gemm.left, self.gemm.right) if program.spec is not None]
+        lengths = [block for block in blocks if isinstance(block, int)]
+        if isinstance(right, PackedOperand) or len(lengths) < 2:
+            return None
+        draw, segments = operand_draw(self.draw, self.gemm.operands[0]), self.layout.segments(self.gemm.gemm, "left")
+        return self.gemm.turn(self.layout.lay_out(left).mT, self.layout.lay_out(right).mT, draw, segments, gcd(*lengths))
+
+    def _at_positions(self, side: Side, x: Tensor | PackedOperand, turn: Turn | None) -> Terms:
         own, other = self.gemm.operands
         program, operand = (self.gemm.left, own) if side == "left" else (self.gemm.right, other)
         assert self.layout.source is not None
         assert program.spec is not None
-        y = experts.quantize_at(x, self.layout.source, program.spec, operand_draw(self.draw, operand))
-        return (Term(y.to(self.dtype)),)
+        draw = operand_draw(self.draw, operand)
+        return (Term(experts.quantize_at(x, self.layout.source, program.spec, draw, self.dtype, turn)),)
 
     def _is_direct(self, program: OperandProgram, x: Tensor | PackedOperand) -> bool:
+        """Return whether a kernel quantizes an operand from ``x``, in whose basis the GEMM is."""
+        return not self.gemm.transforms and self._reads(program, x)
+
+    def _reads(self, program: OperandProgram, x: Tensor | PackedOperand) -> bool:
         """Return whether a kernel quantizes an operand from ``x``, which nobody else wants to see."""
-        unseen = not (self.observed or self.gemm.transforms or program.observes)
+        unseen = not (self.observed or program.observes)
         return unseen and experts.serves(x.dtype, x.device) and program.by_kernel(x.device, self.draw)

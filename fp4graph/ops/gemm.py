@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fp4graph.kernels.cpu import Turn
 from fp4graph.numerics.blocking import Blocking, block_length
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.segments import Segments
@@ -18,7 +19,7 @@ from fp4graph.ops.draw import transform_draw
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import Terms
 from fp4graph.ops.state import StateSlot
-from fp4graph.technique import Technique
+from fp4graph.technique import Technique, overrides
 from fp4graph.technique.operands import Gemm, Operand
 
 Side = Literal["left", "right"]
@@ -70,27 +71,60 @@ class GemmProgram:
             for program, terms in given
         )
 
-    def rotate(self, left: Tensor, right: Tensor, draw: Draw | None, segments: Segments | None = None) -> Rotation:
+    def rotate(
+        self,
+        left: Tensor,
+        right: Tensor,
+        draw: Draw | None,
+        segments: Segments | None = None,
+        leaves: int | None = None,
+    ) -> Rotation:
         """Return both operands in the transforms' basis.
 
         Args:
             draw: of the left operand; transforms share it.
             segments: of the left operand, in a grouped product.
+            leaves: the block of a kernel that rotates the right operand itself, which is then left as it is, with a
+                ``turn``, where the transforms are a rotation within such blocks.
         """
         steps: list[PairStep] = []
         for index, transform in enumerate(self.transforms):
-            blocking = Blocking(tuple(left.shape), "tensor", segments=segments)
-            context = contract.context(transform, transform_draw(draw, index), blocking, left.device, gemm=self.gemm)
-            shared = contract.run(transform, "pair_context", left, right, context)
-            if not (isinstance(shared, tuple) and all(isinstance(tensor, Tensor) for tensor in shared)):
-                raise contract.broken(transform, "pair_context", "must return a tuple of tensors")
-            step = PairStep(transform, shared, left.shape[-1])
+            step = self._step(index, transform, left, right, draw, segments)
             steps.append(step)
-            left, right = step.apply(left, "left"), step.apply(right, "right")
+            turn = None if leaves is None or len(self.transforms) > 1 else step.turn(leaves)
+            left = step.apply(left, "left")
+            if turn is not None:
+                return Rotation(left, right, (step,), turn)
+            right = step.apply(right, "right")
             if statically_known_true(left.shape[-1] != right.shape[-1]):
                 lengths = f"{left.shape[-1]} and {right.shape[-1]}"
                 raise contract.broken(transform, "transform", f"gave the operands contraction axes of {lengths}")
         return Rotation(left, right, tuple(steps))
+
+    def turn(
+        self, left: Tensor, right: Tensor, draw: Draw | None, segments: Segments | None, within: int
+    ) -> Turn | None:
+        """Return the rotation that :meth:`rotate` does to both operands, where it is one, of blocks that divide
+        ``within``; None where the transforms are another."""
+        if len(self.transforms) != 1 or not overrides(self.transforms[0], "block_rotation"):
+            return None
+        return self._step(0, self.transforms[0], left, right, draw, segments).turn(within)
+
+    def _step(
+        self,
+        index: int,
+        transform: Technique,
+        left: Tensor,
+        right: Tensor,
+        draw: Draw | None,
+        segments: Segments | None,
+    ) -> PairStep:
+        blocking = Blocking(tuple(left.shape), "tensor", segments=segments)
+        context = contract.context(transform, transform_draw(draw, index), blocking, left.device, gemm=self.gemm)
+        shared = contract.run(transform, "pair_context", left, right, context)
+        if not (isinstance(shared, tuple) and all(isinstance(tensor, Tensor) for tensor in shared)):
+            raise contract.broken(transform, "pair_context", "must return a tuple of tensors")
+        return PairStep(transform, shared, left.shape[-1])
 
 
 _OPERANDS = {
@@ -107,6 +141,14 @@ class PairStep:
     transform: Technique
     shared: tuple[Tensor, ...]
     length: int | torch.SymInt
+
+    def turn(self, within: int) -> Turn | None:
+        """Return the step as a rotation of blocks that divide ``within``; None where it is none."""
+        rotation = contract.run(self.transform, "block_rotation", self.shared)
+        if rotation is None or within % rotation[0]:
+            return None
+        block, signs = rotation
+        return Turn(block, None if signs is None else signs.to(torch.float32))
 
     def apply(self, x: Tensor, side: Side) -> Tensor:
         """Return ``x`` in the transform's basis."""
@@ -125,11 +167,16 @@ class PairStep:
 
 @dataclass(frozen=True, eq=False)
 class Rotation:
-    """The operands of one GEMM after its pair transforms: contraction axis last, perhaps zero-padded by them."""
+    """The operands of one GEMM after its pair transforms: contraction axis last, perhaps zero-padded by them.
+
+    Attributes:
+        turn: what a kernel does to ``right``, which the transforms have left as it was; None where they have not.
+    """
 
     left: Tensor
     right: Tensor
     steps: tuple[PairStep, ...] = ()
+    turn: Turn | None = None
 
     def apply(self, x: Tensor, side: Side) -> Tensor:
         """Return a further tensor of the side's shape in the transforms' basis."""

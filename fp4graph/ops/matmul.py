@@ -92,14 +92,14 @@ class _QuantizedMatmul(torch.autograd.Function):
         program, dtype = options.program, options.dtype
         fprop = program.fprop
         bound = BoundMatmul(options, _draw(key, step), state, _experts(ends, a, b))
-        rotation = bound.rotated(fprop, a, b)
-        operands = left, right = bound.operands(fprop, rotation)
         # Only what the backward reads is saved: the dequantized fprop operand where the policy requantizes that (as
         # bytes if it can be), the original where an operand or a gradient factor starts from it.
         needs_a, needs_b = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
         factors = fprop.left.has_gradient_factor or fprop.right.has_gradient_factor
         rereads_a = needs_b and program.wgrad.right.from_fprop
         rereads_b = needs_a and program.dgrad.right.from_fprop
+        rotation = bound.rotated(fprop, a, b, leaves=not rereads_b)
+        operands = left, right = bound.operands(fprop, rotation)
         keep_a = (needs_b and not rereads_a) or factors
         keep_b = (needs_a and not rereads_b) or factors
         left_terms, a_fprop = bound.kept_terms(left, rotation, "left", keep=rereads_a, reread=keep_a and not factors)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fp4graph.kernels.cpu import Turn
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.segments import Segments
 from fp4graph.ops.operand import OperandProgram
@@ -20,7 +21,11 @@ from fp4graph.technique.operands import Operand
 
 @dataclass(frozen=True, eq=False)
 class BoundOperand:
-    """One operand of a GEMM: its program and what the program is called on, ``x`` in the GEMM's basis and layout."""
+    """One operand of a GEMM: its program and what the program is called on, ``x`` in the GEMM's basis and layout.
+
+    Attributes:
+        turn: brings ``x`` into the GEMM's basis, where a kernel is to do that; else None.
+    """
 
     operand: Operand
     program: OperandProgram
@@ -28,6 +33,7 @@ class BoundOperand:
     draw: Draw | None
     state: OperandState
     segments: Segments | None = None
+    turn: Turn | None = None
 
     def quantized(self, dtype: torch.dtype) -> Terms:
         """Return the quantized operand in the dtype of the GEMM."""

@@ -271,6 +271,15 @@ class Technique(BaseModel):
         """Return an operand in the old basis, contraction axis last: the inverse of :meth:`transform`."""
         return x
 
+    def block_rotation(self, shared: tuple[Tensor, ...]) -> tuple[int, Tensor | None] | None:
+        """Return (g, signs) where :meth:`transform` is the rotation x·S·H of blocks of g elements; else None.
+
+        S is the diagonal of ``signs``, ±1, ``[g]``, or the identity for None; H is the orthonormal Sylvester-Hadamard
+        matrix of a power of two g; the product is in fp32, and axes that g does not divide are zero-padded. A kernel
+        may then rotate what it reads by itself, and :meth:`transform` is not called.
+        """
+        return None
+
     # ------------------------------------------------------------------ one operand
 
     def split(self, x: Tensor, context: Context) -> tuple[Tensor, Tensor | None]:

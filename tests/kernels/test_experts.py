@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fp4graph.kernels import cpu, experts, operators
+from fp4graph.kernels.cpu import Turn
 from fp4graph.kernels.experts import Groups
 from fp4graph.kernels.operators import Blocks, Direction, PackedOperand
 from fp4graph.numerics.quantize import fake_quantize
@@ -64,12 +65,63 @@ def laid_out(x: Tensor) -> Tensor:
 def test_quantize_at(name: str, dtype: torch.dtype) -> None:
     """Also from the columns of a wider tensor, from bytes, and of one channel."""
     for x in (normal(TOKENS, N, dtype=dtype), normal(TOKENS, N + 3, dtype=dtype)[:, 1 : N + 1], normal(TOKENS, 1)):
-        y = experts.quantize_at(x, places(), SPECS[name], SOURCE)
+        y = experts.quantize_at(x, places(), SPECS[name], SOURCE, x.dtype)
         assert_same_bits(y, fake_quantize(laid_out(x).mT, SPECS[name], -1, DERIVED))
         assert y.mT.is_contiguous()
         kept = packed(x)
-        y = experts.quantize_at(kept, places(), SPECS[name], SOURCE)
+        y = experts.quantize_at(kept, places(), SPECS[name], SOURCE, x.dtype)
         assert_same_bits(y, fake_quantize(laid_out(kept.unpack()).mT, SPECS[name], -1, DERIVED))
+
+
+def test_quantize_at_casts_from_fp32() -> None:
+    spec = SPECS["encoding scales"]  # whose quotients bf16 rounds
+    x = normal(TOKENS, N)
+    y = experts.quantize_at(x, places(), spec, SOURCE, torch.bfloat16)
+    assert_same_bits(y, fake_quantize(laid_out(x).mT, spec, -1, DERIVED).bfloat16())
+
+
+def hadamard(g: int) -> Tensor:
+    """The Sylvester-Hadamard matrix by its definition, ±1/√g."""
+    ones = [[bin(i & j).count("1") for j in range(g)] for i in range(g)]
+    return (-1.0) ** torch.tensor(ones) / g**0.5
+
+
+def turned(x: Tensor, turn: Turn) -> Tensor:
+    """x·S·H on zero-padded blocks of the last axis, by products with H in fp64, rounded once."""
+    pad = torch.nn.functional.pad(x.double(), (0, turn.padded(x.shape[-1]) - x.shape[-1]))
+    signs = torch.ones(turn.block) if turn.signs is None else turn.signs
+    return (pad.unflatten(-1, (-1, turn.block)) * signs @ hadamard(turn.block).double()).flatten(-2)
+
+
+def whole(*shape: int, dtype: torch.dtype) -> Tensor:
+    """Whole numbers of up to three bits: their rotations by blocks of 4, 16 or 64 are exact."""
+    return torch.randint(-7, 8, shape, generator=torch.Generator().manual_seed(len(shape))).to(dtype)
+
+
+def turns(g: int) -> list[Turn]:
+    signs = 1.0 - 2 * torch.randint(0, 2, (g,), generator=torch.Generator().manual_seed(g)).float()
+    return [Turn(g), Turn(g, signs)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("g", "block"), [(4, 16), (16, 16), (16, 32), (64, 64)])
+def test_what_is_rotated_first(g: int, block: int, dtype: torch.dtype) -> None:
+    """Tokens at their places, and weights whose lines no block divides, of both layouts."""
+    spec = QuantSpec("e2m1", block, ScaleSpec("e4m3", "nearest_even"), "stochastic")
+    x, order = whole(TOKENS, N, dtype=dtype), places()
+    order = torch.cat([order, order.new_full((-len(order) % g,), TOKENS)])
+    rows = torch.cat([x, x.new_zeros(1, N)])[order]
+    k = K - 7
+    for turn in turns(g):
+        y = experts.quantize_at(x, order, spec, SOURCE, dtype, turn)
+        # Zeros are compared without their signs, which depend on the order of a sum of zeros.
+        assert_same_bits(y + 0, fake_quantize(turned(rows.mT, turn).float(), spec, -1, DERIVED).to(dtype) + 0)
+        tokens = whole(TOKENS, turn.padded(k), dtype=dtype)
+        for w in (whole(4, N, k, dtype=dtype), whole(4, k, N, dtype=dtype).mT):
+            y, _ = experts.quantized_product(tokens, w, GROUPS, Direction(spec, SOURCE), turn=turn)
+            quantized = fake_quantize(turned(w, turn).float(), spec, -1, DERIVED).to(dtype)
+            alike = quantized if w.stride(2) == 1 else quantized.mT.contiguous().mT  # as the GEMM reads it
+            assert_same_bits(y + 0, by_hand(tokens, alike) + 0)
 
 
 GROUPS = Groups(STARTS, SIZES)
@@ -146,11 +198,11 @@ _w = packed(normal(4, N, K))
 _x = packed(normal(TOKENS, N))
 _text, _noise = SPECS["stochastic"].to_text(), (KEY, STEP, list(SALTS))
 OPERATORS = {
-    "quantize_at": (normal(TOKENS, N), places(), _text, *_noise),
+    "quantize_at": (normal(TOKENS, N), places(), _text, *_noise, None, 0, torch.bfloat16),
     "requantize_at": (_x.codes, _x.scales, MXFP4.to_text(), N, torch.float32, places(), _text, *_noise),
     "quantized_product": (
         *(normal(TOKENS, K), normal(4, N, K), STARTS, SIZES, None, _text, *_noise),
-        *(None, None, None, None, True),
+        *(None, None, None, None, None, 0, True),
     ),
     "requantized_product": (
         *(normal(TOKENS, N), _w.codes, _w.scales, MXFP4.to_text(), K, torch.float32),
