@@ -251,13 +251,14 @@ def _quantized_product(
     given = Blocks(divisor, statistic, scale, factor)
     turn, about = _turn(signs, block), (gamma, spec, key, step, salts, *given, signs, block, packs)
     y, codes, scales = _fake_quantized_product(left, right, starts, sizes, *about)
-    draw, kept = drawn(key, step, salts), (codes, scales) if packs else (None, None)
+    draw = drawn(key, step, salts)
     if right.stride(2) != 1 and (packs or right.stride(1) != 1):
         right = right.contiguous()
     count, length = right.shape[1], right.shape[2] if turn is None else turn.padded(right.shape[2])
     along = right.stride(2) == 1
     buffer = left.new_empty((count, length)) if along else left.new_empty((length, count)).mT
-    quantize = cpu.matrix_quantizer(right, buffer, spec, draw, given, *kept, turn=turn)
+    kept = codes if packs else None, scales if packs else None
+    quantize = cpu.matrix_quantizer(right, buffer, spec, draw, given, *kept, turn)
     experts = list(tokens_of_experts(starts, sizes, left.shape[0]))
     zero_others(y, experts)
     for expert, own in enumerate(experts):

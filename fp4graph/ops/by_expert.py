@@ -83,7 +83,8 @@ class ByExpert:
 
     def laid_out(self, left: Tensor, right: Tensor | PackedOperand) -> tuple[Terms, Terms] | None:
         """Return the operands of wgrad, quantized on their way from rows ``[T, C]`` to their positions; or None."""
-        if self.layout.source is None or not (self._reads(self.gemm.left, left) and self._reads(self.gemm.right, right)):
+        direct = self._reads(self.gemm.left, left) and self._reads(self.gemm.right, right)
+        if self.layout.source is None or not direct:
             return None
         turn = None
         if self.gemm.transforms and (turn := self._turn(left, right)) is None:
@@ -97,7 +98,8 @@ class ByExpert:
         if isinstance(right, PackedOperand) or len(lengths) < 2:
             return None
         draw, segments = operand_draw(self.draw, self.gemm.operands[0]), self.layout.segments(self.gemm.gemm, "left")
-        return self.gemm.turn(self.layout.lay_out(left).mT, self.layout.lay_out(right).mT, draw, segments, gcd(*lengths))
+        operands = self.layout.lay_out(left).mT, self.layout.lay_out(right).mT
+        return self.gemm.turn(*operands, draw, segments, gcd(*lengths))
 
     def _at_positions(self, side: Side, x: Tensor | PackedOperand, turn: Turn | None) -> Terms:
         own, other = self.gemm.operands
