@@ -310,13 +310,13 @@ inline void narrow(const float* from, bf16* to) {
     for (; i < N; ++i) narrow(from[i], to + i);
 }
 
-template <class F, int N>
-inline void store(const float* from, float* to) {
-    narrow<N>(from, to);
+// N numbers of which nothing is left to round.
+template <int N>
+inline void cut(const float* from, float* to) {
+    std::memcpy(to, from, N * sizeof(float));
 }
-template <class F, int N>
-inline void store(const float* from, bf16* to) {
-    if (!exact_in_bf16<F>()) return narrow<N>(from, to);
+template <int N>
+inline void cut(const float* from, bf16* to) {
     int i = 0;
     for (; i + CHUNK <= N; i += CHUNK) {
         chunk_of_32 bits;
@@ -324,7 +324,17 @@ inline void store(const float* from, bf16* to) {
         const chunk_of_16 result = __builtin_convertvector(bits >> 16, chunk_of_16);
         std::memcpy(to + i, &result, sizeof result);
     }
-    for (; i < N; ++i) store<F>(from[i], to + i);
+    for (; i < N; ++i) to[i].bits = static_cast<u16>(as<u32>(from[i]) >> 16);
+}
+
+template <class F, int N>
+inline void store(const float* from, float* to) {
+    narrow<N>(from, to);
+}
+template <class F, int N>
+inline void store(const float* from, bf16* to) {
+    if (!exact_in_bf16<F>()) return narrow<N>(from, to);
+    cut<N>(from, to);
 }
 
 constexpr i64 LANES = 64;  // lines of a tile whose blocks lie across the contiguous axis
@@ -401,6 +411,17 @@ constexpr i64 packed_bytes() {
     return F::CODE_BITS == 4 ? F::BLOCK / 2 : F::BLOCK;
 }
 
+using chunk_of_floats = float __attribute__((vector_size(4 * CHUNK)));
+
+// The values of a format's codes of four bits.
+template <class F>
+struct Decoded {
+    alignas(64) float values[16];
+    Decoded() {
+        for (int code = 0; code < 16; ++code) values[code] = decode<F>(code);
+    }
+};
+
 // N packed blocks, one after another, as values of type T, widened.
 template <class F, class T, int N>
 inline void unpack_blocks(const u8* codes, const typename F::Stored* scales, float* values) {
@@ -412,7 +433,23 @@ inline void unpack_blocks(const u8* codes, const typename F::Stored* scales, flo
     } else {
         std::memcpy(each, codes, all);
     }
-    for (int j = 0; j < all; ++j) values[j] = decode<F>(each[j]);
+#ifndef __clang__
+    if constexpr (F::CODE_BITS == 4 && all % CHUNK == 0) {
+        using chunk_of_places = i32 __attribute__((vector_size(4 * CHUNK)));
+        static const Decoded<F> decoded;
+        chunk_of_floats table;
+        std::memcpy(&table, decoded.values, sizeof table);
+        alignas(64) i32 places[all];
+        for (int j = 0; j < all; ++j) places[j] = each[j];
+        for (int j = 0; j < all; j += CHUNK) {
+            chunk_of_places place;
+            std::memcpy(&place, places + j, sizeof place);
+            const chunk_of_floats found = __builtin_shuffle(table, place);
+            std::memcpy(values + j, &found, sizeof found);
+        }
+    } else
+#endif
+        for (int j = 0; j < all; ++j) values[j] = decode<F>(each[j]);
     for (int b = 0; b < N; ++b) {
         const float scale = load_scale<F>(scales[b]), reciprocal = 1.0f / scale;
         for (int j = b * F::BLOCK; j < (b + 1) * F::BLOCK; ++j) {
@@ -889,7 +926,7 @@ void unpack(const u8* codes, const typename P::Stored* scales, T* y, Shape shape
             const i64 block = line * blocks + b;
             alignas(64) float values[several * P::BLOCK];
             unpack_blocks<P, T, several>(codes + block * packed_bytes<P>(), scales + block, values);
-            narrow<several * P::BLOCK>(values, to + b * P::BLOCK);
+            cut<several * P::BLOCK>(values, to + b * P::BLOCK);
         }
         for (; b < blocks; ++b) {
             const i64 block = line * blocks + b, column = b * P::BLOCK;
