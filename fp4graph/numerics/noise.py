@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -87,10 +88,15 @@ def absorb(key: Tensor, other: Tensor | None, salts: Sequence[int] = ()) -> Tens
 
 def _absorb(key: Tensor, other: Tensor | None, salts: Sequence[int]) -> Tensor:
     """Compute :func:`absorb` in Python's integers."""
-    words = key.tolist()
+    return torch.tensor(_absorbed(key, other, salts), dtype=torch.int32)
+
+
+def _absorbed(key: Tensor, other: Tensor | None, salts: Sequence[int]) -> list[int]:
+    """Return the two words of :func:`absorb`."""
+    words: list[int] = key.tolist()
     for word in (*(() if other is None else other[:2].tolist()), *salts):
         words = [_wrapped(hash_bits(words, counter)) for counter in _counters_of(word)]
-    return torch.tensor(words, dtype=torch.int32)
+    return words
 
 
 def _readable(key: Tensor) -> bool:
@@ -137,15 +143,18 @@ def first_bits(key: Tensor, other: Tensor | None, salts: Sequence[int], count: i
 
     On a CPU compilers see one operator. Inductor would hash again for every element that the bits are broadcast to.
     """
-    if target.kind(key.device) == "cpu" and not _readable(key):
+    if _readable(key):
+        return _first_bits(key, other, salts, count)
+    if target.kind(key.device) == "cpu":
         result: Tensor = torch.ops.fp4graph.first_bits(key, other, salts, count)
         return result
-    return _first_bits(key, other, salts, count)
+    return hash_bits(absorb(key, other, salts), torch.arange(count, dtype=torch.int32, device=key.device))
 
 
 def _first_bits(key: Tensor, other: Tensor | None, salts: Sequence[int], count: int) -> Tensor:
-    """Compute :func:`first_bits` by tensor code."""
-    return hash_bits(absorb(key, other, salts), torch.arange(count, dtype=torch.int32, device=key.device))
+    """Compute :func:`first_bits` on a CPU, of few indices in a third of the time that tensors take."""
+    bits: Any = hash_bits(_absorbed(key, other, salts), np.arange(count, dtype=np.int32))  # type: ignore[type-var]
+    return torch.from_numpy(bits)
 
 
 _library: Any = torch.library.Library("fp4graph", "FRAGMENT")  # type: ignore[no-untyped-call]
