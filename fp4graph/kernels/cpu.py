@@ -64,11 +64,13 @@ extern "C" void run(const {T}* z, {T}* scale, i64 count, int threads) {{ block_s
 
 # Functions that depend on no quantizer, in one library.
 _COMMON = """
-extern "C" void maxima_float(const float* x, Strides from, float* z, Shape shape, i64 length, int threads) {
-    maxima<float>(x, from, z, shape, length, threads);
+extern "C" void maxima_float(const float* x, Strides from, float* z, Shape shape, i64 lines, i64 length,
+                             int threads) {
+    maxima<float>(x, from, z, shape, lines, length, threads);
 }
-extern "C" void maxima_bf16(const bf16* x, Strides from, float* z, Shape shape, i64 length, int threads) {
-    maxima<bf16>(x, from, z, shape, length, threads);
+extern "C" void maxima_bf16(const bf16* x, Strides from, float* z, Shape shape, i64 lines, i64 length,
+                             int threads) {
+    maxima<bf16>(x, from, z, shape, lines, length, threads);
 }
 extern "C" void groups(const float* z, float* y, i64 lines, i64 blocks, i64 length, int threads) {
     group_maxima(z, y, lines, blocks, length, threads);
@@ -263,9 +265,12 @@ def _run_matrix(run: Callable[..., None], arguments: tuple[Any, ...], shape: _Sh
     run(*arguments)
 
 
-def maxima(x: Tensor, z: Tensor, block: int) -> None:
-    """Write the largest magnitude of every block of ``x [B, R, C]`` along C into ``z [B, R, ceil(C/block)]``, fp32."""
-    shape = _Shape(*x.shape), ctypes.c_int64(block)
+def maxima(x: Tensor, z: Tensor, block: int, lines: int = 1) -> None:
+    """Write the largest magnitude of every block of ``lines`` rows by ``block`` columns of ``x [B, R, C]`` into ``z``.
+
+    ``z`` is ``[B, ceil(R/lines), ceil(C/block)]``, contiguous fp32. Either number is at most 1024.
+    """
+    shape = _Shape(*x.shape), ctypes.c_int64(lines), ctypes.c_int64(block)
     run = _common(f"maxima_{DTYPES[x.dtype]}")
     run(_at(x), _Strides(*x.stride()), _at(z), *shape, torch.get_num_threads())
 

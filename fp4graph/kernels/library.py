@@ -30,7 +30,7 @@ _library.define(
     f"quantize(Tensor x, str spec, {DRAW}, {BLOCKS}, ScalarType? dtype=None) -> Tensor",
     tags=[torch.Tag.needs_exact_strides],
 )
-_library.define("maxima(Tensor x, int block) -> Tensor", tags=[torch.Tag.needs_exact_strides])
+_library.define("maxima(Tensor x, int block, int lines=1) -> Tensor", tags=[torch.Tag.needs_exact_strides])
 _library.define(f"quantize_and_pack(Tensor x, str spec, {DRAW}) -> (Tensor, Tensor, Tensor)")
 _library.define(f"quantize_and_pack_columns({_BOTH}) -> (Tensor, Tensor, Tensor)")
 # Any layout will do. For a fixed one Inductor would write a copy of what the sum over dY reads too.
@@ -70,8 +70,10 @@ def _fake_quantize(
     return torch.empty_like(x, dtype=dtype)
 
 
-def _fake_maxima(x: Tensor, block: int) -> Tensor:
-    return x.new_empty((*x.shape[:-1], (x.shape[-1] + block - 1) // block), dtype=torch.float32)
+def _fake_maxima(x: Tensor, block: int, lines: int = 1) -> Tensor:
+    along = (x.shape[-1] + block - 1) // block
+    across = x.shape[:-1] if lines == 1 else (*x.shape[:-2], (x.shape[-2] + lines - 1) // lines)
+    return x.new_empty((*across, along), dtype=torch.float32)
 
 
 def _fake_elementwise(z: Tensor, *numbers: Any) -> Tensor:
@@ -142,12 +144,12 @@ def _quantize(
     return y
 
 
-def _maxima(x: Tensor, block: int) -> Tensor:
-    z = _fake_maxima(x, block)
+def _maxima(x: Tensor, block: int, lines: int = 1) -> Tensor:
+    z = _fake_maxima(x, block, lines)
     if z.numel():
         source = _matrices(x)
         source = _rows(x.contiguous()) if source is None else source
-        cpu.maxima(source, z.view(-1, *_last_two(z)), block)
+        cpu.maxima(source, z.view(-1, *_last_two(z)), block, lines)
     return z
 
 

@@ -31,6 +31,7 @@ from fp4graph.numerics.spec import QuantSpec
 _DTYPES = {"cpu": frozenset(cpu.DTYPES), "cuda": gpu.DTYPES}
 Blocks = cpu.Blocks
 _NOTHING_GIVEN = Blocks()
+_LONGEST = 1024  # lines of a 2-D block whose maximum one kernel finds
 _RUN = 32  # elements of a run where one block is a whole line or more
 _enabled = os.environ.get("FP4GRAPH_KERNELS", "1") != "0"
 
@@ -269,9 +270,10 @@ def quantize(
     return result
 
 
-def maxima(x: Tensor, block: int) -> Tensor:
-    """Return the largest magnitude of every block of ``x [..., C]`` along C: ``[..., ceil(C/block)]``, fp32."""
-    z: Tensor = torch.ops.fp4graph.maxima(x if x.dtype in _dtypes(x.device) else x.to(torch.float32), block)
+def maxima(x: Tensor, block: int, lines: int = 1) -> Tensor:
+    """Return the largest magnitude of every block of ``x [..., R, C]``, ``lines`` rows by ``block`` columns: ``[...,
+    ceil(R/lines), ceil(C/block)]``, fp32."""
+    z: Tensor = torch.ops.fp4graph.maxima(x if x.dtype in _dtypes(x.device) else x.to(torch.float32), block, lines)
     return z
 
 
@@ -282,6 +284,8 @@ def amax(x: Tensor, blocking: Blocking) -> Tensor:
     if isinstance(blocking.block, int):
         return maxima(x, blocking.block).reshape(blocking.scale_shape)
     rows, columns = blocking.block
+    if rows <= _LONGEST:
+        return maxima(x, columns, rows).reshape(blocking.scale_shape)
     z = maxima(x, columns)
     across = Blocking(tuple(z.shape), (rows, 1))
     return across.split(z).amax(across.axes, keepdim=True)

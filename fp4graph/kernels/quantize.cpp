@@ -1016,16 +1016,24 @@ inline void gaussian(float* z, i64 count, KeyParts draw, int threads) {
     }
 }
 
-// The largest magnitude of each block, into z [batches, rows, ceil(columns / block)]; NaN above Inf above all.
+// Takes the maxima of n numbers' magnitudes, as bits, with m.
 template <class T>
-void maxima(const T* x, Strides from, float* z, Shape shape, i64 length, int threads) {
-    const i64 blocks = (shape.columns + length - 1) / length, lines = shape.batches * shape.rows;
-    if (from.column == 1) {
-#pragma omp parallel for num_threads(threads) if (lines * shape.columns > SERIAL)
-        for (i64 line = 0; line < lines; ++line) {
-            const T* row = x + line / shape.rows * from.batch + line % shape.rows * from.row;
+inline void raise(i32* m, const T* from, i64 n) {
+#pragma omp simd
+    for (i64 i = 0; i < n; ++i) m[i] = max(m[i], as<i32>(widen(from[i])) & ~SIGN);
+}
+
+// The largest magnitude of each block of `lines` rows by `length` columns, into z [batches, ceil(rows / lines),
+// ceil(columns / length)]; NaN above Inf above all. Both sides are at most 1024.
+template <class T>
+void maxima(const T* x, Strides from, float* z, Shape shape, i64 lines, i64 length, int threads) {
+    const i64 R = shape.rows, C = shape.columns, blocks = (C + length - 1) / length, groups = (R + lines - 1) / lines;
+    if (from.column == 1 && lines == 1) {
+#pragma omp parallel for num_threads(threads) if (shape.batches * R * C > SERIAL)
+        for (i64 line = 0; line < shape.batches * R; ++line) {
+            const T* row = x + line / R * from.batch + line % R * from.row;
             for (i64 b = 0; b < blocks; ++b) {
-                const i64 end = min(b * length + length, shape.columns);
+                const i64 end = min(b * length + length, C);
                 i64 j = b * length;
                 i32 m = 0;
                 for (; j + CHUNK <= end; j += CHUNK) {
@@ -1040,17 +1048,28 @@ void maxima(const T* x, Strides from, float* z, Shape shape, i64 length, int thr
         }
         return;
     }
-    const i64 groups = (shape.rows + LANES - 1) / LANES, tiles = shape.batches * blocks * groups;
-#pragma omp parallel for num_threads(threads) if (lines * shape.columns > SERIAL)
-    for (i64 t = 0; t < tiles; ++t) {
-        const i64 batch = t / (blocks * groups), b = t / groups % blocks, row = t % groups * LANES;
-        const i64 n = min(LANES, shape.rows - row), end = min(b * length + length, shape.columns);
-        alignas(64) i32 m[LANES] = {};
-        for (i64 j = b * length; j < end; ++j) {
-            const T* line = x + batch * from.batch + j * from.column + row;
-            for (i64 i = 0; i < n; ++i) m[i] = max(m[i], as<i32>(widen(line[i])) & ~SIGN);
+    // A tile is one block deep and several wide along the contiguous axis, of n numbers; those of the lines across it
+    // are compared first.
+    const bool rows_contiguous = from.column != 1;
+    const i64 side = rows_contiguous ? lines : length, n = rows_contiguous ? R : C;
+    const i64 width = side < LANES ? LANES / side * side : side, tiles_across = (n + width - 1) / width;
+    const i64 deep = rows_contiguous ? blocks : groups, depth = rows_contiguous ? length : lines;
+    const i64 all = rows_contiguous ? C : R, step = rows_contiguous ? from.column : from.row;
+#pragma omp parallel for num_threads(threads) if (shape.batches * R * C > SERIAL)
+    for (i64 t = 0; t < shape.batches * deep * tiles_across; ++t) {
+        const i64 batch = t / (deep * tiles_across), d = t / tiles_across % deep, first = t % tiles_across * width;
+        const i64 own = min(width, n - first), end = min((d + 1) * depth, all);
+        alignas(64) i32 m[1024];
+        for (i64 i = 0; i < own; ++i) m[i] = 0;
+        const T* at = x + batch * from.batch + first;
+        for (i64 line = d * depth; line < end; ++line) raise(m, at + line * step, own);
+        for (i64 i = 0; i < own; i += side) {
+            i32 largest = 0;
+            for (i64 j = i; j < min(i + side, own); ++j) largest = max(largest, m[j]);
+            const i64 across = (first + i) / side;
+            const i64 place = rows_contiguous ? across * blocks + d : d * blocks + across;
+            z[batch * groups * blocks + place] = as<float>(largest);
         }
-        for (i64 i = 0; i < n; ++i) z[(batch * shape.rows + row + i) * blocks + b] = as<float>(m[i]);
     }
 }
 

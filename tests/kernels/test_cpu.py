@@ -137,6 +137,54 @@ def test_layouts(layout: str, spec: QuantSpec) -> None:
     assert_same_bits(x, before)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", [(16, 16), (3, 5), (128, 32), (100, 1000), (1024, 1)], ids=str)
+def test_maxima_of_two_axes(block: tuple[int, int], dtype: torch.dtype) -> None:
+    """By max-pooling, which ends with the blocks that are cut off; a NaN is the largest of its block."""
+    x = hostile((2, 200, 150), 16, dtype)
+    rows, columns = block
+    magnitudes = x.float().abs().nan_to_num(nan=torch.inf, posinf=3e38)
+    pooled = torch.nn.functional.max_pool2d(magnitudes, block, ceil_mode=True)
+    of_pool = torch.where(pooled == torch.inf, torch.nan, torch.where(pooled == 3e38, torch.inf, pooled))
+    assert of_pool.isnan().any()
+    for source in (x, across(x)):
+        assert_same_bits(operators.maxima(source, columns, rows), of_pool)
+
+
+@pytest.mark.parametrize("block", [(16, 16), (3, 8)], ids=str)
+def test_given_numbers_of_two_axes(block: tuple[int, int]) -> None:
+    """A number for each 2-D block is taken for each of its lines, where it lies, and broadcast numbers too."""
+    spec, x = QuantSpec("e2m1", block, ScaleSpec("e4m3", "nearest_even")), hostile((2, 70, 45), 16)
+    blocking = Blocking(tuple(x.shape), spec.block)
+    runs = operators.by_runs(spec)
+    r, c = block
+    grid = 2, -(-70 // r), -(-45 // c)
+    scale = torch.rand(grid, generator=torch.Generator().manual_seed(1)) + 0.5
+    each = torch.tensor([0.75, 3.0])  # of each matrix
+    parts = scale.view(blocking.scale_shape), each.view(2, 1, 1, 1, 1), each.log().view(2, 1, 1, 1, 1)
+    given = [operators.by_run(part, blocking) for part in parts]
+    for source in (x, across(x)):
+        y = operators.quantize(
+            source, runs, SOURCE, operators.Blocks(scale=given[0], divisor=given[1], factor=given[2])
+        )
+        rows = scale.repeat_interleave(r, 1)[:, :70]
+        whole = [rows, *(each_.view(2, 1, 1).expand(rows.shape) for each_ in (each, each.log()))]
+        expected = expected_with(x, runs, dict(zip(("scale", "divisor", "factor"), whole, strict=True)))
+        assert_same_bits(y, expected)
+
+
+@pytest.mark.parametrize("factors", [[2.0, 0.125], [2.0**-40, 2.0**40], [2.0**41, 0.3], [0.0, -2.0]], ids=str)
+def test_factors(factors: list[float]) -> None:
+    """Powers of two go into the scale, others multiply what was dequantized: the bits do not tell."""
+    spec = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even", zero="nearest_subnormal"))
+    for dtype in (torch.float32, torch.bfloat16):
+        x = hostile((70, 48), 16, dtype)
+        factor = torch.tensor(factors).repeat(35).view(70, 1).expand(70, 3)
+        for source in (x, across(x)):
+            y = operators.quantize(source, spec, None, operators.Blocks(factor=factor))
+            assert_same_bits(y, expected_with(x, spec, {"factor": factor}))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_other_dtypes(dtype: torch.dtype) -> None:
     x = hostile((70, 75), 16).to(dtype)
@@ -418,6 +466,7 @@ OPERATORS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "gaussian": ("gaussian", (KEY, STEP, list(SALTS), 70)),
     "gaussian, fixed": ("gaussian", (KEY, STEP[2:4], [], 1)),
     "maxima": ("maxima", (_x.view(2, 3, 70), 16)),
+    "maxima, of two axes": ("maxima", (_x.view(2, 3, 70), 16, 2)),
     "absorb": ("absorb", (KEY, STEP, list(SALTS))),
     "absorb, a chain of salts": ("absorb", (KEY, None, [1, 1 << 20])),
     "first_bits": ("first_bits", (KEY, STEP, list(SALTS), 70)),
