@@ -1048,27 +1048,28 @@ void maxima(const T* x, Strides from, float* z, Shape shape, i64 lines, i64 leng
         }
         return;
     }
-    // A tile is one block deep and several wide along the contiguous axis, of n numbers; those of the lines across it
-    // are compared first.
+    // A tile is one block deep and, along the contiguous axis of n numbers, as wide as m holds, so that memory is read
+    // in order; its lines are compared first.
     const bool rows_contiguous = from.column != 1;
     const i64 side = rows_contiguous ? lines : length, n = rows_contiguous ? R : C;
-    const i64 width = side < LANES ? LANES / side * side : side, tiles_across = (n + width - 1) / width;
+    constexpr i64 most = 1024;
+    const i64 width = most / side * side, tiles_across = (n + width - 1) / width;
     const i64 deep = rows_contiguous ? blocks : groups, depth = rows_contiguous ? length : lines;
     const i64 all = rows_contiguous ? C : R, step = rows_contiguous ? from.column : from.row;
 #pragma omp parallel for num_threads(threads) if (shape.batches * R * C > SERIAL)
     for (i64 t = 0; t < shape.batches * deep * tiles_across; ++t) {
         const i64 batch = t / (deep * tiles_across), d = t / tiles_across % deep, first = t % tiles_across * width;
         const i64 own = min(width, n - first), end = min((d + 1) * depth, all);
-        alignas(64) i32 m[1024];
+        alignas(64) i32 m[most];
         for (i64 i = 0; i < own; ++i) m[i] = 0;
         const T* at = x + batch * from.batch + first;
         for (i64 line = d * depth; line < end; ++line) raise(m, at + line * step, own);
-        for (i64 i = 0; i < own; i += side) {
+        const i64 across = first / side, apart = rows_contiguous ? blocks : 1;
+        float* to = z + batch * groups * blocks + (rows_contiguous ? across * blocks + d : d * blocks + across);
+        for (i64 i = 0; i < own; i += side, to += apart) {
             i32 largest = 0;
             for (i64 j = i; j < min(i + side, own); ++j) largest = max(largest, m[j]);
-            const i64 across = (first + i) / side;
-            const i64 place = rows_contiguous ? across * blocks + d : d * blocks + across;
-            z[batch * groups * blocks + place] = as<float>(largest);
+            *to = as<float>(largest);
         }
     }
 }

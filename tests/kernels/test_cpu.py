@@ -168,7 +168,7 @@ def test_given_numbers_of_two_axes(block: tuple[int, int]) -> None:
             source, runs, SOURCE, operators.Blocks(scale=given[0], divisor=given[1], factor=given[2])
         )
         rows = scale.repeat_interleave(r, 1)[:, :70]
-        whole = [rows, *(each_.view(2, 1, 1).expand(rows.shape) for each_ in (each, each.log()))]
+        whole = [rows, *(one.view(2, 1, 1).expand(rows.shape) for one in (each, each.log()))]
         expected = expected_with(x, runs, dict(zip(("scale", "divisor", "factor"), whole, strict=True)))
         assert_same_bits(y, expected)
 
