@@ -8,6 +8,7 @@ cannot. The policy is asked about nothing but operations that are opened only fo
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,8 +26,8 @@ from fp4graph.graph.roles import routers
 from fp4graph.technique.site import SiteView
 
 _GATHERED = (
-    "it multiplies each token with a copy of its expert's matrix; write it as a grouped product to quantize it expert "
-    "by expert, in transformers with experts_implementation='grouped_mm'"
+    "it multiplies each token with a copy of its expert's matrix; to quantize it expert by expert, pick the copies as "
+    "w[ids] from a parameter w [E, K, N] and multiply with them as they are, or write it as a grouped product"
 )
 #: Higher-order ops whose bodies run once, as written, on the operands at the end of their arguments.
 _TRANSPARENT = frozenset({
@@ -289,8 +290,12 @@ class Finder:
         """Return what ``node`` is, or None where it does no matrix work."""
         read, operation = read_product(node), operation_of(node)
         if isinstance(read, Product):
-            if any(self._is_gathered_parameter(factor, markers) for factor in (read.a, read.b)):
-                return self._like_linear(node, name_of(node), _GATHERED, markers)
+            for factor, weight_first in ((read.b, False), (read.a, True)):
+                if self._is_gathered_parameter(factor, markers):
+                    gathered = products.gathered(read, weight_first=weight_first)
+                    if gathered is None:
+                        return self._like_linear(node, name_of(node), _GATHERED, markers)
+                    return self._product(gathered, markers)
             return self._product(read, markers)
         if read is not None and operation is not None:
             if not operation.kept and (read.weighs or self._multiplies_parameter(node, markers)):
@@ -347,15 +352,16 @@ class Finder:
         if module is None and marked is not None:
             module = marked.marker.module
         has_weight = product.form == "linear" or is_parameter
-        a, b = product.values
+        a, b = product.shapes
         weight_first = (
             product.form == "matmul"
             and self._is_matrix_parameter(product.a, markers)
             and not self._is_matrix_parameter(product.b, markers)
         )
-        form = "grouped" if product.form == "grouped" else "linear" if has_weight else "matmul"
+        grouped = product.form in ("grouped", "gathered")
+        form = "grouped" if grouped else "linear" if has_weight else "matmul"
         op = node.meta.get("fp4graph_op") or form
-        sizes = _static(a.shape[-1]), _static(b.shape[0 if product.form == "linear" else -1]), _static(b.numel())
+        sizes = _static(a[-1]), _static(b[0 if product.form == "linear" else -1]), _static(math.prod(b))
         parameter = None if owner is None else owner.parameter
         view = self._names.view(module, op, sizes, products.producer_of(product.a), parameter)
         if has_weight and view.role is None and node in self._routers:
