@@ -72,6 +72,8 @@ class FoundWork:
         reason: why it cannot be quantized.
         like_linear: whether a linear layer could have been written in its place. Such work is kept as the policy keeps
             a linear layer, and is an error where the policy would quantize one.
+        like_grouped: whether a grouped product could have been written in its place, too. Such work is an error also
+            where the policy would quantize that.
         unknown: whether the table of operations lacks the operation. Such work is an error under every policy that
             quantizes anything, until a rule keeps it.
         formula: counts the FLOPs where torch's counter cannot, as ``Operation.flops``.
@@ -84,6 +86,7 @@ class FoundWork:
     places: tuple[int, ...] | None = None
     reason: str = ""
     like_linear: bool = False
+    like_grouped: bool = False
     unknown: bool = False
     formula: Callable[..., int] | None = None
     supported: bool = False
@@ -294,7 +297,8 @@ class Finder:
                 if self._is_gathered_parameter(factor, markers):
                     gathered = products.gathered(read, weight_first=weight_first)
                     if gathered is None:
-                        return self._like_linear(node, name_of(node), _GATHERED, markers)
+                        work = self._like_linear(node, name_of(node), _GATHERED, markers)
+                        return dataclasses.replace(work, like_grouped=True)
                     return self._product(gathered, markers)
             return self._product(read, markers)
         if read is not None and operation is not None:
@@ -379,8 +383,9 @@ class Finder:
         return any(self._is_matrix_parameter(argument, markers) for argument in node.all_input_nodes)
 
     def _is_gathered_parameter(self, node: Node, markers: Markers) -> bool:
-        stack = products.gathered_from(node)
-        return stack is not None and self._names.is_parameter(markers.outside(stack))
+        # A body may be given copies that were picked outside of it.
+        stacks = map(products.gathered_from, (node, markers.outside(_origin(node)[0])))
+        return any(stack is not None and self._names.is_parameter(markers.outside(stack)) for stack in stacks)
 
     def _is_matrix_parameter(self, node: Node, markers: Markers) -> bool:
         value = value_of(node)

@@ -374,13 +374,18 @@ class Planner:
     def _work(self, found: FoundWork) -> None:
         """Keep work that cannot be quantized, or refuse it.
 
-        Work like a linear layer's is refused where the policy would quantize a linear layer, unknown work where it
-        quantizes anything, until a rule speaks of it.
+        Work like a linear layer's is refused where the policy would quantize a linear layer, work like experts' also
+        where it would quantize these, unknown work where it quantizes anything, until a rule speaks of it.
         """
         if not (found.like_linear or found.unknown):
             return self._keep(found, found.reason)
-        decision, linear = self._policy.decide(found.view, found.places), dataclasses.replace(found.view, op="linear")
-        wanted = self._policy.quantizes if found.unknown else self._policy.may_quantize(linear, found.places)
+        decision = self._policy.decide(found.view, found.places)
+        instead = (dataclasses.replace(found.view, op=op) for op in ("linear", "grouped")[: 1 + found.like_grouped])
+        wanted = (
+            self._policy.quantizes
+            if found.unknown
+            else any(self._policy.may_quantize(one, found.places) for one in instead)
+        )
         if not wanted or (decision.index >= 0 and not decision.rule.quantizes):
             return self._keep(found, decision.rule.keep or "", decision)
         self._keep(found, f"not supported: {found.reason}")

@@ -352,7 +352,10 @@ def test_what_no_rule_quantizes_stays_as_it_was_to_the_bit(stance):
     x, ids = torch.randn(44, WIDTH), IDS
     keep = {"name": "experts", "match": {"op": "grouped"}, "keep": "not these"}
     rule = one_rule()["rules"][0]
-    kept = {**one_rule(), "rules": [keep, {**rule, "match": {"op": ["linear", "grouped"]}, "operands": {"fprop": "keep"}}]}
+    kept = {
+        **one_rule(),
+        "rules": [keep, {**rule, "match": {"op": ["linear", "grouped"]}, "operands": {"fprop": "keep"}}],
+    }
     plain = Model()
     model = fp4graph.apply(Model(), kept, backend="eager")
     with torch.compiler.set_stance(stance):
@@ -395,7 +398,8 @@ REFUSED = {
 
 @STANCES
 @pytest.mark.parametrize(
-    ("name", "ops"), [*((name, ["linear", "matmul", "grouped"]) for name in REFUSED), ("gather", "linear")]
+    ("name", "ops"),
+    [*((name, ["linear", "matmul", "grouped"]) for name in REFUSED), ("gather", "linear"), ("gather", "grouped")],
 )
 def test_other_ways_to_pick_are_refused(name, ops, stance):
     if (name, stance) == ("copies written", "force_eager"):
@@ -404,6 +408,14 @@ def test_other_ways_to_pick_are_refused(name, ops, stance):
     expected = pytest.raises(CaptureError, match=r"copy of its expert's matrix.*grouped product")
     with torch.compiler.set_stance(stance), warnings.catch_warnings(action="ignore"), expected:
         model(tokens(len(IDS), 1), IDS)
+
+
+def test_copies_picked_outside_of_a_checkpoint_are_refused():
+    def multiply(x, w, ids):
+        return checkpoint(torch.bmm, x, w[ids], use_reentrant=False)
+
+    model, args = Gathers(multiply, EXPERTS, WIDTH, HIDDEN), (tokens(len(IDS), 1), IDS)
+    assert "copy of its expert's matrix" in fp4graph.explain(model, one_rule(op="grouped"), args).problem
 
 
 def test_gathered_activations_are_a_product_as_any_other():
