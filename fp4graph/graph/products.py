@@ -203,8 +203,10 @@ def gathered(product: Product, *, weight_first: bool) -> Product | None:
     first = pick.ids
     while (source := _shows(first)) is not None:
         first = source
-    untrained = stack.requires_grad and tokens.requires_grad and not copies.requires_grad  # picked under no_grad
-    if untrained or _is_written(node) or _is_written(first):
+    out = value_of(product.node)
+    trains = torch.is_grad_enabled() if out is None else out.requires_grad
+    without_gradient = trains and stack.requires_grad and not copies.requires_grad  # picked under torch.no_grad()
+    if without_gradient or _is_written(node) or _is_written(first):
         return None
     gathering = Gathering(weight_first, transposed, pick.wraps)
     return Product(product.node, "gathered", other, pick.stack, ends=pick.ids, gathering=gathering)

@@ -161,6 +161,16 @@ def test_tokens_may_be_broadcast(stance):
 
 @STANCES
 @uncompiled
+def test_without_gradients(stance):
+    x, policy = tokens(len(IDS), 1), one_rule(op="grouped")
+    model = fp4graph.apply(Gathers(FORMS["x @ W[ids]"][0], EXPERTS, WIDTH, HIDDEN), policy, backend="eager")
+    with torch.compiler.set_stance(stance), torch.no_grad():
+        y = model(x, IDS)
+    assert_equal([y], [looped(policy, x.detach(), model.w.detach().mT, IDS)[0]])
+
+
+@STANCES
+@uncompiled
 def test_no_tokens(stance):
     model = Gathers(FORMS["x @ W[ids]"][0], EXPERTS, WIDTH, HIDDEN)
     y, dx, dw = run(model, one_rule(op="grouped"), tokens(0, 1), IDS[:0], stance=stance)
