@@ -190,6 +190,22 @@ def test_weights_gathered_for_each_token_train_as_grouped_ones(name):
 
 
 @pytest.mark.long
+def test_a_model_may_go_over_to_gathered_weights_to_generate():
+    """As transformers' generate() has it on a GPU, for the steps after the prompt."""
+    model, optimizer = prepared("Qwen3-MoE", "tetrajet", "eager", layers=2)
+    train(model, optimizer, 2)
+    model.eval()
+    outputs = []
+    for form in ("grouped_mm", "batched_mm"):
+        model.set_experts_implementation(form)
+        with torch.no_grad():
+            outputs.append((model(TOKENS).logits, model.generate(TOKENS[:, :5], max_new_tokens=8, do_sample=False)))
+    (logits, tokens), (others, same) = outputs
+    assert torch.equal(logits, others)
+    assert torch.equal(tokens, same)
+
+
+@pytest.mark.long
 def test_a_loop_over_experts_is_refused():
     model = fp4graph.apply(mixture("Qwen3-MoE", "eager"), "tetrajet", backend="eager")
     with pytest.raises(CaptureError, match=r"mlp\.experts: .*experts_implementation='grouped_mm'"):
