@@ -34,7 +34,7 @@ from fp4graph.graph.names import Names
 from fp4graph.graph.observe import Recording, numbered
 from fp4graph.graph.operations import tag_of
 from fp4graph.graph.plan import Planner, plan_once, rule_that_keeps
-from fp4graph.graph.products import PRODUCER, producer_of, value_of
+from fp4graph.graph.products import PRODUCER, SEVERAL, producer_of, value_of
 from fp4graph.graph.replace import SiteCall, UnmarkedWeight, call_of
 from fp4graph.ops.observe import observed
 from fp4graph.policy import Policy
@@ -159,8 +159,10 @@ class Direct(TorchFunctionMode):
             call = self._call(node, given)
             result = func(*args, **kwargs) if call is None else self._run(call)
         finally:
+            read_later = _experts_picked(node)
             for n in held:
-                del n.meta["example_value"]  # a node must not keep an activation alive
+                if n not in read_later:
+                    del n.meta["example_value"]  # a node must not keep an activation alive
         self._remember(result, node)
         return result
 
@@ -202,6 +204,7 @@ class Direct(TorchFunctionMode):
             if not isinstance(result, nn.Parameter):
                 self._nodes[result] = node
         elif isinstance(result, tuple | list):
+            node.meta[SEVERAL] = True
             for index, item in enumerate(result):
                 if isinstance(item, Tensor):
                     self._nodes[item] = part = Node(self._graph, "", "call_method", "__getitem__", (node, index), {})
@@ -304,6 +307,18 @@ class Direct(TorchFunctionMode):
             y = call.function(*inputs, call.salt, *state, **named)
         self._recording.output(name, y)
         return y
+
+
+def _experts_picked(node: Node) -> tuple[Node, ...]:
+    """Return the nodes that a product with what ``node`` picks reads in its place: experts' matrices, and the indices.
+
+    Both may stay in memory: the matrices are a parameter, and an index is one number.
+    """
+    pick = products.picked_matrices(node)
+    if pick is None or not pick.stack.meta[_OF_PARAMETER]:
+        return ()
+    value = value_of(pick.stack)
+    return (pick.stack, pick.ids) if value is not None and value.dim() == 3 else ()
 
 
 def _functions() -> list[Any]:

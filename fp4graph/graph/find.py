@@ -8,6 +8,7 @@ cannot. The policy is asked about nothing but operations that are opened only fo
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,8 +26,8 @@ from fp4graph.graph.roles import routers
 from fp4graph.technique.site import SiteView
 
 _GATHERED = (
-    "it multiplies each token with a copy of its expert's matrix; write it as a grouped product to quantize it expert "
-    "by expert, in transformers with experts_implementation='grouped_mm'"
+    "it multiplies each token with a copy of its expert's matrix; to quantize it expert by expert, pick the copies as "
+    "w[ids] from a parameter w [E, K, N] and multiply with them as they are, or write it as a grouped product"
 )
 #: Higher-order ops whose bodies run once, as written, on the operands at the end of their arguments.
 _TRANSPARENT = frozenset({
@@ -71,6 +72,8 @@ class FoundWork:
         reason: why it cannot be quantized.
         like_linear: whether a linear layer could have been written in its place. Such work is kept as the policy keeps
             a linear layer, and is an error where the policy would quantize one.
+        like_grouped: whether a grouped product could have been written in its place, too. Such work is an error also
+            where the policy would quantize that.
         unknown: whether the table of operations lacks the operation. Such work is an error under every policy that
             quantizes anything, until a rule keeps it.
         formula: counts the FLOPs where torch's counter cannot, as ``Operation.flops``.
@@ -83,6 +86,7 @@ class FoundWork:
     places: tuple[int, ...] | None = None
     reason: str = ""
     like_linear: bool = False
+    like_grouped: bool = False
     unknown: bool = False
     formula: Callable[..., int] | None = None
     supported: bool = False
@@ -289,8 +293,13 @@ class Finder:
         """Return what ``node`` is, or None where it does no matrix work."""
         read, operation = read_product(node), operation_of(node)
         if isinstance(read, Product):
-            if any(self._is_gathered_parameter(factor, markers) for factor in (read.a, read.b)):
-                return self._like_linear(node, name_of(node), _GATHERED, markers)
+            for factor, weight_first in ((read.b, False), (read.a, True)):
+                if self._is_gathered_parameter(factor, markers):
+                    gathered = products.gathered(read, weight_first=weight_first)
+                    if gathered is None:
+                        work = self._like_linear(node, name_of(node), _GATHERED, markers)
+                        return dataclasses.replace(work, like_grouped=True)
+                    return self._product(gathered, markers)
             return self._product(read, markers)
         if read is not None and operation is not None:
             if not operation.kept and (read.weighs or self._multiplies_parameter(node, markers)):
@@ -347,15 +356,16 @@ class Finder:
         if module is None and marked is not None:
             module = marked.marker.module
         has_weight = product.form == "linear" or is_parameter
-        a, b = product.values
+        a, b = product.shapes
         weight_first = (
             product.form == "matmul"
             and self._is_matrix_parameter(product.a, markers)
             and not self._is_matrix_parameter(product.b, markers)
         )
-        form = "grouped" if product.form == "grouped" else "linear" if has_weight else "matmul"
+        grouped = product.form in ("grouped", "gathered")
+        form = "grouped" if grouped else "linear" if has_weight else "matmul"
         op = node.meta.get("fp4graph_op") or form
-        sizes = _static(a.shape[-1]), _static(b.shape[0 if product.form == "linear" else -1]), _static(b.numel())
+        sizes = _static(a[-1]), _static(b[0 if product.form == "linear" else -1]), _static(math.prod(b))
         parameter = None if owner is None else owner.parameter
         view = self._names.view(module, op, sizes, products.producer_of(product.a), parameter)
         if has_weight and view.role is None and node in self._routers:
@@ -373,8 +383,9 @@ class Finder:
         return any(self._is_matrix_parameter(argument, markers) for argument in node.all_input_nodes)
 
     def _is_gathered_parameter(self, node: Node, markers: Markers) -> bool:
-        stack = products.gathered_from(node)
-        return stack is not None and self._names.is_parameter(markers.outside(stack))
+        # A body may be given copies that were picked outside of it.
+        stacks = map(products.gathered_from, (node, markers.outside(_origin(node)[0])))
+        return any(stack is not None and self._names.is_parameter(markers.outside(stack)) for stack in stacks)
 
     def _is_matrix_parameter(self, node: Node, markers: Markers) -> bool:
         value = value_of(node)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
 
@@ -19,12 +19,12 @@ from fp4graph.graph.products import Product, operation
 def of_product(product: Product) -> int | None:
     """Return 2·M·N·K of ``A[..., M, K] @ B[..., K, N]``, summed over the batch; None where a size is unknown."""
     try:
-        a, b = map(_sizes, product.values)
+        a, b = map(_known, product.shapes)
     except TypeError:
         return None
     if product.form == "linear":
         return 2 * prod(a) * b[0]
-    if product.form == "grouped":
+    if product.form in ("grouped", "gathered"):
         return 2 * prod(a) * b[-1]
     batch: torch.Size = torch.broadcast_shapes(a[:-2], b[:-2])  # type: ignore[no-untyped-call]
     return 2 * prod(batch) * prod(a[-2:]) * b[-1]
@@ -97,4 +97,8 @@ def _empty(node: Node) -> Any:
 
 def _sizes(x: Tensor) -> list[int]:
     """Return the shape, symbolic sizes as they were at the capture. A size that depends on data raises TypeError."""
-    return [int(size if isinstance(size, int) else size.node.hint) for size in x.shape]
+    return _known(x.shape)
+
+
+def _known(shape: Iterable[Any]) -> list[int]:
+    return [int(size if isinstance(size, int) else size.node.hint) for size in shape]

@@ -12,6 +12,8 @@ A new operation is a row here:
   factors that no form describes is a new form; ``Product.form`` says what a form needs.
 - It can be written with operations of the table: a function in :mod:`fp4graph.graph.contractions` or
   :mod:`fp4graph.graph.attention`.
+- It multiplies parts of a parameter that another operation picked: ``Finder.describe`` reads the two together, as it
+  does with :func:`fp4graph.graph.products.gathered`.
 - It does neither: the reason, with ``kept=True`` if every policy keeps it. Without, it is kept where a policy would
   keep a linear layer, and an error where a policy would quantize one. ``flops`` counts what torch's counter does not.
 """

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache, partial
 from typing import TypeVar
 
-from torch import Tensor
+from torch import SymInt
 
 from fp4graph.errors import CaptureError, PluginError
 from fp4graph.graph import flops
@@ -356,13 +356,13 @@ class Planner:
         occurrence = self._occurrences[str(view.module)]
         self._occurrences[str(view.module)] += 1
         if found.has_weight and found.owner is not None:
-            transposed = (found.product.form != "linear") != transposes(found.views)
+            transposed = found.product.by_columns != transposes(found.views)
             self.uses.append(WeightUse(*found.owner, view, decision, transposed))
         plan = NOTHING
         if rule.quantizes:
             plan = plan_once(view, rule, training=found.marked is None or found.marked.marker.training)
         quantized = plan.program is not None
-        shapes, work = tuple(map(_shape, found.product.values)), flops.of_product(found.product)
+        shapes, work = tuple(map(_shape, found.product.shapes)), flops.of_product(found.product)
         name = rule.name if index != DEFAULT_INDEX or rule.quantizes else None
         reason = "" if quantized else rule.keep or "every operand is kept in high precision"
         found_out = (shapes, name, reason, dict(plan.specs), quantized, occurrence, index, work)
@@ -374,13 +374,18 @@ class Planner:
     def _work(self, found: FoundWork) -> None:
         """Keep work that cannot be quantized, or refuse it.
 
-        Work like a linear layer's is refused where the policy would quantize a linear layer, unknown work where it
-        quantizes anything, until a rule speaks of it.
+        Work like a linear layer's is refused where the policy would quantize a linear layer, work like experts' also
+        where it would quantize these, unknown work where it quantizes anything, until a rule speaks of it.
         """
         if not (found.like_linear or found.unknown):
             return self._keep(found, found.reason)
-        decision, linear = self._policy.decide(found.view, found.places), dataclasses.replace(found.view, op="linear")
-        wanted = self._policy.quantizes if found.unknown else self._policy.may_quantize(linear, found.places)
+        decision = self._policy.decide(found.view, found.places)
+        instead = (dataclasses.replace(found.view, op=op) for op in ("linear", "grouped")[: 1 + found.like_grouped])
+        wanted = (
+            self._policy.quantizes
+            if found.unknown
+            else any(self._policy.may_quantize(one, found.places) for one in instead)
+        )
         if not wanted or (decision.index >= 0 and not decision.rule.quantizes):
             return self._keep(found, decision.rule.keep or "", decision)
         self._keep(found, f"not supported: {found.reason}")
@@ -399,7 +404,7 @@ class Planner:
             Site(
                 found.view.module if found.module is None else found.module,
                 found.view.op,
-                tuple(map(_shape, values[:2])),
+                tuple(_shape(value.shape) for value in values[:2]),
                 rule,
                 reason,
                 dict(NOTHING.specs),
@@ -439,5 +444,5 @@ def _apart_specs(apart: Apart) -> dict[Operand, QuantSpec | None]:
     return {operand: apart.program.operand(operand).spec for operand in operands}
 
 
-def _shape(x: Tensor) -> tuple[int | str, ...]:
-    return tuple(size if isinstance(size, int) else str(size) for size in x.shape)
+def _shape(shape: Iterable[int | SymInt]) -> tuple[int | str, ...]:
+    return tuple(size if isinstance(size, int) else str(size) for size in shape)

@@ -5,28 +5,34 @@ Which reader belongs to which operation is written in :data:`fp4graph.graph.oper
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from fp4graph.numerics.sharding import is_sharded
+from fp4graph.ops.gathered import Gathering
 
 
 @dataclass(frozen=True)
 class Product:
     """One node that computes ``beta·addend + alpha·A @ B``.
 
-    ``form`` is ``linear`` (B stored ``[N, K]``), ``matmul`` (B ``[..., K, N]``), or ``grouped`` (A ``[T, K]`` with the
-    tokens sorted by expert, B ``[E, K, N]``, ``ends`` the cumulative numbers of tokens); ``addend`` is the bias or
-    accumulator.
+    ``form`` is ``linear`` (B stored ``[N, K]``), ``matmul`` (B ``[..., K, N]``), ``grouped`` (A ``[T, K]`` with the
+    tokens sorted by expert, B ``[E, K, N]``, ``ends`` the cumulative numbers of tokens), or ``gathered`` (A
+    ``[..., P, K]``, of which P rows are multiplied with one matrix of B ``[E, K, N]``, ``ends`` the index of each
+    matrix; the node's own second factor is ``B[ends]``, and ``gathering`` says how it is written). ``addend`` is the
+    bias or accumulator.
 
-    A new form needs: a reader that returns it, :func:`objection` to say which factors it takes, the sizes K and N and
-    the kind of site in ``Finder._product``, its FLOPs in :func:`fp4graph.graph.flops.of_product`, and its computation
-    in :func:`fp4graph.graph.functions.site_function`.
+    A new form needs: a reader that returns it, :func:`objection` to say which factors it takes, its :attr:`shapes` and
+    :attr:`by_columns`, the kind of site in ``Finder._product``, its FLOPs in
+    :func:`fp4graph.graph.flops.of_product`, and its computation in :func:`fp4graph.graph.functions.site_function`.
     """
 
     node: Node
@@ -37,6 +43,23 @@ class Product:
     alpha: float = 1
     beta: float = 1
     ends: Node | None = None
+    gathering: Gathering | None = None
+
+    @property
+    def by_columns(self) -> bool:
+        """Whether the second factor is stored ``[..., K, N]``, not ``[..., N, K]``."""
+        return self.form != "linear" and (self.gathering is None or self.gathering.by_columns)
+
+    @property
+    def shapes(self) -> tuple[tuple[int | torch.SymInt, ...], tuple[int | torch.SymInt, ...]]:
+        """The shapes of the factors as the site has them; of gathered matrices ``[T, K]`` and ``[E, K, N]``."""
+        a, b = (tuple(value.shape) for value in self.values)
+        if self.gathering is None:
+            return a, b
+        rows, columns = reversed(a[-2:]) if self.gathering.weight_first else a[-2:]
+        ids = value_of(self.ends)
+        assert ids is not None, "gathered() checked it"
+        return (prod(ids.shape) * rows, columns), b if self.by_columns else (b[0], b[2], b[1])
 
     @property
     def values(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,6 +168,122 @@ def gathered_from(node: Node) -> Node | None:
     return node if picked and stack is not None and stack.dim() >= 3 else None
 
 
+def gathered(product: Product, *, weight_first: bool) -> Product | None:
+    """Read ``A @ W[ids]``, or ``W[ids] @ A`` where ``weight_first``, as a product of form ``gathered``, or return None.
+
+    Between the copies ``W[ids]`` and the product there may be a transposition of the matrices, a cast, and no
+    operation that writes into them, nor one that writes into the indices.
+    """
+    node, other = (product.a, product.b) if weight_first else (product.b, product.a)
+    copies, tokens, transposed, casts = value_of(node), value_of(other), False, 0
+    if product.addend is not None or copies is None or tokens is None:
+        return None
+    while (pick := picked_matrices(node)) is None:
+        source, name = view_source(node), name_of(node)
+        if source is None:
+            return None
+        if _swaps_matrix(node, copies.dim()):
+            transposed = not transposed
+        elif name in _CASTS:
+            casts += 1
+        elif name not in ("contiguous", "clone"):
+            return None
+        node = source
+    stack, ids = value_of(pick.stack), value_of(pick.ids)
+    if stack is None or stack.dim() != 3 or gathered_from(pick.stack) is not None or casts > 1:
+        return None
+    if ids is None or ids.dtype not in (torch.int32, torch.int64) or ids.dim() + 2 != copies.dim():
+        return None
+    batch = tokens.shape[:-2]
+    if len(batch) > ids.dim() or not all(
+        statically_known_true(size == 1) or statically_known_true(size == picks)
+        for size, picks in zip(reversed(batch), reversed(ids.shape), strict=False)
+    ):
+        return None
+    first = pick.ids
+    while (source := _shows(first)) is not None:
+        first = source
+    out = value_of(product.node)
+    trains = torch.is_grad_enabled() if out is None else out.requires_grad
+    without_gradient = trains and stack.requires_grad and not copies.requires_grad  # picked under torch.no_grad()
+    if without_gradient or _is_written(node) or _is_written(first):
+        return None
+    gathering = Gathering(weight_first, transposed, pick.wraps)
+    return Product(product.node, "gathered", other, pick.stack, ends=pick.ids, gathering=gathering)
+
+
+@dataclass(frozen=True)
+class Pick:
+    """Whole parts of a tensor that a tensor of indices picks along the first axis: ``stack[ids]``.
+
+    Attributes:
+        wraps: whether negative indices count from the end; elsewhere torch refuses them.
+    """
+
+    stack: Node
+    ids: Node
+    wraps: bool
+
+
+def picked_matrices(node: Node) -> Pick | None:
+    """Read ``w[ids]``, ``w[ids, :]`` or ``w.index_select(0, ids)``; None for anything else."""
+    name, args = name_of(node), (*node.args, *(node.kwargs[key] for key in ("dim", "index") if key in node.kwargs))
+    if node.op not in ("call_function", "call_method") or not args or not isinstance(args[0], Node):
+        return None
+    if name in ("getitem", "__getitem__") and len(args) == 2:
+        index, *others = args[1] if isinstance(args[1], tuple | list) and args[1] else (args[1],)
+        whole = all(other is Ellipsis or other == slice(None) for other in others)
+        return Pick(args[0], index, wraps=True) if isinstance(index, Node) and whole else None
+    if name == "index_select" and len(args) == 3 and args[1] in (0, -3) and isinstance(args[2], Node):
+        return Pick(args[0], args[2], wraps=False)
+    return None
+
+
+_CASTS = frozenset({"to", "float", "half", "bfloat16", "type_as", "_to_copy"})
+
+
+def _swaps_matrix(node: Node, axes: int) -> bool:
+    """Return whether ``node`` shows a tensor of so many ``axes`` with its last two exchanged, and nothing else."""
+    name, last = name_of(node), {axes - 2, axes - 1}
+    if name in ("mT", "adjoint"):
+        return True
+    if name == "getattr":
+        return str(node.args[1]) == "mT"
+    flat = [axis for given in (*node.args[1:], *node.kwargs.values()) for axis in _listed(given)]
+    order = [axis % axes for axis in flat if isinstance(axis, int)]
+    if name in ("transpose", "swapaxes"):
+        return set(order) == last
+    return name == "permute" and order == [*range(axes - 2), axes - 1, axes - 2]
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, tuple | list) else [given]
+
+
+def _is_written(node: Node) -> bool:
+    """Return whether an operation writes into ``node`` or a view of it, anywhere in the graph."""
+    return any(
+        (user.args[:1] == (node,) and _WRITES.fullmatch(name_of(user)) is not None)
+        or user.kwargs.get("out") is node
+        or (_shows(user) is node and _is_written(user))
+        for user in node.users
+    )
+
+
+def _shows(node: Node) -> Node | None:
+    """Return the node that ``node`` may share memory with, as a view does; the tensors of one operation share none."""
+    source = view_source(node)
+    if source is None or name_of(node) not in ("getitem", "__getitem__") or view_source(source) is not None:
+        return source
+    return None if source.meta.get(SEVERAL) or isinstance(source.meta.get("example_value"), tuple | list) else source
+
+
+_WRITES = re.compile(
+    r"[a-z].*[^_]_|(__)?setitem(__)?"  # add_, x[i] = y
+    r"|(__)?i(add|sub|mul|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift)(__)?"  # x += y
+)
+
+
 def operation(node: Node) -> Callable[..., Any]:
     """Return the function that ``node`` calls; a method is a function of its object."""
     target: Any = node.target
@@ -177,6 +316,8 @@ def view_source(node: Node) -> Node | None:
 
 #: Key in the meta data of an input: the operation that made the tensor, where it is known.
 PRODUCER = "fp4graph_producer"
+#: Key in the meta data of a node without a value: True if it makes several tensors.
+SEVERAL = "fp4graph_several"
 #: Views that may exchange the axes of a matrix.
 _TRANSPOSITIONS = frozenset({"t", "transpose", "numpy_T", "mT", "T", "adjoint", "swapaxes", "swapdims", "permute"})
 

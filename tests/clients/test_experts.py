@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers
+from torch.utils.flop_counter import FlopCounterMode
 
 import fp4graph
 from fp4graph.errors import CaptureError
@@ -133,11 +134,75 @@ def test_trains_under_inductor(name, policy):
     assert ours[-1] < ours[0] - 0.5
 
 
-# The weights are the second factor of GPT-OSS's product, and the first of the others'.
-@pytest.mark.parametrize("name", ["GPT-OSS", pytest.param("Qwen3-MoE", marks=pytest.mark.long)])
-def test_weights_gathered_for_each_token_are_refused(name):
-    found = fp4graph.explain(mixture(name, "batched_mm"), "tetrajet", (TOKENS,))
-    assert "experts_implementation='grouped_mm'" in found.problem
+# The weights are the second factor of GPT-OSS's product, which adds biases, and the first of the others'.
+GATHERED = ["GPT-OSS", *(pytest.param(name, marks=pytest.mark.long) for name in ("Qwen3-MoE", "Mixtral"))]
+
+
+@pytest.mark.parametrize("name", GATHERED)
+def test_weights_gathered_for_each_token_are_listed_as_grouped(name):
+    model = mixture(name, "batched_mm", layers=2)
+    found, kept = (fp4graph.explain(model, policy, (TOKENS,)) for policy in ("tetrajet", "bf16"))
+    assert found.problem is None
+    assert found.sites == fp4graph.explain(mixture(name, layers=2), "tetrajet", (TOKENS,)).sites
+    experts = [(site.module, site.quantized) for site in found.sites if site.op == "grouped"]
+    assert experts == [(f"model.layers.{layer}.mlp.experts", True) for layer in range(2) for _ in range(2)]
+    routers = [site.quantized for site in found.sites if site.module.endswith((".gate", ".router"))]
+    assert routers == [False, False]
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(TOKENS)
+    assert found.flops == kept.flops == pytest.approx(counter.get_total_flops(), rel=1e-3)
+
+
+def to_nearest(name):
+    """Return a shipped policy that rounds everything to nearest."""
+    policy = fp4graph.load_policy(name).to_data()
+    for rule in policy["rules"]:
+        rule["operands"] = {
+            key: {option: value for option, value in each.items() if option != "rounding"}
+            for key, each in rule["operands"].items()
+        }
+        rule["operands"] = {key: each for key, each in rule["operands"].items() if each}
+    return policy
+
+
+@pytest.mark.parametrize("name", GATHERED)
+@pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
+def test_weights_gathered_for_each_token_train_as_grouped_ones(name):
+    """The first loss is that of the grouped form to the bit.
+
+    A gradient is a sum over a token's experts, or for a bias over an expert's tokens, which the two forms of the model
+    take in another order. Training amplifies such an ulp, as it does between backends: losses of five steps have been
+    seen to differ by 0.15 %, and three times that is allowed. They fall by 13 % at least. Quantization itself changes
+    the first loss.
+    """
+    policy, losses = to_nearest("tetrajet"), {}
+    for form, stance in (("batched_mm", "default"), ("batched_mm", "force_eager"), ("grouped_mm", "default")):
+        model = fp4graph.apply(mixture(name, form, layers=2), policy, backend="eager")
+        optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        with torch.compiler.set_stance(stance):
+            losses[form, stance] = train(model, optimizer, 5)
+    ours, uncompiled, grouped = losses.values()
+    assert torch.equal(ours, uncompiled)
+    assert torch.equal(ours[0], grouped[0])
+    torch.testing.assert_close(ours, grouped, rtol=5e-3, atol=0)
+    assert ours[-1] < 0.9 * ours[0]
+    assert ours[0] != mixture(name, layers=2)(TOKENS, labels=TOKENS).loss
+
+
+@pytest.mark.long
+def test_a_model_may_go_over_to_gathered_weights_to_generate():
+    """As transformers' generate() has it on a GPU, for the steps after the prompt."""
+    model, optimizer = prepared("Qwen3-MoE", "tetrajet", "eager", layers=2)
+    train(model, optimizer, 2)
+    model.eval()
+    outputs = []
+    for form in ("grouped_mm", "batched_mm"):
+        model.set_experts_implementation(form)
+        with torch.no_grad():
+            outputs.append((model(TOKENS).logits, model.generate(TOKENS[:, :5], max_new_tokens=8, do_sample=False)))
+    (logits, tokens), (others, same) = outputs
+    assert torch.equal(logits, others)
+    assert torch.equal(tokens, same)
 
 
 @pytest.mark.long
