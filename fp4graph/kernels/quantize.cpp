@@ -578,16 +578,14 @@ struct Turn {
     explicit operator bool() const { return g != 0; }
 };
 
-// Rotates B neighbours.
-template <int B>
-inline void turn_block(float* block, const Turn& turn) {
-    for (i64 i = 0; i < B; i += turn.g) {
-        float* t = block + i;
-        if (turn.g == 16) {
-            rotate_block<16>(t, turn.signs, nullptr, turn.unit, t);
-        } else if (turn.g == 32) {
-            rotate_block<32>(t, turn.signs, nullptr, turn.unit, t);
-        } else {
+// Rotates `count` neighbours, whole blocks.
+inline void turn_blocks(float* t, i64 count, const Turn& turn) {
+    if (turn.g == 16) {
+        for (i64 i = 0; i < count; i += 16) rotate_block<16>(t + i, turn.signs, nullptr, turn.unit, t + i);
+    } else if (turn.g == 32) {
+        for (i64 i = 0; i < count; i += 32) rotate_block<32>(t + i, turn.signs, nullptr, turn.unit, t + i);
+    } else {
+        for (i64 i = 0; i < count; i += turn.g, t += turn.g) {
             if (turn.signs)
                 for (i64 j = 0; j < turn.g; ++j) t[j] *= turn.signs[j];
             butterflies(t, turn.g, 1);
@@ -731,18 +729,21 @@ void along(const Dense<S>& source, const Target<F, T>& to, const BlockwiseParts&
                     for (int j = 0; j < B; ++j) block[j] = 0;
                     for (i64 j = 0; j < n - g * B; ++j) block[j] = widen(from[g * B + j]);
                 }
-                if (turn) turn_block<B>(block, turn);
-                if (given.divisor) {
-                    const float by = divisor[run.first + g];
-                    for (int j = 0; j < B; ++j) block[j] = block[j] / by;
-                }
-                if (!reduces) continue;
-                i32 m = 0;
-#pragma omp simd reduction(max : m)
-                for (int j = 0; j < B; ++j) m = max(m, as<i32>(block[j]) & ~SIGN);
-                z[run.first + g] = m;
             }
         });
+        if (turn) turn_blocks(tile, count * B, turn);
+        for (i64 g = 0; g < count; ++g) {
+            float* block = tile + g * B;
+            if (given.divisor) {
+                const float by = divisor[g];
+                for (int j = 0; j < B; ++j) block[j] = block[j] / by;
+            }
+            if (!reduces) continue;
+            i32 m = 0;
+#pragma omp simd reduction(max : m)
+            for (int j = 0; j < B; ++j) m = max(m, as<i32>(block[j]) & ~SIGN);
+            z[g] = m;
+        }
         if (given.statistic) {
             given.statistic.read(scale, first, count, R, blocks);
             for (i64 g = 0; g < count; ++g) z[g] = as<i32>(scale[g]);
