@@ -31,6 +31,7 @@ class CurrentForward:
         compiled: whether the compiled call is running.
         direct: the pass that is running uncompiled, or None. thread: the one that runs it, or the compiled call.
         ran: ids of the modules that ran uncompiled, with gradients, since the count of forwards last changed.
+        whole: whether the last forward with gradients was a call of the model, which counts by itself.
         regions: of each checkpointed region, the step of its forward and the sites of each module before it.
         part: runs a module that was called by itself; None runs it as it is, which its hook refuses.
         method: runs a method that is compiled like the model's call; None runs it as it is.
@@ -42,6 +43,7 @@ class CurrentForward:
     direct: Direct | None = None
     thread: int | None = None
     ran: set[int] = field(default_factory=set)
+    whole: bool = False
     regions: weakref.WeakKeyDictionary[Any, tuple[Tensor, dict[str, int]]] = field(
         default_factory=weakref.WeakKeyDictionary
     )
@@ -75,7 +77,8 @@ class CurrentForward:
     def enter(self, module: nn.Module) -> None:
         """Note that ``module`` begins to run in the pass."""
         assert self.direct is not None
-        if torch.is_grad_enabled():
+        again = torch._C._current_graph_task_id() != -1  # a checkpoint runs its region again in the backward
+        if torch.is_grad_enabled() and not (again and self.whole):
             self.ran.add(id(module))
         region = checkpointed_region()
         if region is not None and region not in self.regions:

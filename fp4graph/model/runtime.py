@@ -229,6 +229,7 @@ class Runtime:
         if due != self.phase:
             return self._enter(due).run_method(name, args, kwargs)
         self._begin(training)
+        self._current.whole |= training
         result = self._run(name, training, args, kwargs)
         if not self._checked and not self.inspection.watching:
             try:
@@ -303,6 +304,7 @@ class Runtime:
             first = training and not self._current.ran
             self._begin(first)
             self._trained += first
+            self._current.whole &= not training
         place = self.plan.names.name(module)
         self._uncompiled.warn(
             f"module {place}",

@@ -497,6 +497,43 @@ def test_weights_that_load_state_dict_assigned():
     assert_equal([y], [models[1](images())])
 
 
+class Checkpointed(nn.Module):
+    def __init__(self, checkpoints) -> None:
+        super().__init__()
+        self.first, self.second, self.checkpoints = nn.Linear(32, 64), nn.Linear(64, 32), checkpoints
+
+    def both(self, x):
+        return self.second(torch.relu(self.first(x)))
+
+    def forward(self, x):
+        return x + self.checkpoints(self.both, x)
+
+
+@uncompiled
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_what_a_checkpoint_computes_again_is_no_forward_of_its_own(reentrant):
+    """The second step has the noise of a second forward, as without a checkpoint."""
+    policy = one_rule(quantize={"block": 16}, operands={"gradients": {"rounding": "stochastic"}})
+
+    def of_three_steps(checkpoints):
+        torch.manual_seed(0)
+        model = fp4graph.apply(Checkpointed(checkpoints), policy, backend="eager", seed=1)
+        gradients = []
+        with torch.compiler.set_stance("force_eager"):
+            for _ in range(3):
+                x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+                model(x).square().mean().backward()
+                gradients += [p.grad.clone() for p in model.parameters()]
+                model.zero_grad()
+        assert runtime_of(model).count == 3
+        return gradients
+
+    def again(call, x):
+        return checkpoint(call, x, use_reentrant=reentrant)
+
+    assert_equal(of_three_steps(again), of_three_steps(lambda call, x: call(x)))
+
+
 @uncompiled
 def test_a_checkpoint_between_steps_of_parts_has_begun_forwards():
     model = fp4graph.apply(vit(), "tetrajet", backend="eager")
