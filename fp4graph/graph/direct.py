@@ -267,8 +267,10 @@ class Direct(TorchFunctionMode):
         plans = {plan_once(site, d.rule, training=training) if d.rule.quantizes else None for site, d in decisions}
         if len(plans) > 1:
             raise CaptureError(
-                "what the policy does here depends on what computes the input of this product, and this part of the "
-                "model was called by itself; call the model, or tell the rules apart by module instead of producer",
+                "what the policy does here (a rule with 'producer', or a technique such as smooth_swiglu) depends on "
+                "what computes the input of this product, and this part of the model runs by itself, so that nobody "
+                "knows; call the model, with experts_implementation='grouped_mm' for experts in transformers, or tell "
+                "the rules apart by module instead of producer",
                 site=place,
             )
 

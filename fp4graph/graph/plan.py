@@ -365,8 +365,8 @@ class Planner:
         whole = [s.technique for s in plan.program.state if not s.entry.weight_like] if plan.program is not None else []
         if whole and _is_one_of_a_stack(found):
             self._refuse(
-                f"technique {whole[0]} keeps one state for the parameter, which is a stack of matrices, and here they are "
-                "multiplied with one by one. Write it as a grouped product (experts_implementation='grouped_mm' in "
+                f"technique {whole[0]} keeps one state for the parameter, which is a stack of matrices, and they are "
+                "multiplied with one by one here. Write it as a grouped product (experts_implementation='grouped_mm' in "
                 f"transformers), or {rule_that_keeps(view.op, view.module)}",
                 view.module,
             )

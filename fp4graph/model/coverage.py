@@ -64,7 +64,7 @@ def check_captured(plan: PhasePlan, capture: Capture) -> None:
                 "the module was called, but the product with its weight was not captured and ran in high precision "
                 "(a graph break between its hooks and its forward, or a loop or a disabled function around the "
                 "product?); remove the break (that of a loop over experts with experts_implementation='grouped_mm' in "
-                "transformers), or keep the module by a rule",
+                "transformers), leave out strict=True of fp4graph.apply, or keep the module by a rule",
                 site=module or "(root)",
             )
 

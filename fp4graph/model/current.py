@@ -102,7 +102,9 @@ class Parts:
     owns quantized weights and its call does not fit into one graph.
     """
 
-    def __init__(self, modules: Mapping[nn.Module, bool], owners: Collection[nn.Module], current: CurrentForward) -> None:
+    def __init__(
+        self, modules: Mapping[nn.Module, bool], owners: Collection[nn.Module], current: CurrentForward
+    ) -> None:
         """``modules`` are all below the root, each with whether it or a module below it has quantized sites; ``owners``
         are those with quantized weights of their own."""
         self._current = current
@@ -110,7 +112,8 @@ class Parts:
         kind_of = {module: None if module in owners else holds for module, holds in modules.items()}
         # Dynamo's cache and limit are per code object, and it skips one for good. The modules of a class share theirs:
         # guards ask for it, and alike blocks are to share their graphs.
-        calls = {(kind, type(m)): with_own_code(kinds[kind], type(m)) for m, kind in kind_of.items()}
+        pairs = {(kind, type(m)) for m, kind in kind_of.items()}
+        calls = {(kind, cls): with_own_code(kinds[kind], cls) for kind, cls in pairs}
         self._parts = [
             (m.__dict__, types.MethodType(calls[kind, type(m)], m), m._compiled_call_impl)
             for m, kind in kind_of.items()

@@ -344,7 +344,9 @@ class Runtime:
         ran, current.ran = current.ran, set()
         call, checked = module._call_impl, self._checked
         try:
-            return self._uncompiled.run(module, call, args, kwargs, self.capture, checked=checked, running=self._running)
+            return self._uncompiled.run(
+                module, call, args, kwargs, self.capture, checked=checked, running=self._running
+            )
         finally:
             current.ran = ran
 

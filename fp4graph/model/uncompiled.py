@@ -107,15 +107,14 @@ class Uncompiled:
     def warn_uncaptured(self, module: nn.Module, name: str | None, *, disabled: bool) -> None:
         """Warn that the compiled call runs ``module`` outside of its graphs, once for all modules at alike places."""
         if disabled:
-            why = "it is called where Dynamo is disabled: in a disabled function, or in a checkpointed region that does "
-            why += "not fit into one graph"
+            why = "it is called where Dynamo is disabled (a disabled function, or a checkpoint around a graph break)"
         else:
             why = "its call does not fit into one graph, as with a graph break or a loop over the values of a tensor"
         inside = set(module.modules())
         if any(weight.module in inside and weight.stored.dim() == 3 for weight in self._plan.weights):
             why += ". The fast form of a mixture of experts is experts_implementation='grouped_mm' in transformers"
-        what = f"module {name or '(root)'!r} runs uncompiled, quantized as ever, and slower, like all modules of its kind"
-        self.warn(f"uncaptured {pattern_of(name or '')}", f"{what}: {why}")
+        what = f"module {name!r} runs uncompiled, like others of its kind: quantized as ever, and slower"
+        self.warn(f"uncaptured {pattern_of(name or '')}", f"{what}. The reason: {why}")
 
     def warn(self, key: str, text: str) -> None:
         """Warn, once for each ``key``."""
