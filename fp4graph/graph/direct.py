@@ -329,13 +329,13 @@ def _functions() -> list[Any]:
 
 
 def _selected(places: Any, names: Any, given: Mapping[Node, Tensor]) -> tuple[Any, Any]:
-    """Return the arguments of an operation that picks of a parameter of three axes, tensors of one integer as numbers.
+    """Return the arguments of an operation that picks of a tensor of three axes, tensors of one integer as numbers.
 
     A loop over experts picks ``W[e]`` so. The number is kept beyond the operation, unlike the values of a tensor: a
     weight's state is shown through the same views.
     """
     stack = given.get(places[0]) if places and isinstance(places[0], Node) else None
-    if stack is None or stack.dim() < 3 or not places[0].meta[_OF_PARAMETER]:
+    if stack is None or stack.dim() < 3:
         return places, names
 
     def number(node: Node) -> Any:

@@ -366,8 +366,8 @@ class Planner:
         if whole and _is_one_of_a_stack(found):
             self._refuse(
                 f"technique {whole[0]} keeps one state for the parameter, which is a stack of matrices, and they are "
-                "multiplied with one by one here. Write it as a grouped product (experts_implementation='grouped_mm' in "
-                f"transformers), or {rule_that_keeps(view.op, view.module)}",
+                "multiplied with one by one here. Write it as a grouped product, in transformers with "
+                f"experts_implementation='grouped_mm', or {rule_that_keeps(view.op, view.module)}",
                 view.module,
             )
         shapes, work = tuple(map(_shape, found.product.values)), flops.of_product(found.product)
