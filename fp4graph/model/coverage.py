@@ -200,7 +200,11 @@ def _ran_uncaptured(name: str, plan: PhasePlan, capture: Capture) -> bool:
     module = plan.root.get_submodule(name)
     if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d):
         return any(weight.fqn == name for weight in plan.weights)
-    if capture.graphs < 2 or hooks.has_sharded_forward(plan.root):
+    if hooks.has_sharded_forward(plan.root):  # the owners of parameters are not always known
+        stacked = any(weight.fqn == name and weight.stored.dim() == 3 for weight in plan.weights)
+        alike = any(pattern_of(site.module or "") == pattern_of(name) for site in capture.sites)
+        return stacked and not alike
+    if capture.graphs < 2:
         return False  # without a graph break a parameter that no graph reads was not used
     matrices = {key for key, p in module._parameters.items() if p is not None and min((1, *p.shape)[-2:]) > 1}
     reads = any((name, key) in capture.read for key in matrices)

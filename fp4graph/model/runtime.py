@@ -25,7 +25,7 @@ from fp4graph.model import coverage, distributed, hooks, state
 from fp4graph.model.apply_options import ApplyOptions
 from fp4graph.model.capture import CALL, Capture
 from fp4graph.model.conversion import opaque, refuse_conversion
-from fp4graph.model.current import CurrentForward, Parts
+from fp4graph.model.current import CurrentForward
 from fp4graph.model.inspection import Inspection
 from fp4graph.model.optimizers import PreparedOptimizers
 from fp4graph.model.packed import release_all, unpacked
@@ -146,8 +146,7 @@ class Runtime:
             named = [(n, m) for n, m in self.root.named_modules(remove_duplicate=False) if n and not state.is_ours(n)]
             holds = {module for name, module in named if name in holding}
             owners = {weight.module for weight in self.weights}
-            self._uncompiled.parts = Parts({module: module in holds for _, module in named}, owners, self._current)
-            self._uncompiled.parts.show()
+            self._uncompiled.show({module: module in holds for _, module in named}, owners)
         for name in self.settings.methods:
             self.root.__dict__[name] = hooks.Method(self.root, name, self._current)
         self._any_hook = next((hook for _, _, hook in hooks.mark_hooks(self.root)), None)
@@ -389,8 +388,9 @@ class Runtime:
         received from another rank), and make it the same on all ranks of a DDP."""
         if not self._trained:
             distributed.compile_sharded(self.root, self.weights, self.capture.backend, self.settings.dynamic)
-            if hooks.has_sharded_forward(self.root):
-                self._current.uncaptured = None  # modules of fully_shard have graphs of their own
+            if self._current.uncaptured is not None and hooks.has_sharded_forward(self.root):
+                self._current.uncaptured = None  # modules of fully_shard have graphs of their own, between its hooks
+                self._uncompiled.show_without_owners()
             with torch.inference_mode(False):  # tensors made in it could not be trained with
                 for own in state.site_states(self.root):
                     if root_state.count == 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -40,6 +40,18 @@ class Uncompiled:
         self._produced: MutableMapping[Tensor, str | None] = WeakTensorKeyDictionary()
         self._idle: set[Any] = set()
         self._warned: set[str] = set()
+        self._modules: Mapping[nn.Module, bool] = {}
+
+    def show(self, modules: Mapping[nn.Module, bool], owners: Collection[nn.Module]) -> None:
+        """Put the parts of the model in place; the arguments are those of :class:`Parts`."""
+        self._modules = modules
+        self.parts = Parts(modules, owners, self._current)
+        self.parts.show()
+
+    def show_without_owners(self) -> None:
+        """Leave the parts that own weights to Dynamo, in pieces around graph breaks, like any others."""
+        self.parts.hide()
+        self.show(self._modules, ())
 
     def run(
         self,
