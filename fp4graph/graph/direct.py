@@ -45,6 +45,8 @@ _VIEW_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "data"})
 _QUANTIZED = "fp4graph_quantized"
 #: Key in a node's meta data: True for a parameter and for a view of one.
 _OF_PARAMETER = "fp4graph_of_parameter"
+#: Operations that pick a matrix of a stack by a number.
+_SELECTS = frozenset({"__getitem__", "select", torch.select})
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)
 
 
@@ -142,6 +144,8 @@ class Direct(TorchFunctionMode):
         places, names = pytree.tree_map_only(Tensor, node_of, (args, kwargs))
         if op == "getattr":
             op, target, places = "call_function", getattr, (*places, target)
+        if target in _SELECTS:
+            places, names = _selected(places, names, given)
         node = Node(self._graph, "", op, target, places, names)
         node.meta["nn_module_stack"] = self._stack
         if self._tag is not None:
@@ -218,7 +222,7 @@ class Direct(TorchFunctionMode):
 
     def _call(self, node: Node, given: dict[Node, Tensor]) -> SiteCall | None:
         """Return the call that replaces ``node``, or None where the operation itself runs."""
-        kind = (node.op, node.target, *((tuple(x.shape), n.meta[_OF_PARAMETER]) for n, x in given.items()))
+        kind = (node.op, node.target, *((x.dim(), n.meta[_OF_PARAMETER]) for n, x in given.items()))
         if kind in self._idle:
             return None
         work = self._finder.describe(node, self._markers)
@@ -266,8 +270,10 @@ class Direct(TorchFunctionMode):
         plans = {plan_once(site, d.rule, training=training) if d.rule.quantizes else None for site, d in decisions}
         if len(plans) > 1:
             raise CaptureError(
-                "what the policy does here depends on what computes the input of this product, and this part of the "
-                "model was called by itself; call the model, or tell the rules apart by module instead of producer",
+                "what the policy does here (a rule with 'producer', or a technique such as smooth_swiglu) depends on "
+                "what computes the input of this product, and this part of the model runs by itself, so that nobody "
+                "knows; call the model, with experts_implementation='grouped_mm' for experts in transformers, or tell "
+                "the rules apart by module instead of producer",
                 site=place,
             )
 
@@ -335,6 +341,24 @@ def _functions() -> list[Any]:
                 found.append(owner)
         frame = frame.f_back
     return [function for function in found if function is not CheckpointFunction]
+
+
+def _selected(places: Any, names: Any, given: Mapping[Node, Tensor]) -> tuple[Any, Any]:
+    """Return the arguments of an operation that picks of a tensor of three axes, tensors of one integer as numbers.
+
+    A loop over experts picks ``W[e]`` so. The number is kept beyond the operation, unlike the values of a tensor: a
+    weight's state is shown through the same views.
+    """
+    stack = given.get(places[0]) if places and isinstance(places[0], Node) else None
+    if stack is None or stack.dim() < 3:
+        return places, names
+
+    def number(node: Node) -> Any:
+        index = given[node]
+        return node if index.dim() or index.dtype.is_floating_point or index.dtype is torch.bool else int(index)
+
+    rest, names = pytree.tree_map_only(Node, number, (places[1:], names))
+    return (places[0], *rest), names
 
 
 def _from_outside(node: Node) -> bool:

@@ -362,6 +362,14 @@ class Planner:
         if rule.quantizes:
             plan = plan_once(view, rule, training=found.marked is None or found.marked.marker.training)
         quantized = plan.program is not None
+        whole = [s.technique for s in plan.program.state if not s.entry.weight_like] if plan.program is not None else []
+        if whole and _is_one_of_a_stack(found):
+            self._refuse(
+                f"technique {whole[0]} keeps one state for the parameter, which is a stack of matrices, and they are "
+                "multiplied with one by one here. Write it as a grouped product, in transformers with "
+                f"experts_implementation='grouped_mm', or {rule_that_keeps(view.op, view.module)}",
+                view.module,
+            )
         shapes, work = tuple(map(_shape, found.product.shapes)), flops.of_product(found.product)
         name = rule.name if index != DEFAULT_INDEX or rule.quantizes else None
         reason = "" if quantized else rule.keep or "every operand is kept in high precision"
@@ -418,6 +426,14 @@ class Planner:
     def _refuse(self, message: str, module: str | None) -> None:
         if self.refused is None:
             self.refused = CaptureError(message, site=module or "(root)")
+
+
+def _is_one_of_a_stack(found: FoundProduct) -> bool:
+    """Return whether the second factor is one matrix of a parameter of three axes."""
+    if found.owner is None or not found.views:
+        return False
+    stack, matrix = value_of(found.views[0].args[0]), value_of(found.product.b)
+    return stack is not None and matrix is not None and matrix.dim() == 2 < stack.dim()
 
 
 def rule_that_keeps(name: str, module: str | None) -> str:

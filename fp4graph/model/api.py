@@ -61,8 +61,9 @@ def apply(
         example_inputs: arguments of one call: a tuple or a list, a mapping of keywords, or the only argument. With
             them, every error of the first forward and backward, in any phase of the policy, is raised now. They become
             fake tensors: only shapes and dtypes matter.
-        strict: raise :class:`UncompiledError` where a module with quantized sites would run uncompiled. Otherwise it
-            runs operation by operation, with the same quantizers and noise but slower, and a PolicyWarning says why.
+        strict: raise :class:`UncompiledError` or :class:`CaptureError` where a module with quantized sites would run
+            uncompiled. Otherwise it runs operation by operation, with the same quantizers and noise but slower, and a
+            PolicyWarning says why.
         recompile_limit: graphs that may be compiled for the model's forward, one for each combination of ranks, modes
             and what else is no size; beyond them it runs uncompiled. None is 64, or torch's own limit where that is
             higher.

@@ -81,6 +81,8 @@ class Capture:
         self._frames: dict[_Frame, tuple[dict[str, int], list[Site]]] = {}
         #: Sites of the graphs that the call in progress has run, by frame.
         self._ran: dict[_Frame, list[Site]] = {}
+        #: How many sites of each module the call in progress has run outside of its graphs.
+        self._uncaptured: dict[str, int] = {}
         #: The sites that have drawn noise in the call in progress, each under the id of its key; None where runs may
         #: draw the same.
         self._drawn: set[_Drawing] | None = None
@@ -109,12 +111,12 @@ class Capture:
     @contextmanager
     def forward(self, *, apart: bool = False) -> Iterator[None]:
         """Count what graphs run in this context as one forward; ``apart``: in which no two draw the same."""
-        outer = self._ran, self._drawn, self._repeats
-        self._ran, self._drawn, self._repeats = {}, set() if apart else None, 0
+        outer = self._ran, self._drawn, self._repeats, self._uncaptured
+        self._ran, self._drawn, self._repeats, self._uncaptured = {}, set() if apart else None, 0, {}
         try:
             yield
         finally:
-            self._ran, self._drawn, self._repeats = outer
+            self._ran, self._drawn, self._repeats, self._uncaptured = outer
 
     def forget(self) -> None:
         """Have Dynamo forget the compiled calls."""
@@ -141,7 +143,7 @@ class Capture:
     def backend(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """The torch.compile backend: rewrite a graph, record its sites, and hand it on."""
         frame = self._running, getattr(CompileContext.current_compile_id(), "frame_id", None)
-        first = self._frames.get(frame, (self._occurrences(), []))[0]
+        first = self._frames.get(frame, (self.occurrences(), []))[0]
         try:
             keys = {id(own.key): own.fqn for own in state.site_states(self._plan.root)}
             rewritten = rewrite(gm, self._plan.policy, self._plan.names, first_occurrence=first, keys=keys)
@@ -201,9 +203,9 @@ class Capture:
         weights = {(weight.fqn, weight.parameter_name): weight for weight in self._plan.weights}
         for use in uses:
             owner = (use.module, use.parameter)
-            self.uses[owner] = use
             if owner in weights:
                 weights[owner].settle(use)
+            self.uses[owner] = use
 
     def take(self, planner: Planner, marked: Iterable[str | None], *, whole: bool) -> None:
         """Take over what a forward came to that was not compiled; ``whole`` if it is the model's first."""
@@ -213,6 +215,28 @@ class Capture:
             self.marked |= set(marked)
         elif not self.sites and torch.is_grad_enabled():
             self.of_parts.extend(planner.sites)
+
+    def take_uncaptured(self, planner: Planner, *, checked: bool) -> None:
+        """Take over what a module came to that the compiled call has called outside of its graphs.
+
+        Sites are listed until the coverage is ``checked``, like those of graphs.
+        """
+        self.learn(use for use in planner.uses if (use.module, use.parameter) not in self.uses)
+        if not checked:
+            known = set(map(_identity, self.sites))
+            self.sites.extend(site for site in planner.sites if _identity(site) not in known)
+
+    def note(self, planner: Planner) -> None:
+        """Count the sites that the call in progress has run outside of its graphs, and what they have drawn."""
+        before = self._uncaptured
+        self._uncaptured = {name: max(count, before.get(name, 0)) for name, count in planner.occurrences.items()}
+        if self._drawn is None or _recomputable():
+            return
+        for site in planner.sites:
+            if site.quantized and site.module is not None:
+                own = getattr(self._plan.root.get_submodule(site.module), state.NAME, None)
+                if own is not None:
+                    self._drawn.add((id(own.key), ("", site.op, site.occurrence)))
 
     @contextmanager
     def configured(self) -> Iterator[None]:
@@ -235,13 +259,13 @@ class Capture:
         finally:
             self._bucket_bytes = None
 
-    def _occurrences(self) -> dict[str, int]:
-        """Count the sites of each module over the graphs that the call in progress has run so far.
+    def occurrences(self) -> dict[str, int]:
+        """Count the sites of each module over what the call in progress has run so far.
 
         Graphs of other calls do not count: a forward that Dynamo breaks has the noise of one that it does not break,
         such as a training step after a generation.
         """
-        counts: dict[str, int] = {}
+        counts = dict(self._uncaptured)
         for site in chain.from_iterable(self._ran.values()):
             counts[str(site.module)] = max(counts.get(str(site.module), 0), site.occurrence + 1)
         return counts

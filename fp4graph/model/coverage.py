@@ -64,7 +64,7 @@ def check_captured(plan: PhasePlan, capture: Capture) -> None:
                 "the module was called, but the product with its weight was not captured and ran in high precision "
                 "(a graph break between its hooks and its forward, or a loop or a disabled function around the "
                 "product?); remove the break (that of a loop over experts with experts_implementation='grouped_mm' in "
-                "transformers), or keep the module by a rule",
+                "transformers), leave out strict=True of fp4graph.apply, or keep the module by a rule",
                 site=module or "(root)",
             )
 
@@ -200,7 +200,11 @@ def _ran_uncaptured(name: str, plan: PhasePlan, capture: Capture) -> bool:
     module = plan.root.get_submodule(name)
     if isinstance(module, nn.Linear | nn.Conv1d | nn.Conv2d):
         return any(weight.fqn == name for weight in plan.weights)
-    if capture.graphs < 2 or hooks.has_sharded_forward(plan.root):
+    if hooks.has_sharded_forward(plan.root):  # the owners of parameters are not always known
+        stacked = any(weight.fqn == name and weight.stored.dim() == 3 for weight in plan.weights)
+        alike = any(pattern_of(site.module or "") == pattern_of(name) for site in capture.sites)
+        return stacked and not alike
+    if capture.graphs < 2:
         return False  # without a graph break a parameter that no graph reads was not used
     matrices = {key for key, p in module._parameters.items() if p is not None and min((1, *p.shape)[-2:]) > 1}
     reads = any((name, key) in capture.read for key in matrices)

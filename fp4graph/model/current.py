@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import _CheckpointFrame
 
 from fp4graph.errors import Error
+from fp4graph.graph.backend import with_own_code
 from fp4graph.graph.direct import Direct
+
+#: Returns what compiles frames now. It is not callable where Dynamo is disabled, or past a limit. Call it directly: a
+#: Python function around it would be a frame for Dynamo.
+_callback = torch._C._dynamo.eval_frame.get_eval_frame_callback
 
 #: Key of a deepcopy's memo: the copy is not to be applied.
 PLAIN: Any = "fp4graph_plain"
@@ -34,6 +39,8 @@ class CurrentForward:
         whole: whether the last forward with gradients was a call of the model, which counts by itself.
         regions: of each checkpointed region, the step of its forward and the sites of each module before it.
         part: runs a module that was called by itself; None runs it as it is, which its hook refuses.
+        uncaptured: runs a module that the compiled call calls outside of its graphs, and is told whether Dynamo is
+            disabled there; None leaves the module to Dynamo.
         method: runs a method that is compiled like the model's call; None runs it as it is.
         copied: called with the memo of a deepcopy that meets this object.
     """
@@ -48,6 +55,7 @@ class CurrentForward:
         default_factory=weakref.WeakKeyDictionary
     )
     part: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any] | None = None
+    uncaptured: Callable[..., Any] | None = None
     method: Callable[[str, tuple[Any, ...], dict[str, Any]], Any] | None = None
     copied: Callable[[dict[Any, Any]], None] | None = None
 
@@ -63,11 +71,12 @@ class CurrentForward:
     @contextmanager
     def parts_left_alone(self) -> Iterator[None]:
         """Let the model's parts run as they are in this context, which compiles what it runs itself, or bypasses it."""
-        former, self.compiled = self.compiled, True
+        former = self.compiled, self.uncaptured
+        self.compiled, self.uncaptured = True, None
         try:
             yield
         finally:
-            self.compiled = former
+            self.compiled, self.uncaptured = former
 
     def require_thread(self) -> None:
         """Raise an Error in another thread than the one that runs the forward: what it multiplies would not be seen."""
@@ -90,14 +99,27 @@ class Parts:
 
     Dynamo traces that call where a module has hooks. Nothing is written for a forward, because Dynamo checks its guards
     faster while the modules' attributes stay as they are.
+
+    While the compiled call is running, a part is usually inlined in a graph, or begins one. A part that does neither
+    runs in ``current.uncaptured`` where its products would be in no graph: where Dynamo is disabled, and where the part
+    owns quantized weights and its call does not fit into one graph.
     """
 
-    def __init__(self, modules: Mapping[nn.Module, bool], current: CurrentForward) -> None:
-        """``modules`` are all below the root, each with whether it or a module below it has quantized sites."""
+    def __init__(
+        self, modules: Mapping[nn.Module, bool], owners: Collection[nn.Module], current: CurrentForward
+    ) -> None:
+        """``modules`` are all below the root, each with whether it or a module below it has quantized sites; ``owners``
+        are those with quantized weights of their own."""
         self._current = current
-        calls = {holds: self._call(holds) for holds in (False, True)}
+        kinds = {False: self._call(holds=False), True: self._call(holds=True), None: self._call_in_one_graph()}
+        kind_of = {module: None if module in owners else holds for module, holds in modules.items()}
+        # Dynamo's cache and limit are per code object, and it skips one for good. The modules of a class share theirs:
+        # guards ask for it, and alike blocks are to share their graphs.
+        pairs = {(kind, type(m)) for m, kind in kind_of.items()}
+        calls = {(kind, cls): with_own_code(kinds[kind], cls) for kind, cls in pairs}
         self._parts = [
-            (m.__dict__, types.MethodType(calls[holds], m), m._compiled_call_impl) for m, holds in modules.items()
+            (m.__dict__, types.MethodType(calls[kind, type(m)], m), m._compiled_call_impl)
+            for m, kind in kind_of.items()
         ]
 
     def show(self) -> None:
@@ -113,13 +135,32 @@ class Parts:
             else:
                 attributes["_compiled_call_impl"] = former
 
-    def _call(self, holds: bool) -> Callable[..., Any]:
+    def _call(self, *, holds: bool) -> Callable[..., Any]:
         current, run = self._current, self._run
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if current.compiled:
-                return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+                if torch.compiler.is_compiling() or not holds or current.uncaptured is None or callable(_callback()):
+                    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+                return current.uncaptured(module, args, kwargs, disabled=True)
             return run(holds, module, args, kwargs)
+
+        return call
+
+    def _call_in_one_graph(self) -> Callable[..., Any]:
+        current, run = self._current, self._run
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if current.compiled:
+                if torch.compiler.is_compiling() or current.uncaptured is None:
+                    # Dynamo resumes after a graph break, but not in the middle of a loop: it does not compile a frame
+                    # that breaks there. This frame then runs as it is, before anything in it has run.
+                    result = None
+                    for _ in (None,):
+                        result = module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+                    return result
+                return current.uncaptured(module, args, kwargs, disabled=not callable(_callback()))
+            return run(True, module, args, kwargs)
 
         return call
 

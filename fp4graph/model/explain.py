@@ -207,8 +207,9 @@ def _captured(
     except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException) as error:
         raise CaptureError(
             f"the forward depends on the values of tensors ({error.func}), which the fake tensors of explain() and "
-            "example_inputs do not have; leave example_inputs out, and errors show at the first call. Experts of "
-            "Hugging Face's models depend on no values with model.set_experts_implementation('grouped_mm')"
+            "example_inputs do not have; leave example_inputs out, and errors show at the first call. A loop over "
+            "experts trains quantized, uncompiled; with model.set_experts_implementation('grouped_mm') the experts of "
+            "Hugging Face's models depend on no values, are explained, and are faster"
         ) from error
     finally:
         random.setstate(python_state)

@@ -25,7 +25,7 @@ from fp4graph.model import coverage, distributed, hooks, state
 from fp4graph.model.apply_options import ApplyOptions
 from fp4graph.model.capture import CALL, Capture
 from fp4graph.model.conversion import opaque, refuse_conversion
-from fp4graph.model.current import CurrentForward, Parts
+from fp4graph.model.current import CurrentForward
 from fp4graph.model.inspection import Inspection
 from fp4graph.model.optimizers import PreparedOptimizers
 from fp4graph.model.packed import release_all, unpacked
@@ -78,12 +78,14 @@ class Runtime:
             explains=explains,
             uncompiled=uncompiled,
         )
+        self._running = self.capture  # of the compiled call in progress
         self.optimizers = PreparedOptimizers()
         self.root_state: state.RootState | None = None
         self.inspection = Inspection(self.plan, settings.dynamic)
         part = None if settings.strict else self.run_part
         self._current = CurrentForward(noise.make_step(settings.seed, 0, 0), part=part, copied=self._apply_to_copy)
         self._current.method = self.run_method
+        self._current.uncaptured = None if settings.strict else self._run_uncaptured
         self._uncompiled = Uncompiled(self.plan, self._current, self.inspection)
         self._any_hook: hooks.MarkHook | None = None
         self._checked = explains
@@ -142,8 +144,8 @@ class Runtime:
             holding = {name for _, _, hook in hooks.mark_hooks(self.root) for name in upwards(hook.name)}
             named = [(n, m) for n, m in self.root.named_modules(remove_duplicate=False) if n and not state.is_ours(n)]
             holds = {module for name, module in named if name in holding}
-            self._uncompiled.parts = Parts({module: module in holds for _, module in named}, self._current)
-            self._uncompiled.parts.show()
+            owners = {weight.module for weight in self.weights}
+            self._uncompiled.show({module: module in holds for _, module in named}, owners)
         for name in self.settings.methods:
             self.root.__dict__[name] = hooks.Method(self.root, name, self._current)
         self._any_hook = next((hook for _, _, hook in hooks.mark_hooks(self.root)), None)
@@ -305,13 +307,15 @@ class Runtime:
             self._begin(first)
             self._trained += first
             self._current.whole &= not training
+        checked = self._checked or self._trained > 1
+        if again and self._current.whole:  # recomputed for the backward of a forward that is counted already
+            return self._uncompiled.run(module, call, args, kwargs, self.capture, checked=checked)
         place = self.plan.names.name(module)
         self._uncompiled.warn(
             f"module {place}",
             f"module {place or '(root)'!r} was called by itself, so it runs uncompiled: quantized as ever, and slower. "
             "Only calling the applied model runs the compiled graph",
         )
-        checked = self._checked or self._trained > 1
         return self._uncompiled.run(module, call, args, kwargs, self.capture, checked=checked)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -322,6 +326,23 @@ class Runtime:
         what = "this forward" if name == CALL else f"{name}()"
         self._uncompiled.warn(why := cause(), f"{what} runs uncompiled, quantized as ever, and slower: {why}")
         return self._uncompiled.run(self.root, call, args, kwargs, self.capture, checked=self._checked)
+
+    @opaque
+    def _run_uncaptured(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], *, disabled: bool
+    ) -> Any:
+        """Run a module that the compiled call calls outside of its graphs. The compiled call counts the forward."""
+        current, name = self._current, self.plan.names.name(module)
+        current.require_thread()
+        self._uncompiled.warn_uncaptured(module, name, disabled=disabled)
+        ran, current.ran = current.ran, set()
+        call, checked = module._call_impl, self._checked
+        try:
+            return self._uncompiled.run(
+                module, call, args, kwargs, self.capture, checked=checked, running=self._running
+            )
+        finally:
+            current.ran = ran
 
     def _run(self, name: str, training: bool, args: Any, kwargs: Any) -> Any:
         """Run the compiled call ``name``, or the observed one."""
@@ -335,7 +356,7 @@ class Runtime:
             capture = looked_at
         if training and self._current.compiled:
             self._current.require_thread()
-        self._current.compiled, self._current.thread = True, threading.get_ident()
+        self._current.compiled, self._current.thread, self._running = True, threading.get_ident(), capture
         try:
             with capture.configured(), nullcontext() if name == CALL else hooks.uncalled(self.root):
                 if sharded:
@@ -362,6 +383,9 @@ class Runtime:
         received from another rank), and make it the same on all ranks of a DDP."""
         if not self._trained:
             distributed.compile_sharded(self.root, self.weights, self.capture.backend, self.settings.dynamic)
+            if self._current.uncaptured is not None and hooks.has_sharded_forward(self.root):
+                self._current.uncaptured = None  # modules of fully_shard have graphs of their own, between its hooks
+                self._uncompiled.show_without_owners()
             with torch.inference_mode(False):  # tensors made in it could not be trained with
                 for own in state.site_states(self.root):
                     if root_state.count == 0:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from fp4graph.errors import Error, PolicyError, PolicyWarning
+from fp4graph.graph.blocks import pattern_of
 from fp4graph.graph.direct import Direct
 from fp4graph.graph.replace import UnmarkedWeight
 from fp4graph.model import hooks
@@ -34,11 +35,23 @@ class Uncompiled:
     """
 
     def __init__(self, plan: PhasePlan, current: CurrentForward, inspection: Inspection) -> None:
-        self.parts = Parts({}, current)
+        self.parts = Parts({}, (), current)
         self._plan, self._current, self._inspection = plan, current, inspection
         self._produced: MutableMapping[Tensor, str | None] = WeakTensorKeyDictionary()
         self._idle: set[Any] = set()
         self._warned: set[str] = set()
+        self._modules: Mapping[nn.Module, bool] = {}
+
+    def show(self, modules: Mapping[nn.Module, bool], owners: Collection[nn.Module]) -> None:
+        """Put the parts of the model in place; the arguments are those of :class:`Parts`."""
+        self._modules = modules
+        self.parts = Parts(modules, owners, self._current)
+        self.parts.show()
+
+    def show_without_owners(self) -> None:
+        """Leave the parts that own weights to Dynamo, in pieces around graph breaks, like any others."""
+        self.parts.hide()
+        self.show(self._modules, ())
 
     def run(
         self,
@@ -49,16 +62,21 @@ class Uncompiled:
         capture: Capture,
         *,
         checked: bool,
+        running: Capture | None = None,
     ) -> Any:
         """Run ``call``, the call of ``module``, and tell ``capture`` what the forward came to.
 
-        ``checked`` says whether the model's coverage was checked: only a later forward is recorded.
+        ``checked`` says whether the model's coverage was checked: only a later forward is recorded. ``running`` is the
+        capture whose forward calls the module outside of its graphs, or None.
         """
         if self._inspection.watching:
             raise Error("detect_nonfinite() watches compiled forwards only, and this one is not compiled")
         current, former = self._current, self._current.step
         region = checkpointed_region()
-        current.step, occurrences = current.regions.get(region, (former, None)) if region else (former, None)
+        # A reentrant checkpoint runs its forward without gradients; its backward could not tell what ran before.
+        follows = running is not None and (region is not None or torch.is_grad_enabled())
+        before = running.occurrences() if running is not None and follows else None
+        current.step, occurrences = current.regions.get(region, (former, before)) if region else (former, before)
         whole, compiled = module is self._plan.root, current.compiled
         direct = Direct(
             self._plan.policy,
@@ -79,7 +97,11 @@ class Uncompiled:
         finally:
             current.direct, current.compiled, current.step = None, compiled, former
         direct.finish(result)
-        capture.take(direct.planner, direct.marked, whole=whole and not checked)
+        if running is not None:
+            running.note(direct.planner)
+            capture.take_uncaptured(direct.planner, checked=checked)
+        else:
+            capture.take(direct.planner, direct.marked, whole=whole and not checked)
         return result
 
     def check(self, capture: Capture) -> None:
@@ -93,6 +115,18 @@ class Uncompiled:
         except PolicyError as error:
             self.warn("coverage", f"parts or methods of the model have trained for a step by themselves, but {error}")
         self._warned.add("coverage")
+
+    def warn_uncaptured(self, module: nn.Module, name: str | None, *, disabled: bool) -> None:
+        """Warn that the compiled call runs ``module`` outside of its graphs, once for all modules at alike places."""
+        if disabled:
+            why = "it is called where Dynamo is disabled (a disabled function, or a checkpoint around a graph break)"
+        else:
+            why = "its call does not fit into one graph, as with a graph break or a loop over the values of a tensor"
+        inside = set(module.modules())
+        if any(weight.module in inside and weight.stored.dim() == 3 for weight in self._plan.weights):
+            why += ". The fast form of a mixture of experts is experts_implementation='grouped_mm' in transformers"
+        what = f"module {name!r} runs uncompiled, like others of its kind: quantized as ever, and slower"
+        self.warn(f"uncaptured {pattern_of(name or '')}", f"{what}. The reason: {why}")
 
     def warn(self, key: str, text: str) -> None:
         """Warn, once for each ``key``."""

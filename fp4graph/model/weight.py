@@ -100,7 +100,11 @@ class Weight:
         Raise CaptureError where another product with this weight was decided otherwise, and techniques act on the
         weight itself, which exists once.
         """
-        planned = PlannedWeight.of(use.site, use.decision.rule)
+        site, stored = use.site, self.stored
+        if site.op == "linear" and stored.dim() == 3 and site.numel is not None and site.numel < stored.numel():
+            # A loop multiplies with one matrix of the stack at a time, so that statistics are those of each expert.
+            site = dataclasses.replace(site, op="grouped", numel=stored.numel())
+        planned = PlannedWeight.of(site, use.decision.rule)
         former = self._settled if self._captured else None
         if former is not None and former.on_weight != planned.on_weight:
             raise CaptureError(

@@ -30,6 +30,7 @@ from tests.distributed.two_process_models import (
     gradients,
     image_loss,
     llama,
+    mixture,
     rank,
     state_of,
     train,
@@ -405,6 +406,15 @@ def case_tensor_parallelism_is_refused() -> None:
     fp4graph.apply(model, {"version": 1, "name": "p", "rules": [rule]}, **EAGER)
     with pytest.raises(fp4graph.CaptureError, match="tensor parallelism"):
         model(torch.randn(32, 64))
+
+
+def case_a_loop_over_experts_is_refused() -> None:
+    model, ids = mixture(), torch.randint(0, 97, (2, 16))
+    model.config._experts_implementation = "eager"
+    model = sharded(model, "tetrajet")
+    for _ in range(2):
+        with pytest.raises(fp4graph.CaptureError, match=r"mlp\.experts: .*not captured.*grouped_mm"):
+            model(ids)
 
 
 def case_fsdp1_is_refused() -> None:
