@@ -253,7 +253,8 @@ def _quantized_product(
     y, codes, scales = _fake_quantized_product(left, right, starts, sizes, *about)
     draw = drawn(key, step, salts)
     if right.stride(2) != 1 and (packs or right.stride(1) != 1):
-        right = right.contiguous()
+        count, length = right.shape[1:]  # contiguous() leaves the strides of axes of length 1
+        right = right.contiguous().as_strided(right.shape, (count * length, length, 1))
     count, length = right.shape[1], right.shape[2] if turn is None else turn.padded(right.shape[2])
     along = right.stride(2) == 1
     buffer = left.new_empty((count, length)) if along else left.new_empty((length, count)).mT

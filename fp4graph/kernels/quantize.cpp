@@ -699,6 +699,19 @@ inline bool merges(const float* factor, i64 count) {
     return !wrong;
 }
 
+// Whether given scales are numbers of F's scale format or coarser ones, so that exact_in_bf16 holds with them.
+template <class F>
+inline bool fits(const float* scale, i64 count) {
+    if (!exact_in_bf16<F>()) return false;
+    constexpr i32 below = (1 << (23 - F::S_MANTISSA)) - 1, lowest = F::S_MIN_EXPONENT - F::S_MANTISSA + 127;
+    i32 wrong = 0;
+    for (i64 i = 0; i < count; ++i) {
+        const i32 bits = as<i32>(scale[i]) & ~SIGN;
+        wrong |= (bits & below) | (bits != 0 && (bits >> 23) < max(lowest, 1));
+    }
+    return !wrong;
+}
+
 // Blocks along C, and C contiguous.
 template <class F, class S, class T, bool PACKS>
 void along(const Dense<S>& source, const Target<F, T>& to, const BlockwiseParts& given, const Turn& turn, Key key,
@@ -755,7 +768,8 @@ void along(const Dense<S>& source, const Target<F, T>& to, const BlockwiseParts&
                 scale[g] = block_scale<F>(z[g], F::S_DRAWS ? block_key.bits(static_cast<u32>(first + g)) : 0);
         }
         for (i64 g = 0; g < STRIP; ++g) reciprocal[g] = 1.0f / scale[g];
-        const bool merged = given.factor && merges<F>(factor, count), multiplies = given.factor && !merged;
+        const bool rounds = given.scale && !fits<F>(scale, count);
+        const bool merged = given.factor && !rounds && merges<F>(factor, count), multiplies = given.factor && !merged;
         by_line(first, count, R, blocks, B, [&](const Run& run) {
             const S* from = source.data + source.strides.at(run.batch, run.row, run.column);
             T* out = to.values + to.strides.at(run.batch, run.row, run.column);
@@ -784,7 +798,7 @@ void along(const Dense<S>& source, const Target<F, T>& to, const BlockwiseParts&
                 }
                 if ((g + 1) * B > n) {
                     for (i64 j = 0; j < n - g * B; ++j) narrow(block[j], out + g * B + j);
-                } else if (multiplies) {
+                } else if (multiplies || rounds) {
                     narrow<B>(block, out + g * B);
                 } else {
                     store<F, B>(block, out + g * B);
@@ -846,6 +860,7 @@ void across(const Source& source, const Target<F, T>& to, const BlockwiseParts& 
             scale[i] = block_scale<F>(z[i], F::S_DRAWS ? block_key.bits(static_cast<u32>(block + i * blocks)) : 0);
         if (given.scale) given.scale.read_across(scale, batch, row, n, b);
         for (int i = 0; i < LANES; ++i) reciprocal[i] = 1.0f / scale[i];
+        const bool rounds = given.scale && !fits<F>(scale, n);
         alignas(64) float factor[LANES];
         if (given.factor) given.factor.read_across(factor, batch, row, n, b);
         const u32 stride = static_cast<u32>(C);
@@ -866,6 +881,8 @@ void across(const Source& source, const Target<F, T>& to, const BlockwiseParts& 
             T* out = to.values + to.strides.at(batch, row, column + j);
             if (given.factor) {
                 for (i64 i = 0; i < n; ++i) narrow(line[i] * factor[i], out + i);
+            } else if (rounds) {
+                for (i64 i = 0; i < n; ++i) narrow(line[i], out + i);
             } else if (n == LANES) {
 #pragma omp simd
                 for (int i = 0; i < LANES; ++i) store<F>(line[i], out + i);

@@ -19,7 +19,7 @@ from fp4graph.ops.draw import transform_draw
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import Terms
 from fp4graph.ops.state import StateSlot
-from fp4graph.technique import Technique, overrides
+from fp4graph.technique import Technique
 from fp4graph.technique.operands import Gemm, Operand
 
 Side = Literal["left", "right"]
@@ -106,7 +106,7 @@ class GemmProgram:
     ) -> Turn | None:
         """Return the rotation that :meth:`rotate` does to both operands, where it is one, of blocks that divide
         ``within``; None where the transforms are another."""
-        if len(self.transforms) != 1 or not overrides(self.transforms[0], "block_rotation"):
+        if len(self.transforms) != 1 or not _says_block_rotation(type(self.transforms[0])):
             return None
         return self._step(0, self.transforms[0], left, right, draw, segments).turn(within)
 
@@ -127,6 +127,17 @@ class GemmProgram:
         return PairStep(transform, shared, left.shape[-1])
 
 
+def _says_block_rotation(cls: type[Technique]) -> bool:
+    """Return whether ``block_rotation`` of ``cls`` is about its own ``transform``, and not about that of a base class
+    which ``cls`` overrides."""
+    owners = {
+        name: next(base for base in cls.__mro__ if name in vars(base))
+        for name in ("block_rotation", "transform", "inverse")
+    }
+    own = owners["block_rotation"]
+    return own is not Technique and all(issubclass(own, owners[name]) for name in ("transform", "inverse"))
+
+
 _OPERANDS = {
     Gemm.FPROP: (Operand.FPROP_INPUT, Operand.FPROP_WEIGHT),
     Gemm.DGRAD: (Operand.DGRAD_GRAD_OUTPUT, Operand.DGRAD_WEIGHT),
@@ -144,10 +155,20 @@ class PairStep:
 
     def turn(self, within: int) -> Turn | None:
         """Return the step as a rotation of blocks that divide ``within``; None where it is none."""
-        rotation = contract.run(self.transform, "block_rotation", self.shared)
-        if rotation is None or within % rotation[0]:
+        if not _says_block_rotation(type(self.transform)):
             return None
+        rotation = contract.run(self.transform, "block_rotation", self.shared)
+        if rotation is None:
+            return None
+        if not (isinstance(rotation, tuple) and len(rotation) == 2 and isinstance(rotation[0], int)):
+            raise contract.broken(self.transform, "block_rotation", "must return (g, signs or None) or None")
         block, signs = rotation
+        if block < 2 or block & (block - 1):
+            raise contract.broken(self.transform, "block_rotation", f"returned blocks of {block}, no power of two")
+        if signs is not None and not (isinstance(signs, Tensor) and tuple(signs.shape) == (block,)):
+            raise contract.broken(self.transform, "block_rotation", f"must return signs [{block}], or None")
+        if within % block:
+            return None
         return Turn(block, None if signs is None else signs.to(torch.float32))
 
     def apply(self, x: Tensor, side: Side) -> Tensor:

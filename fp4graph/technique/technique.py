@@ -276,7 +276,8 @@ class Technique(BaseModel):
 
         S is the diagonal of ``signs``, ±1, ``[g]``, or the identity for None; H is the orthonormal Sylvester-Hadamard
         matrix of a power of two g; the product is in fp32, and axes that g does not divide are zero-padded. A kernel
-        may then rotate what it reads by itself, and :meth:`transform` is not called.
+        may then rotate what it reads by itself, and :meth:`transform` is not called. A class that overrides
+        :meth:`transform` or :meth:`inverse` says anew whether it is one.
         """
         return None
 

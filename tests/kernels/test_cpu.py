@@ -173,6 +173,19 @@ def test_given_numbers_of_two_axes(block: tuple[int, int]) -> None:
         assert_same_bits(y, expected)
 
 
+@pytest.mark.parametrize("scale", [1.0 + 2**-20, 0.3, 2.0**-130, 2.0**-12, 448.0, 3e38])
+def test_given_scales_of_no_format(scale: float) -> None:
+    """Elements times such a scale may need rounding to bf16, in whole blocks as in those that are cut off."""
+    spec = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even", zero="nearest_subnormal"))
+    x = hostile((70, 45), 16, torch.bfloat16)
+    given = torch.full((70, 3), scale)
+    for source in (x, across(x)):
+        y = operators.quantize(source, spec, None, operators.Blocks(scale=given, factor=torch.ones(1)))
+        assert_same_bits(y, expected_with(x, spec, {"scale": given}))
+        y = operators.quantize(source, spec, None, operators.Blocks(scale=given))
+        assert_same_bits(y, expected_with(x, spec, {"scale": given}))
+
+
 @pytest.mark.parametrize("factors", [[2.0, 0.125], [2.0**-40, 2.0**40], [2.0**41, 0.3], [0.0, -2.0]], ids=str)
 def test_factors(factors: list[float]) -> None:
     """Powers of two go into the scale, others multiply what was dequantized: the bits do not tell."""

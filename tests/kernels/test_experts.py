@@ -173,6 +173,16 @@ def test_quantized_product_given_numbers_of_blocks(dtype: torch.dtype, transpose
     assert_same_bits(y, by_hand(x, quantized, gamma))
 
 
+def test_weights_of_one_channel_are_packed() -> None:
+    """Contiguous by torch's rule, whatever the stride along K."""
+    x, w = normal(TOKENS, 1), normal(4, 1, N).mT
+    y, kept = experts.quantized_product(x, w, GROUPS, Direction(MXFP4), packs=True)
+    assert kept is not None
+    quantized = fake_quantize(w, MXFP4, -1, None)
+    assert_same_bits(y, by_hand(x, quantized))
+    assert_same_bits(kept.unpack()[SIZES > 0], quantized[SIZES > 0].contiguous())
+
+
 @pytest.mark.parametrize("transposed", [False, True], ids=["E, N, K", "E, K, N"])
 def test_quantized_product_of_wider_weights(transposed: bool) -> None:
     """As rotations leave them: fp32, quantized, then cast to the GEMM's bf16."""

@@ -1,0 +1,112 @@
+"""Pair transforms that say they are rotations of blocks: kernels rotate by themselves what these would have rotated."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import pytest
+import torch
+from fp4graph_plugins.hadamard import Hadamard
+from torch import Tensor
+
+import fp4graph
+from fp4graph.errors import PluginError
+from fp4graph.graph.functions import site_function
+from fp4graph.graph.plan import plan_site
+from fp4graph.kernels import cpu, operators
+from fp4graph.numerics import noise
+from fp4graph.technique import Technique
+from fp4graph.technique.registry import Registry
+from fp4graph.technique.site import SiteView
+
+pytestmark = [pytest.mark.compiler, pytest.mark.slow]
+
+K, N = 64, 48
+ENDS = torch.tensor([10, 10, 40], dtype=torch.int32)
+
+
+class Offers:
+    """A plugin with one technique."""
+
+    def __init__(self, cls: type[Technique]) -> None:
+        self.cls = cls
+
+    @fp4graph.hookimpl
+    def fp4graph_techniques(self) -> list[type[Technique]]:
+        return [self.cls]
+
+
+class Flipped(Hadamard):
+    """A rotation, then the axis reversed: its transform is no rotation of blocks, whatever its base class says."""
+
+    name: ClassVar[str] = "flipped"
+
+    def transform(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:
+        return super().transform(x, side, shared).flip(-1)
+
+    def inverse(self, x: Tensor, side: Literal["left", "right"], shared: tuple[Tensor, ...]) -> Tensor:
+        return super().inverse(x.flip(-1), side, shared)
+
+
+def trained(cls: type[Technique], block: int = 32) -> tuple[Tensor, ...]:
+    """Y, dX and dW of three experts, the second without tokens, under the technique ``cls`` with blocks of 16."""
+    policy = fp4graph.load_policy(
+        {
+            "version": 1,
+            "name": "rotated",
+            "rules": [
+                {
+                    "name": "experts",
+                    "match": {"op": "grouped"},
+                    "quantize": {"element": "e2m1", "block": block, "scale": {"format": "e8m0", "rounding": "ceil"}},
+                    "techniques": [{cls.name: {"block": 16}}],
+                }
+            ],
+        },
+        None if cls is Hadamard else Registry([(f"{cls.name}-plugin", Offers(cls))]),
+    )
+    program = plan_site(SiteView("m", "grouped", K, N, N * K), policy.rules[-1]).program
+    assert program is not None
+    generator = torch.Generator().manual_seed(0)
+    x, w, dy = (torch.randn(shape, generator=generator) for shape in ((40, K), (3, K, N), (40, N)))
+    x, w = x.requires_grad_(), w.requires_grad_()
+    key, step = noise.make_key("site"), noise.make_step(3, 0, 0)
+    y = site_function(program, "grouped", 1.0, 1.0)(x, w, None, key, step, 0, ends=ENDS)
+    y.backward(dy)
+    assert x.grad is not None
+    assert w.grad is not None
+    return y.detach(), x.grad, w.grad
+
+
+@pytest.mark.parametrize("cls", [Hadamard, Flipped], ids=lambda cls: cls.name)
+def test_kernels_multiply_in_the_basis_of_the_transform(cls: type[Technique]) -> None:
+    """Beside tensor code, which calls the transform itself."""
+    assert cpu.available()
+    by_kernel = trained(cls)
+    with operators.tensor_code():
+        by_tensors = trained(cls)
+    for own, other in zip(by_kernel, by_tensors, strict=True):
+        # Both products sum the same numbers, in another order.
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        ((24, None), "blocks of 24"),
+        ((0, None), "blocks of 0"),
+        ((16, torch.ones(4)), r"signs \[16\]"),
+        ((16, [1] * 16), r"signs \[16\]"),
+        ("x", "must return"),
+    ],
+    ids=["no power of two", "nothing", "few signs", "a list", "text"],
+)
+def test_an_answer_that_is_no_rotation_is_the_plugins_error(answer: Any, says: str) -> None:
+    class Wrong(Hadamard):
+        name: ClassVar[str] = "wrong"
+
+        def block_rotation(self, shared: tuple[Tensor, ...]) -> Any:
+            return answer
+
+    with pytest.raises(PluginError, match=rf"block_rotation.*{says}"):
+        trained(Wrong, block=48 if answer == (24, None) else 32)
