@@ -94,6 +94,11 @@ class Capture:
         """The number of graphs that a call was captured in, the most of any."""
         return max(Counter(name for name, _ in self._frames).values(), default=0)
 
+    @property
+    def strict(self) -> bool:
+        """Whether nothing may run uncompiled."""
+        return self._uncompiled is None
+
     def captured(self, name: str) -> bool:
         """Return whether a graph of the call ``name`` was captured."""
         return any(call == name for call, _ in self._frames)
@@ -228,8 +233,8 @@ class Capture:
 
     def note(self, planner: Planner) -> None:
         """Count the sites that the call in progress has run outside of its graphs, and what they have drawn."""
-        before = self._uncaptured
-        self._uncaptured = {name: max(count, before.get(name, 0)) for name, count in planner.occurrences.items()}
+        for name, count in planner.occurrences.items():
+            self._uncaptured[name] = max(count, self._uncaptured.get(name, 0))
         if self._drawn is None or _recomputable():
             return
         for site in planner.sites:
@@ -242,12 +247,15 @@ class Capture:
     def configured(self) -> Iterator[None]:
         """Have Dynamo allow as many graphs as are asked for, and cut none along DDP's buckets before the graph pass.
 
-        Such a cut parts markers from what they mark. The rewritten graph is cut instead.
+        Such a cut parts markers from what they mark. The rewritten graph is cut instead. Guards look at hooks: without
+        that, a graph of a kept module without a mark hook, captured behind a graph break, would run for an alike module
+        that has one, in high precision.
         """
         config, wrapper = torch._dynamo.config, distributed.active_ddp()
         limit = self._limit or max(RECOMPILE_LIMIT, config.recompile_limit)
         total = max(limit, config.accumulated_recompile_limit)
         changes: dict[str, Any] = {"recompile_limit": limit, "accumulated_recompile_limit": total}
+        changes["skip_nnmodule_hook_guards"] = False
         if wrapper is not None and config.optimize_ddp in (True, "ddp_optimizer"):
             self._bucket_bytes = wrapper.bucket_bytes_cap
             changes["optimize_ddp"] = False

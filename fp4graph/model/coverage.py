@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterable, Sequence
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -17,7 +18,7 @@ from fp4graph.graph.site import Site, WeightUse
 from fp4graph.model import hooks
 from fp4graph.model.capture import Capture
 from fp4graph.model.prepare import PhasePlan
-from fp4graph.policy import CLOSING, NAMED_ROLES, Policy
+from fp4graph.policy import CLOSING, DEFAULT_INDEX, NAMED_ROLES, Policy
 from fp4graph.policy.document import Place
 from fp4graph.policy.rule import DISTINGUISHED_PRODUCERS
 from fp4graph.policy.techniques import acts
@@ -38,7 +39,7 @@ def check(plan: PhasePlan, capture: Capture) -> list[WeightUse]:
     check_captured(plan, capture)
     if set(plan.names.blocks) == {""}:
         check_share(plan, capture.sites, capture.uses.values())
-    check_sites(plan.policy, each_served(served))
+    check_sites(plan.policy, each_served(served, plan))
     warn_of_idle(capture.sites, capture.uses.values())
     recurrent = {site.module for site in capture.sites if site.op == "recurrent"}
     for name, module in plan.root.named_modules():
@@ -64,7 +65,8 @@ def check_captured(plan: PhasePlan, capture: Capture) -> None:
                 "the module was called, but the product with its weight was not captured and ran in high precision "
                 "(a graph break between its hooks and its forward, or a loop or a disabled function around the "
                 "product?); remove the break (that of a loop over experts with experts_implementation='grouped_mm' in "
-                "transformers), leave out strict=True of fp4graph.apply, or keep the module by a rule",
+                f"transformers), {'leave out strict=True of fp4graph.apply, ' * capture.strict}or keep the module by a "
+                "rule",
                 site=module or "(root)",
             )
 
@@ -88,9 +90,31 @@ def served_sites(root: nn.Module, capture: Capture) -> list[ServedSite]:
     return [(site, [site.module, *others.get(site.module, ())]) for site in capture.sites]
 
 
-def each_served(served: Iterable[ServedSite]) -> list[Site]:
-    """Return a site for every module that is served."""
-    return [dataclasses.replace(site, module=name) for site, names in served for name in names]
+def each_served(served: Iterable[ServedSite], plan: PhasePlan) -> list[Site]:
+    """Return a site for every module that is served.
+
+    What a rule quantizes has the same rule in all modules that share a graph, by their tags. What is kept has no tags,
+    so the rule of each further module is looked up, without the producer of its input.
+    """
+    sites: list[Site] = []
+    for site, names in served:
+        for name in names:
+            own = dataclasses.replace(site, module=name)
+            decided = site.rule_index is not None and site.rule_index >= DEFAULT_INDEX
+            if name != site.module and decided and site.supported and not site.quantized:
+                decision = plan.policy.decide(plan.names.view(name, site.op, _sizes(site)), None)
+                if not decision.rule.quantizes:
+                    own = dataclasses.replace(own, rule_index=decision.index, rule=decision.rule.name)
+            sites.append(own)
+    return sites
+
+
+def _sizes(site: Site) -> tuple[int | None, int | None, int | None]:
+    """Return K, N and the elements of the second factor of a product, as far as they are known."""
+    if len(site.shapes) != 2 or not all(isinstance(size, int) for shape in site.shapes for size in shape):
+        return None, None, None
+    a, b = site.shapes
+    return a[-1], b[0 if site.op == "linear" else -1], prod(b)  # type: ignore[return-value]
 
 
 def check_sites(policy: Policy, sites: Sequence[Site]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -145,11 +145,21 @@ class Runtime:
             named = [(n, m) for n, m in self.root.named_modules(remove_duplicate=False) if n and not state.is_ours(n)]
             holds = {module for name, module in named if name in holding}
             owners = {weight.module for weight in self.weights}
+            owners |= {m for n, m in named if self._may_own(n, m, holds)}
             self._uncompiled.show({module: module in holds for _, module in named}, owners)
         for name in self.settings.methods:
             self.root.__dict__[name] = hooks.Method(self.root, name, self._current)
         self._any_hook = next((hook for _, _, hook in hooks.mark_hooks(self.root)), None)
         self._tree = Tree(self.root, quantizes=self.policy.quantizes)
+
+    def _may_own(self, name: str, module: nn.Module, holds: Collection[nn.Module]) -> bool:
+        """Return whether a module has matrices of its own that only a graph shows to be weights, and no parts that hold
+        weights. Recurrent layers are none of a graph's."""
+        if isinstance(module, nn.RNNBase | nn.RNNCellBase):
+            return False
+        matrices = any(p is not None and min((1, *p.shape)[-2:]) > 1 for p in module._parameters.values())
+        parts = any(part in holds for part in module.children())
+        return matrices and not parts and self.policy.may_quantize(self.plan.names.view(name, "linear"))
 
     @property
     def count(self) -> int | None:

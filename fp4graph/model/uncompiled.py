@@ -70,7 +70,13 @@ class Uncompiled:
         capture whose forward calls the module outside of its graphs, or None.
         """
         if self._inspection.watching:
-            raise Error("detect_nonfinite() watches compiled forwards only, and this one is not compiled")
+            name = self._plan.names.name(module)
+            raise Error(
+                "detect_nonfinite() watches compiled forwards only, and "
+                + (f"module {name!r}" if name else "this one")
+                + " is not compiled; a warning says why. Remove what breaks the graph there, such as a print or a loop "
+                "over the values of a tensor (for experts in transformers by experts_implementation='grouped_mm')"
+            )
         current, former = self._current, self._current.step
         region = checkpointed_region()
         # A reentrant checkpoint runs its forward without gradients; its backward could not tell what ran before.
@@ -111,7 +117,7 @@ class Uncompiled:
         if "coverage" in self._warned:
             return
         try:
-            check_sites(self._plan.policy, each_served(served_sites(self._plan.root, capture)) or parts)
+            check_sites(self._plan.policy, each_served(served_sites(self._plan.root, capture), self._plan) or parts)
         except PolicyError as error:
             self.warn("coverage", f"parts or methods of the model have trained for a step by themselves, but {error}")
         self._warned.add("coverage")

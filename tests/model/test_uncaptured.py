@@ -340,3 +340,142 @@ def test_the_optimizer_sees_each_expert_by_itself():
     program = weight.plan.program.fprop.right
     expected = [program(own, None, {"q_ema": {"weight": own.float()}})[0].product() for own in stored]
     assert_equal([weight.quantize(stored, runtime_of(model).step)], [torch.stack(expected)])
+
+
+def assert_as_uncompiled(make, policy, inputs, steps=3):
+    """Hold outputs and gradients of a model to those of its forwards without a compiler, bit for bit."""
+
+    def seen(stance):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model = fp4graph.apply(make(), policy, backend="eager", seed=1)
+        results = []
+        with torch.compiler.set_stance(stance):
+            for step in range(steps):
+                y = model(*inputs(step))
+                y.square().mean().backward()
+                results += [y.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+                model.zero_grad()
+        return results
+
+    compiled = seen("default")
+    assert_equal(compiled, seen("force_eager"))
+    return compiled
+
+
+def tokens(step):
+    return (torch.randn(40, WIDTH, generator=torch.Generator().manual_seed(step)),)
+
+
+STOCHASTIC = one_rule(quantize={"block": 16, "rounding": "stochastic"}, match={"op": OPS})
+
+
+class Branches(nn.Module):
+    """A branch without gradients between two calls of one layer, all where Dynamo is disabled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.online, self.target, self.last = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    @torch.compiler.disable
+    def off(self, layer, x):
+        return layer(x)
+
+    def forward(self, x):
+        first = self.off(self.online, x)
+        with torch.no_grad():
+            self.off(self.target, x)
+        return self.last(first - self.off(self.online, x))
+
+
+@uncaptured
+def test_a_branch_without_gradients_lets_no_noise_repeat():
+    first = assert_as_uncompiled(Branches, STOCHASTIC, tokens)[0]
+    assert not torch.equal(first, first[:1].expand_as(first))  # the bias of the last layer, if the calls drew the same
+
+
+class Owner(nn.Module):
+    """Multiplies with a matrix of its own; forwards of many tokens loop in a way that Dynamo skips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(WIDTH, WIDTH) / 6)
+
+    def forward(self, x):
+        if x.shape[0] <= 40:
+            return F.linear(x, self.w)
+        for _ in range(2):
+            x = F.linear(x, self.w)
+            torch._dynamo.graph_break()
+        return x
+
+
+@uncaptured
+def test_a_loop_that_begins_after_the_first_forward_is_quantized():
+    policy = one_rule(quantize={"block": 16, "rounding": "nearest"}, match={"op": OPS})
+    many = torch.randn(50, WIDTH, generator=torch.Generator().manual_seed(9))
+    assert_as_uncompiled(
+        lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), Owner()), policy, lambda step: (many if step else many[:40],)
+    )
+
+
+class Broken(nn.Module):
+    """A block whose inner module breaks the graph between two layers."""
+
+    class Inner(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x):
+            y = self.first(x)
+            torch._dynamo.graph_break()
+            return self.second(torch.relu(y))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.out = self.Inner(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.out(self.inner(x))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Broken() for _ in range(5))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@uncaptured
+@pytest.mark.parametrize("policy", ["nvfp4-te", "first block alone"])
+def test_graphs_of_kept_layers_do_not_run_for_others(policy):
+    """Behind a break one graph could serve all blocks: Dynamo does not look at hooks unless it is told to."""
+    if policy == "first block alone":
+        keep = {"name": "first", "match": {"op": OPS, "first_blocks": 1}, "keep": "sensitive"}
+        policy = {**STOCHASTIC, "rules": [keep, *STOCHASTIC["rules"]]}
+    assert_as_uncompiled(Stack, policy, tokens, steps=2)
+
+
+@uncaptured
+def test_policies_of_first_and_last_blocks_train_loops_over_experts():
+    model = Model()
+    model.blocks = nn.ModuleList(Block() for _ in range(4))
+    model, optimizer = applied(model, "nvfp4-te")
+    train(model, optimizer)
+    sites = {site.module: site.quantized for site in runtime_of(model).capture.sites}
+    assert sites["blocks.1.experts"]
+    assert not sites.get("blocks.0.experts")
+
+
+@uncaptured
+def test_detect_nonfinite_names_the_module():
+    model, optimizer = applied(Model())
+    train(model, optimizer)
+    refused = pytest.raises(fp4graph.Error, match=r"'blocks.0.experts' is not compiled.*grouped_mm")
+    with refused, fp4graph.detect_nonfinite(model):
+        model(*batch())
