@@ -214,7 +214,7 @@ class Direct(TorchFunctionMode):
         return node
 
     def _remember(self, result: Any, node: Node, *, written: bool) -> None:
-        """Name what ``node`` returned; copies of experts' matrices stay that where ``node`` has ``written`` into them."""
+        """Name what ``node`` returned; copies of experts' matrices that it has ``written`` into keep their name."""
 
         def name(x: Tensor, own: Node) -> None:
             old = self._nodes.get(x)
@@ -347,7 +347,8 @@ def _experts_picked(node: Node) -> tuple[Node, ...]:
     parameter = value_of(first)
     if value is None or parameter is None or value.dim() != 3:
         return ()
-    return (pick.stack, pick.ids) if value is parameter or torch._C._is_alias_of(value, parameter) else ()
+    shared = value is parameter or torch._C._is_alias_of(value, parameter)  # type: ignore[attr-defined]
+    return (pick.stack, pick.ids) if shared else ()
 
 
 def _is_picked(node: Node) -> bool:

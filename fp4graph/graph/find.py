@@ -294,6 +294,8 @@ class Finder:
         read, operation = read_product(node), operation_of(node)
         if isinstance(read, Product):
             for factor, weight_first in ((read.b, False), (read.a, True)):
+                if weight_first and read.form != "matmul":
+                    continue  # what a linear layer or experts are given, say learned tokens
                 if self._is_gathered_parameter(factor, markers):
                     gathered = products.gathered(read, weight_first=weight_first)
                     if gathered is None:

@@ -177,13 +177,13 @@ def gathered_source(node: Node) -> Node | None:
 def gathered(product: Product, *, weight_first: bool) -> Product | None:
     """Read ``A @ W[ids]``, or ``W[ids] @ A`` where ``weight_first``, as a product of form ``gathered``, or return None.
 
-    Between the copies ``W[ids]`` and the product there may be a transposition of the matrices and a cast. Nothing may be
-    written there, into whatever tensor: the site reads W and the indices where the product is, not where the copies
+    Between the copies ``W[ids]`` and the product there may be a transposition of the matrices and a cast. Nothing may
+    be written there, into whatever tensor: the site reads W and the indices where the product is, not where the copies
     were made, and which tensors share their memory cannot be known from a graph.
     """
     node, other = (product.a, product.b) if weight_first else (product.b, product.a)
     copies, tokens, transposed, casts = value_of(node), value_of(other), False, 0
-    if product.addend is not None or copies is None or tokens is None:
+    if product.form != "matmul" or product.addend is not None or copies is None or tokens is None:
         return None
     while (pick := picked_matrices(node)) is None:
         source, name = view_source(node), name_of(node)
@@ -207,8 +207,8 @@ def gathered(product: Product, *, weight_first: bool) -> Product | None:
         for size, picks in zip(reversed(batch), reversed(ids.shape), strict=False)
     ):
         return None
-    # Where the copies have no gradient though their matrices have one, torch gives the matrices none. It is no matter in
-    # a product that runs without gradients itself, as in an evaluation.
+    # Where the copies have no gradient though their matrices have one, torch gives the matrices none. It is no matter
+    # in a product that runs without gradients itself, as in an evaluation.
     out = value_of(product.node)
     trains = torch.is_grad_enabled() if out is None else out.requires_grad or _changes_gradients(node, product.node)
     if trains and stack.requires_grad and not copies.requires_grad:
@@ -334,7 +334,7 @@ def writes(node: Node) -> bool:
     if isinstance(target, torch._ops.OpOverload):
         return bool(target._schema.is_mutable)
     if isinstance(target, torch._ops.OpOverloadPacket):
-        return any(getattr(target, overload)._schema.is_mutable for overload in target.overloads())
+        return any(getattr(target, overload)._schema.is_mutable for overload in target.overloads())  # type: ignore[no-untyped-call]
     if not inspect.isfunction(target):
         return False
     if target.__module__.partition(".")[0] not in _KNOWN:

@@ -402,6 +402,9 @@ REFUSED = {
     "picked without gradients": lambda x, w, ids: (x * 1) @ pick_without_gradient(w, ids),
     "two casts": lambda x, w, ids: x @ w[ids].half().float(),
     "an addend": lambda x, w, ids: torch.baddbmm(x[..., :1], x, w[ids]),
+    "a grouped product": lambda x, w, ids: F.grouped_mm(
+        x[:, 0].bfloat16(), w[ids[:2]].bfloat16(), offs=torch.tensor([9, 44], dtype=torch.int32)
+    ),
     "indices written": indices_written,
     "copies written": written,
 }
@@ -498,9 +501,9 @@ def test_a_write_that_the_forward_does_not_show_is_refused():
         model = fp4graph.apply(
             Gathers(writes_between(hidden), EXPERTS, WIDTH, HIDDEN), one_rule(op="grouped"), backend="eager"
         )
-        with torch.compiler.set_stance("force_eager"), torch.no_grad():
-            with pytest.raises(CaptureError, match=r"copy of its expert's"):
-                model(tokens(len(IDS), 1), ids)
+        refused = pytest.raises(CaptureError, match=r"copy of its expert's")
+        with torch.compiler.set_stance("force_eager"), torch.no_grad(), refused:
+            model(tokens(len(IDS), 1), ids)
 
 
 @STANCES
@@ -579,6 +582,30 @@ def test_copies_picked_outside_of_a_checkpoint_are_refused():
 
     model, args = Gathers(multiply, EXPERTS, WIDTH, HIDDEN), (tokens(len(IDS), 1), IDS)
     assert "copy of its expert's matrix" in fp4graph.explain(model, one_rule(op="grouped"), args).problem
+
+
+@STANCES
+@uncompiled
+def test_what_a_linear_layer_is_given_may_be_picked(stance):
+    """Learned tokens [P, T, K], of which each sample has its own."""
+    weight = torch.randn(HIDDEN, WIDTH, generator=torch.Generator().manual_seed(3))
+
+    class Prompts(Gathers):
+        def __init__(self):
+            super().__init__(None, EXPERTS, 6, WIDTH)
+            self.linear = nn.Linear(WIDTH, HIDDEN, bias=False)
+            self.linear.weight.data.copy_(weight)
+
+        def forward(self, ids):
+            return self.linear(self.w[ids])
+
+    policy, model = one_rule(op=["linear", "grouped"]), Prompts()
+    tokens = model.w.detach()[IDS]
+    model = fp4graph.apply(model, policy, backend="eager")
+    with torch.compiler.set_stance(stance):
+        y = model(IDS).detach()
+    expected = looped(policy, tokens.flatten(0, 1)[:, None], weight[None], IDS.repeat_interleave(6) * 0)[0]
+    torch.testing.assert_close(y.flatten(0, 1), expected[:, 0], rtol=1e-5, atol=1e-5)
 
 
 def test_gathered_activations_are_a_product_as_any_other():
