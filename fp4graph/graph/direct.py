@@ -32,7 +32,7 @@ from fp4graph.graph.find import Finder, FoundProduct, FoundWork, Markers
 from fp4graph.graph.marker import Marker, Tag
 from fp4graph.graph.names import Names
 from fp4graph.graph.observe import Recording, numbered
-from fp4graph.graph.operations import tag_of
+from fp4graph.graph.operations import operation_of, tag_of
 from fp4graph.graph.plan import Planner, plan_once, rule_that_keeps
 from fp4graph.graph.products import PRODUCER, WRITES, Writes, WritesSince, producer_of, value_of
 from fp4graph.graph.replace import SiteCall, UnmarkedWeight, call_of
@@ -45,7 +45,7 @@ _VIEW_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "data"})
 _QUANTIZED = "fp4graph_quantized"
 #: Key in a node's meta data: True for a parameter and for a view of one.
 _OF_PARAMETER = "fp4graph_of_parameter"
-#: Key in a node's meta data: True for copies that indices picked of a parameter of three axes or more.
+#: Key in a node's meta data: True for copies that indices picked of a parameter of three axes or more, changed or not.
 _PICKED = "fp4graph_picked"
 #: Operations that pick a matrix of a stack by a number.
 _SELECTS = frozenset({"__getitem__", "select", torch.select})
@@ -177,8 +177,18 @@ class Direct(TorchFunctionMode):
                     del n.meta["example_value"]  # a node must not keep an activation alive
         if read_later:
             node.meta[WRITES] = WritesSince(self._writes, *((n, given[n]) for n in read_later))
+        if call is None and source is None and self._changes_copies(node, result, given):
+            node.meta |= {_PICKED: True, products.CHANGED: True}
         self._remember(result, node, written=written)
         return result
+
+    @staticmethod
+    def _changes_copies(node: Node, result: Any, given: Mapping[Node, Tensor]) -> bool:
+        """Return whether ``node``, no view, changes copies of experts' matrices."""
+        copies = [n for n in given if n.meta.get(_PICKED, False)]
+        if not copies or operation_of(node) is not None or products.gathered_source(node) is not None:
+            return False
+        return products.changes_copies(node, result, given, copies)
 
     def _run_opened(self, node: Node, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run ``function`` in the place of ``node``, with its operations seen one by one."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -172,6 +172,30 @@ def gathered_source(node: Node) -> Node | None:
         return None
     index = node.args[1] if isinstance(node.args[1], tuple | list) else (node.args[1],)
     return source if any(isinstance(i, Node) for i in index) else None
+
+
+#: Key in a node's meta data: True for what an operation made of copies of experts' matrices, as ``2·w[ids]``.
+CHANGED = "fp4graph_changed"
+_JOINS = frozenset({"cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack"})
+
+
+def changes_copies(node: Node, result: object, inputs: Mapping[Node, torch.Tensor], copies: Container[Node]) -> bool:
+    """Return whether ``node`` makes changed copies of experts' ``copies``, as ``2·w[ids]`` or ``relu(w[ids])``.
+
+    They have as large matrices, and those of all inputs that are no copies are smaller: a scale, a mask or a gate.
+    Scores to which a picked bias is added are scores, and copies that are joined with something else are activations.
+    """
+
+    def matrix(x: torch.Tensor) -> int | torch.SymInt:
+        return prod(x.shape[-2:])
+
+    own = [x for n, x in inputs.items() if n in copies and x.dim() >= 3]
+    others = [x for n, x in inputs.items() if n not in copies and x.is_floating_point()]
+    if not own or not isinstance(result, torch.Tensor) or (others and name_of(node) in _JOINS):
+        return False
+    return all(statically_known_true(matrix(result) >= matrix(x)) for x in own) and all(
+        statically_known_true(matrix(other) < matrix(x)) for other in others for x in own
+    )
 
 
 def gathered(product: Product, *, weight_first: bool) -> Product | None:

@@ -405,6 +405,19 @@ REFUSED = {
     "a grouped product": lambda x, w, ids: F.grouped_mm(
         x[:, 0].bfloat16(), w[ids[:2]].bfloat16(), offs=torch.tensor([9, 44], dtype=torch.int32)
     ),
+    "scaled": lambda x, w, ids: x @ (w[ids] * 2),
+    "gated": lambda x, w, ids: x @ (w[ids] * torch.sigmoid(x[..., :1])).relu().mT.contiguous().mT,
+    "scaled in place": lambda x, w, ids: x @ (w[ids] * 2).mul_(3),
+    "masked": lambda x, w, ids: (x * 1) @ w[ids].masked_fill(ids[:, None, None] > 3, 0.0),
+    "chosen": lambda x, w, ids: x @ torch.where(w[ids] > 0, w[ids], 0.1),
+    "joined": lambda x, w, ids: x @ torch.cat([w[ids[:9]], w[ids[9:]]]),
+    "dropout": lambda x, w, ids: x @ F.dropout(w[ids], 0.5),
+    "type": lambda x, w, ids: x.half() @ w[ids].type(torch.float16),
+    "double": lambda x, w, ids: x.double() @ w[ids].double(),
+    "swapdims": lambda x, w, ids: (w[ids].swapdims(1, 2) @ x.mT).mT,
+    "moveaxis": lambda x, w, ids: (w[ids].moveaxis(1, 2) @ x.mT).mT,
+    "mH": lambda x, w, ids: (w[ids].mH @ x.mT).mT,
+    "cpu": lambda x, w, ids: x @ w[ids].cpu(),
     "indices written": indices_written,
     "copies written": written,
 }
@@ -606,6 +619,26 @@ def test_what_a_linear_layer_is_given_may_be_picked(stance):
         y = model(IDS).detach()
     expected = looped(policy, tokens.flatten(0, 1)[:, None], weight[None], IDS.repeat_interleave(6) * 0)[0]
     torch.testing.assert_close(y.flatten(0, 1), expected[:, 0], rtol=1e-5, atol=1e-5)
+
+
+ACTIVATIONS = {
+    "sum of products": lambda x, w, ids: torch.tanh((x.mT * w[ids]).sum(1, keepdim=True)) @ torch.ones(HIDDEN, 3),
+    "a bias of scores": lambda x, w, ids: (x.mT @ x[..., :HIDDEN] + w[ids]).softmax(-1) @ x[..., :HIDDEN].mT,
+    "keys behind learned ones": lambda x, w, ids: x @ torch.cat([(w[ids] * 2).mT, x], 1).mT,
+}
+
+
+@STANCES
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@uncompiled
+def test_activations_that_copies_went_into_are_a_product_as_any_other(name, stance):
+    model = fp4graph.apply(
+        Gathers(ACTIVATIONS[name], EXPERTS, WIDTH, HIDDEN), one_rule(op="matmul"), backend="eager"
+    )  # fmt: skip
+    x = tokens(len(IDS), 1).detach().requires_grad_()
+    with torch.compiler.set_stance(stance):
+        model(x, IDS).sum().backward()
+    assert x.grad.isfinite().all()
 
 
 def test_gathered_activations_are_a_product_as_any_other():
