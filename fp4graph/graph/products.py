@@ -363,21 +363,22 @@ def writes(node: Node) -> bool:
         return False
     if target.__module__.partition(".")[0] not in _KNOWN:
         return True
-    switches = _switches(target)
+    signature, switches = _switches(target)
     if not switches:
         return False
     try:
-        given = inspect.signature(target).bind(*node.args, **node.kwargs).arguments
+        given = signature.bind(*node.args, **node.kwargs).arguments
     except TypeError:
         return True
     return any(given.get(name, harmless) is not harmless for name, harmless in switches.items())
 
 
 @cache
-def _switches(function: Callable[..., Any]) -> dict[str, object]:
+def _switches(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, object]]:
     """Return the parameters that make ``function`` write into its arguments, with the values that do not."""
     known = {"inplace": False, "max_norm": None}  # an embedding with max_norm scales its weight
-    return {name: harmless for name, harmless in known.items() if name in inspect.signature(function).parameters}
+    signature = inspect.signature(function)
+    return signature, {name: harmless for name, harmless in known.items() if name in signature.parameters}
 
 
 _WRITES = re.compile(

@@ -466,6 +466,7 @@ WRITES = {
     "module": lambda x, w, ids, copies: nn.ReLU(inplace=True)(copies),
     "foreach": lambda x, w, ids, copies: torch._foreach_zero_([ids]),
     "foreach of copies": lambda x, w, ids, copies: torch._foreach_mul_([copies], 0.5),
+    "an embedding that scales its weight": lambda x, w, ids, copies: F.embedding(ids, x.flatten(1), max_norm=1.0),
     "item": lambda x, w, ids, copies: ids.__setitem__(0, 1),
     "augmented": lambda x, w, ids, copies: operator.imul(ids, 0),
     "another kind of view": lambda x, w, ids, copies: ids.view_as(ids).as_strided((2,), (1,)).fill_(1),
