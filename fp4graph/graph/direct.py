@@ -32,9 +32,9 @@ from fp4graph.graph.find import Finder, FoundProduct, FoundWork, Markers
 from fp4graph.graph.marker import Marker, Tag
 from fp4graph.graph.names import Names
 from fp4graph.graph.observe import Recording, numbered
-from fp4graph.graph.operations import tag_of
+from fp4graph.graph.operations import operation_of, tag_of
 from fp4graph.graph.plan import Planner, plan_once, rule_that_keeps
-from fp4graph.graph.products import PRODUCER, SEVERAL, producer_of, value_of
+from fp4graph.graph.products import PRODUCER, WRITES, Writes, WritesSince, producer_of, value_of
 from fp4graph.graph.replace import SiteCall, UnmarkedWeight, call_of
 from fp4graph.ops.observe import observed
 from fp4graph.policy import Policy
@@ -45,6 +45,8 @@ _VIEW_ATTRIBUTES = frozenset({"T", "mT", "H", "mH", "data"})
 _QUANTIZED = "fp4graph_quantized"
 #: Key in a node's meta data: True for a parameter and for a view of one.
 _OF_PARAMETER = "fp4graph_of_parameter"
+#: Key in a node's meta data: True for copies that indices picked of a parameter of three axes or more, changed or not.
+_PICKED = "fp4graph_picked"
 #: Operations that pick a matrix of a stack by a number.
 _SELECTS = frozenset({"__getitem__", "select", torch.select})
 _METHODS = (types.MethodDescriptorType, types.WrapperDescriptorType)
@@ -103,6 +105,7 @@ class Direct(TorchFunctionMode):
         self._nodes: MutableMapping[Tensor, Node] = WeakTensorKeyDictionary()
         self._stack: dict[str, tuple[str, type]] = {}
         self._tag: str | None = None
+        self._writes = Writes()
         self._backward = torch._C._current_graph_task_id()
         self._functions_outside = len(_functions())
 
@@ -131,6 +134,8 @@ class Direct(TorchFunctionMode):
     ) -> Any:
         kwargs = {} if kwargs is None else kwargs
         op, target = _operation(func)
+        if getattr(func, "__name__", "") == "__set__":
+            self._writes.count += 1  # x.data = y
         # A backward inside of this forward (double backward, a penalty) is no part of it: its operations are ours.
         if op is None or torch._C._current_graph_task_id() != self._backward:
             return func(*args, **kwargs)
@@ -157,18 +162,33 @@ class Direct(TorchFunctionMode):
         held = [n for n in given if "example_value" not in n.meta]
         for n in held:
             n.meta["example_value"] = given[n]
+        node.meta[_PICKED] = _is_picked(node)
+        written = products.writes(node)
+        self._writes.count += written
+        read_later = _experts_picked(node)
         try:
             if (function := self._opened(node)) is not None:
                 return self._run_opened(node, function, args, kwargs)
             call = self._call(node, given)
             result = func(*args, **kwargs) if call is None else self._run(call)
         finally:
-            read_later = _experts_picked(node)
             for n in held:
                 if n not in read_later:
                     del n.meta["example_value"]  # a node must not keep an activation alive
-        self._remember(result, node)
+        if read_later:
+            node.meta[WRITES] = WritesSince(self._writes, *((n, given[n]) for n in read_later))
+        if call is None and source is None and self._changes_copies(node, result, given):
+            node.meta |= {_PICKED: True, products.CHANGED: True}
+        self._remember(result, node, written=written)
         return result
+
+    @staticmethod
+    def _changes_copies(node: Node, result: Any, given: Mapping[Node, Tensor]) -> bool:
+        """Return whether ``node``, no view, changes copies of experts' matrices."""
+        copies = [n for n in given if n.meta.get(_PICKED, False)]
+        if not copies or operation_of(node) is not None or products.gathered_source(node) is not None:
+            return False
+        return products.changes_copies(node, result, given, copies)
 
     def _run_opened(self, node: Node, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         """Run ``function`` in the place of ``node``, with its operations seen one by one."""
@@ -203,16 +223,23 @@ class Direct(TorchFunctionMode):
         node.meta["example_value"] = x
         return node
 
-    def _remember(self, result: Any, node: Node) -> None:
+    def _remember(self, result: Any, node: Node, *, written: bool) -> None:
+        """Name what ``node`` returned; copies of experts' matrices that it has ``written`` into keep their name."""
+
+        def name(x: Tensor, own: Node) -> None:
+            old = self._nodes.get(x)
+            if not (written and old is not None and old.meta.get(_PICKED, False)):
+                self._nodes[x] = own
+
         if isinstance(result, Tensor):
             if not isinstance(result, nn.Parameter):
-                self._nodes[result] = node
+                name(result, node)
         elif isinstance(result, tuple | list):
-            node.meta[SEVERAL] = True
             for index, item in enumerate(result):
                 if isinstance(item, Tensor):
-                    self._nodes[item] = part = Node(self._graph, "", "call_method", "__getitem__", (node, index), {})
+                    part = Node(self._graph, "", "call_method", "__getitem__", (node, index), {})
                     part.meta[_OF_PARAMETER] = node.meta[_OF_PARAMETER]
+                    name(item, part)
 
     def _opened(self, node: Node) -> Callable[..., Any] | None:
         """Return a function that does what the opaque operation ``node`` does, its products in sight; else None."""
@@ -318,13 +345,30 @@ class Direct(TorchFunctionMode):
 def _experts_picked(node: Node) -> tuple[Node, ...]:
     """Return the nodes that a product with what ``node`` picks reads in its place: experts' matrices, and the indices.
 
-    Both may stay in memory: the matrices are a parameter, and an index is one number.
+    Both may stay in memory: the matrices are a parameter or a view of one, and an index is one number. A cast of all
+    experts may not, and what was picked from one is no site.
     """
     pick = products.picked_matrices(node)
     if pick is None or not pick.stack.meta[_OF_PARAMETER]:
         return ()
-    value = value_of(pick.stack)
-    return (pick.stack, pick.ids) if value is not None and value.dim() == 3 else ()
+    value, first = value_of(pick.stack), pick.stack
+    while (source := products.view_source(first)) is not None:
+        first = source
+    parameter = value_of(first)
+    if value is None or parameter is None or value.dim() != 3:
+        return ()
+    shared = value is parameter or torch._C._is_alias_of(value, parameter)  # type: ignore[attr-defined]
+    return (pick.stack, pick.ids) if shared else ()
+
+
+def _is_picked(node: Node) -> bool:
+    """Return whether ``node`` is copies that indices pick from a parameter of three axes or more, or a view of such."""
+    source = products.view_source(node)
+    if source is not None and source.meta.get(_PICKED, False):
+        return True
+    stack = products.gathered_source(node)
+    value = value_of(stack)
+    return stack is not None and stack.meta[_OF_PARAMETER] and value is not None and value.dim() >= 3
 
 
 def _functions() -> list[Any]:

@@ -231,6 +231,8 @@ class Finder:
                 self._higher_order(node, gm, markers)
             elif (work := self.describe(node, markers)) is not None:
                 self.found.work.append(work)
+            else:
+                self._follow_copies(node, markers)
 
     def opening(self, node: Node, markers: Markers) -> Callable[..., Any] | None:
         """Return the function that is to take the place of ``node``, its products in sight; None leaves the node."""
@@ -294,7 +296,12 @@ class Finder:
         read, operation = read_product(node), operation_of(node)
         if isinstance(read, Product):
             for factor, weight_first in ((read.b, False), (read.a, True)):
-                if self._is_gathered_parameter(factor, markers):
+                if weight_first and read.form != "matmul":
+                    continue  # what a linear layer or experts are given, say learned tokens
+                changed = self._is_changed(factor, markers)
+                if changed and self._is_matrix_parameter(read.b if weight_first else read.a, markers):
+                    continue
+                if changed or self._is_gathered_parameter(factor, markers):
                     gathered = products.gathered(read, weight_first=weight_first)
                     if gathered is None:
                         work = self._like_linear(node, name_of(node), _GATHERED, markers)
@@ -386,6 +393,23 @@ class Finder:
         # A body may be given copies that were picked outside of it.
         stacks = map(products.gathered_from, (node, markers.outside(_origin(node)[0])))
         return any(stack is not None and self._names.is_parameter(markers.outside(stack)) for stack in stacks)
+
+    def _is_changed(self, node: Node, markers: Markers) -> bool:
+        """Return whether ``node`` is made of copies of experts' matrices that an operation changed."""
+        value = value_of(node)
+        origin = markers.outside(_origin(node)[0])
+        return value is not None and value.dim() >= 3 and products.CHANGED in origin.meta
+
+    def _follow_copies(self, node: Node, markers: Markers) -> None:
+        """Mark ``node``, which is no product, where it changes copies of experts' matrices."""
+        if node.op not in ("call_function", "call_method") or view_source(node) is not None:
+            return
+        inputs = {n: value for n in node.all_input_nodes if (value := value_of(n)) is not None and value.dim() >= 3}
+        copies = {n for n in inputs if self._is_changed(n, markers) or self._is_gathered_parameter(n, markers)}
+        if copies and products.gathered_source(node) is None:
+            everything = {n: value for n in node.all_input_nodes if (value := value_of(n)) is not None}
+            if products.changes_copies(node, value_of(node), everything, copies):
+                node.meta[products.CHANGED] = True
 
     def _is_matrix_parameter(self, node: Node, markers: Markers) -> bool:
         value = value_of(node)

@@ -5,9 +5,11 @@ Which reader belongs to which operation is written in :data:`fp4graph.graph.oper
 
 from __future__ import annotations
 
+import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -151,32 +153,61 @@ def gathered_from(node: Node) -> Node | None:
     if value is None or value.dim() < 3:
         return None
     while True:
-        name = name_of(node)
-        if (position := _PICKS.get(name)) is not None and len(node.args) > position:
-            source, picked = node.args[position], True
-        else:
-            source = view_source(node)
-            if source is None:
-                break
-            if name in ("getitem", "__getitem__"):
-                index = node.args[1] if isinstance(node.args[1], tuple | list) else (node.args[1],)
-                picked = picked or any(isinstance(i, Node) for i in index)
-        if not isinstance(source, Node):
-            return None
+        source = gathered_source(node)
+        picked = picked or source is not None
+        if source is None and (source := view_source(node)) is None:
+            break
         node = source
     stack = value_of(node)
     return node if picked and stack is not None and stack.dim() >= 3 else None
 
 
+def gathered_source(node: Node) -> Node | None:
+    """Return the node that ``node`` picks parts of by a tensor of indices, or None."""
+    name = name_of(node)
+    if (position := _PICKS.get(name)) is not None and len(node.args) > position:
+        source = node.args[position]
+        return source if isinstance(source, Node) else None
+    if name not in ("getitem", "__getitem__") or (source := view_source(node)) is None:
+        return None
+    index = node.args[1] if isinstance(node.args[1], tuple | list) else (node.args[1],)
+    return source if any(isinstance(i, Node) for i in index) else None
+
+
+#: Key in a node's meta data: True for what an operation made of copies of experts' matrices, as ``2·w[ids]``.
+CHANGED = "fp4graph_changed"
+_JOINS = frozenset({"cat", "concat", "concatenate", "stack", "hstack", "vstack", "dstack"})
+
+
+def changes_copies(node: Node, result: object, inputs: Mapping[Node, torch.Tensor], copies: Container[Node]) -> bool:
+    """Return whether ``node`` makes changed copies of experts' ``copies``, as ``2·w[ids]`` or ``relu(w[ids])``.
+
+    They have as large matrices, and those of all inputs that are no copies are smaller: a scale, a mask or a gate.
+    Scores to which a picked bias is added are scores, and copies that are joined with something else are activations.
+    """
+
+    def matrix(x: torch.Tensor) -> int | torch.SymInt:
+        return prod(x.shape[-2:])
+
+    own = [x for n, x in inputs.items() if n in copies and x.dim() >= 3]
+    others = [x for n, x in inputs.items() if n not in copies and x.is_floating_point()]
+    if not own or not isinstance(result, torch.Tensor) or (others and name_of(node) in _JOINS):
+        return False
+    return all(statically_known_true(matrix(result) >= matrix(x)) for x in own) and all(
+        statically_known_true(matrix(other) < matrix(x)) for other in others for x in own
+    )
+
+
 def gathered(product: Product, *, weight_first: bool) -> Product | None:
     """Read ``A @ W[ids]``, or ``W[ids] @ A`` where ``weight_first``, as a product of form ``gathered``, or return None.
 
-    Between the copies ``W[ids]`` and the product there may be a transposition of the matrices, a cast, and no
-    operation that writes into them, nor one that writes into the indices.
+    Between the copies ``W[ids]`` and the product there may be a transposition of the matrices and a cast. Nothing may
+    be written there, into whatever tensor: the site reads W and the indices where the product is, not where the copies
+    were made, and which tensors share their memory cannot be known from a graph.
     """
     node, other = (product.a, product.b) if weight_first else (product.b, product.a)
     copies, tokens, transposed, casts = value_of(node), value_of(other), False, 0
-    if product.addend is not None or copies is None or tokens is None:
+    if product.form != "matmul" or product.addend is not None or copies is None or tokens is None:
         return None
     while (pick := picked_matrices(node)) is None:
         source, name = view_source(node), name_of(node)
@@ -200,15 +231,15 @@ def gathered(product: Product, *, weight_first: bool) -> Product | None:
         for size, picks in zip(reversed(batch), reversed(ids.shape), strict=False)
     ):
         return None
-    first = pick.ids
-    while (source := _shows(first)) is not None:
-        first = source
+    # Where the copies have no gradient though their matrices have one, torch gives the matrices none. It is no matter
+    # in a product that runs without gradients itself, as in an evaluation.
     out = value_of(product.node)
-    trains = torch.is_grad_enabled() if out is None else out.requires_grad
-    without_gradient = trains and stack.requires_grad and not copies.requires_grad  # picked under torch.no_grad()
-    if without_gradient or _is_written(node) or _is_written(first):
+    trains = torch.is_grad_enabled() if out is None else out.requires_grad or _changes_gradients(node, product.node)
+    if trains and stack.requires_grad and not copies.requires_grad:
         return None
-    gathering = Gathering(weight_first, transposed, pick.wraps)
+    if _is_written_between(node, product.node, copies):
+        return None
+    gathering = Gathering(weight_first, transposed, pick.wraps, copies.dtype)
     return Product(product.node, "gathered", other, pick.stack, ends=pick.ids, gathering=gathering)
 
 
@@ -260,27 +291,100 @@ def _listed(given: Any) -> list[Any]:
     return list(given) if isinstance(given, tuple | list) else [given]
 
 
-def _is_written(node: Node) -> bool:
-    """Return whether an operation writes into ``node`` or a view of it, anywhere in the graph."""
-    return any(
-        (user.args[:1] == (node,) and _WRITES.fullmatch(name_of(user)) is not None)
-        or user.kwargs.get("out") is node
-        or (_shows(user) is node and _is_written(user))
-        for user in node.users
-    )
+#: Key in the meta data of a node that picks, in a forward without a graph: a :class:`WritesSince`.
+WRITES = "fp4graph_writes"
 
 
-def _shows(node: Node) -> Node | None:
-    """Return the node that ``node`` may share memory with, as a view does; the tensors of one operation share none."""
-    source = view_source(node)
-    if source is None or name_of(node) not in ("getitem", "__getitem__") or view_source(source) is not None:
-        return source
-    return None if source.meta.get(SEVERAL) or isinstance(source.meta.get("example_value"), tuple | list) else source
+@dataclass
+class Writes:
+    """The number of operations so far that wrote into a tensor, of a forward without a graph."""
+
+    count: int = 0
+
+
+class WritesSince:
+    """Whether anything was written since now, into the tensors given or by an operation that ``writes`` counts.
+
+    Versions show what no operation of the forward wrote, say that of a backward inside of it.
+    """
+
+    def __init__(self, writes: Writes, *tensors: tuple[Node, torch.Tensor]) -> None:
+        self._writes, self._count = writes, writes.count
+        self._versions = [(node, _version(x)) for node, x in tensors]
+
+    def any(self, copies: torch.Tensor) -> bool:
+        """Return whether there was a write; ``copies`` are new tensors, made since then."""
+        now = [None if (x := value_of(node)) is None else _version(x) for node, _ in self._versions]
+        return self._writes.count != self._count or now != [v for _, v in self._versions] or bool(_version(copies))
+
+
+def _version(x: torch.Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+def _is_written_between(pick: Node, product: Node, copies: torch.Tensor) -> bool:
+    """Return whether an operation behind ``pick`` and before ``product`` writes into any tensor."""
+    if (since := pick.meta.get(WRITES)) is not None:
+        return bool(since.any(copies))
+    return pick.next is pick or any(map(writes, _between(pick, product)))  # the former: in no graph
+
+
+def _changes_gradients(pick: Node, product: Node) -> bool:
+    """Return whether recording of gradients is switched on or off behind ``pick`` and before ``product``."""
+    names = {"_set_grad_enabled", "set_grad_enabled", "_enter_inference_mode", "_exit_inference_mode"}
+    return any(name_of(node) in names for node in _between(pick, product))
+
+
+def _between(first: Node, last: Node) -> Iterator[Node]:
+    node = first.next
+    while node is not last and node.op != "output":
+        yield node
+        node = node.next
+
+
+#: Python packages whose functions write into no tensor but by the names and arguments that :func:`writes` knows.
+_KNOWN = frozenset({"torch", "fp4graph", "einops"})
+
+
+def writes(node: Node) -> bool:
+    """Return whether ``node`` writes into a tensor, or may do so."""
+    if node.op not in ("call_function", "call_method"):
+        return node.op == "call_module"
+    target: Any = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator) or node.kwargs.get("out") is not None:
+        return True
+    if _WRITES.fullmatch(name_of(node)) is not None:
+        return True
+    if isinstance(target, torch._ops.OpOverload):
+        return bool(target._schema.is_mutable)
+    if isinstance(target, torch._ops.OpOverloadPacket):
+        return any(getattr(target, overload)._schema.is_mutable for overload in target.overloads())  # type: ignore[no-untyped-call]
+    if not inspect.isfunction(target):
+        return False
+    if target.__module__.partition(".")[0] not in _KNOWN:
+        return True
+    signature, switches = _switches(target)
+    if not switches:
+        return False
+    try:
+        given = signature.bind(*node.args, **node.kwargs).arguments
+    except TypeError:
+        return True
+    return any(given.get(name, harmless) is not harmless for name, harmless in switches.items())
+
+
+@cache
+def _switches(function: Callable[..., Any]) -> tuple[inspect.Signature, dict[str, object]]:
+    """Return the parameters that make ``function`` write into its arguments, with the values that do not."""
+    known = {"inplace": False, "max_norm": None}  # an embedding with max_norm scales its weight
+    signature = inspect.signature(function)
+    return signature, {name: harmless for name, harmless in known.items() if name in signature.parameters}
 
 
 _WRITES = re.compile(
-    r"[a-z].*[^_]_|(__)?setitem(__)?"  # add_, x[i] = y
-    r"|(__)?i(add|sub|mul|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift)(__)?"  # x += y
+    r".*[^_]_"  # add_, _foreach_add_
+    r"|(__)?(setitem|delitem)(__)?"  # x[i] = y
+    r"|(__)?i(add|sub|mul|truediv|floordiv|mod|pow|matmul|and|or|xor|lshift|rshift|concat)(__)?"  # x += y
 )
 
 
@@ -316,8 +420,6 @@ def view_source(node: Node) -> Node | None:
 
 #: Key in the meta data of an input: the operation that made the tensor, where it is known.
 PRODUCER = "fp4graph_producer"
-#: Key in the meta data of a node without a value: True if it makes several tensors.
-SEVERAL = "fp4graph_several"
 #: Views that may exchange the axes of a matrix.
 _TRANSPOSITIONS = frozenset({"t", "transpose", "numpy_T", "mT", "T", "adjoint", "swapaxes", "swapdims", "permute"})
 

@@ -28,11 +28,13 @@ class Gathering:
         weight_first: whether the matrices are the first factor: ``W[ids] @ A``, with A ``[..., K, P]``.
         transposed: whether the copies are transposed before they are multiplied: ``A @ W[ids].mT``.
         wraps: whether negative indices count from the end, as in ``W[ids]``; ``index_select`` refuses them.
+        dtype: of the copies where they are multiplied, before autocast.
     """
 
     weight_first: bool
     transposed: bool
     wraps: bool
+    dtype: torch.dtype
 
     @property
     def by_columns(self) -> bool:
@@ -61,8 +63,7 @@ def gathered_matmul(
     """
     tokens = a.mT if gathering.weight_first else a
     rows, picks = tokens.shape[-2], ids.numel()
-    if w.dtype != a.dtype and not torch.is_autocast_enabled(a.device.type):
-        w = w.to(a.dtype)  # the copies were cast
+    w = w.to(gathering.dtype)  # the copies were cast, under autocast too
     # The indices pick from the experts' numbers as they do from the matrices: an index that is out of range is the
     # same error, and one that counts from the end becomes the expert's number.
     numbers, flat = torch.arange(w.shape[0], device=a.device), ids.flatten().to(a.device)

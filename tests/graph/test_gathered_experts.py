@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -401,6 +402,22 @@ REFUSED = {
     "picked without gradients": lambda x, w, ids: (x * 1) @ pick_without_gradient(w, ids),
     "two casts": lambda x, w, ids: x @ w[ids].half().float(),
     "an addend": lambda x, w, ids: torch.baddbmm(x[..., :1], x, w[ids]),
+    "a grouped product": lambda x, w, ids: F.grouped_mm(
+        x[:, 0].bfloat16(), w[ids[:2]].bfloat16(), offs=torch.tensor([9, 44], dtype=torch.int32)
+    ),
+    "scaled": lambda x, w, ids: x @ (w[ids] * 2),
+    "gated": lambda x, w, ids: x @ (w[ids] * torch.sigmoid(x[..., :1])).relu().mT.contiguous().mT,
+    "scaled in place": lambda x, w, ids: x @ (w[ids] * 2).mul_(3),
+    "masked": lambda x, w, ids: (x * 1) @ w[ids].masked_fill(ids[:, None, None] > 3, 0.0),
+    "chosen": lambda x, w, ids: x @ torch.where(w[ids] > 0, w[ids], 0.1),
+    "joined": lambda x, w, ids: x @ torch.cat([w[ids[:9]], w[ids[9:]]]),
+    "dropout": lambda x, w, ids: x @ F.dropout(w[ids], 0.5),
+    "type": lambda x, w, ids: x.half() @ w[ids].type(torch.float16),
+    "double": lambda x, w, ids: x.double() @ w[ids].double(),
+    "swapdims": lambda x, w, ids: (w[ids].swapdims(1, 2) @ x.mT).mT,
+    "moveaxis": lambda x, w, ids: (w[ids].moveaxis(1, 2) @ x.mT).mT,
+    "mH": lambda x, w, ids: (w[ids].mH @ x.mT).mT,
+    "cpu": lambda x, w, ids: x @ w[ids].cpu(),
     "indices written": indices_written,
     "copies written": written,
 }
@@ -412,12 +429,165 @@ REFUSED = {
     [*((name, ["linear", "matmul", "grouped"]) for name in REFUSED), ("gather", "linear"), ("gather", "grouped")],
 )
 def test_other_ways_to_pick_are_refused(name, ops, stance):
-    if (name, stance) == ("copies written", "force_eager"):
-        pytest.skip("what an operation writes is its result there, and a product of activations")
     model = fp4graph.apply(Gathers(REFUSED[name], EXPERTS, WIDTH, HIDDEN), one_rule(op=ops), backend="eager")
     expected = pytest.raises(CaptureError, match=r"copy of its expert's matrix.*grouped product")
     with torch.compiler.set_stance(stance), warnings.catch_warnings(action="ignore"), expected:
         model(tokens(len(IDS), 1), IDS)
+
+
+def writes_between(write):
+    """Return a product before which ``write(x, w, ids, copies)`` writes into something."""
+
+    def multiply(x, w, ids):
+        ids = ids.clone()
+        copies = w[ids]
+        write(x, w, ids, copies)
+        return x @ copies
+
+    return multiply
+
+
+@torch.no_grad()
+def weight_written(x, w, ids, copies):
+    w.mul_(0)
+
+
+@torch.library.custom_op("gathered_experts::zero", mutates_args=["x"])
+def zero(x: torch.Tensor) -> None:
+    x.zero_()
+
+
+WRITES = {
+    "weight": weight_written,
+    "weight.data": lambda x, w, ids, copies: w.data.zero_(),
+    "ids.data": lambda x, w, ids, copies: ids.data.zero_(),
+    "inplace by name": lambda x, w, ids, copies: F.relu(copies, inplace=True),
+    "inplace by position": lambda x, w, ids, copies: F.dropout(copies, 0.5, True, True),
+    "module": lambda x, w, ids, copies: nn.ReLU(inplace=True)(copies),
+    "foreach": lambda x, w, ids, copies: torch._foreach_zero_([ids]),
+    "foreach of copies": lambda x, w, ids, copies: torch._foreach_mul_([copies], 0.5),
+    "an embedding that scales its weight": lambda x, w, ids, copies: F.embedding(ids, x.flatten(1), max_norm=1.0),
+    "item": lambda x, w, ids, copies: ids.__setitem__(0, 1),
+    "augmented": lambda x, w, ids, copies: operator.imul(ids, 0),
+    "another kind of view": lambda x, w, ids, copies: ids.view_as(ids).as_strided((2,), (1,)).fill_(1),
+    "several outputs": lambda x, w, ids, copies: torch.sort(ids.clone(), out=(torch.empty_like(ids), ids)),
+    "overload": lambda x, w, ids, copies: torch.ops.aten.zero_.default(ids),
+    "custom operator": lambda x, w, ids, copies: zero(ids),
+    "something else": lambda x, w, ids, copies: torch.zeros(3).add_(1),
+}
+
+
+@STANCES
+@pytest.mark.parametrize("name", WRITES)
+@uncompiled
+def test_nothing_may_be_written_between_the_copies_and_their_product(name, stance):
+    """What shares memory with what no graph shows, so a write into anything is refused."""
+    model, x = Gathers(writes_between(WRITES[name]), EXPERTS, WIDTH, HIDDEN), tokens(len(IDS), 1)
+    model = fp4graph.apply(model, one_rule(op="grouped"), backend="eager")
+    with torch.compiler.set_stance(stance), torch.no_grad(), pytest.raises(CaptureError, match=r"copy of its expert's"):
+        model(x.detach(), IDS)
+
+
+@pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
+def test_inputs_that_share_memory():
+    class Shares(Gathers):
+        def forward(self, x, ids, same):
+            copies = self.w[ids]
+            same.zero_()
+            return x @ copies
+
+    for stance in ("default", "force_eager"):
+        model = fp4graph.apply(Shares(None, EXPERTS, WIDTH, HIDDEN), one_rule(op="grouped"), backend="eager")
+        ids = IDS.clone()
+        with torch.compiler.set_stance(stance), pytest.raises(CaptureError, match=r"copy of its expert's"):
+            model(tokens(len(IDS), 1), ids, ids.view(4, -1))
+
+
+@uncompiled
+def test_a_write_that_the_forward_does_not_show_is_refused():
+    """Uncompiled, an operation may hide from the forward; versions of the tensors show it."""
+
+    def hidden(x, w, ids, copies):
+        with torch._C.DisableTorchFunction():
+            (copies if ids[0] else ids).zero_()
+
+    for ids in (IDS, IDS * 0):
+        model = fp4graph.apply(
+            Gathers(writes_between(hidden), EXPERTS, WIDTH, HIDDEN), one_rule(op="grouped"), backend="eager"
+        )
+        refused = pytest.raises(CaptureError, match=r"copy of its expert's")
+        with torch.compiler.set_stance("force_eager"), torch.no_grad(), refused:
+            model(tokens(len(IDS), 1), ids)
+
+
+@STANCES
+@pytest.mark.parametrize(
+    "writes",
+    [
+        lambda x, w, ids: F.relu((x @ w[ids]).add_(1), inplace=True),
+        lambda x, w, ids: x.clone().mul_(2) @ w[ids.clone().clamp_(max=3)],
+        lambda x, w, ids: F.dropout(x, 0.0) @ w[ids],
+    ],
+    ids=["after", "before", "none"],
+)
+@uncompiled
+def test_writes_elsewhere_are_fine(writes, stance):
+    model, x = Gathers(writes, EXPERTS, WIDTH, HIDDEN), tokens(len(IDS), 1)
+    plain = model(x, IDS).detach()
+    y, _, _ = run(model, one_rule(op="grouped"), x, stance=stance)
+    assert 0.02 < (y - plain).norm() / plain.norm() < 0.5
+
+
+@STANCES
+@pytest.mark.parametrize("gradient", [False, True])
+@uncompiled
+def test_copies_without_gradients_give_their_matrices_none(gradient, stance):
+    """Refused whether or not the tokens have a gradient: torch gives the weight none in either case."""
+    model = Gathers(lambda x, w, ids: x @ pick_without_gradient(w, ids), EXPERTS, WIDTH, HIDDEN)
+    model = fp4graph.apply(model, one_rule(op="grouped"), backend="eager")
+    with torch.compiler.set_stance(stance), pytest.raises(CaptureError, match=r"copy of its expert's"):
+        model(tokens(len(IDS), 1).detach().requires_grad_(gradient), IDS)
+
+
+@STANCES
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("from_master", [False, True])
+@uncompiled
+def test_copies_cast_under_autocast_are_a_cast_weight(from_master, dtype, stance):
+    """Autocast casts to bf16. A cast that overflows in fp16 does so here."""
+    policy = one_rule(op="grouped", quantize={**NVFP4, "from_master": from_master})
+    x, found = tokens(len(IDS), 1), []
+    for casts in (lambda x, w, ids: x @ w[ids].to(dtype), lambda x, w, ids: x @ w.to(dtype)[ids]):
+        model = Gathers(casts, EXPERTS, WIDTH, HIDDEN)
+        with torch.no_grad():
+            model.w[0, 0, 0] = 1e6
+        whole = not found
+        found.append(run(model, policy, x, stance=stance if whole else "default", autocast=True))
+    assert found[0][0].isfinite().all() == (dtype is torch.bfloat16)
+    assert all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(*found, strict=True))
+
+
+@uncompiled
+def test_an_uncompiled_forward_keeps_no_cast_of_all_experts():
+    casts = []
+
+    def multiply(x, w, ids):
+        cast = w.bfloat16()
+        casts.append(weakref.ref(cast))
+        return cast[ids] * 1
+
+    class Watches(Gathers):
+        def forward(self, x, ids):
+            super().forward(x, ids)
+            assert casts[-1]() is None
+            return x @ self.w[ids]
+
+    model = fp4graph.apply(Watches(multiply, EXPERTS, WIDTH, HIDDEN), one_rule(op="grouped"), backend="eager")
+    with torch.compiler.set_stance("force_eager"), torch.no_grad():
+        model(tokens(len(IDS), 1), IDS)
+    model = Gathers(lambda x, w, ids: x.bfloat16() @ w.bfloat16()[ids], EXPERTS, WIDTH, HIDDEN)
+    with pytest.raises(CaptureError, match=r"copy of its expert's"):
+        run(model, one_rule(op="grouped"), tokens(len(IDS), 1), stance="force_eager")
 
 
 def test_copies_picked_outside_of_a_checkpoint_are_refused():
@@ -426,6 +596,50 @@ def test_copies_picked_outside_of_a_checkpoint_are_refused():
 
     model, args = Gathers(multiply, EXPERTS, WIDTH, HIDDEN), (tokens(len(IDS), 1), IDS)
     assert "copy of its expert's matrix" in fp4graph.explain(model, one_rule(op="grouped"), args).problem
+
+
+@STANCES
+@uncompiled
+def test_what_a_linear_layer_is_given_may_be_picked(stance):
+    """Learned tokens [P, T, K], of which each sample has its own."""
+    weight = torch.randn(HIDDEN, WIDTH, generator=torch.Generator().manual_seed(3))
+
+    class Prompts(Gathers):
+        def __init__(self):
+            super().__init__(None, EXPERTS, 6, WIDTH)
+            self.linear = nn.Linear(WIDTH, HIDDEN, bias=False)
+            self.linear.weight.data.copy_(weight)
+
+        def forward(self, ids):
+            return self.linear(self.w[ids])
+
+    policy, model = one_rule(op=["linear", "grouped"]), Prompts()
+    tokens = model.w.detach()[IDS]
+    model = fp4graph.apply(model, policy, backend="eager")
+    with torch.compiler.set_stance(stance):
+        y = model(IDS).detach()
+    expected = looped(policy, tokens.flatten(0, 1)[:, None], weight[None], IDS.repeat_interleave(6) * 0)[0]
+    torch.testing.assert_close(y.flatten(0, 1), expected[:, 0], rtol=1e-5, atol=1e-5)
+
+
+ACTIVATIONS = {
+    "sum of products": lambda x, w, ids: torch.tanh((x.mT * w[ids]).sum(1, keepdim=True)) @ torch.ones(HIDDEN, 3),
+    "a bias of scores": lambda x, w, ids: (x.mT @ x[..., :HIDDEN] + w[ids]).softmax(-1) @ x[..., :HIDDEN].mT,
+    "keys behind learned ones": lambda x, w, ids: x @ torch.cat([(w[ids] * 2).mT, x], 1).mT,
+}
+
+
+@STANCES
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@uncompiled
+def test_activations_that_copies_went_into_are_a_product_as_any_other(name, stance):
+    model = fp4graph.apply(
+        Gathers(ACTIVATIONS[name], EXPERTS, WIDTH, HIDDEN), one_rule(op="matmul"), backend="eager"
+    )  # fmt: skip
+    x = tokens(len(IDS), 1).detach().requires_grad_()
+    with torch.compiler.set_stance(stance):
+        model(x, IDS).sum().backward()
+    assert x.grad.isfinite().all()
 
 
 def test_gathered_activations_are_a_product_as_any_other():
