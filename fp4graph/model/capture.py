@@ -25,6 +25,8 @@ from fp4graph.numerics import noise
 CALL = "__call__"
 #: Dynamo's setting that allows Python side effects in the body of activation checkpointing.
 _SIDE_EFFECTS = "skip_fwd_side_effects_in_bwd_under_checkpoint"
+#: Dynamo's setting that leaves hooks out of guards.
+_SKIPS_HOOKS = "skip_nnmodule_hook_guards"
 #: Graphs of one model's forward that Dynamo may make: for shapes, training and evaluation, frozen parameters, caches.
 RECOMPILE_LIMIT = 64
 #: The name of a call, and the number that Dynamo has for a frame of it.
@@ -255,7 +257,8 @@ class Capture:
         limit = self._limit or max(RECOMPILE_LIMIT, config.recompile_limit)
         total = max(limit, config.accumulated_recompile_limit)
         changes: dict[str, Any] = {"recompile_limit": limit, "accumulated_recompile_limit": total}
-        changes["skip_nnmodule_hook_guards"] = False
+        if hasattr(config, _SKIPS_HOOKS):
+            changes[_SKIPS_HOOKS] = False
         if wrapper is not None and config.optimize_ddp in (True, "ddp_optimizer"):
             self._bucket_bytes = wrapper.bucket_bytes_cap
             changes["optimize_ddp"] = False
