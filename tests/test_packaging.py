@@ -1,4 +1,4 @@
-"""``pyproject.toml`` names every package that has files: setuptools warns at length about a folder it was not told of."""
+"""``pyproject.toml`` names every folder with files as a package; setuptools warns at length about others."""
 
 from __future__ import annotations
 
