@@ -66,8 +66,8 @@ def export(
             that calls the model. Without it, such a model is written with weights alone, and a PolicyWarning says so.
         sibling_scales: the treatment of matrices that servers fuse (query, key and value; gate and up), if their tensor
             scales differ. Servers read one scale for all of a fused matrix. ``refuse`` raises an error. ``share``
-            writes the largest of the scales for all and rounds block scales accordingly; the relative error of each
-            group is printed, and recorded in ``sibling_scales.json``. ``own`` writes the scales of training, for
+            writes one for all, to which it rounds block scales; the relative error of each group is printed, and
+            recorded in ``sibling_scales.json``. ``own`` writes the scales of training, for
             readers that fuse nothing.
         tokenizer: a tokenizer or processor to save. None copies the files of the folder that the model was loaded from.
         max_shard_size: the size of the files that the weights are split into.

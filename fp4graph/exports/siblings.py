@@ -41,7 +41,7 @@ class Sibling:
     Attributes:
         name: the last name of its module.
         gamma: γ of the weight: 0-d, or ``[E]`` for the weights of experts.
-        needed: γ where an element is not zero, and 0 where γ is 1 because all are.
+        needed: the least γ under which no block scale overflows, in the shape of ``gamma``; 0 for zeros.
         inputs: γ of the activations, 0-d; None where they have none, which is stored as 1.
         weight: returns the weight.
     """
@@ -85,18 +85,20 @@ class Group:
         return f"{self.owner}: {'; '.join(parts)}"
 
     def shared(self) -> Iterator[tuple[Fp4Weight, Tensor | None]]:
-        """Yield each weight and γ of its activations under the largest γ of the group, so that no scale overflows.
+        """Yield each weight and γ of its activations under one γ' for all, the least under which no scale overflows.
 
-        Elements stay. Block scales S become S·γ/γ', rounded to E4M3.
+        Elements stay. Block scales S become S·γ/γ', rounded to E4M3. γ' of activations is their largest γ.
         """
-        needed = torch.stack([one.needed.cpu() for one in self.siblings]).amax(0)
-        gamma = torch.where(needed > 0, needed, self.gammas.amax(0))
+        gamma = self.gammas.amax(0)
+        if _factor(self.gammas) > 1:
+            needed = torch.stack([one.needed.cpu() for one in self.siblings]).amax(0)
+            gamma = torch.where(needed > 0, needed, gamma)
         inputs = None if all(one.inputs is None for one in self.siblings) else self.input_gammas.amax()
         for one in self.siblings:
             weight = one.weight()
             ratio = (one.gamma.cpu() / gamma).to(weight.scales.device)
             scales = weight.scales * ratio.reshape(*ratio.shape, *([1] * (weight.scales.dim() - ratio.dim())))
-            scales = scales.clamp(max=E4M3.max).to(torch.float8_e4m3fn).to(torch.float32)  # of zeros alone beyond it
+            scales = scales.clamp(max=E4M3.max).to(torch.float8_e4m3fn).to(torch.float32)  # only zeros have larger ones
             yield replace(weight, scales=scales, multiplier=gamma.to(weight.multiplier.device)), inputs
 
 
@@ -112,8 +114,9 @@ class Siblings:
         for family in SIBLINGS:
             if name in family:
                 gamma = weight.multiplier
-                used = weight.elements.flatten(gamma.dim()).any(-1)
-                one = Sibling(name, gamma, gamma * used, inputs, weight.again)
+                blocks = weight.elements.reshape(*weight.scales.shape, -1).any(-1)
+                largest = (weight.scales * blocks).flatten(gamma.dim()).amax(-1)
+                one = Sibling(name, gamma, gamma * (largest / E4M3.max), inputs, weight.again)
                 self._found.setdefault((owner or "(root)", family), []).append(one)
 
     def differing(self) -> list[Group]:

@@ -7,6 +7,8 @@ import os
 import pytest
 import torch
 import transformers
+from torch.nn import Linear, Sequential
+from transformers.pytorch_utils import Conv1D
 
 import fp4graph
 from fp4graph.exports import ExportError
@@ -24,6 +26,16 @@ def test_a_quantized_conv1d_is_refused(layout, quantize, match, tmp_path):
     with pytest.raises(ExportError, match=message):
         fp4graph.export(model, tmp_path / "out", format=layout)
     assert os.listdir(tmp_path) == []
+
+
+def test_a_packed_weight_is_not_read_into_a_conv1d(tmp_path):
+    """Such as ModelOpt writes of GPT-2. A square matrix would fit either way round."""
+    rule = {"match": {"op": "linear"}, "quantize": MXFP4}
+    linear = fp4graph.apply(Sequential(Linear(64, 64)), {"version": 1, "name": "p", "rules": [rule]}, backend="eager")
+    linear(torch.randn(2, 64))
+    fp4graph.export(linear, tmp_path / "out")
+    with pytest.raises(fp4graph.Error, match=r"'0\.weight_packed' is \[out, in\], and 0\.weight belongs to a Conv1D"):
+        fp4graph.load_quantized(Sequential(Conv1D(64, 64)), tmp_path / "out")
 
 
 def test_a_kept_conv1d_is_read_beside_a_quantized_linear_layer(tmp_path):

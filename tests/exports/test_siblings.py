@@ -117,6 +117,18 @@ def test_zeros_have_no_say_in_the_shared_scale(tmp_path):
     assert (loaded.q_proj.weight != 0).double().mean() > 0.9
 
 
+def test_a_sibling_without_a_tensor_scale_leaves_the_others_their_range(tmp_path):
+    """Its γ of 1 would make zeros of the others: S·γ is below the smallest E4M3 number."""
+    rule = {"match": {"op": "linear"}, "quantize": NVFP4, "operands": {"fprop.input": "keep"}}
+    rules = [rule | {"match": {"module": "attn.q_proj"}}, rule | {"techniques": ["tensor_scaling"]}]
+    model = applied(Net(), *rules, techniques=())
+    model.attn.v_proj.weight.data.copy_(Net().attn.v_proj.weight * 50_000)  # as large as q_proj's
+    fp4graph.export(model, tmp_path / "out", sibling_scales="share")
+    (record,) = json.loads((tmp_path / "out/sibling_scales.json").read_text())
+    assert record["own"]["q_proj"]["scale"] == 1
+    assert all(one["error"] < 2**-4 for one in record["own"].values())
+
+
 def test_constants_of_activations_are_shared(tmp_path):
     """The largest magnitude of the input, over κ; q_proj's is half of the others'."""
     scaling = {"tensor_scaling": {"operands": ["fprop.input"]}}
