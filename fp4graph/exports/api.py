@@ -67,8 +67,7 @@ def export(
         sibling_scales: the treatment of matrices that servers fuse (query, key and value; gate and up), if their tensor
             scales differ. Servers read one scale for all of a fused matrix. ``refuse`` raises an error. ``share``
             writes one for all, to which it rounds block scales; the relative error of each group is printed, and
-            recorded in ``sibling_scales.json``. ``own`` writes the scales of training, for
-            readers that fuse nothing.
+            recorded in ``sibling_scales.json``. ``own`` writes the scales of training, for readers that fuse nothing.
         tokenizer: a tokenizer or processor to save. None copies the files of the folder that the model was loaded from.
         max_shard_size: the size of the files that the weights are split into.
 
@@ -76,8 +75,8 @@ def export(
         ``directory``.
 
     Raises:
-        ExportError: the format cannot hold what the policy computes, or siblings have different tensor scales; the
-            message names weight, rule and remedy.
+        ExportError: the format cannot hold what the policy computes, or siblings have tensor scales of their own; the
+            message names weights and remedy.
         Error: the folder exists or cannot be written, a package is missing, the format is unknown, or the policy
             quantizes nothing.
     """

@@ -63,12 +63,12 @@ class Group:
     @property
     def gammas(self) -> Tensor:
         """γ of each weight, ``[siblings, ...]``."""
-        return torch.stack([one.gamma.cpu() for one in self.siblings])
+        return _stacked([one.gamma for one in self.siblings])
 
     @property
     def input_gammas(self) -> Tensor:
         """γ of the activations of each weight, ``[siblings]``."""
-        return torch.stack([torch.ones(()) if one.inputs is None else one.inputs.cpu() for one in self.siblings])
+        return _stacked([torch.ones(()) if one.inputs is None else one.inputs for one in self.siblings])
 
     @property
     def factor(self) -> float:
@@ -87,13 +87,15 @@ class Group:
     def shared(self) -> Iterator[tuple[Fp4Weight, Tensor | None]]:
         """Yield each weight and γ of its activations under one γ' for all, the least under which no scale overflows.
 
-        Elements stay. Block scales S become S·γ/γ', rounded to E4M3. γ' of activations is their largest γ.
+        Elements stay. Block scales S become S·γ/γ', rounded to E4M3. The activations are the same for all,
+        and get the largest γ that was measured.
         """
         gamma = self.gammas.amax(0)
         if _factor(self.gammas) > 1:
-            needed = torch.stack([one.needed.cpu() for one in self.siblings]).amax(0)
+            needed = _stacked([one.needed for one in self.siblings]).amax(0)
             gamma = torch.where(needed > 0, needed, gamma)
-        inputs = None if all(one.inputs is None for one in self.siblings) else self.input_gammas.amax()
+        measured = [one.inputs for one in self.siblings if one.inputs is not None]
+        inputs = _stacked(measured).amax() if measured else None
         for one in self.siblings:
             weight = one.weight()
             ratio = (one.gamma.cpu() / gamma).to(weight.scales.device)
@@ -162,6 +164,12 @@ def change(group: Group, shared: Sequence[tuple[Fp4Weight, Tensor | None]]) -> d
 def _error(squares: Tensor) -> float:
     """Return the root of the quotient of two sums of squares; 0 for 0/0."""
     return (squares[0] / squares[1]).sqrt().nan_to_num(0.0).item()
+
+
+def _stacked(gammas: Sequence[Tensor]) -> Tensor:
+    """Return scales of weights on the CPU, ``[siblings]``, or ``[siblings, E]`` if one has a scale for each expert."""
+    shape = max((gamma.shape for gamma in gammas), key=len)
+    return torch.stack([gamma.cpu().expand(shape) for gamma in gammas])
 
 
 def _factor(gammas: Tensor) -> float:
