@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# setuptools tells every editable installation of a layout like ours to beware of folders; nobody can act on that.
+INSTALL := PYTHONWARNINGS="ignore:Editable installation" $(BIN)/python -m pip install --quiet
 
 .PHONY: demo test long check lint format docs parity gpu gpu-plan gpu-validate bench bench-all stranger wheel clean
 
@@ -92,14 +94,14 @@ $(STAMP): pyproject.toml
 		exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV): torch and what comes with it are gigabytes, so this takes minutes the first time"
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e ".[vision,test,bench]"
+	$(INSTALL) --upgrade pip
+	$(INSTALL) -e ".[vision,test,bench]"
 	touch $(STAMP)
 
 $(VENV)/.clients: $(STAMP)
-	$(BIN)/python -m pip install --quiet -e ".[clients]"
+	$(INSTALL) -e ".[clients]"
 	touch $@
 
 $(VENV)/.peers: $(STAMP)
-	$(BIN)/python -m pip install --quiet -e ".[bench,peers]"
+	$(INSTALL) -e ".[bench,peers]"
 	touch $@

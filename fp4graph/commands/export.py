@@ -35,6 +35,13 @@ def export(
     weights_only: Annotated[
         bool, typer.Option("--weights-only", help="Say nothing of activations, which servers then leave alone.")
     ] = False,
+    sibling_scales: Annotated[
+        str,
+        typer.Option(
+            help="Of matrices that servers fuse, such as q, k and v, under tensor scales that differ: refuse; share, "
+            "which prints the error that this makes; or own, for readers that fuse nothing."
+        ),
+    ] = "refuse",
     autocast: Annotated[
         str | None, typer.Option(help="bf16 or fp16: the dtype of autocast in training, of a Hugging Face model.")
     ] = None,
@@ -46,11 +53,12 @@ def export(
 
     fp4graph export runs/digits-tetrajet-adam-0 --output served
     """
+    options = {"format": layout, "activations": not weights_only, "sibling_scales": sibling_scales}
     source = source.parent if source.name == "checkpoint.pt" else source
     if (source / "run.json").exists():
         if policy is not None or autocast is not None:
             raise Error("a run says its policy and its autocast itself; leave --policy and --autocast out")
-        _export_run(source, output, layout, not weights_only)
+        _export_run(source, output, options)
     elif (source / "config.json").exists():
         if policy is None:
             raise Error(f"{source} does not say under which policy it was trained; give it with --policy")
@@ -58,7 +66,7 @@ def export(
             raise Error(f"--autocast takes {' or '.join(_AUTOCAST)}; got {autocast!r}")
         model = _hugging_face(source, policy)
         with torch.autocast("cpu", _AUTOCAST[autocast]) if autocast is not None else nullcontext():
-            _export_model(model, output, layout, not weights_only)
+            _export_model(model, output, options)
     else:
         raise Error(
             f"{source} is neither the folder of a run (run.json) nor of a Hugging Face model (config.json); other "
@@ -68,23 +76,23 @@ def export(
     print(f"{output}: {layout}, {size / 2**20:.2f} MiB of weights")
 
 
-def _export_run(folder: Path, output: Path, layout: str, activations: bool) -> None:
+def _export_run(folder: Path, output: Path, options: dict[str, Any]) -> None:
     from fp4graph.experiments.restore import restore
     from fp4graph.exports import export as write
 
     run = restore(folder)
     calls = [partial(run.measure, batch) for batch in run.batches]
     with run.autocast():
-        write(run.model, output, format=layout, activations=activations, calibration=calls)
+        write(run.model, output, calibration=calls, **options)
 
 
-def _export_model(model: nn.Module, output: Path, layout: str, activations: bool) -> None:
+def _export_model(model: nn.Module, output: Path, options: dict[str, Any]) -> None:
     from fp4graph.exports import export as write
 
     inputs: Any = model.dummy_inputs
     with torch.no_grad():
         model.eval()(**inputs)
-    write(model, output, format=layout, activations=activations)
+    write(model, output, **options)
 
 
 def _hugging_face(folder: Path, policy: str) -> nn.Module:

@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from fp4graph.errors import Error, PolicyWarning
 from fp4graph.exports.activations import input_scales
 from fp4graph.exports.compressed_tensors import CompressedTensors
-from fp4graph.exports.folder import Saving, copy_tokenizer, new_folder, write_tensors
+from fp4graph.exports.folder import Saving, copy_tokenizer, new_folder, write_json, write_tensors
 from fp4graph.exports.gpt_oss import GptOss
 from fp4graph.exports.layouts import Exported, Layout
 from fp4graph.exports.modelopt import ModelOpt
 from fp4graph.exports.names import kept_modules
 from fp4graph.exports.packing import require_storable
+from fp4graph.exports.siblings import Siblings, change, require_shared
 from fp4graph.exports.weights import Fp4Weight, Scheme, fp4_weights, refusal
 from fp4graph.model import state
 from fp4graph.model.distributed import unwrapped
@@ -33,6 +34,8 @@ LAYOUTS: Mapping[str, tuple[type[Layout], tuple[str, ...]]] = {
     "modelopt": (ModelOpt, ("safetensors", "huggingface_hub")),
     "gpt-oss": (GptOss, ("safetensors", "huggingface_hub")),
 }
+#: The values of ``sibling_scales=``.
+SIBLING_SCALES = ("refuse", "share", "own")
 
 
 def export(
@@ -42,6 +45,7 @@ def export(
     format: str = "compressed-tensors",
     activations: bool = True,
     calibration: Iterable[Any] | None = None,
+    sibling_scales: str = "refuse",
     tokenizer: Saving | None = None,
     max_shard_size: str | int = "5GB",
 ) -> Path:
@@ -60,6 +64,10 @@ def export(
         calibration: batches to measure the tensor scales of activations on, where the policy has such: servers read
             them as constants. Each is a mapping of keywords, a tuple of arguments, the only argument, or a function
             that calls the model. Without it, such a model is written with weights alone, and a PolicyWarning says so.
+        sibling_scales: the treatment of matrices that servers fuse (query, key and value; gate and up), if their tensor
+            scales differ. Servers read one scale for all of a fused matrix. ``refuse`` raises an error. ``share``
+            writes one for all, to which it rounds block scales; the relative error of each group is printed, and
+            recorded in ``sibling_scales.json``. ``own`` writes the scales of training, for readers that fuse nothing.
         tokenizer: a tokenizer or processor to save. None copies the files of the folder that the model was loaded from.
         max_shard_size: the size of the files that the weights are split into.
 
@@ -67,12 +75,15 @@ def export(
         ``directory``.
 
     Raises:
-        ExportError: the format cannot hold what the policy computes; the message names weight, rule and remedy.
+        ExportError: the format cannot hold what the policy computes, or siblings have tensor scales of their own; the
+            message names weights and remedy.
         Error: the folder exists or cannot be written, a package is missing, the format is unknown, or the policy
             quantizes nothing.
     """
     target = Path(directory)
     layout = _layout(format)
+    if sibling_scales not in SIBLING_SCALES:
+        raise Error(f"no sibling_scales {sibling_scales!r}; {suggest(sibling_scales, SIBLING_SCALES)}")
     root = unwrapped(model)
     runtime = require_runtime(root, "export")
     with new_folder(target) as folder:
@@ -80,18 +91,35 @@ def export(
         tensors: dict[str, Tensor] = {}
         schemes: dict[str, Scheme] = {}
         done: set[str] = set()
+        siblings = Siblings()
+
+        def write(weight: Fp4Weight, scale: Tensor | None) -> None:
+            require_storable(weight)
+            for module, parts in layout.packed(root, weight, scale).items():
+                tensors.update({f"{module}.{name}": part for name, part in parts.items()})
+                schemes[module] = weight.scheme
+
         for weight in fp4_weights(runtime, activations=activations):
             _require_own(root, weight)
-            require_storable(weight)
-            for module, parts in layout.packed(root, weight, scales.get(weight.name)).items():
-                tensors |= {f"{module}.{name}": part for name, part in parts.items()}
-                schemes[module] = weight.scheme
+            write(weight, scales.get(weight.name))
+            siblings.add(weight, scales.get(weight.name))
             done.add(weight.name)
         if not done:
             raise Error(
                 f"policy {runtime.policy.name!r} quantizes no weight in fprop, so there is nothing in FP4 to export; "
                 "save the model by its own means, with fp4graph.strip()"
             )
+        differing = [] if sibling_scales == "own" else siblings.differing()
+        if sibling_scales == "refuse":
+            require_shared(differing)
+        changes = []
+        for group in differing:
+            shared = list(group.shared())
+            for weight, scale in shared:
+                write(weight, scale)
+            changes.append(change(group, shared))
+            own = ", ".join(f"{name} {one['error']:.2e}" for name, one in changes[-1]["own"].items())
+            print(f"{group.owner}: one tensor scale, relative error {changes[-1]['error']:.2e} ({own})")
         kept = {
             name: value
             for name, value in state.strip(root.state_dict()).items()
@@ -100,6 +128,8 @@ def export(
         tensors |= layout.kept(root, _once(kept))
         write_tensors(folder, tensors, max_shard_size)
         layout.write_config(folder, Exported(root, schemes, kept_modules(root, kept)))
+        if changes:
+            write_json(folder / "sibling_scales.json", changes)
         copy_tokenizer(folder, root, tokenizer)
     return target
 

@@ -40,7 +40,7 @@ class CompressedTensors(Layout):
                     "leaves out the global scales of experts and makes wrong weights of them; let compressed-tensors "
                     "dequantize the checkpoint first (docs/export.md)",
                     PolicyWarning,
-                    stacklevel=4,
+                    stacklevel=5,
                 )
             self._experts.add(weight.scheme.weights)
         nvfp4 = weight.scheme.weights == "nvfp4"

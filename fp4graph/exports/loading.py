@@ -77,6 +77,7 @@ def load_quantized(model: M, directory: str | PathLike[str]) -> M:
         once = _once(own, stored, checkpoint)
         wanted = {name: _parts(model, name, value, stored) for name, value in once.items()}
         _require_match(checkpoint, stored, wanted, own)
+        _require_linear(checkpoint, stored, model)
         rounded = [name for name, parts in wanted.items() if _fill(own[name], parts, stored)]
     if rounded:
         warnings.warn(
@@ -154,6 +155,18 @@ def _require_match(
         if found.shape != part.shape:
             raise checkpoint.error(
                 found.key, f"makes {part.name} of shape {list(found.shape)}, and the model's is {list(part.shape)}"
+            )
+
+
+def _require_linear(checkpoint: Checkpoint, stored: Mapping[str, Stored], model: nn.Module) -> None:
+    """Raise an Error where a weight ``[out, in]`` is stored for a Conv1D of transformers, which holds ``[in, out]``."""
+    modules = dict(model.named_modules())
+    for name, found in stored.items():
+        if found.packed and type(modules.get(name.removesuffix(".weight"))).__name__ == "Conv1D":
+            raise checkpoint.error(
+                found.key,
+                f"is [out, in], and {name} belongs to a Conv1D, which holds [in, out]; load such a model from a "
+                "checkpoint in high precision",
             )
 
 

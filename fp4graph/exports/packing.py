@@ -43,11 +43,17 @@ def scale_bytes(scales: Tensor) -> Tensor:
 
 
 def require_storable(weight: Fp4Weight) -> None:
-    """Raise an ExportError where a technique has chosen block scales that the format does not have."""
+    """Raise an ExportError where a technique has chosen scales that the format does not have."""
     if weight.scheme.weights == "nvfp4":
         stored = weight.scales.to(torch.float8_e4m3fn).to(torch.float32)
     else:
         stored = torch.ldexp(torch.ones_like(weight.scales), scale_bytes(weight.scales).to(torch.int32) - 127)
+        if (weight.multiplier != 1).any():
+            raise refusal(
+                weight,
+                "it has a tensor scale, and MXFP4 holds none",
+                "leave fprop.weight out of the operands of tensor_scaling",
+            )
     if not torch.equal(stored, weight.scales):
         raise refusal(
             weight,

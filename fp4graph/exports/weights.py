@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -68,6 +69,7 @@ class Fp4Weight:
         elements: values of E2M1, fp32 ``[..., N, K]``: the contraction axis last, whatever the parameter's layout is.
         scales: of the blocks, fp32 ``[..., N, K/block]``; 2-D blocks are written out by lines.
         multiplier: γ, fp32: 0-d, or ``[E]`` for the weights of experts. 1 where there is no tensor scale.
+        again: returns the same once more, for who does not want to hold the elements meanwhile.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Fp4Weight:
     elements: Tensor
     scales: Tensor
     multiplier: Tensor
+    again: Callable[[], Fp4Weight]
 
     def dequantized(self) -> Tensor:
         """Return the values that fprop multiplies with, fp32 ``[..., N, K]``."""
@@ -145,6 +148,13 @@ def _of(weight: Weight, fprop: GemmProgram, runtime: Runtime, activations: bool)
     if torch.is_autocast_enabled(w.device.type) and not program.from_master:
         canonical = canonical.to(torch.get_autocast_dtype(w.device.type))
     x = canonical.to(torch.float32)
+    if weight.stored_transposed and x.dim() == 2:
+        raise refusal(
+            weight,
+            "it is stored as [in, out], as Conv1D of transformers (GPT-2) does, and readers of FP4 weights, "
+            "transformers among them, know nn.Linear alone, [out, in]",
+            "keep such layers in high precision, or train the model with nn.Linear in their place",
+        )
     if x.dim() < 2 or weight.view.op == "conv":
         raise refusal(weight, "it is no matrix of a linear layer", "keep convolutions in high precision")
     if x.shape[-1] % (block := BLOCK[scheme.weights]):
@@ -173,7 +183,8 @@ def _of(weight: Weight, fprop: GemmProgram, runtime: Runtime, activations: bool)
             f"{_named(program.techniques)} give values that are no product of elements and scales",
             "export under a policy without them",
         )
-    return Fp4Weight(weight.name, weight.rule.name, scheme, elements, scales, multiplier)
+    again = partial(_of, weight, fprop, runtime, activations)
+    return Fp4Weight(weight.name, weight.rule.name, scheme, elements, scales, multiplier, again)
 
 
 def _step(runtime: Runtime) -> Tensor:
@@ -196,7 +207,7 @@ def _shared(weight: Weight, gamma: Tensor, *, grouped: bool) -> Tensor:
             "its elements have different scales above the block scales, and the formats have one for the matrix",
             "use tensor_scaling with granularity: tensor, and no macro_block_scaling on weights",
         )
-    return first.squeeze(-1).contiguous()
+    return first.squeeze(-1).clone()  # a view would keep γ of every element alive
 
 
 def _kind(weight: Weight, program: OperandProgram) -> Kind:

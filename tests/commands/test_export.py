@@ -78,3 +78,16 @@ def test_a_checkpoint_that_is_cut_off(tmp_path):
     done = run("export", tmp_path / "run", "--output", tmp_path / "out")
     assert "cut off" in str(done.exception)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_error_of_one_tensor_scale_is_printed(tmp_path):
+    rule = {"name": "blocks", "match": {"op": "linear", "block": True}, "quantize": NVFP4}
+    policy = {"version": 1, "name": "two-level", "rules": [rule], "techniques": ["tensor_scaling"]}
+    (tmp_path / "p.yaml").write_text(json.dumps(policy))
+    llama().save_pretrained(tmp_path / "model")
+    options = "--policy", tmp_path / "p.yaml", "--weights-only", "--output", tmp_path / "out"
+    command = "export", tmp_path / "model", *options
+    assert "--sibling-scales share" in str(run(*command).exception)
+    done = run(*command, "--sibling-scales", "share")
+    assert done.exit_code == 0, done.exception
+    assert "model.layers.2.mlp: one tensor scale, relative error " in done.output

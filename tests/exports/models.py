@@ -48,6 +48,13 @@ def mixture(kind: str, **options: Any) -> Any:
     return _of(config)
 
 
+def gpt2() -> Any:
+    """Make a GPT-2, whose blocks are of Conv1D and whose head is an untied nn.Linear."""
+    sizes = {"n_embd": 64, "n_head": 4, "n_layer": 2, "vocab_size": 97, "n_positions": 64}
+    tokens = {"bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False}
+    return _of(transformers.GPT2Config(**sizes, **tokens))
+
+
 def vit(**options: Any) -> Any:
     import timm
 

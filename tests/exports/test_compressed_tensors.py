@@ -84,7 +84,7 @@ def test_nvfp4_is_read_but_for_the_readers_bf16(name, steps, tmp_path):
     """The library dequantizes to bf16, which holds 8 bits: a weight is off by 2^-9 of itself, or 2^-8 with the
     roundings of γ and its inverse before. The first and the last block are in high precision."""
     model = trained(MODELS[name](), "nvfp4-te", steps)
-    fp4graph.export(model, tmp_path / "out", activations=False)
+    fp4graph.export(model, tmp_path / "out", activations=False, sibling_scales="own")
     reader = read(dequantized_checkpoint(tmp_path / "out"))
     wanted = fprop_parameters(model)
     assert len(wanted) == (7 if name == "llama" else 6)
@@ -111,7 +111,7 @@ def test_nvfp4_is_read_but_for_the_readers_bf16(name, steps, tmp_path):
 def test_weights_alone_give_the_logits_of_our_eval_forward(quantize, operands, tmp_path):
     techniques = ["tensor_scaling"] if quantize is NVFP4 else []
     model = trained(llama(), policy(quantize, *techniques, operands=operands))
-    fp4graph.export(model, tmp_path / "out")
+    fp4graph.export(model, tmp_path / "out", sibling_scales="own")
     config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
     assert config["config_groups"]["group_0"]["input_activations"] is None
     assert config["ignore"] == ["lm_head"]
@@ -141,7 +141,7 @@ def test_experts_in_high_precision_stay_readable(tmp_path):
 def test_experts_in_nvfp4_warn_of_the_reader_that_loses_their_scale(tmp_path):
     model = trained(mixture("qwen3-moe"), policy(NVFP4, "tensor_scaling"))
     with pytest.warns(PolicyWarning, match="leaves out the global scales of experts"):
-        fp4graph.export(model, tmp_path / "out")
+        fp4graph.export(model, tmp_path / "out", sibling_scales="own")
 
 
 @pytest.mark.parametrize("steps", STEPS)
@@ -242,7 +242,7 @@ def test_sizes_under_shipped_policies_are_those_of_the_formats_arithmetic(kind, 
     (make, of_block), (blocks, bits) = WIDE[kind], UNDER[under]
     call = {"x": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))} if kind == "vit" else {}
     model = trained(make(), under, 1, **call)
-    fp4graph.export(model, tmp_path / "out", activations=False)
+    fp4graph.export(model, tmp_path / "out", activations=False, sibling_scales="own")
     quantized = blocks * of_block
     kept = [p for p in model.parameters() if p.dtype == torch.float32]
     assert len(kept) == len(list(model.parameters()))
@@ -282,7 +282,7 @@ def test_calibration_measures_the_scales_of_activations(tmp_path):
         for batch in batches:
             model(batch)
         handle.remove()
-    fp4graph.export(model, tmp_path / "out", calibration=batches)
+    fp4graph.export(model, tmp_path / "out", calibration=batches, sibling_scales="own")
     found = load_file(tmp_path / "out/model.safetensors")[f"{layer}.input_global_scale"]
     torch.testing.assert_close(found, (6 * 448 / max(largest)).reshape(1), rtol=2**-22, atol=0)  # two roundings
     config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
@@ -311,7 +311,7 @@ def test_another_target_of_the_tensor_scale_is_another_constant(options, kappa, 
         handle = model.get_submodule(layer).register_forward_pre_hook(lambda _, x: largest.append(x[0].abs().max()))
         model(TOKENS)
         handle.remove()
-    fp4graph.export(model, tmp_path / "out", calibration=[TOKENS])
+    fp4graph.export(model, tmp_path / "out", calibration=[TOKENS], sibling_scales="own")
     found = load_file(tmp_path / "out/model.safetensors")
     torch.testing.assert_close(
         found[f"{layer}.input_global_scale"], (kappa / largest[0]).reshape(1), rtol=2**-22, atol=0
@@ -322,7 +322,7 @@ def test_another_target_of_the_tensor_scale_is_another_constant(options, kappa, 
 def test_without_calibration_weights_alone_are_written(tmp_path):
     model = trained(llama(), policy(NVFP4, "tensor_scaling", operands={"fprop.input": {}}), 0)
     with pytest.warns(PolicyWarning, match="only weights are exported"):
-        fp4graph.export(model, tmp_path / "out")
+        fp4graph.export(model, tmp_path / "out", sibling_scales="own")
     config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
     assert config["config_groups"]["group_0"]["input_activations"] is None
 

@@ -49,7 +49,7 @@ def wanted(name, model):
 def exported(folder, name, under, steps, layout="compressed-tensors"):
     """Train, export and return the model, with all that a plain model would hold of it."""
     model = trained(MODELS[name](), under, steps, **call(name))
-    fp4graph.export(model, folder, format=layout, activations=False)
+    fp4graph.export(model, folder, format=layout, activations=False, sibling_scales="own")
     return model, fp4graph.strip(model.state_dict()) | wanted(name, model)
 
 

@@ -16,7 +16,7 @@ TWO = {"weights": {"block": [16, 16]}}
 
 
 def exported(folder, model, **options):
-    fp4graph.export(model, folder, format="modelopt", **options)
+    fp4graph.export(model, folder, format="modelopt", sibling_scales="own", **options)
     return load_file(folder / "model.safetensors"), json.loads((folder / "hf_quant_config.json").read_text())
 
 
@@ -64,7 +64,7 @@ def test_calibrated_activations_are_read_by_the_converter(tmp_path):
     assert config["quantization"]["quant_algo"] == "NVFP4"
     ignore = config["quantization"]["exclude_modules"]
     convert_checkpoint(tmp_path / "out", tmp_path / "converted", ModelOptNvfp4Converter(ignore, ["Linear"]))
-    fp4graph.export(model, tmp_path / "own", calibration=[TOKENS])
+    fp4graph.export(model, tmp_path / "own", calibration=[TOKENS], sibling_scales="own")
     own, converted = (load_file(tmp_path / name / "model.safetensors") for name in ("own", "converted"))
     assert own.keys() == converted.keys()
     for key, value in own.items():

@@ -48,6 +48,11 @@ WRONG = {
         {},
         "one for the matrix.*granularity: tensor",
     ),
+    "tensor scale": (
+        (MXFP4, {"tensor_scaling": {"operands": ["fprop.weight"]}}),
+        {},
+        "tensor scale, and MXFP4 holds none.*operands of tensor_scaling",
+    ),
     "padding": ((MXFP4,), {"features": 40}, "40 columns are not divided by the block of 32"),
     "split": ((MXFP4, {"outlier_clamp": {"operands": ["fprop.weight"]}}), {}, "outlier_clamp splits.*without it"),
     "activations": ((MXFP4,), {"operands": {"fprop.input": {"element": "e4m3"}}}, "activations.*--weights-only"),

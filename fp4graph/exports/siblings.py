@@ -1,0 +1,180 @@
+"""Siblings: matrices that servers fuse into one, of which they then read one tensor scale.
+
+vLLM's loader of compressed-tensors takes the largest stored divisor of a fused matrix, loaders of ModelOpt's layout the
+largest γ. Neither rescales the blocks, so siblings with tensor scales of their own are served with wrong values. The
+constants of their activations are read in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4graph.exports.weights import ExportError, Fp4Weight
+from fp4graph.numerics.formats import E4M3
+
+#: The last names of modules that a server fuses if they have one parent: the values of vLLM's packed_modules_mapping.
+SIBLINGS: tuple[tuple[str, ...], ...] = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("wq", "wk", "wv"),
+    ("query", "key", "value"),
+    ("to_q", "to_k", "to_v"),
+    ("add_q_proj", "add_k_proj", "add_v_proj"),
+    ("c_fc_0", "c_fc_1"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("in_proj_b", "in_proj_a"),
+)
+_LISTED = 3  # groups that an error shows
+
+
+@dataclass(frozen=True, eq=False)
+class Sibling:
+    """The tensor scales of one weight.
+
+    Attributes:
+        name: the last name of its module.
+        gamma: γ of the weight: 0-d, or ``[E]`` for the weights of experts.
+        needed: the least γ under which no block scale overflows, in the shape of ``gamma``; 0 for zeros.
+        inputs: γ of the activations, 0-d; None where they have none, which is stored as 1.
+        weight: returns the weight.
+    """
+
+    name: str
+    gamma: Tensor
+    needed: Tensor
+    inputs: Tensor | None
+    weight: Callable[[], Fp4Weight]
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """The quantized siblings of the module ``owner``."""
+
+    owner: str
+    siblings: tuple[Sibling, ...]
+
+    @property
+    def gammas(self) -> Tensor:
+        """γ of each weight, ``[siblings, ...]``."""
+        return _stacked([one.gamma for one in self.siblings])
+
+    @property
+    def input_gammas(self) -> Tensor:
+        """γ of the activations of each weight, ``[siblings]``."""
+        return _stacked([torch.ones(()) if one.inputs is None else one.inputs for one in self.siblings])
+
+    @property
+    def factor(self) -> float:
+        """The largest quotient of two tensor scales; 1 where a server reads the right ones."""
+        return max(_factor(self.gammas), _factor(self.input_gammas))
+
+    def __str__(self) -> str:
+        scales = {"γ of": self.gammas, "γ of the activations of": self.input_gammas}
+        parts = []
+        for what, gammas in scales.items():
+            if _factor(gammas) > 1:
+                each = ", ".join(f"{one.name} {_text(g)}" for one, g in zip(self.siblings, gammas, strict=True))
+                parts.append(f"{what} {each}, {_factor(gammas):.3g} times apart")
+        return f"{self.owner}: {'; '.join(parts)}"
+
+    def shared(self) -> Iterator[tuple[Fp4Weight, Tensor | None]]:
+        """Yield each weight and γ of its activations under one γ' for all, the least under which no scale overflows.
+
+        Elements stay. Block scales S become S·γ/γ', rounded to E4M3. The activations are the same for all,
+        and get the largest γ that was measured.
+        """
+        gamma = self.gammas.amax(0)
+        if _factor(self.gammas) > 1:
+            needed = _stacked([one.needed for one in self.siblings]).amax(0)
+            gamma = torch.where(needed > 0, needed, gamma)
+        measured = [one.inputs for one in self.siblings if one.inputs is not None]
+        inputs = _stacked(measured).amax() if measured else None
+        for one in self.siblings:
+            weight = one.weight()
+            ratio = (one.gamma.cpu() / gamma).to(weight.scales.device)
+            scales = weight.scales * ratio.reshape(*ratio.shape, *([1] * (weight.scales.dim() - ratio.dim())))
+            scales = scales.clamp(max=E4M3.max).to(torch.float8_e4m3fn).to(torch.float32)  # only zeros have larger ones
+            yield replace(weight, scales=scales, multiplier=gamma.to(weight.multiplier.device)), inputs
+
+
+class Siblings:
+    """The tensor scales of the weights of one export, by the groups that servers fuse."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[str, tuple[str, ...]], list[Sibling]] = {}
+
+    def add(self, weight: Fp4Weight, inputs: Tensor | None) -> None:
+        """Add the scales of ``weight``, and γ of its activations, if it may have siblings."""
+        owner, _, name = weight.name.removesuffix(".weight").rpartition(".")
+        for family in SIBLINGS:
+            if name in family:
+                gamma = weight.multiplier
+                blocks = weight.elements.reshape(*weight.scales.shape, -1).any(-1)
+                largest = (weight.scales * blocks).flatten(gamma.dim()).amax(-1)
+                one = Sibling(name, gamma, gamma * (largest / E4M3.max), inputs, weight.again)
+                self._found.setdefault((owner or "(root)", family), []).append(one)
+
+    def differing(self) -> list[Group]:
+        """Return the groups whose members have different scales."""
+        groups = (Group(owner, tuple(siblings)) for (owner, _), siblings in self._found.items())
+        return [group for group in groups if group.factor > 1]
+
+
+def require_shared(groups: Sequence[Group]) -> None:
+    """Raise an ExportError that lists ``groups``, whose tensor scales differ, if there are any."""
+    if not groups:
+        return
+    worst = sorted(groups, key=lambda group: -group.factor)
+    more = f". {len(worst) - _LISTED} more groups differ" if len(worst) > _LISTED else ""
+    raise ExportError(
+        "cannot export siblings with tensor scales of their own: servers (vLLM, SGLang) fuse them and read one "
+        f"scale for all, without rescaling blocks. {'. '.join(map(str, worst[:_LISTED]))}{more}. Give "
+        "sibling_scales='share' (--sibling-scales share) to write each group with one scale and see the error of that, "
+        "or 'own' for readers that fuse nothing, such as transformers"
+    )
+
+
+def change(group: Group, shared: Sequence[tuple[Fp4Weight, Tensor | None]]) -> dict[str, Any]:
+    """Return the scales of a group before and after, and the relative errors of its weights, as plain data.
+
+    An error is the Frobenius norm of the change of a weight over the norm of what fprop multiplies with.
+    """
+    squares, each = [], {}
+    for one, before, (weight, _) in zip(group.siblings, group.input_gammas, shared, strict=True):
+        own = one.weight().dequantized()
+        squares.append(torch.stack([(weight.dequantized() - own).square().sum(), own.square().sum()]).cpu())
+        each[one.name] = {"scale": one.gamma.tolist(), "input_scale": before.item(), "error": _error(squares[-1])}
+    weight, inputs = shared[0]
+    return {
+        "module": group.owner,
+        "scale": weight.multiplier.tolist(),
+        "input_scale": 1.0 if inputs is None else inputs.item(),
+        "error": _error(torch.stack(squares).sum(0)),
+        "own": each,
+    }
+
+
+def _error(squares: Tensor) -> float:
+    """Return the root of the quotient of two sums of squares; 0 for 0/0."""
+    return (squares[0] / squares[1]).sqrt().nan_to_num(0.0).item()
+
+
+def _stacked(gammas: Sequence[Tensor]) -> Tensor:
+    """Return scales of weights on the CPU, ``[siblings]``, or ``[siblings, E]`` if one has a scale for each expert."""
+    shape = max((gamma.shape for gamma in gammas), key=len)
+    return torch.stack([gamma.cpu().expand(shape) for gamma in gammas])
+
+
+def _factor(gammas: Tensor) -> float:
+    return (gammas.amax(0) / gammas.amin(0)).amax().item()
+
+
+def _text(gamma: Tensor) -> str:
+    return f"{gamma:.4g}" if gamma.dim() == 0 else f"{gamma.amin():.4g} to {gamma.amax():.4g}"
