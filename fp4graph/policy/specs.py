@@ -12,10 +12,10 @@ from fp4graph.policy.document import Node
 from fp4graph.policy.dump import BaseFormats
 from fp4graph.policy.rule import Specs
 from fp4graph.policy.schema import OperandException, QuantizeSection, ScaleSection
-from fp4graph.policy.validation import Path, dotted, refuse_contested
+from fp4graph.policy.validation import Path, refuse_contested
 from fp4graph.technique.operands import ADDRESSES, GROUPS, Operand
 from fp4graph.technique.registry import Registry
-from fp4graph.text import suggest
+from fp4graph.text import dotted, suggest
 
 #: The fields that blocks give, each with the place where it is written.
 _Given = dict[str, tuple[Any, Path]]

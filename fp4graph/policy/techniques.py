@@ -14,12 +14,12 @@ from fp4graph.policy.document import Node
 from fp4graph.policy.match import Match
 from fp4graph.policy.rule import DISTINGUISHED_PRODUCERS, Specs, plan_specs
 from fp4graph.policy.schema import TechniqueEntry
-from fp4graph.policy.validation import Path, dotted, refuse_contested, validate
+from fp4graph.policy.validation import Path, refuse_contested, validate
 from fp4graph.technique import OperandSpecs, Technique, checked_plan, overrides
 from fp4graph.technique.operands import ADDRESSES
 from fp4graph.technique.registry import Registry
 from fp4graph.technique.site import SiteView
-from fp4graph.text import suggest
+from fp4graph.text import dotted, suggest
 
 _T = TypeVar("_T")
 
