@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
@@ -141,13 +141,15 @@ _FRACTION = (
     r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
 )
 _TAG = "tag:yaml.org,2002:"
+#: What SafeLoader resolves and we do otherwise, or not at all.
+_OTHERWISE = {f"{_TAG}{kind}" for kind in ("int", "float", "timestamp", "value")}
 
 
 class _Loader(yaml.SafeLoader):
     """Composes the nodes of a document within the bounds, without tags."""
 
-    yaml_implicit_resolvers = {
-        first: [each for each in known if each[0] not in {f"{_TAG}{n}" for n in ("int", "float", "timestamp", "value")}]
+    yaml_implicit_resolvers: ClassVar = {
+        first: [(tag, pattern) for tag, pattern in known if tag not in _OTHERWISE]
         for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -158,7 +160,7 @@ class _Loader(yaml.SafeLoader):
         self._values = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event = self.peek_event()
+        event = self.peek_event()  # type: ignore[no-untyped-call]
         place = Place(self._file, event.start_mark.line + 1)
         tag = getattr(event, "tag", None)
         if tag is not None:

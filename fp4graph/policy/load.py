@@ -70,7 +70,8 @@ def _find(ref: str | PathLike[str], directory: Path, registry: Registry, place: 
     shipped = f"did you mean the shipped policy {near[0]!r}? " if near else ""
     known = f"Shipped policies: {', '.join(names) or 'none'}"
     called = repr(shortened(str(ref)))
-    described = f"no policy {called} is shipped, and it {what}" if is_name else f"policy {called} {what}"
+    shipping = f"no policy {called} is shipped{registry.why_missing(str(ref))}, and it {what}"
+    described = shipping if is_name else f"policy {called} {what}"
     raise place.error(f"{described}; {shipped}{known}")
 
 
@@ -111,8 +112,8 @@ def _extended(document: Node, directory: Path, chain: tuple[Path, ...], registry
     if _quantizes(parent) and not _quantizes(merged) and written.default is None:
         raise document.error(
             ("rules",),
-            f"no rule quantizes, for these rules replace those of {written.extends!r}; write 'rules: {{before: [...]}}' "
-            "to put them ahead of those instead, or 'default: keep' to say that nothing is to be quantized",
+            f"no rule quantizes, for these rules replace those of {written.extends!r}; write 'rules: {{before: "
+            "[...]}' to put them ahead of those, or 'default: keep' to say that nothing is to be quantized",
         )
     return merged
 

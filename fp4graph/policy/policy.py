@@ -202,6 +202,11 @@ class Policy:
         return self.default.quantizes or any(rule.quantizes for rule in self.rules)
 
     @property
+    def ever_quantizes(self) -> bool:
+        """Return whether any site of any model can be quantized, in any phase."""
+        return self.quantizes or any(phase.policy.quantizes for phase in self.phases)
+
+    @property
     def complexity(self) -> float:
         """Ω: the weights of the techniques in use, however spelled, summed over distinct names.
 

@@ -41,13 +41,11 @@ def resolve(document: Node, name: str, file: str | None, registry: Registry) -> 
     places = {name: document.where("expect", name) for name in ("quantized", "kept")}
     expect = Expect(written.expect.quantized, written.expect.kept, places, document.place)
     policy = replace(resolver.policy(name, file), phases=phases, expect=expect)
-    quantizes = any(each.quantizes for each in (policy, *(phase.policy for phase in phases)))
-    if expect.quantized is not None and 0 not in expect.quantized and not quantizes:
-        raise expect.error(
-            "quantized",
-            f"expected {expect.quantized} quantized site(s), and no rule quantizes; correct the rules or the expectation",
-        )
-    idle = [technique.name for technique in policy.techniques if not (quantizes or technique.per_model)]
+    wanted = expect.quantized
+    if wanted is not None and 0 not in wanted and not policy.ever_quantizes:
+        message = f"expected {wanted} quantized site(s), and no rule quantizes; correct the rules or the expectation"
+        raise expect.error("quantized", message)
+    idle = [each.name for each in policy.techniques if not (policy.ever_quantizes or each.per_model)]
     if idle:
         message = f"no rule quantizes, and so {', '.join(idle)} has no effect here; remove it, or add rules"
         warnings.warn(str(document.where("techniques").error(message)), PolicyWarning, stacklevel=2)
@@ -134,7 +132,8 @@ class _Resolver:
                 blamed, kept = (first[rule.name], rule) if ahead else (index, other)
                 raise self._document.error(
                     ("rules", blamed, "name"),
-                    f"two rules are called {rule.name!r}{_at(kept, ahead)}; rename one, so that reports tell them apart",
+                    f"two rules are called {rule.name!r}{_at(kept, ahead)}; rename one, so that reports tell them "
+                    "apart",
                 )
 
     def _rule(self, index: int, section: RuleSection, shared: Sequence[Declared]) -> Rule:

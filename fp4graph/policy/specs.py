@@ -146,7 +146,8 @@ class SpecResolver:
         if name in tables[other]:
             known = ", ".join(sorted(table))
             raise self._document.error(path, f"{name!r} is a format of {other}s, not of {kind}s; known: {known}")
-        raise self._document.error(path, f"unknown {kind} format {name!r}; {suggest(name.lower(), table)}")
+        cause = self._registry.why_missing(name)
+        raise self._document.error(path, f"unknown {kind} format {name!r}{cause}; {suggest(name.lower(), table)}")
 
 
 def _fields(section: QuantizeSection | ScaleSection, path: Path, without: tuple[str, ...] = ()) -> _Given:
