@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Any
 
 from fp4graph.policy.document import MOST_BYTES, Node, Place, from_data, merge, parse
 from fp4graph.policy.policy import Policy
-from fp4graph.policy.resolve import resolve
-from fp4graph.policy.schema import PolicySection, RulesAheadSection
+from fp4graph.policy.resolve import listed, resolve
+from fp4graph.policy.schema import PolicySection
 from fp4graph.policy.validation import validate
 from fp4graph.technique.registry import Registry, default_registry
 from fp4graph.text import nearest, shortened
@@ -81,11 +80,10 @@ def _read(path: Path) -> Node:
             content = file.read(MOST_BYTES + 1)
         if len(content) > MOST_BYTES:
             raise Place(str(path)).error(f"too large: a policy has at most {MOST_BYTES:,} bytes")
-        return parse(io.TextIOWrapper(io.BytesIO(content), encoding="utf-8").read(), str(path))
+        return parse(content.decode("utf-8"), str(path))
     except UnicodeDecodeError as error:
-        raise Place(str(path)).error(
-            f"not text in UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
-        ) from None
+        line = content.count(b"\n", 0, error.start) + 1
+        raise Place(str(path), line).error(f"not text in UTF-8 ({error.reason}); save it as UTF-8") from None
     except OSError as error:
         raise Place(str(path)).error(f"cannot be read: {error.strerror}") from None
 
@@ -94,10 +92,7 @@ def _extended(document: Node, directory: Path, chain: tuple[Path, ...], registry
     """Return ``document`` merged onto the policy that it extends; ``chain`` holds the files on the way to it."""
     written = validate(PolicySection, document)
     if written.extends is None:
-        if isinstance(written.rules, RulesAheadSection):
-            raise document.error(
-                ("rules",), "'before' puts rules ahead of those that 'extends' brings, and there is none; write a list"
-            )
+        listed(written, document)
         return document
     place = document.get("extends").place
     path = _find(written.extends, directory, registry, place)

@@ -20,6 +20,7 @@ from fp4graph.policy.schema import (
     PhaseSection,
     PolicySection,
     QuantizeSection,
+    RulesAheadSection,
     RuleSection,
 )
 from fp4graph.policy.specs import Exceptions, SpecResolver
@@ -67,6 +68,15 @@ def _rules_in_force(document: Node) -> int:
     return count
 
 
+def listed(written: PolicySection, document: Node) -> tuple[RuleSection, ...]:
+    """Return the rules of a policy that extends none; rules ahead of others are an error there."""
+    if isinstance(written.rules, RulesAheadSection):
+        raise document.error(
+            ("rules",), "'before' puts rules ahead of those that 'extends' brings, and there is none; write a list"
+        )
+    return written.rules
+
+
 def _phase(document: Node, registry: Registry, name: str, index: int, section: PhaseSection) -> Phase:
     """Return a phase: the policy with the phase's own keys over it, without expectations and phases."""
     path: Path = ("phases", index)
@@ -94,8 +104,8 @@ class _Resolver:
         """Return the policy without phases and expectations."""
         written = self.written
         shared = self._techniques.declared(written.techniques, ("techniques",))
-        assert isinstance(written.rules, tuple)  # merging has put rules under before in their places
-        rules = tuple(self._rule(index, section, shared) for index, section in enumerate(written.rules))
+        sections = listed(written, self._document)
+        rules = tuple(self._rule(index, section, shared) for index, section in enumerate(sections))
         default = self._default(shared)
         if not rules and written.default is None:
             raise self._document.error(
