@@ -69,6 +69,7 @@ class Registry:
         if self._manager.has_plugin(name):
             error = PluginError("another plugin has this name", plugin=name)
             self.contested |= {technique: error for technique, origin in self._origin.items() if origin == name}
+            self._offers.pop(name, None)
             raise error
         try:
             self._manager.register(plugin, name=name)

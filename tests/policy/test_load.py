@@ -161,7 +161,7 @@ def test_own_rules_that_only_keep_are_no_silent_baseline(rules: str, tmp_path: P
     with pytest.raises(PolicyError, match=r"p.yaml:3: no rule quantizes, .* replace those of 'tetrajet'; .*before: "):
         load_policy(path)
     path.write_text(f"version: 1\nextends: tetrajet\nrules: {rules}\ndefault: keep\n")  # copied from shipped policies
-    with pytest.raises(PolicyError, match=r"p.yaml:1: expected at least 1 .*no rule .*inherited from .*tetrajet.yaml:28"):
+    with pytest.raises(PolicyError, match=r"p.yaml:1: expected .*no rule .*inherited from .*tetrajet.yaml:28"):
         load_policy(path)
     path.write_text(f"version: 1\nextends: tetrajet\nrules: {rules}\ndefault: keep\nexpect: {{kept: {{min: 0}}}}\n")
     assert not load_policy(path).ever_quantizes  # all of it said
