@@ -148,7 +148,7 @@ _OTHERWISE = {f"{_TAG}{kind}" for kind in ("int", "float", "timestamp", "value")
 class _Loader(yaml.SafeLoader):
     """Composes the nodes of a document within the bounds, without tags."""
 
-    yaml_implicit_resolvers: ClassVar = {
+    yaml_implicit_resolvers: ClassVar = {  # type: ignore[misc]
         first: [(tag, pattern) for tag, pattern in known if tag not in _OTHERWISE]
         for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
