@@ -147,6 +147,8 @@ def test_a_policy_is_told_of_the_plugin_that_has_its_format() -> None:
         load_policy({"version": 1, "default": {"element": "odd"}}, found)
     with pytest.raises(PolicyError, match="unknown element format 'even'; "):  # which no plugin offers
         load_policy({"version": 1, "default": {"element": "even"}}, found)
+    with pytest.raises(PolicyError, match=r"no policy 'odd' is shipped \(plugin 'broken': .*\), and it is not a file"):
+        load_policy("odd", found)
 
 
 @pytest.mark.parametrize("weight", [math.nan, math.inf, -1.0, "1", None, True])
