@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
 
 _SHOWN = 12  # lines of a difference
 
@@ -18,6 +19,16 @@ def suggest(name: str, known: Iterable[str]) -> str:
     known = sorted(known)
     near = nearest(name, known)
     return f"did you mean {near[0]!r}?" if near else f"known: {', '.join(known) or 'none'}"
+
+
+def shortened(text: str) -> str:
+    """Return ``text``, its end cut off beyond 80 characters."""
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def dotted(path: Sequence[str | int]) -> str:
+    """Return ``rules[0].match.block`` for ``("rules", 0, "match", "block")``."""
+    return re.sub(r"\.\[", "[", ".".join(f"[{part}]" if isinstance(part, int) else part for part in path))
 
 
 def name_in(text: str) -> str:

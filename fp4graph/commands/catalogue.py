@@ -77,6 +77,7 @@ def policy_data(policy: Policy) -> dict[str, Any]:
     return policy_row(policy) | {
         "weights": policy.weights,
         "fingerprint": policy.fingerprint,
+        "quantizes": policy.ever_quantizes,
         **_rules_data(policy),
         "phases": [{"at": phase.at, **_rules_data(phase.policy)} for phase in policy.phases],
         "yaml": policy.to_yaml(),

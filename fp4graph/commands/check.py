@@ -27,6 +27,8 @@ def check(
     explanation = _explanation(model, loaded) if model else None
     data = catalogue.policy_data(loaded) | ({"model": explanation.to_json()} if explanation else {})
     heading = f"{loaded.name}   Ω {loaded.complexity:g}   fingerprint {loaded.fingerprint[:12]}\n{loaded.description}\n"
+    if not loaded.ever_quantizes:
+        heading += "This policy quantizes nothing: no rule quantizes, and the default keeps.\n"
     tables = [_rule_table(rule) for rule in (*loaded.rules, loaded.default)]
     for phase in loaded.phases:
         rules = (*phase.policy.rules, phase.policy.default)

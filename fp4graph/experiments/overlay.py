@@ -22,7 +22,7 @@ def _each_rule(document: Node, over: Node) -> Node:
     changed: dict[str, Node] = {}
     rules, default, phases = (document.value.get(key) for key in ("rules", "default", "phases"))
     if rules is not None:
-        changed["rules"] = Node([_deep(r, over) if r.child("quantize") else r for r in rules.value], rules.place)
+        changed["rules"] = _laid(rules, over)
     if default is not None and isinstance(default.value, dict):  # a quantize block, with the exceptions among its keys
         flat = over.child("quantize") or Node({}, over.place)
         exceptions = {key: (item.place, item) for key, item in over.value.items() if key == "operands"}
@@ -30,6 +30,12 @@ def _each_rule(document: Node, over: Node) -> Node:
     if phases is not None:
         changed["phases"] = Node([_each_rule(phase, over) for phase in phases.value], phases.place)
     return document.replacing({key: (document.where(key), node) for key, node in changed.items()})
+
+
+def _laid(rules: Node, over: Node) -> Node:
+    if ahead := rules.child("before"):  # of a phase
+        return rules.replacing({"before": (rules.where("before"), _laid(ahead, over))})
+    return Node([_deep(rule, over) if rule.child("quantize") else rule for rule in rules.value], rules.place)
 
 
 def _deep(under: Node, over: Node) -> Node:

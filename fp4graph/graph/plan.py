@@ -442,7 +442,7 @@ def rule_that_keeps(name: str, module: str | None) -> str:
     if pattern[-1:] == "*":  # which would match all modules inside too
         pattern = [f"{pattern[:-1]}{digits}" for digits in ("[0-9]", "[0-9][0-9]")]
     return (
-        "put a rule before the policy's others (in a policy that extends another, repeat those): "
+        "put a rule before the policy's others (in a policy that extends another, under 'rules: {before: [...]}'): "
         f"{{name: {name}, match: {{module: {pattern!r}}}, keep: not quantized yet}}"
     )
 

@@ -23,6 +23,7 @@ from fp4graph.policy.document import Place
 from fp4graph.policy.rule import DISTINGUISHED_PRODUCERS
 from fp4graph.policy.techniques import acts
 from fp4graph.technique import Technique, overrides
+from fp4graph.technique.operands import Gemm
 
 #: A captured site, with the modules that it serves, its own first.
 ServedSite = tuple[Site, list[str | None]]
@@ -41,6 +42,7 @@ def check(plan: PhasePlan, capture: Capture) -> list[WeightUse]:
         check_share(plan, capture.sites, capture.uses.values())
     check_sites(plan.policy, each_served(served, plan))
     warn_of_idle(capture.sites, capture.uses.values())
+    warn_of_padding(capture.sites, capture.uses.values())
     recurrent = {site.module for site in capture.sites if site.op == "recurrent"}
     for name, module in plan.root.named_modules():
         if isinstance(module, nn.RNNBase) and name not in recurrent:
@@ -175,6 +177,38 @@ def warn_of_idle(sites: Iterable[Site], uses: Iterable[WeightUse]) -> None:
             f"made by {made}, are not of the kind that it is for; if no other forward runs more of the model, remove it"
         )
         warnings.warn(str(warning), PolicyWarning, stacklevel=2)
+
+
+def warn_of_padding(sites: Iterable[Site], uses: Iterable[WeightUse]) -> None:
+    """Warn about a rule with a block that divides no axis of the layers that it quantizes.
+
+    Axes are those that fprop and dgrad contract, which are the layer's own. wgrad contracts tokens, whose number
+    differs from batch to batch. One axis that fits is enough, since a classifier has any number of outputs. A rule that
+    quantizes products of activations is not judged, nor one with an axis of unknown size.
+    """
+    others = {site.rule_index for site in sites if site.quantized and site.op not in ("linear", "grouped", "conv")}
+    by_rule: dict[int, list[WeightUse]] = {}
+    for use in uses:
+        if use.decision.rule.quantizes and use.decision.index not in others:
+            by_rule.setdefault(use.decision.index, []).append(use)
+    for own in by_rule.values():
+        rule = own[0].decision.rule
+        sizes: dict[int, set[int | None]] = {}
+        for operand, spec in rule.specs.items():
+            if spec is None or operand.gemm is Gemm.WGRAD or isinstance(spec.block, str):
+                continue
+            length = spec.block if isinstance(spec.block, int) else spec.block[-1]
+            axis = "in_features" if operand.gemm is Gemm.FPROP else "out_features"
+            sizes.setdefault(length, set()).update(getattr(use.site, axis) for use in own)
+        for length, found in sizes.items():
+            known = sorted(size for size in found if size is not None)
+            if len(known) == len(found) and all(size % length for size in known):
+                shown = ", ".join(map(str, known[:8])) + (" ..." if known[8:] else "")
+                warning = rule.error(
+                    f"a block of {length} divides none of the axes that it quantizes, of {shown} elements: each is "
+                    "filled up with zeros to whole blocks, as no hardware does; choose a block that divides them"
+                )
+                warnings.warn(str(warning), PolicyWarning, stacklevel=2)
 
 
 def check_share(plan: PhasePlan, sites: Sequence[Site], uses: Iterable[WeightUse]) -> None:

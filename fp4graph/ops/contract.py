@@ -8,17 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp4graph.errors import Error, PluginError
 from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.noise import Noise
-from fp4graph.technique import Context, StateEntry, Technique, overrides
+from fp4graph.technique import OPTIMIZER_STAGES, Context, StateEntry, Technique, overrides
 
 #: Techniques with their contexts, in the policy's order. Not a mapping: Dynamo cannot trace a pydantic model's hash.
 Acting = Sequence[tuple[Technique, Context]]
@@ -42,10 +45,63 @@ def at_stage(stage: str, acting: Acting) -> Iterator[tuple[Technique, Context]]:
     return ((technique, context) for technique, context in acting if overrides(technique, stage))
 
 
+class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses operations that bring values of tensors to Python, or whose shapes depend on values.
+
+    Nothing compiled can run them. Without this a technique would train under ``eager`` and fail under Inductor.
+    """
+
+    def __init__(self, technique: Technique, stage: str) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._broken = partial(broken, technique, stage)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        depends = torch.Tag.data_dependent_output in func.tags or torch.Tag.dynamic_output_shape in func.tags
+        if depends and not _has_known_shape(func, args, kwargs or {}):
+            raise self._broken(f"{func} {_DEPENDS}")
+        return func(*args, **(kwargs or {}))
+
+
+class _Lists(TorchFunctionMode):
+    """Refuses what :class:`_Values` does not see, because it dispatches no operation."""
+
+    def __init__(self, technique: Technique, stage: str) -> None:
+        super().__init__()
+        self._broken = partial(broken, technique, stage)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.tolist, Tensor.numpy):
+            raise self._broken(f".{func.__name__}() {_DEPENDS}")
+        return func(*args, **(kwargs or {}))
+
+
+_DEPENDS = (
+    "depends on the values of a tensor, as .item(), float(), bool() and masks as indices do; a stage is compiled for "
+    "all values, so write it with torch.where and reductions"
+)
+
+
+def _has_known_shape(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a call has a shape that follows from its arguments, although the operator's may not."""
+    if func is torch.ops.aten.index.Tensor:  # by numbers, not by a mask
+        return not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1])
+    return kwargs.get("output_size") is not None  # repeat_interleave
+
+
+#: The stages that have run once without depending on values, so that each pays for the check only once.
+_checked: set[tuple[Technique, str]] = set()
+
+
 def run(technique: Technique, stage: str, *args: object) -> Any:
     """Return what a stage returns. What the stage raises becomes an error that names the plugin."""
     try:
-        return getattr(technique, stage)(*args)
+        # Dynamo cannot trace a mode, and refuses such operations itself.
+        if torch.compiler.is_dynamo_compiling() or stage in OPTIMIZER_STAGES or (technique, stage) in _checked:
+            return getattr(technique, stage)(*args)
+        with _Values(technique, stage), _Lists(technique, stage):
+            result = getattr(technique, stage)(*args)
+        _checked.add((technique, stage))
+        return result
     except (Error, torch.OutOfMemoryError):  # another stage called from here, or nobody's fault
         raise
     except Exception as error:

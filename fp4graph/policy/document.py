@@ -1,18 +1,33 @@
 """YAML as plain data that remembers its lines, so that every error of a policy names one.
 
-The data is that of ``yaml.safe_load`` (merge keys and aliases included, no tag that runs code), with two exceptions: a
-key given twice, which YAML forbids and PyYAML accepts, is an error, and every key is text.
+The data is that of ``yaml.safe_load``, merge keys and aliases included, with these exceptions. A key given twice, which
+YAML forbids and PyYAML accepts, is an error. Every key is text. There are no tags. Dates, numbers to the base 60
+(``1:20:30``) and numbers with a leading 0, which YAML 1.1 reads as octal, are text.
+
+A document is bounded before anything of it is expanded, whether it is a file or data.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import yaml
 
 from fp4graph.errors import PolicyError
+from fp4graph.text import dotted
+
+#: The largest document that is read: bytes of a file, mappings and lists inside each other, and values with aliases and
+#: merge keys written out.
+MOST_BYTES = 2**20
+DEEPEST = 32
+MOST_VALUES = 100_000
+#: The longest text, the longest key, and the most decimal digits of a whole number.
+LONGEST_TEXT = 4096
+LONGEST_KEY = 200
+MOST_DIGITS = 18
 
 
 @dataclass(frozen=True)
@@ -70,6 +85,11 @@ class Node:
         places = {key: place for key, (place, _) in items.items()}
         return Node({**self.value, **values}, self.place, {**self.keys, **places})
 
+    def without(self, *dropped: str) -> Node:
+        """Return this mapping without some keys."""
+        values = {key: node for key, node in self.value.items() if key not in dropped}
+        return Node(values, self.place, {key: place for key, place in self.keys.items() if key not in dropped})
+
     def plain(self) -> Any:
         """Return the data alone: dicts, lists and scalars."""
         if isinstance(self.value, dict):
@@ -81,8 +101,9 @@ class Node:
 
 def parse(text: str, file: str) -> Node:
     """Return the one document in ``text``."""
+    loader: _Loader | None = None
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text, file)
         root = loader.get_single_node()
         if root is None:
             raise Place(file).error("the file is empty; a policy begins with 'version: 1'")
@@ -98,8 +119,9 @@ def parse(text: str, file: str) -> Node:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise Place(file, line).error(f"not valid YAML: {error.reason}; remove the character") from None
-    except RecursionError:
-        raise Place(file).error("not a policy: nested too deeply") from None
+    except (ValueError, OverflowError) as error:  # an escape such as "\UFFFFFFFF", or a %YAML version of many digits
+        line = loader.line + 1 if loader else 1
+        raise Place(file, line).error(f"not valid YAML: {error}; correct the escape or the number") from None
 
 
 def _hint(text: str, mark: yaml.Mark | None) -> str:
@@ -113,19 +135,58 @@ def _hint(text: str, mark: yaml.Mark | None) -> str:
     return "; check indentation, colons, quotes and brackets around here"
 
 
-#: The most values of a document with its aliases written out; a few lines of aliases to aliases could make any number.
-_MOST_VALUES = 100_000
+_WHOLE = r"[-+]?(?:0b_*[01][01_]*|0x_*[0-9a-fA-F][0-9a-fA-F_]*|0|[1-9][0-9_]*)"
+_FRACTION = (
+    r"[-+]?[0-9][0-9_]*\.[0-9_]*(?:[eE][-+][0-9]+)?|\.[0-9][0-9_]*(?:[eE][-+][0-9]+)?"
+    r"|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)"
+)
+_TAG = "tag:yaml.org,2002:"
+#: What SafeLoader resolves and we do otherwise, or not at all.
+_OTHERWISE = {f"{_TAG}{kind}" for kind in ("int", "float", "timestamp", "value")}
+
+
+class _Loader(yaml.SafeLoader):
+    """Composes the nodes of a document within the bounds, without tags."""
+
+    yaml_implicit_resolvers: ClassVar = {  # type: ignore[misc]
+        first: [(tag, pattern) for tag, pattern in known if tag not in _OTHERWISE]
+        for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def __init__(self, text: str, file: str) -> None:
+        super().__init__(text)
+        self._file = file
+        self._depth = 0
+        self._values = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        place = Place(self._file, event.start_mark.line + 1)
+        tag = getattr(event, "tag", None)
+        if tag is not None:
+            raise place.error(f"tag {tag[:80]!r} is not allowed; a policy runs no code, write a plain value")
+        self._values += 1
+        self._depth += 1
+        _check_size(place, self._depth, self._values)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+_Loader.add_implicit_resolver(f"{_TAG}int", re.compile(f"^(?:{_WHOLE})$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(f"{_TAG}float", re.compile(f"^(?:{_FRACTION})$"), list("-+0123456789."))
 
 
 class _Reader:
     """Converts PyYAML's composed nodes to :class:`Node`."""
 
-    def __init__(self, loader: yaml.SafeLoader, file: str) -> None:
+    def __init__(self, loader: _Loader, file: str) -> None:
         self._loader = loader
         self._file = file
         self._open: set[int] = set()
         self._done: dict[int, Node] = {}
-        self._size: dict[int, int] = {}
+        self._size: dict[int, int] = {}  # values of each of our nodes, aliases and merge keys written out
+        self._merged = 0
 
     def read(self, node: yaml.Node) -> Node:
         place = self._place(node)
@@ -133,77 +194,142 @@ class _Reader:
             raise place.error("an alias contains itself; write the block out")
         if id(node) not in self._done:
             self._open.add(id(node))
-            self._done[id(node)] = self._build(node, place)
+            built = self._build(node, place)
             self._open.remove(id(node))
-            self._size[id(node)] = 1 + sum(self._size[id(item)] for item in _items(node))
-            if self._size[id(node)] > _MOST_VALUES:
-                raise place.error("aliases make this too large; use fewer of them")
+            self._size[id(built)] = 1 + sum(self._size[id(item)] for item in _items(built))
+            _check_size(place, 0, self._size[id(built)])
+            self._done[id(node)] = built
         return self._done[id(node)]
 
     def _build(self, node: yaml.Node, place: Place) -> Node:
-        if isinstance(node, yaml.MappingNode) and node.tag == "tag:yaml.org,2002:map":
+        if isinstance(node, yaml.MappingNode):
             return self._mapping(node, place)
-        if isinstance(node, yaml.SequenceNode) and node.tag == "tag:yaml.org,2002:seq":
+        if isinstance(node, yaml.SequenceNode):
             return Node([self.read(item) for item in node.value], place)
-        if not isinstance(node, yaml.ScalarNode):
-            raise place.error(f"tag {node.tag!r} is not allowed; a policy is plain mappings, lists and values")
-        try:
-            return Node(self._loader.construct_object(node), place)
-        except yaml.constructor.ConstructorError:
-            raise place.error(f"tag {node.tag!r} is not allowed; a policy runs no code, write a plain value") from None
-        except ValueError as error:
-            raise place.error(f"{node.value!r} is not a value: {error}; quote it to make it text") from None
+        _check_scalar(node.value, place)  # before it is made a number
+        value = self._loader.construct_object(node)
+        _check_scalar(value, place)
+        return Node(value, place)
 
     def _mapping(self, node: yaml.MappingNode, place: Place) -> Node:
-        written = [self._key(key) for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-        first: dict[str, Place] = {}
-        for key, where in written:
-            if key in first:
-                raise where.error(f"key {key!r} is given twice, first on line {first[key].line}; remove one of them")
-            first[key] = where
-        self._loader.flatten_mapping(node)
-        items = [(*self._key(key), self.read(value)) for key, value in node.value]  # merged ones first: own keys win
-        return Node({key: item for key, _, item in items}, place, {key: where for key, where, _ in items})
+        merged: dict[str, tuple[Place, Node]] = {}
+        given: dict[str, tuple[Place, Node]] = {}
+        for key, value in node.value:
+            if key.tag == f"{_TAG}merge":
+                for source in reversed(self._sources(value)):  # the first of a list wins
+                    merged |= {name: (source.where(name), item) for name, item in source.value.items()}
+                continue
+            name, where = self._key(key)
+            if name in given:
+                line = given[name][0].line
+                raise where.error(f"key {name!r} is given twice, first on line {line}; remove one of them")
+            given[name] = (where, self.read(value))
+        return Node({}, place).replacing(merged | given)
+
+    def _sources(self, node: yaml.Node) -> list[Node]:
+        """Return the mappings that a merge key names."""
+        sources = [self.read(item) for item in (node.value if isinstance(node, yaml.SequenceNode) else [node])]
+        for source in sources:
+            if not isinstance(source.value, dict):
+                raise self._place(node).error("'<<' merges a mapping or a list of mappings; correct it or quote it")
+            self._merged += len(source.value)
+            _check_size(self._place(node), 0, self._merged)
+        return sources
 
     def _key(self, node: yaml.Node) -> tuple[str, Place]:
-        place = self._place(node)
-        value = self._loader.construct_object(node) if isinstance(node, yaml.ScalarNode) else None
-        if not isinstance(value, str):
-            raise place.error(f"a key is text, and YAML reads this one as {value!r}; quote it or correct it")
-        return value, place
+        read = self.read(node)
+        _check_key(read.plain(), read.place)
+        return read.value, read.place
 
     def _place(self, node: yaml.Node) -> Place:
         return Place(self._file, node.start_mark.line + 1)
 
 
-def _items(node: yaml.Node) -> list[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        return [value for _, value in node.value]
-    return node.value if isinstance(node, yaml.SequenceNode) else []
+def _items(node: Node) -> Iterable[Node]:
+    if isinstance(node.value, dict):
+        return node.value.values()
+    return node.value if isinstance(node.value, list) else ()
 
 
 def from_data(data: object) -> Node:
     """Return data given in Python as nodes without places."""
-    nowhere = Place()
-    if isinstance(data, Mapping):
-        for key in data:
-            if not isinstance(key, str):
-                raise nowhere.error(f"a key is text; got {key!r}")
-        return Node({str(key): from_data(item) for key, item in data.items()}, nowhere)
-    if isinstance(data, list | tuple):
-        return Node([from_data(item) for item in data], nowhere)
-    return Node(data, nowhere)
+    return _Data().read(data, ())
+
+
+class _Data:
+    """Converts data to :class:`Node`; in the place of lines, errors name keys and indices."""
+
+    def __init__(self) -> None:
+        self._values = 0
+
+    def read(self, data: object, path: tuple[str | int, ...]) -> Node:
+        place = Place()
+        self._values += 1
+        _check_size(place, len(path), self._values, f"{dotted(path[:4])}...: ")
+        if isinstance(data, Mapping):
+            items: dict[str, Node] = {}
+            for key, item in data.items():
+                _check_key(key, place, _at(path))
+                items[str(key)] = self.read(item, (*path, key))
+            return Node(items, place)
+        if isinstance(data, list | tuple):
+            return Node([self.read(item, (*path, index)) for index, item in enumerate(data)], place)
+        _check_scalar(data, place, _at(path))
+        return Node(data, place)
+
+
+def _at(path: tuple[str | int, ...]) -> str:
+    return f"{dotted(path)}: " if path else ""
+
+
+def _check_size(place: Place, depth: int, values: int, at: str = "") -> None:
+    """Raise PolicyError where a document is nested too deeply, or has too many values."""
+    if depth > DEEPEST:
+        raise place.error(f"{at}nested too deeply: a policy has at most {DEEPEST} levels, and holds no block in itself")
+    if values > MOST_VALUES:
+        raise place.error(
+            f"{at}too large: a policy has at most {MOST_VALUES:,} values, with aliases and merge keys written out; "
+            "shorten it"
+        )
+
+
+def _check_scalar(value: object, place: Place, at: str = "") -> None:
+    """Raise PolicyError for a value that a policy cannot hold."""
+    if isinstance(value, str):
+        if len(value) > LONGEST_TEXT:
+            raise place.error(f"{at}a text of {len(value):,} characters; at most {LONGEST_TEXT:,} are read, shorten it")
+        if any("\ud800" <= character <= "\udfff" for character in value):
+            raise place.error(f"{at}half of a surrogate pair is no character; write the character itself")
+    elif isinstance(value, int):
+        if abs(value) >= 10**MOST_DIGITS:
+            raise place.error(f"{at}a whole number has at most {MOST_DIGITS} digits; write a smaller one")
+    elif value is not None and not isinstance(value, float):
+        raise place.error(
+            f"{at}a policy is mappings, lists, text, numbers, true and false; got {type(value).__name__}"
+        )
+
+
+def _check_key(value: object, place: Place, at: str = "") -> None:
+    """Raise PolicyError for a key that a policy cannot have."""
+    if not isinstance(value, str):
+        raise place.error(f"{at}a key is text; got {str(value)[:80]}, quote it or correct it")
+    if len(value) > LONGEST_KEY:
+        raise place.error(f"{at}a key of {len(value):,} characters; at most {LONGEST_KEY} are read, shorten it")
+    _check_scalar(value, place, at)
 
 
 def merge(parent: Node, child: Node) -> Node:
     """Merge policy ``child`` over ``parent``, for ``extends`` and phases.
 
-    The child's keys win; its techniques replace their namesakes or follow the parent's. The parent's name is not
-    inherited, and neither is ``extends``, which has been followed.
+    The child's keys win; its techniques replace their namesakes or follow the parent's, and its rules under ``before``
+    go ahead of the parent's. The parent's name is not inherited, and neither is ``extends``, which has been followed.
     """
     own = {key: node for key, node in child.value.items() if key != "extends"}
     if "techniques" in own and "techniques" in parent.value:
         own["techniques"] = _append(parent.get("techniques"), own["techniques"])
+    if "rules" in own and (ahead := own["rules"].child("before")):
+        after = parent.value["rules"].value if "rules" in parent.value else []
+        own["rules"] = Node([*ahead.value, *after], ahead.place)
     inherited = {key: node for key, node in parent.value.items() if key not in ("name", "extends")}
     return Node({**inherited, **own}, child.place, {**parent.keys, **{key: child.where(key) for key in own}})
 

@@ -7,17 +7,19 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from fp4graph.policy.document import Node, Place, from_data, merge, parse
+from fp4graph.policy.document import MOST_BYTES, Node, Place, from_data, merge, parse
 from fp4graph.policy.policy import Policy
-from fp4graph.policy.resolve import resolve
+from fp4graph.policy.resolve import listed, resolve
 from fp4graph.policy.schema import PolicySection
 from fp4graph.policy.validation import validate
 from fp4graph.technique.registry import Registry, default_registry
-from fp4graph.text import nearest
+from fp4graph.text import nearest, shortened
 
 PolicyRef = str | PathLike[str] | Mapping[str, Any] | Policy
 #: Other names of shipped policies: ``bf16`` quantizes nothing, and so is the baseline in any dtype.
 ALIASES = {"baseline": "bf16"}
+#: The longest chain of files that extend one another.
+MOST_EXTENDS = 16
 
 
 def shipped_policies(registry: Registry) -> dict[str, Path]:
@@ -57,23 +59,31 @@ def _find(ref: str | PathLike[str], directory: Path, registry: Registry, place: 
     names = shipped_policies(registry)
     if is_name and ref in names:
         return names[str(ref)]
-    if (directory / path).is_file():
-        return directory / path
+    try:
+        if (directory / path).is_file():
+            return directory / path
+        what = "is a directory" if (directory / path).is_dir() else "is not a file"
+    except (OSError, ValueError) as error:  # too long, or with a NUL
+        what = f"cannot be a file ({error.strerror if isinstance(error, OSError) else error})"
     near = nearest(path.stem, names)
     shipped = f"did you mean the shipped policy {near[0]!r}? " if near else ""
     known = f"Shipped policies: {', '.join(names) or 'none'}"
-    what = "is a directory" if (directory / path).is_dir() else "is not a file"
-    described = f"no policy {str(ref)!r} is shipped, and it {what}" if is_name else f"policy {str(ref)!r} {what}"
+    called = repr(shortened(str(ref)))
+    shipping = f"no policy {called} is shipped{registry.why_missing(str(ref))}, and it {what}"
+    described = shipping if is_name else f"policy {called} {what}"
     raise place.error(f"{described}; {shipped}{known}")
 
 
 def _read(path: Path) -> Node:
     try:
-        return parse(path.read_text(encoding="utf-8"), str(path))
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise Place(str(path)).error(f"too large: a policy has at most {MOST_BYTES:,} bytes")
+        return parse(content.decode("utf-8"), str(path))
     except UnicodeDecodeError as error:
-        raise Place(str(path)).error(
-            f"not text in UTF-8 ({error.reason} at byte {error.start}); save it as UTF-8"
-        ) from None
+        line = content.count(b"\n", 0, error.start) + 1
+        raise Place(str(path), line).error(f"not text in UTF-8 ({error.reason}); save it as UTF-8") from None
     except OSError as error:
         raise Place(str(path)).error(f"cannot be read: {error.strerror}") from None
 
@@ -82,10 +92,28 @@ def _extended(document: Node, directory: Path, chain: tuple[Path, ...], registry
     """Return ``document`` merged onto the policy that it extends; ``chain`` holds the files on the way to it."""
     written = validate(PolicySection, document)
     if written.extends is None:
+        listed(written, document)
         return document
     place = document.get("extends").place
     path = _find(written.extends, directory, registry, place)
     if any(path.resolve() == step.resolve() for step in chain):
         names = " → ".join(step.name for step in (*chain, path))
         raise place.error(f"policies extend each other in a circle: {names}; extend another policy or none")
-    return merge(_extended(_read(path), path.parent, (*chain, path), registry), document)
+    if len(chain) >= MOST_EXTENDS:
+        raise place.error(f"more than {MOST_EXTENDS} policies extend one another; write some of them out")
+    parent = _extended(_read(path), path.parent, (*chain, path), registry).without("description")
+    merged = merge(parent, document)
+    # A default that is inherited says nothing about rules that are not.
+    if _quantizes(parent) and not _quantizes(merged) and written.default is None:
+        raise document.error(
+            ("rules",),
+            f"no rule quantizes, for these rules replace those of {written.extends!r}; write 'rules: {{before: "
+            "[...]}' to put them ahead of those, or 'default: keep' to say that nothing is to be quantized",
+        )
+    return merged
+
+
+def _quantizes(document: Node) -> bool:
+    """Return whether a rule or the default of a document without phases quantizes."""
+    rules = document.value["rules"].value if "rules" in document.value else ()
+    return isinstance(document.get("default").value, dict) or any(rule.child("quantize") for rule in rules)

@@ -13,6 +13,7 @@ from typing import Any
 
 import yaml
 
+from fp4graph.errors import PolicyError
 from fp4graph.numerics.formats import ScaleFormat
 from fp4graph.policy import dump
 from fp4graph.policy.document import Place
@@ -39,19 +40,33 @@ _NOT_BY_DEFAULT = (
 
 @dataclass(frozen=True)
 class Expect:
-    """Assertions about the captured graphs of a model: how many sites are quantized, and how many are kept."""
+    """Assertions about the captured graphs of a model: how many sites are quantized, and how many are kept.
+
+    Attributes:
+        places: where each is written.
+        policy: where the policy begins that has them.
+    """
 
     quantized: Range | None = None
     kept: Range | None = None
     places: Mapping[str, Place] = field(default_factory=dict, compare=False)
+    policy: Place = field(default=Place(), compare=False)
+
+    def error(self, name: str, message: str) -> PolicyError:
+        """Return an error about one assertion. Where it is inherited, the policy that inherits it is to blame."""
+        place = self.places.get(name, Place())
+        if place.file == self.policy.file:
+            return place.error(message)
+        return self.policy.error(f"{message} (the expectation is inherited from {place.file}:{place.line})")
 
     def check(self, quantized: int, total: int) -> None:
         """Raise a PolicyError unless ``quantized`` of ``total`` sites is as expected."""
         for name, expected, found in (("quantized", self.quantized, quantized), ("kept", self.kept, total - quantized)):
             if expected is not None and found not in expected:
-                raise self.places.get(name, Place()).error(
+                raise self.error(
+                    name,
                     f"expected {expected} {name} site(s), found {found} of {total}; "
-                    "fp4graph.explain shows the rule of each site: correct the rules or the expectation"
+                    "fp4graph.explain shows the rule of each site: correct the rules or the expectation",
                 )
 
 
@@ -183,8 +198,13 @@ class Policy:
 
     @property
     def quantizes(self) -> bool:
-        """Return whether any site of any model can be quantized; False for a baseline."""
+        """Return whether any site of any model can be quantized before the first phase; False for a baseline."""
         return self.default.quantizes or any(rule.quantizes for rule in self.rules)
+
+    @property
+    def ever_quantizes(self) -> bool:
+        """Return whether any site of any model can be quantized, in any phase."""
+        return self.quantizes or any(phase.policy.quantizes for phase in self.phases)
 
     @property
     def complexity(self) -> float:

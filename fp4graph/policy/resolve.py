@@ -5,14 +5,24 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 
+from fp4graph.errors import PolicyWarning
 from fp4graph.policy.adapters import names_adapters
 from fp4graph.policy.document import Node, merge
 from fp4graph.policy.policy import Expect, Phase, Policy
 from fp4graph.policy.rule import DEFAULT, KEPT, Rule
-from fp4graph.policy.schema import DefaultSection, PhaseSection, PolicySection, QuantizeSection, RuleSection
+from fp4graph.policy.schema import (
+    MOST_RULES,
+    DefaultSection,
+    PhaseSection,
+    PolicySection,
+    QuantizeSection,
+    RulesAheadSection,
+    RuleSection,
+)
 from fp4graph.policy.specs import Exceptions, SpecResolver
 from fp4graph.policy.techniques import Declared, TechniqueResolver, override
 from fp4graph.policy.validation import Path, validate
@@ -23,11 +33,48 @@ def resolve(document: Node, name: str, file: str | None, registry: Registry) -> 
     """Return the policy that ``document`` describes, which has no ``extends``; ``name`` is for one without a name."""
     resolver = _Resolver(document, registry)
     written = resolver.written
-    title = written.name or "policy"
+    if (count := _rules_in_force(document)) > MOST_RULES:
+        raise document.error(
+            ("phases",), f"{count} rules with those in force in every phase; at most {MOST_RULES} are read"
+        )
+    title = written.name or name
     phases = tuple(_phase(document, registry, title, index, section) for index, section in enumerate(written.phases))
     places = {name: document.where("expect", name) for name in ("quantized", "kept")}
-    expect = Expect(written.expect.quantized, written.expect.kept, places)
-    return replace(resolver.policy(name, file), phases=phases, expect=expect)
+    expect = Expect(written.expect.quantized, written.expect.kept, places, document.place)
+    policy = replace(resolver.policy(name, file), phases=phases, expect=expect)
+    wanted = expect.quantized
+    if wanted is not None and 0 not in wanted and not policy.ever_quantizes:
+        message = f"expected {wanted} quantized site(s), and no rule quantizes; correct the rules or the expectation"
+        raise expect.error("quantized", message)
+    idle = [each.name for each in policy.techniques if not (policy.ever_quantizes or each.per_model)]
+    if idle:
+        message = f"no rule quantizes, and so {', '.join(idle)} has no effect here; remove it, or add rules"
+        warnings.warn(str(document.where("techniques").error(message)), PolicyWarning, stacklevel=2)
+    return policy
+
+
+def _at(rule: Rule, elsewhere: bool) -> str:
+    return f", the other in {rule.file}:{rule.line}" if elsewhere else ""
+
+
+def _rules_in_force(document: Node) -> int:
+    """Return the number of rules of the policy and of each of its phases, as far as phases inherit them."""
+    of_policy = len(document.get("rules").value) if "rules" in document.value else 0
+    count = of_policy
+    for phase in document.get("phases").value if "phases" in document.value else ():
+        rules = phase.child("rules")
+        ahead = rules.child("before") if rules else None
+        count += len(rules.value) if rules and not ahead else of_policy + len(ahead.value if ahead else ())
+    return count
+
+
+def listed(written: PolicySection, document: Node) -> tuple[RuleSection, ...]:
+    """Return the rules of a policy that extends none; rules ahead of others are an error there."""
+    if isinstance(written.rules, RulesAheadSection):
+        raise document.error(
+            ("rules",), "'before' puts rules ahead of those that 'extends' brings, and there is none; write a list"
+        )
+    return written.rules
 
 
 def _phase(document: Node, registry: Registry, name: str, index: int, section: PhaseSection) -> Phase:
@@ -47,7 +94,7 @@ class _Resolver:
     """Resolves the rules, default and techniques of one document; ``late`` are the exceptions of a phase."""
 
     def __init__(self, document: Node, registry: Registry, late: Exceptions | None = None) -> None:
-        self.written = validate(PolicySection, document)
+        self.written = validate(PolicySection, document if late is None else document.without("phases"))
         self._document = document
         self._in_phase = late is not None
         self._specs = SpecResolver(document, registry, late)
@@ -57,7 +104,8 @@ class _Resolver:
         """Return the policy without phases and expectations."""
         written = self.written
         shared = self._techniques.declared(written.techniques, ("techniques",))
-        rules = tuple(self._rule(index, section, shared) for index, section in enumerate(written.rules))
+        sections = listed(written, self._document)
+        rules = tuple(self._rule(index, section, shared) for index, section in enumerate(sections))
         default = self._default(shared)
         if not rules and written.default is None:
             raise self._document.error(
@@ -67,14 +115,7 @@ class _Resolver:
             raise self._document.error(
                 ("rules",), "no rule quantizes; add one, or 'default: keep' to say that this is meant"
             )
-        names: set[str] = set()
-        for index, rule in enumerate(rules):
-            if rule.name in names:
-                raise self._document.error(
-                    ("rules", index, "name"),
-                    f"two rules are called {rule.name!r}; rename one, so that reports tell them apart",
-                )
-            names.add(rule.name)
+        self._check_names(rules)
         quantizes = any(rule.quantizes for rule in (*rules, default))
         if not quantizes:
             self._techniques.check_together(shared, KEPT)
@@ -90,6 +131,20 @@ class _Resolver:
             file=file,
             base_formats=tuple(self._specs.base_formats.items()),
         )
+
+    def _check_names(self, rules: Sequence[Rule]) -> None:
+        """Raise PolicyError where two rules have one name. Of an inherited rule and another, the other is to blame."""
+        first: dict[str, int] = {}
+        for index, rule in enumerate(rules):
+            other = rules[first.setdefault(rule.name, index)]
+            if other is not rule:
+                ahead = other.file != rule.file  # under before, where the file that extends puts its own
+                blamed, kept = (first[rule.name], rule) if ahead else (index, other)
+                raise self._document.error(
+                    ("rules", blamed, "name"),
+                    f"two rules are called {rule.name!r}{_at(kept, ahead)}; rename one, so that reports tell them "
+                    "apart",
+                )
 
     def _rule(self, index: int, section: RuleSection, shared: Sequence[Declared]) -> Rule:
         path: Path = ("rules", index)

@@ -6,16 +6,33 @@ written; :mod:`fp4graph.policy.specs` merges them.
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, Discriminator, Field, StrictBool, StrictInt, Tag, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    StrictBool,
+    StrictInt,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from fp4graph.numerics.spec import Block, Convention, Rounding, ScaleRounding, Selector, Source, Ties, Zero
 from fp4graph.policy.match import Match, Range
-from fp4graph.policy.section import Section, Text, Texts, must_be, only_known, wrong
+from fp4graph.policy.section import Name, Section, Text, Texts, must_be, only_known, wrong
 from fp4graph.technique.operands import ADDRESSES
 
 VERSION = 1
+#: The most rules of a policy, those of every phase counted, and the most phases.
+MOST_RULES = 500
+MOST_PHASES = 100
+#: The most elements of a block that is given by its size. Axes are filled up with zeros to whole blocks.
+LARGEST_BLOCK = 2**16
+_BLOCKS = "a whole number from 1, a pair of these, row or tensor"
 
 
 class ScaleSection(Section):
@@ -33,7 +50,7 @@ class QuantizeSection(Section):
 
     element: Texts | None = None
     selector: Selector | None = None
-    block: Annotated[Block, must_be("a whole number from 1, a pair of these, row or tensor")] | None = None
+    block: Annotated[Block, must_be(_BLOCKS)] | None = None
     scale: ScaleSection | None = None
     rounding: Rounding | None = None
     ties: Ties | None = None
@@ -45,8 +62,12 @@ class QuantizeSection(Section):
     @classmethod
     def _sizes(cls, block: Any) -> Any:
         sizes = block if isinstance(block, list | tuple) else (block,)
-        if block not in ("row", "tensor") and not all(type(size) is int and size >= 1 for size in sizes):
-            raise wrong("a whole number from 1, a pair of these, row or tensor")
+        if block in ("row", "tensor"):
+            return block
+        if not all(type(size) is int and size >= 1 for size in sizes):
+            raise wrong(_BLOCKS)
+        if math.prod(sizes) > LARGEST_BLOCK:
+            raise ValueError(f"a block has at most {LARGEST_BLOCK:,} elements; row and tensor may have more")
         return block
 
 
@@ -99,7 +120,7 @@ class TechniqueEntry(BaseModel, frozen=True):
 
 
 class RuleSection(_HasOperands):
-    name: Text | None = None
+    name: Name | None = None
     match: Match
     quantize: QuantizeSection | None = None
     operands: dict[str, OperandException] = Field(default={})
@@ -117,6 +138,31 @@ class RuleSection(_HasOperands):
         return self
 
 
+_RuleList = Annotated[tuple[RuleSection, ...], Field(max_length=MOST_RULES)]
+
+
+class RulesAheadSection(Section):
+    """Rules ahead of those of the policy that this one extends, or of the policy that a phase changes."""
+
+    before: _RuleList
+
+
+def _listed_or_ahead(value: Any) -> Any:
+    ahead = isinstance(value, RulesAheadSection) or (isinstance(value, dict) and "before" in value)
+    if not ahead and not isinstance(value, list | tuple):
+        raise wrong("a list, or {before: [...]} with rules ahead of the inherited ones")
+    return value
+
+
+_Rules = Annotated[
+    Annotated[
+        Annotated[_RuleList, Tag("list")] | Annotated[RulesAheadSection, Tag("ahead")],
+        Discriminator(lambda value: "list" if isinstance(value, list | tuple) else "ahead"),
+    ],
+    BeforeValidator(_listed_or_ahead),
+]
+
+
 class ExpectSection(Section):
     quantized: Range | None = None
     kept: Range | None = None
@@ -129,7 +175,7 @@ class PhaseSection(_HasOperands):
     at: int | float
     operands: dict[str, OperandException] = Field(default={})
     default: _Default | None = None
-    rules: tuple[RuleSection, ...] | None = None
+    rules: _Rules | None = None
     techniques: tuple[TechniqueEntry, ...] = ()
 
     @field_validator("at", mode="before")
@@ -150,13 +196,13 @@ class PolicySection(Section):
     """A whole policy."""
 
     version: StrictInt
-    name: Text | None = None
+    name: Name | None = None
     extends: Text | None = None
     description: Annotated[str, Field(strict=True)] = ""
     default: _Default | None = None
-    rules: tuple[RuleSection, ...] = ()
+    rules: _Rules = ()
     techniques: tuple[TechniqueEntry, ...] = ()
-    phases: tuple[PhaseSection, ...] = ()
+    phases: Annotated[tuple[PhaseSection, ...], Field(max_length=MOST_PHASES)] = ()
     expect: ExpectSection = ExpectSection()
 
     @field_validator("version")

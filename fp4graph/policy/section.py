@@ -13,6 +13,10 @@ from fp4graph.text import suggest
 _Item = TypeVar("_Item")
 
 
+#: The wrong keys that one error is chosen from: a suggestion for each of thousands would take minutes.
+_REPORTED = 20
+
+
 class Section(BaseModel, frozen=True, extra="forbid"):
     """A frozen mapping with known keys, each of them given a value or left out."""
 
@@ -29,10 +33,14 @@ class Section(BaseModel, frozen=True, extra="forbid"):
 
 def only_known(data: Any, known: Collection[str], kind: str) -> Any:
     """Return ``data`` if each of its keys is ``known`` and has a value; this is checked before anything else."""
-    errors = [
-        InitErrorDetails(type=_EMPTY if key in known else _unknown(kind, key, known), loc=(key,), input=value)
+    wrong_items = [
+        (key, value)
         for key, value in (data.items() if isinstance(data, dict) else ())
         if key not in known or value is None
+    ]
+    errors = [
+        InitErrorDetails(type=_EMPTY if key in known else _unknown(kind, key, known), loc=(key,), input=value)
+        for key, value in wrong_items[:_REPORTED]
     ]
     if errors:
         raise ValidationError.from_exception_data("policy", errors)
@@ -69,6 +77,8 @@ def _listed(value: Any) -> Any:
 
 
 Text = Annotated[str, Field(strict=True, min_length=1)]
+#: A policy's or a rule's name, which reports show and files may be called by.
+Name = Annotated[str, Field(strict=True, min_length=1, max_length=200)]
 Count = Annotated[StrictInt, Field(ge=1)]
 Size = Annotated[StrictInt, Field(ge=0)]
 #: One item, or several as a list.

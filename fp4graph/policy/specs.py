@@ -12,10 +12,10 @@ from fp4graph.policy.document import Node
 from fp4graph.policy.dump import BaseFormats
 from fp4graph.policy.rule import Specs
 from fp4graph.policy.schema import OperandException, QuantizeSection, ScaleSection
-from fp4graph.policy.validation import Path, dotted, refuse_contested
+from fp4graph.policy.validation import Path, refuse_contested
 from fp4graph.technique.operands import ADDRESSES, GROUPS, Operand
 from fp4graph.technique.registry import Registry
-from fp4graph.text import suggest
+from fp4graph.text import dotted, suggest
 
 #: The fields that blocks give, each with the place where it is written.
 _Given = dict[str, tuple[Any, Path]]
@@ -146,7 +146,8 @@ class SpecResolver:
         if name in tables[other]:
             known = ", ".join(sorted(table))
             raise self._document.error(path, f"{name!r} is a format of {other}s, not of {kind}s; known: {known}")
-        raise self._document.error(path, f"unknown {kind} format {name!r}; {suggest(name.lower(), table)}")
+        cause = self._registry.why_missing(name)
+        raise self._document.error(path, f"unknown {kind} format {name!r}{cause}; {suggest(name.lower(), table)}")
 
 
 def _fields(section: QuantizeSection | ScaleSection, path: Path, without: tuple[str, ...] = ()) -> _Given:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,12 +15,12 @@ from fp4graph.policy.document import Node
 from fp4graph.policy.match import Match
 from fp4graph.policy.rule import DISTINGUISHED_PRODUCERS, Specs, plan_specs
 from fp4graph.policy.schema import TechniqueEntry
-from fp4graph.policy.validation import Path, dotted, refuse_contested, validate
+from fp4graph.policy.validation import Path, refuse_contested, validate
 from fp4graph.technique import OperandSpecs, Technique, checked_plan, overrides
 from fp4graph.technique.operands import ADDRESSES
 from fp4graph.technique.registry import Registry
 from fp4graph.technique.site import SiteView
-from fp4graph.text import suggest
+from fp4graph.text import dotted, suggest
 
 _T = TypeVar("_T")
 
@@ -65,8 +66,7 @@ class TechniqueResolver:
     def _technique(self, entry: TechniqueEntry, path: Path) -> Technique:
         refuse_contested(self._document, self._registry, entry.name, path)
         if entry.name not in self._registry.techniques:
-            failure = self._registry.failures.get(entry.name)
-            cause = f" ({failure})" if failure else ""
+            cause = self._registry.why_missing(entry.name)
             hint = suggest(entry.name, self._registry.techniques)
             raise self._document.error(path, f"unknown technique {entry.name!r}{cause}; {hint}")
         node = self._document.get(*path)
@@ -85,6 +85,16 @@ class TechniqueResolver:
                 f"options of technique {entry.name!r} cannot be hashed ({error}); declare tuples, not lists or dicts",
                 plugin=self._registry.origin(entry.name),
             ) from None
+        return self._weighed(technique)
+
+    def _weighed(self, technique: Technique) -> Technique:
+        """Return ``technique``, whose complexity is checked to be a number that Ω can add."""
+        weight = technique.complexity
+        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+            raise PluginError(
+                f"technique {technique.name!r}: complexity must be a finite number from 0; got {weight!r}",
+                plugin=self._registry.origin(technique.name),
+            )
         return technique
 
     def implied(self, specs: Specs) -> list[Technique]:
@@ -100,7 +110,8 @@ class TechniqueResolver:
     def _implied_by(self, technique: type[Technique], spec: QuantSpec) -> Technique | None:
         """Ask one technique. A failure only warns: every technique is asked, also those that the policy never names."""
         try:
-            return technique.implied_by(spec)
+            implied = technique.implied_by(spec)
+            return None if implied is None else self._weighed(implied)
         except Exception as error:  # noqa: BLE001  # a bug of the technique
             cause = f"technique {technique.name!r}, implied_by: {type(error).__name__}: {error}"
             warning = PluginError(f"{cause}; it is left out of Ω", plugin=self._registry.origin(technique.name))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -11,7 +10,7 @@ from pydantic_core import ErrorDetails
 
 from fp4graph.policy.document import Node
 from fp4graph.technique.registry import Registry
-from fp4graph.text import suggest
+from fp4graph.text import dotted, shortened, suggest
 
 #: Keys and indices that lead to a node of a document.
 Path = tuple[str | int, ...]
@@ -26,6 +25,7 @@ _WORDS = {
     **dict.fromkeys(("float_type", "float_parsing"), "must be a number"),
     "string_type": "must be text",
     "string_too_short": "must not be empty",
+    "string_too_long": "must have at most {max_length} characters",
     "greater_than": "must be above {gt}",
     "greater_than_equal": "must be at least {ge}",
     "less_than": "must be below {lt}",
@@ -44,11 +44,8 @@ def validate(model: type[_Model], node: Node, path: Path = (), what: str = "key"
         details = error.errors(include_url=False)
     located = [(_steps(node, detail), detail) for detail in details]
     # A union reports on each of its members. The deepest report is about the member that was meant.
-    deepest = [
-        (steps, detail)
-        for steps, detail in located
-        if not any(len(other) > len(steps) and other[: len(steps)] == steps for other, _ in located)
-    ]
+    above = {steps[:depth] for steps, _ in located for depth in range(len(steps))}
+    deepest = [(steps, detail) for steps, detail in located if steps not in above]
     steps, _ = min(deepest, key=lambda item: node.get(*item[0]).place.line or 0)
     here = [detail for s, detail in deepest if s == steps]
     missing = [str(detail["loc"][-1]) for detail in here if detail["type"] == "missing"]
@@ -92,6 +89,8 @@ def _sentence(detail: ErrorDetails, path: list[str | int], model: type[BaseModel
         return f"{message} in {dotted(path) or 'the policy'}; {hint}"
     if kind in ("value_error", "assertion_error"):
         return f"{dotted(path) or 'the policy'}: {re.sub('^(Value|Assertion) error, ', '', detail['msg'])}"
+    if kind == "too_long":
+        return f"{dotted(path)} has {len(value)} items; at most {context['max_length']} are read"
     hint = ""
     if kind in ("literal_error", "enum"):
         message = f"must be {context['expected']}"
@@ -110,14 +109,9 @@ def _shown(value: Any) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     text = f"a mapping of {', '.join(map(str, value))}" if isinstance(value, dict) and value else repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return shortened(text)
 
 
 def keys(model: type[BaseModel]) -> list[str]:
     """Return the fields of ``model`` as they are written: by alias where they have one."""
     return [field.alias or name for name, field in model.model_fields.items()]
-
-
-def dotted(path: Sequence[str | int]) -> str:
-    """Return ``rules[0].match.block`` for ``("rules", 0, "match", "block")``."""
-    return re.sub(r"\.\[", "[", ".".join(f"[{part}]" if isinstance(part, int) else part for part in path))

@@ -52,6 +52,7 @@ class Registry:
         self.scales: Mapping[str, formats.ScaleFormat] = MappingProxyType(self._scales)
         self.policies: Mapping[str, Path] = MappingProxyType(self._policies)
         self._origin: dict[str, str] = {}
+        self._offers: dict[str, set[str]] = {}  # what each plugin offers, of those that could be asked
         self.failures: dict[str, PluginError] = {}
         self.contested: dict[str, PluginError] = {}
         found = entry_points(group=entry_point_group) if entry_point_group else ()
@@ -68,6 +69,7 @@ class Registry:
         if self._manager.has_plugin(name):
             error = PluginError("another plugin has this name", plugin=name)
             self.contested |= {technique: error for technique, origin in self._origin.items() if origin == name}
+            self._offers.pop(name, None)
             raise error
         try:
             self._manager.register(plugin, name=name)
@@ -77,6 +79,9 @@ class Registry:
                 [item for batch in self._manager.subset_hook_caller(hook, others)() for item in batch]
                 for hook in ("fp4graph_techniques", "fp4graph_formats", "fp4graph_policies", "fp4graph_products")
             )
+            named = [getattr(item, "name", None) for item in (*techniques, *number_formats)]
+            if all(isinstance(each, str) for each in named):
+                self._offers[name] = {*map(str, named), *(Path(path).stem for path in policies)}
             self._check(name, techniques, number_formats, [Path(path) for path in policies])
             self._check_products(name, products)
         except BaseException:
@@ -111,7 +116,7 @@ class Registry:
         for technique in techniques:
             if not (isinstance(technique, type) and issubclass(technique, Technique)):
                 raise PluginError(f"{technique!r} is not a subclass of fp4graph.Technique", plugin=plugin)
-            missing = [field for field in ("name", "overhead") if not hasattr(technique, field)]
+            missing = [field for field in ("name", "overhead") if not getattr(technique, field, None)]
             if missing or technique.complexity is Technique.complexity:
                 raise PluginError(
                     f"{technique.__name__} must declare {', '.join(missing) or 'complexity'}", plugin=plugin
@@ -138,6 +143,17 @@ class Registry:
                 raise PluginError(
                     f"policy {path.stem!r} is already shipped as {str(self._policies[path.stem])!r}", plugin=plugin
                 )
+
+    def why_missing(self, name: str) -> str:
+        """Return the failures that may be why no technique, format or policy has ``name``, in parentheses, or "".
+
+        They are those of the plugins that offer the name, or else of those that failed before they could be asked.
+        """
+        offering = [error for plugin, error in self.failures.items() if name in self._offers.get(plugin, ())]
+        unasked = [error for plugin, error in self.failures.items() if plugin not in self._offers]
+        causes = offering or unasked
+        more = f", and {len(causes) - 3} plugins more" if causes[3:] else ""
+        return f" ({'; '.join(map(str, causes[:3]))}{more})" if causes else ""
 
     def origin(self, technique: str) -> str:
         """Return the name of the plugin that offers ``technique``."""

@@ -139,6 +139,17 @@ def test_check_as_json(fp4graph: Any) -> None:
     assert len(data["fingerprint"]) == 64
 
 
+def test_check_says_that_nothing_is_quantized(fp4graph: Any, tmp_path: Path) -> None:
+    assert "This policy quantizes nothing" in fp4graph("check", "bf16").out
+    assert fp4graph("check", "bf16", "--json").data["quantizes"] is False
+    assert "quantizes nothing" not in fp4graph("check", "tetrajet").out
+    path = tmp_path / "p.yaml"
+    path.write_text("version: 1\nextends: tetrajet\nrules: [{match: {first_blocks: 1}, keep: sensitive}]\n")
+    result = fp4graph("check", str(path))
+    assert result.code == 1
+    assert f"{path}:3: no rule quantizes" in result.err
+
+
 def test_check_of_kept_operands(fp4graph: Any, tmp_path: Path) -> None:
     path = tmp_path / "p.yaml"
     path.write_text("version: 1\ndefault: {operands: {backward: keep}}\n")

@@ -283,6 +283,21 @@ def test_the_text_of_a_space_needs_no_other_file(tmp_path: Path) -> None:
     assert load_space(written).digest != space.digest
 
 
+def test_rules_that_a_phase_puts_first_are_overlaid() -> None:
+    text = """\
+version: 1
+base:
+  default: {}
+  phases: [{at: 0.5, rules: {before: [{match: {}, quantize: {block: 8}}]}}]
+parameters:
+  element: {choices: {fp4: {}, int4: {quantize: {element: int4}}}}
+"""
+    policy = parse_space(text, "s.yaml").configuration({"element": "int4"}).policy
+    assert policy is not None
+    (rule,) = policy.phases[0].policy.rules
+    assert {(spec.element.name, spec.block) for spec in rule.specs.values() if spec} == {("int4", 8)}
+
+
 def test_a_scales_maximum_goes_with_its_format() -> None:
     text = """\
 version: 1

@@ -32,6 +32,7 @@ STOCHASTIC = {"rounding": "stochastic"}
         ({"default": "keep", "techniques": ["average"]}, 1.5),
     ],
 )
+@pytest.mark.filterwarnings("ignore:.*has no effect here:fp4graph.PolicyWarning")
 def test_complexity(content: dict[str, Any], complexity: float, registry: Registry) -> None:
     found = load_policy({"version": 1, **content}, registry).complexity
     assert found == complexity

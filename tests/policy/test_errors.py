@@ -3,9 +3,12 @@
 # ruff: noqa: E501  # one case, one line
 from __future__ import annotations
 
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
 
 from fp4graph.errors import Error, PluginError, PolicyError
 from fp4graph.policy import load_policy
@@ -17,13 +20,46 @@ WRONG = {
     "tab": ("version: 1\nrules:\n\t- x #!", "not valid YAML", "spaces, not tabs"),
     "bracket": ("version: 1\nrules: [ #!\nname: x\n", "not valid YAML", "brackets"),
     "star is an alias": ("version: 1\nrules:\n  - match: {module: *.head} #!\n", "not valid YAML", "quote"),
+    "tag of a scalar": ("version: 1\nname: !!bool abc #!\n", "tag 'tag:yaml.org,2002:bool' is not allowed"),
+    "tag of a number": ("version: !!int '-' #!\n", "is not allowed"),
+    "tag without a name": ("version: 1\nname: ! x #!\n", "is not allowed"),
+    "base 60": (RULE + "    quantize: {block: 1:20:30} #!\n", "whole number", "'1:20:30'"),
+    "octal": (RULE + "    quantize: {block: 032} #!\n", "whole number", "'032'"),
+    "whole number without end": (RULE + f"    quantize: {{block: {2**70}}} #!\n", "at most 18 digits"),
+    "hexadecimal without end": (RULE + f"    quantize: {{block: 0x{'f' * 100_000}}} #!\n", "100,002 characters", "4,096"),
+    "block that no memory holds": (RULE + f"    quantize: {{block: {2**31}}} #!\n", "at most 65,536 elements"),
+    "pair that no memory holds": (RULE + "    quantize: {block: [65536, 2]} #!\n", "at most 65,536 elements"),
+    "name without end": ("version: 1\nname: " + "a" * 300 + " #!\n", "name must have at most 200 characters"),
+    "text without end": ("version: 1\ndescription: " + "a" * 5000 + " #!\n", "5,000 characters", "4,096"),
+    "key without end": ("version: 1\n? " + "a" * 300 + " #!\n: x\n", "a key of 300 characters", "200"),
+    "file name without end": ("version: 1\nextends: " + "a" * 4000 + ".yaml #!\n", "cannot be a file"),
+    "half a pair": ('version: 1\nname: "\\ud800" #!\n', "surrogate"),
+    "escape out of range": ('version: 1\nname: "\\U00110000" #!\n', "not valid YAML"),
+    "yaml version without end": (f"%YAML 1.{'9' * 5000} #!\n---\nversion: 1\n", "not valid YAML"),
+    "nesting": ("version: 1\nrules: " + "[" * 200 + "]" * 200 + " #!\n", "at most 32 levels"),
+    "merge of itself": ("version: 1\nrules: &a #!\n  <<: *a\n", "contains itself"),
+    "merge of a value": ("version: 1\nexpect: {<<: 5} #!\n", "'<<' merges a mapping or a list of mappings"),
+    "rules without end": ("version: 1\nrules: #!\n" + "- {match: {}, keep: a}\n" * 501, "501 items", "at most 500"),
+    "phases without end": (
+        "version: 1\ndefault: {}\nphases: #!\n" + "".join(f"- {{at: {n}, rules: []}}\n" for n in range(1, 102)),
+        "at most 100",
+    ),
+    "rules times phases": (
+        RULE
+        + "    quantize: {}\n"
+        + "".join(f"  - {{name: r{n}, match: {{}}, quantize: {{}}}}\n" for n in range(50))
+        + "phases: #!\n"
+        + "".join(f"  - {{at: {n}, techniques: [echo]}}\n" for n in range(1, 11)),
+        "561 rules",
+        "at most 500",
+    ),
+    "before without extends": (RULE.replace("\n  -", " #!\n  before:\n  -") + "    keep: x\n", "'before' puts", "write a list"),
     "two documents": ("version: 1\n--- #!\nversion: 1\n", "not valid YAML"),
     "control character": ("version: 1\nname: a\x00b #!\n", "not valid YAML", "remove the character"),
     "python tag": ("version: 1\nname: !!python/object/apply:os.system [ls] #!\n", "tag", "not allowed"),
     "python name tag": ("version: 1\nname: !!python/name:os.system x #!\n", "not allowed", "runs no code"),
     "set tag": ("version: 1\nname: !!set {a} #!\n", "not allowed"),
     "alias in itself": ("version: 1\nrules: &a [*a] #!\n", "contains itself"),
-    "bad date": ("version: 1\nname: 2024-13-45 #!\n", "quote it"),
     "duplicate key": ("version: 1\nname: a\nname: b #!\n", "'name'", "twice", "line 2"),
     "duplicate nested key": (
         RULE + "    quantize:\n      block: 16\n      element: e2m1\n      block: 32 #!\n",
@@ -156,7 +192,7 @@ WRONG = {
     ),
     "rule without match": ("version: 1\nrules:\n  - keep: why #!\n", "rules[0] has no key 'match'"),
     "rule is text": ("version: 1\nrules:\n  - transformer #!\n", "rules[0] must be a mapping"),
-    "rules is a mapping": ("version: 1\nrules: {match: {}} #!\n", "rules must be a list"),
+    "rules is a mapping": ("version: 1\nrules: {match: {}} #!\n", "rules must be a list, or {before: [...]}"),
     "unknown op": ("version: 1\nrules:\n  - match: {op: norm} #!\n    keep: x\n", "linear, matmul, grouped, sdpa, conv", "'norm'"),
     "no op": ("version: 1\nrules:\n  - match: {op: []} #!\n    keep: x\n", "empty op"),
     "module is a number": ("version: 1\nrules:\n  - match: {module: 3} #!\n    keep: x\n", "must be text, or a list"),
@@ -292,7 +328,6 @@ def test_empty_file(tmp_path: Path, registry: Registry) -> None:
         load_policy(path, registry)
 
 
-@pytest.mark.slow
 def test_nesting_without_end(tmp_path: Path, registry: Registry) -> None:
     path = tmp_path / "deep.yaml"
     path.write_text("[" * 100_000)
@@ -304,8 +339,77 @@ def test_aliases_that_multiply_are_no_bomb(tmp_path: Path, registry: Registry) -
     levels = "".join(f"    a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
     path = tmp_path / "bomb.yaml"
     path.write_text("version: 1\nbomb:\n    a0: &a0 x\n" + levels)
-    with pytest.raises(PolicyError, match="aliases"):
+    with pytest.raises(PolicyError, match=r"bomb.yaml:9: too large: .* with aliases and merge keys written out"):
         load_policy(path, registry)
+
+
+def test_merge_keys_that_multiply_are_no_bomb(tmp_path: Path, registry: Registry) -> None:
+    keys = ", ".join(f"k{n}: 1" for n in range(2000))
+    path = tmp_path / "bomb.yaml"
+    path.write_text(f"version: 1\nx: &x {{{keys}}}\ny: {{<<: [{'*x, ' * 8000}]}}\n")  # 16 million keys, one by one
+    before = time.process_time()
+    with pytest.raises(PolicyError, match=r"bomb.yaml:3: too large"):
+        load_policy(path, registry)
+    assert time.process_time() - before < 10
+
+
+def test_a_chain_of_extends_ends(tmp_path: Path, registry: Registry) -> None:
+    for n in range(20):
+        (tmp_path / f"{n}.yaml").write_text(f"version: 1\nextends: {n + 1}.yaml\n")
+    (tmp_path / "20.yaml").write_text("version: 1\ndefault: {}\n")
+    with pytest.raises(PolicyError, match=r"15.yaml:2: more than 16 policies extend one another"):
+        load_policy(tmp_path / "0.yaml", registry)
+    assert load_policy(tmp_path / "5.yaml", registry).quantizes
+
+
+def test_a_file_is_not_read_without_end(tmp_path: Path, registry: Registry) -> None:
+    path = tmp_path / "long.yaml"
+    path.write_text("version: 1\n" + "# long\n" * 200_000)
+    with pytest.raises(PolicyError, match=r"long.yaml: too large: .* 1,048,576 bytes"):
+        load_policy(path, registry)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("rules", "itself", r"^rules\[0\].rules\[0\]...: nested too deeply"),
+        ("rules", [[]] * 200_000, r"^rules\[\d+\]...: too large"),
+        ("name", "a" * 5000, "^name: a text of 5,000 characters"),
+        ("description", "\ud800", "^description: half of a surrogate"),
+        ("version", 10**30, "^version: a whole number has at most 18 digits"),
+        ("default", {"block": {32}}, "^default.block: a policy is mappings, .* got set"),
+        ("default", {("block",): 3}, "^default: a key is text"),
+    ],
+)
+def test_data_is_bounded_like_a_file(key: str, value: object, message: str, registry: Registry) -> None:
+    data: dict[str, object] = {"version": 1}
+    data[key] = [data] if value == "itself" else value
+    with pytest.raises(PolicyError, match=message):
+        load_policy(data, registry)
+
+
+def test_what_yaml_1_1_reads_otherwise_is_text(tmp_path: Path, registry: Registry) -> None:
+    path = tmp_path / "p.yaml"
+    for written in ("2024-13-45", "1:20:30", "010", "="):
+        path.write_text(f"version: 1\nname: {written}\ndefault: keep\n")
+        policy = load_policy(path, registry)
+        assert policy.name == written
+        path.write_text(policy.to_yaml())
+        assert load_policy(path, registry) == policy
+
+
+def test_merge_keys_are_those_of_safe_load(tmp_path: Path, registry: Registry) -> None:
+    text = """
+version: 1
+default: &a {block: 8, ties: even}
+rules:
+  - match: {}
+    quantize: {<<: [{block: 16, ties: up}, *a], rounding: stochastic}
+  - {name: b, match: {}, quantize: {ties: away, <<: *a, <<: {block: 4}}}
+"""
+    path = tmp_path / "p.yaml"
+    path.write_text(text)
+    assert load_policy(path, registry) == replace(load_policy(yaml.safe_load(text), registry), name="p")
 
 
 @pytest.mark.parametrize(
@@ -327,8 +431,8 @@ def test_missing_policy(ref: str | Path, expected: list[str], registry: Registry
 
 def test_not_text(tmp_path: Path, registry: Registry) -> None:
     path = tmp_path / "image.yaml"
-    path.write_bytes(b"\x89PNG\xff\xfe")
-    with pytest.raises(PolicyError, match=r"image.yaml: .*UTF-8"):
+    path.write_bytes(b"a\n\x89PNG\xff\xfe")
+    with pytest.raises(PolicyError, match=r"image.yaml:2: .*UTF-8"):
         load_policy(path, registry)
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 
-from fp4graph.errors import PolicyError
+from fp4graph.errors import PolicyError, PolicyWarning
 from fp4graph.policy import load_policy
 from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.registry import Registry
@@ -97,7 +98,7 @@ def test_rules_know_where_they_stand(parent: Path, registry: Registry) -> None:
 def test_a_child_without_more_is_its_parent_by_another_name(parent: Path, registry: Registry) -> None:
     inherited, original = load_policy(child(parent, ""), registry), load_policy(parent, registry)
     assert inherited.name == "child"
-    assert inherited.description == "the parent"
+    assert inherited.description == ""  # which would describe another policy
     assert inherited.fingerprint == original.fingerprint
     assert inherited.rules[0].file == str(parent)
     assert inherited != original
@@ -106,6 +107,85 @@ def test_a_child_without_more_is_its_parent_by_another_name(parent: Path, regist
 def test_rules_are_replaced_if_given(parent: Path, registry: Registry) -> None:
     policy = load_policy(child(parent, "rules:\n  - {name: two, match: {}, quantize: {}}\n"), registry)
     assert [rule.name for rule in policy.rules] == ["two"]
+
+
+KEEP = "{name: mine, match: {module: head}, keep: sensitive}"
+
+
+def test_rules_before_go_ahead_of_inherited_ones(parent: Path, registry: Registry) -> None:
+    path = child(parent, f"rules:\n  before:\n    - {KEEP}\n")
+    policy = load_policy(path, registry)
+    original = load_policy(parent, registry)
+    assert [(rule.name, rule.file, rule.line) for rule in policy.rules] == [
+        ("mine", str(path), 5),
+        ("one", str(parent), 7),
+    ]
+    assert policy.rules[1] == original.rules[0]
+    assert policy.fingerprint != original.fingerprint
+    again = load_policy(yaml.safe_load(policy.to_yaml()), registry)
+    assert (again, again.fingerprint) == (policy, policy.fingerprint)
+
+
+def test_rules_before_at_several_levels_and_in_a_phase(parent: Path, registry: Registry) -> None:
+    path = child(parent, f"rules: {{before: [{KEEP}]}}\n")
+    grandchild = parent.parent / "grandchild.yaml"
+    grandchild.write_text(
+        "version: 1\nextends: child.yaml\nrules: {before: [{name: first, match: {}, quantize: {block: 8}}]}\n"
+        "phases:\n  - {at: 5, rules: {before: [{name: late, match: {}, keep: the end}]}}\n"
+        "  - {at: 9, rules: [{name: alone, match: {}, keep: the end}], default: keep}\n"
+    )
+    policy = load_policy(grandchild, registry)
+    assert [rule.name for rule in policy.rules] == ["first", "mine", "one"]
+    assert [rule.file for rule in policy.rules] == [str(grandchild), str(path), str(parent)]
+    phases = [[rule.name for rule in phase.policy.rules] for phase in policy.phases]
+    assert phases == [["late", "first", "mine", "one"], ["alone"]]
+    assert load_policy(yaml.safe_load(policy.to_yaml()), registry) == policy
+
+
+def test_an_own_rule_with_an_inherited_name_is_to_blame(parent: Path, registry: Registry) -> None:
+    path = child(parent, "rules:\n  before:\n    - {name: one, match: {}, keep: mine}\n")
+    with pytest.raises(PolicyError, match=r"child.yaml:5: two rules are called 'one', the other in .*parent.yaml:7; "):
+        load_policy(path, registry)
+
+
+def test_a_mistake_in_rules_before_is_located(parent: Path, registry: Registry) -> None:
+    path = child(parent, "rules:\n  before:\n    - match: {}\n      kep: mine\n")
+    with pytest.raises(PolicyError, match=r"child.yaml:6: unknown key 'kep' in rules.before\[0\]"):
+        load_policy(path, registry)
+
+
+@pytest.mark.parametrize("rules", [f"[{KEEP}]", "[]"])
+def test_own_rules_that_only_keep_are_no_silent_baseline(rules: str, tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text(f"version: 1\nextends: tetrajet\nrules: {rules}\n")
+    with pytest.raises(PolicyError, match=r"p.yaml:3: no rule quantizes, .* replace those of 'tetrajet'; .*before: "):
+        load_policy(path)
+    path.write_text(f"version: 1\nextends: tetrajet\nrules: {rules}\ndefault: keep\n")  # copied from shipped policies
+    with pytest.raises(PolicyError, match=r"p.yaml:1: expected .*no rule .*inherited from .*tetrajet.yaml:28"):
+        load_policy(path)
+    path.write_text(f"version: 1\nextends: tetrajet\nrules: {rules}\ndefault: keep\nexpect: {{kept: {{min: 0}}}}\n")
+    assert not load_policy(path).ever_quantizes  # all of it said
+    path.write_text(f"version: 1\nextends: bf16\nrules: {rules}\n")
+    assert not load_policy(path).ever_quantizes  # as the parent, which says so
+
+
+def test_rules_that_keep_beside_an_inherited_default_that_quantizes(parent: Path, registry: Registry) -> None:
+    assert load_policy(child(parent, f"rules: [{KEEP}]\n"), registry).quantizes
+
+
+def test_techniques_of_a_policy_that_quantizes_nothing(registry: Registry) -> None:
+    with pytest.warns(PolicyWarning, match="no rule quantizes, and so average has no effect here"):
+        load_policy({"version": 1, "default": "keep", "techniques": ["average"]}, registry)
+    phases = [{"at": 5, "default": {}}]
+    load_policy({"version": 1, "default": "keep", "techniques": ["average"], "phases": phases}, registry)
+
+
+def test_an_inherited_expectation_names_the_policy_that_inherits_it(parent: Path, registry: Registry) -> None:
+    path = child(parent, "")
+    with pytest.raises(PolicyError, match=r"child.yaml:1: .*found 0 of 3.*inherited from .*parent.yaml:11\)"):
+        load_policy(path, registry).expect.check(0, 3)
+    with pytest.raises(PolicyError, match=r"parent.yaml:11: .*found 0 of 3.*expectation$"):
+        load_policy(parent, registry).expect.check(0, 3)
 
 
 def test_default_description_and_expect_are_replaced(parent: Path, registry: Registry) -> None:

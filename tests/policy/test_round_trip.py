@@ -51,7 +51,7 @@ SCALES = st.sampled_from(
     ]
 )
 #: What may be wrong with a policy that is drawn.
-_BY_CHANCE = ("all six operands", "decode scales", "mantissa bits", "chooses between elements")
+_BY_CHANCE = ("all six operands", "decode scales", "mantissa bits", "chooses between elements", "no rule quantizes")
 QUANTIZE = optional(
     element=st.sampled_from(["e2m1", "e3m0", "int4", "e1m2", ["e2m1", "int4"], ["int4", "e1m2", "e2m1"]]),
     selector=st.sampled_from(["mse", "amax"]),

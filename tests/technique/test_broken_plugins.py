@@ -248,6 +248,39 @@ def test_an_exception_while_the_model_is_compiled_is_named(stage: str, model: nn
     assert "_fp4graph" not in " ".join(fp4graph.remove(model).state_dict())
 
 
+#: Stages that depend on the values of tensors, with the operation to blame.
+VALUES: dict[str, tuple[dict[str, Any], str]] = {
+    "item": ({"scale": lambda self, v, z, c: z * z.max().item()}, "_local_scalar_dense"),
+    "if": ({"round": lambda self, r, s, c: r if (r > 0).any() else r * 2}, "_local_scalar_dense"),
+    "float": ({"after": lambda self, x, c: x * float(x[0, 0])}, "_local_scalar_dense"),
+    "tolist": ({"scale": lambda self, v, z, c: z * z.max().tolist()}, ""),
+    "numpy": ({"scale": lambda self, v, z, c: z * float(z.max().numpy())}, ""),
+    "mask": ({"block_statistic": lambda self, v, z, c: z + z[z > 0].sum()}, "index.Tensor"),
+    "nonzero": ({"split": lambda self, x, c: (x + x.nonzero().sum() * 0, None)}, "nonzero"),
+    "in the backward": ({"element_surrogate": lambda self, u, c: u * u.max().item()}, "_local_scalar_dense"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", VALUES)
+def test_a_stage_that_reads_values_fails_under_eager_as_compiled(case: str, model: nn.Module) -> None:
+    members, operation = VALUES[case]
+    (stage,) = members
+    for backend in ("eager", "aot_eager"):
+        broken = policy("broken", technique("broken", **members), healthy())
+        with pytest.raises(fp4graph.PluginError, match=f"{operation}.*depends on the values of a tensor") as caught:
+            train(model, broken, backend)
+        check(caught.value, stage)
+
+
+@pytest.mark.slow
+def test_a_stage_may_index_by_numbers(model: nn.Module) -> None:
+    def gathers(self: Any, values: Tensor, z: Tensor, context: Any) -> Tensor:
+        return z[torch.arange(z.shape[0])] * torch.where(z > 0, 1.0, 0.5)
+
+    assert train(model, policy("fine", technique("fine", scale=gathers))).isfinite()
+
+
 @pytest.mark.inductor
 @pytest.mark.compiler
 def test_a_wrong_result_under_inductor_is_named(model: nn.Module) -> None:

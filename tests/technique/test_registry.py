@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import subprocess
 import sys
 from importlib.metadata import EntryPoint, entry_points
@@ -11,8 +12,9 @@ from typing import Any, ClassVar
 
 import pytest
 
-from fp4graph.errors import PluginError
+from fp4graph.errors import PluginError, PolicyError
 from fp4graph.numerics.formats import E2M1, ELEMENTS, ElementFormat, ScaleFormat
+from fp4graph.policy import load_policy
 from fp4graph.technique import Factors, Overhead, ProductOperation, Technique, hookspecs, registry
 from fp4graph.technique.hookspecs import hookimpl
 from fp4graph.technique.registry import GROUP, Registry
@@ -127,6 +129,36 @@ def test_a_broken_plugin_is_named_and_the_others_stay_usable(case: str, first: b
     assert error.plugin == "broken"
     assert str(error).startswith("plugin 'broken': ")
     assert message in str(error)
+
+
+@pytest.mark.parametrize("case", ["raises", "format after technique", "half right", "unknown hook"])
+def test_a_policy_is_told_of_the_plugin_that_may_have_its_technique(case: str) -> None:
+    found = Registry([("broken", BROKEN[case][0]), ("other", offering(formats=[E2M1]))], entry_point_group=None)
+    data = {"version": 1, "default": {}, "techniques": ["t"]}
+    with pytest.raises(PolicyError, match=r"unknown technique 't' \(plugin 'broken': .*\); known: none") as caught:
+        load_policy(data, found)
+    assert BROKEN[case][1] in str(caught.value)
+    assert "other" not in str(caught.value)  # which says what it offers
+
+
+def test_a_policy_is_told_of_the_plugin_that_has_its_format() -> None:
+    found = Registry([("broken", offering(formats=[ODD, E2M1]))], entry_point_group=None)
+    with pytest.raises(PolicyError, match=r"unknown element format 'odd' \(plugin 'broken': .*'e2m1' already exists\)"):
+        load_policy({"version": 1, "default": {"element": "odd"}}, found)
+    with pytest.raises(PolicyError, match="unknown element format 'even'; "):  # which no plugin offers
+        load_policy({"version": 1, "default": {"element": "even"}}, found)
+    with pytest.raises(PolicyError, match=r"no policy 'odd' is shipped \(plugin 'broken': .*\), and it is not a file"):
+        load_policy("odd", found)
+
+
+@pytest.mark.parametrize("weight", [math.nan, math.inf, -1.0, "1", None, True])
+def test_a_weight_that_omega_cannot_add_is_refused(weight: object) -> None:
+    cls = technique("t", complexity=property(lambda self: weight))
+    found = Registry([("odd", offering([cls]))], entry_point_group=None)
+    data = {"version": 1, "default": {}, "techniques": ["t"]}
+    with pytest.raises(PluginError, match="plugin 'odd': technique 't': complexity must be a finite number") as caught:
+        load_policy(data, found)
+    assert caught.value.plugin == "odd"
 
 
 def test_offers() -> None:

@@ -1,0 +1,81 @@
+"""A block length that fits no layer of the model is warned about: axes are filled up with zeros."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fp4graph
+from fp4graph.errors import PolicyWarning
+
+KEEP_DGRAD = {"dgrad": "keep"}
+
+
+class Attention(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ x.mT @ x
+
+
+def policy(block: Any, op: Any = "linear", **rule: Any) -> dict[str, Any]:
+    rules = [{"name": "all", "match": {"op": op}, "quantize": {"block": block}, **rule}]
+    return {"version": 1, "name": "p", "rules": rules}
+
+
+def warned(model: nn.Module, chosen: dict[str, Any]) -> list[str]:
+    """Return the warnings of explaining and of training, which agree."""
+    found = []
+    for run in (
+        lambda: fp4graph.explain(model, chosen, (torch.randn(4, 6, 64),)),
+        lambda: fp4graph.apply(model, chosen, backend="eager")(torch.randn(4, 6, 64)),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run()
+        found.append([str(each.message) for each in caught if each.category is PolicyWarning])
+    assert found[0] == found[1]
+    return found[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("block", "rule", "sizes"),
+    [
+        (33, {}, "10, 64, 128"),
+        ([1, 33], {}, "10, 64, 128"),
+        (48, {"operands": KEEP_DGRAD}, "64, 128"),
+        (10, {"operands": KEEP_DGRAD}, "64, 128"),
+        (10, {}, None),  # the head's outputs fit
+        (32, {}, None),
+        (128, {}, None),  # one axis is enough
+        ("row", {}, None),
+        ("tensor", {}, None),
+        (33, {"operands": {"fprop": "keep", "dgrad": "keep"}}, None),  # wgrad contracts tokens
+    ],
+)
+def test_a_block_that_fits_no_layer(block: Any, rule: dict[str, Any], sizes: str | None) -> None:
+    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    found = warned(model, policy(block, **rule))
+    if sizes is None:
+        assert not found
+    else:
+        length = block if isinstance(block, int) else block[-1]
+        (message,) = found
+        assert f"rule 'all': a block of {length} divides none of the axes that it quantizes, of {sizes} elem" in message
+
+
+@pytest.mark.slow
+def test_products_of_activations_are_not_judged() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), Attention())
+    assert not warned(model, policy(33, op=["linear", "matmul"]))
+
+
+@pytest.mark.slow
+def test_the_rule_and_its_line_are_named(tmp_path: Any) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text("version: 1\nrules:\n  - {name: all, match: {op: linear}, quantize: {block: 33}}\n")
+    with pytest.warns(PolicyWarning, match=r"p.yaml:3: rule 'all': a block of 33 divides none"):
+        fp4graph.explain(nn.Linear(64, 64), path, (torch.randn(4, 64),))
