@@ -2,11 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+OLDEST := .venv-oldest
 STAMP := $(VENV)/.installed
 # setuptools tells every editable installation of a layout like ours to beware of folders; nobody can act on that.
-INSTALL := PYTHONWARNINGS="ignore:Editable installation" $(BIN)/python -m pip install --quiet
+QUIET := PYTHONWARNINGS="ignore:Editable installation"
+INSTALL := $(QUIET) $(BIN)/python -m pip install --quiet
 
-.PHONY: demo test long check lint format docs parity gpu gpu-plan gpu-validate bench bench-all stranger wheel clean
+.PHONY: demo test long oldest check lint format docs parity gpu gpu-plan gpu-validate bench bench-all stranger wheel clean
 
 demo: $(STAMP)
 	rm -rf runs/demo
@@ -15,7 +17,8 @@ demo: $(STAMP)
 
 # Most tests are small: a process for each core, each with one thread, is quicker than one process with many. The slow
 # ones, which do not share what fixtures made, begin with the file: whoever is done takes over from the others.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+PROCESSES := -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python $(PROCESSES)
 
 test: $(STAMP) lint
 	$(PYTEST)
@@ -25,6 +28,10 @@ test: $(STAMP) lint
 long: $(VENV)/.clients
 	$(PYTEST) -m "long and not parity and not gpu"
 	$(PYTEST) tests/gpu -m gpu
+
+# The same tests on the lowest version of everything that pyproject.toml allows.
+oldest: $(OLDEST)/.installed
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python $(PROCESSES)
 
 # The inner loop: without what compiles with Inductor, starts processes or services, or is slow for another reason. The
 # ignored folders hold nothing else, and importing them takes seconds.
@@ -83,7 +90,7 @@ wheel: $(STAMP)
 
 # Leaves runs/: results and data sets.
 clean:
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLDEST) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache
 
 $(STAMP): pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { echo "no $(PYTHON) on the PATH: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
@@ -97,6 +104,11 @@ $(STAMP): pyproject.toml
 	$(INSTALL) --upgrade pip
 	$(INSTALL) -e ".[vision,test,bench]"
 	touch $(STAMP)
+
+$(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv --clear $(OLDEST)
+	$(QUIET) $(OLDEST)/bin/python -m pip install --quiet --constraint constraints-oldest.txt -e ".[vision,test,bench]"
+	touch $@
 
 $(VENV)/.clients: $(STAMP)
 	$(INSTALL) -e ".[clients]"

@@ -23,6 +23,7 @@ from fp4graph.model.packed import unpacked
 from fp4graph.model.runtime import Runtime, detach, require_runtime, runtime_of
 from fp4graph.policy import Policy, check_modules, load_policy
 from fp4graph.text import suggest
+from fp4graph.versions import warn_once
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -82,6 +83,7 @@ def apply(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"apply() takes an nn.Module; got {type(model).__name__}")
+    warn_once()
     inner_backend(backend)  # refuses an unknown name
     compiler = compiler_options(backend, mode, options, dynamic)
     root = unwrapped(model)

@@ -15,7 +15,7 @@ from torch._dynamo.exc import InternalTorchDynamoError
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from fp4graph.errors import Error
+from fp4graph.errors import CaptureError, Error
 from fp4graph.graph.backend import inner_backend
 from fp4graph.graph.blocks import upwards
 from fp4graph.graph.observe import Recording
@@ -37,6 +37,7 @@ from fp4graph.model.weight import Weight
 from fp4graph.numerics import noise
 from fp4graph.numerics.sharding import fsdp_modules
 from fp4graph.policy import Policy
+from fp4graph.versions import refused_grouped_product
 
 
 class Runtime:
@@ -90,6 +91,7 @@ class Runtime:
         self._any_hook: hooks.MarkHook | None = None
         self._checked = explains
         self._failure: Error | None = None  # of the first forward or of packing; every later forward raises it again
+        self._refused: str | None = None  # why torch.compile refuses the forward, which runs uncompiled from then on
         self._trained = 0
         self._original: weakref.ref[nn.Module] | None = None  # what this model was copied from
         self._previous: Any = None
@@ -220,8 +222,7 @@ class Runtime:
     def run_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the root's call, or a method that is compiled and counted like it."""
         if self._bypassed:
-            call: Any = self.root._call_impl if name == CALL else getattr(type(self.root), name).__get__(self.root)
-            return call(*args, **kwargs)
+            return self._call(name)(*args, **kwargs)
         if self._tree.adapted():
             return self._adapted().run_method(name, args, kwargs)
         refuse_conversion(quantizes=self._any_hook is not None)
@@ -257,6 +258,11 @@ class Runtime:
             self._trained += 1
             self._advance()
         return result
+
+    def _call(self, name: str) -> Callable[..., Any]:
+        """Return the root's own call, or its method ``name``."""
+        call: Any = self.root._call_impl if name == CALL else getattr(type(self.root), name).__get__(self.root)
+        return call  # type: ignore[no-any-return]
 
     @property
     def _bypassed(self) -> bool:
@@ -334,7 +340,8 @@ class Runtime:
     ) -> Any:
         """Run a call of the model that Dynamo does not compile."""
         what = "this forward" if name == CALL else f"{name}()"
-        self._uncompiled.warn(why := cause(), f"{what} runs uncompiled, quantized as ever, and slower: {why}")
+        why = self._refused or cause()
+        self._uncompiled.warn(why, f"{what} runs uncompiled, quantized as ever, and slower: {why}")
         return self._uncompiled.run(self.root, call, args, kwargs, self.capture, checked=self._checked)
 
     @opaque
@@ -372,9 +379,16 @@ class Runtime:
                 if sharded:
                     with capture.forward():
                         return self.root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+                if self._refused is not None:
+                    return self._run_uncompiled(name, self._call(name), args, kwargs)
                 return capture.run(name, args, kwargs)
         except Exception as error:
             ours, capture.error = capture.error, None
+            if (why := refused_grouped_product(error)) is not None:
+                if capture.strict or sharded:
+                    raise CaptureError(why) from error
+                self._refused = why
+                return self._run(name, training, args, kwargs)  # nothing has run: Dynamo traces first
             unmarked = ours.all if isinstance(ours, UnmarkedWeight) and not capture.captured(name) else []
             carried = [self._uncompiled.carry(each) for each in unmarked]
             if any(carried):

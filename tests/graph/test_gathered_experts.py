@@ -23,6 +23,7 @@ from fp4graph.graph.names import Names
 from fp4graph.graph.plan import plan_site
 from fp4graph.graph.rewrite import rewrite
 from fp4graph.technique.site import SiteView
+from tests.helpers.models import grouped_mm
 from tests.helpers.policies import NVFP4, TIES_UP, one_rule
 from tests.model.test_uncompiled import assert_equal
 
@@ -272,8 +273,8 @@ class Block(nn.Module):
         order = torch.argsort(ids, stable=True)
         ends = (ids[:, None] == torch.arange(EXPERTS)).sum(0).cumsum(0).to(torch.int32)
         back = torch.argsort(order)
-        hidden = torch._grouped_mm(x[order], self.w1.mT, offs=ends)[back] + self.bias[ids]
-        return torch._grouped_mm(F.silu(hidden)[order], self.w2, offs=ends)[back]
+        hidden = grouped_mm(x[order], self.w1.mT, offs=ends)[back] + self.bias[ids]
+        return grouped_mm(F.silu(hidden)[order], self.w2, offs=ends)[back]
 
 
 class Model(nn.Module):

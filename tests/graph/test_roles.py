@@ -16,6 +16,7 @@ from fp4graph.errors import CaptureError
 from fp4graph.graph.names import Names
 from fp4graph.policy import shipped_policies
 from fp4graph.technique.registry import default_registry
+from tests.helpers.models import grouped_mm
 
 EVERY_LINEAR = {"version": 1, "rules": [{"name": "all", "match": {"op": "linear"}, "quantize": {"block": 32}}]}
 QUANTIZED_ROUTER = {"name": "routers", "match": {"role": "router"}, "quantize": {"block": 16}}
@@ -187,7 +188,7 @@ class MixtureRouter(nn.Module):
 
     def forward(self, x):
         ends = torch.tensor([2, 6], dtype=torch.int32)
-        return torch._grouped_mm(x, self.weight, offs=ends)
+        return grouped_mm(x, self.weight, offs=ends)
 
 
 def test_experts_of_a_module_that_is_called_a_router_are_quantized():

@@ -26,6 +26,24 @@ class Mlp(nn.Module):
         return result
 
 
+#: Torch.compile takes ``F.grouped_mm`` in fp32 from torch 2.15 on.
+COMPILES_GROUPED_FP32 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+if not COMPILES_GROUPED_FP32:
+    import transformers.integrations.moe  # noqa: F401  # registers the operator that grouped_mm() calls
+
+
+def grouped_mm(x: Tensor, w: Tensor, *, offs: Tensor) -> Tensor:
+    """Multiply tokens ``x [T, K]``, sorted by expert, with their experts' matrices ``w [E, K, N]``, under any torch.
+
+    Where torch.compile refuses torch's own product, models of transformers call an operator of transformers, and so
+    does this function.
+    """
+    if COMPILES_GROUPED_FP32 or x.dtype is not torch.float32:
+        return nn.functional.grouped_mm(x, w, offs=offs)
+    result: Tensor = torch.ops.transformers.grouped_mm_fallback(x, w, offs)
+    return result
+
+
 def vit(**options: Any) -> nn.Module:
     """Make a two-block timm ViT of width 64 for images of 32x32."""
     import timm

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import fp4graph
 from fp4graph.errors import CaptureError, PolicyError
 from fp4graph.graph.functions import site_function
 from fp4graph.model.runtime import runtime_of
+from tests.helpers.models import COMPILES_GROUPED_FP32, grouped_mm
 from tests.helpers.policies import NVFP4, TIES_UP, one_rule
 from tests.model.test_uncompiled import assert_equal
 
@@ -40,9 +42,9 @@ class Experts(nn.Module):
         ends = torch.cumsum(sizes, 0, dtype=torch.int32)
         # Rows that torch's own product leaves unwritten, both ways: masked behind each product and before it.
         dropped = (choice[order] == EXPERTS)[:, None]
-        hidden = torch._grouped_mm(x[order].masked_fill(dropped, 0), self.w1.transpose(-2, -1), offs=ends)
+        hidden = grouped_mm(x[order].masked_fill(dropped, 0), self.w1.transpose(-2, -1), offs=ends)
         hidden = F.silu(hidden.masked_fill(dropped, 0)) * self.scale.sum((0, 1)).mean()
-        y = torch._grouped_mm(hidden.masked_fill(dropped, 0), self.w2, offs=ends).masked_fill(dropped, 0)
+        y = grouped_mm(hidden.masked_fill(dropped, 0), self.w2, offs=ends).masked_fill(dropped, 0)
         return torch.zeros_like(x).index_copy(0, order, y)
 
 
@@ -244,12 +246,32 @@ def test_training_resumes_bit_for_bit(technique):
 
 
 class Grouped(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, product=grouped_mm) -> None:
         super().__init__()
-        self.w = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH))
+        self.w = nn.Parameter(torch.randn(EXPERTS, WIDTH, WIDTH, generator=torch.Generator().manual_seed(0)))
+        self.product = product
 
     def forward(self, x, ends):
-        return F.grouped_mm(x, self.w, offs=ends)
+        return self.product(x, self.w, offs=ends)
+
+
+def test_a_product_in_fp32_that_torch_does_not_compile_runs_uncompiled():
+    """Torch 2.13 and 2.14 refuse F.grouped_mm in fp32 under torch.compile."""
+    policy, ends = one_rule(op="grouped"), torch.tensor([10, 20, 48, 64], dtype=torch.int32)
+    x = torch.randn(64, WIDTH)
+    expected = fp4graph.apply(Grouped(), policy, backend="eager")(x, ends)
+    refused = pytest.raises(fp4graph.CaptureError, match=r"torch 2\.1[34].* does not compile grouped_mm in fp32")
+    strict = fp4graph.apply(Grouped(F.grouped_mm), policy, backend="eager", strict=True)
+    with nullcontext() if COMPILES_GROUPED_FP32 else refused:
+        assert torch.equal(strict(x, ends), expected)
+    with nullcontext() if COMPILES_GROUPED_FP32 else refused:
+        assert [site.quantized for site in fp4graph.explain(Grouped(F.grouped_mm), policy, (x, ends)).sites] == [True]
+    model = fp4graph.apply(Grouped(F.grouped_mm), policy, backend="eager")
+    warned = pytest.warns(fp4graph.PolicyWarning, match="runs uncompiled.*does not compile grouped_mm in fp32")
+    with nullcontext() if COMPILES_GROUPED_FP32 else warned:
+        y = model(x, ends)
+    assert torch.equal(y, expected)
+    assert torch.equal(model(x, ends), expected)  # warned about once
 
 
 def test_offsets_that_decrease_are_refused():

@@ -19,6 +19,7 @@ from fp4graph.ops.gemm import GemmProgram, MatmulProgram
 from fp4graph.ops.grouped import Experts
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.technique.site import SiteView
+from tests.helpers.models import grouped_mm
 from tests.helpers.policies import NVFP4, one_rule, quantizer
 
 KEY, STEP = noise.make_key("site", "experts"), noise.make_step(0, 0, 0)
@@ -324,7 +325,6 @@ class OfExperts(torch.nn.Module):
             setattr(self, name, torch.nn.Parameter(torch.randn(shape, generator=generator) / 6))
 
     def forward(self, x, ends):
-        grouped_mm = torch.nn.functional.grouped_mm
         gate, up = (grouped_mm(x, w.mT, offs=ends) for w in (self.gate, self.up))
         return grouped_mm(self.act(gate) * up, self.down.mT, offs=ends)
 

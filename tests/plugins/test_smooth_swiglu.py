@@ -16,6 +16,7 @@ from fp4graph.graph.plan import plan_site
 from fp4graph.numerics import noise
 from fp4graph.technique.operands import Gemm
 from fp4graph.technique.site import SiteView
+from tests.helpers.models import grouped_mm
 
 SPEC = fp4graph.QuantSpec(block=16, scale=fp4graph.ScaleSpec("e8m0", "ceil"))
 QUANTIZE = {"element": "e2m1", "block": 16, "scale": {"format": "e8m0", "rounding": "ceil"}}
@@ -234,17 +235,17 @@ class SwiGluExperts(nn.Module):
             setattr(self, name, nn.Parameter(torch.randn(shape, generator=generator) / 6))
 
     def forward(self, x, ends):
-        gate, up = (F.grouped_mm(x, w.mT, offs=ends) for w in (self.gate, self.up))
-        return F.grouped_mm(F.silu(gate) * up, self.down.mT, offs=ends)
+        gate, up = (grouped_mm(x, w.mT, offs=ends) for w in (self.gate, self.up))
+        return grouped_mm(F.silu(gate) * up, self.down.mT, offs=ends)
 
 
 class GptOssExperts(SwiGluExperts):
     """GPT-OSS's activation: clamped projections, gate·σ(1.702·gate)·(up + 1)."""
 
     def forward(self, x, ends):
-        gate, up = (F.grouped_mm(x, w.mT, offs=ends) for w in (self.gate, self.up))
+        gate, up = (grouped_mm(x, w.mT, offs=ends) for w in (self.gate, self.up))
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
-        return F.grouped_mm((up + 1) * (gate * torch.sigmoid(1.702 * gate)), self.down.mT, offs=ends)
+        return grouped_mm((up + 1) * (gate * torch.sigmoid(1.702 * gate)), self.down.mT, offs=ends)
 
 
 class Gelu(nn.Sequential):

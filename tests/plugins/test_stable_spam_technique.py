@@ -223,7 +223,12 @@ TIMM = [
     "adan",
     "laprop",
     "mars",
-    "novograd",
+    pytest.param(
+        "novograd",
+        marks=pytest.mark.skipif(
+            timm.__version__ < "1.0.31", reason="its step divides p.grad in place, which this test feeds to the other"
+        ),
+    ),
 ]
 
 

@@ -1,0 +1,44 @@
+"""Behaviour that depends on torch's version: the versions that are tested, and the limits of older ones."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+from torch._dynamo.exc import TorchRuntimeError
+
+#: The newest minor release of torch that the tests have run on; pyproject.toml has the lowest.
+NEWEST = (2, 15)
+
+
+def untested(version: str) -> str | None:
+    """Return a warning about a ``version`` of torch that is newer than all tested ones, or None."""
+    if tuple(map(int, version.split(".")[:2])) <= NEWEST:
+        return None
+    newest = ".".join(map(str, NEWEST))
+    return (
+        f"fp4graph was tested up to torch {newest} and this is torch {version}; look for a newer fp4graph, or compare "
+        f'one step under backend="eager" with a step under your backend before you trust a long run'
+    )
+
+
+@functools.cache
+def warn_once() -> None:
+    """Warn, once in a process, where torch is newer than all tested versions."""
+    if (text := untested(torch.__version__)) is not None:
+        warnings.warn(text, stacklevel=3)
+
+
+def refused_grouped_product(error: Exception) -> str | None:
+    """Return why torch.compile refuses a grouped product, where ``error`` is that refusal; None for other errors.
+
+    Before torch 2.15 the meta kernel of ``aten::_grouped_mm``, which torch.compile runs on fake tensors, takes bf16
+    alone; the kernels of devices take fp32 too.
+    """
+    if not isinstance(error, TorchRuntimeError) or not all(word in str(error) for word in ("_grouped_mm", "float32")):
+        return None
+    return (
+        f"torch {torch.__version__} does not compile grouped_mm in fp32; make the products bf16 (autocast does not "
+        "reach grouped_mm: call model.bfloat16()), or install torch 2.15"
+    )

@@ -1,0 +1,65 @@
+"""Versions: `make oldest` installs the lowest that pyproject.toml allows; a newer torch is warned about."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import fp4graph
+from fp4graph import versions
+
+ROOT = Path(__file__).parents[1]
+BOUND = re.compile(r"([\w.-]+)(?:\[\w+\])?>=([\d.]+)$")
+PIN = re.compile(r"([\w.-]+)===?([\d.]+)$")
+LINTERS = {"mypy", "ruff"}  # `make oldest` runs the tests alone
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version without trailing zeros."""
+    return tuple(map(int, re.sub(r"(\.0)+$", "", version).split(".")))
+
+
+def test_the_oldest_versions_are_the_lower_bounds() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    required = [*project["dependencies"], *extras["vision"], *extras["test"], *extras["bench"], *extras["export"]]
+    bounds = {match[1].lower(): numbers(match[2]) for each in required if (match := BOUND.match(each))}
+    ours, _, others = (ROOT / "constraints-oldest.txt").read_text("utf-8").partition("# Not ours")
+    pins = {match[1]: numbers(match[2]) for line in ours.splitlines() if (match := PIN.match(line))}
+    assert others
+    assert pins == {name: bound for name, bound in bounds.items() if name not in LINTERS}
+
+
+@pytest.mark.parametrize(
+    ("version", "newer"),
+    [
+        ("2.13.0", False),
+        ("2.15.3+cpu", False),
+        ("2.16.0.dev20270101+cu130", True),
+        ("2.16.0a0+git1", True),
+        ("3.0", True),
+    ],
+)
+def test_a_torch_newer_than_all_tested_ones_is_known(version: str, newer: bool) -> None:
+    text = versions.untested(version)
+    assert (text is not None) == newer
+    assert not newer or (version in text and "2.15" in text)
+
+
+def test_apply_warns_once_about_a_newer_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    major, minor = map(int, torch.__version__.split(".")[:2])
+    monkeypatch.setattr(versions, "NEWEST", (major, minor - 1))
+    versions.warn_once.cache_clear()
+    with pytest.warns(UserWarning, match=f"tested up to torch {major}.{minor - 1} and this is torch {major}.{minor}"):
+        fp4graph.apply(nn.Linear(4, 4), "bf16", backend="eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fp4graph.apply(nn.Linear(4, 4), "bf16", backend="eager")
+    monkeypatch.undo()
+    versions.warn_once.cache_clear()
