@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from fp4graph.errors import Error
+from fp4graph.errors import CaptureError, Error
 
 _Backward = Callable[..., tuple[Tensor | None, ...]]
 
@@ -50,10 +50,11 @@ def is_transformed() -> bool:
 
 
 def refuse_transforms(site: str | None) -> None:
-    """Raise an Error where a transform of torch.func, or forward-mode differentiation, runs a quantized product."""
+    """Raise a CaptureError where a transform of torch.func, or forward mode, runs a quantized product."""
     if is_transformed():
-        raise Error(
-            f"{site or 'a product'}: torch.func (grad, vmap, jvp) and torch.autograd.forward_ad cannot transform a "
-            "quantized product, which has a backward of its own. Keep this site in high precision by a rule, or call "
-            "torch.autograd.grad without create_graph=True instead"
+        raise CaptureError(
+            "torch.func (grad, vmap, jvp) and torch.autograd.forward_ad cannot transform a quantized product, which "
+            "has a backward of its own. Keep this site in high precision by a rule, or use torch.autograd.grad, without "
+            "create_graph=True",
+            site=site,
         )
