@@ -54,7 +54,7 @@ def refuse_transforms(site: str | None) -> None:
     if is_transformed():
         raise CaptureError(
             "torch.func (grad, vmap, jvp) and torch.autograd.forward_ad cannot transform a quantized product, which "
-            "has a backward of its own. Keep this site in high precision by a rule, or use torch.autograd.grad, without "
-            "create_graph=True",
+            "has a backward of its own. Keep this site in high precision by a rule, or use torch.autograd.grad "
+            "without create_graph=True",
             site=site,
         )
