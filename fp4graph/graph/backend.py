@@ -45,7 +45,7 @@ def _first_order(compiler: Backend, gm: GraphModule, example_inputs: list[Any]) 
     compiled = compiler(gm, example_inputs)
     if not sites:
         return compiled
-    where = sites[0] if len(sites) == 1 else f"{sites[0]} and {len(sites) - 1} other sites of its graph"
+    where = sites[0] if len(sites) == 1 else f"{sites[0]} and {len(sites) - 1} more in its graph"
     writable = [i for i, x in enumerate(example_inputs) if isinstance(x, Tensor) and not isinstance(x, Parameter)]
 
     def refuse(gradients: Any) -> None:
