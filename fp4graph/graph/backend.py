@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.nn import Parameter
 
 from fp4graph.kernels.inductor import patches
+from fp4graph.ops.first_order import refuse_create_graph
 
 BACKENDS = ("inductor", "aot_eager", "eager")
 Backend = Callable[[GraphModule, list[Any]], Callable[..., Any]]
@@ -25,7 +27,41 @@ def inner_backend(name: str, options: Mapping[str, Any] | None = None) -> Backen
     """
     if name not in BACKENDS:
         raise ValueError(f"backend is one of {', '.join(BACKENDS)}; got {name!r}")
-    return partial(_inductor, options or {}) if name == "inductor" else torch._dynamo.lookup_backend(name)
+    if name == "eager":
+        return torch._dynamo.lookup_backend(name)  # runs the backward of each product, which refuses by itself
+    compiler = partial(_inductor, options or {}) if name == "inductor" else torch._dynamo.lookup_backend(name)
+    return partial(_first_order, compiler)
+
+
+def _first_order(compiler: Backend, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+    """Compile with ``compiler``, which traces the backward, and have that backward refuse ``create_graph=True``.
+
+    A backward reaches a compiled graph through the ``grad_fn`` of an output, or of an input that the graph has written
+    to. The refusal is a hook there, so that results stay the compiler's own. Parameters are not written to where
+    gradients are enabled. A graph without quantized products is left as it is.
+    """
+    modules = [module for module in gm.modules() if isinstance(module, GraphModule)]
+    sites = [str(n.kwargs["site"]) for m in modules for n in m.graph.nodes if "site" in n.kwargs]
+    compiled = compiler(gm, example_inputs)
+    if not sites:
+        return compiled
+    where = sites[0] if len(sites) == 1 else f"{sites[0]} and {len(sites) - 1} more in its graph"
+    writable = [i for i, x in enumerate(example_inputs) if isinstance(x, Tensor) and not isinstance(x, Parameter)]
+
+    def refuse(gradients: Any) -> None:
+        refuse_create_graph(where)
+
+    def run(*inputs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return compiled(*inputs)
+        before = {inputs[i].grad_fn for i in writable}
+        results = compiled(*inputs)
+        tensors = (*(x for x in results if isinstance(x, Tensor)), *(inputs[i] for i in writable))
+        for node in {x.grad_fn for x in tensors} - before - {None}:
+            node.register_prehook(refuse)
+        return results
+
+    return run
 
 
 def _inductor(options: Mapping[str, Any], gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:

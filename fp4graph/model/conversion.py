@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from fp4graph.errors import Error
+from fp4graph.ops.first_order import is_transformed
 
 _REMEDY = "call fp4graph.remove(model) first, and fp4graph.apply(model, policy) to train on"
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -33,11 +34,11 @@ def refuse_conversion(*, quantizes: bool) -> None:
         refuse("torch.jit.trace")
     if torch.compiler.is_exporting():
         refuse("torch.export")
-    if quantizes and torch._C._functorch.peek_interpreter_stack() is not None:
+    if quantizes and is_transformed():
         raise Error(
-            "a transform of torch.func (grad, vmap, jvp) cannot run a model with a policy applied, because quantizers "
-            "have gradients of their own; use loss.backward() or torch.autograd.grad, or wrap the call in "
-            "fp4graph.bypass(model) if high precision is what you want"
+            "a transform of torch.func (grad, vmap, jvp) or forward-mode differentiation cannot run a model with a "
+            "policy applied, because quantizers have gradients of their own; use loss.backward() or "
+            "torch.autograd.grad, or wrap the call in fp4graph.bypass(model) if high precision is what you want"
         )
 
 

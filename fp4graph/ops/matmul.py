@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from fp4graph.kernels.operators import PackedOperand
 from fp4graph.numerics.draw import Draw
 from fp4graph.ops import contract, observe
 from fp4graph.ops.bound import BoundMatmul, MatmulOptions
+from fp4graph.ops.first_order import first_order, refuse_transforms
 from fp4graph.ops.gemm import MatmulProgram
 from fp4graph.ops.grouped import Experts
 from fp4graph.ops.kept import as_read, is_ready, packing, restored, tensors
@@ -62,6 +62,7 @@ def quantized_matmul(
     Returns:
         ``[..., M, N]`` (``[T, N]``) in the dtype autocast asks for, else in that of ``a``.
     """
+    refuse_transforms(site)
     device = a.device.type
     dtype = a.dtype
     if torch.is_autocast_enabled(device) and dtype is not torch.float64:
@@ -140,7 +141,7 @@ class _QuantizedMatmul(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         options: MatmulOptions = ctx.options
         program, dtype = options.program, options.dtype

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from fp4graph.numerics.draw import Draw
 from fp4graph.ops import contract
 from fp4graph.ops.bound import BoundMatmul, MatmulOptions
 from fp4graph.ops.draw import apart_draw, operand_draw
+from fp4graph.ops.first_order import first_order
 from fp4graph.ops.gemm import MatmulProgram
 from fp4graph.ops.kept import as_read, packing, restored, tensors, values
 from fp4graph.ops.product import Terms, total
@@ -132,7 +132,7 @@ class _PartedMatmul(torch.autograd.Function):
         return rest + chosen
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         options: MatmulOptions = ctx.options
         program = options.program

@@ -16,6 +16,7 @@ from fp4graph.numerics.draw import Draw
 from fp4graph.ops.draw import operand_draw
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.site import SiteView
+from tests.helpers.policies import NVFP4, one_rule
 
 CEIL = fp4graph.ScaleSpec("e8m0", "ceil")
 FLOOR = fp4graph.ScaleSpec("e8m0", "floor")
@@ -175,12 +176,22 @@ def test_mixed_dtypes_are_refused_as_torch_does(data):
         linear("tetrajet")(x, w.bfloat16(), None, KEY, STEP, 0)
 
 
-def test_a_second_derivative_is_refused(data):
-    x, w, bias, _ = data
-    y = linear("microscaling")(x.requires_grad_(), w, bias, None, None, 0)
-    (gradient,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"twice|once_differentiable"):
-        gradient.sum().backward()
+@pytest.mark.parametrize("form", ["linear", "matmul", "grouped", "parted"])
+def test_a_second_derivative_is_refused(data, form):
+    x, w, _, _ = data
+    more = {"out_control": {"mode": "split"}} if form == "parted" else "hadamard"
+    op = "linear" if form == "parted" else form
+    rule = fp4graph.load_policy(one_rule(more, op=op, quantize=NVFP4)).rules[0]
+    program = plan_site(SiteView("fc", op, 64, 96, 64 * 96), rule).program
+    assert (program.apart is not None) == (form == "parted")
+    state, ends = (torch.rand(64),) if form == "parted" else (), None
+    if form == "grouped":
+        w, ends = torch.stack([w, w]), torch.tensor([20, 50], dtype=torch.int32)
+    b = w.requires_grad_() if op == "linear" else w.requires_grad_().mT
+    y = site_function(program, op, 1.0, 1.0)(x, b, None, KEY, STEP, 0, *state, site="fc", ends=ends)
+    torch.autograd.grad(y.sum(), w, retain_graph=True)
+    with pytest.raises(fp4graph.Error, match=r"^fc: .*create_graph=True .* fp4graph\.bypass"):
+        torch.autograd.grad(y.sum(), w, create_graph=True)
 
 
 def test_batched_products_broadcast_and_sum_back():
