@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -87,13 +86,12 @@ def sweep(
             progress.show(now, events)
 
     found: Results = results(made)
-    writer = f".{os.getpid()}"  # several processes of a sweep may end at once
-    write(folder / "results.csv", to_csv([found]), writer)
-    write(folder / "results.json", to_json([found]), writer)
+    write(folder / "results.csv", to_csv([found]))
+    write(folder / "results.json", to_json([found]))
     console.print(best_table(found, score_rule))
     files = ["results.csv", "results.json"]
     if any(s.scores[score_rule] is not None for s in found.complete):
-        write(folder / "pareto.png", png([found], score_rule), writer)
+        write(folder / "pareto.png", png([found], score_rule))
         files.append("pareto.png")
     console.print(f"{folder}: {', '.join(files)}", soft_wrap=True)
     done = sum(s.trial.finished for s in found.trials)

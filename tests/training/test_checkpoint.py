@@ -121,7 +121,7 @@ def test_a_cut_off_file_is_an_error_that_names_it(made: Any, tmp_path: Path, sha
     content = file.read_bytes()
     file.write_bytes(content[: int(share * len(content))])
     before = {key: value.clone() for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    with pytest.raises(fp4graph.Error, match=r"run\.pt cannot be read as a checkpoint: it is cut off"):
+    with pytest.raises(fp4graph.Error, match=r"run\.pt cannot be read as tensors and plain data: it is cut off"):
         checkpoint.load(file, model, optimizer)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items() if key in before)
 
