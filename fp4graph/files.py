@@ -24,6 +24,8 @@ def replacing(path: str | PathLike[str]) -> Iterator[BinaryIO]:
     several writers at once each has a temporary file of its own; the last to end prevails.
     """
     path = Path(path)
+    if path.exists() and not path.is_file():  # renaming would put a file in the place of a device
+        raise OSError(errno.EINVAL, "it is not a regular file")
     temporary, file = _temporary(path)
     with file:
         try:

@@ -79,6 +79,8 @@ def save(
     """
     path = Path(path)
     module = unwrapped(model)
+    if not isinstance(progress, Mapping | None):
+        raise Error(f"progress is a {type(progress).__name__}; give a dict, such as {{'step': step}}")
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -271,7 +273,7 @@ def _read(path: str | PathLike[str]) -> dict[str, Any]:
         )
     version = content.get("version")
     if version not in (*UNDIGESTED, VERSION):
-        raise Error(f"{path} has layout {version!r}; this fp4graph reads layouts 2 to {VERSION}")
+        raise Error(f"{path} has version {version!r} of the layout; this fp4graph reads 2 to {VERSION}")
     if not digested and version == VERSION:
         raise Error(
             f"{path} has lost the digest of its content: it is damaged, or something else wrote it again. Take a copy "
@@ -280,7 +282,7 @@ def _read(path: str | PathLike[str]) -> dict[str, Any]:
     validation.check_parts(str(path), content)
     if not digested:
         warnings.warn(
-            f"checkpoint {path} has layout {version}, which has no digest: whether its values are those that were "
+            f"checkpoint {path} has version {version} of the layout, without a digest: whether its values are those that were "
             "written cannot be checked; save it again",
             stacklevel=3,
         )

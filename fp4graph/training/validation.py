@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from fp4graph.errors import Error
 from fp4graph.model import state
+from fp4graph.training import count
 from fp4graph.training.origin import Mismatch
 from fp4graph.training.stable_spam import StableSPAM
 
@@ -41,7 +42,7 @@ def check_parts(file: str, content: Mapping[str, Any]) -> None:
     faults = _mistyped("", content, _PARTS)
     if not faults and content["policy"] is not None:
         faults += _mistyped("policy.", content["policy"], _POLICY)
-        faults += _mistyped("policy.", {"forwards": None, **content["policy"]}, {"forwards": _COUNT})
+        faults += _mistyped("policy.", content["policy"], {"forwards": _COUNT} if content["version"] > 2 else {})
     if not faults:
         faults += [] if content["ranks"] else ["ranks is empty"]
         faults += [f for n, own in enumerate(content["ranks"]) for f in _mistyped(f"ranks[{n}].", own, _RANK)]
@@ -99,6 +100,8 @@ def check_optimizer(file: str, saved: Mapping[str, Any], optimizer: torch.optim.
         options = {key: value for key, value in own.items() if key != "params"}
         needed = {key for key in getattr(optimizer, "defaults", {}) if not _is_flag(options.get(key))}
         faults += _unlike(where, group, options, needed)
+        ours = {key: value for key, value in group.items() if str(key).startswith(count.PREFIX)}
+        faults += [f"{where}.{key} is {_named(value)}" for key, value in ours.items() if type(value) is not int]
         if all(isinstance(index, int | str) for index in indices):
             parameters |= dict(zip(indices, own["params"], strict=False))
             if known:
@@ -136,18 +139,25 @@ def _wrong_state(
     faults = []
     for name, value in values.items():
         reference = own.get(name, parameter if known and name in _ELEMENTWISE else None)
-        if known and name == "step" and not _is_number(value):
-            faults.append(f"{where}.{name} is {_named(value)}, no number")
+        if known and name == "step" and not _is_step(value):
+            faults.append(f"{where}.{name} is {_named(value)}, no number of steps")
         elif isinstance(reference, Tensor) and reference.dim() and value is not None:
             faults += unequal(f"{where}.{name}", value, reference)
     return faults
+
+
+def _is_step(value: Any) -> bool:
+    """Return whether a value counts steps as torch's optimizers do: in a float tensor, in a number formerly."""
+    return _is_number(value) and (not isinstance(value, Tensor) or value.is_floating_point())
 
 
 def check_scheduler(file: str, saved: Any, scheduler: Any) -> None:
     """Raise :class:`Mismatch` unless ``saved`` can be loaded into ``scheduler``, as far as its class is torch's."""
     if isinstance(scheduler, LRScheduler):
         here = scheduler.state_dict()
-        faults = _unlike("scheduler", saved, here, {key for key in here if not key.startswith("_")})
+        here |= {key: tuple(here[key]) for key in ("base_lrs", "_last_lr") if key in here}  # one for each group
+        needed = {key for key in here if not key.startswith("_")} | {"_last_lr", "_step_count"}
+        faults = _unlike("scheduler", saved, here, needed)
         if faults:
             raise Mismatch(f"checkpoint {file} is of another scheduler: {_listed(faults)}")
 
