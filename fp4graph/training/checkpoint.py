@@ -282,8 +282,8 @@ def _read(path: str | PathLike[str]) -> dict[str, Any]:
     validation.check_parts(str(path), content)
     if not digested:
         warnings.warn(
-            f"checkpoint {path} has version {version} of the layout, without a digest: whether its values are those that were "
-            "written cannot be checked; save it again",
+            f"checkpoint {path} has version {version} of the layout, without a digest: whether its values are those "
+            "that were written cannot be checked; save it again",
             stacklevel=3,
         )
     return content
