@@ -7,7 +7,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
-from fp4graph.commands.output import wide_console
+from fp4graph.commands.output import say, wide_console
 from fp4graph.commands.run_options import run_options
 from fp4graph.errors import Error
 from fp4graph.experiments.data.extras import needs
@@ -61,7 +61,7 @@ def sweep(
     url = url_of(storage or folder / "sweep.db", existing=export_policy is not None)
     name = study or task
     if export_policy is not None:
-        print(export(Study.open(url, name), export_policy, folder))
+        say(str(export(Study.open(url, name), export_policy, folder)))
         return
 
     run = Run(task, **settings)
@@ -77,7 +77,7 @@ def sweep(
     if retry_failed:
         made.excuse_failed()
 
-    console = wide_console(markup=False)
+    console = wide_console()
     size = searched.size()
     title = f"{task} over {searched.name}, {size:,}{'+' if size == 1_000_000 else ''} configurations"
     interrupts = Interrupts()

@@ -14,6 +14,8 @@ from fp4graph.text import suggest
 
 OPTIMIZERS = ("adam", "adamw", "sgd", "stablespam")
 DTYPES = ("fp32", "bf16")
+#: Seeds are below this: torch's generators take 64 bits, and tasks add the number of an epoch.
+SEEDS = 2**63
 SCHEDULES = ("constant", "cosine", "timm")
 
 
@@ -80,10 +82,11 @@ class Run:
             value = getattr(self, name)
             if value is not None and (type(value) is not int or value < 1):
                 raise Error(f"{name} must be a whole number of at least 1; got {value!r}")
-        for name in ("seed", "workers"):
+        for name, end in (("seed", SEEDS), ("workers", math.inf)):
             value = getattr(self, name)
-            if type(value) is not int or value < 0:
-                raise Error(f"{name} must be a whole number of at least 0; got {value!r}")
+            if type(value) is not int or not 0 <= value < end:
+                upto = f" and at most {SEEDS - 1}" if end == SEEDS else ""
+                raise Error(f"{name} must be a whole number of at least 0{upto}; got {value!r}")
         for name in ("lr", "epochs"):
             value = getattr(self, name)
             if value is not None and not (_is_number(value) and 0 < value < math.inf):

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
+import warnings
 from os import PathLike
 from typing import Any, BinaryIO
 
@@ -52,13 +54,16 @@ def read(path: str | PathLike[str]) -> tuple[Any, bool]:
         with open(path, "rb") as file:  # one file all along, even if another takes its name
             digested = _check(path, file)
             file.seek(0)
-            return torch.load(file, map_location="cpu", weights_only=True), digested
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's guesses at what else the file may be
+                return torch.load(file, map_location="cpu", weights_only=True), digested
     except Error:
         raise
     except OSError as error:
         raise Error(f"{path} cannot be read: {error.strerror or error}") from error
     except Exception as error:  # damaged bytes raise anything
-        first = "".join(str(error).strip().splitlines()[:1])[:300]
+        known = re.search(r"WeightsUnpickler error: (.*)", str(error))  # below much advice to run what is in the file
+        first = known[1] if known else "".join(str(error).strip().splitlines()[:1])[:300]
         raise Error(
             f"{path} cannot be read as tensors and plain data: it is cut off, damaged, or something else wrote it "
             f"({type(error).__name__}: {first})"

@@ -114,6 +114,24 @@ def test_goes_on_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
+def test_policies_that_do_not_fit_are_all_named_before_the_first_training(command: Any, tmp_path: Path) -> None:
+    (tmp_path / "nowhere.yaml").write_text(
+        "version: 1\nrules:\n- {name: absent, match: {module: absent.*}, operands: {fprop: mxfp4}}\n"
+    )
+    code, _, err = command(*BRIEF, "--policies=bf16,tetrajet,tetrajett,nvfp4-te,nowhere.yaml", "--output=here")
+    assert code == 1
+    first, *lines = err.splitlines()
+    assert first == "3 of the policies cannot train digits, so none was trained:"
+    assert "tetrajett: " in lines[0]
+    assert "did you mean the shipped policy 'tetrajet'" in lines[0]
+    assert "nvfp4-te: " in lines[1]
+    assert "Kept: 4 by rule 'first block' (sensitive to quantization), 4 by rule 'last block'" in lines[2]
+    assert "nowhere.yaml: " in lines[3]
+    assert "rule 'absent' matches no site of this model" in lines[3]
+    assert not (tmp_path / "here").exists()
+
+
+@pytest.mark.slow
 def test_several_seeds_have_a_mean_and_a_deviation(command: Any, tmp_path: Path) -> None:
     code, out, err = command(
         "digits", "--batch-size=16", "--steps=1", "--validation-batches=1", "--policies=mxfp4", "--seed=3", "--seeds=2"

@@ -449,6 +449,7 @@ def test_a_file_in_the_records_place(tmp_path: Path) -> None:
         ({"steps": 0}, "steps must be a whole number of at least 1; got 0"),
         ({"steps": 2.5}, "steps must be a whole number"),
         ({"seed": -1}, "seed must be a whole number of at least 0"),
+        ({"seed": 2**63}, "seed must be .* at most 9223372036854775807; got 9223372036854775808"),
         ({"warmup": 1.5}, r"warmup must be a number of \[0, 1\)"),
         ({"weight_decay": -1}, "weight_decay must be"),
         ({"batch_size": 5000}, "batch size 5000 is more than the 1437 training samples"),
