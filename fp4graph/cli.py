@@ -29,11 +29,11 @@ for _command in (train, compare, sweep, score, pareto, report, policies, techniq
 
 
 def main() -> None:
-    """Run the command. An error of ours is a message on stderr and exit status 1."""
+    """Run the command. An error of ours, or of the system's files, is a message on stderr and exit status 1."""
     with _printable_warnings():
         try:
             app()
-        except Error as error:
+        except (Error, OSError) as error:
             print(printable(shortened(str(error))), file=sys.stderr)
             sys.exit(1)
 

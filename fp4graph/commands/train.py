@@ -82,7 +82,7 @@ def _options(pairs: list[str]) -> dict[str, Any]:
             raise Error(f"--optimizer-option takes name=value, not {pair!r}")
         try:
             options[name] = json.loads(text)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             options[name] = text
     return options
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -80,7 +81,7 @@ class Run:
                 raise Error(f"unknown {name} {value!r}; {suggest(str(value), known)}")
         for name in ("batch_size", "accumulate", "steps", "validate_every", "validation_batches"):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
+            if value is not None and (type(value) is not int or not 1 <= value <= sys.maxsize):
                 raise Error(f"{name} must be a whole number of at least 1; got {value!r}")
         for name, end in (("seed", SEEDS), ("workers", math.inf)):
             value = getattr(self, name)

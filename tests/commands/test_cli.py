@@ -290,6 +290,13 @@ def test_control_characters_of_a_policy_are_not_printed(fp4graph: Any, tmp_path:
     assert json.loads(fp4graph("check", str(file), "--json").out)["description"] == evil
 
 
+def test_a_name_that_no_file_can_have_is_a_message(fp4graph: Any) -> None:
+    result = fp4graph("report", "x" * 5000)
+    assert result.code == 1
+    assert "File name too long" in result.err
+    assert "Traceback" not in result.err
+
+
 def test_a_message_is_no_longer_than_a_page(fp4graph: Any) -> None:
     result = fp4graph("train", "digits", "--optimizer-option", "x" * 100_000)
     assert result.code == 1
