@@ -19,7 +19,7 @@ from fp4graph.commands.strip import strip
 from fp4graph.commands.sweep import sweep
 from fp4graph.commands.train import train
 from fp4graph.errors import Error
-from fp4graph.text import printable, shortened
+from fp4graph.text import abridged, printable
 
 app = typer.Typer(
     name="fp4graph", help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -34,14 +34,14 @@ def main() -> None:
         try:
             app()
         except (Error, OSError) as error:
-            print(printable(shortened(str(error))), file=sys.stderr)
+            print(printable(abridged(str(error))), file=sys.stderr)
             sys.exit(1)
 
 
 @contextmanager
 def _printable_warnings() -> Iterator[None]:
     former = warnings.formatwarning
-    warnings.formatwarning = lambda *args, **kwargs: printable(shortened(former(*args, **kwargs)))
+    warnings.formatwarning = lambda *args, **kwargs: printable(abridged(former(*args, **kwargs)))
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""Texts for messages: suggestions of the nearest name, and differences between two policies."""
+"""Texts for messages: suggestions of the nearest name, differences between two policies, what a terminal may show."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def shortened(text: str) -> str:
+def abridged(text: str) -> str:
     """Return ``text``, without the middle of a long one."""
     left_out = len(text) - _LONGEST
     if left_out <= 0:
