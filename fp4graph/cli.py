@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import typer
 
@@ -16,6 +19,7 @@ from fp4graph.commands.strip import strip
 from fp4graph.commands.sweep import sweep
 from fp4graph.commands.train import train
 from fp4graph.errors import Error
+from fp4graph.text import abridged, printable
 
 app = typer.Typer(
     name="fp4graph", help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -25,9 +29,20 @@ for _command in (train, compare, sweep, score, pareto, report, policies, techniq
 
 
 def main() -> None:
-    """Run the command. An error of ours is one line on stderr and exit status 1."""
+    """Run the command. An error of ours, or of the system's files, is a message on stderr and exit status 1."""
+    with _printable_warnings():
+        try:
+            app()
+        except (Error, OSError) as error:
+            print(printable(abridged(str(error))), file=sys.stderr)
+            sys.exit(1)
+
+
+@contextmanager
+def _printable_warnings() -> Iterator[None]:
+    former = warnings.formatwarning
+    warnings.formatwarning = lambda *args, **kwargs: printable(abridged(former(*args, **kwargs)))
     try:
-        app()
-    except Error as error:
-        print(error, file=sys.stderr)
-        sys.exit(1)
+        yield
+    finally:
+        warnings.formatwarning = former

@@ -1,4 +1,4 @@
-"""Texts for messages: suggestions of the nearest name, and differences between two policies."""
+"""Texts for messages: suggestions of the nearest name, differences between two policies, what a terminal may show."""
 
 from __future__ import annotations
 
@@ -7,6 +7,22 @@ import re
 from collections.abc import Iterable, Sequence
 
 _SHOWN = 12  # lines of a difference
+_LONGEST = 10_000  # characters of a message
+#: Characters that move a terminal's cursor, start its commands or turn the direction of text, and halves of characters.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Return ``text`` with control characters but tabs and line feeds written as JSON escapes, such as ``\\u001b``."""
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def abridged(text: str) -> str:
+    """Return ``text``, without the middle of a long one."""
+    left_out = len(text) - _LONGEST
+    if left_out <= 0:
+        return text
+    return f"{text[: _LONGEST // 2]} [... {left_out} characters ...] {text[-_LONGEST // 2 :]}"
 
 
 def nearest(name: str, known: Iterable[str], *, count: int = 1, cutoff: float = 0.6) -> list[str]:

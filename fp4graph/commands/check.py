@@ -57,7 +57,7 @@ def explain(
     input_size: Annotated[
         str | None, typer.Option(help="Input shape without the batch, as 3x224x224; by default the model's own.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, help="Batch size of the captured forward.")] = 2,
+    batch_size: Annotated[int, typer.Option(min=1, max=10**9, help="Batch size of the captured forward.")] = 2,
     every: Annotated[bool, typer.Option("--all", help="Give each site a line of its own.")] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -78,6 +78,6 @@ def _explanation(model: str, policy: Policy, input_size: str | None = None, batc
         raise Error(f"timm has no model {model!r}; {suggest(model, timm.list_models())[:400]}")
     built: Any = timm.create_model(model)
     sizes = list(built.default_cfg["input_size"]) if not input_size else input_size.split("x")
-    if not all(str(size).isdecimal() and int(size) for size in sizes):
+    if not all(str(size).isdecimal() and len(str(size)) < 10 and int(size) for size in sizes):
         raise Error(f"--input-size {input_size!r} is not a shape; write sizes with x between them, such as 3x224x224")
     return fp4graph.explain(built, policy, (torch.zeros(batch_size, *map(int, sizes)),))

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from fp4graph.commands.output import AsJson, wide_console
+from fp4graph.commands.output import AsJson, say, wide_console
 from fp4graph.commands.run_options import run_options
 from fp4graph.commands.train import progress_of
 from fp4graph.errors import Error
@@ -44,7 +44,7 @@ def compare(
     progress = partial(progress_of, quiet=as_json, one_of_many=True)
     results = comparing.compare(runs, folder, resume=resume, progress=progress)
     if as_json:
-        print((folder / comparing.RESULTS).read_text(encoding="utf-8"), end="")
+        say((folder / comparing.RESULTS).read_text(encoding="utf-8").rstrip("\n"))
         return
     wide = wide_console()
     wide.print(comparing.title(results), comparing.table(results), sep="\n")

@@ -11,6 +11,7 @@ import torch
 import typer
 from torch import nn
 
+from fp4graph.commands.output import say
 from fp4graph.errors import Error
 from fp4graph.experiments.data.extras import needs
 
@@ -73,7 +74,7 @@ def export(
             "models are exported in Python, by fp4graph.export(model, folder)"
         )
     size = sum(file.stat().st_size for file in output.glob("*.safetensors"))
-    print(f"{output}: {layout}, {size / 2**20:.2f} MiB of weights")
+    say(f"{output}: {layout}, {size / 2**20:.2f} MiB of weights")
 
 
 def _export_run(folder: Path, output: Path, options: dict[str, Any]) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.markdown import Markdown
+from rich.segment import Segment
 
 from fp4graph.technique.registry import Registry, default_registry
+from fp4graph.text import printable
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 PolicyArgument = Annotated[str, typer.Argument(metavar="POLICY", help="A policy file, or a shipped policy's name.")]
@@ -21,25 +24,44 @@ def show(data: Any, *parts: RenderableType, as_json: bool) -> None:
     if as_json:
         print_json(data)
         return
-    console = wide_console(markup=False)
+    console = wide_console()
     for part in parts:
         if isinstance(part, Markdown) and not console.is_terminal:
-            print(part.markup, end="")
+            print(printable(part.markup), end="")
         else:
             console.print(part)
 
 
 def print_json(data: Any) -> None:
-    print(json.dumps(data, indent=2, ensure_ascii=False, default=str))
+    say(json.dumps(data, indent=2, ensure_ascii=False, default=str))
 
 
-def wide_console(**options: Any) -> Console:
-    """Return a console for tables: as wide as the terminal, or 140 columns elsewhere."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 140, **options)
+def say(message: str) -> None:
+    """Print a line, or JSON, without control characters."""
+    print(printable(message))
 
 
 def warn(message: str) -> None:
-    print(f"warning: {message}", file=sys.stderr)
+    """Print a warning on stderr, without control characters."""
+    print(printable(f"warning: {message}"), file=sys.stderr)
+
+
+class _PrintableConsole(Console):
+    """A console whose text has no control characters but its own: policies and data bring theirs."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(printable(segment.text), segment.style)
+
+
+def new_console(**options: Any) -> Console:
+    """Return a console that prints text as it is: without markup, emoji and control characters."""
+    return _PrintableConsole(**{"highlight": False, "markup": False, "emoji": False} | options)
+
+
+def wide_console() -> Console:
+    """Return a console for tables: as wide as the terminal, or 140 columns elsewhere."""
+    return new_console(width=None if sys.stdout.isatty() else 140)
 
 
 def installed_registry() -> Registry:

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from fp4graph.commands.output import say
+
 
 def report(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of fp4graph train, or one with statistics.")],
@@ -21,4 +23,4 @@ def report(
     from fp4graph.experiments.report import write_report
 
     path = write_report(run, output)
-    print(f"{path}: {path.stat().st_size / 1e6:.1f} MB, open it in a browser")
+    say(f"{path}: {path.stat().st_size / 1e6:.1f} MB, open it in a browser")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fp4graph.commands.output import AsJson, wide_console
+from fp4graph.commands.output import AsJson, say, warn, wide_console
 from fp4graph.commands.sweep import known_rule
 from fp4graph.errors import Error
 from fp4graph.experiments.data.extras import needs
@@ -61,9 +60,9 @@ def score(
             raise Error(f"--export {path}: write .csv or .json")
         write(path, to_csv(found) if path.suffix == ".csv" else to_json(found))
     if as_json:
-        print(effects_json(found) if choices else to_json(found), end="")
+        say((effects_json(found) if choices else to_json(found)).rstrip("\n"))
         return
-    console = wide_console(markup=False)
+    console = wide_console()
     for one in found:
         if choices:
             console.print(effects_table(one))
@@ -94,8 +93,8 @@ def pareto(
         for family in one.families:
             for s in frontier(one.complete_of(family), chosen):
                 figures = f"Ω {s.trial.complexity:g}  score {s.scores[chosen]:+.4f}  loss {s.trial.loss:.4g}"
-                print(f"{one.name}  {family}  trial {s.trial.number}  {s.trial.summary}  {figures}")
-    print(output)
+                say(f"{one.name}  {family}  trial {s.trial.number}  {s.trial.summary}  {figures}")
+    say(str(output))
 
 
 def read(sources: list[str], only: list[str] | None) -> list[Any]:
@@ -123,6 +122,6 @@ def read(sources: list[str], only: list[str] | None) -> list[Any]:
             study = Study.open(url, name)
             made, here = study.manifest.fp4graph, fp4graph.__version__
             if made != here:
-                print(f"note: study {name!r} was made by fp4graph {made}; this is {here}", file=sys.stderr)
+                warn(f"study {name!r} was made by fp4graph {made}; this is {here}")
             found.append(results(study))
     return found

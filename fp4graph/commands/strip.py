@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import copy
-import pickle
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
 
+from fp4graph.commands.output import say
 from fp4graph.errors import Error
+from fp4graph.experiments.data.extras import needs
 from fp4graph.files import replacing
 from fp4graph.model.state import is_ours
+from fp4graph.training import sealed
 
 
 def strip(
@@ -35,10 +37,11 @@ def strip(
         removed = _safetensors(source, target) if source.suffix == ".safetensors" else _pickled(source, target)
     except OSError as error:
         raise Error(f"cannot write {target}: {error.strerror or error}; make room, or name another place") from error
-    print(f"{target}: without {removed} entries of {source}")
+    say(f"{target}: without {removed} entries of {source}")
 
 
 def _safetensors(source: Path, target: Path) -> int:
+    needs("safetensors", "such files are read by safetensors", "export")
     from safetensors import SafetensorError, safe_open
     from safetensors.torch import save
 
@@ -55,15 +58,16 @@ def _safetensors(source: Path, target: Path) -> int:
 
 
 def _pickled(source: Path, target: Path) -> int:
+    with torch.serialization.safe_globals([argparse.Namespace]):  # the arguments of timm's and DeiT's scripts
+        content, digested = sealed.read(source)
+    if not isinstance(content, Mapping):
+        raise Error(f"{source} holds no weights by name, but one {type(content).__name__}; there is nothing to strip")
     try:
-        with torch.serialization.safe_globals([argparse.Namespace]):  # the arguments of timm's and DeiT's scripts
-            content = torch.load(source, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError, KeyError) as error:
-        first = "".join(str(error).strip().splitlines()[:1])
-        raise Error(f"{source} cannot be read as tensors and plain data: {first}") from error
-    plain, removed = _without_ours(content)
+        plain, removed = _without_ours(content)
+    except RecursionError:
+        raise Error(f"{source} is nested too deeply, or holds itself; it is no file of weights") from None
     with replacing(target) as out:
-        torch.save(plain, out)
+        (sealed.save if digested else torch.save)(plain, out)
     return removed
 
 

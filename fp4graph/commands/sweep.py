@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
 
-from fp4graph.commands.output import wide_console
+from fp4graph.commands.output import say, wide_console
 from fp4graph.commands.run_options import run_options
 from fp4graph.errors import Error
 from fp4graph.experiments.data.extras import needs
@@ -62,7 +61,7 @@ def sweep(
     url = url_of(storage or folder / "sweep.db", existing=export_policy is not None)
     name = study or task
     if export_policy is not None:
-        print(export(Study.open(url, name), export_policy, folder))
+        say(str(export(Study.open(url, name), export_policy, folder)))
         return
 
     run = Run(task, **settings)
@@ -78,7 +77,7 @@ def sweep(
     if retry_failed:
         made.excuse_failed()
 
-    console = wide_console(markup=False)
+    console = wide_console()
     size = searched.size()
     title = f"{task} over {searched.name}, {size:,}{'+' if size == 1_000_000 else ''} configurations"
     interrupts = Interrupts()
@@ -87,13 +86,12 @@ def sweep(
             progress.show(now, events)
 
     found: Results = results(made)
-    writer = f".{os.getpid()}"  # several processes of a sweep may end at once
-    write(folder / "results.csv", to_csv([found]), writer)
-    write(folder / "results.json", to_json([found]), writer)
+    write(folder / "results.csv", to_csv([found]))
+    write(folder / "results.json", to_json([found]))
     console.print(best_table(found, score_rule))
     files = ["results.csv", "results.json"]
     if any(s.scores[score_rule] is not None for s in found.complete):
-        write(folder / "pareto.png", png([found], score_rule), writer)
+        write(folder / "pareto.png", png([found], score_rule))
         files.append("pareto.png")
     console.print(f"{folder}: {', '.join(files)}", soft_wrap=True)
     done = sum(s.trial.finished for s in found.trials)

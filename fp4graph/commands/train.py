@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from fp4graph.commands.output import AsJson, print_json, wide_console
+from fp4graph.commands.output import AsJson, new_console, print_json, wide_console
 from fp4graph.commands.run_options import run_options
 from fp4graph.errors import Error
 
@@ -68,7 +67,7 @@ def train(
     if as_json:
         print(json.dumps({"run": run.to_json(), "outcome": outcome.to_json(), "record": str(folder)}, indent=2))
     else:
-        console = Console(highlight=False)
+        console = new_console()
         console.print(_summary(run, outcome))
         console.print(f"record: {folder}", soft_wrap=True)
     return None
@@ -83,7 +82,7 @@ def _options(pairs: list[str]) -> dict[str, Any]:
             raise Error(f"--optimizer-option takes name=value, not {pair!r}")
         try:
             options[name] = json.loads(text)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             options[name] = text
     return options
 
@@ -99,12 +98,13 @@ def _unused(run: Run) -> Path:
 @contextmanager
 def progress_of(run: Run, *, quiet: bool, one_of_many: bool = False) -> Iterator[tuple[Tick, Report]]:
     """Show a training on stderr: a bar on a terminal, elsewhere a line per validation, below a heading of many."""
-    console = Console(stderr=True, highlight=False, quiet=quiet)
+    console = new_console(stderr=True, quiet=quiet)
     if one_of_many and not console.is_terminal:
         console.print(f"{run.task} under {run.policy}, seed {run.seed}", soft_wrap=True)
-    columns = ("{task.description}", BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    name, status = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[status]}"))
+    columns = name, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), status
     validation = ""
-    with Progress(*columns, "{task.fields[status]}", console=console, disable=not console.is_terminal) as shown:
+    with Progress(*columns, console=console, disable=not console.is_terminal) as shown:
         bar_of_run = shown.add_task(f"{run.task}, {run.policy}", total=None, status="preparing")
 
         def tick(step: int, steps: int, loss: float) -> None:

@@ -9,26 +9,32 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich import box
 from rich.table import Table
+from torch import nn
 
 from fp4graph.analysis.style import PALETTE, styled, subplots
-from fp4graph.errors import Error
+from fp4graph.errors import Error, PolicyError
 from fp4graph.experiments.data.extras import needs
 from fp4graph.experiments.run import Run
 from fp4graph.experiments.run_folder import Ended, read_outcome, read_run
-from fp4graph.experiments.tasks import task_named
+from fp4graph.experiments.tasks import Problem, placed, task_named
 from fp4graph.experiments.train import train
 from fp4graph.files import replacing, write
-from fp4graph.policy import load_policy
+from fp4graph.model.explain import explain
+from fp4graph.policy import Policy, load_policy
 
 RESULTS, PICTURE = "comparison.json", "loss.png"
+#: Reasons that an error gives for what a policy does not quantize.
+SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -56,16 +62,21 @@ def compare(
         progress: a context around a run, which gives the functions that :func:`train` calls as ``tick`` and ``report``.
 
     Raises:
-        Error: two runs have the same policy name and seed, a policy or the task is not what a run needs, or without
-            ``resume`` the folder holds one of the runs.
+        Error: two runs have the same policy name and seed, policies do not fit the task's model, the task is not what a
+            run needs, or without ``resume`` the folder holds one of the runs. All this but the last is found before the
+            first training.
     """
-    names = [f"{load_policy(run.policy).name}-{run.seed}" for run in runs]  # before any training, so that none is lost
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise Error(f"two of the policies are called {twice.rpartition('-')[0]!r}; give each another name")
     for run in runs:
         task_named(run.task).settings(run)
     needs("matplotlib", "pictures are drawn by matplotlib", "analysis")
+    policies, faults = _loaded(runs)
+    names = [f"{policies[_label(run)].name}-{run.seed}" for run in runs if _label(run) in policies]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise Error(f"two of the policies are called {twice.rpartition('-')[0]!r}; give each another name")
+    if faults := faults | _faults(runs[0], policies):
+        reasons = "".join(f"\n  {name}: {fault}" for name, fault in faults.items())
+        raise Error(f"{len(faults)} of the policies cannot train {runs[0].task}, so none was trained:{reasons}")
     results: list[Result] = []
     for run, name in zip(runs, names, strict=True):
         with progress(run) as (tick, report), suppress(Ended):
@@ -75,6 +86,80 @@ def compare(
         results.append(Result(done["policy_name"], run.seed, done, outcome))
         _keep(results, folder)
     return results
+
+
+def _label(run: Run) -> str:
+    """Return how the caller names the policy of a run."""
+    return run.policy if isinstance(run.policy, str) else str(run.policy.get("name"))
+
+
+def _loaded(runs: Sequence[Run]) -> tuple[dict[str, Policy], dict[str, str]]:
+    """Return the policies of ``runs``, and the errors of those that cannot be loaded."""
+    policies, faults = {}, {}
+    for label, policy in {_label(run): run.policy for run in runs}.items():
+        try:
+            policies[label] = load_policy(policy)
+        except PolicyError as error:
+            faults[label] = str(error)
+    return policies, faults
+
+
+def _faults(run: Run, policies: Mapping[str, Policy]) -> dict[str, str]:
+    """Return the errors that the model of ``run`` raises under ``policies``, captured on fake tensors.
+
+    A model that cannot be captured so, whatever the policy, is left to its training.
+    """
+    quantizing = {label: policy for label, policy in policies.items() if policy.quantizes or policy.phases}
+    if not quantizing:
+        return {}
+    task = task_named(run.task)
+    settings = task.settings(run)
+    with torch.random.fork_rng(), torch.autocast("cpu", torch.bfloat16, enabled=settings.autocast):
+        problem = task.make(settings)
+        problem.model.to(settings.parameter_dtype).train()
+        call = _first_call(problem)
+        faults = {label: fault for label, policy in quantizing.items() if (fault := _fault(problem, policy, call))}
+        return {} if faults and _fault(problem, load_policy("bf16"), call) else faults
+
+
+class _Called(BaseException):
+    """Ends the first call of a model, with its arguments; no Exception, so that no task catches it."""
+
+
+def _first_call(problem: Problem) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of the first call of the model in a training."""
+
+    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        raise _Called(args, kwargs)
+
+    handle = problem.model.register_forward_pre_hook(stop, with_kwargs=True)
+    try:
+        problem.measure(problem.model, next(problem.batches(0)))
+    except _Called as call:
+        args, kwargs = call.args
+        return args, kwargs
+    finally:
+        handle.remove()
+    raise AssertionError(f"{type(problem).__name__} does not call its model")
+
+
+def _fault(problem: Problem, policy: Policy, call: tuple[tuple[Any, ...], dict[str, Any]]) -> str | None:
+    """Return the error that training under ``policy`` would raise at its first forward, or at that of a phase."""
+    try:
+        if problem.blocks is not None:
+            policy = placed(policy, problem.blocks)
+        for one in (policy, *(phase.policy for phase in policy.phases)):
+            explanation = explain(problem.model, one, *call)
+            if explanation.problem is not None:
+                kept = Counter((site.rule, site.reason) for site in explanation.sites if not site.quantized)
+                reasons = [
+                    f"{number} {f'by rule {rule!r}' if rule else 'by default'} ({reason})"
+                    for (rule, reason), number in kept.most_common(SHOWN)
+                ]
+                return explanation.problem + f"\n    Kept: {', '.join(reasons)}" * (not explanation.quantized)
+    except Error as error:
+        return str(error)
+    return None
 
 
 def _keep(results: Sequence[Result], folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -14,6 +15,8 @@ from fp4graph.text import suggest
 
 OPTIMIZERS = ("adam", "adamw", "sgd", "stablespam")
 DTYPES = ("fp32", "bf16")
+#: Seeds are below this: torch's generators take 64 bits, and tasks add the number of an epoch.
+SEEDS = 2**63
 SCHEDULES = ("constant", "cosine", "timm")
 
 
@@ -78,12 +81,13 @@ class Run:
                 raise Error(f"unknown {name} {value!r}; {suggest(str(value), known)}")
         for name in ("batch_size", "accumulate", "steps", "validate_every", "validation_batches"):
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < 1):
+            if value is not None and (type(value) is not int or not 1 <= value <= sys.maxsize):
                 raise Error(f"{name} must be a whole number of at least 1; got {value!r}")
-        for name in ("seed", "workers"):
+        for name, end in (("seed", SEEDS), ("workers", math.inf)):
             value = getattr(self, name)
-            if type(value) is not int or value < 0:
-                raise Error(f"{name} must be a whole number of at least 0; got {value!r}")
+            if type(value) is not int or not 0 <= value < end:
+                upto = f" and at most {SEEDS - 1}" if end == SEEDS else ""
+                raise Error(f"{name} must be a whole number of at least 0{upto}; got {value!r}")
         for name in ("lr", "epochs"):
             value = getattr(self, name)
             if value is not None and not (_is_number(value) and 0 < value < math.inf):

@@ -1,7 +1,8 @@
 """The folder of a run, which stays readable after a crash or a kill.
 
 ====================  ==========================================================================================
-``run.json``          the run as asked for and as resolved, the policy as YAML, versions; written first
+``run.json``          the run as asked for and as resolved, the policy as YAML, versions, the process; written first
+``run.lock``          locked by the process that writes here, until it ends, however it does
 ``metrics.jsonl``     one JSON object per line, flushed: ``step`` with ``train_loss``, ``lr``, ``seconds``, and after
                       a validation ``step`` with ``train_loss``, ``validation_loss`` and the task's metrics
 ``checkpoint.pt``     the state after the last validation (:mod:`fp4graph.training.checkpoint`)
@@ -17,11 +18,15 @@ from __future__ import annotations
 import errno
 import importlib.util
 import json
+import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from filelock import FileLock, Timeout
 
 from fp4graph.analysis import jsonlines
 from fp4graph.errors import Error
@@ -32,6 +37,7 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 RUN, METRICS, OUTCOME, CHECKPOINT, EVENTS = "run.json", "metrics.jsonl", "outcome.json", "checkpoint.pt", "tensorboard"
+LOCK = "run.lock"
 FORMAT, VERSION = "fp4graph.run", 1
 
 
@@ -40,18 +46,30 @@ class Ended(Error):
 
 
 class RunFolder:
-    """Writes the files of one run into the folder ``path``."""
+    """Writes the files of one run into the folder ``path``, which no other process uses from :meth:`begin` to
+    :meth:`close`."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.checkpoint = path, path / CHECKPOINT
         self._events: SummaryWriter | None = None
+        self._first_step: int | None = None
+        self._lock = FileLock(path / LOCK)
 
     def begin(self, content: Mapping[str, Any], *, resume: bool) -> None:
         """Write ``run.json``, or with ``resume`` check that the run there is this one.
 
         Raises:
-            Error: the folder holds a run, or another one than this, or cannot be written.
+            Error: another process writes here, or the folder holds a run, or another one than this, or cannot be
+                written.
         """
+        with self._writing(LOCK):
+            self.path.mkdir(parents=True, exist_ok=True)
+            try:
+                self._lock.acquire(timeout=0)
+            except Timeout:
+                raise Error(
+                    f"{self.path} is in use by {_holder(self.path)}; let it end, or give another folder"
+                ) from None
         metrics = self.path / METRICS  # a folder with run.json alone can be used again
         if self.checkpoint.exists() or (self.path / OUTCOME).exists() or (metrics.exists() and metrics.stat().st_size):
             if not resume:
@@ -69,12 +87,12 @@ class RunFolder:
             if (self.path / OUTCOME).exists():
                 raise Ended(f"{self.path} holds this run, and it has ended: {OUTCOME} says with what")
         started = datetime.now(UTC).isoformat(timespec="seconds")
-        with self._writing(RUN):
-            self.path.mkdir(parents=True, exist_ok=True)
-        self._replace(RUN, {"format": FORMAT, "version": VERSION, "started": started, **content})
+        process = {"pid": os.getpid(), "host": socket.gethostname()}
+        self._replace(RUN, {"format": FORMAT, "version": VERSION, "started": started, "process": process, **content})
 
     def keep_until(self, step: int) -> None:
-        """Drop the lines after ``step``: a run that is resumed there writes them again."""
+        """Drop the lines after ``step``, and hide TensorBoard's events: a run that goes on there writes them again."""
+        self._first_step = step + 1
         kept = [line for line in read_metrics(self.path) if line["step"] <= step]
         with self._writing(METRICS), replacing(self.path / METRICS) as file:
             file.writelines(map(jsonlines.line, kept))
@@ -93,9 +111,10 @@ class RunFolder:
         self._replace(OUTCOME, outcome.to_json())
 
     def close(self) -> None:
-        """Flush TensorBoard's events."""
+        """Flush TensorBoard's events, and let others write."""
         if self._events is not None:
             self._events.close()
+        self._lock.release()
 
     @property
     def events(self) -> SummaryWriter | None:
@@ -104,7 +123,7 @@ class RunFolder:
             from torch.utils.tensorboard import SummaryWriter
 
             with self._writing(EVENTS):
-                self._events = SummaryWriter(str(self.path / EVENTS))
+                self._events = SummaryWriter(str(self.path / EVENTS), purge_step=self._first_step)
         return self._events
 
     def _replace(self, name: str, content: Mapping[str, Any]) -> None:
@@ -121,6 +140,15 @@ class RunFolder:
             remedy = "make room and resume the run" if full else "see that the folder is one and can be written"
             what = f"cannot write {self.path / name}: {error.strerror or error}"
             raise Error(f"{what}. What was written before is readable; {remedy}") from error
+
+
+def _holder(folder: Path) -> str:
+    """Name the process that writes in ``folder``."""
+    try:
+        process = read_run(folder)["process"]
+        return f"process {process['pid']} on {process['host']}"
+    except (Error, KeyError, TypeError):  # it has just begun
+        return "another process"
 
 
 def read_run(folder: Path) -> dict[str, Any]:

@@ -40,6 +40,8 @@ LOOK_EVERY = 10
 WARM_UP_STEPS = 5
 #: Lines of metrics between two validations are no more than this many in all.
 LINES = 1000
+#: What a checkpoint's progress holds beside the history.
+COUNTS = "step", "seconds", "sites", "quantized"
 #: Validation samples whose way through the model is compared from step to step.
 PROBE = 8
 
@@ -92,12 +94,14 @@ def train(
                 f"give a number from 1 to {training.steps}"
             )
         probe = training.probe() if statistics is not None else None  # before the state of random numbers is set
-        if folder is not None:
-            folder.begin(training.description(), resume=resume)
-            if resume and folder.checkpoint.exists():
-                training.load(folder.checkpoint)
-                folder.keep_until(training.step)
         with ExitStack() as watching:
+            if folder is not None:
+                watching.callback(folder.close)
+                folder.begin(training.description(), resume=resume)
+                if resume:
+                    if folder.checkpoint.exists():
+                        training.load(folder.checkpoint)
+                    folder.keep_until(training.step)  # of a run that was killed before its first checkpoint, nothing
             trained = training.model, training.optimizer
             if watch is not None:
                 watching.enter_context(watch(*trained))
@@ -113,8 +117,6 @@ def train(
                 return training.go_on(folder, report, tick, checkpoints)
             finally:
                 torch._dynamo.reset()  # its caches keep the model alive, and a sweep trains many in one process
-                if folder is not None:
-                    folder.close()
 
 
 class _Training:
@@ -167,12 +169,15 @@ class _Training:
     def load(self, file: Path) -> None:
         """Restore the state that :meth:`save` wrote."""
         progress = checkpoint.load(file, self.model, self.optimizer, scaler=self.scaler, scheduler=self.scheduler)
-        self.step, self.seconds = progress["step"], progress["seconds"]
-        self.sites, self.quantized = progress["sites"], progress["quantized"]
-        self.history = [Validation(**entry) for entry in progress["history"]]
+        try:
+            for name in COUNTS:
+                setattr(self, name, progress[name])
+            self.history = [Validation(**entry) for entry in progress["history"]]
+        except (KeyError, TypeError) as error:
+            raise Error(f"{file} was not written by fp4graph train: its progress lacks {error}") from None
 
     def save(self, file: Path) -> None:
-        progress = {name: getattr(self, name) for name in ("step", "seconds", "sites", "quantized")}
+        progress = {name: getattr(self, name) for name in COUNTS}
         progress["history"] = [dataclasses.asdict(entry) for entry in self.history]
         states: dict[str, Any] = {"scaler": self.scaler, "scheduler": self.scheduler, "progress": progress}
         checkpoint.save(file, self.model, self.optimizer, **states)

@@ -4,9 +4,9 @@
 ...     progress = checkpoint.load("run.pt", model, optimizer, scaler=scaler, scheduler=scheduler)
 >>> checkpoint.save("run.pt", model, optimizer, scaler=scaler, scheduler=scheduler, progress={"step": step})
 
-A checkpoint is one file of tensors and plain data, read without running code. It holds the model with the state of its
-techniques, the optimizer, the loss scaler, the scheduler, the states of the random number generators (torch's, NumPy's
-and Python's), the caller's ``progress``, and the policy.
+A checkpoint is one file of tensors and plain data, read without running code, with a digest of its bytes. It holds the
+model with the state of its techniques, the optimizer, the loss scaler, the scheduler, the states of the random number
+generators (torch's, NumPy's and Python's), the caller's ``progress``, and the policy.
 
 With several processes every one calls :func:`save` and :func:`load`; rank 0 writes the file. Random states, and
 technique state that differs from rank to rank, are kept for each rank. Sharded tensors are gathered before they are
@@ -15,7 +15,7 @@ written, so that a run may go on with another number of processes, under ``fully
 
 from __future__ import annotations
 
-import pickle
+import copy
 import random
 import warnings
 from collections.abc import Mapping, Sequence
@@ -32,19 +32,21 @@ from torch import Tensor, nn
 from fp4graph.errors import Error, PolicyWarning
 from fp4graph.files import replacing
 from fp4graph.model import state
-from fp4graph.model.distributed import is_distributed, unwrapped
+from fp4graph.model.distributed import unwrapped
 from fp4graph.model.runtime import runtime_of
+from fp4graph.training import sealed, validation
 from fp4graph.training.origin import Mismatch, check_policy, written_under
-from fp4graph.training.ranks import gathered, gathered_whole, own_buffers, placed, rank
+from fp4graph.training.ranks import gathered, gathered_whole, own_buffers, placed, rank, together
+from fp4graph.training.validation import unequal
 
 __all__ = ["Mismatch", "Stateful", "Summary", "load", "read_summary", "save"]
 
 #: Marks of our files, and of this layout.
-FORMAT, VERSION = "fp4graph.checkpoint", 3
+FORMAT, VERSION = "fp4graph.checkpoint", 4
+#: Former layouts that are read: 2 has the count of forwards among the model's entries, neither has a digest.
+UNDIGESTED = 2, 3
 #: Types that ``torch.load`` reads without running code.
 PLAIN = (type(None), bool, int, float, str, bytes, Tensor, torch.dtype, torch.device, torch.Size)
-#: Keys that do not fit, as far as an error lists them.
-SHOWN = 12
 
 
 class Stateful(Protocol):
@@ -77,6 +79,8 @@ def save(
     """
     path = Path(path)
     module = unwrapped(model)
+    if not isinstance(progress, Mapping | None):
+        raise Error(f"progress is a {type(progress).__name__}; give a dict, such as {{'step': step}}")
     content = {
         "format": FORMAT,
         "version": VERSION,
@@ -88,18 +92,17 @@ def save(
         "progress": dict(progress or {}),
         "ranks": gathered({"rng": _rng_state(), "buffers": own_buffers(module)}),
     }
-    if rank() == 0:
-        content = {name: _plain(value, name) for name, value in content.items()}
-        try:
-            with replacing(path) as file:
-                torch.save(content, file)
-        except OSError as error:
-            raise _unwritten(path, error.strerror or str(error)) from error
-        except RuntimeError as error:  # from torch.save's zip file, which does not pass on the system's error
-            first = "".join(str(error).splitlines()[:1])
-            raise _unwritten(path, f"the disk is full, or may be ({first})") from error
-    if is_distributed():
-        torch.distributed.barrier()
+    with together():
+        if rank() == 0:
+            content = {name: _plain(value, name) for name, value in content.items()}
+            try:
+                with replacing(path) as file:
+                    sealed.save(content, file)
+            except OSError as error:
+                raise _unwritten(path, error.strerror or str(error)) from error
+            except RuntimeError as error:  # from torch.save's zip file, which does not pass on the system's error
+                first = "".join(str(error).splitlines()[:1])
+                raise _unwritten(path, f"the disk is full, or may be ({first})") from error
 
 
 def _unwritten(path: str | PathLike[str], reason: str) -> Error:
@@ -118,7 +121,7 @@ def load(
     scheduler: Stateful | None = None,
     same_policy: bool = True,
 ) -> dict[str, Any]:
-    """Restore everything as it was when :func:`save` was called. Nothing is touched if the file does not fit.
+    """Restore everything as it was at :func:`save`. A file that is damaged or does not fit changes nothing.
 
     Without an optimizer this reads the model alone, and leaves the random number generators as they are.
 
@@ -132,41 +135,60 @@ def load(
 
     Raises:
         Mismatch: the file is of another policy, noise seed or model, or lacks what is to be loaded.
-        Error: there is no file, the file is cut off, or something else wrote it.
+        Error: there is no file, or it is cut off, damaged, changed, or something else wrote it.
     """
-    content = _read(path)
     module = unwrapped(model)
-    wanted = {"optimizer": optimizer, "scaler": scaler, "scheduler": scheduler}
-    if missing := [name for name, part in wanted.items() if part is not None and content[name] is None]:
-        raise Mismatch(f"checkpoint {path} holds no {' and no '.join(missing)}: the run that wrote it saved none")
-    if same_policy:
-        check_policy(f"checkpoint {path}", content["policy"], module)
-        if scaler is not None and scaler.is_enabled() != bool(content["scaler"]):
-            there, here = ("enabled", "disabled") if content["scaler"] else ("disabled", "enabled")
-            raise Mismatch(f"checkpoint {path} was written with loss scaling {there}, here it is {here}")
-    ranks = content["ranks"]
-    entries = {**content["model"], **(ranks[rank()]["buffers"] if rank() < len(ranks) else {})}
-    entries, forwards = state.split_former(entries)  # layout 2 has the count among the model's entries
-    entries = _fitting(path, entries, module, same_policy)
-    if optimizer is not None:  # before the model: it looks before it writes
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", PolicyWarning)  # about the policy, which was looked at above
-                optimizer.load_state_dict(_placed_state(content["optimizer"], optimizer))
-        except (ValueError, KeyError) as error:
-            raise Mismatch(f"checkpoint {path} is of another optimizer: {error}") from error
+    with together():  # nothing is changed until every rank has found its part to be whole
+        content = _read(path)
+        file, ranks = str(path), content["ranks"]
+        wanted = {"optimizer": optimizer, "scaler": scaler, "scheduler": scheduler}
+        if missing := [name for name, part in wanted.items() if part is not None and content[name] is None]:
+            raise Mismatch(f"checkpoint {path} holds no {' and no '.join(missing)}: the run that wrote it saved none")
+        if same_policy:
+            check_policy(f"checkpoint {path}", content["policy"], module)
+            if scaler is not None and scaler.is_enabled() != bool(content["scaler"]):
+                there, here = ("enabled", "disabled") if content["scaler"] else ("disabled", "enabled")
+                raise Mismatch(f"checkpoint {path} was written with loss scaling {there}, here it is {here}")
+        own = ranks[rank()] if rank() < len(ranks) else None
+        entries, forwards = _entries(content, own)
+        entries = _fitting(file, entries, module, same_policy)
+        parts: list[tuple[Any, Any]] = []
+        if scheduler is not None:
+            validation.check_scheduler(file, content["scheduler"], scheduler)
+            parts.append((scheduler, content["scheduler"]))
+        if scaler is not None and scaler.is_enabled() and content["scaler"]:
+            validation.check_scaler(file, content["scaler"], scaler)
+            parts.append((scaler, content["scaler"]))
+        if optimizer is not None:
+            validation.check_optimizer(file, content["optimizer"], optimizer)
+            parts.append((optimizer, _placed_state(content["optimizer"], optimizer)))
+            if own is not None:
+                validation.check_rng(file, f"ranks[{rank()}].rng", own["rng"])
+    _load_parts(file, parts)
     module.load_state_dict(entries)
-    forwards = (content["policy"] or {}).get("forwards", forwards)
     if forwards is not None and (runtime := runtime_of(module)) is not None:
         runtime.count_from(forwards)
-    if scaler is not None and scaler.is_enabled() and content["scaler"]:
-        scaler.load_state_dict(content["scaler"])
-    if scheduler is not None:
-        scheduler.load_state_dict(content["scheduler"])
-    if optimizer is not None and rank() < len(ranks):
-        _set_rng_state(ranks[rank()]["rng"])
+    if optimizer is not None and own is not None:
+        _set_rng_state(own["rng"])
     progress: dict[str, Any] = content["progress"]
     return progress
+
+
+def _load_parts(file: str, parts: Sequence[tuple[Any, Any]]) -> None:
+    """Load each state into its object; where one refuses it, the objects before get back what they had."""
+    former: list[tuple[Any, Any]] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PolicyWarning)  # about the policy, which was looked at before
+        for part, saved in parts:
+            now = part.state_dict()
+            former.append((part, now if isinstance(part, torch.optim.Optimizer) else copy.deepcopy(now)))
+            try:
+                part.load_state_dict(saved)
+            except Exception as error:  # a class of the user's own
+                for loaded, before in former:
+                    loaded.load_state_dict(before)
+                name = type(part).__name__
+                raise Mismatch(f"checkpoint {file} is of another {name}: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -233,53 +255,55 @@ def _set_rng_state(saved: Mapping[str, Any]) -> None:
     if torch.cuda.is_available():
         for device, generator in zip(range(torch.cuda.device_count()), saved["cuda"], strict=False):
             torch.cuda.set_rng_state(generator, device)
-    name, keys, *rest = saved["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    np.random.set_state(validation.numpy_state(saved["numpy"]))
     random.setstate(saved["python"])
 
 
 def _read(path: str | PathLike[str]) -> dict[str, Any]:
+    """Return the content of a checkpoint that is whole."""
     path = Path(path)
     if not path.exists():
         leftover = " (a save that was cut off left a .tmp beside it, which is no checkpoint)"
         raise Error(f"there is no checkpoint {path}{leftover if path.with_name(path.name + '.tmp').exists() else ''}")
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError, ValueError, KeyError, OSError) as error:
-        first = str(error).strip().splitlines()[:1]
-        raise Error(
-            f"{path} cannot be read as a checkpoint: it is cut off, damaged, or something else wrote it "
-            f"({type(error).__name__}: {''.join(first)})"
-        ) from error
+    content, digested = sealed.read(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise Error(
             f"{path} was not written by fp4graph.training.checkpoint.save; a plain state dict goes into "
             "model.load_state_dict"
         )
-    if content["version"] not in (2, VERSION):
-        raise Error(f"{path} has layout {content['version']}; this fp4graph reads layouts 2 and {VERSION}")
+    version = content.get("version")
+    if version not in (*UNDIGESTED, VERSION):
+        raise Error(f"{path} has version {version!r} of the layout; this fp4graph reads 2 to {VERSION}")
+    if not digested and version == VERSION:
+        raise Error(
+            f"{path} has lost the digest of its content: it is damaged, or something else wrote it again. Take a copy "
+            "or an earlier file"
+        )
+    validation.check_parts(str(path), content)
+    if not digested:
+        warnings.warn(
+            f"checkpoint {path} has version {version} of the layout, without a digest: whether its values are those "
+            "that were written cannot be checked; save it again",
+            stacklevel=3,
+        )
     return content
 
 
-def _fitting(path: str | PathLike[str], saved: dict[str, Any], module: nn.Module, same_policy: bool) -> dict[str, Any]:
+def _entries(content: Mapping[str, Any], own: Mapping[str, Any] | None) -> tuple[dict[str, Any], int | None]:
+    """Return the model's entries, with those in which this rank differs, and the count of forwards."""
+    entries = {**content["model"], **(own["buffers"] if own is not None else {})}
+    entries, forwards = state.split_former(entries)  # layout 2 has the count among the model's entries
+    return entries, (content["policy"] or {}).get("forwards", forwards)
+
+
+def _fitting(file: str, saved: dict[str, Any], module: nn.Module, same_policy: bool) -> dict[str, Any]:
     """Return the entries to load into ``module``, sharded as its own are.
 
-    Names and shapes are checked here, because ``load_state_dict`` writes first and complains afterwards.
+    They are checked here, because ``load_state_dict`` writes first and complains afterwards.
     """
     here = module.state_dict()
-    if not same_policy:
-        shapes = {key: value.shape for key, value in here.items() if isinstance(value, Tensor)}
-        fits = {key for key, value in saved.items() if isinstance(value, Tensor) and value.shape == shapes.get(key)}
+    if not same_policy:  # of our state, what fits
+        fits = {key for key in saved if isinstance(here.get(key), Tensor) and not unequal(key, saved[key], here[key])}
         saved = {key: value for key, value in saved.items() if not state.is_ours(key) or key in fits}
-    plain_saved, plain_here = state.strip(saved), state.strip(here)
-    wrong = [f"{key} is missing" for key in plain_here if key not in plain_saved]
-    wrong += [f"{key} is not in this model" for key in saved if key not in here]
-    wrong += [
-        f"{key} is {tuple(saved[key].shape)} there and {tuple(value.shape)} here"
-        for key, value in here.items()
-        if isinstance(value, Tensor) and isinstance(saved.get(key), Tensor) and saved[key].shape != value.shape
-    ]
-    if wrong:
-        more = f", and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else ""
-        raise Mismatch(f"checkpoint {path} is of another model: {'; '.join(wrong[:SHOWN])}{more}")
+    validation.check_entries(file, saved, here, same_policy)
     return {key: placed(value, here[key]) for key, value in saved.items()}

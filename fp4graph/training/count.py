@@ -18,7 +18,8 @@ from torch import nn
 from fp4graph.errors import PolicyWarning
 from fp4graph.model.runtime import Runtime, runtime_of
 
-_PREFIX = "fp4graph."
+#: Beginning of our keys in parameter groups.
+PREFIX = "fp4graph."
 
 
 class ForwardCounts:
@@ -61,7 +62,7 @@ class ForwardCounts:
     def _write(self, optimizer: torch.optim.Optimizer) -> None:
         for number, runtime in self._runtimes():
             for group in optimizer.param_groups:
-                group |= {f"{_PREFIX}{name}{number}": value for name, value in _facts(runtime).items()}
+                group |= {f"{PREFIX}{name}{number}": value for name, value in _facts(runtime).items()}
 
     def _written(self, optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:
         _pop(optimizer.param_groups)
@@ -74,7 +75,7 @@ class ForwardCounts:
     def _restore(self) -> None:
         for number, runtime in self._runtimes():
             names = ("forwards", "seed", "policy")
-            there = {name: self._loaded.pop(f"{_PREFIX}{name}{number}", None) for name in names}
+            there = {name: self._loaded.pop(f"{PREFIX}{name}{number}", None) for name in names}
             if there["forwards"] is None:
                 continue
             here = _facts(runtime)
@@ -105,6 +106,6 @@ def _pop(groups: list[dict[str, Any]]) -> dict[str, Any]:
     """Take our entries out of parameter groups, and return them."""
     found: dict[str, Any] = {}
     for group in groups:
-        for key in [key for key in group if key.startswith(_PREFIX)]:
+        for key in [key for key in group if key.startswith(PREFIX)]:
             found[key] = group.pop(key)
     return found

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from fp4graph.errors import Error
 from fp4graph.model import state
 from fp4graph.model.distributed import is_distributed
 from fp4graph.numerics.sharding import is_sharded, like, whole
@@ -37,6 +39,24 @@ def gathered_whole(value: Any) -> Any:
         full = whole(value)  # every rank takes part
         return full.cpu() if rank() == 0 else None
     return value
+
+
+@contextmanager
+def together() -> Iterator[None]:
+    """Raise on every rank where the block raises an Error on one: the others would go on, and wait for it in vain."""
+    problem: Error | None = None
+    try:
+        yield
+    except Error as error:
+        problem = error
+    if is_distributed():
+        problems: list[str | None] = [None] * torch.distributed.get_world_size()
+        torch.distributed.all_gather_object(problems, None if problem is None else str(problem))
+        first = next((number for number, text in enumerate(problems) if text is not None), None)
+        if problem is None and first is not None:
+            problem = Error(f"rank {first}: {problems[first]}")
+    if problem is not None:
+        raise problem
 
 
 def placed(value: Any, reference: Any) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.table import Table
 
 from fp4graph import cli, load_policy
 from fp4graph.commands import output, reference
@@ -269,3 +270,45 @@ def test_check_against_a_model(fp4graph: Any, tmp_path: Path) -> None:
     result = fp4graph("check", str(path), "--model", "test_vit")
     assert result.code == 1
     assert "expected at least 1000 quantized site(s)" in result.err
+
+
+CONTROL = "\x1b\x9b\x07\r\u202e"
+
+
+def test_control_characters_of_a_policy_are_not_printed(fp4graph: Any, tmp_path: Path) -> None:
+    evil = "[/x] " + "".join(f"{character}]0;title" for character in CONTROL)
+    policy = {"version": 1, "name": "evil", "description": evil,
+              "rules": [{"name": evil, "match": {"op": "linear"}, "keep": evil}], "default": "keep"}  # fmt: skip
+    file = tmp_path / "evil.yaml"
+    file.write_text(json.dumps(policy))  # which is YAML too
+    for arguments in (["check", str(file)], ["check", str(file), "--json"], ["policies", evil]):
+        result = fp4graph(*arguments)
+        shown = result.out + result.err
+        assert not set(CONTROL) & set(shown), arguments
+        assert "[/x]" in shown
+        assert "u001b]0;title" in shown or "policies" in arguments
+    assert json.loads(fp4graph("check", str(file), "--json").out)["description"] == evil
+
+
+def test_a_name_that_no_file_can_have_is_a_message(fp4graph: Any) -> None:
+    result = fp4graph("report", "x" * 5000)
+    assert result.code == 1
+    assert "File name too long" in result.err
+    assert "Traceback" not in result.err
+
+
+def test_a_message_is_no_longer_than_a_page(fp4graph: Any) -> None:
+    result = fp4graph("train", "digits", "--optimizer-option", "x" * 100_000)
+    assert result.code == 1
+    assert len(result.err) < 11_000
+    assert "characters ...]" in result.err
+
+
+def test_the_output_of_a_console_is_printable(capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table("[/x] :smile: \x1b]0;column")
+    table.add_row("a\x9bb")
+    output.new_console(width=80).print("\x1b[31mred", table)
+    shown = capsys.readouterr().out
+    assert not {"\x1b", "\x9b"} & set(shown)
+    assert "\\u001b[31mred" in shown
+    assert "[/x] :smile:" in shown

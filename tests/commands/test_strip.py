@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 import fp4graph
 from fp4graph.cli import app
+from fp4graph.training import checkpoint
 
 
 def made():
@@ -50,6 +51,36 @@ def test_a_checkpoint_of_another_trainer(tmp_path):
     for part in ("state_dict", "state_dict_ema"):
         made().load_state_dict(plain[part], strict=True)
     assert torch.load(tmp_path / "in.pt", weights_only=False)["state_dict"].keys() == state.keys()
+
+
+def test_a_checkpoint_of_ours_keeps_its_digest(tmp_path):
+    model = fp4graph.apply(made(), "tetrajet-qema", backend="eager")
+    checkpoint.save(tmp_path / "in.pt", model, progress={"step": 3})
+    assert "without 2 entries" in run(tmp_path / "in.pt", tmp_path / "out.pt").output
+    plain = made()
+    assert checkpoint.load(tmp_path / "out.pt", plain, same_policy=False) == {"step": 3}
+    content = bytearray((tmp_path / "in.pt").read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "in.pt").write_bytes(content)
+    assert "in.pt is damaged" in str(run(tmp_path / "in.pt", tmp_path / "other.pt").exception)
+    assert not (tmp_path / "other.pt").exists()
+
+
+def test_a_file_without_weights_is_an_error(tmp_path):
+    itself = {"model": {}}
+    itself["model"]["all"] = itself
+    for content, message in (
+        (5, "one int"),
+        ([1, "x"], "one list"),
+        (torch.zeros(3), "one Tensor"),
+        (itself, "itself"),
+    ):
+        torch.save(content, tmp_path / "in.pt")
+        done = run(tmp_path / "in.pt", tmp_path / "out.pt")
+        assert isinstance(done.exception, fp4graph.Error)
+        assert "in.pt" in str(done.exception)
+        assert message in str(done.exception)
+        assert not (tmp_path / "out.pt").exists()
 
 
 @pytest.mark.parametrize("name", ["missing.pt", "text.pt", "text.safetensors"])

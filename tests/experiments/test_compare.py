@@ -17,6 +17,7 @@ from fp4graph.experiments import compare as comparing
 from fp4graph.experiments.compare import PICTURE, RESULTS, Result, compare, table
 from fp4graph.experiments.run import Run
 from fp4graph.experiments.train import train
+from tests.helpers.policies import one_rule
 
 BRIEF = ["digits", "--batch-size=16", "--steps=7", "--validate-every=7", "--validation-batches=1", "--device=cpu"]
 
@@ -111,6 +112,22 @@ def test_goes_on_after_a_kill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         compare(runs("bf16", lr=1.0), tmp_path / "killed", resume=True)
     resumed = compare(both, tmp_path / "killed", resume=True)
     assert [result.outcome["history"] for result in resumed] == [result.outcome["history"] for result in whole]
+
+
+@pytest.mark.slow
+def test_policies_that_do_not_fit_are_all_named_before_the_first_training(command: Any, tmp_path: Path) -> None:
+    (tmp_path / "nowhere.yaml").write_text(json.dumps(one_rule(match={"module": "absent.*"}, default="keep")))
+    code, _, err = command(*BRIEF, "--policies=bf16,tetrajet,tetrajett,nvfp4-te,nowhere.yaml", "--output=here")
+    assert code == 1
+    first, *lines = err.splitlines()
+    assert first == "3 of the policies cannot train digits, so none was trained:"
+    assert "tetrajett: " in lines[0]
+    assert "did you mean the shipped policy 'tetrajet'" in lines[0]
+    assert "nvfp4-te: " in lines[1]
+    assert "Kept: 4 by rule 'first block' (sensitive to quantization), 4 by rule 'last block'" in lines[2]
+    assert "nowhere.yaml: " in lines[3]
+    assert "matches no site of this model" in lines[3]
+    assert not (tmp_path / "here").exists()
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -35,7 +36,7 @@ from fp4graph.experiments.results import (
     to_json,
 )
 from fp4graph.experiments.trial import Trial
-from fp4graph.files import write
+from fp4graph.files import replacing, write
 
 RULES = ("text", "table")
 
@@ -297,6 +298,20 @@ def test_a_file_is_written_whole_or_stays_as_it_was(tmp_path: Path, monkeypatch:
     (path.parent / "results.csv.tmp").write_text("what a kill left")  # the next writer overwrites it
     write(path, "third")
     assert [item.name for item in path.parent.iterdir()] == ["results.csv"]
+
+
+def test_writers_of_one_file_do_not_disturb_each_other(tmp_path: Path) -> None:
+    path = tmp_path / "run.pt"
+    with replacing(path) as last:
+        last.write(b"last")
+        with replacing(path) as first:
+            first.write(b"first, and longer")
+        assert path.read_bytes() == b"first, and longer"
+    assert path.read_bytes() == b"last"
+    assert [item.name for item in tmp_path.iterdir()] == ["run.pt"]
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(Error, match="pipe: it is not a regular file"):
+        write(tmp_path / "pipe", "text")
 
 
 # ------------------------------------------------------------------ as it goes

@@ -6,8 +6,10 @@ import gc
 import json
 import math
 import os
+import re
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -294,6 +296,52 @@ def test_resume_of_nothing_begins(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_resume_of_a_run_killed_before_its_first_checkpoint_repeats_no_line(tmp_path: Path) -> None:
+    chosen = run(steps=4, validate_every=4)
+    train(chosen, directory=tmp_path / "whole")
+
+    def stop(step: int, steps: int, loss: float) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(chosen, directory=tmp_path / "stopped", tick=stop)
+    assert [line["step"] for line in read_metrics(tmp_path / "stopped")] == [1, 2]
+    train(chosen, directory=tmp_path / "stopped", resume=True)
+    curves = [[{**line, "seconds": None} for line in read_metrics(tmp_path / name)] for name in ("whole", "stopped")]
+    assert curves[0] == curves[1]
+
+
+@pytest.mark.process
+def test_a_folder_has_one_writer_until_its_process_dies(tmp_path: Path) -> None:
+    content = {"settings": {}, "policy": ""}
+    code = (
+        "import pathlib, sys, time; from fp4graph.experiments.run_folder import RunFolder; "
+        f"folder = RunFolder(pathlib.Path(sys.argv[1])); folder.begin({content!r}, resume=True); "
+        "folder.line(1, train_loss=0.5); print('writes', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "writes\n"
+            before = sorted((file.name, file.read_bytes()) for file in tmp_path.iterdir() if file.is_file())
+            process = re.escape(f"{tmp_path} is in use by process {holder.pid} on {socket.gethostname()}")
+            for resume in (True, False):
+                with pytest.raises(Error, match=process):
+                    RunFolder(tmp_path).begin(content, resume=resume)
+            assert before == sorted((file.name, file.read_bytes()) for file in tmp_path.iterdir() if file.is_file())
+        finally:
+            holder.kill()
+    first = RunFolder(tmp_path)
+    first.begin(content, resume=True)
+    with pytest.raises(Error, match=f"in use by process {os.getpid()} "):
+        RunFolder(tmp_path).begin(content, resume=True)
+    first.close()
+    with pytest.raises(Error, match="holds a run already"):
+        RunFolder(tmp_path).begin(content, resume=False)
+
+
+@pytest.mark.slow
 def test_without_checkpoints_none_is_written(tmp_path: Path) -> None:
     train(run(steps=1), directory=tmp_path, checkpoints=False)
     assert not (tmp_path / "checkpoint.pt").exists()
@@ -401,6 +449,7 @@ def test_a_file_in_the_records_place(tmp_path: Path) -> None:
         ({"steps": 0}, "steps must be a whole number of at least 1; got 0"),
         ({"steps": 2.5}, "steps must be a whole number"),
         ({"seed": -1}, "seed must be a whole number of at least 0"),
+        ({"seed": 2**63}, "seed must be .* at most 9223372036854775807; got 9223372036854775808"),
         ({"warmup": 1.5}, r"warmup must be a number of \[0, 1\)"),
         ({"weight_decay": -1}, "weight_decay must be"),
         ({"batch_size": 5000}, "batch size 5000 is more than the 1437 training samples"),

@@ -11,6 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
@@ -91,6 +92,9 @@ def main(folder: Path, sharded: bool) -> None:
     expected = train(model, optimizer, 3)
 
     other, its = make(sharded)
+    # A rank that finds its copy missing stops all of them, before any has loaded anything.
+    with pytest.raises(fp4graph.Error, match="there is no checkpoint"):
+        checkpoint.load(file if rank == 0 else folder / "none.pt", other, its)
     assert checkpoint.load(file, other, its) == {"step": 3}
     assert train(other, its, 3) == expected, f"rank {rank}: the losses differ"
     left, right = tensors(model), tensors(other)

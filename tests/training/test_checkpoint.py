@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import json
 import os
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 import fp4graph
-from fp4graph.training import checkpoint
+from fp4graph.training import checkpoint, sealed
 from tests.helpers.processes import python, run, run_ranks
 
 KILLED = Path(__file__).with_name("killed.py")
@@ -121,9 +122,168 @@ def test_a_cut_off_file_is_an_error_that_names_it(made: Any, tmp_path: Path, sha
     content = file.read_bytes()
     file.write_bytes(content[: int(share * len(content))])
     before = {key: value.clone() for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
-    with pytest.raises(fp4graph.Error, match=r"run\.pt cannot be read as a checkpoint: it is cut off"):
+    with pytest.raises(fp4graph.Error, match=r"run\.pt cannot be read as tensors and plain data: it is cut off"):
         checkpoint.load(file, model, optimizer)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items() if key in before)
+
+
+class Kept:
+    """A model with all that a checkpoint restores, and a look at whether any of it has changed."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def states(self) -> Any:
+        parts = self.model, self.optimizer, self.scheduler, self.scaler
+        generators = torch.get_rng_state(), hash(random.getstate()), hash(str(np.random.get_state()))
+        return copy.deepcopy([dict(part.state_dict()) for part in parts]), generators
+
+    def save(self, file: Path) -> None:
+        checkpoint.save(
+            file, self.model, self.optimizer, scheduler=self.scheduler, scaler=self.scaler, progress={"step": 1}
+        )
+
+    def load(self, file: Path) -> None:
+        checkpoint.load(file, self.model, self.optimizer, scheduler=self.scheduler, scaler=self.scaler)
+
+
+@pytest.mark.slow
+def test_two_hundred_bit_flips_load_nothing(made: Any, tmp_path: Path) -> None:
+    file = tmp_path / "run.pt"
+    Kept(*made(steps=2)).save(file)
+    content, chance = file.read_bytes(), random.Random(9)
+    kept = Kept(*made(steps=1))
+    before = kept.states()
+    ends = range(len(content) - 110, len(content))  # the archive's last record, the mark and the digest
+    for number in range(200):
+        damaged = bytearray(content)
+        for _ in range(chance.choice([1, 1, 4, 64])):
+            place = chance.choice(ends) if number % 4 == 0 else chance.randrange(len(content))
+            damaged[place] ^= 1 << chance.randrange(8)
+        file.write_bytes(damaged)
+        with pytest.raises(fp4graph.Error, match=r"run\.pt"):
+            kept.load(file)
+        assert alike(list(kept.states()), list(before)), number
+    file.write_bytes(content)
+    kept.load(file)
+
+
+def edits(content: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+    """Every entry of a checkpoint dropped, and with a value of another kind: (its name, the change, the content)."""
+    wrong: dict[type, list[Any]] = {int: ["x"], float: ["x", None], str: [5], dict: [5, None], list: [5], tuple: [5]}
+    found = []
+
+    def edit(path: tuple[Any, ...], change: str, value: Any = ...) -> None:
+        edited = copy.deepcopy(content)
+        inner: Any = edited
+        for key in path[:-1]:
+            inner = inner[key]
+        if value is ...:
+            del inner[path[-1]]
+        else:
+            inner[path[-1]] = value
+        found.append((next(str(key) for key in reversed(path) if isinstance(key, str)), change, edited))
+
+    def visit(path: tuple[Any, ...], value: Any) -> None:
+        if path and path != ("format",):
+            edit(path, "dropped")
+            for other in wrong.get(type(value), []):
+                edit(path, f"is {other!r}", other)
+            if isinstance(value, torch.Tensor):
+                edit(path, "of another shape", value.new_zeros(3, 3))
+                edit(path, "of another dtype", value.to(torch.int16))
+                edit(path, "no tensor", "x")
+        if isinstance(value, dict):
+            for key, item in value.items():
+                visit((*path, key), item)
+        elif isinstance(value, list) and path[-1] not in ("numpy", "params", "cuda"):
+            for index, item in enumerate(value):
+                visit((*path, index), item)
+
+    visit((), content)
+    return found
+
+
+#: What a file may lack: the state of a parameter that had no gradient, flags and marks that torch fills in because its
+#: versions differ in them, marks of ours for those who save the optimizer alone, and the caller's own.
+OPTIONAL = {
+    "state", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay",
+    "initial_lr", "_is_initial", "_get_lr_called_within_step", "fp4graph.forwards", "fp4graph.seed", "fp4graph.policy",
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_an_edited_file_is_refused_by_the_name_of_what_is_wrong(made: Any, tmp_path: Path) -> None:
+    whole, file = tmp_path / "whole.pt", tmp_path / "run.pt"
+    Kept(*made(steps=1)).save(whole)
+    content = torch.load(whole, weights_only=True)
+    kept = Kept(*made())
+    kept.load(whole)
+    before = kept.states()
+    loaded = []
+    cases = edits(content)
+    for name, change, edited in cases:
+        with file.open("w+b") as out:
+            sealed.save(edited, out)
+        message = None
+        try:
+            kept.load(file)
+        except fp4graph.Error as error:
+            message = str(error)
+        if message is None:
+            loaded.append((name, change))
+            kept.load(whole)
+        else:
+            assert str(file) in message
+            assert name in message, (name, change, message)
+            assert alike(list(kept.states()), list(before)), (name, change)
+    assert len(cases) > 200
+    optional = {case for case in loaded if case[1] == "dropped" and case[0] in OPTIONAL}
+    progress = {("step", "dropped"), ("step", "is 'x'")}  # is the caller's
+    assert set(loaded) == optional | progress
+
+
+@pytest.mark.slow
+def test_former_layouts_load_with_a_warning(made: Any, tmp_path: Path) -> None:
+    file = tmp_path / "run.pt"
+    Kept(*made(steps=1)).save(file)
+    content = torch.load(file, weights_only=True)
+    kept = Kept(*made())
+    torch.save(content, file)
+    with pytest.raises(fp4graph.Error, match=r"run\.pt has lost the digest of its content"):
+        kept.load(file)
+    torch.save(content | {"version": 3}, file)
+    with pytest.warns(UserWarning, match=r"run\.pt has version 3 of the layout, without a digest"):
+        kept.load(file)
+    assert alike(dict(kept.model.state_dict()), content["model"])
+
+
+def test_a_scheduler_that_refuses_its_state_leaves_everything_as_it_was(made: Any, tmp_path: Path) -> None:
+    class Picky:
+        value = 1
+
+        def state_dict(self) -> dict[str, int]:
+            return {"value": self.value}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.value = state["value"]
+            if self.value == 2:
+                raise RuntimeError("no twos")
+
+    file = tmp_path / "run.pt"
+    model, optimizer = made(None)
+    two = Picky()
+    two.value = 2
+    checkpoint.save(file, model, optimizer, scheduler=two)
+    with torch.no_grad():
+        model[0].bias.add_(1)
+    before, picky = model[0].bias.clone(), Picky()
+    with pytest.raises(checkpoint.Mismatch, match="of another Picky: RuntimeError: no twos"):
+        checkpoint.load(file, model, optimizer, scheduler=picky)
+    assert picky.value == 1
+    assert torch.equal(model[0].bias, before)
 
 
 def test_other_files_are_refused(made: Any, tmp_path: Path) -> None:
@@ -143,7 +303,7 @@ def test_other_files_are_refused(made: Any, tmp_path: Path) -> None:
     with pytest.raises(fp4graph.Error, match=r"text\.pt cannot be read"):
         checkpoint.load(tmp_path / "text.pt", model)
     torch.save({"format": checkpoint.FORMAT, "version": 99}, tmp_path / "later.pt")
-    with pytest.raises(fp4graph.Error, match="layout 99"):
+    with pytest.raises(fp4graph.Error, match="version 99"):
         checkpoint.load(tmp_path / "later.pt", model)
     checkpoint.save(tmp_path / "model.pt", model)
     with pytest.raises(checkpoint.Mismatch, match=r"holds no optimizer"):

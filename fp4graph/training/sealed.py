@@ -1,0 +1,86 @@
+"""Files of ``torch.save`` with a digest: a bit that flipped in one is found before anything is read from it.
+
+The file stays a zip archive that ``torch.load`` reads. The comment at its end is a mark and the SHA-256 of all bytes
+before the digest, the mark included. The checksums of the archive itself are of no use, because torch does not look at
+them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import warnings
+from os import PathLike
+from typing import Any, BinaryIO
+
+import torch
+
+from fp4graph.errors import Error
+
+MARK = b"fp4graph sha256 "
+_DIGITS = 2 * hashlib.sha256().digest_size
+
+
+def save(content: Any, file: BinaryIO) -> None:
+    """Write ``content`` and its digest to ``file``, which is empty and open to read and write."""
+    torch.save(content, file)
+    file.seek(-2, os.SEEK_END)  # the length of the archive's comment
+    file.write((len(MARK) + _DIGITS).to_bytes(2, "little") + MARK)
+    digest = _digest(file, file.tell())
+    file.seek(0, os.SEEK_END)
+    file.write(digest.encode())
+
+
+def _digest(file: BinaryIO, size: int) -> str:
+    """Return the digest of the first ``size`` bytes."""
+    file.seek(0)
+    digest = hashlib.sha256()
+    while chunk := file.read(min(size, 1 << 20)):
+        digest.update(chunk)
+        size -= len(chunk)
+    return digest.hexdigest()
+
+
+def read(path: str | PathLike[str]) -> tuple[Any, bool]:
+    """Return the tensors and plain data in a file of ``torch.save``, and whether the file has a digest.
+
+    Nothing in the file is executed.
+
+    Raises:
+        Error: the file cannot be read, is not one of torch.save, or is not what its digest is of.
+    """
+    try:
+        with open(path, "rb") as file:  # one file all along, even if another takes its name
+            digested = _check(path, file)
+            file.seek(0)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch's guesses at what else the file may be
+                return torch.load(file, map_location="cpu", weights_only=True), digested
+    except Error:
+        raise
+    except OSError as error:
+        raise Error(f"{path} cannot be read: {error.strerror or error}") from error
+    except Exception as error:  # damaged bytes raise anything
+        known = re.search(r"WeightsUnpickler error: (.*)", str(error))  # below much advice to run what is in the file
+        first = known[1] if known else "".join(str(error).strip().splitlines()[:1])[:300]
+        raise Error(
+            f"{path} cannot be read as tensors and plain data: it is cut off, damaged, or something else wrote it "
+            f"({type(error).__name__}: {first})"
+        ) from error
+
+
+def _check(path: str | PathLike[str], file: BinaryIO) -> bool:
+    """Return whether ``file`` has a digest; raise an Error if the digest is of other bytes."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - _DIGITS - len(MARK)))
+    mark, found = file.read(len(MARK)), file.read()
+    if mark != MARK:
+        return False
+    digest = _digest(file, size - _DIGITS)
+    if digest.encode() != found:
+        raise Error(
+            f"{path} is damaged: it is not what was written (its SHA-256 is {digest[:12]}..., not "
+            f"{ascii(found[:12])[2:-1]}...). Take a copy or an earlier file, and look at the disk"
+        )
+    return True

@@ -1,0 +1,241 @@
+"""Checks that the content of a checkpoint is whole and fits what it is loaded into, before anything is changed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from fp4graph.errors import Error
+from fp4graph.model import state
+from fp4graph.training import count
+from fp4graph.training.origin import Mismatch
+from fp4graph.training.stable_spam import StableSPAM
+
+#: What to do about a file whose content was changed.
+REMEDY = "Something changed it after it was written; take a copy or an earlier file"
+#: Faults that an error lists.
+SHOWN = 12
+_Types = Mapping[str, tuple[type, ...]]
+_COUNT = (int, type(None))
+_PARTS: _Types = {
+    "policy": (Mapping, type(None)), "model": (Mapping,), "optimizer": (Mapping, type(None)),
+    "scaler": (Mapping, type(None)), "scheduler": (object,), "progress": (Mapping,), "ranks": (list,),
+}  # fmt: skip
+_POLICY: _Types = {"text": (str,), "fingerprint": (str,), "seed": (int,), "total_forwards": _COUNT}
+_RANK: _Types = {"rng": (Mapping,), "buffers": (Mapping,)}
+_OPTIMIZER: _Types = {"state": (Mapping,), "param_groups": (list,)}
+#: Entries of the state of torch's optimizers that have the shape and the dtype of their parameter.
+_ELEMENTWISE = {
+    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta",
+    "sum", "ax", "prev", "step_size",
+}  # fmt: skip
+
+
+def check_parts(file: str, content: Mapping[str, Any]) -> None:
+    """Raise an Error unless ``content`` has all parts of a checkpoint, each of its type."""
+    faults = _mistyped("", content, _PARTS)
+    if not faults and content["policy"] is not None:
+        faults += _mistyped("policy.", content["policy"], _POLICY)
+        faults += _mistyped("policy.", content["policy"], {"forwards": _COUNT} if content["version"] > 2 else {})
+    if not faults:
+        faults += [] if content["ranks"] else ["ranks is empty"]
+        faults += [f for n, own in enumerate(content["ranks"]) for f in _mistyped(f"ranks[{n}].", own, _RANK)]
+    if not faults and content["optimizer"] is not None:
+        faults += _mistyped("optimizer.", content["optimizer"], _OPTIMIZER)
+    if faults:
+        raise Error(f"{file} is no whole checkpoint: {_listed(faults)}. {REMEDY}")
+
+
+def _mistyped(where: str, value: Any, types: _Types) -> list[str]:
+    """Return the keys of the mapping ``value`` that are missing or of another type."""
+    if not isinstance(value, Mapping):
+        return [f"{where.removesuffix('.')} is {_named(value)}"]
+    faults = [f"{where}{name} is missing" for name in types if name not in value]
+    return faults + [
+        f"{where}{name} is {_named(value[name])}"
+        for name, accepted in types.items()
+        if name in value and (not isinstance(value[name], accepted) or (value[name] is True and int in accepted))
+    ]
+
+
+def check_entries(file: str, saved: Mapping[str, Any], here: Mapping[str, Any], same_policy: bool) -> None:
+    """Raise :class:`Mismatch` unless ``saved`` can be loaded into the model whose state dict is ``here``."""
+    needed = here if same_policy else state.strip(here)
+    faults = [f"{key} is missing" for key in needed if key not in saved]
+    faults += [f"{key} is not in this model" for key in saved if key not in here]
+    faults += [
+        fault
+        for key, value in here.items()
+        if key in saved and isinstance(value, Tensor)
+        for fault in unequal(key, saved[key], value)
+    ]
+    if faults:
+        raise Mismatch(f"checkpoint {file} is of another model: {_listed(faults)}")
+
+
+def check_optimizer(file: str, saved: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Raise :class:`Mismatch` unless ``saved`` can be loaded into ``optimizer``.
+
+    Entries of the state that nothing is known of here, as those of an optimizer that has made no step and is not
+    torch's, are left to the optimizer.
+    """
+    groups, here = saved["param_groups"], optimizer.param_groups
+    faults = [] if len(groups) == len(here) else [f"param_groups has {len(groups)} groups there and {len(here)} here"]
+    parameters: dict[Any, nn.Parameter] = {}
+    known = _has_known_state(optimizer)
+    for number, (group, own) in enumerate(zip(groups, here, strict=False)):
+        where = f"param_groups[{number}]"
+        if not isinstance(group, Mapping) or not isinstance(group.get("params"), list):
+            faults.append(f"{where}.params is missing")
+            continue
+        indices = group["params"]
+        if len(indices) != len(own["params"]):
+            faults.append(f"{where} has {len(indices)} parameters there and {len(own['params'])} here")
+        options = {key: value for key, value in own.items() if key != "params"}
+        needed = {key for key in getattr(optimizer, "defaults", {}) if not _is_flag(options.get(key))}
+        faults += _unlike(where, group, options, needed)
+        ours = {key: value for key, value in group.items() if str(key).startswith(count.PREFIX)}
+        faults += [f"{where}.{key} is {_named(value)}" for key, value in ours.items() if type(value) is not int]
+        if all(isinstance(index, int | str) for index in indices):
+            parameters |= dict(zip(indices, own["params"], strict=False))
+            if known:
+                faults += _incomplete(saved["state"], indices)
+        else:
+            faults.append(f"{where}.params holds no indices")
+    for index, values in saved["state"].items():
+        where = f"state[{index!r}]"
+        if not isinstance(values, Mapping):
+            faults.append(f"{where} is {_named(values)}")
+        elif index in parameters:
+            faults += _wrong_state(where, values, parameters[index], optimizer, known)
+    if faults:
+        raise Mismatch(f"checkpoint {file} is of another optimizer: {_listed([f'optimizer.{f}' for f in faults])}")
+
+
+def _has_known_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the state of ``optimizer`` is as torch's own classes make it."""
+    own = (kind for kind in type(optimizer).__mro__ if kind is not torch.optim.Optimizer)
+    return isinstance(optimizer, StableSPAM) or any(kind.__module__.startswith("torch.optim.") for kind in own)
+
+
+def _incomplete(saved: Mapping[Any, Any], indices: list[Any]) -> list[str]:
+    """Return the entries that one parameter's state lacks and another's of its group has; no state at all is well."""
+    states = {index: saved[index] for index in indices if isinstance(saved.get(index), Mapping) and saved[index]}
+    names = {name for values in states.values() for name in values} & (_ELEMENTWISE | {"step"})
+    return [f"state[{i!r}].{name} is missing" for i, values in states.items() for name in sorted(names - set(values))]
+
+
+def _wrong_state(
+    where: str, values: Mapping[str, Any], parameter: nn.Parameter, optimizer: torch.optim.Optimizer, known: bool
+) -> list[str]:
+    """Return the entries of a parameter's state that are not as they are, or must become, here."""
+    own: Mapping[str, Any] = optimizer.state.get(parameter, {})
+    faults = []
+    for name, value in values.items():
+        reference = own.get(name, parameter if known and name in _ELEMENTWISE else None)
+        if known and name == "step" and not _is_step(value):
+            faults.append(f"{where}.{name} is {_named(value)}, no number of steps")
+        elif isinstance(reference, Tensor) and reference.dim() and value is not None:
+            faults += unequal(f"{where}.{name}", value, reference)
+    return faults
+
+
+def _is_step(value: Any) -> bool:
+    """Return whether a value counts steps as torch's optimizers do: in a float tensor, in a number formerly."""
+    return _is_number(value) and (not isinstance(value, Tensor) or value.is_floating_point())
+
+
+def check_scheduler(file: str, saved: Any, scheduler: Any) -> None:
+    """Raise :class:`Mismatch` unless ``saved`` can be loaded into ``scheduler``, as far as its class is torch's."""
+    if isinstance(scheduler, LRScheduler):
+        here = scheduler.state_dict()
+        here |= {key: tuple(here[key]) for key in ("base_lrs", "_last_lr") if key in here}  # one for each group
+        needed = {key for key in here if not key.startswith("_")} | {"_last_lr", "_step_count"}
+        faults = _unlike("scheduler", saved, here, needed)
+        if faults:
+            raise Mismatch(f"checkpoint {file} is of another scheduler: {_listed(faults)}")
+
+
+def check_scaler(file: str, saved: Any, scaler: torch.amp.GradScaler) -> None:
+    """Raise :class:`Mismatch` unless ``saved`` can be loaded into ``scaler``."""
+    here = scaler.state_dict()
+    if faults := _unlike("scaler", saved, here, set(here)):
+        raise Mismatch(f"checkpoint {file} is of another loss scaler: {_listed(faults)}")
+
+
+def check_rng(file: str, where: str, saved: Mapping[str, Any]) -> None:
+    """Raise an Error unless ``saved`` are states of the random number generators, tried on others than those in use."""
+    trials: dict[str, Callable[[Any], Any]] = {
+        "torch": torch.Generator().set_state,
+        "cuda": lambda states: [one.view(torch.uint8)[:0] for one in states],
+        "numpy": lambda state: np.random.RandomState().set_state(numpy_state(state)),
+        "python": random.Random().setstate,
+    }
+    for name, trial in trials.items():
+        try:
+            trial(saved[name])
+        except Exception as error:  # each library checks in its own way
+            what = f"{where}.{name} is no state of a generator ({type(error).__name__}: {error})"
+            raise Error(f"{file} is no whole checkpoint: {what}. {REMEDY}") from error
+
+
+def numpy_state(saved: Any) -> tuple[Any, ...]:
+    """Return the state of NumPy's generator as NumPy takes it."""
+    name, keys, *rest = saved
+    return name, keys.numpy().astype(np.uint32), *rest
+
+
+def _unlike(where: str, saved: Any, here: Mapping[str, Any], needed: set[str]) -> list[str]:
+    """Return the keys of plain data that are missing though ``needed``, or of another kind than ``here``."""
+    if not isinstance(saved, Mapping):
+        return [f"{where} is {_named(saved)}"]
+    faults = [f"{where}.{key} is missing" for key in here if key in needed and key not in saved]
+    for key, value in here.items():
+        if key in saved and not _is_flag(value) and not _alike(saved[key], value):
+            faults.append(f"{where}.{key} is {_named(saved[key])} there and {_named(value)} here")
+    return faults
+
+
+def _is_flag(value: Any) -> bool:
+    """Return whether an option may be on, off or left to torch; versions of torch differ in these."""
+    return value is None or isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _alike(saved: Any, here: Any) -> bool:
+    """Return whether two values of plain data are of one kind: numbers, sequences of numbers, text, mappings."""
+    if _is_number(here):
+        return _is_number(saved)
+    if isinstance(here, list | tuple):
+        whole = isinstance(saved, list | tuple) and (isinstance(here, list) or len(saved) == len(here))
+        return whole and (not all(map(_is_number, here)) or all(map(_is_number, saved)))
+    return isinstance(saved, Mapping if isinstance(here, Mapping) else type(here))
+
+
+def unequal(where: str, saved: Any, here: Tensor) -> list[str]:
+    """Return a fault unless ``saved`` is a tensor of the shape and the dtype of ``here``."""
+    if not isinstance(saved, Tensor):
+        return [f"{where} is {_named(saved)}"]
+    pairs = (tuple(saved.shape), tuple(here.shape)), (saved.dtype, here.dtype)
+    return next(([f"{where} is {there} there and {now} here"] for there, now in pairs if there != now), [])
+
+
+def _named(value: Any) -> str:
+    """Return the type of a value as an error says it, with the shape of a tensor."""
+    if isinstance(value, Tensor):
+        return f"a tensor {tuple(value.shape)}"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _listed(faults: list[str]) -> str:
+    more = f", and {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+    return f"{'; '.join(faults[:SHOWN])}{more}"
