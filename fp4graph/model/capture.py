@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -49,6 +50,7 @@ class Capture:
         uncompiled: runs a call that Dynamo does not compile, by its name; None leaves it to the hooks to refuse it.
 
     Attributes:
+        backend: the torch.compile backend.
         sites: of all graphs, in the order of capture; a graph that is captured again adds its sites again. A site that
             the model's call has in common with a method, or methods with each other, is there once.
         of_parts: sites of parts that ran by themselves before any graph was captured.
@@ -69,7 +71,9 @@ class Capture:
     ) -> None:
         self._plan, self._inner, self._explains, self._limit = plan, inner, explains, recompile_limit
         self._dynamic, self._uncompiled = dynamic, uncompiled
+        self.backend = _backend(self)
         self._entries: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        self._compiled: list[Callable[..., Any]] = []
         self._running = CALL
         self._embeddings = [module for module in plan.root.modules() if isinstance(module, torch.nn.Embedding)]
         self.sites: list[Site] = []
@@ -147,8 +151,8 @@ class Capture:
         # Module._call_impl has one code object for all models of the process, and one recompile limit.
         return with_own_code(entry, type(root))
 
-    def backend(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        """The torch.compile backend: rewrite a graph, record its sites, and hand it on."""
+    def compile(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        """Rewrite a graph, record its sites, hand it on, and return what runs it."""
         frame = self._running, getattr(CompileContext.current_compile_id(), "frame_id", None)
         first = self._frames.get(frame, (self.occurrences(), []))[0]
         try:
@@ -173,13 +177,16 @@ class Capture:
         self.sites.extend(site for site in rewritten.sites if _identity(site) not in known)
         self.marked |= rewritten.marked
 
-        drawing = _drawing(rewritten)
+        drawing, place, capture = _drawing(rewritten), len(self._compiled), weakref.ref(self)
+        sites, steps = rewritten.sites, rewritten.steps
+        self._compiled.append(compiled)
 
-        def run(*inputs: Any) -> Any:
-            self._ran[frame] = rewritten.sites
-            if drawing and self._drawn is not None and not _recomputable():
-                inputs = self._apart(self._drawn, rewritten.steps, drawing, inputs)
-            return compiled(*inputs)
+        def run(*inputs: Any) -> Any:  # which Dynamo keeps, in globals
+            alive = _alive(capture)
+            alive._ran[frame] = sites
+            if drawing and alive._drawn is not None and not _recomputable():
+                inputs = alive._apart(alive._drawn, steps, drawing, inputs)
+            return alive._compiled[place](*inputs)
 
         return run
 
@@ -280,6 +287,20 @@ class Capture:
         for site in chain.from_iterable(self._ran.values()):
             counts[str(site.module)] = max(counts.get(str(site.module), 0), site.occurrence + 1)
         return counts
+
+
+def _backend(capture: Capture) -> Backend:
+    """Return the torch.compile backend of ``capture``. Dynamo keeps every backend for good, so this one does not keep
+    the capture, and with it the model."""
+    reference = weakref.ref(capture)
+    return lambda gm, example_inputs: _alive(reference).compile(gm, example_inputs)
+
+
+def _alive(reference: weakref.ref[Capture]) -> Capture:
+    """Return the capture whose graph Dynamo compiles or runs: the call that is running keeps it."""
+    capture = reference()
+    assert capture is not None
+    return capture
 
 
 def _recomputable() -> bool:
