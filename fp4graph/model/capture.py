@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
-from torch._guards import CompileContext
 
-from fp4graph.errors import Error
+from fp4graph.errors import Error, PolicyWarning
 from fp4graph.graph.backend import Backend, split_for_ddp, with_own_code
 from fp4graph.graph.functions import cacheable
 from fp4graph.graph.plan import Planner
 from fp4graph.graph.rewrite import Rewritten, rewrite
 from fp4graph.graph.site import Site, WeightUse
-from fp4graph.model import distributed, hooks, state
+from fp4graph.model import distributed, hooks, state, torch_internals
 from fp4graph.model.prepare import PhasePlan
 from fp4graph.numerics import noise
 
@@ -30,6 +30,10 @@ _SIDE_EFFECTS = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 _SKIPS_HOOKS = "skip_nnmodule_hook_guards"
 #: Graphs of one model's forward that Dynamo may make: for shapes, training and evaluation, frozen parameters, caches.
 RECOMPILE_LIMIT = 64
+#: Calls that may fail one after the other, each of which Dynamo traces anew, as long as no limit of its own is lower.
+_FAILURES = 8
+#: Recompilations for one cause, after which the cause is told.
+_REPEATS = 3
 #: The name of a call, and the number that Dynamo has for a frame of it.
 _Frame = tuple[str, Any]
 #: A site's module as another module sees it, its operation and its occurrence.
@@ -75,6 +79,9 @@ class Capture:
         self._entries: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
         self._compiled: list[Callable[..., Any]] = []
         self._running = CALL
+        self._failures = 0  # calls that have failed since one succeeded
+        self._told: set[str] = set()  # causes of recompilations
+        self._untold: list[str] = []  # warnings of the call in progress
         self._embeddings = [module for module in plan.root.modules() if isinstance(module, torch.nn.Embedding)]
         self.sites: list[Site] = []
         self.of_parts: list[Site] = []
@@ -114,10 +121,18 @@ class Capture:
         if name not in self._entries:
             entry = self._entry(name)
             self._entries[name] = entry, torch.compile(entry, backend=self.backend, dynamic=self._dynamic)
+            forgetting: Any = weakref.finalize(self, torch_internals.forget_code, entry.__code__)
+            forgetting.atexit = False
+            torch_internals.retry_skipped_code()
+        elif 0 < self._failures <= _FAILURES:
+            torch_internals.retry_skipped_code()
         self._running = name
         hooks.drop_repeated_hooks(self._embeddings)
+        self._failures += 1
         with self.forward(apart=True):
-            return self._entries[name][1](*args, **kwargs)
+            result = self._entries[name][1](*args, **kwargs)
+        self._failures = 0
+        return result
 
     @contextmanager
     def forward(self, *, apart: bool = False) -> Iterator[None]:
@@ -132,7 +147,7 @@ class Capture:
     def forget(self) -> None:
         """Have Dynamo forget the compiled calls."""
         for entry, _ in self._entries.values():
-            torch._dynamo.reset_code(entry.__code__)  # type: ignore[attr-defined]  # not in its __all__
+            torch_internals.forget_code(entry.__code__)
 
     def _entry(self, name: str) -> Callable[..., Any]:
         """Return the function that is compiled for the call ``name``."""
@@ -153,7 +168,11 @@ class Capture:
 
     def compile(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Rewrite a graph, record its sites, hand it on, and return what runs it."""
-        frame = self._running, getattr(CompileContext.current_compile_id(), "frame_id", None)
+        frame = self._running, torch_internals.compiled_frame()
+        for cause, guards in torch_internals.repeated_guards(_REPEATS).items():
+            if cause not in self._told:
+                self._untold.append(_repeated(cause, guards))
+            self._told.add(cause)
         first = self._frames.get(frame, (self.occurrences(), []))[0]
         try:
             keys = {id(own.key): own.fqn for own in state.site_states(self._plan.root)}
@@ -276,6 +295,9 @@ class Capture:
                 yield
         finally:
             self._bucket_bytes = None
+        untold, self._untold = self._untold, []
+        for text in untold:
+            warnings.warn(text, PolicyWarning, stacklevel=3)
 
     def occurrences(self) -> dict[str, int]:
         """Count the sites of each module over what the call in progress has run so far.
@@ -287,6 +309,24 @@ class Capture:
         for site in chain.from_iterable(self._ran.values()):
             counts[str(site.module)] = max(counts.get(str(site.module), 0), site.occurrence + 1)
         return counts
+
+
+def _repeated(cause: str, guards: Sequence[str]) -> str:
+    """Return the warning that the forward is compiled again and again because of ``cause``."""
+    if cause.startswith("tensor"):
+        remedy = "Pad its sizes to few, keep one number of dimensions, or pass dynamic=True to fp4graph.apply"
+    elif cause.startswith(("args", "kwargs", "len(")):
+        remedy = "Pass a tensor in its place: torch.compile takes most other arguments for constants"
+    else:
+        remedy = (
+            "Hold it in a tensor, such as a buffer that changes in place, or change it rarely; for an int, "
+            "torch._dynamo.config.allow_unspec_int_on_nn_module = True helps too"
+        )
+    return (
+        f"this forward is compiled for the {len(guards) + 1}th time because {cause} changes (the guards that failed: "
+        f"{'; '.join(guards[-3:])}). Each time costs a compilation, and past the recompile limit it runs uncompiled. "
+        + remedy
+    )
 
 
 def _backend(capture: Capture) -> Backend:
