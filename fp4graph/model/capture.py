@@ -312,20 +312,20 @@ class Capture:
 
 
 def _repeated(cause: str, guards: Sequence[str]) -> str:
-    """Return the warning that the forward is compiled again and again because of ``cause``."""
+    """Return the warning that ``guards``, which all ask for ``cause``, fail again and again."""
     if cause.startswith("tensor"):
-        remedy = "Pad its sizes to few, keep one number of dimensions, or pass dynamic=True to fp4graph.apply"
+        remedy = "Give the model few sizes, one number of dimensions, and dynamic=True of fp4graph.apply"
     elif cause.startswith(("args", "kwargs", "len(")):
-        remedy = "Pass a tensor in its place: torch.compile takes most other arguments for constants"
+        remedy = "Pass a tensor instead; torch.compile takes most other arguments for constants"
     else:
         remedy = (
-            "Hold it in a tensor, such as a buffer that changes in place, or change it rarely; for an int, "
-            "torch._dynamo.config.allow_unspec_int_on_nn_module = True helps too"
+            "Hold the value in a tensor, such as a buffer that is changed in place, or change it rarely; for an int, "
+            "torch._dynamo.config.allow_unspec_int_on_nn_module = True is a remedy too"
         )
     return (
-        f"this forward is compiled for the {len(guards) + 1}th time because {cause} changes (the guards that failed: "
-        f"{'; '.join(guards[-3:])}). Each time costs a compilation, and past the recompile limit it runs uncompiled. "
-        + remedy
+        f"this forward is compiled for the {len(guards) + 1}th time, because a guard fails with another value each "
+        f"time ({'; '.join(guards[-3:])}). A compilation is slow, and past the recompile limit the forward runs "
+        f"uncompiled. {remedy}"
     )
 
 

@@ -246,7 +246,8 @@ def _captured(
         problem = problem or error
     if counts is not None:
         with torch.random.fork_rng(), fake_mode, hooks.bypassed(twin):
-            counts.update(flops.of_call(lambda: twin._call_impl(*fake_args, **fake_kwargs)) or {})
+            call: Any = twin._call_impl
+            counts.update(flops.of_call(lambda: call(*fake_args, **fake_kwargs)) or {})
     return runtime, problem
 
 
