@@ -52,7 +52,7 @@ def sites(explanation):
 def test_explain_lists_the_same_after_a_failure(fails):
     expected = [("inner.body", 2 * 4 * 32 * 32), ("inner.head", 2 * 4 * 32 * 16)]
     for wrong in (torch.ones(4, 31), "text"):
-        with pytest.raises(Exception, match="32 features|has no attribute"):
+        with pytest.raises(Exception, match=r"32 features|has no attribute"):
             fails(Broken(), BODY, (wrong,))
         explanation = fp4graph.explain(Broken(), BODY, (X,))
         assert sites(explanation) == expected
