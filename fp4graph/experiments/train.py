@@ -113,10 +113,7 @@ def train(
                         directory=folder.path / "statistics", tensorboard=folder.events, step=training.step,
                     )
                 )  # fmt: skip
-            try:
-                return training.go_on(folder, report, tick, checkpoints)
-            finally:
-                torch._dynamo.reset()  # its caches keep the model alive, and a sweep trains many in one process
+            return training.go_on(folder, report, tick, checkpoints)
 
 
 class _Training:

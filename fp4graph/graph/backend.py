@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -16,6 +17,7 @@ from fp4graph.kernels.inductor import patches
 from fp4graph.ops.first_order import refuse_create_graph
 
 BACKENDS = ("inductor", "aot_eager", "eager")
+_numbers = itertools.count(1)
 Backend = Callable[[GraphModule, list[Any]], Callable[..., Any]]
 
 
@@ -82,7 +84,10 @@ def split_for_ddp(backend: Backend, bucket_bytes: int) -> Backend:
 
 
 def with_own_code(function: Any, of: type) -> Callable[..., Any]:
-    """Return ``function`` with a code object of its own, named after class ``of``: Dynamo's cache and recompile limit
-    are per code object."""
-    code = function.__code__.replace(co_name=f"fp4graph_{of.__name__}")
+    """Return ``function`` with a code object of its own, named after class ``of``.
+
+    Dynamo's cache and recompile limit are per code object. What it remembers of the sizes of inputs, to make those
+    dynamic that change, is per name of code: the number keeps the inputs of one capture out of the next.
+    """
+    code = function.__code__.replace(co_name=f"fp4graph_{of.__name__}_{next(_numbers)}")
     return types.FunctionType(code, function.__globals__, code.co_name, None, function.__closure__)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import fake_tensor
 from torch.fx import Node
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
@@ -37,6 +40,37 @@ def of_grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
     """
     columns = b.shape[-1] // a.shape[0] if a.dim() == 3 and b.dim() == 2 else b.shape[-1]
     return 2 * prod(a.shape) * columns
+
+
+def of_call(call: Callable[[], Any]) -> dict[str, int] | None:
+    """Return the FLOPs of the matrix operations that ``call`` runs, as torch counts them, by the module that runs them.
+
+    The root has the name "", and the sum. None stands for a call that fails: some models run on tensors without data
+    only where a compiler traces them, and torch 2.14 has no grouped product of fp32 there.
+    """
+    grouped = {torch.ops.aten._grouped_mm: _raw_grouped}  # the counter of torch 2.15 does not know it either
+    counter = FlopCounterMode(display=False, custom_mapping=grouped)
+    log = logging.getLogger(fake_tensor.__name__)
+    former, log.disabled = log.disabled, True  # it writes the traceback of a call that fails
+    try:
+        # torch 2.14 does not count the fused attention of a CPU.
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH), counter:
+            call()
+    except Exception:  # noqa: BLE001  # whatever the model raises
+        return None
+    finally:
+        log.disabled = former
+    counts = {name: sum(flops.values()) for name, flops in counter.get_flop_counts().items()}
+    return {name.partition(".")[2]: flops for name, flops in counts.items() if "." in name} | {
+        "": counts.get("Global", 0)
+    }
+
+
+def _raw_grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
+    return of_grouped(a, b)
+
+
+_raw_grouped._get_raw = True  # type: ignore[attr-defined]  # torch's counter hands over tensors, not shapes
 
 
 def of_recurrent(*args: Any, **kwargs: Any) -> int:

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
-from torch._guards import CompileContext
 
-from fp4graph.errors import Error
+from fp4graph.errors import Error, PolicyWarning
 from fp4graph.graph.backend import Backend, split_for_ddp, with_own_code
 from fp4graph.graph.functions import cacheable
 from fp4graph.graph.plan import Planner
 from fp4graph.graph.rewrite import Rewritten, rewrite
 from fp4graph.graph.site import Site, WeightUse
-from fp4graph.model import distributed, hooks, state
+from fp4graph.model import distributed, hooks, state, torch_internals
 from fp4graph.model.prepare import PhasePlan
 from fp4graph.numerics import noise
 
@@ -29,6 +30,10 @@ _SIDE_EFFECTS = "skip_fwd_side_effects_in_bwd_under_checkpoint"
 _SKIPS_HOOKS = "skip_nnmodule_hook_guards"
 #: Graphs of one model's forward that Dynamo may make: for shapes, training and evaluation, frozen parameters, caches.
 RECOMPILE_LIMIT = 64
+#: Calls that may fail one after the other, each of which Dynamo traces anew, as long as no limit of its own is lower.
+_FAILURES = 8
+#: Recompilations for one cause, after which the cause is told.
+_REPEATS = 3
 #: The name of a call, and the number that Dynamo has for a frame of it.
 _Frame = tuple[str, Any]
 #: A site's module as another module sees it, its operation and its occurrence.
@@ -49,6 +54,7 @@ class Capture:
         uncompiled: runs a call that Dynamo does not compile, by its name; None leaves it to the hooks to refuse it.
 
     Attributes:
+        backend: the torch.compile backend.
         sites: of all graphs, in the order of capture; a graph that is captured again adds its sites again. A site that
             the model's call has in common with a method, or methods with each other, is there once.
         of_parts: sites of parts that ran by themselves before any graph was captured.
@@ -69,8 +75,13 @@ class Capture:
     ) -> None:
         self._plan, self._inner, self._explains, self._limit = plan, inner, explains, recompile_limit
         self._dynamic, self._uncompiled = dynamic, uncompiled
+        self.backend = _backend(self)
         self._entries: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
+        self._compiled: list[Callable[..., Any]] = []
         self._running = CALL
+        self._failures = 0  # calls that have failed since one succeeded
+        self._told: set[str] = set()  # causes of recompilations
+        self._untold: list[str] = []  # warnings of the call in progress
         self._embeddings = [module for module in plan.root.modules() if isinstance(module, torch.nn.Embedding)]
         self.sites: list[Site] = []
         self.of_parts: list[Site] = []
@@ -110,10 +121,18 @@ class Capture:
         if name not in self._entries:
             entry = self._entry(name)
             self._entries[name] = entry, torch.compile(entry, backend=self.backend, dynamic=self._dynamic)
+            forgetting: Any = weakref.finalize(self, torch_internals.forget_code, entry.__code__)
+            forgetting.atexit = False
+            torch_internals.retry_skipped_code()
+        elif 0 < self._failures <= _FAILURES:
+            torch_internals.retry_skipped_code()
         self._running = name
         hooks.drop_repeated_hooks(self._embeddings)
+        self._failures += 1
         with self.forward(apart=True):
-            return self._entries[name][1](*args, **kwargs)
+            result = self._entries[name][1](*args, **kwargs)
+        self._failures = 0
+        return result
 
     @contextmanager
     def forward(self, *, apart: bool = False) -> Iterator[None]:
@@ -128,7 +147,7 @@ class Capture:
     def forget(self) -> None:
         """Have Dynamo forget the compiled calls."""
         for entry, _ in self._entries.values():
-            torch._dynamo.reset_code(entry.__code__)  # type: ignore[attr-defined]  # not in its __all__
+            torch_internals.forget_code(entry.__code__)
 
     def _entry(self, name: str) -> Callable[..., Any]:
         """Return the function that is compiled for the call ``name``."""
@@ -147,9 +166,13 @@ class Capture:
         # Module._call_impl has one code object for all models of the process, and one recompile limit.
         return with_own_code(entry, type(root))
 
-    def backend(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
-        """The torch.compile backend: rewrite a graph, record its sites, and hand it on."""
-        frame = self._running, getattr(CompileContext.current_compile_id(), "frame_id", None)
+    def compile(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
+        """Rewrite a graph, record its sites, hand it on, and return what runs it."""
+        frame = self._running, torch_internals.compiled_frame()
+        for cause, guards in torch_internals.repeated_guards(_REPEATS).items():
+            if cause not in self._told:
+                self._untold.append(_repeated(cause, guards))
+            self._told.add(cause)
         first = self._frames.get(frame, (self.occurrences(), []))[0]
         try:
             keys = {id(own.key): own.fqn for own in state.site_states(self._plan.root)}
@@ -173,13 +196,16 @@ class Capture:
         self.sites.extend(site for site in rewritten.sites if _identity(site) not in known)
         self.marked |= rewritten.marked
 
-        drawing = _drawing(rewritten)
+        drawing, place, capture = _drawing(rewritten), len(self._compiled), weakref.ref(self)
+        sites, steps = rewritten.sites, rewritten.steps
+        self._compiled.append(compiled)
 
-        def run(*inputs: Any) -> Any:
-            self._ran[frame] = rewritten.sites
-            if drawing and self._drawn is not None and not _recomputable():
-                inputs = self._apart(self._drawn, rewritten.steps, drawing, inputs)
-            return compiled(*inputs)
+        def run(*inputs: Any) -> Any:  # which Dynamo keeps, in globals
+            alive = _alive(capture)
+            alive._ran[frame] = sites
+            if drawing and alive._drawn is not None and not _recomputable():
+                inputs = alive._apart(alive._drawn, steps, drawing, inputs)
+            return alive._compiled[place](*inputs)
 
         return run
 
@@ -269,6 +295,9 @@ class Capture:
                 yield
         finally:
             self._bucket_bytes = None
+        untold, self._untold = self._untold, []
+        for text in untold:
+            warnings.warn(text, PolicyWarning, stacklevel=3)
 
     def occurrences(self) -> dict[str, int]:
         """Count the sites of each module over what the call in progress has run so far.
@@ -280,6 +309,38 @@ class Capture:
         for site in chain.from_iterable(self._ran.values()):
             counts[str(site.module)] = max(counts.get(str(site.module), 0), site.occurrence + 1)
         return counts
+
+
+def _repeated(cause: str, guards: Sequence[str]) -> str:
+    """Return the warning that ``guards``, which all ask for ``cause``, fail again and again."""
+    if cause.startswith("tensor"):
+        remedy = "Give the model few sizes, one number of dimensions, and dynamic=True of fp4graph.apply"
+    elif cause.startswith(("args", "kwargs", "len(")):
+        remedy = "Pass a tensor instead; torch.compile takes most other arguments for constants"
+    else:
+        remedy = (
+            "Hold the value in a tensor, such as a buffer that is changed in place, or change it rarely; for an int, "
+            "torch._dynamo.config.allow_unspec_int_on_nn_module = True is a remedy too"
+        )
+    return (
+        f"this forward is compiled for the {len(guards) + 1}th time, because a guard fails with another value each "
+        f"time ({'; '.join(guards[-3:])}). A compilation is slow, and past the recompile limit the forward runs "
+        f"uncompiled. {remedy}"
+    )
+
+
+def _backend(capture: Capture) -> Backend:
+    """Return the torch.compile backend of ``capture``. Dynamo keeps every backend for good, so this one does not keep
+    the capture, and with it the model."""
+    reference = weakref.ref(capture)
+    return lambda gm, example_inputs: _alive(reference).compile(gm, example_inputs)
+
+
+def _alive(reference: weakref.ref[Capture]) -> Capture:
+    """Return the capture whose graph Dynamo compiles or runs: the call that is running keeps it."""
+    capture = reference()
+    assert capture is not None
+    return capture
 
 
 def _recomputable() -> bool:

@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import io
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,12 @@ from torch import nn
 from torch._subclasses import fake_tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
+from torch.utils.hooks import RemovableHandle
 
 from fp4graph.errors import CaptureError, Error
 from fp4graph.graph import flops
 from fp4graph.graph.site import Site
-from fp4graph.model import census, coverage
+from fp4graph.model import census, coverage, hooks
 from fp4graph.model.apply_options import ApplyOptions
 from fp4graph.model.current import PLAIN
 from fp4graph.model.distributed import unwrapped
@@ -39,7 +40,8 @@ class Explanation:
         policy: the resolved policy.
         sites: every place of matrix work, in graph order.
         blocks: the position of each module in a repeated stack.
-        problem: the error that training under this policy would raise, or None.
+        problem: the error that training under this policy would raise, or that products of the forward are missing
+            from the sites, by torch's count of FLOPs; None where there is neither.
         graphs: how many graphs the forward was captured in.
     """
 
@@ -140,15 +142,40 @@ def explain(
     """
     loaded = dataclasses.replace(load_policy(policy), phases=())
     recurrent: dict[str, int] = {}
-    runtime, problem = _captured(model, loaded, args, kwargs or {}, recurrent=recurrent)
-    blocks, found = runtime.plan.names.blocks, None if problem is None else str(problem)
+    counts: dict[str, int] = {}
+    runtime, problem = _captured(model, loaded, args, kwargs or {}, recurrent=recurrent, counts=counts)
+    blocks = runtime.plan.names.blocks
     served = coverage.served_sites(runtime.plan.root, runtime.capture)
     sites = [dataclasses.replace(site, module=name) for site, names in served for name in names]
     sites = [
         dataclasses.replace(s, flops=recurrent.get(str(s.module))) if s.op == "recurrent" and s.flops is None else s
         for s in sites
     ]
+    problem = problem or _missing(sites, counts)
+    found = None if problem is None else str(problem)
     return Explanation(loaded, tuple(sites), blocks, found, runtime.capture.graphs)
+
+
+def _missing(sites: Sequence[Site], counts: Mapping[str, int]) -> Error | None:
+    """Return the error that ``sites`` lack some of the FLOPs that torch has counted in the forward, or None.
+
+    Sites may have more: torch does not count the products with vectors, for one. What it counts of recurrent layers
+    depends on the device.
+    """
+    apart = {site.module: site.flops or 0 for site in sites if site.op == "recurrent"}
+    listed = sum(site.flops or 0 for site in sites) - sum(apart.values())
+    counted = counts.get("", 0) - sum(counts.get(str(name), 0) for name in apart)
+    if counted <= listed or any(site.flops is None for site in sites):
+        return None
+    modules = {site.module for site in sites}
+    inner = {name.rpartition(".")[0] for name in counts}
+    names = [name for name, flops in counts.items() if flops and name not in modules | inner]
+    return CaptureError(
+        f"torch counts {counted} FLOPs of matrix products in this forward, and the listed sites have {listed}; the "
+        f"others ({', '.join(names[:3]) or 'in the same modules'}) run outside of the captured graphs in "
+        "high precision, as after a graph break in a loop or a try. Remove what breaks the graph there; "
+        "TORCH_LOGS=graph_breaks shows it",
+    )
 
 
 def rehearse(model: nn.Module, policy: Policy, example_inputs: Any) -> None:
@@ -174,10 +201,12 @@ def _captured(
     *,
     backward: bool = False,
     recurrent: dict[str, int] | None = None,
+    counts: dict[str, int] | None = None,
 ) -> tuple[Runtime, Error | None]:
     """Return a runtime that has captured a fake copy of ``model``, and the error that training it would raise.
 
-    ``recurrent`` is filled with the forward FLOPs of the recurrent layers, which no graph shows, by their names.
+    ``recurrent`` is filled with the forward FLOPs of the recurrent layers, which no graph shows, by their names, and
+    ``counts`` with the FLOPs that torch counts in the forward where nothing is captured (:func:`flops.of_call`).
     """
     fake_mode = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
     python_state = random.getstate()
@@ -188,8 +217,7 @@ def _captured(
     given = [leaf for leaf in pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
     device = next((tensor.device for tensor in given if not tensor.is_meta), torch.device("cpu"))
     _leave_meta(twin, fake_mode, device)
-    if recurrent is not None:
-        _count_recurrent(twin, recurrent)
+    counting = [] if recurrent is None else _count_recurrent(twin, recurrent)
     fake_args, fake_kwargs = pytree.tree_map_only(
         torch.Tensor,
         lambda t: _placed(t if isinstance(t, fake_tensor.FakeTensor) else fake_mode.from_tensor(t), fake_mode, device),
@@ -219,6 +247,12 @@ def _captured(
         runtime.check_coverage()
     except Error as error:
         problem = problem or error
+    for handle in counting:
+        handle.remove()
+    if counts is not None:
+        with torch.random.fork_rng(), fake_mode, hooks.bypassed(twin):
+            call: Any = twin._call_impl
+            counts.update(flops.of_call(lambda: call(*fake_args, **fake_kwargs)) or {})
     return runtime, problem
 
 
@@ -233,8 +267,9 @@ def _leave_meta(model: nn.Module, fake_mode: fake_tensor.FakeTensorMode, device:
                     held[name] = placed.setdefault(id(value), _placed(value, fake_mode, device))
 
 
-def _count_recurrent(model: nn.Module, counts: dict[str, int]) -> None:
-    """Have every recurrent layer of ``model`` add the FLOPs of its forwards to ``counts``, under its name."""
+def _count_recurrent(model: nn.Module, counts: dict[str, int]) -> list[RemovableHandle]:
+    """Have every recurrent layer of ``model`` add the FLOPs of its forwards to ``counts``, under its name; return the
+    hooks that do so."""
 
     def hook_of(name: str) -> Any:
         @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -244,9 +279,8 @@ def _count_recurrent(model: nn.Module, counts: dict[str, int]) -> None:
 
         return count
 
-    for name, module in model.named_modules():
-        if isinstance(module, nn.RNNBase):
-            module.register_forward_pre_hook(hook_of(name))
+    layers = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.RNNBase)]
+    return [layer.register_forward_pre_hook(hook_of(name)) for name, layer in layers]
 
 
 def _placed(x: torch.Tensor, fake_mode: fake_tensor.FakeTensorMode, device: torch.device) -> torch.Tensor:

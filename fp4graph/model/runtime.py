@@ -340,9 +340,11 @@ class Runtime:
     ) -> Any:
         """Run a call of the model that Dynamo does not compile."""
         what = "this forward" if name == CALL else f"{name}()"
+        result = self._uncompiled.run(self.root, call, args, kwargs, self.capture, checked=self._checked)
+        # Dynamo leaves a forward that raises an error to Python, so the error says more than this does.
         why = self._refused or cause()
         self._uncompiled.warn(why, f"{what} runs uncompiled, quantized as ever, and slower: {why}")
-        return self._uncompiled.run(self.root, call, args, kwargs, self.capture, checked=self._checked)
+        return result
 
     @opaque
     def _run_uncaptured(

@@ -1,0 +1,55 @@
+"""Requests to Dynamo for which torch has no public function. They work in torch 2.13 to 2.15."""
+
+from __future__ import annotations
+
+import re
+from types import CodeType
+
+import torch
+from torch._C._dynamo import eval_frame
+from torch._dynamo import convert_frame
+from torch._dynamo.utils import guard_failures
+from torch._guards import CompileContext
+
+#: The value in a guard that failed: ``== 3``, ``expected 4, actual 5``, or the address of an object.
+_VALUE = re.compile(r" == .*|\. expected .*|\b\d{7,}\b")
+#: The way from the compiled function of a call to the model, and from a module to what it holds.
+_ROOT = re.compile(r"call\.__closure__\[\d+\]\.cell_contents")
+_HELD = re.compile(r"\._(?:modules|parameters|buffers)\['([^']+)'\]")
+
+
+def compiled_frame() -> int | None:
+    """Return the number that Dynamo has for the function that it compiles, or None."""
+    return getattr(CompileContext.current_compile_id(), "frame_id", None)
+
+
+def retry_skipped_code() -> None:
+    """Have Dynamo compile again what it has given up.
+
+    A code object on which a capture failed is skipped for good, whoever runs it: another model of the class would run
+    that code, and what it calls, outside of its graph.
+    """
+    default = eval_frame._FrameAction.DEFAULT
+    fresh = eval_frame._FrameExecStrategy(default, default)
+    for reference in convert_frame.input_codes.seen:
+        if (code := reference()) is not None:
+            eval_frame.set_code_exec_strategy(code, fresh)
+
+
+def forget_code(code: CodeType) -> None:
+    """Drop what Dynamo has compiled of ``code`` and the record of its recompilations, which would keep it for good."""
+    torch._dynamo.reset_code(code)  # type: ignore[attr-defined]  # not in its __all__
+    guard_failures.pop(code, None)
+
+
+def repeated_guards(times: int) -> dict[str, list[str]]:
+    """Return the guards of the function in compilation that failed with at least ``times`` different values, by what
+    they ask for: ``{"model.step": ["model.step == 0", "model.step == 1", ...]}``."""
+    guards: dict[str, dict[str, None]] = {}
+    for reason in [reason for reasons in guard_failures.values() for reason in reasons]:
+        graph, _, text = reason.partition(": ")
+        if graph.split("/")[0] == str(compiled_frame()):
+            guard = re.split(r"\s+# |\n|, actual ", text)[0].strip()
+            guard = _HELD.sub(r".\1", _ROOT.sub("model", guard))
+            guards.setdefault(_VALUE.sub("", guard), {})[guard] = None
+    return {cause: list(failed) for cause, failed in guards.items() if len(failed) >= times}

@@ -1,0 +1,185 @@
+"""A capture inherits nothing from earlier ones, and says why it is made again and again."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import fp4graph
+from fp4graph.model.runtime import runtime_of
+from tests.helpers.policies import one_rule
+
+POLICY = one_rule()
+BODY = one_rule(match={"module": "*body"})
+X = torch.ones(4, 32)
+
+
+class Checked(nn.Module):
+    """Refuses inputs of another width."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(32, 32), nn.Linear(32, 16)
+
+    def forward(self, x):
+        if x.shape[-1] != 32:
+            raise ValueError("32 features are asked for")
+        return self.head(self.body(x))
+
+
+class Broken(Checked):
+    """Has a graph break, so that Dynamo compiles the functions that the forward calls one by one."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Checked()
+
+    def forward(self, x):
+        y = self.inner(x)
+        torch._dynamo.graph_break()
+        return y
+
+
+def sites(explanation):
+    return [(site.module, site.flops) for site in explanation.sites]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [fp4graph.explain, lambda model, policy, args: apply(model, policy)(*args)])
+def test_explain_lists_the_same_after_a_failure(fails):
+    expected = [("inner.body", 2 * 4 * 32 * 32), ("inner.head", 2 * 4 * 32 * 16)]
+    for wrong in (torch.ones(4, 31), "text"):
+        with pytest.raises(Exception, match=r"32 features|has no attribute"):
+            fails(Broken(), BODY, (wrong,))
+        explanation = fp4graph.explain(Broken(), BODY, (X,))
+        assert sites(explanation) == expected
+        assert explanation.problem is None
+
+
+def apply(model, policy=POLICY, **options):
+    return fp4graph.apply(model, policy, backend="eager", **options)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_call_is_compiled_after_calls_that_failed(strict):
+    model = apply(Checked(), strict=strict)
+    for _ in range(3):
+        with pytest.raises(ValueError, match="32 features"):
+            model(torch.ones(4, 31))
+    model(X)
+    assert runtime_of(model).capture.graphs == 1
+
+
+class Loop(Checked):
+    def forward(self, x):
+        y = self.body(x)
+        for _ in range(2):
+            y = y + self.head(x).sum()
+            torch._dynamo.graph_break()
+        return y
+
+
+@pytest.mark.slow
+def test_a_product_outside_of_the_graphs_is_a_problem():
+    problem = fp4graph.explain(Loop(), "bf16", (X,)).problem
+    counted = 2 * 4 * 32 * 32 + 2 * (2 * 4 * 32 * 16)
+    assert f"torch counts {counted} FLOPs" in problem
+    assert "head" in problem
+
+
+@pytest.mark.slow
+def test_the_sizes_that_one_model_saw_are_not_dynamic_in_the_next():
+    fp4graph.explain(Checked(), POLICY, (X[:2],))
+    for rows in (4, 3):
+        model = apply(Checked())
+        model(X[:rows])
+        assert [site.shapes[0] for site in runtime_of(model).sites] == [(rows, 32), (rows, 32)]
+
+
+class Changing(nn.Module):
+    """Reads Python numbers of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.drop = nn.Linear(32, 32), nn.Dropout(0.0)
+        self.step, self.options = 0, {"scale": 1}
+
+    def forward(self, x, *extra):
+        x = self.drop(self.fc(x)) * self.options["scale"] + self.step
+        return x + len(extra[0]) if extra else x
+
+
+def setting(model, i):
+    model.step = i
+    model(X)
+
+
+def option(model, i):
+    model.options["scale"] = i
+    model(X)
+
+
+def dropout(model, i):
+    model.drop.p = i / 10
+    model(X)
+
+
+def sizes(model, i):
+    model(torch.ones(2 + i, 32))
+
+
+def ranks(model, i):
+    model(torch.ones(*[1] * i, 4, 32))
+
+
+def text(model, i):
+    model(X, "a" * (i + 1))
+
+
+CAUSES = {
+    setting: "model.step == 0; model.step == 1; model.step == 2.*buffer.*allow_unspec_int_on_nn_module",
+    option: r"model.options\['scale'\] == 0; .*buffer",
+    dropout: "model.drop.p == 0.0; model.drop.p == 0.1; model.drop.p == 0.2.*change it rarely",
+    text: r"args\[1\] == 'a'; .*Pass a tensor",
+    ranks: r"args\[0\]' rank mismatch. expected 2; .*one number of dimensions",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", CAUSES)
+def test_the_third_recompilation_for_one_cause_is_told(change):
+    model = apply(Changing())
+    for i in range(3):
+        change(model, i)
+    with pytest.warns(fp4graph.PolicyWarning, match=f"compiled for the 4th time.*{CAUSES[change]}"):
+        change(model, 3)
+    change(model, 4)  # told once
+
+
+def modes(model, i):
+    model.train(i % 2 == 0)
+    with torch.set_grad_enabled(i % 3 == 0):
+        model(torch.ones(1 + i % 3, 32))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", [sizes, modes])
+def test_sizes_and_modes_are_not_told(change):
+    model = apply(Changing())
+    for i in range(6):
+        change(model, i)
+
+
+@pytest.mark.slow
+def test_modes_between_are_not_the_cause():
+    model = apply(Changing())
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for i in range(6):
+            model.train(i % 2 == 0)
+            setting(model, i)
+    assert len(told) == 1
+    assert "model.step" in str(told[0].message)
