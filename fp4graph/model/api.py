@@ -101,7 +101,7 @@ def apply(
         if total_forwards is not None or example_inputs is not None:
             loaded.phase(0, total_forwards)  # phases in the wrong order are refused here
         if example_inputs is not None:
-            rehearse(root, loaded, example_inputs)
+            rehearse(root, loaded, example_inputs, strict=strict)
         first = runtime_of(root) is None and not mark_hooks(root)
         names = tuple(dict.fromkeys(methods))
         given = 0 if seed is None else seed, dynamic, total_forwards, strict, recompile_limit, names

@@ -151,7 +151,7 @@ def explain(
     return Explanation(loaded, tuple(sites), blocks, found, runtime.capture.graphs)
 
 
-def rehearse(model: nn.Module, policy: Policy, example_inputs: Any) -> None:
+def rehearse(model: nn.Module, policy: Policy, example_inputs: Any, *, strict: bool) -> None:
     """Run one forward and backward of every phase of ``policy`` on fake tensors; raise the first error of a training.
 
     The model stays untouched. ``example_inputs`` of the call are a tuple, a mapping of keywords, or the only argument.
@@ -161,7 +161,7 @@ def rehearse(model: nn.Module, policy: Policy, example_inputs: Any) -> None:
     if isinstance(example_inputs, Mapping):
         args = ()
     for one in (dataclasses.replace(policy, phases=()), *(phase.policy for phase in policy.phases)):
-        _, problem = _captured(model, one, args, kwargs, backward=True)
+        _, problem = _captured(model, one, args, kwargs, backward=True, strict=strict)
         if problem is not None:
             raise problem
 
@@ -173,6 +173,7 @@ def _captured(
     kwargs: Mapping[str, Any],
     *,
     backward: bool = False,
+    strict: bool = False,
     recurrent: dict[str, int] | None = None,
 ) -> tuple[Runtime, Error | None]:
     """Return a runtime that has captured a fake copy of ``model``, and the error that training it would raise.
@@ -195,7 +196,7 @@ def _captured(
         lambda t: _placed(t if isinstance(t, fake_tensor.FakeTensor) else fake_mode.from_tensor(t), fake_mode, device),
         (args, dict(kwargs)),
     )
-    runtime = Runtime(twin, policy, ApplyOptions("eager", strict=True), explains=True)
+    runtime = Runtime(twin, policy, ApplyOptions("eager", strict=strict), explains=True)
     try:
         with torch.random.fork_rng(), fake_mode:
             runtime.attach()

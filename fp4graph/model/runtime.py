@@ -89,7 +89,7 @@ class Runtime:
         self._current.uncaptured = None if settings.strict else self._run_uncaptured
         self._uncompiled = Uncompiled(self.plan, self._current, self.inspection)
         self._any_hook: hooks.MarkHook | None = None
-        self._checked = explains
+        self._checked, self._explains = explains, explains
         self._failure: Error | None = None  # of the first forward or of packing; every later forward raises it again
         self._refused: str | None = None  # why torch.compile refuses the forward, which runs uncompiled from then on
         self._trained = 0
@@ -342,7 +342,12 @@ class Runtime:
         what = "this forward" if name == CALL else f"{name}()"
         why = self._refused or cause()
         self._uncompiled.warn(why, f"{what} runs uncompiled, quantized as ever, and slower: {why}")
-        return self._uncompiled.run(self.root, call, args, kwargs, self.capture, checked=self._checked)
+        return self._uncompiled.run(self.root, call, args, kwargs, self.capture, checked=self._is_listed)
+
+    @property
+    def _is_listed(self) -> bool:
+        """Whether the sites of a forward that runs uncompiled are listed already."""
+        return self._checked and not self._explains
 
     @opaque
     def _run_uncaptured(
@@ -353,7 +358,7 @@ class Runtime:
         current.require_thread()
         self._uncompiled.warn_uncaptured(module, name, disabled=disabled)
         ran, current.ran = current.ran, set()
-        call, checked = module._call_impl, self._checked
+        call, checked = module._call_impl, self._is_listed
         try:
             return self._uncompiled.run(
                 module, call, args, kwargs, self.capture, checked=checked, running=self._running

@@ -24,7 +24,7 @@ from fp4graph.model.capture import Capture
 from fp4graph.model.coverage import check_sites, each_served, served_sites
 from fp4graph.model.current import CurrentForward, Parts, checkpointed_region
 from fp4graph.model.inspection import Inspection
-from fp4graph.model.prepare import PhasePlan
+from fp4graph.model.prepare import PhasePlan, add_host
 
 
 class Uncompiled:
@@ -140,18 +140,19 @@ class Uncompiled:
             self._warned.add(key)
             warnings.warn(text, PolicyWarning, stacklevel=2)
 
-    def carry(self, error: UnmarkedWeight) -> hooks.CarryHook | None:
-        """Let the module that multiplies with another's weight mark it too; return None where that is not possible."""
+    def carry(self, error: UnmarkedWeight) -> hooks.CarryHook | hooks.MarkHook | None:
+        """Let the module that multiplies with another's weight, or with what it computes itself, mark the product;
+        return None where that is not possible."""
+        root, caller = self._plan.root, error.caller or ""
         if error.owner is None:
-            return None
-        modules = dict(self._plan.root.named_modules(remove_duplicate=False))
-        return hooks.CarryHook.add(modules[error.caller or ""], modules[error.owner.module])
+            return add_host(self._plan, caller, self._current)
+        return hooks.CarryHook.add(root.get_submodule(caller), root.get_submodule(error.owner.module))
 
     def _carries(self, error: UnmarkedWeight) -> bool:
         """The same inside a forward."""
         if (carrying := self.carry(error)) is None:
             return False
-        carrying(self._plan.root, ())
+        carrying(self._plan.root.get_submodule(error.caller or ""), ())
         return True
 
 
