@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import io
 import random
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from torch._subclasses import fake_tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from fp4graph.errors import CaptureError, Error
+from fp4graph.errors import CaptureError, Error, PolicyWarning
 from fp4graph.graph import flops
 from fp4graph.graph.site import Site
 from fp4graph.model import census, coverage
@@ -198,7 +199,8 @@ def _captured(
     )
     runtime = Runtime(twin, policy, ApplyOptions("eager", strict=strict), explains=True)
     try:
-        with torch.random.fork_rng(), fake_mode:
+        with torch.random.fork_rng(), fake_mode, warnings.catch_warnings():
+            warnings.simplefilter("ignore", PolicyWarning)  # of what runs uncompiled: the training says so too
             runtime.attach()
             result = twin(*fake_args, **fake_kwargs)
             leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
