@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import nn
 
 from fp4graph.errors import Error
 from fp4graph.ops.first_order import is_transformed
@@ -16,7 +17,10 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 def opaque(function: _F) -> _F:
     """Have Dynamo leave ``function`` alone; where torch.export traces it, Dynamo's error says what to do."""
-    reason = f"a model with a policy applied runs a graph of its own; to export it, {_REMEDY}"
+    reason = (
+        "a model with a policy applied runs a graph of its own, which an outer torch.compile leaves alone; leave out "
+        f"fullgraph=True of the outer one; to export the model, {_REMEDY}"
+    )
     return cast(_F, torch.compiler.disable(function, reason=reason))  # type: ignore[no-untyped-call]
 
 
@@ -25,6 +29,18 @@ def refuse(what: str) -> None:
     raise Error(
         f"{what} cannot convert a model with a policy applied, because it does not see the quantizers; {_REMEDY}"
     )
+
+
+def refuse_other_models(model: object, caller: str) -> None:
+    """Raise an error where ``model`` is no module, or is compiled by TorchScript, whose operations nobody sees."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{caller}() takes an nn.Module; got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise Error(
+                f"{name or 'the model'} is a TorchScript module ({module.original_name}), whose products fp4graph does "
+                f"not see; call {caller}() with the Python module that it was scripted or traced from"
+            )
 
 
 def refuse_conversion(*, quantizes: bool) -> None:

@@ -24,6 +24,7 @@ from fp4graph.graph import flops
 from fp4graph.graph.site import Site
 from fp4graph.model import census, coverage
 from fp4graph.model.apply_options import ApplyOptions
+from fp4graph.model.conversion import refuse_other_models
 from fp4graph.model.current import PLAIN
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.runtime import Runtime, detach
@@ -126,7 +127,7 @@ class Explanation:
 
 
 def explain(
-    model: nn.Module, policy: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    model: nn.Module, policy: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
 ) -> Explanation:
     """Capture ``model(*args, **kwargs)`` on fake tensors and report every site; model and RNG stay untouched.
 
@@ -134,14 +135,18 @@ def explain(
         model: applied or not, in train or eval mode as it is.
         policy: as for :func:`fp4graph.apply`. The first phase of a policy with phases is shown; to see a later one,
             pass ``policy.phases[i].policy``.
-        args, kwargs: of the forward call. Only their shapes and dtypes matter.
+        args: of the forward call: a tuple or a list, a mapping of keywords, or the only argument. Only shapes and
+            dtypes matter.
+        kwargs: of the call, beside positional ``args``.
 
     Raises:
         PolicyError: the policy cannot be loaded. CaptureError: a site cannot be planned under the policy.
     """
+    refuse_other_models(model, "explain")
     loaded = dataclasses.replace(load_policy(policy), phases=())
     recurrent: dict[str, int] = {}
-    runtime, problem = _captured(model, loaded, args, kwargs or {}, recurrent=recurrent)
+    given, named = _arguments(args)
+    runtime, problem = _captured(model, loaded, given, {**named, **(kwargs or {})}, recurrent=recurrent)
     blocks, found = runtime.plan.names.blocks, None if problem is None else str(problem)
     served = coverage.served_sites(runtime.plan.root, runtime.capture)
     sites = [dataclasses.replace(site, module=name) for site, names in served for name in names]
@@ -157,14 +162,18 @@ def rehearse(model: nn.Module, policy: Policy, example_inputs: Any, *, strict: b
 
     The model stays untouched. ``example_inputs`` of the call are a tuple, a mapping of keywords, or the only argument.
     """
-    kwargs = dict(example_inputs) if isinstance(example_inputs, Mapping) else {}
-    args = tuple(example_inputs) if isinstance(example_inputs, tuple | list) else (example_inputs,)
-    if isinstance(example_inputs, Mapping):
-        args = ()
+    args, kwargs = _arguments(example_inputs)
     for one in (dataclasses.replace(policy, phases=()), *(phase.policy for phase in policy.phases)):
         _, problem = _captured(model, one, args, kwargs, backward=True, strict=strict)
         if problem is not None:
             raise problem
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call that are given as a tuple or a list, a mapping of keywords, or the only one."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
 
 
 def _captured(

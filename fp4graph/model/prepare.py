@@ -14,7 +14,7 @@ from torch.nn.utils import parametrize
 from fp4graph.errors import CaptureError
 from fp4graph.graph.marker import Tag
 from fp4graph.graph.names import Names
-from fp4graph.graph.plan import Plan
+from fp4graph.graph.plan import Plan, rule_that_keeps
 from fp4graph.graph.products import is_quantized_elsewhere
 from fp4graph.model import hooks, state
 from fp4graph.model.current import CurrentForward
@@ -71,7 +71,14 @@ class PhasePlan:
             out_features, in_features = in_features, out_features
         op = "conv" if convolves else "linear"
         view = self.names.view(fqn, op, (in_features, out_features, parameter.numel()), parameter=name)
-        return self._possibly(fqn, module, name, [view], transposed)
+        weight = self._possibly(fqn, module, name, [view], transposed)
+        if weight is not None and parameter.layout is not torch.strided:
+            raise CaptureError(
+                f"it is sparse ({parameter.layout}), and quantizers take dense tensors; make it dense (to_dense()), or "
+                f"{rule_that_keeps(op, fqn)}",
+                site=weight.name,
+            )
+        return weight
 
     def _experts(self, fqn: str, module: nn.Module, name: str, parameter: Tensor) -> Weight | None:
         """Return ``parameter [E, N, K]`` or ``[E, K, N]`` as the weights of experts; only a graph shows which, and

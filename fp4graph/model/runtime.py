@@ -24,7 +24,7 @@ from fp4graph.graph.site import Site
 from fp4graph.model import coverage, distributed, hooks, state
 from fp4graph.model.apply_options import ApplyOptions
 from fp4graph.model.capture import CALL, Capture
-from fp4graph.model.conversion import opaque, refuse_conversion
+from fp4graph.model.conversion import opaque, refuse_conversion, refuse_other_models
 from fp4graph.model.current import CurrentForward
 from fp4graph.model.inspection import Inspection
 from fp4graph.model.optimizers import PreparedOptimizers
@@ -96,7 +96,7 @@ class Runtime:
         self._original: weakref.ref[nn.Module] | None = None  # what this model was copied from
         self._previous: Any = None
         self._synchronized: weakref.ref[DistributedDataParallel] | None = None
-        self._tree = Tree(root, quantizes=policy.quantizes)
+        self._tree = Tree(root, self.weights, quantizes=policy.quantizes)
         self.packing: Packing | None = None
 
     @property
@@ -141,6 +141,8 @@ class Runtime:
         """Attach to a root without a policy, and take over our buffers of ``former`` where they fit."""
         self._previous = self.root._compiled_call_impl
         self.root._compiled_call_impl = self
+        if type(self.root).compile is nn.Module.compile:
+            self.root.__dict__["compile"] = hooks.compiled_already
         self.root_state = prepare(self.plan, self.policy, self._current, former)
         if self.root_state is not None and not self.settings.strict:
             holding = {name for _, _, hook in hooks.mark_hooks(self.root) for name in upwards(hook.name)}
@@ -152,7 +154,7 @@ class Runtime:
         for name in self.settings.methods:
             self.root.__dict__[name] = hooks.Method(self.root, name, self._current)
         self._any_hook = next((hook for _, _, hook in hooks.mark_hooks(self.root)), None)
-        self._tree = Tree(self.root, quantizes=self.policy.quantizes)
+        self._tree = Tree(self.root, self.weights, quantizes=self.policy.quantizes)
 
     def _may_own(self, name: str, module: nn.Module, holds: Collection[nn.Module]) -> bool:
         """Return whether a module has matrices of its own that only a graph shows to be weights, and no parts that hold
@@ -274,8 +276,17 @@ class Runtime:
         if self.root_state is not None:
             self.root_state.advance()
 
+    def up_to_date(self) -> Runtime:
+        """Return the runtime of the model as it is now: adapters or parametrizations may have joined or left."""
+        return self._adapted() if self._tree.adapted() else self
+
     def _begin(self, training: bool) -> None:
         """Make state and the step tensor ready for a forward."""
+        if all(parameter.is_meta for parameter in self.root.parameters()) and self.plan.weights:
+            raise Error(
+                "the applied model is on the meta device, where nothing is computed; call model.to_empty(device=...) "
+                "and load its weights first, or fp4graph.explain(model, policy, args) if shapes are all you want"
+            )
         if training and self._trained == 1:
             self.optimizers.check(self.plan)
         if training and self.packing is not None:
@@ -302,12 +313,6 @@ class Runtime:
         refuse_conversion(quantizes=True)
         if self._failure is not None:
             raise self._failure.with_traceback(None)
-        if runtime_of(self.root) is not self:  # nn.Module.compile() has put another call in the place of ours
-            self.root._compiled_call_impl = self
-            self._uncompiled.warn(
-                "compile",
-                "model.compile() was called after fp4graph.apply(), which compiles the model already; it has no effect",
-            )
         training, again = torch.is_grad_enabled(), torch._C._current_graph_task_id() != -1
         self._follow(training=training)
         if not again and id(module) in self._current.ran:
@@ -496,9 +501,12 @@ def runtime_of(model: nn.Module) -> Runtime | None:
 
 def require_runtime(model: nn.Module, caller: str) -> Runtime:
     """Return the runtime of an applied model, or raise an Error that names ``caller``."""
-    if (runtime := runtime_of(model)) is None:
-        raise Error(f"{caller}() takes a model that fp4graph.apply has prepared")
-    return runtime
+    refuse_other_models(model, caller)
+    if (runtime := runtime_of(model)) is not None:
+        return runtime
+    pickled = any(hook.current is None for _, _, hook in hooks.mark_hooks(model))
+    why = f"this one was, but {hooks.PICKLED}" if pickled else "call fp4graph.apply(model, policy) first"
+    raise Error(f"{caller}() takes a model that fp4graph.apply has prepared; {why}")
 
 
 def detach(root: nn.Module) -> None:

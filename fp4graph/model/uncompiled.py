@@ -22,7 +22,7 @@ from fp4graph.graph.replace import UnmarkedWeight
 from fp4graph.model import hooks
 from fp4graph.model.capture import Capture
 from fp4graph.model.coverage import check_sites, each_served, served_sites
-from fp4graph.model.current import CurrentForward, Parts, checkpointed_region
+from fp4graph.model.current import CurrentForward, Parts, checkpointed_region, has_backward_hooks
 from fp4graph.model.inspection import Inspection
 from fp4graph.model.prepare import PhasePlan, add_host
 
@@ -124,7 +124,9 @@ class Uncompiled:
 
     def warn_uncaptured(self, module: nn.Module, name: str | None, *, disabled: bool) -> None:
         """Warn that the compiled call runs ``module`` outside of its graphs, once for all modules at alike places."""
-        if disabled:
+        if has_backward_hooks(module):
+            why = "it has a hook on its backward, which torch.compile does not compile; compiled again without the hook"
+        elif disabled:
             why = "it is called where Dynamo is disabled (a disabled function, or a checkpoint around a graph break)"
         else:
             why = "its call does not fit into one graph, as with a graph break or a loop over the values of a tensor"
