@@ -115,6 +115,11 @@ class Capture:
         with self.forward(apart=True):
             return self._entries[name][1](*args, **kwargs)
 
+    def is_full(self, name: str) -> bool:
+        """Return whether Dynamo has made as many graphs of the call ``name`` as it may."""
+        made = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(self._entries[name][0].__code__)
+        return len(made) >= torch._dynamo.config.recompile_limit
+
     @contextmanager
     def forward(self, *, apart: bool = False) -> Iterator[None]:
         """Count what graphs run in this context as one forward; ``apart``: in which no two draw the same."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
 import torch
@@ -55,6 +55,15 @@ def refuse_conversion(*, quantizes: bool) -> None:
             "a transform of torch.func (grad, vmap, jvp) or forward-mode differentiation cannot run a model with a "
             "policy applied, because quantizers have gradients of their own; use loss.backward() or "
             "torch.autograd.grad, or wrap the call in fp4graph.bypass(model) if high precision is what you want"
+        )
+
+
+def refuse_nested(inputs: Iterable[object]) -> None:
+    """Raise an Error for a nested tensor without sizes: the guards of torch.compile end the process at one."""
+    if any(isinstance(x, torch.Tensor) and x.is_nested and x.layout is torch.strided for x in inputs):
+        raise Error(
+            "an input of the model is a nested tensor, whose products cannot be quantized; pad it "
+            "(x.to_padded_tensor(0.0)), or pass one with layout=torch.jagged by its values (x.values())"
         )
 
 

@@ -232,6 +232,11 @@ def has_sharded_forward(root: nn.Module) -> bool:
     return any(isinstance(module.__dict__.get("forward"), ShardedForward) for module in root.modules())
 
 
+def is_marked(module: nn.Module) -> bool:
+    """Return whether ``module`` itself has a mark hook."""
+    return any(owner is module for owner, _, _ in mark_hooks(module))
+
+
 def mark_hooks(root: nn.Module) -> list[tuple[nn.Module, int | None, MarkHook]]:
     """Return (module, hook id, hook) for every mark hook below ``root``; a hook inside a sharded forward has no id."""
     found: list[tuple[nn.Module, int | None, MarkHook]] = []

@@ -191,7 +191,7 @@ def add_host(plan: PhasePlan, fqn: str, current: CurrentForward) -> hooks.MarkHo
     """Give a module a key and a mark after a graph has shown that it multiplies with what it computes, such as the
     weight that a hypernetwork generates; return the mark, or None where the module is marked already."""
     module = plan.root.get_submodule(fqn)
-    if isinstance(module, CONTAINERS) or any(own is module for own, _, _ in hooks.mark_hooks(plan.root)):
+    if isinstance(module, CONTAINERS) or hooks.is_marked(module):
         return None
     held = module._modules.get(state.NAME)
     if not isinstance(held, state.SiteState):

@@ -24,7 +24,7 @@ from fp4graph.graph.site import Site
 from fp4graph.model import coverage, distributed, hooks, state
 from fp4graph.model.apply_options import ApplyOptions
 from fp4graph.model.capture import CALL, Capture
-from fp4graph.model.conversion import opaque, refuse_conversion, refuse_other_models
+from fp4graph.model.conversion import opaque, refuse_conversion, refuse_nested, refuse_other_models
 from fp4graph.model.current import CurrentForward
 from fp4graph.model.inspection import Inspection
 from fp4graph.model.optimizers import PreparedOptimizers
@@ -228,6 +228,7 @@ class Runtime:
         if self._tree.adapted():
             return self._adapted().run_method(name, args, kwargs)
         refuse_conversion(quantizes=self._any_hook is not None)
+        refuse_nested((*args, *kwargs.values()))
         if name != CALL and fsdp_modules(self.root):
             raise Error(
                 "methods= compiles whole methods, but under fully_shard modules are compiled one by one; drop it"
@@ -345,7 +346,7 @@ class Runtime:
     ) -> Any:
         """Run a call of the model that Dynamo does not compile."""
         what = "this forward" if name == CALL else f"{name}()"
-        why = self._refused or cause()
+        why = self._refused or cause(full=self.capture.is_full(name))
         self._uncompiled.warn(why, f"{what} runs uncompiled, quantized as ever, and slower: {why}")
         return self._uncompiled.run(self.root, call, args, kwargs, self.capture, checked=self._is_listed)
 

@@ -146,9 +146,10 @@ class Uncompiled:
         """Let the module that multiplies with another's weight, or with what it computes itself, mark the product;
         return None where that is not possible."""
         root, caller = self._plan.root, error.caller or ""
-        if error.owner is None:
+        owner = None if error.owner is None else root.get_submodule(error.owner.module)
+        if owner is None or not hooks.is_marked(owner):  # a ParameterList is not called
             return add_host(self._plan, caller, self._current)
-        return hooks.CarryHook.add(root.get_submodule(caller), root.get_submodule(error.owner.module))
+        return hooks.CarryHook.add(root.get_submodule(caller), owner)
 
     def _carries(self, error: UnmarkedWeight) -> bool:
         """The same inside a forward."""
@@ -158,16 +159,23 @@ class Uncompiled:
         return True
 
 
-def cause() -> str:
-    """Return why Dynamo has not compiled the call that is running."""
-    if torch._dynamo.eval_frame._stance.stance == "force_eager":
-        return "torch.compiler.set_stance('force_eager') is in force"
+def cause(*, full: bool) -> str:
+    """Return why Dynamo has not compiled the call that is running; ``full`` says whether it has made as many graphs of
+    the call as it may."""
+    if (stance := torch._dynamo.eval_frame._stance.stance) != "default":
+        return f"torch.compiler.set_stance({stance!r}) is in force"
+    if torch._dynamo.config.disable:
+        return "torch._dynamo.config.disable (TORCHDYNAMO_DISABLE=1) switches torch.compile off"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a transform of torch.func is at work, which Dynamo does not compile"
     if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
         return "a TorchDispatchMode such as FlopCounterMode is at work, which Dynamo does not compile"
-    return (
-        "torch.compile gave up on it, as it does when shapes, modes or frozen parameters change more often than its "
-        "recompile limit allows: pad lengths, pass dynamic=True to fp4graph.apply, or pass a higher "
-        "recompile_limit="
-    )
+    if full:
+        return (
+            "torch.compile gave up on it, because shapes, modes or frozen parameters change more often than its "
+            "recompile limit allows: pad lengths, pass dynamic=True to fp4graph.apply, or pass a higher "
+            "recompile_limit="
+        )
+    if torch._dynamo.config.suppress_errors:
+        return "torch.compile failed, and torch._dynamo.config.suppress_errors hides its error; set it to False"
+    return "torch.compile skipped it without an error; the environment variable TORCH_LOGS=dynamo shows why"
