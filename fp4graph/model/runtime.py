@@ -247,7 +247,8 @@ class Runtime:
         self._begin(training)
         self._current.whole |= training
         result = self._run(name, training, args, kwargs)
-        if not self._checked and not self.inspection.watching:
+        symbolic = not self._checked and any(getattr(leaf, "is_meta", False) for leaf in tree_leaves((args, kwargs)))
+        if not self._checked and not self.inspection.watching and not symbolic:  # Keras asks so for shapes alone
             try:
                 if name == CALL:
                     self.check_coverage()
@@ -400,10 +401,10 @@ class Runtime:
                     raise CaptureError(why) from error
                 self._refused = why
                 return self._run(name, training, args, kwargs)  # nothing has run: Dynamo traces first
-            unmarked = ours.all if isinstance(ours, UnmarkedWeight) and not capture.captured(name) else []
+            unmarked = ours.all if isinstance(ours, UnmarkedWeight) and not capture.has_run else []
             carried = [self._uncompiled.carry(each) for each in unmarked]
             if any(carried):
-                return self._run(name, training, args, kwargs)  # nothing has run: the first graph was refused
+                return self._run(name, training, args, kwargs)  # nothing has run: the call's first graph was refused
             if ours is not None:
                 self._failure = None if self._checked or self._trained else ours
                 raise ours from ours.__cause__  # without the compiler's own errors around it
