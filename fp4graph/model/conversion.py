@@ -58,9 +58,9 @@ def refuse_conversion(*, quantizes: bool) -> None:
         )
 
 
-def refuse_nested(inputs: Iterable[object]) -> None:
+def refuse_nested(inputs: Iterable[torch.Tensor]) -> None:
     """Raise an Error for a nested tensor without sizes: the guards of torch.compile end the process at one."""
-    if any(isinstance(x, torch.Tensor) and x.is_nested and x.layout is torch.strided for x in inputs):
+    if any(x.is_nested and x.layout is torch.strided for x in inputs):
         raise Error(
             "an input of the model is a nested tensor, whose products cannot be quantized; pad it "
             "(x.to_padded_tensor(0.0)), or pass one with layout=torch.jagged by its values (x.values())"

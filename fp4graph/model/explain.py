@@ -126,9 +126,7 @@ class Explanation:
         }
 
 
-def explain(
-    model: nn.Module, policy: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-) -> Explanation:
+def explain(model: nn.Module, policy: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Explanation:
     """Capture ``model(*args, **kwargs)`` on fake tensors and report every site; model and RNG stay untouched.
 
     Args:

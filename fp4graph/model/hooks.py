@@ -23,8 +23,8 @@ from fp4graph.numerics.sharding import whole
 
 #: The state of an applied model that was pickled: the compiled call and all that runs it stay in the other process.
 PICKLED = (
-    "it was pickled, as torch.save, ddp_spawn and workers of other processes do, and the compiled call does not travel; "
-    "call fp4graph.apply(model, policy) on it in this process"
+    "it was pickled, as torch.save, ddp_spawn and workers of other processes do, and the compiled call does not "
+    "travel; call fp4graph.apply(model, policy) on it in this process"
 )
 
 

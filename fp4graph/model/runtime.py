@@ -223,12 +223,15 @@ class Runtime:
     @opaque
     def run_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the root's call, or a method that is compiled and counted like it."""
-        if self._bypassed:
-            return self._call(name)(*args, **kwargs)
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        symbolic = any(x.is_meta for x in given)  # for shapes alone, as Keras does before its first step
+        if self._bypassed or symbolic:
+            with hooks.bypassed(self.root) if symbolic else nullcontext():
+                return self._call(name)(*args, **kwargs)
         if self._tree.adapted():
             return self._adapted().run_method(name, args, kwargs)
         refuse_conversion(quantizes=self._any_hook is not None)
-        refuse_nested((*args, *kwargs.values()))
+        refuse_nested(given)
         if name != CALL and fsdp_modules(self.root):
             raise Error(
                 "methods= compiles whole methods, but under fully_shard modules are compiled one by one; drop it"
@@ -247,8 +250,7 @@ class Runtime:
         self._begin(training)
         self._current.whole |= training
         result = self._run(name, training, args, kwargs)
-        symbolic = not self._checked and any(getattr(leaf, "is_meta", False) for leaf in tree_leaves((args, kwargs)))
-        if not self._checked and not self.inspection.watching and not symbolic:  # Keras asks so for shapes alone
+        if not self._checked and not self.inspection.watching:
             try:
                 if name == CALL:
                     self.check_coverage()
