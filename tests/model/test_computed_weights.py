@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import peft
 import pytest
 import torch
 from torch import nn
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune
 
 import fp4graph
+from fp4graph.model.runtime import runtime_of
 from fp4graph.technique.operands import Operand
 from tests.helpers.policies import one_rule, quantizer
 
@@ -120,3 +122,23 @@ def test_explain_example_inputs_and_training_agree(technique, policy, alone):
         with fp4graph.bypass(model):
             weight = layer.computed() if hasattr(layer, "computed") else layer.weight
         torch.testing.assert_close(y, F.linear(rounded(x), rounded(weight), layer.bias), rtol=1e-5, atol=1e-5)
+
+
+def adapted():
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=["0", "2"], use_dora=True)
+    return peft.get_peft_model(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32)), config).get_base_model()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
+def test_dora_is_explained_and_tried_as_it_trains():
+    data, x = POLICIES["noise"], torch.randn(8, 64)
+    model = fp4graph.apply(adapted(), data, backend="eager", example_inputs=x)
+    model(x).square().sum().backward()
+    trained = sorted(site.module for site in runtime_of(model).sites if site.quantized)
+    explained = sorted(site.module for site in fp4graph.explain(adapted(), data, x).sites if site.quantized)
+    assert trained == explained == ["0.base_layer", "2.base_layer"]
+    strict = fp4graph.apply(adapted(), data, backend="eager", strict=True)
+    with pytest.raises(fp4graph.CaptureError, match=r"graph break parts that call from this.*leave out strict=True"):
+        strict(x)
