@@ -132,7 +132,9 @@ class PhasePlan:
 
 def computes_weight(module: nn.Module) -> bool:
     """Return whether ``module`` has a weight that is no parameter, as after weight_norm, spectral_norm or pruning."""
-    return parametrize.is_parametrized(module) or any(isinstance(value, Tensor) for value in vars(module).values())
+    attributes = vars(module).items()
+    plain = any(isinstance(value, Tensor) for name, value in attributes if name.endswith("weight"))
+    return plain or parametrize.is_parametrized(module)
 
 
 def device_of(module: nn.Module, default: torch.device | None = None) -> torch.device:
@@ -187,10 +189,9 @@ def prepare(
     return root_state
 
 
-def add_host(plan: PhasePlan, fqn: str, current: CurrentForward) -> hooks.MarkHook | None:
+def add_host(plan: PhasePlan, module: nn.Module, fqn: str, current: CurrentForward) -> hooks.MarkHook | None:
     """Give a module a key and a mark after a graph has shown that it multiplies with what it computes, such as the
     weight that a hypernetwork generates; return the mark, or None where the module is marked already."""
-    module = plan.root.get_submodule(fqn)
     if isinstance(module, CONTAINERS) or hooks.is_marked(module):
         return None
     held = module._modules.get(state.NAME)

@@ -145,17 +145,17 @@ class Uncompiled:
     def carry(self, error: UnmarkedWeight) -> hooks.CarryHook | hooks.MarkHook | None:
         """Let the module that multiplies with another's weight, or with what it computes itself, mark the product;
         return None where that is not possible."""
-        root, caller = self._plan.root, error.caller or ""
-        owner = None if error.owner is None else root.get_submodule(error.owner.module)
+        modules, caller = dict(self._plan.root.named_modules(remove_duplicate=False)), error.caller or ""
+        owner = None if error.owner is None else modules[error.owner.module]
         if owner is None or not hooks.is_marked(owner):  # a ParameterList is not called
-            return add_host(self._plan, caller, self._current)
-        return hooks.CarryHook.add(root.get_submodule(caller), owner)
+            return add_host(self._plan, modules[caller], caller, self._current)
+        return hooks.CarryHook.add(modules[caller], owner)
 
     def _carries(self, error: UnmarkedWeight) -> bool:
         """The same inside a forward."""
         if (carrying := self.carry(error)) is None:
             return False
-        carrying(self._plan.root.get_submodule(error.caller or ""), ())
+        carrying(dict(self._plan.root.named_modules(remove_duplicate=False))[error.caller or ""], ())
         return True
 
 
