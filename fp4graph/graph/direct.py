@@ -96,7 +96,8 @@ class Direct(TorchFunctionMode):
         super().__init__()
         self.planner = Planner(policy, first_occurrence)
         self.marked: set[str | None] = set()
-        self._policy, self._whole, self._produced, self._idle = policy, whole, produced, idle
+        self._policy, self._names, self._whole = policy, names, whole
+        self._produced, self._idle = produced, idle
         self._recording, self._carries, self._lists = recording, carries, lists
         self._shown: Counter[str] = Counter()
         self._finder = Finder(names, policy.may_quantize, {})
@@ -213,6 +214,8 @@ class Direct(TorchFunctionMode):
             node.meta[_OF_PARAMETER] = isinstance(x, nn.Parameter)
             if isinstance(x, nn.Parameter):
                 node.meta |= {"grapharg": _Given(x), "example_value": x}
+            elif self._names.is_buffer(x):
+                node.meta["grapharg"] = _Given(x)
             elif x in self._produced:
                 node.meta[PRODUCER] = self._produced[x]
         return node

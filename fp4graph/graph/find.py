@@ -29,6 +29,7 @@ _GATHERED = (
     "it multiplies each token with a copy of its expert's matrix; to quantize it expert by expert, pick the copies as "
     "w[ids] from a parameter w [E, K, N] and multiply with them as they are, or write it as a grouped product"
 )
+_OF_WEIGHTS = "it multiplies the model's own tensors alone, as spectral_norm does to compute a weight"
 #: Higher-order ops whose bodies run once, as written, on the operands at the end of their arguments.
 _TRANSPARENT = frozenset({
     "tag_activation_checkpoint", "wrap", "wrap_activation_checkpoint", "wrap_with_set_grad_enabled",
@@ -309,7 +310,10 @@ class Finder:
                     return self._product(gathered, markers)
             return self._product(read, markers)
         if read is not None and operation is not None:
-            if not operation.kept and (read.weighs or self._multiplies_parameter(node, markers)):
+            weighs = read.weighs or self._multiplies_parameter(node, markers)
+            if weighs and not operation.kept and self._computes_weight(node, markers):
+                work = self._work(node, read.op, _OF_WEIGHTS, operation.flops)
+            elif weighs and not operation.kept:
                 work = self._like_linear(node, read.op, read.reason, markers, operation.flops)
             else:
                 work = self._work(node, read.op, read.reason, operation.flops)
@@ -388,6 +392,17 @@ class Finder:
     def _multiplies_parameter(self, node: Node, markers: Markers) -> bool:
         """Return whether an input of ``node`` is a parameter of two or more axes, or a view of one."""
         return any(self._is_matrix_parameter(argument, markers) for argument in node.all_input_nodes)
+
+    def _computes_weight(self, node: Node, markers: Markers) -> bool:
+        """Return whether ``node`` is made of the model's parameters and buffers alone."""
+        seen, pending = {node}, [node]
+        while pending:
+            one = markers.outside(pending.pop())
+            if one.op == "placeholder" and not self._names.is_of_model(one):
+                return False
+            pending += [source for source in one.all_input_nodes if source not in seen]
+            seen.update(one.all_input_nodes)
+        return True
 
     def _is_gathered_parameter(self, node: Node, markers: Markers) -> bool:
         # A body may be given copies that were picked outside of it.

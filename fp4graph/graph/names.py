@@ -38,6 +38,7 @@ class Names:
     def __init__(self, root: nn.Module | None) -> None:
         self._modules: dict[int, str] = {}
         self._owners: dict[int, list[Owner]] = {}
+        self._buffers: dict[int, Owner] = {}
         self._infos: dict[str, ModuleInfo] = {}
         self._by_name: dict[str, nn.Module] = {}
         self._root = root
@@ -50,6 +51,7 @@ class Names:
                 for parameter_name, parameter in module._parameters.items():
                     if parameter is not None:
                         self._owners.setdefault(id(parameter), []).append(Owner(name, parameter_name))
+                self._buffers |= {id(buffer): Owner(name, key) for key, buffer in module._buffers.items()}
         self.blocks: Mapping[str, BlockPosition] = find_blocks(self._infos) if root is not None else {}
 
     def learn(self, nodes: list[Node]) -> None:
@@ -155,6 +157,15 @@ class Names:
     def is_parameter(self, node: Node) -> bool:
         """Return whether placeholder ``node`` is a parameter."""
         return isinstance(_example(node), nn.Parameter) or _source(node) is not None
+
+    def is_buffer(self, example: object) -> bool:
+        """Return whether a tensor that a graph was given is a buffer of the model."""
+        owner = self._buffers.get(id(example))
+        return owner is not None and self._by_name[owner.module]._buffers.get(owner.parameter) is example
+
+    def is_of_model(self, node: Node) -> bool:
+        """Return whether placeholder ``node`` is a parameter or a buffer of the model."""
+        return self.is_parameter(node) or self.is_buffer(_example(node))
 
 
 def _example(node: Node) -> object:

@@ -117,6 +117,8 @@ def objection(product: Product) -> str | None:
     """Return why ``product`` cannot be a site, or None."""
     a, b = value_of(product.a), value_of(product.b)
     for value in (a, b):
+        if value is not None and value.is_nested:
+            return "a factor is a nested tensor; pass its values (x.values()), or pad it (x.to_padded_tensor(0.0))"
         if is_quantized_elsewhere(value):
             return f"a factor is a {type(value).__name__}, which another library quantizes"
     if a is None or b is None or not (a.is_floating_point() and b.is_floating_point()):

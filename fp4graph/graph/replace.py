@@ -72,8 +72,10 @@ def call_of(site: PlannedSite, product: Product) -> SiteCall:
     if program.draws:
         if marked is None:
             raise UnmarkedWeight(
-                "its quantizers draw noise, but no module that fp4graph prepared was called in its graph (a graph "
-                "break inside the module's forward?); remove the break, or keep this site in high precision",
+                "its quantizers draw noise, whose key the module hands over when it is called, and a graph break parts "
+                "that call from this product (a backward hook, a print, or a loop that torch.compile does not "
+                "trace); remove the break, leave out strict=True of fp4graph.apply, which runs the module uncompiled, "
+                f"or {rule_that_keeps(found.view.op, found.view.module)}",
                 found,
             )
         key, step = marked.marker.key, marked.marker.step
@@ -126,7 +128,8 @@ def _entry(slot: StateSlot, found: FoundProduct) -> Node:
     if owner is not None and owner.parameter.endswith("weight"):
         what = f"the weight of {owner.module or '(root)'!r}, and that module was not called in this graph"
     else:
-        what = f"{'a tensor' if owner is None else f'parameter {owner.parameter!r}'}, the weight of no layer"
+        computed = "a tensor that the forward computes (as weight_norm, pruning or a hypernetwork do)"
+        what = f"{computed if owner is None else f'parameter {owner.parameter!r}'}, the weight of no layer"
     raise UnmarkedWeight(
         f"technique {slot.technique} keeps state for each weight, but this product multiplies with {what}. Drop the "
         f"technique, or {rule_that_keeps(found.view.op, found.view.module)}",

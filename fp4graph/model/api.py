@@ -16,6 +16,7 @@ from fp4graph.graph.backend import inner_backend
 from fp4graph.kernels.inductor import compiler_options
 from fp4graph.model import saved, state
 from fp4graph.model.apply_options import ApplyOptions
+from fp4graph.model.conversion import refuse_other_models
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.explain import rehearse
 from fp4graph.model.hooks import Method, bypassed, mark_hooks
@@ -81,11 +82,11 @@ def apply(
         Error: a submodule has a policy of its own, the model has no such method, or an option of the compiler is
             unknown or would break exactness. With ``example_inputs``, any error of the first call.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"apply() takes an nn.Module; got {type(model).__name__}")
+    refuse_other_models(model, "apply")
     warn_once()
     inner_backend(backend)  # refuses an unknown name
-    compiler = compiler_options(backend, mode, options, dynamic)
+    given = 0 if seed is None else seed, dynamic, total_forwards, strict, recompile_limit
+    settings = ApplyOptions(backend, *given, compiler=compiler_options(backend, mode, options, dynamic))
     root = unwrapped(model)
     loaded = load_policy(policy)
     check_modules(loaded, [name for name, _ in root.named_modules() if not state.is_ours(name)])
@@ -101,12 +102,9 @@ def apply(
         if total_forwards is not None or example_inputs is not None:
             loaded.phase(0, total_forwards)  # phases in the wrong order are refused here
         if example_inputs is not None:
-            rehearse(root, loaded, example_inputs)
+            rehearse(root, loaded, example_inputs, strict=strict)
         first = runtime_of(root) is None and not mark_hooks(root)
-        names = tuple(dict.fromkeys(methods))
-        given = 0 if seed is None else seed, dynamic, total_forwards, strict, recompile_limit, names
-        settings = ApplyOptions(backend, *given, compiler=compiler)
-        Runtime(root, loaded, settings).attach()
+        Runtime(root, loaded, dataclasses.replace(settings, methods=tuple(dict.fromkeys(methods)))).attach()
     if first:
         saved.restore(root)
     return model

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from fp4graph.errors import Error
+
 
 @dataclasses.dataclass(frozen=True)
 class ApplyOptions:
@@ -23,3 +25,12 @@ class ApplyOptions:
     recompile_limit: int | None = None
     methods: tuple[str, ...] = ()
     compiler: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if type(self.seed) is not int:
+            raise Error(f"seed is an int, or None for 0; got {self.seed!r}")
+        if not isinstance(self.dynamic, bool | None):
+            raise Error(f"dynamic is True, False or None, as for torch.compile; got {self.dynamic!r}")
+        limit = self.recompile_limit
+        if limit is not None and (type(limit) is not int or limit < 1):
+            raise Error(f"recompile_limit is a number of graphs, at least 1, or None for 64; got {limit!r}")

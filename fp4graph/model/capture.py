@@ -61,6 +61,7 @@ class Capture:
         uses: how the graphs use parameters, by the parameter's owner and name.
         read: parameters that the graphs take, as (module, name). marked: modules whose call was seen.
         error: the error of the last graph that failed. The compiler wraps it in errors of its own.
+        has_run: whether the call that failed had run other graphs before.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class Capture:
         self.marked: set[str | None] = set()
         self.problems: list[Error] = []
         self.error: Error | None = None
+        self.has_run = False
         #: Per call and frame of Dynamo: how many sites of each module earlier frames of the call held, and its own.
         self._frames: dict[_Frame, tuple[dict[str, int], list[Site]]] = {}
         #: Sites of the graphs that the call in progress has run, by frame.
@@ -133,6 +135,11 @@ class Capture:
             result = self._entries[name][1](*args, **kwargs)
         self._failures = 0
         return result
+
+    def is_full(self, name: str) -> bool:
+        """Return whether Dynamo has made as many graphs of the call ``name`` as it may."""
+        made = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(self._entries[name][0].__code__)
+        return len(made) >= torch._dynamo.config.recompile_limit
 
     @contextmanager
     def forward(self, *, apart: bool = False) -> Iterator[None]:
@@ -188,7 +195,7 @@ class Capture:
             with cacheable(gm):
                 compiled = inner(gm, example_inputs)  # traces stages, which may fail
         except Error as error:
-            self.error = error
+            self.error, self.has_run = error, bool(self._ran)
             raise
         self._frames[frame] = (first, rewritten.sites)
         others = [sites for (name, _), (_, sites) in self._frames.items() if name != self._running]

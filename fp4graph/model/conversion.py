@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar, cast
 
 import torch
+from torch import nn
 
 from fp4graph.errors import Error
 from fp4graph.ops.first_order import is_transformed
@@ -16,7 +17,10 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 def opaque(function: _F) -> _F:
     """Have Dynamo leave ``function`` alone; where torch.export traces it, Dynamo's error says what to do."""
-    reason = f"a model with a policy applied runs a graph of its own; to export it, {_REMEDY}"
+    reason = (
+        "a model with a policy applied runs a graph of its own, which an outer torch.compile leaves alone; leave out "
+        f"fullgraph=True of the outer one; to export the model, {_REMEDY}"
+    )
     return cast(_F, torch.compiler.disable(function, reason=reason))  # type: ignore[no-untyped-call]
 
 
@@ -25,6 +29,18 @@ def refuse(what: str) -> None:
     raise Error(
         f"{what} cannot convert a model with a policy applied, because it does not see the quantizers; {_REMEDY}"
     )
+
+
+def refuse_other_models(model: object, caller: str) -> None:
+    """Raise an error where ``model`` is no module, or is compiled by TorchScript, whose operations nobody sees."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{caller}() takes an nn.Module; got {type(model).__name__}")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise Error(
+                f"{name or 'the model'} is a TorchScript module ({module.original_name}), whose products fp4graph does "
+                f"not see; call {caller}() with the Python module that it was scripted or traced from"
+            )
 
 
 def refuse_conversion(*, quantizes: bool) -> None:
@@ -39,6 +55,15 @@ def refuse_conversion(*, quantizes: bool) -> None:
             "a transform of torch.func (grad, vmap, jvp) or forward-mode differentiation cannot run a model with a "
             "policy applied, because quantizers have gradients of their own; use loss.backward() or "
             "torch.autograd.grad, or wrap the call in fp4graph.bypass(model) if high precision is what you want"
+        )
+
+
+def refuse_nested(inputs: Iterable[torch.Tensor]) -> None:
+    """Raise an Error for a nested tensor without sizes: the guards of torch.compile end the process at one."""
+    if any(x.is_nested and x.layout is torch.strided for x in inputs):
+        raise Error(
+            "an input of the model is a nested tensor, whose products cannot be quantized; pad it "
+            "(x.to_padded_tensor(0.0)), or pass one with layout=torch.jagged by its values (x.values())"
         )
 
 

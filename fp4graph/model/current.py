@@ -152,6 +152,9 @@ class Parts:
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if current.compiled:
+                if current.uncaptured is not None and has_backward_hooks(module):
+                    # Dynamo breaks there, and would skip this frame for good: not only while there is a hook.
+                    return current.uncaptured(module, args, kwargs, disabled=False)
                 if torch.compiler.is_compiling() or current.uncaptured is None:
                     # Dynamo resumes after a graph break, but not in the middle of a loop: it does not compile a frame
                     # that breaks there. This frame then runs as it is, before anything in it has run.
@@ -176,6 +179,11 @@ class Parts:
         current.enter(module)
         with current.direct.inside(module):
             return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def has_backward_hooks(module: nn.Module) -> bool:
+    """Return whether ``module`` has a hook on its backward, which Dynamo does not compile."""
+    return len(module._backward_hooks) > 0 or len(module._backward_pre_hooks) > 0
 
 
 def checkpointed_region() -> Any:

@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import io
 import random
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,11 +20,12 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
-from fp4graph.errors import CaptureError, Error
+from fp4graph.errors import CaptureError, Error, PolicyWarning
 from fp4graph.graph import flops
 from fp4graph.graph.site import Site
 from fp4graph.model import census, coverage, hooks
 from fp4graph.model.apply_options import ApplyOptions
+from fp4graph.model.conversion import refuse_other_models
 from fp4graph.model.current import PLAIN
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.runtime import Runtime, detach
@@ -126,24 +128,26 @@ class Explanation:
         }
 
 
-def explain(
-    model: nn.Module, policy: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-) -> Explanation:
+def explain(model: nn.Module, policy: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Explanation:
     """Capture ``model(*args, **kwargs)`` on fake tensors and report every site; model and RNG stay untouched.
 
     Args:
         model: applied or not, in train or eval mode as it is.
         policy: as for :func:`fp4graph.apply`. The first phase of a policy with phases is shown; to see a later one,
             pass ``policy.phases[i].policy``.
-        args, kwargs: of the forward call. Only their shapes and dtypes matter.
+        args: of the forward call: a tuple or a list, a mapping of keywords, or the only argument. Only shapes and
+            dtypes matter.
+        kwargs: of the call, beside positional ``args``.
 
     Raises:
         PolicyError: the policy cannot be loaded. CaptureError: a site cannot be planned under the policy.
     """
+    refuse_other_models(model, "explain")
     loaded = dataclasses.replace(load_policy(policy), phases=())
     recurrent: dict[str, int] = {}
     counts: dict[str, int] = {}
-    runtime, problem = _captured(model, loaded, args, kwargs or {}, recurrent=recurrent, counts=counts)
+    given, named = _arguments(args)
+    runtime, problem = _captured(model, loaded, given, {**named, **(kwargs or {})}, recurrent=recurrent, counts=counts)
     blocks = runtime.plan.names.blocks
     served = coverage.served_sites(runtime.plan.root, runtime.capture)
     sites = [dataclasses.replace(site, module=name) for site, names in served for name in names]
@@ -178,19 +182,23 @@ def _missing(sites: Sequence[Site], counts: Mapping[str, int]) -> Error | None:
     )
 
 
-def rehearse(model: nn.Module, policy: Policy, example_inputs: Any) -> None:
+def rehearse(model: nn.Module, policy: Policy, example_inputs: Any, *, strict: bool) -> None:
     """Run one forward and backward of every phase of ``policy`` on fake tensors; raise the first error of a training.
 
     The model stays untouched. ``example_inputs`` of the call are a tuple, a mapping of keywords, or the only argument.
     """
-    kwargs = dict(example_inputs) if isinstance(example_inputs, Mapping) else {}
-    args = tuple(example_inputs) if isinstance(example_inputs, tuple | list) else (example_inputs,)
-    if isinstance(example_inputs, Mapping):
-        args = ()
+    args, kwargs = _arguments(example_inputs)
     for one in (dataclasses.replace(policy, phases=()), *(phase.policy for phase in policy.phases)):
-        _, problem = _captured(model, one, args, kwargs, backward=True)
+        _, problem = _captured(model, one, args, kwargs, backward=True, strict=strict)
         if problem is not None:
             raise problem
+
+
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call that are given as a tuple or a list, a mapping of keywords, or the only one."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
 
 
 def _captured(
@@ -200,6 +208,7 @@ def _captured(
     kwargs: Mapping[str, Any],
     *,
     backward: bool = False,
+    strict: bool = False,
     recurrent: dict[str, int] | None = None,
     counts: dict[str, int] | None = None,
 ) -> tuple[Runtime, Error | None]:
@@ -223,9 +232,10 @@ def _captured(
         lambda t: _placed(t if isinstance(t, fake_tensor.FakeTensor) else fake_mode.from_tensor(t), fake_mode, device),
         (args, dict(kwargs)),
     )
-    runtime = Runtime(twin, policy, ApplyOptions("eager", strict=True), explains=True)
+    runtime = Runtime(twin, policy, ApplyOptions("eager", strict=strict), explains=True)
     try:
-        with torch.random.fork_rng(), fake_mode:
+        with torch.random.fork_rng(), fake_mode, warnings.catch_warnings():
+            warnings.simplefilter("ignore", PolicyWarning)  # of what runs uncompiled: the training says so too
             runtime.attach()
             result = twin(*fake_args, **fake_kwargs)
             leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]

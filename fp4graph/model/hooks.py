@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,12 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp4graph.errors import UncompiledError
+from fp4graph.errors import PolicyWarning, UncompiledError
 from fp4graph.graph.marker import MARK, Tag
 from fp4graph.model import state
 from fp4graph.model.conversion import refuse_export
 from fp4graph.model.current import CurrentForward
 from fp4graph.numerics.sharding import whole
+
+#: The state of an applied model that was pickled: the compiled call and all that runs it stay in the other process.
+PICKLED = (
+    "it was pickled, as torch.save, ddp_spawn and workers of other processes do, and the compiled call does not "
+    "travel; call fp4graph.apply(model, policy) on it in this process"
+)
 
 
 class MarkHook:
@@ -55,7 +62,7 @@ class MarkHook:
             direct.mark(module, self.name, decoded, self.current.step, weights, self._state(module))
         elif not self.bypassed:
             why = (
-                "it is a copy or a reloaded checkpoint of an applied model"
+                PICKLED
                 if self.current is None
                 else "forward() or a submodule was called directly, or torch.compile gave up (recompile limit, "
                 "force_eager); only calling the applied model itself runs the compiled graph"
@@ -154,6 +161,12 @@ class Method:
         return current.method(self.name, args, kwargs)
 
 
+def compiled_already(*args: Any, **kwargs: Any) -> None:
+    """Stand for ``nn.Module.compile`` of an applied model: another compiled call would go past the graph pass."""
+    text = "model.compile() was called after fp4graph.apply(), which compiles the model already; it has no effect"
+    warnings.warn(text, PolicyWarning, stacklevel=2)
+
+
 def marked_method(root: nn.Module, name: str) -> Callable[..., Any]:
     """Return the method ``name`` of ``root``'s class, bound, with the marks that precede the model's call."""
     method = getattr(type(root), name)
@@ -219,6 +232,11 @@ def has_sharded_forward(root: nn.Module) -> bool:
     return any(isinstance(module.__dict__.get("forward"), ShardedForward) for module in root.modules())
 
 
+def is_marked(module: nn.Module) -> bool:
+    """Return whether ``module`` itself has a mark hook."""
+    return any(owner is module for owner, _, _ in mark_hooks(module))
+
+
 def mark_hooks(root: nn.Module) -> list[tuple[nn.Module, int | None, MarkHook]]:
     """Return (module, hook id, hook) for every mark hook below ``root``; a hook inside a sharded forward has no id."""
     found: list[tuple[nn.Module, int | None, MarkHook]] = []
@@ -232,6 +250,8 @@ def mark_hooks(root: nn.Module) -> list[tuple[nn.Module, int | None, MarkHook]]:
 
 def remove_hooks(root: nn.Module) -> None:
     """Remove mark hooks, guarded and sharded forwards, and the state beside them from ``root``."""
+    if root.__dict__.get("compile") is compiled_already:
+        del root.__dict__["compile"]
     for module, key, _ in mark_hooks(root):
         if key is not None:
             module._forward_pre_hooks.pop(key)

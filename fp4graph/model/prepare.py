@@ -9,11 +9,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from fp4graph.errors import CaptureError
 from fp4graph.graph.marker import Tag
 from fp4graph.graph.names import Names
-from fp4graph.graph.plan import Plan
+from fp4graph.graph.plan import Plan, rule_that_keeps
 from fp4graph.graph.products import is_quantized_elsewhere
 from fp4graph.model import hooks, state
 from fp4graph.model.current import CurrentForward
@@ -70,7 +71,14 @@ class PhasePlan:
             out_features, in_features = in_features, out_features
         op = "conv" if convolves else "linear"
         view = self.names.view(fqn, op, (in_features, out_features, parameter.numel()), parameter=name)
-        return self._possibly(fqn, module, name, [view], transposed)
+        weight = self._possibly(fqn, module, name, [view], transposed)
+        if weight is not None and parameter.layout is not torch.strided:
+            raise CaptureError(
+                f"it is sparse ({parameter.layout}), and quantizers take dense tensors; make it dense (to_dense()), or "
+                f"{rule_that_keeps(op, fqn)}",
+                site=weight.name,
+            )
+        return weight
 
     def _experts(self, fqn: str, module: nn.Module, name: str, parameter: Tensor) -> Weight | None:
         """Return ``parameter [E, N, K]`` or ``[E, K, N]`` as the weights of experts; only a graph shows which, and
@@ -104,9 +112,12 @@ class PhasePlan:
         for fqn, module in self.root.named_modules(remove_duplicate=False):
             inside_torch = type(module).__module__.startswith("torch.nn.modules")
             attends = isinstance(module, nn.MultiheadAttention)
-            if (inside_torch and not attends) or state.is_ours(fqn):
+            computes = computes_weight(module)
+            if (inside_torch and not attends and not computes) or state.is_ours(fqn):
                 continue
-            owns = any(p is not None and p.dim() >= 2 for p in module._parameters.values())
+            if isinstance(module, parametrize.ParametrizationList):
+                continue  # it computes a weight, also for those who read the weight outside of a forward
+            owns = computes or any(p is not None and p.dim() >= 2 for p in module._parameters.values())
             ops = ("matmul", "sdpa", *(("linear", "grouped", "conv") if owns or attends else ()))
             if any(self.policy.may_quantize(self.names.view(fqn, op)) for op in ops):
                 found.add(fqn)
@@ -117,6 +128,13 @@ class PhasePlan:
         rules = (*self.policy.rules, self.policy.default)
         of_rules = [t for rule in rules if rule.quantizes for t in rule.techniques]
         return tuple(dict.fromkeys((*of_rules, *(t for t in self.policy.techniques if t.per_model))))
+
+
+def computes_weight(module: nn.Module) -> bool:
+    """Return whether ``module`` has a weight that is no parameter, as after weight_norm, spectral_norm or pruning."""
+    attributes = vars(module).items()
+    plain = any(isinstance(value, Tensor) for name, value in attributes if name.endswith("weight"))
+    return plain or parametrize.is_parametrized(module)
 
 
 def device_of(module: nn.Module, default: torch.device | None = None) -> torch.device:
@@ -169,6 +187,21 @@ def prepare(
     # DDP would overwrite every rank's counters and EMAs with rank 0's at each forward.
     setattr(root, _IGNORED, [*getattr(root, _IGNORED, []), *ours])
     return root_state
+
+
+def add_host(plan: PhasePlan, module: nn.Module, fqn: str, current: CurrentForward) -> hooks.MarkHook | None:
+    """Give a module a key and a mark after a graph has shown that it multiplies with what it computes, such as the
+    weight that a hypernetwork generates; return the mark, or None where the module is marked already."""
+    if isinstance(module, CONTAINERS) or hooks.is_marked(module):
+        return None
+    held = module._modules.get(state.NAME)
+    if not isinstance(held, state.SiteState):
+        module.add_module(state.NAME, own := state.SiteState(fqn, device_of(module, device_of(plan.root))))
+        if held is not None:
+            own.add_module("root", held)
+    hook = hooks.MarkHook(current, fqn, *_tag(plan, fqn, module, {}, {}))
+    module.register_forward_pre_hook(hook)
+    return hook
 
 
 def unprepare(root: nn.Module) -> None:

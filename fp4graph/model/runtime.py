@@ -24,7 +24,7 @@ from fp4graph.graph.site import Site
 from fp4graph.model import coverage, distributed, hooks, state
 from fp4graph.model.apply_options import ApplyOptions
 from fp4graph.model.capture import CALL, Capture
-from fp4graph.model.conversion import opaque, refuse_conversion
+from fp4graph.model.conversion import opaque, refuse_conversion, refuse_nested, refuse_other_models
 from fp4graph.model.current import CurrentForward
 from fp4graph.model.inspection import Inspection
 from fp4graph.model.optimizers import PreparedOptimizers
@@ -89,14 +89,14 @@ class Runtime:
         self._current.uncaptured = None if settings.strict else self._run_uncaptured
         self._uncompiled = Uncompiled(self.plan, self._current, self.inspection)
         self._any_hook: hooks.MarkHook | None = None
-        self._checked = explains
+        self._checked, self._explains = explains, explains
         self._failure: Error | None = None  # of the first forward or of packing; every later forward raises it again
         self._refused: str | None = None  # why torch.compile refuses the forward, which runs uncompiled from then on
         self._trained = 0
         self._original: weakref.ref[nn.Module] | None = None  # what this model was copied from
         self._previous: Any = None
         self._synchronized: weakref.ref[DistributedDataParallel] | None = None
-        self._tree = Tree(root, quantizes=policy.quantizes)
+        self._tree = Tree(root, self.weights, quantizes=policy.quantizes)
         self.packing: Packing | None = None
 
     @property
@@ -141,6 +141,8 @@ class Runtime:
         """Attach to a root without a policy, and take over our buffers of ``former`` where they fit."""
         self._previous = self.root._compiled_call_impl
         self.root._compiled_call_impl = self
+        if type(self.root).compile is nn.Module.compile:
+            self.root.__dict__["compile"] = hooks.compiled_already
         self.root_state = prepare(self.plan, self.policy, self._current, former)
         if self.root_state is not None and not self.settings.strict:
             holding = {name for _, _, hook in hooks.mark_hooks(self.root) for name in upwards(hook.name)}
@@ -152,7 +154,7 @@ class Runtime:
         for name in self.settings.methods:
             self.root.__dict__[name] = hooks.Method(self.root, name, self._current)
         self._any_hook = next((hook for _, _, hook in hooks.mark_hooks(self.root)), None)
-        self._tree = Tree(self.root, quantizes=self.policy.quantizes)
+        self._tree = Tree(self.root, self.weights, quantizes=self.policy.quantizes)
 
     def _may_own(self, name: str, module: nn.Module, holds: Collection[nn.Module]) -> bool:
         """Return whether a module has matrices of its own that only a graph shows to be weights, and no parts that hold
@@ -221,11 +223,15 @@ class Runtime:
     @opaque
     def run_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the root's call, or a method that is compiled and counted like it."""
-        if self._bypassed:
-            return self._call(name)(*args, **kwargs)
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+        symbolic = any(x.is_meta for x in given)  # for shapes alone, as Keras does before its first step
+        if self._bypassed or symbolic:
+            with hooks.bypassed(self.root) if symbolic else nullcontext():
+                return self._call(name)(*args, **kwargs)
         if self._tree.adapted():
             return self._adapted().run_method(name, args, kwargs)
         refuse_conversion(quantizes=self._any_hook is not None)
+        refuse_nested(given)
         if name != CALL and fsdp_modules(self.root):
             raise Error(
                 "methods= compiles whole methods, but under fully_shard modules are compiled one by one; drop it"
@@ -274,8 +280,17 @@ class Runtime:
         if self.root_state is not None:
             self.root_state.advance()
 
+    def up_to_date(self) -> Runtime:
+        """Return the runtime of the model as it is now: adapters or parametrizations may have joined or left."""
+        return self._adapted() if self._tree.adapted() else self
+
     def _begin(self, training: bool) -> None:
         """Make state and the step tensor ready for a forward."""
+        if all(parameter.is_meta for parameter in self.root.parameters()) and self.plan.weights:
+            raise Error(
+                "the applied model is on the meta device, where nothing is computed; call model.to_empty(device=...) "
+                "and load its weights first, or fp4graph.explain(model, policy, args) if shapes are all you want"
+            )
         if training and self._trained == 1:
             self.optimizers.check(self.plan)
         if training and self.packing is not None:
@@ -302,12 +317,6 @@ class Runtime:
         refuse_conversion(quantizes=True)
         if self._failure is not None:
             raise self._failure.with_traceback(None)
-        if runtime_of(self.root) is not self:  # nn.Module.compile() has put another call in the place of ours
-            self.root._compiled_call_impl = self
-            self._uncompiled.warn(
-                "compile",
-                "model.compile() was called after fp4graph.apply(), which compiles the model already; it has no effect",
-            )
         training, again = torch.is_grad_enabled(), torch._C._current_graph_task_id() != -1
         self._follow(training=training)
         if not again and id(module) in self._current.ran:
@@ -340,11 +349,16 @@ class Runtime:
     ) -> Any:
         """Run a call of the model that Dynamo does not compile."""
         what = "this forward" if name == CALL else f"{name}()"
-        result = self._uncompiled.run(self.root, call, args, kwargs, self.capture, checked=self._checked)
+        result = self._uncompiled.run(self.root, call, args, kwargs, self.capture, checked=self._is_listed)
         # Dynamo leaves a forward that raises an error to Python, so the error says more than this does.
-        why = self._refused or cause()
+        why = self._refused or cause(full=self.capture.is_full(name))
         self._uncompiled.warn(why, f"{what} runs uncompiled, quantized as ever, and slower: {why}")
         return result
+
+    @property
+    def _is_listed(self) -> bool:
+        """Whether the sites of a forward that runs uncompiled are listed already."""
+        return self._checked and not self._explains
 
     @opaque
     def _run_uncaptured(
@@ -355,7 +369,7 @@ class Runtime:
         current.require_thread()
         self._uncompiled.warn_uncaptured(module, name, disabled=disabled)
         ran, current.ran = current.ran, set()
-        call, checked = module._call_impl, self._checked
+        call, checked = module._call_impl, self._is_listed
         try:
             return self._uncompiled.run(
                 module, call, args, kwargs, self.capture, checked=checked, running=self._running
@@ -391,10 +405,10 @@ class Runtime:
                     raise CaptureError(why) from error
                 self._refused = why
                 return self._run(name, training, args, kwargs)  # nothing has run: Dynamo traces first
-            unmarked = ours.all if isinstance(ours, UnmarkedWeight) and not capture.captured(name) else []
+            unmarked = ours.all if isinstance(ours, UnmarkedWeight) and not capture.has_run else []
             carried = [self._uncompiled.carry(each) for each in unmarked]
             if any(carried):
-                return self._run(name, training, args, kwargs)  # nothing has run: the first graph was refused
+                return self._run(name, training, args, kwargs)  # nothing has run: the call's first graph was refused
             if ours is not None:
                 self._failure = None if self._checked or self._trained else ours
                 raise ours from ours.__cause__  # without the compiler's own errors around it
@@ -493,9 +507,12 @@ def runtime_of(model: nn.Module) -> Runtime | None:
 
 def require_runtime(model: nn.Module, caller: str) -> Runtime:
     """Return the runtime of an applied model, or raise an Error that names ``caller``."""
-    if (runtime := runtime_of(model)) is None:
-        raise Error(f"{caller}() takes a model that fp4graph.apply has prepared")
-    return runtime
+    refuse_other_models(model, caller)
+    if (runtime := runtime_of(model)) is not None:
+        return runtime
+    pickled = any(hook.current is None for _, _, hook in hooks.mark_hooks(model))
+    why = f"this one was, but {hooks.PICKLED}" if pickled else "call fp4graph.apply(model, policy) first"
+    raise Error(f"{caller}() takes a model that fp4graph.apply has prepared; {why}")
 
 
 def detach(root: nn.Module) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 
 from fp4graph.errors import CaptureError
 from fp4graph.model import state
+from fp4graph.model.prepare import computes_weight
+from fp4graph.model.weight import Weight
 from fp4graph.policy.adapters import is_of_adapters
 
 #: The children of every module that has some.
@@ -15,18 +19,22 @@ _Children = list[tuple[nn.Module, tuple[nn.Module | None, ...]]]
 class Tree:
     """The modules of a model at one moment; where nothing is quantized, any may come and go."""
 
-    def __init__(self, root: nn.Module, *, quantizes: bool) -> None:
-        self._root, self._quantizes = root, quantizes
+    def __init__(self, root: nn.Module, weights: Sequence[Weight], *, quantizes: bool) -> None:
+        self._root, self._weights, self._quantizes = root, weights, quantizes
+        self._computing = [module for module in root.modules() if computes_weight(module)]
         self._children, self._names = _children(root), _named(root)
 
     def adapted(self) -> bool:
-        """Return whether modules have joined or left since, all of them adapters or their wrappers.
+        """Return whether modules have joined or left since, all of them adapters or their wrappers, or a parameter has
+        become a weight that is computed (weight_norm, pruning), or the other way round.
 
         Every forward asks. Other modules that join are an error of the first graph that shows them.
 
         Raises:
             CaptureError: other modules have joined or left together with adapters, which the graph would name.
         """
+        if not all(weight.is_held for weight in self._weights) or not all(map(computes_weight, self._computing)):
+            return True
         if all(tuple(module._modules.values()) == children for module, children in self._children):
             return False
         names = _named(self._root)

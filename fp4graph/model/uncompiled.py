@@ -22,9 +22,9 @@ from fp4graph.graph.replace import UnmarkedWeight
 from fp4graph.model import hooks
 from fp4graph.model.capture import Capture
 from fp4graph.model.coverage import check_sites, each_served, served_sites
-from fp4graph.model.current import CurrentForward, Parts, checkpointed_region
+from fp4graph.model.current import CurrentForward, Parts, checkpointed_region, has_backward_hooks
 from fp4graph.model.inspection import Inspection
-from fp4graph.model.prepare import PhasePlan
+from fp4graph.model.prepare import PhasePlan, add_host
 
 
 class Uncompiled:
@@ -124,7 +124,9 @@ class Uncompiled:
 
     def warn_uncaptured(self, module: nn.Module, name: str | None, *, disabled: bool) -> None:
         """Warn that the compiled call runs ``module`` outside of its graphs, once for all modules at alike places."""
-        if disabled:
+        if has_backward_hooks(module):
+            why = "it has a hook on its backward, which torch.compile does not compile; compiled again without the hook"
+        elif disabled:
             why = "it is called where Dynamo is disabled (a disabled function, or a checkpoint around a graph break)"
         else:
             why = "its call does not fit into one graph, as with a graph break or a loop over the values of a tensor"
@@ -140,31 +142,40 @@ class Uncompiled:
             self._warned.add(key)
             warnings.warn(text, PolicyWarning, stacklevel=2)
 
-    def carry(self, error: UnmarkedWeight) -> hooks.CarryHook | None:
-        """Let the module that multiplies with another's weight mark it too; return None where that is not possible."""
-        if error.owner is None:
-            return None
-        modules = dict(self._plan.root.named_modules(remove_duplicate=False))
-        return hooks.CarryHook.add(modules[error.caller or ""], modules[error.owner.module])
+    def carry(self, error: UnmarkedWeight) -> hooks.CarryHook | hooks.MarkHook | None:
+        """Let the module that multiplies with another's weight, or with what it computes itself, mark the product;
+        return None where that is not possible."""
+        modules, caller = dict(self._plan.root.named_modules(remove_duplicate=False)), error.caller or ""
+        owner = None if error.owner is None else modules[error.owner.module]
+        if owner is None or not hooks.is_marked(owner):  # a ParameterList is not called
+            return add_host(self._plan, modules[caller], caller, self._current)
+        return hooks.CarryHook.add(modules[caller], owner)
 
     def _carries(self, error: UnmarkedWeight) -> bool:
         """The same inside a forward."""
         if (carrying := self.carry(error)) is None:
             return False
-        carrying(self._plan.root, ())
+        carrying(dict(self._plan.root.named_modules(remove_duplicate=False))[error.caller or ""], ())
         return True
 
 
-def cause() -> str:
-    """Return why Dynamo has not compiled the call that is running."""
-    if torch._dynamo.eval_frame._stance.stance == "force_eager":
-        return "torch.compiler.set_stance('force_eager') is in force"
+def cause(*, full: bool) -> str:
+    """Return why Dynamo has not compiled the call that is running; ``full`` says whether it has made as many graphs of
+    the call as it may."""
+    if (stance := torch._dynamo.eval_frame._stance.stance) != "default":
+        return f"torch.compiler.set_stance({stance!r}) is in force"
+    if torch._dynamo.config.disable:
+        return "torch._dynamo.config.disable (TORCHDYNAMO_DISABLE=1) switches torch.compile off"
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a transform of torch.func is at work, which Dynamo does not compile"
     if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
         return "a TorchDispatchMode such as FlopCounterMode is at work, which Dynamo does not compile"
-    return (
-        "torch.compile gave up on it, as it does when shapes, modes or frozen parameters change more often than its "
-        "recompile limit allows: pad lengths, pass dynamic=True to fp4graph.apply, or pass a higher "
-        "recompile_limit="
-    )
+    if full:
+        return (
+            "torch.compile gave up on it, because shapes, modes or frozen parameters change more often than its "
+            "recompile limit allows: pad lengths, pass dynamic=True to fp4graph.apply, or pass a higher "
+            "recompile_limit="
+        )
+    if torch._dynamo.config.suppress_errors:
+        return "torch.compile failed, and torch._dynamo.config.suppress_errors hides its error; set it to False"
+    return "torch.compile skipped it without an error; the environment variable TORCH_LOGS=dynamo shows why"

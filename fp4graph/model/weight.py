@@ -166,7 +166,12 @@ class Weight:
         parameter = self.module._parameters.get(self.parameter_name)
         if parameter is None:
             unpacking = packed_parameter(self.module, self.parameter_name)
-            assert unpacking is not None
+            if unpacking is None:
+                raise CaptureError(
+                    "the module no longer has this parameter, as after weight_norm, spectral_norm or pruning; call the "
+                    "model, or fp4graph.apply(model, policy) again, and then prepare_optimizer",
+                    site=self.name,
+                )
             return unpacking.stand_in
         return parameter
 
@@ -175,6 +180,11 @@ class Weight:
         """The parameter's values as they are now, made from bytes if it is packed."""
         unpacking = packed_parameter(self.module, self.parameter_name)
         return self.stored if unpacking is None else unpacking.weight(self.module)
+
+    @property
+    def is_held(self) -> bool:
+        """Return whether the module holds the parameter, as it is or packed."""
+        return self.is_present or packed_parameter(self.module, self.parameter_name) is not None
 
     @property
     def is_present(self) -> bool:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fp4graph.errors import CaptureError
 from fp4graph.kernels.operators import PackedOperand
 from fp4graph.numerics.draw import Draw
 from fp4graph.ops import contract, observe
@@ -68,7 +69,11 @@ def quantized_matmul(
     if torch.is_autocast_enabled(device) and dtype is not torch.float64:
         dtype = torch.get_autocast_dtype(device)
     elif a.dtype != b.dtype:
-        raise RuntimeError(f"expected both factors to have one dtype, got {a.dtype} and {b.dtype}")
+        raise CaptureError(
+            f"it multiplies {a.dtype} with {b.dtype}; convert the model's input (x.to({b.dtype})), or call the model "
+            "under torch.autocast",
+            site=site,
+        )
     options = MatmulOptions(program, dtype, torch.is_grad_enabled(), site, alpha, beta, observe.current())
     with torch.autocast(device, enabled=False), contract.at(site):
         if program.apart is not None:

@@ -304,9 +304,7 @@ def _check_scalar(value: object, place: Place, at: str = "") -> None:
         if abs(value) >= 10**MOST_DIGITS:
             raise place.error(f"{at}a whole number has at most {MOST_DIGITS} digits; write a smaller one")
     elif value is not None and not isinstance(value, float):
-        raise place.error(
-            f"{at}a policy is mappings, lists, text, numbers, true and false; got {type(value).__name__}"
-        )
+        raise place.error(f"{at}a policy is mappings, lists, text, numbers, true and false; got {type(value).__name__}")
 
 
 def _check_key(value: object, place: Place, at: str = "") -> None:

@@ -47,7 +47,12 @@ def prepare_optimizer(model: nn.Module, optimizer: O) -> O:
             dtype. Two uses of one parameter have different techniques or quantizers. A technique that acts on the whole
             optimizer has several sets of options. Several models order their techniques differently.
     """
-    runtime = require_runtime(model, "prepare_optimizer")
+    takes = "prepare_optimizer(model, optimizer) takes"
+    if isinstance(optimizer, nn.Module):
+        raise Error(f"{takes} the model first; the arguments are swapped")
+    runtime = require_runtime(model, "prepare_optimizer").up_to_date()
+    if not isinstance(getattr(optimizer, "param_groups", None), list):
+        raise Error(f"{takes} an optimizer such as torch.optim.AdamW(model.parameters()); got {optimizer!r}")
     if runtime.packing is not None:
         runtime.packing.warn_unfrozen()
     former: _Hooks | None = optimizer.__dict__.get("_fp4graph")

@@ -1,0 +1,236 @@
+"""What users do by mistake, or in another way than we do: each is an error, or a warning, that names the remedy."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, prune
+
+import fp4graph
+from fp4graph.errors import PolicyWarning
+from fp4graph.model.capture import Capture
+from fp4graph.model.runtime import runtime_of
+from fp4graph.model.uncompiled import Uncompiled
+from tests.helpers.policies import one_rule, quantizer
+
+POLICY = one_rule(quantize=quantizer() | {"rounding": "stochastic"})
+SHORT = one_rule()
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu())
+
+
+def applied(policy=POLICY, **options):
+    torch.manual_seed(0)
+    return fp4graph.apply(Model(), policy, backend="eager", **options)
+
+
+def batch(n=4):
+    return torch.randn(n, 32, generator=torch.Generator().manual_seed(0))
+
+
+def train(model, steps=2):
+    for _ in range(steps):
+        model(batch()).square().sum().backward()
+    return model
+
+
+def pickled():
+    return pickle.loads(pickle.dumps(applied()))
+
+
+def traced():
+    return torch.jit.trace(Model(), batch())
+
+
+def on_meta():
+    with torch.device("meta"):
+        model = Model()
+    fp4graph.apply(model, POLICY, backend="eager")(batch())
+
+
+def sparse(layout):
+    model = Model()
+    model.second.weight = nn.Parameter(model.second.weight.detach().to_sparse(layout=layout))
+    fp4graph.apply(model, POLICY, backend="eager")
+
+
+def nested(layout):
+    parts = [torch.randn(3, 32), torch.randn(5, 32)]
+    applied()(torch.nested.nested_tensor(parts, layout=layout))
+
+
+def weight_norm_before_a_step():
+    model = applied(one_rule("q_ema"))
+    optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    train(model, 1)
+    torch.nn.utils.weight_norm(model.first)
+    optimizer.step()
+
+
+def outer(function):
+    return torch.compile(function, backend="eager", fullgraph=True)(batch())
+
+
+optimizer_of = fp4graph.prepare_optimizer
+ERRORS = {
+    "pickled, called": (lambda: pickled()(batch()), "pickled, as .*ddp_spawn.*in this process"),
+    "pickled, prepared": (lambda: optimizer_of(pickled(), None), "ddp_spawn.*fp4graph.apply"),
+    "not applied": (lambda: optimizer_of(Model(), None), r"call fp4graph.apply\(model, policy\) first"),
+    "scripted": (lambda: fp4graph.apply(torch.jit.script(Model()), POLICY), "TorchScript module.*the Python module"),
+    "traced part": (lambda: fp4graph.explain(nn.Sequential(traced()), POLICY), "^0 is a TorchScript module"),
+    "sparse": (lambda: sparse(torch.sparse_coo), r"^second.weight: it is sparse.*to_dense.*match: {module: 'second'}"),
+    "sparse rows": (lambda: sparse(torch.sparse_csr), r"^second.weight: it is sparse \(torch.sparse_csr\)"),
+    "meta": (on_meta, r"on the meta device.*to_empty.*fp4graph.explain"),
+    "jagged": (lambda: nested(torch.jagged), r"^first: .*nested tensor; pass its values \(x.values\(\)\), or pad"),
+    "nested": (lambda: nested(torch.strided), r"nested tensor.*to_padded_tensor"),
+    "seed": (lambda: applied(seed="x"), "seed is an int.*'x'"),
+    "limit": (lambda: applied(recompile_limit=-1), "recompile_limit is a number of graphs, at least 1.*-1"),
+    "dynamic": (lambda: applied(dynamic="no"), "dynamic is True, False or None"),
+    "dtype": (lambda: applied().bfloat16()(batch()), r"^first: .*float32 with torch.bfloat16.*x.to\(torch.bfloat16\)"),
+    "swapped": (lambda: optimizer_of(torch.optim.SGD(Model().parameters()), applied()), "arguments are swapped"),
+    "class": (lambda: optimizer_of(applied(), torch.optim.SGD), r"takes an optimizer such as torch.optim.AdamW\("),
+    "weight_norm before a step": (weight_norm_before_a_step, r"^first.weight: .*no longer.*fp4graph.apply.*prepare_o"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*(Sparse CSR|nested tensors is in|weight_norm|torch.jit)")
+@pytest.mark.parametrize("case", ERRORS)
+def test_an_error_says_what_is_wrong_and_what_to_do(case):
+    call, words = ERRORS[case]
+    with pytest.raises(fp4graph.Error, match=words):
+        call()
+
+
+def test_an_outer_fullgraph_compilation_is_told_to_leave_it_out():
+    model = applied()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="leave out fullgraph=True"):
+        outer(lambda x: model(x).sum())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("called", [False, True])
+def test_compile_after_apply_has_no_effect_and_warns(called, strict):
+    expected = applied()(batch())
+    model = applied(strict=strict)
+    first = model(batch()) if called else None
+    with pytest.warns(PolicyWarning, match="compile.. was called after fp4graph.apply.*no effect"):
+        model.compile(backend="eager")
+    y = first if called else model(batch())
+    assert torch.equal(y, expected)
+    assert "compile" not in fp4graph.remove(model).__dict__
+
+
+def test_a_compile_of_the_models_own_is_left_alone():
+    class Own(Model):
+        def compile(self, optimizer):
+            return optimizer
+
+    assert fp4graph.apply(Own(), POLICY, backend="eager").compile("adam") == "adam"
+
+
+@pytest.mark.parametrize("inputs", [batch(), [batch()], {"x": batch()}])
+def test_explain_takes_what_example_inputs_takes(inputs):
+    assert fp4graph.explain(Model(), POLICY, inputs).quantized == 2
+
+
+AFTERWARDS = {
+    "weight_norm": parametrizations.weight_norm,
+    "spectral_norm, old": torch.nn.utils.spectral_norm,
+    "pruning": lambda layer: prune.l1_unstructured(layer, "weight", 0.3),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [SHORT, POLICY], ids=["no noise", "noise"])
+@pytest.mark.parametrize("technique", AFTERWARDS)
+def test_a_weight_that_is_computed_from_now_on_is_planned_again(technique, policy):
+    model = train(applied(policy))
+    AFTERWARDS[technique](model.first)
+    fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    train(model)
+    assert [site.module for site in runtime_of(model).sites if site.quantized] == ["first", "second"]
+    if technique == "pruning":
+        prune.remove(model.first, "weight")
+        assert {weight.name for weight in runtime_of(train(model)).weights} == {"first.weight", "second.weight"}
+
+
+def uncompiled_runs(monkeypatch):
+    runs, run = [], Uncompiled.run
+
+    def counted(self, module, *args, **kwargs):
+        runs.append(module)
+        return run(self, module, *args, **kwargs)
+
+    monkeypatch.setattr(Uncompiled, "run", counted)
+    return runs
+
+
+@pytest.mark.parametrize("before", [0, 2])
+def test_a_hook_on_the_backward_leaves_nothing_uncompiled_for_good(monkeypatch, before):
+    runs, model = uncompiled_runs(monkeypatch), train(applied(), before)
+    seen = []
+    hook = model.second.register_full_backward_hook(lambda *_: seen.append(1))
+    with pytest.warns(PolicyWarning, match="'second' runs uncompiled.*hook on its backward"):
+        train(model, 2)
+    hook.remove()
+    assert runs == [model.second] * 2
+    train(model, 2)
+    assert len(runs) == len(seen) == 2
+
+
+class Lists(nn.Module):
+    """Multiplies with the matrices of a list, which nobody calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.matrices = nn.ParameterList([torch.randn(32, 32) for _ in range(2)])
+
+    def forward(self, x):
+        for matrix in self.matrices:
+            x = F.linear(x, matrix).relu()
+        return x
+
+
+def test_a_call_for_shapes_alone_and_weights_of_a_list():
+    model = fp4graph.apply(nn.Sequential(Lists()), POLICY, backend="eager")
+    plain = nn.Sequential(Lists()).to("meta")
+    y = torch.func.functional_call(model, dict(plain.named_parameters()), (batch().to("meta"),))
+    assert y.is_meta
+    train(model)
+    assert [site.quantized for site in runtime_of(model).sites][-2:] == [True, True]
+
+
+CAUSES = {
+    "recompile limit": {"recompile_limit": 1, "dynamic": False},
+    "config.disable": {},
+    "set_stance.'eager_on_recompile'": {"dynamic": False},
+    "without an error": {},
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_the_cause_is_the_true_one(monkeypatch, cause):
+    model = applied(**CAUSES[cause])
+    if cause != "config.disable":
+        model(batch())
+    if cause == "without an error":
+        monkeypatch.setattr(Capture, "run", lambda self, name, *given: self._uncompiled(name, model._call_impl, *given))
+    stance = "eager_on_recompile" if "stance" in cause else "default"
+    with (
+        torch._dynamo.config.patch(disable=cause == "config.disable"),
+        torch.compiler.set_stance(stance),
+        pytest.warns(PolicyWarning, match=f"this forward runs uncompiled.*{cause}"),
+    ):
+        model(batch(6))

@@ -1,0 +1,144 @@
+"""Weights that a forward computes (parametrized, pruned, generated) are quantized wherever their module has a key."""
+
+from __future__ import annotations
+
+import peft
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations, prune
+
+import fp4graph
+from fp4graph.model.runtime import runtime_of
+from fp4graph.technique.operands import Operand
+from tests.helpers.policies import one_rule, quantizer
+
+STOCHASTIC = quantizer() | {"rounding": "stochastic"}
+POLICIES = {"no noise": one_rule(), "noise": one_rule(quantize=STOCHASTIC), "state": one_rule("q_ema")}
+
+
+def rounded(x):
+    """Round to the values of one_rule()'s quantizer."""
+    specs = fp4graph.load_policy(one_rule()).rules[0].specs
+    return fp4graph.fake_quantize(x, specs[Operand.FPROP_WEIGHT])
+
+
+class Hypernetwork(nn.Module):
+    """Multiplies with a matrix that another layer generates."""
+
+    def __init__(self):
+        super().__init__()
+        self.z, self.generator, self.bias = nn.Parameter(torch.randn(4)), nn.Linear(4, 32 * 64), None
+
+    def computed(self):
+        return F.linear(rounded(self.z), rounded(self.generator.weight), self.generator.bias).view(32, 64)
+
+    def forward(self, x):
+        return F.linear(x, self.generator(self.z).view(32, 64))
+
+
+class OwnSpectralNorm(nn.Linear):
+    """Divides by the largest singular value, as many write it themselves."""
+
+    def __init__(self):
+        super().__init__(64, 32)
+        self.register_buffer("u", torch.randn(32))
+
+    def computed(self):
+        v = F.normalize(self.weight.t().mv(self.u), dim=0)
+        return self.weight / self.u.dot(self.weight.mv(v))
+
+    def forward(self, x):
+        return F.linear(x, self.computed(), self.bias)
+
+
+def wrapped(wrap):
+    return lambda: wrap(nn.Linear(64, 32))
+
+
+TECHNIQUES = {
+    "weight_norm, old": wrapped(torch.nn.utils.weight_norm),
+    "weight_norm": wrapped(parametrizations.weight_norm),
+    "spectral_norm, old": wrapped(torch.nn.utils.spectral_norm),
+    "spectral_norm": wrapped(parametrizations.spectral_norm),
+    "orthogonal": wrapped(parametrizations.orthogonal),
+    "pruning": wrapped(lambda layer: prune.l1_unstructured(layer, "weight", 0.3)),
+    "hypernetwork": Hypernetwork,
+    "own spectral norm": OwnSpectralNorm,
+}
+pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm` is deprecated:FutureWarning")
+
+
+def verdict(call):
+    """Return the text of our error, or None."""
+    try:
+        call()
+    except fp4graph.Error as error:
+        return str(error)
+    return None
+
+
+def made(technique, *, alone):
+    torch.manual_seed(0)
+    layer = TECHNIQUES[technique]()
+    return layer if alone else nn.Sequential(layer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("technique", "policy", "alone"),
+    [
+        *((technique, policy, False) for technique in TECHNIQUES for policy in ("no noise", "noise")),
+        *((technique, "noise", True) for technique in ("weight_norm", "hypernetwork")),
+        *((technique, "state", False) for technique in ("weight_norm, old", "hypernetwork")),
+    ],
+)
+def test_explain_example_inputs_and_training_agree(technique, policy, alone):
+    data, x = POLICIES[policy], torch.randn(8, 64)
+    model = fp4graph.apply(made(technique, alone=alone), data, backend="eager")
+    fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    outputs = []
+
+    def train():
+        for _ in range(2):
+            outputs.append(model(x))
+            outputs[-1].square().sum().backward()
+
+    trains = verdict(train)
+    assert verdict(lambda: fp4graph.explain(made(technique, alone=alone), data, (x,))) == trains
+    plain = made(technique, alone=alone)
+    assert verdict(lambda: fp4graph.apply(plain, data, backend="eager", example_inputs=x)) == trains
+    if policy == "state":
+        assert trains is not None
+        assert "q_ema keeps state for each weight, but this product multiplies with a tensor that the forward" in trains
+        return
+    assert trains is None
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert policy == "no noise" or not torch.equal(*outputs)
+    layer = model.eval() if alone else model.eval()[0]
+    with torch.no_grad():
+        y = model(x)  # an evaluation rounds to nearest
+        with fp4graph.bypass(model):
+            weight = layer.computed() if hasattr(layer, "computed") else layer.weight
+        torch.testing.assert_close(y, F.linear(rounded(x), rounded(weight), layer.bias), rtol=1e-5, atol=1e-5)
+
+
+def adapted():
+    torch.manual_seed(0)
+    config = peft.LoraConfig(r=4, target_modules=["0", "2"], use_dora=True)
+    return peft.get_peft_model(nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 32)), config).get_base_model()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
+def test_dora_is_explained_and_tried_as_it_trains():
+    data, x = POLICIES["noise"], torch.randn(8, 64)
+    model = fp4graph.apply(adapted(), data, backend="eager", example_inputs=x)
+    model(x).square().sum().backward()
+    trained = sorted(site.module for site in runtime_of(model).sites if site.quantized)
+    explained = sorted(site.module for site in fp4graph.explain(adapted(), data, x).sites if site.quantized)
+    assert trained == explained == ["0.base_layer", "2.base_layer"]
+    strict = fp4graph.apply(adapted(), data, backend="eager", strict=True)
+    with pytest.raises(fp4graph.CaptureError, match=r"graph break parts that call from this.*leave out strict=True"):
+        strict(x)
