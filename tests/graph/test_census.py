@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 
 import pytest
 import timm
@@ -211,6 +212,10 @@ def test_listed_flops_are_counted_flops(make):
     counted = counter.get_total_flops() + UNCOUNTED.get(make, lambda _: 0)(model)
     assert all(site.flops is not None for site in explanation.sites)
     assert counted > 0
+    if make is lstm and not models.RESUMES_AFTER_RNN:
+        assert re.search(r"torch counts 446976 FLOPs.* listed sites have 0; the others \(head\)", explanation.problem)
+        return
+    assert explanation.problem is None
     assert sum(site.flops for site in explanation.sites) == pytest.approx(counted, rel=1e-3)
     assert explanation.flops == sum(sum(groups.values()) for groups in explanation.totals.values())
 

@@ -26,8 +26,11 @@ class Mlp(nn.Module):
         return result
 
 
+_TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
+#: From torch 2.15 on, Dynamo compiles the rest of a frame that calls an LSTM.
+RESUMES_AFTER_RNN = _TORCH >= (2, 15)
 #: Torch.compile takes ``F.grouped_mm`` in fp32 from torch 2.15 on.
-COMPILES_GROUPED_FP32 = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 15)
+COMPILES_GROUPED_FP32 = _TORCH >= (2, 15)
 if not COMPILES_GROUPED_FP32:
     import transformers.integrations.moe  # noqa: F401  # registers the operator that grouped_mm() calls
 

@@ -264,9 +264,8 @@ def test_a_product_in_fp32_that_torch_does_not_compile_runs_uncompiled():
     strict = fp4graph.apply(Grouped(F.grouped_mm), policy, backend="eager", strict=True)
     with nullcontext() if COMPILES_GROUPED_FP32 else refused:
         assert torch.equal(strict(x, ends), expected)
-    with nullcontext() if COMPILES_GROUPED_FP32 else refused:
-        assert [site.quantized for site in fp4graph.explain(Grouped(F.grouped_mm), policy, (x, ends)).sites] == [True]
-    model = fp4graph.apply(Grouped(F.grouped_mm), policy, backend="eager")
+    assert [site.quantized for site in fp4graph.explain(Grouped(F.grouped_mm), policy, (x, ends)).sites] == [True]
+    model = fp4graph.apply(Grouped(F.grouped_mm), policy, backend="eager", example_inputs=(x, ends))
     warned = pytest.warns(fp4graph.PolicyWarning, match="runs uncompiled.*does not compile grouped_mm in fp32")
     with nullcontext() if COMPILES_GROUPED_FP32 else warned:
         y = model(x, ends)
