@@ -14,7 +14,7 @@ from torch import nn
 from fp4graph.errors import Error
 from fp4graph.graph.backend import inner_backend
 from fp4graph.kernels.inductor import compiler_options
-from fp4graph.model import saved, state
+from fp4graph.model import saved
 from fp4graph.model.apply_options import ApplyOptions
 from fp4graph.model.conversion import refuse_other_models
 from fp4graph.model.distributed import unwrapped

@@ -7,7 +7,7 @@ holds the count of forwards. No module is added: ``children()``, ``modules()`` a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -174,7 +174,7 @@ class State:
         buffers, ours = self.module._buffers, self.buffers
         buffers.update(dict.fromkeys(ours))  # torch leaves None alone
         try:
-            type(self.module)._apply(self.module, fn, *args, **kwargs)
+            type(self.module)._apply(self.module, fn, *args, **kwargs)  # type: ignore[no-untyped-call]
         finally:
             buffers.update(ours)
         for name, buffer in ours.items():
@@ -200,9 +200,7 @@ class State:
         present, count = from_former(state_dict)
         own = {f"{prefix}{name}": buffer for name, buffer in self.buffers.items()}
         absent: list[str] = []
-        type(self.module)._load_from_state_dict(
-            self.module, present, prefix, local_metadata, strict, absent, *rest
-        )  # type: ignore[no-untyped-call]
+        type(self.module)._load_from_state_dict(self.module, present, prefix, local_metadata, strict, absent, *rest)
         missing.extend(key for key in absent if key not in own)
         for name in self._weights:
             if f"{prefix}{name}" in absent:
@@ -213,8 +211,8 @@ class State:
     def _loaded_count(self, count: int | None) -> None:
         """Take note of the count that a state dict of a former layout held, or None."""
 
-    def refuse_script(self) -> NoReturn:
-        """Stand before torch.jit.script, which would leave out the quantizers."""
+    def refuse_script(self) -> None:
+        """Refuse torch.jit.script, which calls ``__prepare_scriptable__`` and would leave out the quantizers."""
         refuse("torch.jit.script")
 
     def __getstate__(self) -> dict[str, Any]:
