@@ -51,7 +51,7 @@ def require_free(root: nn.Module) -> None:
     for fqn, module in root.named_modules():
         taken = [NAME] if NAME in module.__dict__ and State.of(module) is None else []
         buffers = () if State.of(module) is not None else module._buffers
-        taken += [name for name in (*module._modules, *module._parameters, *buffers) if is_ours(f"{name}.")]
+        taken += [name for name in (*module._modules, *module._parameters, *buffers) if name == NAME or is_ours(name)]
         if taken:
             raise Error(
                 f"{type(module).__name__} {fqn or '(root)'!r} has an attribute {taken[0]!r} of its own, and names that "
@@ -255,6 +255,7 @@ class RootState(State):
     Attributes:
         followed: the count of the model that this one was copied from, until this one trains: then it goes on from its
             own count, which is that of the moment of copying.
+        count_unknown: whether a state dict was loaded, and nothing has said how many forwards its weights have had.
     """
 
     def __init__(self, root: nn.Module, device: torch.device) -> None:
@@ -262,6 +263,7 @@ class RootState(State):
         root.register_buffer(FORWARDS, torch.zeros((), dtype=torch.int64, device=device), persistent=False)
         self._count = 0  # mirror of the buffer, so that no forward waits for a device
         self.followed: int | None = None
+        self.count_unknown: bool | None = None
 
     @property
     def forwards(self) -> Tensor:
@@ -279,7 +281,7 @@ class RootState(State):
 
     def count_from(self, count: int) -> None:
         """Set the count."""
-        self._count = count
+        self._count, self.count_unknown = count, False
         self.forwards.fill_(count)
 
     def recount(self) -> None:
@@ -289,6 +291,8 @@ class RootState(State):
     def _loaded_count(self, count: int | None) -> None:
         if count is not None:
             self.count_from(count)
+        elif self.count_unknown is None:
+            self.count_unknown = True
 
     def _restore(self) -> None:
         super()._restore()
