@@ -300,8 +300,8 @@ class Runtime:
                 self._uncompiled.warn(
                     "count",
                     "a state dict was loaded after fp4graph.apply(), and it does not say for how many forwards its "
-                    f"weights were trained, so policy {self.policy.name!r} begins in its first phase. To resume a training, "
-                    "load the state of the prepared optimizer too, or use fp4graph.training.checkpoint; to begin one, "
+                    f"weights were trained, so policy {self.policy.name!r} begins in its first phase. To resume a "
+                    "training, load the state of the prepared optimizer too, or use fp4graph.training.checkpoint; to begin one, "
                     "load the weights before fp4graph.apply()",
                 )
             self._settle(self.root_state, training)
