@@ -301,8 +301,8 @@ class Runtime:
                     "count",
                     "a state dict was loaded after fp4graph.apply(), and it does not say for how many forwards its "
                     f"weights were trained, so policy {self.policy.name!r} begins in its first phase. To resume a "
-                    "training, load the state of the prepared optimizer too, or use fp4graph.training.checkpoint; to begin one, "
-                    "load the weights before fp4graph.apply()",
+                    "training, load the state of the prepared optimizer too, or use fp4graph.training.checkpoint; to "
+                    "begin one, load the weights before fp4graph.apply()",
                 )
             self._settle(self.root_state, training)
             rank, device = distributed.rank(), self.root_state.forwards.device
