@@ -83,11 +83,7 @@ class Statistics:
         self._model, self._optimizer, self._probe = unwrapped(model), optimizer, probe
         self._metrics = _checked(metrics)
         patterns = (sites,) if isinstance(sites, str) else tuple(sites)
-        planned = [
-            name or "(root)"
-            for name, module in self._model.named_modules()
-            if isinstance(module._modules.get(state.NAME), state.SiteState) and not state.is_ours(name)
-        ]
+        planned = [own.fqn or "(root)" for own in state.states(self._model) if own.has_sites]
         if planned:  # a call's number is known once the model has run
             _check_sites([pattern.partition("#")[0] for pattern in patterns], planned)
         self._every, self._step = every, _steps_done(optimizer) if step is None else step

@@ -165,8 +165,8 @@ def _of(weight: Weight, fprop: GemmProgram, runtime: Runtime, activations: bool)
         )
     if not torch.isfinite(x).all():
         raise refusal(weight, "it holds NaN or Inf", "go back to a checkpoint from before it did")
-    key = weight.holder.get_buffer("key")
-    draw = operand_draw(Draw(key, _step(runtime).to(key.device)), Operand.FPROP_WEIGHT) if program.draws else None
+    step = _step(runtime).to(weight.key.device)
+    draw = operand_draw(Draw(weight.key, step), Operand.FPROP_WEIGHT) if program.draws else None
     entries = weight.fprop_state(lambda entry: entry)
     segments = Segments(0, x.shape[0]) if weight.view.op == "grouped" else None
     parts = program.quantize(x, draw, entries, segments)

@@ -35,7 +35,6 @@ def describe_modules(root: nn.Module) -> dict[str, ModuleInfo]:
     return {
         name: ModuleInfo(type(module), _matrices(module))
         for name, module in root.named_modules(remove_duplicate=False)
-        if "_fp4graph" not in name.split(".")
     }
 
 

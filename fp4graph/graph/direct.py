@@ -121,10 +121,16 @@ class Direct(TorchFunctionMode):
             del self._stack[caller]
 
     def mark(
-        self, module: nn.Module, name: str, tag: Tag, step: Tensor, weights: Sequence[Tensor], state: Sequence[Tensor]
+        self,
+        module: nn.Module,
+        name: str,
+        tag: Tag,
+        key: Tensor,
+        step: Tensor,
+        weights: Sequence[Tensor],
+        state: Sequence[Tensor],
     ) -> None:
         """Take the marker of a module that is about to run; the arguments are those of ``fp4graph::mark``."""
-        key: Any = module._fp4graph.key  # type: ignore[union-attr]
         place = self._own
         nodes = [place(w) for w in weights], [place(entry) for entry in state]
         self._markers.add(Marker(tag, place(key), place(step), *nodes, module.training, id(module), name))

@@ -14,7 +14,7 @@ from torch import nn
 from fp4graph.errors import Error
 from fp4graph.graph.backend import inner_backend
 from fp4graph.kernels.inductor import compiler_options
-from fp4graph.model import saved, state
+from fp4graph.model import saved
 from fp4graph.model.apply_options import ApplyOptions
 from fp4graph.model.conversion import refuse_other_models
 from fp4graph.model.distributed import unwrapped
@@ -46,7 +46,7 @@ def apply(
 ) -> M:
     """Compile ``model`` in place so that it trains under ``policy``.
 
-    Type, parameters and their names stay; buffers are added under ``*._fp4graph.*``. The graph is captured at the
+    Type, parameters and their names stay; buffers ``*._fp4graph_*`` are added. The graph is captured at the
     first call, and an error of the first call is raised again at every later call until the policy is replaced or
     removed. Applying again replaces the policy, and keeps state where it fits. State that Hugging Face's
     ``save_pretrained`` wrote beside the weights is restored.
@@ -89,7 +89,7 @@ def apply(
     settings = ApplyOptions(backend, *given, compiler=compiler_options(backend, mode, options, dynamic))
     root = unwrapped(model)
     loaded = load_policy(policy)
-    check_modules(loaded, [name for name, _ in root.named_modules() if not state.is_ours(name)])
+    check_modules(loaded, [name for name, _ in root.named_modules()])
     for name, module in root.named_modules():
         if name and runtime_of(module) is not None:
             raise Error(

@@ -182,7 +182,7 @@ class Capture:
             self._told.add(cause)
         first = self._frames.get(frame, (self.occurrences(), []))[0]
         try:
-            keys = {id(own.key): own.fqn for own in state.site_states(self._plan.root)}
+            keys = {id(own.key): own.fqn for own in state.states(self._plan.root) if own.has_sites}
             rewritten = rewrite(gm, self._plan.policy, self._plan.names, first_occurrence=first, keys=keys)
             if rewritten.refused is not None:
                 if not self._explains:
@@ -274,8 +274,8 @@ class Capture:
             return
         for site in planner.sites:
             if site.quantized and site.module is not None:
-                own = getattr(self._plan.root.get_submodule(site.module), state.NAME, None)
-                if own is not None:
+                own = state.State.of(self._plan.root.get_submodule(site.module))
+                if own is not None and own.has_sites:
                     self._drawn.add((id(own.key), ("", site.op, site.occurrence)))
 
     @contextmanager

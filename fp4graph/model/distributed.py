@@ -68,7 +68,7 @@ def synchronize(wrapper: DistributedDataParallel, root_state: state.RootState, w
     group = wrapper.process_group
     source = torch.distributed.get_global_rank(group, 0)
     count = root_state.count
-    torch.distributed.broadcast(root_state.get_buffer("forwards"), source, group=group)
+    torch.distributed.broadcast(root_state.forwards, source, group=group)
     root_state.recount()
     behind = count != root_state.count
     for weight in weights:

@@ -54,12 +54,13 @@ class MarkHook:
                 raise UncompiledError("this copy of an applied model was not applied; call fp4graph.apply on it")
             tag = self._carried if carried else self.tag
             weights = [_follow(module, path) for path in self._weights]
-            MARK(tag, module._fp4graph.key, self.current.step, weights, self._state(module), module.training)  # type: ignore[union-attr]
+            MARK(tag, getattr(module, state.KEY), self.current.step, weights, self._state(module), module.training)
         elif self.current is not None and (direct := self.current.direct) is not None:
             weights = [_follow(module, path) for path in self._weights]
             self.current.require_thread()
             decoded = replace(self._decoded, carried=carried)
-            direct.mark(module, self.name, decoded, self.current.step, weights, self._state(module))
+            key = getattr(module, state.KEY)
+            direct.mark(module, self.name, decoded, key, self.current.step, weights, self._state(module))
         elif not self.bypassed:
             why = (
                 PICKLED
@@ -259,7 +260,8 @@ def remove_hooks(root: nn.Module) -> None:
     for module in list(root.modules()):
         for key in [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, CarryHook)]:
             del module._forward_pre_hooks[key]
-        module._modules.pop(state.NAME, None)
+        if (own := state.State.of(module)) is not None:
+            own.remove()
         if isinstance(module.__dict__.get("forward"), GuardedForward | ShardedForward):
             del module.forward
         for name in [name for name, value in module.__dict__.items() if isinstance(value, Method)]:

@@ -2,9 +2,8 @@
 
 The parameter leaves its module. Before each call of the module a hook sets a plain attribute in its place, as torch's
 weight normalization does, and after the call another replaces it by a :class:`PackedWeight`, which has no values: in
-the captured graph, the weight is the result of an operator that reads bytes. The bytes are buffers of the module's
-state (:class:`fp4graph.model.state.SiteState`), which no state dict holds; a state dict gets the values under the
-parameter's own name.
+the captured graph, the weight is the result of an operator that reads bytes. The bytes are buffers of the module,
+which no state dict holds; a state dict gets the values under the parameter's own name.
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ class Unpack:
         self, name: str, path: str, layout: Layout, stand_in: nn.Parameter, programs: frozenset[MatmulProgram]
     ) -> None:
         self.name, self.path, self.layout, self.stand_in, self.programs = name, path, layout, stand_in, programs
-        self._buffers = tuple(f"packed_{name}_{part}" for part in Bytes._fields)
+        self._buffers = tuple(state.buffer_name(f"packed_{name}_{part}") for part in Bytes._fields)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         source, weight = self.layout.source, self.weight(module)
@@ -127,26 +126,25 @@ class Unpack:
         return self.layout.weight(self.kept(module))
 
     def kept(self, module: nn.Module) -> Bytes:
-        """Return the bytes in the state of ``module``."""
-        own: Any = module._modules[state.NAME]
+        """Return the bytes that ``module`` keeps."""
+        buffers: Any = module._buffers
         codes, scales, factor, place, largest = self._buffers
-        parts = own._buffers[codes], own._buffers[scales], own._buffers[factor], own._buffers[place]
-        return Bytes(*parts, own._buffers[largest])
+        return Bytes(buffers[codes], buffers[scales], buffers[factor], buffers[place], buffers[largest])
 
     def keep(self, module: nn.Module, kept: Bytes) -> None:
-        """Put bytes into the state of ``module``."""
-        own = module.get_submodule(state.NAME)
-        assert isinstance(own, state.SiteState)
+        """Have ``module`` keep bytes."""
+        own = state.State.of(module)
+        assert own is not None
         for name, part in zip(self._buffers, kept, strict=True):
-            own.register_buffer(name, part, persistent=False)
+            module.register_buffer(name, part, persistent=False)
         own.packed[self.path] = self.layout.dtype
 
     def drop(self, module: nn.Module) -> None:
-        """Take the bytes out of the state of ``module``."""
-        own = module.get_submodule(state.NAME)
-        assert isinstance(own, state.SiteState)
+        """Take the bytes off ``module``."""
+        own = state.State.of(module)
+        assert own is not None
         for name in self._buffers:
-            delattr(own, name)
+            delattr(module, name)
         del own.packed[self.path]
 
 

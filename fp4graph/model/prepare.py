@@ -23,8 +23,6 @@ from fp4graph.policy import Policy, Rule
 from fp4graph.technique import Technique
 from fp4graph.technique.site import SiteView
 
-#: Modules that call, count or iterate over their children: a child of ours would change what they do.
-CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 #: DDP's list of buffers that it leaves alone, an attribute of the wrapped module.
 _IGNORED = "_ddp_params_and_buffers_to_ignore"
 
@@ -45,11 +43,11 @@ class PhasePlan:
 
     def __init__(self, root: nn.Module, policy: Policy, names: Names | None = None) -> None:
         self.root, self.policy = root, policy
+        state.require_free(root)
         self.names = Names(root) if names is None else names
         self.weights = [
             weight
             for fqn, module in root.named_modules(remove_duplicate=False)
-            if not state.is_ours(fqn)
             for name, parameter in module._parameters.items()
             if (weight := self._weight(fqn, module, name, parameter)) is not None
         ]
@@ -113,7 +111,7 @@ class PhasePlan:
             inside_torch = type(module).__module__.startswith("torch.nn.modules")
             attends = isinstance(module, nn.MultiheadAttention)
             computes = computes_weight(module)
-            if (inside_torch and not attends and not computes) or state.is_ours(fqn):
+            if inside_torch and not attends and not computes:
                 continue
             if isinstance(module, parametrize.ParametrizationList):
                 continue  # it computes a weight, also for those who read the weight outside of a forward
@@ -158,30 +156,27 @@ def prepare(
         return None
     root = plan.root
     device = device_of(root)
-    root_state = state.RootState(device)
     planned: dict[str, list[Weight]] = {}
     for weight in plan.weights:
         planned.setdefault(weight.fqn, []).append(weight)
     hosts = _hosts(plan, policy)
-    modules = [(fqn, m) for fqn, m in root.named_modules(remove_duplicate=False) if not state.is_ours(fqn)]
-    states: dict[int, state.SiteState] = {}
+    modules = list(root.named_modules(remove_duplicate=False))
+    root_state = state.RootState(root, device)
     for fqn, module in modules:
-        wanted = fqn in planned or fqn in hosts
-        if wanted and id(module) not in states and not isinstance(module, CONTAINERS):
-            states[id(module)] = state.SiteState(fqn, device_of(module, device))
+        own = state.State.of(module)
+        if (fqn in planned or fqn in hosts) and (own is None or not own.has_sites):
+            own = own or state.State(module, fqn)
+            own.add_key(device_of(module, device))
             for weight in planned.get(fqn, ()):
-                weight.add_entries(states[id(module)])
+                weight.add_entries(own)
     numbers: dict[tuple[Plan, ...], int] = {}
     for fqn, module in modules:
-        if id(module) in states:
-            if state.NAME not in module._modules:
-                module.add_module(state.NAME, states[id(module)])
+        if (own := state.State.of(module)) is not None and own.has_sites:
             tag, entries = _tag(plan, fqn, module, planned, numbers)
             # After hooks that set the weights up: FSDP gathers them, weight normalization computes them.
             module.register_forward_pre_hook(hooks.MarkHook(current, fqn, tag, entries))
     if "" in planned:
         root.forward = hooks.GuardedForward(root, current)
-    _place(root, root_state, states)
     _take_over(root, root_state, former)
     ours = [name for name, _ in root.named_buffers() if state.is_ours(name)]
     # DDP would overwrite every rank's counters and EMAs with rank 0's at each forward.
@@ -192,13 +187,11 @@ def prepare(
 def add_host(plan: PhasePlan, module: nn.Module, fqn: str, current: CurrentForward) -> hooks.MarkHook | None:
     """Give a module a key and a mark after a graph has shown that it multiplies with what it computes, such as the
     weight that a hypernetwork generates; return the mark, or None where the module is marked already."""
-    if isinstance(module, CONTAINERS) or hooks.is_marked(module):
+    if hooks.is_marked(module):
         return None
-    held = module._modules.get(state.NAME)
-    if not isinstance(held, state.SiteState):
-        module.add_module(state.NAME, own := state.SiteState(fqn, device_of(module, device_of(plan.root))))
-        if held is not None:
-            own.add_module("root", held)
+    own = state.State.of(module) or state.State(module, fqn)
+    if not own.has_sites:
+        own.add_key(device_of(module, device_of(plan.root)))
     hook = hooks.MarkHook(current, fqn, *_tag(plan, fqn, module, {}, {}))
     module.register_forward_pre_hook(hook)
     return hook
@@ -239,23 +232,11 @@ def _tag(
     for index, (path, weight) in enumerate(carried):
         for slot in weight.slots:
             entries.append((index, slot.technique, slot.label))
-            paths.append(f"{path.rpartition('.')[0]}.{state.NAME}.{weight.buffer(slot)}".removeprefix("."))
+            paths.append(f"{path.rpartition('.')[0]}.{weight.buffer(slot)}".removeprefix("."))
     choices = [tuple(choice.plan for choice in weight.possible) for _, weight in carried]
     plans = tuple(numbers.setdefault(choice, len(numbers)) for choice in choices)
     rules = plan.policy.places(plan.names.view(fqn, "linear"))
     return Tag(rules, tuple(path for path, _ in carried), tuple(entries), plans), tuple(paths)
-
-
-def _place(root: nn.Module, root_state: state.RootState, states: Mapping[int, state.SiteState]) -> None:
-    """Put the root's state on the root; where that is a container, which calls or counts its children, on the first
-    module that has state of its own."""
-    holder = states.get(id(root))
-    if holder is None and isinstance(root, CONTAINERS):
-        holder = next(iter(states.values()), None)
-    if holder is not None:
-        holder.add_module("root", root_state)
-    elif not isinstance(root, CONTAINERS):
-        root.add_module(state.NAME, root_state)
 
 
 def _take_over(root: nn.Module, root_state: state.RootState, former: Mapping[str, Tensor]) -> None:
@@ -264,7 +245,7 @@ def _take_over(root: nn.Module, root_state: state.RootState, former: Mapping[str
     for key, value in former.items():
         if key in buffers and buffers[key].shape == value.shape:
             buffers[key].copy_(value)
-    for own in state.site_states(root):
-        own.loaded = any(key.startswith(f"{own.fqn}.{state.NAME}.".lstrip(".")) for key in former)
-    if any(key.endswith(".forwards") for key in former):
+    for own in state.states(root):
+        own.loaded = any(f"{own.fqn}.{name}".removeprefix(".") in former for name in own.buffers)
+    if state.FORWARDS in former:
         root_state.recount()

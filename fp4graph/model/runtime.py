@@ -146,7 +146,7 @@ class Runtime:
         self.root_state = prepare(self.plan, self.policy, self._current, former)
         if self.root_state is not None and not self.settings.strict:
             holding = {name for _, _, hook in hooks.mark_hooks(self.root) for name in upwards(hook.name)}
-            named = [(n, m) for n, m in self.root.named_modules(remove_duplicate=False) if n and not state.is_ours(n)]
+            named = [(n, m) for n, m in self.root.named_modules(remove_duplicate=False) if n]
             holds = {module for name, module in named if name in holding}
             owners = {weight.module for weight in self.weights}
             owners |= {m for n, m in named if self._may_own(n, m, holds)}
@@ -296,8 +296,16 @@ class Runtime:
         if training and self.packing is not None:
             self.packing.warn_unfrozen()
         if self.root_state is not None:
+            if training and self.root_state.count_unknown and self.root_state.count == 0 and self.policy.phases:
+                self._uncompiled.warn(
+                    "count",
+                    "a state dict was loaded after fp4graph.apply(), and it does not say for how many forwards its "
+                    f"weights were trained, so policy {self.policy.name!r} begins in its first phase. To resume a "
+                    "training, load the state of the prepared optimizer too, or use fp4graph.training.checkpoint; to "
+                    "begin one, load the weights before fp4graph.apply()",
+                )
             self._settle(self.root_state, training)
-            rank, device = distributed.rank(), self.root_state.get_buffer("forwards").device
+            rank, device = distributed.rank(), self.root_state.forwards.device
             self._current.step = noise.make_step(self.settings.seed, rank, self.root_state.count, device=device)
 
     @opaque
@@ -427,7 +435,7 @@ class Runtime:
                 self._current.uncaptured = None  # modules of fully_shard have graphs of their own, between its hooks
                 self._uncompiled.show_without_owners()
             with torch.inference_mode(False):  # tensors made in it could not be trained with
-                for own in state.site_states(self.root):
+                for own in state.states(self.root):
                     if root_state.count == 0:
                         own.restart()
                     own.settle()

@@ -38,7 +38,7 @@ def restore(root: nn.Module) -> None:
         with _opened(file) as (keys, tensor):
             ours |= {key: tensor(key) for key in keys if state.is_ours(key)}
             plain += [(file, key) for key in keys if not state.is_ours(key)]
-    ours, _ = state.split_former(ours)
+    ours, _ = state.from_former(ours)
     if not ours:
         return
     here = root.state_dict()

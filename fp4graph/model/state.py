@@ -1,4 +1,8 @@
-"""The state that fp4graph keeps inside a model: buffers under ``*._fp4graph.*`` and nothing else."""
+"""The state that fp4graph keeps in a model: buffers of the model's own modules, and one plain object beside them.
+
+A module with planned sites holds its noise key and its weights' technique entries as buffers of its own, and the root
+holds the count of forwards. No module is added: ``children()``, ``modules()`` and leaves are the plain model's.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +17,28 @@ from fp4graph.model.conversion import refuse
 from fp4graph.numerics import noise
 from fp4graph.numerics.sharding import is_sharded, like, whole
 
-#: Name of the submodule that holds our buffers, on the root and on every module with planned sites.
+#: The attribute of a module that holds its :class:`State`. Former layouts had a submodule of this name.
 NAME = "_fp4graph"
+#: The methods of a module that its :class:`State` stands before.
+_METHODS = {"_apply": "convert", "_load_from_state_dict": "load", "__prepare_scriptable__": "refuse_script"}
+#: Entries that former layouts had in state dicts, and no model has any more.
+_FORMER = ("forwards", "_extra_state")
 
 _V = TypeVar("_V")
 
 
+def buffer_name(name: str) -> str:
+    """Return the name of the buffer in which a module keeps ``name`` for us."""
+    return f"{NAME}_{name}"
+
+
+KEY, FORWARDS = buffer_name("key"), buffer_name("forwards")
+
+
 def is_ours(key: str) -> bool:
-    """Return whether a state-dict key belongs to fp4graph."""
-    return NAME in key.split(".")
+    """Return whether a state-dict key, or a buffer's name, belongs to fp4graph, in this layout or a former one."""
+    *modules, name = key.split(".")
+    return name.startswith(buffer_name("")) or NAME in modules
 
 
 def strip(state_dict: Mapping[str, _V]) -> dict[str, _V]:
@@ -29,42 +46,178 @@ def strip(state_dict: Mapping[str, _V]) -> dict[str, _V]:
     return {key: value for key, value in state_dict.items() if not is_ours(key)}
 
 
-class State(nn.Module):
-    """A module of buffers that keeps its dtypes whatever ``.to`` says, and loads a checkpoint without them.
+def require_free(root: nn.Module) -> None:
+    """Raise an Error where the model itself uses names that are ours."""
+    for fqn, module in root.named_modules():
+        taken = [NAME] if NAME in module.__dict__ and State.of(module) is None else []
+        buffers = () if State.of(module) is not None else module._buffers
+        taken += [name for name in (*module._modules, *module._parameters, *buffers) if name == NAME or is_ours(name)]
+        if taken:
+            raise Error(
+                f"{type(module).__name__} {fqn or '(root)'!r} has an attribute {taken[0]!r} of its own, and names that "
+                f"begin with {NAME!r} are those of fp4graph's state; rename it"
+            )
 
-    An EMA with β = 0.998 freezes in bf16, whose neighbours are 0.4 % apart; so a cast moves buffers between devices and
-    never changes their dtype.
 
-    ``loaded`` says whether a state dict gave any of the buffers their values.
+def from_former(state_dict: Mapping[str, _V]) -> tuple[dict[str, _V], int | None]:
+    """Return ``state_dict`` with the entries of former layouts under their present names, and the count among them or
+    None."""
+    present: dict[str, _V] = {}
+    count = None
+    for key, value in state_dict.items():
+        module, found, name = f".{key}".partition(f".{NAME}.")
+        if found and name.rpartition(".")[2] in _FORMER:
+            count = int(value) if name.endswith("forwards") else count  # type: ignore[call-overload]
+        else:
+            present[f"{module}.{buffer_name(name)}"[1:] if found else key] = value
+    return present, count
+
+
+class State:
+    """What fp4graph keeps for one module: buffers of the module, and facts about them in this object.
+
+    The buffers keep their dtypes whatever ``.to`` says, and a checkpoint without them loads. An EMA with β = 0.998
+    freezes in bf16, whose neighbours are 0.4 % apart; so a cast moves buffers between devices and never changes their
+    dtype. Casts and loads reach a module through its methods alone, so three of them are attributes of the module
+    while it has state, and call those of its class. torch has no hook for a cast, and its hooks for a load do not see
+    the module between the values that were loaded and the keys that are missing.
+
+    Attributes:
+        module, fqn: the owner of the buffers, and its fully qualified name.
+        loaded: whether a state dict gave any of the technique entries their values.
+        packed: the dtype of each weight that is kept as bytes, by its name.
     """
 
-    loaded = False
+    def __init__(self, module: nn.Module, fqn: str) -> None:
+        self.module, self.fqn = module, fqn
+        self.loaded = False
+        self.packed: dict[str, torch.dtype] = {}
+        self._version_of_key = 0
+        self._weights: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]] = {}
+        module.__dict__[NAME] = self
+        module.__dict__.update({method: getattr(self, ours) for method, ours in _METHODS.items()})
 
-    def __prepare_scriptable__(self) -> State:
-        refuse("torch.jit.script")
-        return self
+    @staticmethod
+    def of(module: nn.Module) -> State | None:
+        """Return the state of ``module``, or None."""
+        state = module.__dict__.get(NAME)
+        return state if isinstance(state, State) else None
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> State:
-        for name, buffer in self._buffers.items():
-            if buffer is not None:
-                moved = fn(buffer)
-                self._buffers[name] = moved if moved.dtype is buffer.dtype else buffer.to(moved.device)
-        for child in self.children():
-            child._apply(fn)  # type: ignore[no-untyped-call]
-        return self
+    def remove(self) -> None:
+        """Take everything of ours off the module."""
+        for name in (NAME, *_METHODS):
+            del self.module.__dict__[name]
+        for name in [name for name in self.module._buffers if is_ours(name)]:  # None among them
+            delattr(self.module, name)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        local_metadata, strict, _missing, *rest = args
-        own = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+    @property
+    def key(self) -> Tensor:
+        """The noise key of the module's sites."""
+        return self.module.get_buffer(KEY)
+
+    @property
+    def has_sites(self) -> bool:
+        """Return whether the module has planned sites, and so a key."""
+        return KEY in self.module._buffers
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers of the module that are ours, by name."""
+        named = self.module._buffers.items()
+        return {name: buffer for name, buffer in named if buffer is not None and is_ours(name)}
+
+    def add_key(self, device: torch.device) -> None:
+        """Add the noise key. It is derivable from the module's name, so not saved."""
+        self.module.register_buffer(KEY, None, persistent=False)
+        self._make_key(device)
+
+    def add(self, name: str, init: Callable[[Tensor], Tensor], weight: Callable[[], Tensor]) -> None:
+        """Add the technique entry in buffer ``name``, with the first value ``init(weight())``."""
+        self._weights[name] = (init, weight)
+        self.module.register_buffer(name, self._first(name))
+
+    def _first(self, name: str) -> Tensor:
+        init, weight = self._weights[name]
+        with torch.no_grad():
+            parameter = weight().detach()
+            first = init(whole(parameter))
+            return like(first, parameter) if first.shape == parameter.shape else first
+
+    def _reset(self, name: str) -> None:
+        former = self.module._buffers[name]
+        self.module._buffers[name] = self._first(name) if former is None else like(self._first(name), former)
+
+    def restart(self) -> None:
+        """Give every entry its first value again, from the weights as they are now, unless values were loaded."""
+        for name in () if self.loaded else self._weights:
+            self._reset(name)
+
+    def settle(self) -> None:
+        """Shard entries of the weight's shape as the weight is sharded now, and undo a write to the key: an average
+        over a model's buffers (``AveragedModel(use_buffers=True)``) changes it."""
+        if self.has_sites and self.key._version != self._version_of_key:
+            self.key.copy_(noise.make_key("site", self.fqn))
+            self._version_of_key = self.key._version
+        for name, (_, weight) in self._weights.items():
+            buffer, parameter = self.module._buffers[name], weight()
+            if buffer is not None and buffer.shape == parameter.shape:
+                self.module._buffers[name] = like(buffer, parameter)
+
+    def convert(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
+        """Stand before ``_apply`` of the module's class, through which ``.to``, ``.half`` and ``.to_empty`` go."""
+        for name, dtype in self.packed.items():
+            if (given := fn(torch.empty(0, dtype=dtype, device=self.key.device)).dtype) != dtype:
+                raise Error(
+                    f"{name} is packed as bytes of {dtype} and cannot become {given}; call "
+                    "fp4graph.unpack_frozen(model), convert the model, and call fp4graph.pack_frozen(model) again"
+                )
+        buffers, ours = self.module._buffers, self.buffers
+        buffers.update(dict.fromkeys(ours))  # torch leaves None alone
+        try:
+            type(self.module)._apply(self.module, fn, *args, **kwargs)  # type: ignore[no-untyped-call]
+        finally:
+            buffers.update(ours)
+        for name, buffer in ours.items():
+            moved = fn(buffer)
+            buffers[name] = moved if moved.dtype is buffer.dtype else buffer.to(moved.device)
+        self._restore()
+        return self.module
+
+    def _restore(self) -> None:
+        """Write what ``to_empty()`` left undefined."""
+        if self.has_sites:
+            self._make_key(self.key.device)
+
+    def _make_key(self, device: torch.device) -> None:
+        with torch.inference_mode(False):  # tensors made in it have no version
+            self.module._buffers[KEY] = key = noise.make_key("site", self.fqn, device=device)
+        self._version_of_key = key._version
+
+    def load(self, state_dict: Mapping[str, Any], prefix: str, *args: Any) -> None:
+        """Stand before ``_load_from_state_dict`` of the module's class: read former layouts, and give entries that
+        ``state_dict`` lacks their first values, from the weights it held."""
+        local_metadata, strict, missing, *rest = args
+        present, count = from_former(state_dict)
+        own = {f"{prefix}{name}": buffer for name, buffer in self.buffers.items()}
         absent: list[str] = []
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, absent, *rest)
-        for key in absent:
-            self.reset(key.removeprefix(prefix))
-        given = {name: state_dict.get(f"{prefix}{name}") for name in own}
-        self.loaded |= any(value is not None and not _share(value, own[name]) for name, value in given.items())
+        type(self.module)._load_from_state_dict(self.module, present, prefix, local_metadata, strict, absent, *rest)
+        missing.extend(key for key in absent if key not in own)
+        for name in self._weights:
+            if f"{prefix}{name}" in absent:
+                self._reset(name)
+        self.loaded |= any(key in present and not _share(present[key], buffer) for key, buffer in own.items())
+        self._loaded_count(count)
 
-    def reset(self, name: str) -> None:
-        """Give buffer ``name`` its first value again, because a plain checkpoint without it was loaded."""
+    def _loaded_count(self, count: int | None) -> None:
+        """Take note of the count that a state dict of a former layout held, or None."""
+
+    def refuse_script(self) -> None:
+        """Refuse torch.jit.script, which calls ``__prepare_scriptable__`` and would leave out the quantizers."""
+        refuse("torch.jit.script")
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Closures over the weight do not travel; apply() makes them anew.
+        return {**self.__dict__, "_weights": {}}
 
 
 def _share(x: Tensor, y: Tensor) -> bool:
@@ -74,84 +227,9 @@ def _share(x: Tensor, y: Tensor) -> bool:
     return first.device == second.device and first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
 
 
-class SiteState(State):
-    """The state of one module with planned sites: its noise key, and each weight's technique entries.
-
-    Attributes:
-        packed: the dtype of each weight that is kept as bytes, by its name.
-    """
-
-    def __init__(self, fqn: str, device: torch.device) -> None:
-        super().__init__()
-        self.fqn = fqn
-        self.packed: dict[str, torch.dtype] = {}
-        self._version_of_key = 0
-        # Derivable from the name, so not saved.
-        self.register_buffer("key", None, persistent=False)
-        self._make_key(device)
-        self._weights: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[], Tensor]]] = {}
-
-    def add(self, name: str, init: Callable[[Tensor], Tensor], weight: Callable[[], Tensor]) -> None:
-        """Add entry ``name`` with the first value ``init(weight())``."""
-        self._weights[name] = (init, weight)
-        self.register_buffer(name, self._first(name))
-
-    def _first(self, name: str) -> Tensor:
-        init, weight = self._weights[name]
-        with torch.no_grad():
-            parameter = weight().detach()
-            first = init(whole(parameter))
-            return like(first, parameter) if first.shape == parameter.shape else first
-
-    def reset(self, name: str) -> None:
-        if name in self._weights:
-            former = self._buffers[name]
-            self._buffers[name] = self._first(name) if former is None else like(self._first(name), former)
-
-    def restart(self) -> None:
-        """Give every entry its first value again, from the weights as they are now, unless values were loaded."""
-        for name in () if self.loaded else self._weights:
-            self.reset(name)
-
-    def settle(self) -> None:
-        """Shard entries of the weight's shape as the weight is sharded now, and undo a write to the key: an average
-        over a model's buffers (``AveragedModel(use_buffers=True)``) changes it."""
-        key = self.get_buffer("key")
-        if key._version != self._version_of_key:
-            key.copy_(noise.make_key("site", self.fqn))
-            self._version_of_key = key._version
-        for name, (_, weight) in self._weights.items():
-            buffer, parameter = self._buffers[name], weight()
-            if buffer is not None and buffer.shape == parameter.shape:
-                self._buffers[name] = like(buffer, parameter)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SiteState:
-        device = self.get_buffer("key").device
-        for name, dtype in self.packed.items():
-            if (given := fn(torch.empty(0, dtype=dtype, device=device)).dtype) != dtype:
-                raise Error(
-                    f"{name} is packed as bytes of {dtype} and cannot become {given}; call "
-                    "fp4graph.unpack_frozen(model), convert the model, and call fp4graph.pack_frozen(model) again"
-                )
-        super()._apply(fn, recurse)
-        self._make_key(self.get_buffer("key").device)  # to_empty() left it undefined
-        return self
-
-    def _make_key(self, device: torch.device) -> None:
-        with torch.inference_mode(False):  # tensors made in it have no version
-            self._buffers["key"] = key = noise.make_key("site", self.fqn, device=device)
-        self._version_of_key = key._version
-
-    def __getstate__(self) -> dict[str, Any]:
-        # Closures over the weight do not travel; apply() makes them anew.
-        state = self.__dict__.copy()
-        state["_weights"] = {}
-        return state
-
-
-def site_states(root: nn.Module) -> list[SiteState]:
-    """Return the state of every module below ``root`` that has planned sites."""
-    return [module for module in root.modules() if isinstance(module, SiteState)]
+def states(root: nn.Module) -> list[State]:
+    """Return the state of every module below ``root`` that has any."""
+    return [state for module in root.modules() if (state := State.of(module)) is not None]
 
 
 def buffers_to_keep(root: nn.Module) -> dict[str, Tensor]:
@@ -160,38 +238,37 @@ def buffers_to_keep(root: nn.Module) -> dict[str, Tensor]:
     Before the first training forward these are only the buffers of states that were loaded: others begin at the weights
     as they are by then.
     """
-    trained = any(isinstance(module, RootState) and module.count for module in root.modules())
-    idle = {id(buffer) for own in site_states(root) if not own.loaded for buffer in own.buffers()}
-    buffers = root.named_buffers(remove_duplicate=False)
-    return {name: value for name, value in buffers if is_ours(name) and (trained or id(value) not in idle)}
-
-
-#: Entries that the state of the root had in state dicts of fp4graph before it kept the count out of them.
-_FORMER = ("forwards", "_extra_state")
-
-
-def split_former(state_dict: Mapping[str, _V]) -> tuple[dict[str, _V], int | None]:
-    """Return ``state_dict`` without the entries that no model has any more, and the count among them or None."""
-    former = {key for key in state_dict if is_ours(key) and key.rpartition(".")[2] in _FORMER}
-    counts = [state_dict[key] for key in former if key.endswith(".forwards")]
-    rest = {key: value for key, value in state_dict.items() if key not in former}
-    return rest, int(counts[0]) if counts else None  # type: ignore[call-overload]
+    trained = any(isinstance(state, RootState) and state.count for state in states(root))
+    return {
+        f"{fqn}.{name}".removeprefix("."): buffer
+        for fqn, module in root.named_modules(remove_duplicate=False)
+        if (state := State.of(module)) is not None and (trained or state.loaded)
+        for name, buffer in state.buffers.items()
+    }
 
 
 class RootState(State):
-    """The count of root forwards with gradients enabled.
+    """The state of the root, with the count of root forwards with gradients enabled.
 
     It is no entry of the model's state dict: it travels with the optimizer's state and in our checkpoints.
 
-    ``followed`` is the count of the model that this one was copied from, until this one trains: then it goes on from
-    its own count, which is that of the moment of copying.
+    Attributes:
+        followed: the count of the model that this one was copied from, until this one trains: then it goes on from its
+            own count, which is that of the moment of copying.
+        count_unknown: whether a state dict was loaded, and nothing has said how many forwards its weights have had.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self.register_buffer("forwards", torch.zeros((), dtype=torch.int64, device=device), persistent=False)
+    def __init__(self, root: nn.Module, device: torch.device) -> None:
+        super().__init__(root, "")
+        root.register_buffer(FORWARDS, torch.zeros((), dtype=torch.int64, device=device), persistent=False)
         self._count = 0  # mirror of the buffer, so that no forward waits for a device
         self.followed: int | None = None
+        self.count_unknown: bool | None = None
+
+    @property
+    def forwards(self) -> Tensor:
+        """The buffer with the count."""
+        return self.module.get_buffer(FORWARDS)
 
     @property
     def count(self) -> int:
@@ -204,20 +281,19 @@ class RootState(State):
 
     def count_from(self, count: int) -> None:
         """Set the count."""
-        self._count = count
-        self.get_buffer("forwards").fill_(count)
+        self._count, self.count_unknown = count, False
+        self.forwards.fill_(count)
 
     def recount(self) -> None:
         """Take the count from the buffer, which another process may have changed."""
-        self._count = int(self.get_buffer("forwards"))
+        self._count = int(self.forwards)
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        rest, count = split_former({key: value for key, value in state_dict.items() if key.startswith(prefix)})
-        super()._load_from_state_dict(rest, prefix, *args)
+    def _loaded_count(self, count: int | None) -> None:
         if count is not None:
             self.count_from(count)
+        elif self.count_unknown is None:
+            self.count_unknown = True
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RootState:
-        super()._apply(fn, recurse)
-        self.get_buffer("forwards").fill_(self._count)  # to_empty() left it undefined
-        return self
+    def _restore(self) -> None:
+        super()._restore()
+        self.forwards.fill_(self._count)

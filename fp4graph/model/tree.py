@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from torch import nn
 
 from fp4graph.errors import CaptureError
-from fp4graph.model import state
 from fp4graph.model.prepare import computes_weight
 from fp4graph.model.weight import Weight
 from fp4graph.policy.adapters import is_of_adapters
@@ -62,4 +61,4 @@ def _children(root: nn.Module) -> _Children:
 
 
 def _named(root: nn.Module) -> dict[str, nn.Module]:
-    return {name: module for name, module in root.named_modules(remove_duplicate=False) if not state.is_ours(name)}
+    return dict(root.named_modules(remove_duplicate=False))

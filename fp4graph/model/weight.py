@@ -87,7 +87,7 @@ class Weight:
                     )
         return tuple(slot for slot, _ in slots.values())
 
-    def add_entries(self, own: state.SiteState) -> None:
+    def add_entries(self, own: state.State) -> None:
         """Add the entries of techniques for this weight to ``own``, the state of the module."""
         by_name = {t.name: t for planned in self.possible for t in planned.rule.techniques}
         for slot in self.slots:
@@ -200,18 +200,18 @@ class Weight:
         return current if self._sharded is None else self._sharded
 
     @property
-    def holder(self) -> state.SiteState:
-        """The submodule with the noise key and the buffers of the weight's techniques."""
-        return getattr(self.module, state.NAME)  # type: ignore[no-any-return]
+    def key(self) -> Tensor:
+        """The noise key of the module."""
+        return self.module.get_buffer(state.KEY)
 
     def buffer(self, slot: StateSlot) -> str:
-        """Return the name of the buffer in :attr:`holder` with a technique's entry for this weight."""
+        """Return the name of the module's buffer with a technique's entry for this weight."""
         prefix = "" if self.parameter_name == "weight" else f"{self.parameter_name}_"
-        return f"{prefix}{slot.technique}_{slot.label}"
+        return state.buffer_name(f"{prefix}{slot.technique}_{slot.label}")
 
     def entry(self, slot: StateSlot) -> Tensor:
         """Return a technique's entry for this weight."""
-        return self.holder.get_buffer(self.buffer(slot))
+        return self.module.get_buffer(self.buffer(slot))
 
     def entries(self, technique: Technique) -> dict[str, Tensor]:
         """Return a technique's state tensors for this weight, by their labels."""
@@ -228,8 +228,7 @@ class Weight:
         fprop = self.plan.program.fprop
         canonical = whole(w).mT if self.stored_transposed else whole(w)
         canonical = canonical.flatten(1) if self.view.op == "conv" else canonical
-        key = self.holder.get_buffer("key")
-        draw = Draw(key, step.to(key.device)) if self.plan.program.draws else None
+        draw = Draw(self.key, step.to(self.key.device)) if self.plan.program.draws else None
         if (score := self._score()) is not None:
             result = quantized_weight(self.plan.program, canonical, draw, score).to(w.dtype)
             return like(result.mT if self.stored_transposed else result, w)

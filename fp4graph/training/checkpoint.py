@@ -292,7 +292,7 @@ def _read(path: str | PathLike[str]) -> dict[str, Any]:
 def _entries(content: Mapping[str, Any], own: Mapping[str, Any] | None) -> tuple[dict[str, Any], int | None]:
     """Return the model's entries, with those in which this rank differs, and the count of forwards."""
     entries = {**content["model"], **(own["buffers"] if own is not None else {})}
-    entries, forwards = state.split_former(entries)  # layout 2 has the count among the model's entries
+    entries, forwards = state.from_former(entries)
     return entries, (content["policy"] or {}).get("forwards", forwards)
 
 

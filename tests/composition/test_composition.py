@@ -242,9 +242,9 @@ def test_state_that_the_graph_writes_beside_state_that_the_optimizer_writes() ->
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        held.append(model.up._fp4graph.tensor_scaling_gamma.item())
+        held.append(model.up._fp4graph_tensor_scaling_gamma.item())
     assert held[0] == held[1] != held[2]
-    assert not torch.equal(model.up._fp4graph.q_ema_weight, model.up.weight)
+    assert not torch.equal(model.up._fp4graph_q_ema_weight, model.up.weight)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def trains(kind: str, policy: str) -> None:
     losses = train(DDP(model), model, loss_of)
     assert falls(losses), losses
     assert same_on_both(state_of(model))  # parameters, moving averages, the count
-    assert model._fp4graph.forwards == 6
+    assert model._fp4graph_forwards == 6
 
 
 def case_vit_tetrajet() -> None:
@@ -92,7 +92,7 @@ def case_any_order_of_apply_and_ddp() -> None:
         if order == "wrapper":
             assert fp4graph.apply(wrapper, "tetrajet-qema", **EAGER) is wrapper
         runs.append(train(wrapper, wrapper if order == "wrapper" else model, image_loss, steps=3))
-        assert "blocks.0.attn.qkv._fp4graph.q_ema_weight" in model.state_dict()
+        assert "blocks.0.attn.qkv._fp4graph_q_ema_weight" in model.state_dict()
     assert runs[0] == runs[1] == runs[2]
     with fp4graph.bypass(wrapper), torch.no_grad():
         plain = wrapper(torch.ones(1, 3, 32, 32))
@@ -244,13 +244,13 @@ def case_our_buffers_are_left_out_of_the_broadcast() -> None:
     fp4graph.prepare_optimizer(wrapper, torch.optim.SGD(wrapper.parameters(), lr=0.1))
     x = torch.randn(32, 64, generator=torch.Generator().manual_seed(rank()))
     wrapper(x).square().sum().backward()
-    model.fc._fp4graph.q_ema_weight += rank()
+    model.fc._fp4graph_q_ema_weight += rank()
     for count in (2, 3):
         wrapper(x).square().sum().backward()
-        assert model._fp4graph.forwards == count
+        assert model._fp4graph_forwards == count
         assert runtime.runtime_of(model).root_state.count == count
         assert torch.equal(from_rank(model.norm.num_batches_tracked), model.norm.num_batches_tracked)
-    difference = from_rank(model.fc._fp4graph.q_ema_weight, 1) - from_rank(model.fc._fp4graph.q_ema_weight, 0)
+    difference = from_rank(model.fc._fp4graph_q_ema_weight, 1) - from_rank(model.fc._fp4graph_q_ema_weight, 0)
     torch.testing.assert_close(difference, torch.ones_like(difference))
 
 
@@ -266,7 +266,7 @@ def case_accumulation_under_no_sync() -> None:
     alone = fp4graph.apply(vit(), "microscaling", **EAGER)
     alone(images).square().mean().backward()
     assert_close(gradients(model), gradients(alone), 3e-6)
-    assert model._fp4graph.forwards == 2
+    assert model._fp4graph_forwards == 2
 
     noisy = DDP(fp4graph.apply(vit(), "tetrajet", **EAGER))
     both = []
@@ -288,7 +288,7 @@ def case_state_starts_at_the_weights_that_ddp_sends() -> None:
     image_loss(DDP(model), rank())
     qkv = model.blocks[0].attn.qkv
     assert same_on_both({"weight": qkv.weight})
-    assert torch.equal(qkv._fp4graph.q_ema_weight, qkv.weight)
+    assert torch.equal(qkv._fp4graph_q_ema_weight, qkv.weight)
 
 
 def case_a_checkpoint_that_rank_0_alone_loads_reaches_all() -> None:
@@ -302,8 +302,8 @@ def case_a_checkpoint_that_rank_0_alone_loads_reaches_all() -> None:
     fp4graph.prepare_optimizer(model, torch.optim.SGD(wrapper.parameters(), lr=0.1))
     image_loss(wrapper, rank()).backward()
     assert same_on_both(state_of(model))
-    assert model._fp4graph.forwards == 4
-    ema = "blocks.1.mlp.fc2._fp4graph.q_ema_weight"
+    assert model._fp4graph_forwards == 4
+    ema = "blocks.1.mlp.fc2._fp4graph_q_ema_weight"
     assert torch.equal(model.state_dict()[ema], from_rank(trained.state_dict()[ema]))
 
 

@@ -41,7 +41,7 @@ from tests.helpers.policies import NVFP4, one_rule
 
 FOLDER = Path()  # set by two_processes.py
 EAGER = {"backend": "eager"}
-EMA = "blocks.0.attn.qkv._fp4graph.q_ema_weight"
+EMA = "blocks.0.attn.qkv._fp4graph_q_ema_weight"
 
 
 def shard(model: nn.Module, **options: object) -> nn.Module:
@@ -96,7 +96,7 @@ def trains(kind: str, policy: str, sites: int, orders: tuple[str, ...] = ("apply
         model = sharded(make(), policy, first=first)
         assert train(model, model, loss_of) == expected, first
         assert quantized(model) == sites
-        assert model._fp4graph.forwards == 6
+        assert model._fp4graph_forwards == 6
         assert all(isinstance(p, DTensor) for p in model.parameters())
 
 
@@ -379,10 +379,10 @@ def case_built_on_the_meta_device() -> None:
         set_model_state_dict(model, dict(source), options=StateDictOptions(full_state_dict=True, strict=False))
         image_loss(model, rank())
         assert torch.equal(whole(model.get_buffer(EMA)), source["blocks.0.attn.qkv.weight"])
-        assert model._fp4graph.forwards == 1
-        keys.append(model.blocks[0].attn.qkv._fp4graph.key)
+        assert model._fp4graph_forwards == 1
+        keys.append(model.blocks[0].attn.qkv._fp4graph_key)
     assert torch.equal(*keys)
-    assert torch.equal(keys[0], fp4graph.apply(vit(), "tetrajet", **EAGER).blocks[0].attn.qkv._fp4graph.key)
+    assert torch.equal(keys[0], fp4graph.apply(vit(), "tetrajet", **EAGER).blocks[0].attn.qkv._fp4graph_key)
 
 
 def case_bypass_and_remove() -> None:

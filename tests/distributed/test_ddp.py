@@ -62,7 +62,7 @@ def test_a_checkpoint_stores_no_rank_and_loads_in_one_process(outcomes: dict[str
     model = fp4graph.apply(vit(), "tetrajet-qema", backend="eager")
     assert saved.keys() == model.state_dict().keys()
     model.load_state_dict(saved, strict=True)
-    assert torch.equal(model.blocks[1].mlp.fc1._fp4graph.q_ema_weight, saved["blocks.1.mlp.fc1._fp4graph.q_ema_weight"])
+    assert torch.equal(model.blocks[1].mlp.fc1._fp4graph_q_ema_weight, saved["blocks.1.mlp.fc1._fp4graph_q_ema_weight"])
     fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
     image_loss(model, 0).backward()
     vit().load_state_dict(fp4graph.strip(saved), strict=True)

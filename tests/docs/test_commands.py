@@ -80,7 +80,7 @@ def _fp4graph(words: list[str], get: Callable[[str], Any]) -> None:
             if not Path(name).exists():
                 shutil.copytree(get("sweep"), name)
     if words[0] == "strip":
-        save_file({"weight": torch.zeros(2, 2), "_fp4graph.q_ema_weight": torch.zeros(2, 2)}, words[1])
+        save_file({"weight": torch.zeros(2, 2), "_fp4graph_q_ema_weight": torch.zeros(2, 2)}, words[1])
     if words[0] == "sweep":
         words = [re.sub(r"^\d+$", "1", word) for word in words]  # the study has few trials
     if words[0] in ("train", "compare") and "--list" not in words:

@@ -93,7 +93,7 @@ def test_trains_as_the_same_loop_by_hand_and_resumes_to_the_last_bit(
     assert losses(again) == losses(whole)[:3] + losses(again)[3:]  # the log goes on
     assert losses(again) == losses(whole)
     assert alike(whole.model, again.model)
-    ema = "model.layers.1.mlp.up_proj._fp4graph.q_ema_weight"
+    ema = "model.layers.1.mlp.up_proj._fp4graph_q_ema_weight"
     assert not torch.equal(whole.model.state_dict()[ema], whole.model.model.layers[1].mlp.up_proj.weight)
 
 
@@ -107,7 +107,7 @@ def test_what_it_saves_is_a_plain_model_and_more(trainer: Any, llama: Any, tmp_p
     entries = load_file(tmp_path / "model" / "model.safetensors")
     plain = {key for key in llama().state_dict() if key != "lm_head.weight"}  # tied
     assert set(fp4graph.strip(entries)) == plain
-    assert "model.layers.0.mlp.up_proj._fp4graph.q_ema_weight" in entries
+    assert "model.layers.0.mlp.up_proj._fp4graph_q_ema_weight" in entries
     reloaded = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "model")
     tokens = torch.arange(24)[None]
     with fp4graph.bypass(trained.model), torch.no_grad():

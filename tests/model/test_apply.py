@@ -79,9 +79,9 @@ def test_every_forward_with_gradients_draws_anew_and_evaluation_does_not_count(v
         model(images)
         model.eval()(images)
     model.train()
-    assert int(model._fp4graph.forwards) == 1
+    assert int(model._fp4graph_forwards) == 1
     second = gradients(model, images)
-    assert int(model._fp4graph.forwards) == 2
+    assert int(model._fp4graph_forwards) == 2
     assert not torch.equal(first["blocks.0.mlp.fc1.weight"], second["blocks.0.mlp.fc1.weight"])
 
 
@@ -273,25 +273,25 @@ def test_state_travels_and_a_plain_checkpoint_initialises_it(vit, images):
     optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=1.0))
     gradients(model, images)
     optimizer.step()
-    ema = model.blocks[0].attn.qkv._fp4graph.q_ema_weight
+    ema = model.blocks[0].attn.qkv._fp4graph_q_ema_weight
     assert not torch.equal(ema, model.blocks[0].attn.qkv.weight)
     saved = copy.deepcopy(model.state_dict())
     other = fp4graph.apply(vit(), "tetrajet-qema", backend="eager")
     other.load_state_dict(saved, strict=True)
-    assert torch.equal(other.blocks[0].attn.qkv._fp4graph.q_ema_weight, ema)
+    assert torch.equal(other.blocks[0].attn.qkv._fp4graph_q_ema_weight, ema)
     plain = vit().state_dict()
     plain = {key: value + 1 for key, value in plain.items()}
     other.load_state_dict(plain, strict=True)
-    assert torch.equal(other.blocks[0].attn.qkv._fp4graph.q_ema_weight, plain["blocks.0.attn.qkv.weight"])
+    assert torch.equal(other.blocks[0].attn.qkv._fp4graph_q_ema_weight, plain["blocks.0.attn.qkv.weight"])
 
 
 @pytest.mark.slow
 def test_the_ema_stays_fp32_in_a_bf16_model(vit, images):
     model = fp4graph.apply(vit(), "tetrajet-qema", backend="eager").to(torch.bfloat16)
-    state = model.blocks[0].attn.qkv._fp4graph
+    state = model.blocks[0].attn.qkv
     assert model.blocks[0].attn.qkv.weight.dtype is torch.bfloat16
-    assert state.q_ema_weight.dtype is torch.float32
-    assert state.key.dtype is torch.int32
+    assert state._fp4graph_q_ema_weight.dtype is torch.float32
+    assert state._fp4graph_key.dtype is torch.int32
     model(images.bfloat16()).sum().backward()
 
 
@@ -305,7 +305,7 @@ def test_autocast_trains(vit, images):
 
 
 def test_the_noise_of_a_site_is_a_function_of_its_name(vit, images):
-    key = fp4graph.apply(vit(), "tetrajet", backend="eager").blocks[1].mlp.fc2._fp4graph.key
+    key = fp4graph.apply(vit(), "tetrajet", backend="eager").blocks[1].mlp.fc2._fp4graph_key
     assert torch.equal(key, noise.make_key("site", "blocks.1.mlp.fc2"))
 
 
@@ -323,7 +323,7 @@ def test_a_deepcopy_applied_again_keeps_its_state(vit, images):
     gradients(model, images)
     optimizer.step()
     twin = fp4graph.apply(copy.deepcopy(model), "tetrajet-qema", backend="eager")
-    key = "blocks.1.mlp.fc1._fp4graph.q_ema_weight"
+    key = "blocks.1.mlp.fc1._fp4graph_q_ema_weight"
     assert torch.equal(twin.state_dict()[key], model.state_dict()[key])
     assert torch.equal(twin(images), model(images))
 
@@ -384,9 +384,9 @@ def test_a_state_dict_holds_what_techniques_keep_and_nothing_else(vit, images):
     model = fp4graph.apply(vit(), "tetrajet-qema", backend="eager")
     saved = model.state_dict()
     assert fp4graph.strip(saved).keys() == plain
-    assert {key.rpartition(".")[2] for key in saved.keys() - plain} == {"q_ema_weight"}
+    assert {key.rpartition(".")[2] for key in saved.keys() - plain} == {"_fp4graph_q_ema_weight"}
     # What an optimizer's step wrote is not begun anew by the first forward after loading.
-    ema = "blocks.0.mlp.fc1._fp4graph.q_ema_weight"
+    ema = "blocks.0.mlp.fc1._fp4graph_q_ema_weight"
     saved = {key: value + 1 if key == ema else value.clone() for key, value in saved.items()}
     model.load_state_dict(saved)
     model(images)
@@ -397,7 +397,7 @@ def test_the_count_in_a_state_dict_of_before_is_read(vit):
     model = fp4graph.apply(vit(), "tetrajet", backend="eager")
     text = torch.zeros(3, dtype=torch.uint8)
     model.load_state_dict({**model.state_dict(), "_fp4graph.forwards": torch.tensor(7), "_fp4graph._extra_state": text})
-    assert model._fp4graph.forwards == 7
+    assert model._fp4graph_forwards == 7
 
 
 @pytest.mark.slow
@@ -409,4 +409,4 @@ def test_state_starts_at_the_weights_of_the_first_forward_after_applying_again(v
     with torch.no_grad():
         qkv.weight.add_(1)
     model(images)
-    assert torch.equal(qkv._fp4graph.q_ema_weight, qkv.weight)
+    assert torch.equal(qkv._fp4graph_q_ema_weight, qkv.weight)

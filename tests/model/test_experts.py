@@ -182,7 +182,7 @@ def test_the_average_of_an_idle_expert_follows_its_weight():
         for block in range(3):
             for weight in ("w1", "w2"):
                 name = f"layers.{block}.experts.{weight}"
-                entry = model.get_buffer(f"layers.{block}.experts._fp4graph.{weight}_q_ema_weight")
+                entry = model.get_buffer(f"layers.{block}.experts._fp4graph_{weight}_q_ema_weight")
                 parameter = model.get_parameter(name)
                 torch.testing.assert_close(entry, average[name], rtol=1e-6, atol=1e-7)
                 assert not torch.equal(entry[0], parameter[0])

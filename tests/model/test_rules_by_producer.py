@@ -57,7 +57,7 @@ def test_q_ema_averages_where_the_graph_says(on: str, moved: str) -> None:
     start = Perceptron()
     model = trained({"q_ema": {"beta": 0.5}}, on, steps=1)
     for name in ("up", "down"):
-        average = model.get_submodule(name)._fp4graph.q_ema_weight
+        average = model.get_submodule(name)._fp4graph_q_ema_weight
         first = start.get_parameter(f"{name}.weight").detach()
         after = model.get_parameter(f"{name}.weight").detach()
         expected = 0.5 * first + 0.5 * after if name == moved else first

@@ -548,7 +548,7 @@ def test_reentrant_checkpointing_of_parts_counts():
         optimizer.zero_grad()
     assert runtime_of(model).count == 3
     qkv = model.blocks[0].attn.qkv
-    assert not torch.equal(qkv._fp4graph.q_ema_weight, qkv.weight)
+    assert not torch.equal(qkv._fp4graph_q_ema_weight, qkv.weight)
 
 
 class InAnotherThread(nn.Module):

@@ -152,7 +152,7 @@ def test_it_shares_a_rule_with_q_ema():
     with torch.no_grad():
         applied.weight.fill_(2.4)
         applied.weight[:, ::32] = 6.0
-        applied._fp4graph.q_ema_weight.copy_(applied.weight + 0.2)
+        applied._fp4graph_q_ema_weight.copy_(applied.weight + 0.2)
     step(applied, optimizer, torch.zeros(6, 64))
     torch.testing.assert_close(applied.weight.grad[:, 1], torch.full((6,), 2.4 - 3.0))
 

@@ -122,7 +122,7 @@ def test_a_skipped_step_is_skipped_by_techniques_too(fused, unscale):
 
     def everything():
         kept = {name: value.clone() for name, value in optimizer.state[model.weight].items()}
-        return kept | {"weight": model.weight.clone(), "average": model._fp4graph.q_ema_weight.clone()}
+        return kept | {"weight": model.weight.clone(), "average": model._fp4graph_q_ema_weight.clone()}
 
     before = everything()
     assert before["fp4graph.dampen.steps"] == 1

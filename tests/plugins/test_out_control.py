@@ -24,7 +24,7 @@ from tests.recipes.other_references import quantize
 
 MEASURE, SPLIT = 2, 4  # forwards before these phases of `phased`
 WAIT = {"out_control": {"mode": "wait"}}
-NORMS = "blocks.1.fc._fp4graph.out_control_norms"
+NORMS = "blocks.1.fc._fp4graph_out_control_norms"
 
 
 def in_phases(quantize: dict[str, Any] = NVFP4, more: tuple[Any, ...] = (), **split: Any) -> dict[str, Any]:
@@ -108,11 +108,11 @@ def test_channels_are_chosen_by_the_norms_of_the_measured_forwards() -> None:
     model, optimizer = started(in_phases())
     trained(model, optimizer, range(SPLIT))
     measured = sum(norms_of(number) for number in range(MEASURE, SPLIT))
-    entries = model.fc._fp4graph
-    np.testing.assert_allclose(entries.out_control_norms.double().numpy(), measured, rtol=1e-6)
-    assert not entries.out_control_fprop_input_recent.any()
+    entries = model.fc
+    np.testing.assert_allclose(entries._fp4graph_out_control_norms.double().numpy(), measured, rtol=1e-6)
+    assert not entries._fp4graph_out_control_fprop_input_recent.any()
 
-    before = entries.out_control_norms.clone()
+    before = entries._fp4graph_out_control_norms.clone()
     w, x = (t.detach().double().numpy() for t in (model.fc.weight, batch(SPLIT).reshape(-1, 70)))
     bias = model.fc.bias.detach().double().numpy()
     (y,) = trained(model, optimizer, range(SPLIT, SPLIT + 1))
@@ -122,7 +122,7 @@ def test_channels_are_chosen_by_the_norms_of_the_measured_forwards() -> None:
     expected = quantize(x[:, rest], 1, **nvfp4) @ quantize(w[:, rest], 1, **nvfp4).T
     expected += mxfp8(x[:, chosen], 1) @ mxfp8(w[:, chosen], 1).T + bias
     np.testing.assert_allclose(y.reshape(-1, 40).double().numpy(), expected, rtol=1e-4, atol=1e-3)
-    assert torch.equal(model.fc._fp4graph.out_control_norms, before)  # once and for all
+    assert torch.equal(model.fc._fp4graph_out_control_norms, before)  # once and for all
 
 
 @pytest.mark.slow
@@ -134,7 +134,7 @@ def test_accumulated_forwards_count_each_and_forwards_without_gradients_do_not()
             model(batch(50))
         trained(model, optimizer, range(number, number + 1), accumulate=2)
     measured = sum(norms_of(number) for number in range(MEASURE, SPLIT))
-    np.testing.assert_allclose(model.fc._fp4graph.out_control_norms.double().numpy(), measured, rtol=1e-6)
+    np.testing.assert_allclose(model.fc._fp4graph_out_control_norms.double().numpy(), measured, rtol=1e-6)
 
 
 @pytest.mark.slow
@@ -178,7 +178,7 @@ def compared(backend: str) -> None:
     (eager, one), (other, two) = results
     for a, b in zip(eager, other, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)  # sums of GEMMs are taken in another order
-    assert torch.equal(one["fc._fp4graph.out_control_norms"], two["fc._fp4graph.out_control_norms"])
+    assert torch.equal(one["fc._fp4graph_out_control_norms"], two["fc._fp4graph_out_control_norms"])
 
 
 @pytest.mark.slow
@@ -217,12 +217,12 @@ def test_the_weight_outside_of_the_graph_is_what_fprop_multiplies() -> None:
     data = Data.wide(3)
     model = applied(fp4graph.load_policy("tetrajet-v2").phases[-1].policy, data)
     norms = np.random.default_rng(3).random(256)
-    entries = model.blocks[1].fc._fp4graph
+    entries = model.blocks[1].fc
     runtime = runtime_of(model)
     (weight,) = (each for each in runtime.weights if each.name == "blocks.1.fc.weight")
-    entries.out_control_norms.copy_(torch.from_numpy(norms))
+    entries._fp4graph_out_control_norms.copy_(torch.from_numpy(norms))
     got = weight.quantize(model.blocks[1].fc.weight.detach(), runtime.step)
-    chosen, rest = chosen_channels(entries.out_control_norms.double().numpy())
+    chosen, rest = chosen_channels(entries._fp4graph_out_control_norms.double().numpy())
     assert np.array_equal(got[:, chosen].double().numpy(), mxfp8(data.w[:, chosen], 1))
     np.testing.assert_allclose(got[:, rest].double().numpy(), double_block(data.w[:, rest], 1), rtol=1e-6)
     apart = weight.apart()
@@ -246,7 +246,7 @@ def test_osci_reset_leaves_chosen_channels_alone() -> None:
         optimizer.step()
         weights.append(model.fc.weight.detach().clone())
     apart = torch.zeros(70, dtype=torch.bool)
-    apart[torch.from_numpy(chosen_channels(model.fc._fp4graph.out_control_norms.double().numpy())[0].copy())] = True
+    apart[torch.from_numpy(chosen_channels(model.fc._fp4graph_out_control_norms.double().numpy())[0].copy())] = True
     reset = torch.stack([(weights[i] - weights[i - 1]).abs() - swing for i in range(SPLIT, SPLIT + 6)]).abs() > 1e-6
     assert reset[..., ~apart].any()
     assert not reset[..., apart].any()
@@ -278,7 +278,7 @@ def test_a_call_with_nan_counts_the_other_channels() -> None:
     x[0, 3, 11] = torch.nan
     x[1, 2, 12] = torch.inf
     model(x)
-    recent = model.fc._fp4graph.out_control_fprop_input_recent.double().numpy()
+    recent = model.fc._fp4graph_out_control_fprop_input_recent.double().numpy()
     expected = norms_of(MEASURE)
     expected[[11, 12]] = 0
     np.testing.assert_allclose(recent, expected, rtol=1e-6)

@@ -125,7 +125,7 @@ def test_the_average_follows_eq_10_at_every_optimizer_step():
         optimizer.step()
         optimizer.zero_grad()
         expected = 0.9 * expected + (1 - 0.9) * model.weight.detach().double()
-    state = model._fp4graph.q_ema_weight
+    state = model._fp4graph_q_ema_weight
     torch.testing.assert_close(state.double(), expected, rtol=0, atol=4 * 2.0**-23)  # one fp32 rounding per step
     assert not torch.allclose(state, model.weight, atol=1e-4)
 
@@ -142,7 +142,7 @@ def test_the_average_of_a_weight_that_is_used_twice_moves_once_a_step(sharing):
         optimizer.zero_grad()
         expected = 0.9 * expected + (1 - 0.9) * model.weight.detach().double()
     for user in (model.first, model.second):
-        torch.testing.assert_close(user._fp4graph.q_ema_weight.double(), expected, rtol=0, atol=4 * 2.0**-23)
+        torch.testing.assert_close(user._fp4graph_q_ema_weight.double(), expected, rtol=0, atol=4 * 2.0**-23)
 
 
 @pytest.mark.slow
@@ -192,13 +192,13 @@ def test_a_step_that_only_makes_state_leaves_the_average_alone():
     """torch's distributed checkpoint takes one, at learning rate 0 with gradients of zeros, before it loads."""
     model = fp4graph.apply(torch.nn.Linear(64, 8), policy({"beta": 0.9}), backend="eager")
     optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    average = model._fp4graph.q_ema_weight
+    average = model._fp4graph_q_ema_weight
     average.add_(1)  # as loaded from a checkpoint
     before = average.clone()
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    assert torch.equal(model._fp4graph.q_ema_weight, before)
+    assert torch.equal(model._fp4graph_q_ema_weight, before)
     model.weight.grad.fill_(1.0)  # a warm-up's first step, at rate 0 too, is a step
     optimizer.step()
-    assert not torch.equal(model._fp4graph.q_ema_weight, before)
+    assert not torch.equal(model._fp4graph_q_ema_weight, before)

@@ -155,11 +155,11 @@ def test_held_scales_are_refreshed_every_few_forwards(backend):
         kappa = 6 * 448
         fresh = step % 3 == 0
         source = x if fresh else torch.randn(16, 64, generator=torch.Generator().manual_seed(step - step % 3))
-        held = history[-1]["_fp4graph.tensor_scaling_fprop_input_gamma"]
+        held = history[-1]["_fp4graph_tensor_scaling_fprop_input_gamma"]
         torch.testing.assert_close(held, source.detach().abs().max() / kappa, rtol=1e-6, atol=0)
-        gradient = history[-1]["_fp4graph.tensor_scaling_wgrad_grad_output_gamma"]
+        gradient = history[-1]["_fp4graph_tensor_scaling_wgrad_grad_output_gamma"]
         torch.testing.assert_close(gradient, torch.tensor((step - step % 3 + 1) / kappa), rtol=1e-6, atol=0)
-        weight = history[-1]["_fp4graph.tensor_scaling_gamma"]
+        weight = history[-1]["_fp4graph_tensor_scaling_gamma"]
         torch.testing.assert_close(weight, w.abs().max() / kappa, rtol=1e-6, atol=0)
     assert len(history[0]) == 6
 

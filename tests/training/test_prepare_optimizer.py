@@ -88,7 +88,7 @@ def test_two_models_on_one_optimizer_are_both_acted_on() -> None:
     drive(model, optimizer, stream)
     for index, part in enumerate((model.first, model.second)):
         expected = averages(start[index], stream, index)
-        torch.testing.assert_close(part._fp4graph.q_ema_weight.double(), expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(part._fp4graph_q_ema_weight.double(), expected, rtol=0, atol=1e-6)
 
 
 def test_preparing_again_replaces_the_hooks_of_that_model_alone() -> None:
@@ -102,7 +102,7 @@ def test_preparing_again_replaces_the_hooks_of_that_model_alone() -> None:
     stream = gradients(5)
     drive(model, optimizer, stream)
     torch.testing.assert_close(
-        model.first._fp4graph.q_ema_weight.double(), averages(start[0], stream, 0), rtol=0, atol=1e-6
+        model.first._fp4graph_q_ema_weight.double(), averages(start[0], stream, 0), rtol=0, atol=1e-6
     )
     weight = start[1].clone()
     for _, grad in stream:
@@ -115,7 +115,7 @@ def test_preparing_again_replaces_the_hooks_of_that_model_alone() -> None:
     drive(model, optimizer, more)
     torch.testing.assert_close(model.second.weight.detach(), before - 0.5 * (more[0][1] + more[1][1]))
     expected = averages(start[0], [*stream, *more], 0)
-    torch.testing.assert_close(model.first._fp4graph.q_ema_weight.double(), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(model.first._fp4graph_q_ema_weight.double(), expected, rtol=0, atol=1e-6)
 
 
 def test_what_two_models_remember_resumes() -> None:
@@ -208,7 +208,7 @@ def test_a_parameter_that_the_optimizer_is_given_later_is_acted_on() -> None:
     stream = gradients(3)
     drive(model, optimizer, stream)
     expected = averages(start, stream, 1)
-    torch.testing.assert_close(model.second._fp4graph.q_ema_weight.double(), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(model.second._fp4graph_q_ema_weight.double(), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -283,4 +283,4 @@ def test_one_parameter_in_two_models_is_acted_on_once() -> None:
     drive(model, optimizer, stream)
     expected = averages(start, stream, 0)
     for part in (model.first, model.second):
-        torch.testing.assert_close(part._fp4graph.q_ema_weight.double(), expected, rtol=0, atol=1e-6)
+        torch.testing.assert_close(part._fp4graph_q_ema_weight.double(), expected, rtol=0, atol=1e-6)
