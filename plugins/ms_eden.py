@@ -54,6 +54,9 @@ class MSEden(Technique):
     Cost: two sums over each block and one random number per block, where stochastic rounding has one per element. The
     complexity weight is ours: 0.5, Table 2's fusable O(n), the tensor scale included.
 
+    It is unbiased only for groups filled with data. The tokens of an expert are padded with zeros to whole groups, and
+    wgrad of an expert with fewer than about 20 tokens is biased by some per cent.
+
     Use it in place of ``stochastic_rounding`` and ``tensor_scaling`` on backward operands of NVFP4.
     """
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 from torch.nn import Parameter
 
-from fp4graph.kernels.inductor import patches
+from fp4graph.kernels.inductor import compiler_errors, patches, require_compiler
 from fp4graph.ops.first_order import refuse_create_graph
 
 BACKENDS = ("inductor", "aot_eager", "eager")
@@ -71,7 +71,10 @@ def _inductor(options: Mapping[str, Any], gm: GraphModule, example_inputs: list[
     from torch._inductor.compile_fx import compile_fx
 
     on_gpu = any(isinstance(x, Tensor) and x.device.type == "cuda" for x in example_inputs)
-    compiled: Any = compile_fx(gm, example_inputs, config_patches=patches(options, on_gpu=on_gpu) or None)
+    if not on_gpu:
+        require_compiler()
+    with compiler_errors():
+        compiled: Any = compile_fx(gm, example_inputs, config_patches=patches(options, on_gpu=on_gpu) or None)
     return compiled  # type: ignore[no-any-return]
 
 

@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import math
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib import resources
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from fp4graph.errors import Error
+from fp4graph.kernels import build
 from fp4graph.kernels.constants import constants
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.packing import scale_storage
@@ -35,10 +30,6 @@ from fp4graph.numerics.spec import QuantSpec
 DTYPES = {torch.float32: "float", torch.bfloat16: "bf16"}
 _STORED = {torch.uint8: "u8", torch.bfloat16: "u16", torch.float32: "float"}
 _LANES = 64  # of quantize.cpp
-
-# -ffp-contract=off: a fused multiply-add rounds once where the tensor code rounds twice. The other two promise that
-# nobody reads errno or floating-point exceptions; without them rounding functions are not inlined.
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 
 _QUANTIZE = """
 extern "C" void run(const {S}* x, Strides from, Places places, {T}* y, Strides to, u8* codes, Q::Stored* scales,
@@ -188,18 +179,15 @@ def packs(spec: QuantSpec) -> bool:
 
 @functools.cache
 def available() -> bool:
-    """True if there is a C++ compiler that takes the kernels; warns once where there is none."""
+    """True if the kernels can be compiled and loaded here; warns once where they cannot."""
     try:
-        # This library may be in the cache, and those of other quantizers not.
-        if shutil.which(_compiler()) is None:
-            raise FileNotFoundError(f"no such program: {_compiler()}")
-        _build(_COMMON)
-    except (OSError, subprocess.SubprocessError) as error:
-        said = str(getattr(error, "stderr", None) or error).splitlines()
-        reason = next((line for line in said if "error" in line), said[-1] if said else "")
+        build.require_compiler()  # this library may be in the cache, and those of other quantizers not
+        _load(_COMMON)
+    except build.FAILURES as error:
         warnings.warn(
-            f"the CPU kernels cannot be compiled ({reason.strip()}); quantizers run as slower "
-            "tensor code. Install g++, or name a C++17 compiler in the environment variable CXX",
+            f"the CPU kernels cannot be built and loaded ({build.reason(error)}); quantizers run as slower tensor "
+            "code. Install g++ (the package g++ or build-essential), or name a C++17 compiler in the environment "
+            "variable CXX; TORCHINDUCTOR_CACHE_DIR names the folder that libraries are built in and loaded from",
             stacklevel=2,
         )
         return False
@@ -404,19 +392,35 @@ def _function(
     template: str, dtype: torch.dtype, source: torch.dtype | None = None, **formats: str
 ) -> Callable[..., None]:
     structs = "".join(_struct(name, QuantSpec.from_text(text)) for name, text in formats.items())
-    return _loaded(structs + template.format(T=DTYPES[dtype], S=DTYPES[source or dtype]), "run")
+    return _named(structs + template.format(T=DTYPES[dtype], S=DTYPES[source or dtype]), "run")
 
 
 @functools.cache
 def _common(name: str) -> Callable[..., None]:
     """Return a function that depends on no quantizer: in the library that :func:`available` builds."""
-    return _loaded(_COMMON, name)
+    return _named(_COMMON, name)
 
 
-def _loaded(entry: str, name: str) -> Callable[..., None]:
-    function: Any = ctypes.CDLL(str(_build(entry)))[name]
+def _named(entry: str, name: str) -> Callable[..., None]:
+    """Return a function of the library with ``entry`` at its end.
+
+    Raises:
+        Error: the library cannot be built or loaded, although that of :func:`available` was.
+    """
+    try:
+        function: Any = _load(entry)[name]
+    except build.FAILURES as error:
+        raise Error(
+            f"a CPU kernel cannot be built and loaded, although others were: {build.reason(error)}. Start again with "
+            "the environment variable FP4GRAPH_KERNELS=0, under which quantizers run as slower tensor code"
+        ) from error
     function.restype = None
     return function  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _load(entry: str) -> ctypes.CDLL:
+    return build.load(resources.files(__package__).joinpath("quantize.cpp").read_text() + entry)
 
 
 def _struct(name: str, spec: QuantSpec) -> str:
@@ -433,42 +437,3 @@ def _typed(name: str, value: bool | int | float) -> str:
     if isinstance(value, bool):
         return f"bool {name} = {str(value).lower()}"
     return f"int {name} = {value}" if isinstance(value, int) else f"float {name} = {value.hex()}f"
-
-
-def _build(entry: str) -> Path:
-    """Return the shared library of the kernels with ``entry`` at their end, built unless it is in the cache.
-
-    Raises:
-        OSError: there is no compiler. subprocess.SubprocessError: it refuses the source.
-    """
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    compiler = _compiler()
-    flags = [*_FLAGS, *(() if platform.system() == "Darwin" else ("-fopenmp", "-march=native"))]
-    source = resources.files(__package__).joinpath("quantize.cpp").read_text() + entry
-    digest = hashlib.sha256("\0".join([_machine(), compiler, *flags, source]).encode()).hexdigest()[:24]
-    library = Path(cache_dir()) / "fp4graph" / f"{digest}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-            path = Path(folder, "quantize.cpp")
-            path.write_text(source)
-            built = path.with_suffix(".so")
-            command = [compiler, *flags, str(path), "-o", str(built)]
-            subprocess.run(command, check=True, capture_output=True, text=True)
-            built.replace(library)  # atomic: other processes build the same
-    return library
-
-
-def _compiler() -> str:
-    return os.environ.get("CXX", "g++")
-
-
-@functools.cache
-def _machine() -> str:
-    """Return what -march=native depends on; a cache directory may be shared between machines."""
-    try:
-        flags = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags"))
-    except (OSError, StopIteration):
-        flags = platform.processor()
-    return platform.machine() + flags

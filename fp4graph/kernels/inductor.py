@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -84,6 +85,42 @@ def compiler_options(
     for name, value in chosen.items():
         _check(name, value)
     return dict(chosen)
+
+
+def require_compiler() -> None:
+    """Raise an Error if Inductor finds no C++ compiler, which its code for a CPU needs."""
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except (InvalidCxxCompiler, OSError) as error:
+        raise _uncompilable(str(error)) from error
+
+
+@contextmanager
+def compiler_errors() -> Iterator[None]:
+    """Raise an Error of ours where Inductor's C++ compiler fails in this context."""
+    from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
+
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, CppCompileError | InvalidCxxCompiler):
+            cause = cause.__cause__ or cause.__context__
+        if cause is None:
+            raise
+        said = str(cause).splitlines()
+        raise _uncompilable(next((line.strip() for line in said if "error:" in line), said[0])) from error
+
+
+def _uncompilable(said: str) -> Error:
+    return Error(
+        f"backend='inductor' compiles C++ on a CPU, and no compiler here can ({said}). Install one (Debian and Ubuntu: "
+        "g++ and python3-dev; or the package gxx of conda-forge), name one in the environment variable CXX, or use "
+        "backend='eager', which needs none, is slower, and quantizes to the same values"
+    )
 
 
 def patches(chosen: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:

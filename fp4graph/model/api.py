@@ -9,11 +9,12 @@ from contextlib import AbstractContextManager
 from os import PathLike
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from fp4graph.errors import Error
 from fp4graph.graph.backend import inner_backend
-from fp4graph.kernels.inductor import compiler_options
+from fp4graph.kernels.inductor import compiler_options, require_compiler
 from fp4graph.model import saved
 from fp4graph.model.apply_options import ApplyOptions
 from fp4graph.model.conversion import refuse_other_models
@@ -79,14 +80,17 @@ def apply(
 
     Raises:
         PolicyError: the policy cannot be loaded, or names modules that the model does not have. The model is as it was.
-        Error: a submodule has a policy of its own, the model has no such method, or an option of the compiler is
-            unknown or would break exactness. With ``example_inputs``, any error of the first call.
+        Error: a submodule has a policy of its own, the model has no such method, an option of the compiler is
+            unknown or would break exactness, or the backend is Inductor and there is neither a C++ compiler nor an
+            accelerator. With ``example_inputs``, any error of the first call.
     """
     refuse_other_models(model, "apply")
     warn_once()
     inner_backend(backend)  # refuses an unknown name
     given = 0 if seed is None else seed, dynamic, total_forwards, strict, recompile_limit
     settings = ApplyOptions(backend, *given, compiler=compiler_options(backend, mode, options, dynamic))
+    if backend == "inductor" and not torch.accelerator.is_available():
+        require_compiler()
     root = unwrapped(model)
     loaded = load_policy(policy)
     check_modules(loaded, [name for name, _ in root.named_modules()])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -14,7 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp4graph.kernels import cpu, operators
+from fp4graph.errors import Error
+from fp4graph.kernels import build, cpu, operators
 from fp4graph.numerics.quantize import fake_quantize
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from tests.helpers.floats import assert_same_bits
@@ -91,13 +94,19 @@ def test_training_without_kernels(environment: dict[str, str], warned: bool, tra
         assert "CXX" in warning
 
 
+def forget() -> None:
+    """Forget which libraries were built and loaded."""
+    for cached in (cpu.available, cpu._load, cpu._function, cpu._common):
+        cached.cache_clear()
+
+
 @pytest.fixture
 def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """An empty cache directory, and no compiler known to work."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    cpu.available.cache_clear()
+    forget()
     yield tmp_path
-    cpu.available.cache_clear()
+    forget()
 
 
 def test_a_compiler_that_refuses_the_source(fresh: Path, trained: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,11 +129,109 @@ def test_a_compiler_that_has_gone_since_the_cache_was_filled(
 ) -> None:
     """What is tried first is in the cache, and the quantizers are not."""
     assert cpu.available()
-    cpu.available.cache_clear()
+    forget()
     (fresh / "empty").mkdir()
     monkeypatch.setenv("PATH", str(fresh / "empty"))
     with pytest.warns(UserWarning, match=r"no such program: .*Install g\+\+"):
         assert_same_bits(train(POLICY), trained)
+
+
+@pytest.mark.parametrize("name", ["gcc", "ccache gcc"])
+def test_a_c_compiler(name: str, fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It links no C++ library by itself. PEFT's BOFT leaves CXX=gcc behind; ccache stands before a compiler."""
+    if shutil.which("gcc") is None:
+        pytest.skip("needs gcc")
+    compiler(fresh / "ccache", 'exec "$@"')
+    monkeypatch.setenv("PATH", f"{fresh}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("CXX", name)
+    x = torch.randn(8, 64)
+    values, packed = operators.quantize_and_pack(x, QuantSpec(), None, x.dtype)
+    assert_same_bits(values, fake_quantize(x, QuantSpec()))
+    assert_same_bits(packed.unpack(), values)  # unpacking is what needs the C++ library
+
+
+UNUSABLE: dict[str, Callable[[Path], object]] = {
+    "the cache is a file": lambda cache: cache.touch(),
+    "the folder is a file": lambda cache: (cache.mkdir(), folder_of(cache).touch()),
+    "others can write to the folder": lambda cache: (
+        folder_of(cache).mkdir(parents=True),
+        folder_of(cache).chmod(0o777),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNUSABLE)
+def test_a_folder_that_cannot_be_used(case: str, fresh: Path) -> None:
+    UNUSABLE[case](fresh / "cache")
+    with pytest.warns(UserWarning, match=r"cannot be built and loaded .*TORCHINDUCTOR_CACHE_DIR") as said:
+        assert not any(operators.runs(QuantSpec(), torch.device("cpu")) for _ in range(2))
+    assert len(said) == 1
+
+
+def test_a_folder_that_libraries_cannot_be_loaded_from(
+    fresh: Path, trained: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a file system that was mounted noexec."""
+
+    def refuse(path: str) -> None:
+        raise OSError(f"{path}: failed to map segment from shared object")
+
+    monkeypatch.setattr(build.ctypes, "CDLL", refuse)
+    with pytest.warns(UserWarning, match="failed to map segment"):
+        assert_same_bits(train(POLICY), trained)
+
+
+# ------------------------------------------------------------------ libraries in the cache
+
+NUMBER = 'extern "C" int number() { return 7; }'
+
+
+def folder_of(cache: Path) -> Path:
+    return cache / f"fp4graph-{os.geteuid()}"
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "truncated": lambda library: os.truncate(library, library.stat().st_size // 4),
+    "empty": lambda library: os.truncate(library, 0),
+    "another file": lambda library: library.write_text("what nobody has compiled"),
+    "a flipped bit": lambda library: library.write_bytes(library.read_bytes().replace(b"number", b"numbes")),
+    "others can write to it": lambda library: library.chmod(0o777),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGES)
+def test_a_damaged_library_is_built_again(case: str, fresh: Path) -> None:
+    assert build.load(NUMBER).number() == 7
+    (library,) = folder_of(fresh / "cache").iterdir()
+    whole = library.read_bytes()
+    library.unlink()  # the process has mapped this file
+    library.write_bytes(whole)
+    library.chmod(0o700)
+    DAMAGES[case](library)
+    damaged = library.stat().st_ino
+    assert build.load(NUMBER).number() == 7
+    assert library.read_bytes() == whole
+    assert library.stat().st_ino != damaged
+    assert stat.S_IMODE(library.stat().st_mode) == 0o700
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
+def test_what_belongs_to_another_user_is_not_loaded(fresh: Path) -> None:
+    build.load(NUMBER)
+    (library,) = folder_of(fresh / "cache").iterdir()
+    os.chown(library, 12345, -1)
+    build.load(NUMBER)
+    assert library.stat().st_uid == 0  # built again
+    os.chown(library.parent, 12345, -1)
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        build.load(NUMBER)
+
+
+def test_a_kernel_that_cannot_be_built_when_it_is_needed(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cpu.available()
+    monkeypatch.setenv("CXX", compiler(fresh / "c++", "echo 'error: no space left on device' >&2; exit 1"))
+    with pytest.raises(Error, match=r"no space left on device.*FP4GRAPH_KERNELS=0"):
+        operators.quantize(torch.randn(4, 64), QuantSpec(), None)
 
 
 # ------------------------------------------------------------------ two at once

@@ -214,3 +214,20 @@ def test_stochastic_rounding_of_a_tensor_is_unbiased() -> None:
     error = (draws.mean(0) - x) / (draws.std(0) / math.sqrt(2000)).clamp(min=1e-12)
     assert error.abs().max() < 4.5  # 32 elements, 2000 draws
     assert error.abs().mean() < 1.1
+
+
+@pytest.mark.parametrize(
+    ("spec", "share"),
+    [
+        (QuantSpec("e2m1", 32, ScaleSpec("e8m0", "floor")), 0),
+        (QuantSpec("e2m1", 16, ScaleSpec("e4m3")), 0),
+        (QuantSpec("int4", 16, ScaleSpec("e4m3")), 0),
+        (QuantSpec("e2m1", 16, ScaleSpec("e4m3", convention="encode")), 0.78),
+        (QuantSpec("e2m1", "row", ScaleSpec("fp32")), 0.41),
+        (QuantSpec("int4", "tensor", ScaleSpec("fp32")), 0.74),
+    ],
+)
+def test_how_many_values_bf16_rounds_once_more(spec: QuantSpec, share: float) -> None:
+    """The table of docs/parity.md."""
+    y = fake_quantize(torch.randn(256, 1024).bfloat16().float(), spec)
+    assert (y != y.bfloat16().float()).double().mean().item() == pytest.approx(share, abs=0.02)

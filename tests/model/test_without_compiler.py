@@ -1,0 +1,54 @@
+"""Inductor where no C++ compiler works: an error of ours that says what to install and what runs without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+from torch._inductor import config, cpp_builder
+from torch._inductor.exc import CppCompileError
+
+import fp4graph
+from fp4graph.kernels import operators
+from fp4graph.kernels.inductor import compiler_errors
+from tests.kernels.models import Net
+
+REMEDY = r"nonexistent.*g\+\+.*CXX.*backend='eager'"
+
+
+@pytest.fixture
+def no_compiler() -> Iterator[None]:
+    cpp_builder.cpp_compiler_search.cache_clear()
+    with operators.tensor_code(), config.patch({"cpp.cxx": (None, "/nonexistent/c++")}):
+        yield
+    cpp_builder.cpp_compiler_search.cache_clear()
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_apply(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    model = Net()
+    with pytest.raises(fp4graph.Error, match=REMEDY):
+        fp4graph.apply(model, "mxfp4")
+    assert not model._forward_pre_hooks
+    fp4graph.apply(model, "mxfp4", backend="aot_eager")(torch.ones(2, 64))
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_the_first_call_on_a_cpu_beside_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as accelerator:
+        accelerator.setattr(torch.accelerator, "is_available", lambda: True)
+        model: nn.Module = fp4graph.apply(Net(), "mxfp4")
+    with pytest.raises(fp4graph.Error, match=REMEDY):
+        model(torch.ones(2, 64))
+
+
+def test_a_compiler_that_fails() -> None:
+    """As without Python's headers: Inductor wraps what it raises."""
+    refusal = CppCompileError(["g++"], "a.cpp:1: fatal error: Python.h: No such file")
+    with pytest.raises(fp4graph.Error, match=r"fatal error: Python.h: No such file.*python3-dev"), compiler_errors():
+        raise RuntimeError("Inductor failed") from refusal
+    with pytest.raises(RuntimeError, match="another"), compiler_errors():
+        raise RuntimeError("another")
