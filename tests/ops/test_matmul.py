@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import fp4graph
+from fp4graph.errors import CaptureError
 from fp4graph.graph.functions import site_function
 from fp4graph.graph.plan import plan_site
 from fp4graph.numerics import noise
@@ -170,9 +171,9 @@ def test_from_master_quantizes_before_the_cast(data):
     assert torch.equal(y, expected)
 
 
-def test_mixed_dtypes_are_refused_as_torch_does(data):
+def test_mixed_dtypes_are_refused_with_the_remedy(data):
     x, w, _, _ = data
-    with pytest.raises(RuntimeError, match="one dtype"):
+    with pytest.raises(CaptureError, match=r"multiplies torch.float32 with torch.bfloat16.*x\.to\(torch.bfloat16\)"):
         linear("tetrajet")(x, w.bfloat16(), None, KEY, STEP, 0)
 
 
