@@ -55,7 +55,8 @@ class MSEden(Technique):
     complexity weight is ours: 0.5, Table 2's fusable O(n), the tensor scale included.
 
     It is unbiased only for groups filled with data. The tokens of an expert are padded with zeros to whole groups, and
-    wgrad of an expert with fewer than about 20 tokens is biased by some per cent.
+    wgrad of an expert with few tokens is biased: by 6 % (rms) with 2 or 5 tokens of Gaussian data, by 2 % with 10, and
+    with 20 by less than 1,500 draws can show (0.3 %).
 
     Use it in place of ``stochastic_rounding`` and ``tensor_scaling`` on backward operands of NVFP4.
     """
