@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import re
+import shlex
 import subprocess
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -200,7 +201,8 @@ def _versions() -> dict[str, str | None]:
 def _compiler() -> str | None:
     """The first line that the C++ compiler says of its version, which compile times depend on."""
     try:
-        said = subprocess.run([os.environ.get("CXX", "g++"), "--version"], check=True, capture_output=True, text=True)
+        command = [*shlex.split(os.environ.get("CXX", "g++")), "--version"]
+        said = subprocess.run(command, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return said.stdout.partition("\n")[0]

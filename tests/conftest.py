@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import getpass
 import os
+import shlex
 import shutil
 import sys
 import tempfile
@@ -78,7 +79,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what is marked ``compiler``, or asks for the fixture ``inductor``, where there is no C++ compiler."""
     if item.get_closest_marker("compiler") or "inductor" in getattr(item, "fixturenames", ()):
-        name = os.environ.get("CXX", "g++")
+        name = shlex.split(os.environ.get("CXX", "g++"))[0]
         if shutil.which(name) is None:
             pytest.skip(f"needs a C++ compiler, and there is no {name}: install g++, or name a compiler in CXX")
 
