@@ -38,9 +38,10 @@ def inner_backend(name: str, options: Mapping[str, Any] | None = None) -> Backen
 def _first_order(compiler: Backend, gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
     """Compile with ``compiler``, which traces the backward, and have that backward refuse ``create_graph=True``.
 
-    A backward reaches a compiled graph through the ``grad_fn`` of an output, or of an input that the graph has written
-    to. The refusal is a hook there, so that results stay the compiler's own. Parameters are not written to where
-    gradients are enabled. A graph without quantized products is left as it is.
+    The refusal is a hook on the node of the backward, so that results stay the compiler's own. The node is behind the
+    outputs and behind the inputs that the graph has written to, or behind the tensors that these are views of: a later
+    write to a view gives the view another ``grad_fn``. Parameters are not written to where gradients are enabled. A
+    graph without quantized products is left as it is.
     """
     modules = [module for module in gm.modules() if isinstance(module, GraphModule)]
     sites = [str(n.kwargs["site"]) for m in modules for n in m.graph.nodes if "site" in n.kwargs]
@@ -56,14 +57,28 @@ def _first_order(compiler: Backend, gm: GraphModule, example_inputs: list[Any]) 
     def run(*inputs: Any) -> Any:
         if not torch.is_grad_enabled():
             return compiled(*inputs)
-        before = {inputs[i].grad_fn for i in writable}
+        first = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         results = compiled(*inputs)
-        tensors = (*(x for x in results if isinstance(x, Tensor)), *(inputs[i] for i in writable))
-        for node in {x.grad_fn for x in tensors} - before - {None}:
+        tensors = [*(x for x in results if isinstance(x, Tensor)), *(inputs[i] for i in writable)]
+        for node in _compiled_backwards([*tensors, *(x._base for x in tensors if x._base is not None)], first):
             node.register_prehook(refuse)
         return results
 
     return run
+
+
+def _compiled_backwards(tensors: list[Tensor], first: int) -> set[Any]:
+    """Return the nodes of compiled backwards behind ``tensors`` among autograd's nodes from the number ``first`` on."""
+    nodes = [x.grad_fn for x in tensors]
+    seen: set[Any] = set()
+    while nodes:
+        node: Any = nodes.pop()
+        if node is None or node in seen or node._sequence_nr() < first:
+            continue
+        seen.add(node)
+        if node.name() != "CompiledFunctionBackward":
+            nodes.extend(before for before, _ in node.next_functions)
+    return {node for node in seen if node.name() == "CompiledFunctionBackward"}
 
 
 def _inductor(options: Mapping[str, Any], gm: GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:

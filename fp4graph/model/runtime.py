@@ -403,6 +403,8 @@ class Runtime:
                 if sharded:
                     with capture.forward():
                         return self.root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+                if self._refused is not None and all(p.dtype is not torch.float32 for p in self.root.parameters()):
+                    self._refused = None  # the remedy that the warning names
                 if self._refused is not None:
                     return self._run_uncompiled(name, self._call(name), args, kwargs)
                 return capture.run(name, args, kwargs)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -89,18 +90,18 @@ def _has_known_shape(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 #: The stages that have run once without depending on values, so that each pays for the check only once.
-_checked: set[tuple[Technique, str]] = set()
+_checked: WeakKeyDictionary[Technique, set[str]] = WeakKeyDictionary()
 
 
 def run(technique: Technique, stage: str, *args: object) -> Any:
     """Return what a stage returns. What the stage raises becomes an error that names the plugin."""
     try:
         # Dynamo cannot trace a mode, and refuses such operations itself.
-        if torch.compiler.is_dynamo_compiling() or stage in OPTIMIZER_STAGES or (technique, stage) in _checked:
+        if torch.compiler.is_dynamo_compiling() or stage in OPTIMIZER_STAGES or stage in _checked.get(technique, ()):
             return getattr(technique, stage)(*args)
         with _Values(technique, stage), _Lists(technique, stage):
             result = getattr(technique, stage)(*args)
-        _checked.add((technique, stage))
+        _checked.setdefault(technique, set()).add(stage)
         return result
     except (Error, torch.OutOfMemoryError):  # another stage called from here, or nobody's fault
         raise

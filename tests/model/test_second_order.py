@@ -205,6 +205,36 @@ def test_a_tensor_that_a_graph_has_written_to_refuses_the_same(backend):
         torch.autograd.grad(into.square().sum(), model.fc.weight, create_graph=True)
 
 
+class Views(nn.Module):
+    """Returns a result with a view of it, and a view of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return tensors that share memory."""
+        y = self.fc(x)
+        return y, y.view(-1), x.view(-1)
+
+
+@pytest.mark.parametrize("backend", FAST)
+def test_writes_to_views_hide_no_backward(backend):
+    model, x = fp4graph.apply(Views(), POLICY, backend=backend), X.clone().requires_grad_()
+    y, view, of_input = model(x)
+    (slope,) = torch.autograd.grad(of_input.pow(3).sum(), x, create_graph=True)  # passes no product
+    torch.testing.assert_close(slope, 3 * x.square())
+    view.mul_(2)
+    for used in (y, view):
+        with pytest.raises(Error, match=REFUSED):
+            torch.autograd.grad(used.square().sum(), model.fc.weight, create_graph=True)
+    model, whole = fp4graph.apply(Written(), POLICY, backend=backend), torch.zeros(4, 32)
+    model(X, whole[:, :16])
+    with pytest.raises(Error, match=REFUSED):
+        torch.autograd.grad(whole.square().sum(), model.fc.weight, create_graph=True)
+
+
 @pytest.mark.parametrize("backend", FAST)
 def test_what_passes_no_quantized_product_is_right(backend):
     # The loss is differentiated twice by the logits: Σ pᵢ(1-pᵢ) is the trace of diag(p) - ppᵀ, for each row.

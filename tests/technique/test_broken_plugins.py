@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, ClassVar
@@ -279,6 +281,15 @@ def test_a_stage_may_index_by_numbers(model: nn.Module) -> None:
         return z[torch.arange(z.shape[0])] * torch.where(z > 0, 1.0, 0.5)
 
     assert train(model, policy("fine", technique("fine", scale=gathers))).isfinite()
+
+
+def test_no_technique_is_kept_alive() -> None:
+    chosen = technique("fine", scale=lambda self, values, z, context: z)()
+    contract.run(chosen, "scale", torch.ones(1), torch.ones(1), None)
+    alive = weakref.ref(chosen)
+    del chosen
+    gc.collect()
+    assert alive() is None
 
 
 @pytest.mark.inductor
