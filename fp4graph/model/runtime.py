@@ -414,7 +414,7 @@ class Runtime:
                 if capture.strict or sharded:
                     raise CaptureError(why) from error
                 self._refused = why
-                return self._run(name, training, args, kwargs)  # nothing has run: Dynamo traces first
+                return self._run(name, training, args, kwargs)  # what ran before a graph break runs again, this once
             unmarked = ours.all if isinstance(ours, UnmarkedWeight) and not capture.has_run else []
             carried = [self._uncompiled.carry(each) for each in unmarked]
             if any(carried):
