@@ -14,8 +14,9 @@ from fp4graph.technique import Gemm, Operand, OperandSpecs, Overhead, SiteView, 
 class OsciReset(Technique):
     """Weights whose quantized value moves much farther than they do are set to that value, once in every period.
 
-    After step ``start``, and again after each ``every`` steps, W and Q(W) are remembered. Over the next
-    ``track`` steps
+    After step ``start``, and again after each ``every`` steps, W and Q(W) are remembered. With ``absolute_steps`` they
+    are remembered after every step from ``start`` on whose number is a multiple of ``every``, as in the authors' code.
+    Over the next ``track`` steps
 
         D = Σ abs(ΔW),   D_q = Σ abs(ΔQ(W))
 
@@ -51,6 +52,7 @@ class OsciReset(Technique):
     start: int = Field(0, ge=0, description="Optimizer steps before the first tracking; 0 waits for every steps.")
     every: int = Field(200, ge=1, description="Steps from one reset to the next.")
     track: int = Field(50, ge=1, description="Steps over which distances are summed.")
+    absolute_steps: bool = Field(False, description="Whether periods count from the first step, not from start.")
     threshold: float = Field(8.0, gt=1, description="Ratio D_q/D from which an element is reset.")
 
     @model_validator(mode="after")
@@ -84,15 +86,14 @@ class OsciReset(Technique):
             "steps", torch.zeros((), dtype=torch.int64)
         )  # on the CPU: reading it waits for nothing
         steps += 1
-        place = int(steps) - self.start
-        if place < 0:
+        if steps < self.start:
             return
-        place %= self.every
+        place = (int(steps) - (0 if self.absolute_steps else self.start)) % self.every
         if place == 0:
             memory["last"] = weight.to(torch.float32, copy=True)
             memory["last_q"] = update.quantize(weight).to(torch.float32, copy=True)
             memory["moved"], memory["moved_q"] = (torch.zeros_like(memory["last"]) for _ in range(2))
-        elif "last" not in memory:  # the options changed in the middle of a period
+        elif "last" not in memory:  # the period began before start, or the options changed in the middle of one
             return
         elif place <= self.track:
             for way, last, now in (("moved", "last", weight), ("moved_q", "last_q", update.quantize(weight))):

@@ -27,19 +27,22 @@ def gradients(number: int) -> np.ndarray:
     return (swing + 0.002 * generator.standard_normal((8, 32))).astype(np.float32).astype(np.float64)
 
 
-def reference(w: np.ndarray) -> tuple[list[np.ndarray], list[int]]:
+def reference(w: np.ndarray, absolute: bool = False) -> tuple[list[np.ndarray], list[int]]:
     """Weights after each step of SGD with rate 1, and how many elements each step reset.
 
     TetraJet-v2's calibrate.py, detect_type distance_ratio: with n the number of the step just done, n % every == 0
     takes a snapshot, the next `track` steps sum |dW| and |dQ(W)|, and the one after sets W to Q(W) where the ratio of
-    the sums is at least the threshold, 0 where W did not move. Steps count from `start` here.
+    the sums is at least the threshold, 0 where W did not move. Steps count from `start`, or with `absolute` from 0, as
+    in that file; tracking begins with the first snapshot at `start` or later.
     """
     weights, resets, last, d, dq = [], [], w, np.zeros_like(w), np.zeros_like(w)
     for n in range(1, STEPS + 1):
         w = (w - gradients(n)).astype(np.float32).astype(np.float64)
-        place, reset = n - OPTIONS["start"], 0
-        if place >= 0:
-            place %= OPTIONS["every"]
+        reset, first = 0, OPTIONS["start"]
+        while absolute and first % OPTIONS["every"]:
+            first += 1
+        if n >= first:
+            place = (n - first) % OPTIONS["every"]
             if place == 0:
                 last, d, dq = w, np.zeros_like(w), np.zeros_like(w)
             elif place <= OPTIONS["track"]:
@@ -70,11 +73,12 @@ def trained(options: dict[str, object], steps: int = STEPS) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
-def test_weights_are_those_of_the_rule() -> None:
-    start, *weights = trained(OPTIONS)
-    expected, resets = reference(start)
-    assert [n for n, reset in enumerate(resets, 1) if reset] == [8, 16]  # 3 + 5, and 8 steps later
-    assert 0 < resets[7] < start.size / 2
+@pytest.mark.parametrize(("absolute", "steps"), [(False, [8, 16]), (True, [13])])  # 3 + 5 and 8 more; 8 + 5
+def test_weights_are_those_of_the_rule(absolute: bool, steps: list[int]) -> None:
+    start, *weights = trained({**OPTIONS, "absolute_steps": absolute})
+    expected, resets = reference(start, absolute)
+    assert [n for n, reset in enumerate(resets, 1) if reset] == steps
+    assert 0 < resets[steps[0] - 1] < start.size / 2
     for mine, theirs in zip(weights, expected, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-6)  # NVFP4 in fp32 here, in float64 there
 
