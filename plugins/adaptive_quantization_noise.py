@@ -39,10 +39,10 @@ class AdaptiveQuantizationNoise(Technique):
     Cost: K variates per weight and one addition per element. The complexity weight is ours: 0.5, Table 2's fusable
     O(n).
 
-    Use it in reinforcement learning, to control the entropy of the policy. The sources differ in direction: Huang et al.
-    add noise to raise the entropy, so that the policy explores; the decomposition paper, of which we know the abstract
-    and a review alone, says that the noise limits the rise of entropy that rounding to the grid causes. It does not
-    help to fit data.
+    Use it in reinforcement learning, to control the entropy of the policy. The sources differ in direction: Huang et
+    al. add noise to raise the entropy, so that the policy explores; the decomposition paper, of which we know the
+    abstract and a review alone, says that the noise limits the rise of entropy that rounding to the grid causes. It
+    does not help to fit data.
     """
 
     name: ClassVar[str] = "adaptive_quantization_noise"
