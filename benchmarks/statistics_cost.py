@@ -24,8 +24,8 @@ from rich.table import Table
 from torch.nn.functional import cross_entropy
 
 import fp4graph
-from fp4graph.analysis import Statistics
-from fp4graph.analysis.collect import PROBED
+from fp4graph.lab import Statistics
+from fp4graph.lab.statistics.collect import PROBED
 
 EVERY, WINDOW, WINDOW_EVERY = 50, 30, 500  # the defaults
 
@@ -67,7 +67,7 @@ def measure(policy: str, model_name: str, batch: int, backend: str, steps: int) 
 
 
 def _without_windows() -> set[str]:
-    return set(fp4graph.analysis.METRICS) - {"oscillation", "flips", "rate_of_change"}
+    return set(fp4graph.lab.METRICS) - {"oscillation", "flips", "rate_of_change"}
 
 
 def main(

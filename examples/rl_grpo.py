@@ -39,9 +39,9 @@ from transformers import PreTrainedTokenizerFast
 from trl import GRPOConfig, GRPOTrainer
 
 import fp4graph  # fp4graph
-from fp4graph.analysis import decompose  # fp4graph
-from fp4graph.experiments.data import countdown
-from fp4graph.experiments.tasks.reinforcement import (
+from fp4graph.lab import decompose  # fp4graph
+from fp4graph.lab.data import countdown
+from fp4graph.lab.tasks.reinforcement import (
     POSITIONS,
     before_end,
     check_length,

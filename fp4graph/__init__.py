@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fp4graph import analysis, formats, integrations, optim, training
+    from fp4graph import formats, integrations, lab, optim, training
     from fp4graph.errors import (
         CaptureError,
         Error,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_MODULES = ("analysis", "formats", "integrations", "optim", "training")
+_MODULES = ("formats", "integrations", "lab", "optim", "training")
 #: The module of every other public name. It is imported at first use: ``import fp4graph`` loads no plugin, no compiler
 #: and no device.
 _HOME = {
@@ -67,8 +67,8 @@ _HOME = {
 __all__ = [
     "CaptureError", "Context", "Error", "Explanation", "Gemm", "NonFiniteError", "Operand", "Overhead", "Packed",
     "PluginError", "Policy", "PolicyError", "PolicyWarning", "QuantSpec", "ScaleSpec", "Site", "SpecError",
-    "StateEntry", "Technique", "UncompiledError", "analysis", "apply", "bypass", "detect_nonfinite", "explain",
-    "export", "fake_quantize", "formats", "grad_scaler", "hookimpl", "integrations", "load_policy", "load_quantized",
+    "StateEntry", "Technique", "UncompiledError", "apply", "bypass", "detect_nonfinite", "explain", "export",
+    "fake_quantize", "formats", "grad_scaler", "hookimpl", "integrations", "lab", "load_policy", "load_quantized",
     "optim", "pack", "pack_frozen", "prepare_optimizer", "remove", "set_total_forwards", "strip", "training",
     "unpack", "unpack_frozen",
 ]  # fmt: skip

@@ -34,7 +34,7 @@ CLASSES = [
     *("PluginError", "Policy", "PolicyError", "PolicyWarning", "QuantSpec", "ScaleSpec", "Site", "StateEntry"),
     *("Technique", "UncompiledError"),
 ]
-MODULES = ("analysis", "formats", "integrations", "optim", "training")
+MODULES = ("formats", "integrations", "lab", "optim", "training")
 
 
 def test_the_table_is_complete() -> None:

@@ -22,10 +22,10 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from fp4graph.analysis import decompose
-from fp4graph.analysis.panels import error_panels
-from fp4graph.analysis.style import LABELS, TERMS, styled, subplots
-from fp4graph.experiments.train import Run, train
+from fp4graph.lab import decompose
+from fp4graph.lab.pictures.panels import error_panels
+from fp4graph.lab.pictures.style import LABELS, TERMS, styled, subplots
+from fp4graph.lab.runs.train import Run, train
 from fp4graph.model.runtime import runtime_of
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.ops.observe import ObservedOperand

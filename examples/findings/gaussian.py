@@ -19,9 +19,9 @@ import yaml
 from finished import finished, markdown
 
 import fp4graph
-from fp4graph.experiments.tasks import TASKS
-from fp4graph.experiments.tasks.regression import Gaussian
-from fp4graph.experiments.train import Run, train
+from fp4graph.lab.runs.train import Run, train
+from fp4graph.lab.tasks import TASKS
+from fp4graph.lab.tasks.regression import Gaussian
 
 
 def extended(base: str, *techniques: Any, scale: dict[str, Any] | None = None) -> dict[str, Any]:

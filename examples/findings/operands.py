@@ -15,8 +15,8 @@ import typer
 import yaml
 from rich.console import Console
 
-from fp4graph.experiments.ablation import ablation
-from fp4graph.experiments.train import Run, train
+from fp4graph.lab.ablation import ablation
+from fp4graph.lab.runs.train import Run, train
 from fp4graph.policy import Policy
 
 

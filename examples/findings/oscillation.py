@@ -18,8 +18,8 @@ import torch
 import typer
 from finished import finished, markdown
 
-from fp4graph.analysis import Statistics, read
-from fp4graph.experiments.train import Run, train
+from fp4graph.lab import Statistics, read
+from fp4graph.lab.runs.train import Run, train
 
 STEPS, WINDOW = 440, 100
 #: Schedules are of this training's length; the last detection of Q-Ramping ends before the window begins.

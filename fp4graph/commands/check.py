@@ -12,7 +12,7 @@ from rich.table import Table
 from fp4graph.commands import catalogue
 from fp4graph.commands.output import AsJson, PolicyArgument, installed_registry, show
 from fp4graph.errors import Error
-from fp4graph.experiments.data.extras import needs
+from fp4graph.lab.data.extras import needs
 from fp4graph.policy import Policy, Rule, load_policy
 from fp4graph.text import suggest
 

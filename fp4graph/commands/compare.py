@@ -34,8 +34,8 @@ def compare(
     names = [name.strip() for text in policies or [] for name in text.split(",") if name.strip()]
     if not names:
         raise Error("say which policies to compare, such as --policies bf16,tetrajet; fp4graph policies lists them")
-    from fp4graph.experiments import compare as comparing
-    from fp4graph.experiments.run import Run
+    from fp4graph.lab import compare as comparing
+    from fp4graph.lab.runs.run import Run
 
     first = settings.pop("seed", 0)
     numbers = range(first, first + seeds)

@@ -13,7 +13,7 @@ from torch import nn
 
 from fp4graph.commands.output import say
 from fp4graph.errors import Error
-from fp4graph.experiments.data.extras import needs
+from fp4graph.lab.data.extras import needs
 
 #: The dtypes of ``--autocast``.
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -78,8 +78,8 @@ def export(
 
 
 def _export_run(folder: Path, output: Path, options: dict[str, Any]) -> None:
-    from fp4graph.experiments.restore import restore
     from fp4graph.exports import export as write
+    from fp4graph.lab.runs.restore import restore
 
     run = restore(folder)
     calls = [partial(run.measure, batch) for batch in run.batches]

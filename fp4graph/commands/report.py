@@ -20,7 +20,7 @@ def report(
 
     fp4graph report runs/digits-tetrajet-0
     """
-    from fp4graph.experiments.report import write_report
+    from fp4graph.lab.report import write_report
 
     path = write_report(run, output)
     say(f"{path}: {path.stat().st_size / 1e6:.1f} MB, open it in a browser")

@@ -10,9 +10,9 @@ import typer
 from fp4graph.commands.output import AsJson, say, warn, wide_console
 from fp4graph.commands.sweep import known_rule
 from fp4graph.errors import Error
-from fp4graph.experiments.data.extras import needs
-from fp4graph.experiments.score import score as score_of
 from fp4graph.files import write
+from fp4graph.lab.data.extras import needs
+from fp4graph.lab.sweeps.score import score as score_of
 
 _SOURCES = "A sweep's folder, an SQLite file, or a database URL."
 Studies = Annotated[list[str] | None, typer.Option(help="Only this study of them; may be given several times.")]
@@ -52,8 +52,8 @@ def score(
     if every and choices:
         raise Error("give --all or --choices; not both")
     found = read(sources, study)
-    from fp4graph.experiments.progress import best_table, effects_table, trial_table
-    from fp4graph.experiments.results import effects_json, to_csv, to_json
+    from fp4graph.lab.runs.progress import best_table, effects_table, trial_table
+    from fp4graph.lab.sweeps.results import effects_json, to_csv, to_json
 
     for path in export or []:
         if path.suffix not in (".csv", ".json"):
@@ -80,8 +80,8 @@ def pareto(
     output: Annotated[Path, typer.Option(help="The picture: .png, .pdf or .svg.")] = Path("pareto.png"),
 ) -> None:
     """Draw complexity against score, a panel per sweep, and name the points on the frontier."""
-    from fp4graph.experiments.pareto import png
-    from fp4graph.experiments.results import frontier
+    from fp4graph.lab.sweeps.pareto import png
+    from fp4graph.lab.sweeps.results import frontier
 
     chosen = known_rule(rule)
     form = output.suffix.lstrip(".")
@@ -103,9 +103,9 @@ def read(sources: list[str], only: list[str] | None) -> list[Any]:
     import optuna
 
     import fp4graph
-    from fp4graph.experiments import database
-    from fp4graph.experiments.results import results
-    from fp4graph.experiments.study import Study
+    from fp4graph.lab.sweeps import database
+    from fp4graph.lab.sweeps.results import results
+    from fp4graph.lab.sweeps.study import Study
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     urls = [database.url_of(source, existing=True) for source in sources]

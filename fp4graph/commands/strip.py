@@ -13,8 +13,8 @@ import typer
 
 from fp4graph.commands.output import say
 from fp4graph.errors import Error
-from fp4graph.experiments.data.extras import needs
 from fp4graph.files import replacing
+from fp4graph.lab.data.extras import needs
 from fp4graph.model.state import is_ours
 from fp4graph.training import sealed
 

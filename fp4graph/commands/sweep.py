@@ -10,9 +10,9 @@ import typer
 from fp4graph.commands.output import say, wide_console
 from fp4graph.commands.run_options import run_options
 from fp4graph.errors import Error
-from fp4graph.experiments.data.extras import needs
-from fp4graph.experiments.score import Rule
 from fp4graph.files import write
+from fp4graph.lab.data.extras import needs
+from fp4graph.lab.sweeps.score import Rule
 
 
 @run_options
@@ -45,15 +45,15 @@ def sweep(
     needs("optuna", "sweeps need Optuna", "sweep")
     import optuna
 
-    from fp4graph.experiments.database import url_of
-    from fp4graph.experiments.pareto import png
-    from fp4graph.experiments.progress import Progress, best_table
-    from fp4graph.experiments.results import Results, results, to_csv, to_json
-    from fp4graph.experiments.run import Run
-    from fp4graph.experiments.space import load_space
-    from fp4graph.experiments.study import Manifest, Study
-    from fp4graph.experiments.tasks import task_named
-    from fp4graph.experiments.workers import Interrupts, Job, Workers
+    from fp4graph.lab.runs.progress import Progress, best_table
+    from fp4graph.lab.runs.run import Run
+    from fp4graph.lab.sweeps.database import url_of
+    from fp4graph.lab.sweeps.pareto import png
+    from fp4graph.lab.sweeps.results import Results, results, to_csv, to_json
+    from fp4graph.lab.sweeps.space import load_space
+    from fp4graph.lab.sweeps.study import Manifest, Study
+    from fp4graph.lab.sweeps.workers import Interrupts, Job, Workers
+    from fp4graph.lab.tasks import task_named
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     score_rule = known_rule(rule)

@@ -20,7 +20,7 @@ from fp4graph.commands.run_options import run_options
 from fp4graph.errors import Error
 
 if TYPE_CHECKING:
-    from fp4graph.experiments.run import Outcome, Run
+    from fp4graph.lab.runs.run import Outcome, Run
 
 #: The functions that a training calls with (step, steps, loss) and with (step, validation loss).
 Tick = Callable[[int, int, float], None]
@@ -55,7 +55,7 @@ def train(
         return _list(as_json)
     if task is None:
         raise Error("say which task to train, such as gaussian; fp4graph train --list names them all")
-    from fp4graph.experiments import train as training
+    from fp4graph.lab.runs import train as training
 
     options = _options(optimizer_option or [])
     run = training.Run(task, policy, workers=workers, optimizer_options=options, **settings)
@@ -138,7 +138,7 @@ def _summary(run: Run, outcome: Outcome) -> Table:
 
 def _list(as_json: bool) -> None:
     """Print every task with its recipe."""
-    from fp4graph.experiments.tasks import TASKS
+    from fp4graph.lab.tasks import TASKS
 
     if as_json:
         keys = ("name", "family", "description", "source", "embedded", "data")

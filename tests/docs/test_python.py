@@ -15,7 +15,7 @@ from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import fp4graph
-from fp4graph.experiments.space import load_space
+from fp4graph.lab.sweeps.space import load_space
 from fp4graph.technique.registry import Registry
 from tests.docs.blocks import PAGES, ROOT, Block, blocks, of_language
 from tests.helpers import models

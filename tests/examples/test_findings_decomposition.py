@@ -8,7 +8,7 @@ from types import ModuleType
 
 import pytest
 
-from fp4graph.analysis import decompose
+from fp4graph.lab import decompose
 from fp4graph.policy import load_policy
 from fp4graph.technique.operands import Operand
 

@@ -11,10 +11,10 @@ from torch._inductor import compile_fx
 from torch._subclasses import FakeTensorMode
 
 import fp4graph
-from fp4graph.experiments.run import Run
-from fp4graph.experiments.train import train
 from fp4graph.graph.backend import inner_backend
 from fp4graph.kernels.inductor import APART, EXACT, compiler_options
+from fp4graph.lab.runs.run import Run
+from fp4graph.lab.runs.train import train
 from tests.helpers.models import Mlp
 
 GRAPHS = {"triton.cudagraphs": True}

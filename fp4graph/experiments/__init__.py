@@ -1,5 +1,0 @@
-"""Trainings, sweeps and comparisons of policies, and the score of a policy's loss against its cost."""
-
-from fp4graph.experiments.score import Rule, gain, score
-
-__all__ = ["Rule", "gain", "score"]

@@ -1,0 +1,9 @@
+"""Measurements of what quantization does to a training: statistics, error decomposition, pictures."""
+
+from fp4graph.lab.statistics.collect import Statistics
+from fp4graph.lab.statistics.decomposition import Decomposition, decompose
+from fp4graph.lab.statistics.metrics import METRICS
+from fp4graph.lab.statistics.reconstruction import reconstruction_error
+from fp4graph.lab.statistics.storage import Recorded, read
+
+__all__ = ["METRICS", "Decomposition", "Recorded", "Statistics", "decompose", "read", "reconstruction_error"]

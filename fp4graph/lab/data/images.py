@@ -1,0 +1,216 @@
+"""Labelled images: scikit-learn's digits, torchvision's MNIST and CIFAR-10, folders, Hugging Face datasets."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import Subset
+
+from fp4graph.errors import Error
+from fp4graph.lab.data.extras import needs
+
+if TYPE_CHECKING:
+    from PIL import Image
+
+#: Means and standard deviations of the channels of ImageNet's training images.
+IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+class Images(Protocol):
+    """A map-style data set of (PIL image, class index)."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]: ...
+
+
+@dataclass(frozen=True)
+class Split:
+    """Training and validation images of one data set, with the mean and std of their channels, in [0, 1]."""
+
+    train: Images
+    validation: Images
+    classes: int
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @property
+    def channels(self) -> int:
+        return len(self.mean)
+
+
+class _Read:
+    """A data set of images that ``read`` makes of ``items`` when they are asked for."""
+
+    def __init__(self, items: Any, read: Callable[[Any], tuple[Image.Image, int]]) -> None:
+        self.items, self.read = items, read
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
+        return self.read(self.items[index])
+
+
+def _from_row(image: str, label: str | None, row: Any) -> tuple[Image.Image, int]:
+    return row[image].convert("RGB"), 0 if label is None else int(row[label])
+
+
+def _from_file(file: Path) -> tuple[Image.Image, int]:
+    from PIL import Image
+
+    with Image.open(file) as image:
+        return image.convert("RGB"), 0
+
+
+def digits() -> Split:
+    """Return scikit-learn's 1797 scans of handwritten digits (8x8, 17 grey levels) as 8-bit grey images.
+
+    The split is stratified, 80/20, and the same for runs of any seed, so that they are comparable.
+    """
+    needs("sklearn", "digits are scikit-learn's")
+    from PIL import Image
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+
+    scans = load_digits()
+    images = [Image.fromarray(np.uint8(np.round(scan * (255 / 16)))) for scan in scans.images]
+    pairs: Any = list(zip(images, scans.target.tolist(), strict=True))
+    numbers = np.arange(len(pairs))
+    parts = train_test_split(numbers, test_size=0.2, stratify=scans.target, random_state=0)
+    train, validation = (Subset(pairs, part.tolist()) for part in parts)
+    return Split(train, validation, classes=10, mean=(0.305,), std=(0.376,))
+
+
+def mnist(root: Path) -> Split:
+    """Return MNIST from ``root``, fetched there by torchvision if need be."""
+    needs("torchvision", "MNIST is read by torchvision")
+    from torchvision.datasets import MNIST
+
+    where = f"{root}/MNIST/raw has the four files train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-..."
+    train, test = _torchvision(MNIST, root, where)
+    return Split(train, test, classes=10, mean=(0.1307,), std=(0.3081,))
+
+
+def cifar10(root: Path) -> Split:
+    """Return CIFAR-10 from ``root``, fetched there by torchvision if need be."""
+    needs("torchvision", "CIFAR-10 is read by torchvision")
+    from torchvision.datasets import CIFAR10
+
+    where = f"{root / CIFAR10.base_folder} exists (unpack {CIFAR10.filename} in {root})"
+    train, test = _torchvision(CIFAR10, root, where)
+    return Split(train, test, classes=10, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
+
+
+def _torchvision(kind: Callable[..., Images], root: Path, where: str) -> list[Images]:
+    """Return the training and the validation images of a data set."""
+    try:
+        try:
+            return [kind(root=str(root), train=part, download=False) for part in (True, False)]
+        except RuntimeError:  # it is not there, or is damaged
+            return [kind(root=str(root), train=part, download=True) for part in (True, False)]
+    except (RuntimeError, OSError) as error:
+        name = getattr(kind, "__name__", "the data set")
+        last = str(error).splitlines()[-1]  # torchvision's last attempt
+        raise Error(f"{name} is not in {root}: it cannot be downloaded ({last}). Make sure that {where}") from error
+
+
+def image_folder(root: Path) -> Split:
+    """Return the images of a folder in ImageNet's layout: ``root/train/CLASS/*.jpg`` and ``root/val/CLASS/*.jpg``."""
+    needs("timm", "image folders are read by timm")
+    from timm.data.dataset_factory import create_dataset
+
+    parts = root / "train", root / "val"
+    missing = [part.name for part in parts if not part.is_dir()]
+    if missing:
+        raise Error(
+            f"{root} has no folder {' and no folder '.join(missing)}: put the images in {root}/train/CLASS/*.jpg and "
+            f"{root}/val/CLASS/*.jpg"
+        )
+    for part in parts:
+        if not any(path.is_dir() for path in part.iterdir()):
+            raise Error(f"{part} has no class folders: put the images in {part}/CLASS/*.jpg")
+    train = create_dataset("", root=str(root / "train"), split="train", search_split=False)
+    classes = train.reader.class_to_idx
+    validation = create_dataset("", root=str(root / "val"), split="val", search_split=False, class_map=classes)
+    return Split(train, validation, len(classes), mean=IMAGENET_MEAN, std=IMAGENET_STD)
+
+
+def flat_folder(root: Path) -> Split:
+    """Return images without labels, anywhere under ``root``; every 50th by path is for validation."""
+    files = sorted(path for path in root.rglob("*") if path.suffix.lower() in (".png", ".jpg", ".jpeg", ".webp"))
+    if len(files) < 50:
+        raise Error(f"{root} has {len(files)} images: put at least 50 there, as .png, .jpg or .webp, in any subfolders")
+    return _unlabelled(_Read(files, _from_file))
+
+
+def named(data: str, *, labelled: bool) -> Split:
+    """Return the images that ``--data`` names: ``hf:NAME``, or a folder."""
+    if data.startswith("hf:"):
+        return hugging_face(data[3:], labelled=labelled)
+    return (image_folder if labelled else flat_folder)(Path(data).expanduser())
+
+
+def hugging_face(name: str, *, labelled: bool) -> Split:
+    """Return a dataset of the Hugging Face hub, or of a folder that ``datasets.load_dataset`` reads.
+
+    The dataset needs a column with images, and for classification one with class numbers. Its splits ``train`` and
+    ``validation`` (or ``val``, ``test``) are used. Images without labels that have only ``train`` are divided as in
+    :func:`flat_folder`.
+    """
+    needs("datasets", "hf: names are loaded by Hugging Face's datasets")
+    import datasets
+
+    try:
+        found = datasets.load_dataset(name)
+    except Exception as error:  # whatever the hub, the network or a loading script raises
+        what = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise Error(
+            f"dataset {name!r} cannot be loaded ({type(error).__name__}: {what}); give hf:NAME of the hub where there "
+            "is a network, or hf:FOLDER with its files"
+        ) from error
+    features = found["train"].features if "train" in found else {}
+    image = next((key for key, feature in features.items() if isinstance(feature, datasets.Image)), None)
+    label = next((key for key, feature in features.items() if isinstance(feature, datasets.ClassLabel)), None)
+    if image is None or (labelled and label is None):
+        lacks = "images" if image is None else "class labels"
+        raise Error(f"dataset {name!r} has no column of {lacks} in a split 'train'; its columns: {', '.join(features)}")
+    read = partial(_from_row, image, label)
+    train = _Read(found["train"], read)
+    other = next((key for key in ("validation", "val", "test") if key in found), None)
+    if other is None and labelled:
+        raise Error(f"dataset {name!r} has no split validation, val or test; its splits: {', '.join(found)}")
+    if other is None:
+        return _unlabelled(train)
+    classes = 1 if label is None else features[label].num_classes
+    return Split(train, _Read(found[other], read), classes, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+
+
+def _unlabelled(images: Any) -> Split:
+    numbers = range(len(images))
+    train = Subset(images, [number for number in numbers if number % 50])
+    return Split(train, Subset(images, numbers[::50]), classes=1, mean=(0.5,) * 3, std=(0.5,) * 3)
+
+
+@contextmanager
+def seeded(*key: int) -> Iterator[None]:
+    """Seed the three generators that augmentations draw from, and put them back afterwards."""
+    python, numpy, cpu = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    words = [int(word) for word in np.random.SeedSequence(key).generate_state(3)]
+    random.seed(words[0])
+    np.random.seed(words[1])
+    torch.default_generator.manual_seed(words[2])
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(cpu)

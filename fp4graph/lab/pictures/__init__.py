@@ -1,0 +1,1 @@
+"""Pictures of what quantization does to a training: panels, figures, colours."""

@@ -1,0 +1,77 @@
+"""The trained model of a run, from the run's folder."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp4graph.model.api import apply
+from fp4graph.errors import Error
+from fp4graph.lab.runs.run import Run
+from fp4graph.lab.runs.folder import CHECKPOINT, read_run
+from fp4graph.lab.tasks import Batch, Problem, Settings, placed, task_named
+from fp4graph.policy import load_policy
+from fp4graph.training import checkpoint
+
+#: Validation batches that are looked at.
+BATCHES = 4
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Restored:
+    """A model as a run left it, on the CPU and applied.
+
+    Attributes:
+        model: called once, in evaluation.
+        settings, problem: of the run.
+        batches: a few of its validation batches.
+    """
+
+    model: nn.Module
+    settings: Settings
+    problem: Problem
+    batches: list[Batch]
+
+    def measure(self, batch: Batch) -> Any:
+        """Return the metrics of a batch, in the run's autocast."""
+        with torch.no_grad(), self.autocast():
+            return self.problem.measure(self.model, batch)
+
+    def autocast(self) -> torch.autocast:
+        """Return the context in which the run calls its model."""
+        return torch.autocast("cpu", torch.bfloat16, enabled=self.settings.autocast)
+
+
+def restore(folder: Path) -> Restored:
+    """Return the model of the run in ``folder`` as its last checkpoint has it.
+
+    Raises:
+        Error: there is no run or no checkpoint, or the checkpoint is cut off or of another policy.
+    """
+    record = read_run(folder)
+    names = {field.name for field in dataclasses.fields(Run)}
+    given = {name: value for name, value in record["run"].items() if name in names}
+    run = Run(**given | {"device": "cpu", "backend": "eager"})
+    settings = dataclasses.replace(task_named(run.task).settings(run), device=torch.device("cpu"), backend="eager")
+    with torch.random.fork_rng():
+        problem = task_named(run.task).make(settings)
+    policy = load_policy(run.policy)
+    if problem.blocks is not None:
+        policy = placed(policy, problem.blocks)
+    model = problem.model.to(settings.parameter_dtype)
+    forwards = settings.total_steps(problem) * settings.accumulate
+    apply(model, policy, backend="eager", seed=settings.seed, total_forwards=forwards)
+    if not (folder / CHECKPOINT).exists():
+        raise Error(f"{folder} holds no {CHECKPOINT}: the run ended before its first validation, or kept none")
+    checkpoint.load(folder / CHECKPOINT, model)
+    model.eval()
+    restored = Restored(model, settings, problem, list(islice(problem.validation(), BATCHES)))
+    if not restored.batches:
+        raise Error(f"task {run.task!r} has no validation data")
+    restored.measure(restored.batches[0])
+    return restored

@@ -1,0 +1,1 @@
+"""What quantization does to every operand, measured while a model trains."""

@@ -1,0 +1,255 @@
+"""Statistics of every quantized site, collected while the model trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from os import PathLike
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from fp4graph.errors import Error
+from fp4graph.lab.statistics import storage
+from fp4graph.lab.statistics.metrics import METRICS
+from fp4graph.lab.statistics.oscillation import Window
+from fp4graph.lab.statistics.recordings import OperandRecording, OutputRecording, matches
+from fp4graph.model import state
+from fp4graph.model.distributed import is_distributed, rank, unwrapped
+from fp4graph.model.runtime import Runtime, require_runtime, runtime_of
+from fp4graph.numerics.sharding import fsdp_modules
+from fp4graph.policy.words import describe
+from fp4graph.text import suggest
+
+#: Steps at the end of a window over which outputs are compared; each takes a forward of the probe.
+PROBED = 5
+
+
+class Statistics:
+    """Records what quantization does at every site of ``model``, at every ``every``-th step of ``optimizer``.
+
+    >>> with fp4graph.lab.Statistics(model, optimizer, every=50, directory="runs/a/statistics"):
+    ...     train(model, optimizer)
+
+    The training is not disturbed: an observed step draws the same noise and computes the same values as any other
+    (under the backends that compile it runs uncompiled, so that sums are taken in another order there). The very first
+    step, the first step of a phase, and evaluations between steps are not observed. Of several processes the first one
+    records what it sees.
+
+    Args:
+        model, optimizer: an applied model, and its prepared optimizer, whose steps are counted.
+        every: steps from one record of the operands to the next.
+        directory: holds ``statistics.jsonl``, to which lines are appended (see :mod:`fp4graph.lab.statistics.storage`).
+        metrics: some of METRICS; by default all of them, rates of change of Y only with a ``probe``.
+        sites: names of modules to observe, or patterns such as "blocks.0.attn.*"; "*" is all.
+        window: steps over which oscillation, flips and rates of change of weights are measured, one window before each
+            ``window_every``-th step (ten times ``every`` by default, and no less than ``window``).
+        sample: about how many elements of an operand are measured, as whole lines; None for all.
+        probe: inputs of the model, positional (a tuple) or by keyword (a dict), or a function that calls the model,
+            always with the same inputs, for the rate of change of Y over the last :data:`PROBED` steps of each window.
+        step: steps done before, where a resumed training goes on; by default what the optimizer's state counts.
+        tensorboard: a ``SummaryWriter``, or a directory to make one for, to log to as well.
+
+    Raises:
+        Error: the model is not applied, the optimizer runs no hooks, or a metric or a site is unknown. Later, from
+            ``optimizer.step()``: the disk is full.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        every: int = 50,
+        directory: str | PathLike[str],
+        metrics: Iterable[str] | None = None,
+        sites: str | Iterable[str] = "*",
+        window: int = 30,
+        window_every: int | None = None,
+        sample: int | None = 1 << 12,
+        probe: tuple[Any, ...] | Mapping[str, Any] | Callable[[], object] | None = None,
+        step: int | None = None,
+        tensorboard: Any = None,
+    ) -> None:
+        for name, value in (("every", every), ("window", window), ("window_every", window_every), ("sample", sample)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise ValueError(f"{name} is a whole number of at least 1; got {value!r}")
+        runtime = require_runtime(model, "Statistics")
+        if not getattr(type(optimizer).step, "hooked", False):
+            raise Error(
+                f"{type(optimizer).__name__} runs no hooks around its step(), by which statistics count; if it wraps "
+                "an optimizer, give that one"
+            )
+        self._model, self._optimizer, self._probe = unwrapped(model), optimizer, probe
+        self._metrics = _checked(metrics)
+        patterns = (sites,) if isinstance(sites, str) else tuple(sites)
+        planned = [own.fqn or "(root)" for own in state.states(self._model) if own.has_sites]
+        if planned:  # a call's number is known once the model has run
+            _check_sites([pattern.partition("#")[0] for pattern in patterns], planned)
+        self._every, self._step = every, _steps_done(optimizer) if step is None else step
+        self._window_every = max(window, 10 * every if window_every is None else window_every)
+        self._operands = OperandRecording(patterns, self._metrics, sample, runtime.device.type)
+        self._outputs = OutputRecording(patterns)
+        self._window: Window | None = None
+        self._window_steps, self._sample, self._patterns = window, sample, patterns
+        self._runtime = runtime
+        is_first = not is_distributed() or rank() == 0
+        self._log = storage.Log(directory, self._header(), tensorboard) if is_first else None
+        self._handles: dict[str, Any] = {}
+        self._rehook = False
+        self._arm()
+        self._hook("before")
+        self._hook("after")
+
+    def __enter__(self) -> Statistics:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop recording. The recorded statistics stay."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles = {}
+        current = runtime_of(self._model)
+        if current is not None:
+            current.observe(None)
+        if self._log is not None:
+            self._log.close()
+
+    def _hook(self, when: Literal["before", "after"]) -> None:
+        """Register one of our hooks after those of techniques, so that changes by techniques are measured."""
+        if when in self._handles:
+            self._handles[when].remove()
+        if when == "before":
+            self._handles[when] = self._optimizer.register_step_pre_hook(self._before_step)
+        else:
+            self._handles[when] = self._optimizer.register_step_post_hook(self._after_step)
+
+    def _arm(self) -> None:
+        """Observe the forwards until the next step, if that step is to be recorded."""
+        self._armed = self._log is not None and (self._step + 1) % self._every == 0
+        if self._armed and fsdp_modules(self._model):
+            raise Error("sites of a model under fully_shard cannot be observed; use DistributedDataParallel")
+        self._current().observe(self._operands if self._armed else None)
+
+    def _current(self) -> Runtime:
+        runtime = runtime_of(self._model)
+        if runtime is None:
+            raise Error("the model is not applied any more; close the Statistics before fp4graph.remove")
+        return runtime
+
+    def _before_step(self, *args: Any) -> None:
+        runtime = self._current()
+        if runtime is not self._runtime:  # a phase has begun, and hooked its techniques anew
+            self._runtime = runtime
+            self._window = None
+            self._outputs.clear()
+            # torch is going through the hooks before the step now, which therefore may not change until it is over.
+            self._hook("after")
+            self._rehook = True
+        if self._log is not None:
+            self._open_window()
+
+    def _after_step(self, *args: Any) -> None:
+        if self._rehook:
+            self._hook("before")
+            self._rehook = False
+        self._step += 1
+        if self._log is None:
+            return
+        measured: list[dict[str, Any]] = []
+        if self._armed:
+            if self._operands.seen:
+                _check_sites(self._patterns, self._operands.sites)
+                measured += self._operands.finish()
+            self._operands.clear()
+        if self._window is not None:
+            self._follow(self._window)
+            if not self._window.left:
+                measured += [*self._window.measurements(), *self._outputs.measurements()]
+                self._outputs.clear()
+                self._window = None
+        self._open_window()
+        if measured:
+            self._log.append([{"step": self._step, **fields} for fields in measured])
+        self._arm()
+
+    def _open_window(self) -> None:
+        """Begin to follow the weights, if a window begins at this step and none is open."""
+        wanted = self._metrics & {"oscillation", "flips", "rate_of_change"}
+        if not wanted or self._window is not None or (self._step + self._window_steps) % self._window_every:
+            return
+        weights = [weight for weight in self._runtime.weights if matches(self._patterns, weight.fqn or "(root)")]
+        self._window = Window(weights, self._window_steps, self._sample, self._metrics)
+        self._follow(self._window)
+
+    def _follow(self, window: Window) -> None:
+        window.advance(self._runtime.step)
+        if window.left <= PROBED and self._probe is not None and "rate_of_change" in self._metrics:
+            self._run_probe()
+            self._outputs.advance()
+
+    def _run_probe(self) -> None:
+        """Run the probe in evaluation mode and without gradients, and observe every site's output."""
+        training = [module for module in self._model.modules() if module.training]
+        dtype = self._operands.autocast
+        self._current().observe(self._outputs, training=False)
+        try:
+            self._model.eval()
+            with torch.no_grad(), torch.autocast(self._runtime.device.type, dtype, enabled=dtype is not None):
+                if callable(self._probe):
+                    self._probe()
+                elif isinstance(self._probe, Mapping):
+                    self._model(**self._probe)
+                else:
+                    self._model(*self._probe or ())
+        finally:
+            for module in training:
+                module.training = True
+            self._current().observe(self._operands if self._armed else None)
+
+    def _header(self) -> dict[str, Any]:
+        policy, weights = self._runtime.policy, self._runtime.weights
+        return {
+            "policy": policy.name,
+            "fingerprint": policy.fingerprint,
+            "step": self._step,
+            "every": self._every,
+            "window": self._window_steps,
+            "window_every": self._window_every,
+            "sample": self._sample,
+            "metrics": sorted(self._metrics),
+            "weights": [
+                {
+                    "site": weight.fqn or "(root)",
+                    "shape": list(weight.parameter.shape),
+                    "rule": weight.rule.name,
+                    "operands": {operand.value: describe(spec) for operand, spec in weight.plan.specs},
+                }
+                for weight in weights
+            ],
+        }
+
+
+def _checked(metrics: Iterable[str] | None) -> frozenset[str]:
+    chosen = frozenset(METRICS if metrics is None else [metrics] if isinstance(metrics, str) else metrics)
+    for name in sorted(chosen - METRICS.keys()):
+        raise Error(f"unknown metric {name!r}; {suggest(name, METRICS)}")
+    if not chosen:
+        raise Error(f"an empty list of metrics; choose from {', '.join(METRICS)}")
+    return chosen
+
+
+def _check_sites(patterns: Sequence[str], sites: Iterable[str]) -> None:
+    """Raise an Error for a pattern that fits none of the sites."""
+    for pattern in patterns:
+        if not any(matches((pattern,), site) for site in sites):
+            raise Error(f"no quantized site is called {pattern!r}; {suggest(pattern, sites)}")
+
+
+def _steps_done(optimizer: torch.optim.Optimizer) -> int:
+    """Return the steps that an Adam-like optimizer has counted, or 0. StableSPAM's counts of parameters begin again."""
+    counts = [float(entry["step"]) for entry in optimizer.state.values() if "step" in entry]
+    return int(max([*counts, *(group.get("schedule_step", 0) for group in optimizer.param_groups)], default=0))

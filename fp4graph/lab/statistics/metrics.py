@@ -1,0 +1,251 @@
+"""The statistics, by their definitions: functions of tensors, without knowledge of models.
+
+Sums over elements are added up over a step, and made into the fields that docs/analysis.md describes.
+
+Sources: "Oscillation-Reduced MXFP4 Training for Vision Transformers" (TetraJet), A.1 to A.3; the rest is elementary.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fp4graph.lab.statistics.decomposition import split_error
+from fp4graph.lab.statistics.sampling import Moments, Sample
+from fp4graph.numerics.formats import ElementFormat
+
+#: The metrics that can be asked for, with their descriptions.
+METRICS: dict[str, str] = {
+    "snr": "signal-to-noise ratio of each operand in dB, and its gain ⟨Q(x), x⟩/‖x‖²",
+    "error": "relative squared error of each operand and its parts: scale bias, dead zone, grid noise",
+    "saturation": "share of elements beyond the largest value under their scale",
+    "underflow": "share of elements that are not zero and become zero",
+    "scales": "histogram of block scales, by exponent, and share of blocks of zeros",
+    "confidence": "quantization confidence of weights: mean and histogram",
+    "latent": "histogram of latent weights w/S",
+    "oscillation": "oscillation ratio R_w of weights: share over 16, histogram, examples",
+    "flips": "how often quantized weights flip",
+    "rate_of_change": "relative change per step of W and Q(W), and of Y where a probe is given",
+    "gradient": "bias and standard deviation of dgrad's and wgrad's results against high precision",
+}
+#: Exponents of block scales that histograms can tell apart: those of fp32, subnormals included.
+LOWEST_EXPONENT, EXPONENTS = -149, 277
+CONFIDENCE_BINS, LATENT_BINS = 20, 96
+#: Upper edges of the classes of oscillation ratios; one more class holds what lies above the last.
+RATIO_EDGES = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
+#: R_w above which a weight oscillates (TetraJet sec. 7.2).
+OSCILLATING = 16.0
+#: The share of the larger of two quantized values that their distance must exceed for a flip (:func:`flipped`).
+_FLIP = 1 / 8
+
+
+def operand_sums(sample: Sample) -> dict[str, Tensor]:
+    """Return sums over a sample's elements, float64 0-d, for :func:`operand_fields`.
+
+    Elements that are not finite, before or after quantization, are counted and left out.
+    """
+    usable = (sample.x.double() + sample.q.double() + sample.ideal.double()).isfinite()
+    x, q, ideal = (torch.where(usable, each, 0.0).double() for each in (sample.x, sample.q, sample.ideal))
+    error, bias, dead, grid = split_error(x, q, ideal)
+    elements = usable.sum()
+    return {
+        "elements": elements.double(),
+        "nonfinite": (usable.numel() - elements).double(),
+        "signal": x.square().sum(),
+        "error": error.square().sum(),
+        "product": (x * q).sum(),
+        "scale_bias": bias.square().sum(),
+        "dead_zone": dead.square().sum(),
+        "grid_noise": grid.square().sum(),
+        "interaction": 2 * (bias * grid).sum(),
+        "saturated": (usable & (sample.ratio.abs() > sample.element.max)).sum().double(),
+        "underflowed": (dead != 0).sum().double(),
+    }
+
+
+def scale_sums(scales: Tensor) -> dict[str, Tensor]:
+    """Count the scales of an operand by exponent.
+
+    Returns:
+        ``scales``: how many have each exponent floor(log2 S), float64 ``[EXPONENTS]`` from LOWEST_EXPONENT up, without
+        scales that are not finite or not positive; ``blocks``: all scales; ``zero_blocks``: those of blocks of zeros.
+    """
+    place = (torch.frexp(scales).exponent.long() - 1 - LOWEST_EXPONENT).clamp(0, EXPONENTS - 1)
+    place = place[scales.isfinite() & (scales > 0)]
+    return {
+        "scales": torch.bincount(place, minlength=EXPONENTS).double(),
+        "blocks": torch.tensor(float(scales.numel()), dtype=torch.float64, device=scales.device),
+        "zero_blocks": (scales == 0).sum().double(),
+    }
+
+
+def confidence(ratio: Tensor, element: ElementFormat) -> Tensor:
+    """Return the quantization confidence of latent weights w/S: min_i abs(w/S − thr_i) / MaxDist, of [0, 1].
+
+    thr_i are the thresholds between neighbouring values of the format, and MaxDist is the largest distance to the
+    nearest threshold that a weight of the same quantized value can have: half the width of its interval, for the
+    largest value the way from the last threshold to it. What lies beyond the largest value counts as that value. For
+    E2M1 thresholds are ±0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5 and MaxDist 0.25 for 0 to 1.5, 0.375, 0.5, 0.75 and 1 for
+    2, 3, 4 and 6. (TetraJet A.2.)
+    """
+    thresholds, largest = (t.to(ratio.device) for t in _intervals(element))
+    u = ratio.abs().clamp(max=element.max)
+    place = torch.bucketize(u, thresholds)
+    last = len(thresholds) - 1
+    # The interval of zero reaches to the negative of the first threshold, which is farther from abs(u).
+    below = torch.where(place > 0, u - thresholds[(place - 1).clamp(min=0)], torch.inf)
+    above = torch.where(place <= last, thresholds[place.clamp(max=last)] - u, torch.inf)
+    return torch.minimum(below, above) / largest[place]
+
+
+@functools.cache
+def _intervals(element: ElementFormat) -> tuple[Tensor, Tensor]:
+    """Return the positive thresholds, and MaxDist of each magnitude; fp32."""
+    values = torch.tensor(element.magnitudes(), dtype=torch.float64)
+    thresholds = (values[1:] + values[:-1]) / 2
+    edges = torch.cat([-thresholds[:1], thresholds])
+    widths = torch.cat([(edges[1:] - edges[:-1]) / 2, values[-1:] - thresholds[-1:]])
+    return thresholds.float(), widths.float()
+
+
+def latent_sums(latent: Tensor, element: ElementFormat, metrics: frozenset[str]) -> dict[str, Tensor]:
+    """Return the sum and histogram of the confidence of latent weights w/S, and the histogram of w/S."""
+    sums = {}
+    if "confidence" in metrics:
+        of_each = confidence(latent, element)
+        sums["confidence"] = of_each.nansum(dtype=torch.float64)
+        sums["confidence_histogram"] = histogram(of_each, CONFIDENCE_BINS, 0, 1)
+    if "latent" in metrics:
+        sums["latent_histogram"] = histogram(latent, LATENT_BINS, -element.max, element.max)
+    return sums
+
+
+def histogram(values: Tensor, bins: int, low: float, high: float) -> Tensor:
+    """Count values in equal classes of [low, high], float64 ``[bins]``; those outside in the outermost, NaN in none."""
+    place = ((values[~values.isnan()] - low) * (bins / (high - low))).clamp(0, bins - 1)
+    return torch.bincount(place.long(), minlength=bins).double()
+
+
+def gradient_sums(left: Moments, right: Moments, left_exact: Tensor, right_exact: Tensor) -> dict[str, Tensor]:
+    """Return sums over the entries of a backward GEMM's result ĝ = Q(L)·Q(R)ᵀ against g = L·Rᵀ, float64 0-d.
+
+    Rounding noise of different elements being independent, E[ĝ] = E[Q(L)]·E[Q(R)]ᵀ, and with v and m the variance and
+    mean of an element, Var ĝ_ij = Σ_k v_ik·(m_jk² + v_jk) + m_ik²·v_jk.
+
+    Args:
+        left, right: the moments of the two factors, lines ``[P, n, K]`` and ``[P, m, K]``.
+        left_exact, right_exact: the same lines of the factors in high precision, before any quantization.
+
+    Returns:
+        Sums of ``exact`` g², ``offset`` (E[ĝ] − g)², ``variance``, ``product`` g·E[ĝ]; empty where a mean is unknown.
+    """
+    if left.mean is None or right.mean is None:
+        return {}
+    a, b = left.mean.double(), right.mean.double()
+    expected, exact = a @ b.mT, left_exact.double() @ right_exact.double().mT
+    # Sums over i and j first: no product of matrices is needed for the variance.
+    of_a, of_b = a.square().sum(-2), b.square().sum(-2)
+    var_a, var_b = (
+        torch.zeros_like(of_a) if each.variance is None else each.variance.double().sum(-2) for each in (left, right)
+    )
+    return {
+        "exact": exact.square().sum(),
+        "offset": (expected - exact).square().sum(),
+        "variance": (var_a * (of_b + var_b) + of_a * var_b).sum(),
+        "product": (exact * expected).sum(),
+    }
+
+
+#: Fields of an operand by metric, each the quotient of two sums.
+_SHARES: dict[str, dict[str, tuple[str, str]]] = {
+    "snr": {"gain": ("product", "signal")},
+    "error": {
+        "relative_error": ("error", "signal"),
+        **{term: (term, "signal") for term in ("scale_bias", "dead_zone", "grid_noise", "interaction")},
+    },
+    "saturation": {"saturated": ("saturated", "elements")},
+    "underflow": {"underflowed": ("underflowed", "elements")},
+}
+
+
+def operand_fields(sums: Mapping[str, Any], metrics: frozenset[str], limit: float | None = None) -> dict[str, Any]:
+    """Return an operand's fields from its sums; ``limit``, the format's largest value, ends the latent histogram."""
+    fields: dict[str, Any] = {"elements": int(sums["elements"]), "nonfinite": int(sums["nonfinite"])}
+    if "snr" in metrics:
+        signal, error = sums["signal"], sums["error"]
+        fields["snr_db"] = 10 * math.log10(signal / error) if signal > 0 and error > 0 else None
+    for metric, shares in _SHARES.items():
+        if metric in metrics:
+            fields |= {field: _ratio(sums[part], sums[of]) for field, (part, of) in shares.items()}
+    if "scales" in sums:
+        fields["scales"] = _trimmed(sums["scales"])
+        fields["zero_blocks"] = _ratio(sums["zero_blocks"], sums["blocks"])
+    if "confidence" in sums:
+        fields["confidence"] = _ratio(sums["confidence"], sum(sums["confidence_histogram"]))
+        fields["confidence_histogram"] = _counts(sums["confidence_histogram"])
+    if "latent_histogram" in sums:
+        fields["latent"] = {"limit": limit, "counts": _counts(sums["latent_histogram"])}
+    return fields
+
+
+def gemm_fields(sums: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a backward GEMM's fields from :func:`gradient_sums`; all None without sums."""
+    bias, variance, gain = (_ratio(sums.get(name), sums.get("exact", 0)) for name in ("offset", "variance", "product"))
+    roots = {"bias": bias, "deviation": variance}
+    return {**{name: None if each is None else math.sqrt(each) for name, each in roots.items()}, "gain": gain}
+
+
+def _ratio(part: Any, whole: float) -> float | None:
+    return part / whole if whole > 0 else None
+
+
+def _counts(counts: list[float]) -> list[int]:
+    return [int(count) for count in counts]
+
+
+def _trimmed(counts: list[float]) -> dict[str, Any]:
+    """Drop the empty classes at both ends; ``lowest`` is the exponent of the first class that is left."""
+    filled = [place for place, count in enumerate(counts) if count]
+    if not filled:
+        return {"lowest": 0, "counts": []}
+    first, last = filled[0], filled[-1]
+    return {"lowest": first + LOWEST_EXPONENT, "counts": _counts(counts[first : last + 1])}
+
+
+def oscillation_ratio(moved_q: Tensor, moved: Tensor) -> Tensor:
+    """Return R_w = Σ_t abs(w_Q[t] − w_Q[t−1]) / Σ_t abs(w[t] − w[t−1]) per element; 0/0 is 0, x/0 infinite. (A.1.)"""
+    return torch.where(moved_q == 0, torch.zeros_like(moved), moved_q / moved)
+
+
+def flipped(q: Tensor, former: Tensor, element: ElementFormat) -> Tensor:
+    """Return where the quantized value changed by more than an eighth of the larger of the two values.
+
+    Neighbouring values of the 4-bit formats are a seventh of the larger apart or more. A smaller change comes
+    from a scale: a block's scale that was rounded anew moves values by a ninth at most (E4M3), and a tensor's scale
+    follows its maximum. Formats with finer grids count half their smallest step instead. A power-of-two scale that
+    doubles or halves moves the grid itself and is a flip for the elements whose value it changes.
+    """
+    return (q - former).abs() > _least_change(element) * torch.maximum(q.abs(), former.abs())
+
+
+@functools.cache
+def _least_change(element: ElementFormat) -> float:
+    values = element.magnitudes()[1:]
+    finest = min((high - low) / high for low, high in itertools.pairwise(values))
+    return _FLIP if finest > _FLIP else finest / 2
+
+
+def relative_change(x: Tensor, former: Tensor) -> Tensor:
+    """Return ‖X_t − X_(t−1)‖_F / ‖X_(t−1)‖_F, float64, 0-d; NaN where the denominator is 0.
+
+    The rate of change r(X) is its mean over steps. (TetraJet A.3.)
+    """
+    former = former.double()
+    norm = former.norm()
+    return torch.where(norm > 0, (x.double() - former).norm() / norm, torch.nan)

@@ -1,0 +1,217 @@
+"""Samples of operands, with all parts of their quantization.
+
+A *line* runs along the contraction axis. A few lines tell as much about a large operand as all of them, at a cost that
+does not grow with the operand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from fp4graph.kernels import operators
+from fp4graph.lab.statistics.decomposition import with_ideal_scales
+from fp4graph.numerics import noise, scaling
+from fp4graph.numerics.blocking import Blocking
+from fp4graph.numerics.draw import Draw
+from fp4graph.numerics.formats import ElementFormat
+from fp4graph.numerics.noise import Noise
+from fp4graph.numerics.rounding import spacing
+from fp4graph.numerics.spec import QuantSpec
+from fp4graph.ops.observe import ObservedOperand
+from fp4graph.ops.operand import OperandProgram
+from fp4graph.ops.product import total
+from fp4graph.technique import QUANTIZER_STAGES, Quantization, Technique, overrides
+
+#: The largest number of matrices that are sampled from a batch.
+MATRICES = 4
+#: The smallest number of lines that are sampled from an operand, however long they are.
+LEAST = 8
+#: Stages at which a technique makes an element random in more than its rounding, or replaces its rounding.
+_COMPOSING = ("split", "around", "round", "rescale", "after")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The sampled lines of an operand ``[..., R, K]``: evenly spaced lines of evenly spaced matrices."""
+
+    shape: tuple[int, ...]
+    elements: int | None  # about how many elements to sample; None for all of them
+
+    def of(self, x: Tensor) -> Tensor:
+        """Copy the sampled lines of ``x [..., R, K']`` in fp32, ``[P, n, K']``; K' may differ from the operand's K."""
+        matrices = x.reshape(-1, *x.shape[-2:])
+        if self.elements is None:
+            return matrices.to(torch.float32, copy=True)
+        chosen, lines = (each.to(x.device) for each in self._chosen)
+        # index_select is slow on transposed views.
+        taken = matrices[chosen[:, None], lines] if self._matrices > MATRICES else matrices[:, lines]
+        return taken.to(torch.float32)
+
+    def index(self, device: torch.device) -> Tensor:
+        """Return the sampled elements' row-major indices, int32 ``[P, n, K]``, which wrap as :meth:`Blocking.index`."""
+        count, length = self.shape[-2:]
+        matrices, lines = self._chosen
+        starts = (matrices[:, None] * count + lines).to(torch.int32) * length
+        return (starts[..., None] + torch.arange(length, dtype=torch.int32)).to(device)
+
+    @cached_property
+    def _matrices(self) -> int:
+        return math.prod(self.shape[:-2])
+
+    @cached_property
+    def _chosen(self) -> tuple[Tensor, Tensor]:
+        """The numbers of the sampled matrices, and of the sampled lines of each."""
+        if self.elements is None:
+            return torch.arange(self._matrices), torch.arange(self.shape[-2])
+        matrices = min(self._matrices, MATRICES)
+        lines = max(-(-LEAST // max(1, matrices)), self.elements // (max(1, self.shape[-1]) * max(1, matrices)))
+        return _spaced(self._matrices, matrices), _spaced(self.shape[-2], min(lines, self.shape[-2]))
+
+
+def _spaced(count: int, chosen: int) -> Tensor:
+    return torch.arange(chosen) * count // max(1, chosen)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Mean and variance of the multiplied values over the random bits of their rounding, fp32 ``[P, n, K]``.
+
+    ``mean`` is None where the moments are unknown; ``variance`` is None where nothing is random.
+    """
+
+    mean: Tensor | None
+    variance: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Sampled lines of one operand, quantized: fp32 ``[P, n, K]``, in the GEMM's basis.
+
+    Attributes:
+        q: the values that were multiplied.
+        ideal: the values that unrounded scales would have given.
+        ratio: x divided by its scale, before rounding; NaN where the block's scale is NaN.
+        scales: the stored scales ``[B]``, 0 for a block of zeros: those of the sample, or of the whole operand where
+            its blocks depend on each other.
+    """
+
+    x: Tensor
+    q: Tensor
+    ideal: Tensor
+    ratio: Tensor
+    moments: Moments
+    element: ElementFormat
+    scales: Tensor
+
+
+@torch.no_grad()
+def sample(seen: ObservedOperand, selection: Selection) -> Sample:
+    """Quantize the sampled lines of a quantized operand again, with the same random bits, and keep every part.
+
+    Where blocks depend on each other, or their state does not follow the lines, the whole operand is quantized again.
+    """
+    program, draw, state = seen.program, seen.draw, seen.state
+    spec = program.spec
+    assert spec is not None
+    x, q = selection.of(seen.x), selection.of(total(seen.terms))
+    if by_block(program):
+        given = x
+        state = {
+            technique: {name: selection.of(entry) for name, entry in entries.items()}
+            for technique, entries in state.items()
+        }
+        if draw is not None and spec.needs_key:
+            draw = _SampleDraw(draw.key, draw.step, draw.salts, index=selection.index(x.device))
+    else:
+        given = seen.x
+    with operators.tensor_code():  # a kernel would be compiled for these few calls
+        segments = seen.segments if given is seen.x else None
+        parts = program.quantize(given, draw, state, segments)
+        ideal = total(with_ideal_scales(program)(given, draw, state, segments))
+
+    def lines(values: Tensor) -> Tensor:
+        return values if given is x else selection.of(values)
+
+    def joined(values: Tensor) -> Tensor:
+        return lines(parts.blocking.join(values))
+
+    scales = torch.where(parts.z == 0, 0.0, parts.scale).flatten()
+    return Sample(x, q, lines(ideal), joined(parts.ratio), _moments(program, parts, q, joined), spec.element, scales)
+
+
+def by_block(program: OperandProgram) -> bool:
+    """Return whether each block is quantized by itself, so that a few blocks can be quantized without the others."""
+    spec = program.spec
+    return (
+        spec is not None
+        and (isinstance(spec.block, int) or spec.block == "row")
+        and spec.scale.rounding != "stochastic"
+        and all(slot.entry.weight_like for slot in program.state)
+        and all(_acts_by_block(technique) for technique in program.techniques)
+    )
+
+
+def _acts_by_block(technique: Technique) -> bool:
+    """Return whether the technique's own class declares it: a derived class may do more than its base."""
+    if not any(overrides(technique, stage) for stage in QUANTIZER_STAGES):
+        return True
+    says_so = vars(type(technique)).get("by_block", False)
+    return says_so and not technique.draws and not any(overrides(technique, s) for s in ("split", "around", "after"))
+
+
+@dataclass(frozen=True, eq=False)
+class _SampleNoise(Noise):
+    """Random bits by the elements' indices in the whole operand."""
+
+    index: Tensor
+
+    def bits(self, salt: int = 0) -> Tensor:
+        return noise.hash_bits(self._derived(salt), self.blocking.split(self.index))
+
+
+@dataclass(frozen=True, eq=False)
+class _SampleDraw(Draw):
+    """The draw of an operand, for sampled lines of it; ``index`` is :meth:`Selection.index`."""
+
+    index: Tensor = field(kw_only=True)
+
+    def noise(self, blocking: Blocking, device: torch.device) -> Noise:
+        return _SampleNoise(self.varying, blocking, device, self.index)
+
+
+def _moments(program: OperandProgram, parts: Quantization, q: Tensor, joined: Callable[[Tensor], Tensor]) -> Moments:
+    """Return the moments of ``q``; ``joined`` brings a tensor in the blocked layout into its shape."""
+    spec = parts.spec
+    composed = any(program.at(stage) for stage in _COMPOSING)
+    if program.draws and (composed or spec.scale.rounding == "stochastic" or spec.others):
+        return Moments(None)  # random in more than the rounding of its elements, or these are of several formats
+    if spec.rounding != "stochastic":
+        return Moments(q)
+    mean, variance = rounding_moments(parts.ratio, parts.scale, spec)
+    if parts.group_scale is not None:
+        mean, variance = mean * parts.group_scale, variance * parts.group_scale.square()
+    return Moments(joined(mean), joined(variance))
+
+
+def rounding_moments(ratio: Tensor, scale: Tensor, spec: QuantSpec) -> tuple[Tensor, Tensor]:
+    """Return mean and variance of stochastically rounded, dequantized elements over their random bits.
+
+    With δ the distance of the values around u, and abs(u)/δ between the integers n and n + 1, of which rounding takes
+    the upper one with probability p: mean = sign(u)·(n + p)·δ, variance = p·(1 − p)·δ², both in units of the scale.
+    p is the fraction of the way, as exactly as the comparison with so many random bits tells it.
+    """
+    u = ratio.abs().clamp(max=spec.element.max)
+    step, inverse = spacing(u, spec.element.min_exponent, spec.element.mantissa_bits)
+    places = u * inverse
+    below = places.floor()
+    steps = 2.0**spec.random_bits
+    midpoint = 0.0 if spec.random_bits == 24 else 0.5
+    p = ((places - below) * steps - midpoint).ceil() / steps
+    unit = scaling.dequantize(step, scale, spec)
+    return (below + p) * unit * ratio.sign(), (1 - p) * p * unit.square()

@@ -1,0 +1,132 @@
+"""The figure of score over complexity, as Figure 4 of "Elucidating the design space of FP4 training" has it."""
+
+from __future__ import annotations
+
+import io
+import math
+import statistics
+import textwrap
+from collections.abc import Sequence
+from typing import Any
+
+from fp4graph.errors import Error
+from fp4graph.lab.data.extras import needs
+from fp4graph.lab.sweeps.results import Results, Scored, frontier
+from fp4graph.lab.sweeps.score import Rule
+
+_MARKERS = "osD^vPX*"
+#: Characters of a line below a panel.
+_LINE = 100
+
+
+def figure(studies: Sequence[Results], rule: Rule = "table") -> Any:
+    """Return a matplotlib figure, a panel per study: Ω along x, S along y, a marker and a stepped frontier per family.
+
+    The points of every frontier are numbered, and named below the panel. S = 0 is the better unquantized baseline.
+    Scores are linear around it and logarithmic beyond, so that the frontier stays readable beside large failures.
+
+    Raises:
+        Error: a study has no score to show, or matplotlib is not installed.
+    """
+    needs("matplotlib", "figures are drawn by matplotlib", "sweep")
+    from matplotlib.figure import Figure
+
+    for found in studies:
+        if not _points(found, rule):
+            raise Error(
+                f"study {found.name!r} has nothing to plot: a score takes a baseline and a trial that came through, "
+                f"and it has {found.count('complete')} complete trials, {found.count('diverged')} diverged"
+            )
+    lines = max(len(_named(found, rule)) for found in studies)
+    height = 3.6 + 0.17 * (lines + 2)
+    drawn = Figure(figsize=(6.4 * len(studies), height), dpi=150)
+    for column, found in enumerate(studies):
+        place = (column + 0.13) / len(studies), 1 - 3.2 / height, 0.83 / len(studies), 2.8 / height
+        _panel(drawn.add_axes(place), found, rule)
+    return drawn
+
+
+def png(studies: Sequence[Results], rule: Rule = "table", format: str = "png") -> bytes:
+    """Return the figure as the bytes of a PNG, or of another ``format`` that matplotlib writes."""
+    buffer = io.BytesIO()
+    figure(studies, rule).savefig(buffer, format=format)
+    return buffer.getvalue()
+
+
+def _panel(axes: Any, found: Results, rule: Rule) -> None:
+    points = _points(found, rule)
+    for index, family in enumerate(found.families):
+        some = [s for s in points if s.trial.family == family]
+        if not some:
+            continue
+        colour, marker = f"C{index}", _MARKERS[index % len(_MARKERS)]
+        axes.scatter(
+            [s.trial.complexity for s in some], [s.value(rule) for s in some],
+            color=colour, marker=marker, s=18, alpha=0.45, linewidths=0, label=_titled(family, found),
+        )  # fmt: skip
+        best = frontier(some, rule)
+        xs, ys = [s.trial.complexity for s in best], [s.value(rule) for s in best]
+        axes.step(xs, ys, where="post", color=colour, linewidth=1.2)
+        axes.scatter(xs, ys, color=colour, marker=marker, s=34, edgecolors="black", linewidths=0.6, zorder=3)
+    for number, index, s in _numbered(found, rule):
+        right = index % 2 == 0  # of two families that meet, one is numbered on each side
+        axes.annotate(
+            str(number), (s.trial.complexity, s.value(rule)), xytext=(5 if right else -5, 4),
+            ha="left" if right else "right", textcoords="offset points", fontsize=8, color=f"C{index}",
+            weight="bold", zorder=4,
+        )  # fmt: skip
+    axes.axhline(0, color="grey", linewidth=0.8, linestyle="--", label="unquantized")
+    _scale(axes, found, rule)
+    lost = found.count("diverged")
+    title = found.task if found.name == found.task else f"{found.name} ({found.task})"
+    axes.set_title(f"{title}, {len(points)} configurations" + f", {lost} diverged" * bool(lost), fontsize=10)
+    axes.set_xlabel("complexity Ω [points]")
+    labels = {"text": "score S = G/(1 + Ω)", "table": "score S = G/max(1, Ω), below 0 G·max(1, Ω)"}
+    axes.set_ylabel(labels[rule], fontsize=9)
+    axes.grid(alpha=0.25)
+    axes.legend(fontsize=8, loc="best", framealpha=0.9)
+    for row, (text, colour) in enumerate(_named(found, rule)):
+        axes.annotate(
+            text, (0, 0), xycoords="axes fraction", xytext=(-28, -44 - 12.2 * row), textcoords="offset points",
+            fontsize=7.5, color=colour, annotation_clip=False,
+        )  # fmt: skip
+
+
+def _numbered(found: Results, rule: Rule) -> list[tuple[int, int, Scored]]:
+    """Return (number, index of the family, trial) of all families' frontiers."""
+    best = [(index, s) for index, f in enumerate(found.families) for s in frontier(found.complete_of(f), rule)]
+    return [(number, index, s) for number, (index, s) in enumerate(best, 1)]
+
+
+def _named(found: Results, rule: Rule) -> list[tuple[str, str]]:
+    """Return the lines below a panel with their colours: the numbered frontiers, with names in full."""
+    lines: list[tuple[str, str]] = []
+    for number, index, s in _numbered(found, rule):
+        figures = f"Ω {s.trial.complexity:g}, S {s.value(rule):+.3g}, loss {s.trial.loss:.4g}"
+        name = f"{number}  trial {s.trial.number}, {figures}: {s.trial.summary}"
+        lines += [(line, f"C{index}") for line in textwrap.wrap(name, _LINE, subsequent_indent=" " * 6)]
+    return lines
+
+
+def _scale(axes: Any, found: Results, rule: Rule) -> None:
+    points = _points(found, rule)
+    values = [s.value(rule) for s in points]
+    named = [abs(s.value(rule)) for *_, s in _numbered(found, rule)]
+    # Linear up to the power of ten below which at least half of the frontier lies.
+    linear = 10.0 ** math.ceil(math.log10(max(statistics.median(named), 1e-3)))
+    low, high = min(0.0, *values), max(0.0, *values)
+    axes.set_yscale("symlog", linthresh=linear)
+    axes.yaxis.set_major_formatter(lambda value, place: f"{value:g}")
+    axes.set_ylim(1.4 * low - 0.1 * linear, 1.4 * high + 0.25 * linear)
+    most = max(s.trial.complexity or 0.0 for s in points)
+    axes.set_xlim(-0.06 * max(most, 1), most + 0.08 * max(most, 1))
+
+
+def _points(found: Results, rule: Rule) -> list[Scored]:
+    return [s for s in found.complete if math.isfinite(s.value(rule))]
+
+
+def _titled(family: str, found: Results) -> str:
+    """Return a family's name in summaries: that of its pure configuration, if it has one."""
+    pure = [s.trial.summary for s in found.trials if s.trial.family == family and s.trial.kind == "pure"]
+    return pure[0] if pure and pure[0] != "plain" else family

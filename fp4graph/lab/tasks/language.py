@@ -1,0 +1,128 @@
+"""Language modelling: LLaMAs of Hugging Face."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import lru_cache, partial
+from itertools import count
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from fp4graph.errors import Error
+from fp4graph.lab.data import text
+from fp4graph.lab.data.extras import needs
+from fp4graph.lab.tasks.task import PAPER, Batch, Problem, Recipe, Settings, Task
+
+#: Width, feed-forward width, layers, heads, vocabulary. All but the first are those of GaLore (Zhao et al. 2024), which
+#: StableSPAM took over: 8,995,968, 58,073,600, 367,969,280 and 1,339,082,752 parameters. The design-space paper takes
+#: its 350M and 1B from Tseng et al. 2025 instead, "Training LLMs with MXFP4", and prints the sizes of none.
+SIZES = {
+    "tiny": (64, 176, 2, 2, text.BYTES),
+    "9m": (128, 352, 4, 4, 32_000),
+    "60m": (512, 1376, 8, 8, 32_000),
+    "350m": (1024, 2736, 24, 16, 32_000),
+    "1b": (2048, 5461, 24, 32, 32_000),
+}
+#: Sequences validated on, at most.
+VALIDATED = 1024
+
+
+class Language(Problem):
+    """Cross-entropy per token of the next token, in sequences of ``context`` tokens from random places of the text.
+
+    Validation goes through the first sequences of the validation text that do not overlap, at most ``VALIDATED``.
+    Perplexity is the exponential of the mean loss. Losses are comparable under one text and one vocabulary only.
+    ``data`` is the text unless the run names another.
+    """
+
+    def __init__(self, size: str, context: int, settings: Settings, data: str = "wikitext") -> None:
+        needs("transformers", "this task's model is transformers'")
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        width, feed_forward, layers, heads, vocabulary = SIZES[size]
+        self.tokens = tokens_of(settings.run.data or data, vocabulary)
+        self.seed, self.batch_size, self.dtype = settings.seed, settings.batch_size, settings.parameter_dtype
+        self.context = self.tokens_per_sample = context
+        self.samples = len(self.tokens.train) // context
+        if not (self.samples and len(self.tokens.validation) >= context):
+            raise Error(
+                f"{len(self.tokens.train)} tokens to train on and {len(self.tokens.validation)} to validate on are too "
+                f"few for sequences of {context}; give more text"
+            )
+        torch.manual_seed(settings.seed)
+        config = LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=width,
+            intermediate_size=feed_forward,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            max_position_embeddings=max(1024, context),
+            bos_token_id=text.SEPARATOR,
+            eos_token_id=text.SEPARATOR,
+            use_cache=False,
+        )
+        self.model: nn.Module = LlamaForCausalLM(config)
+
+    def batches(self, start: int) -> Iterator[Batch]:
+        for number in count(start):
+            yield (text.batch(self.tokens.train, self.batch_size, self.context, self.seed, number),)
+
+    def validation(self) -> Iterator[Batch]:
+        sequences = min(VALIDATED, len(self.tokens.validation) // self.context)
+        ids = np.asarray(self.tokens.validation[: sequences * self.context], dtype=np.int64)
+        for rows in torch.split(torch.from_numpy(ids).view(sequences, self.context), self.batch_size):
+            yield (rows,)
+
+    def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        (ids,) = batch
+        logits = model(input_ids=ids).logits[:, :-1].float()
+        return {"loss": cross_entropy(logits.transpose(1, 2), ids[:, 1:], reduction="none").mean(1)}
+
+    def summary(self, means: Mapping[str, float]) -> dict[str, float]:
+        loss = means["loss"]
+        return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+
+
+@lru_cache(maxsize=2)  # a sweep trains on one text many times
+def tokens_of(data: str, vocabulary: int) -> text.Tokens:
+    """Return the text that ``--data`` names as tokens; the tokenizer is trained on the text and kept."""
+    return text.prepared(text.named(data), vocabulary)
+
+
+DATA = "wikitext, stdlib, FILE or FOLDER of text"
+
+TEXT = Task(
+    name="text",
+    family="language",
+    description="A LLaMA of 2 blocks and 133,440 parameters on the bytes of Python's standard library",
+    source="ours",
+    recipe=Recipe(lr=3e-3, batch_size=32, steps=300, warmup=0.1),
+    make=partial(Language, "tiny", 64, data="stdlib"),
+    data=DATA,
+    embedded=True,
+)
+
+
+def _llama(size: str, context: int, batch_size: int, accumulate: int, lr: float, tokens: float) -> Task:
+    return Task(
+        name=f"llama-{size}",
+        family="language",
+        description=f"LLaMA {size.upper()} on WikiText, {context} tokens per sequence",
+        source=f"{PAPER}; sizes of GaLore (Zhao et al. 2024)",
+        recipe=Recipe(lr=lr, batch_size=batch_size, accumulate=accumulate, tokens=tokens, autocast=True),
+        make=partial(Language, size, context),
+        data=DATA,
+    )
+
+
+LLAMAS = (
+    _llama("9m", 128, 4096, 1, 1e-3, 0.9e9),
+    _llama("60m", 512, 128, 1, 1e-4, 6e9),
+    _llama("350m", 1024, 16, 8, 1e-4, 14.7e9),
+    _llama("1b", 1024, 4, 512, 1e-4, 42e9),
+)
+TASKS = (TEXT, *LLAMAS)

@@ -1,0 +1,283 @@
+"""Reinforcement learning with a verifiable reward: a small LLaMA that solves countdown puzzles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import count
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, log_softmax, one_hot
+
+from fp4graph.errors import Error
+from fp4graph.lab.data import countdown
+from fp4graph.lab.data.extras import needs
+from fp4graph.lab.tasks.task import Batch, Problem, Recipe, Settings, Task
+
+#: Positions of the model, and so the most tokens that its key-value cache holds.
+POSITIONS = 32
+#: Tokens that a completion may have: the shortest answer's with its END, and one that is too many.
+COMPLETION = countdown.ANSWER + 1
+#: Held-out puzzles validated on.
+VALIDATED = 128
+#: Steps, batch and learning rate of the supervised start.
+WARM_UP, WARM_UP_BATCH, WARM_UP_LR = 200, 64, 3e-3
+#: Keeps apart the seeds of the supervised start, of training and of validation.
+_WARM_UP, _TRAINING, _VALIDATION = range(3)
+
+#: Called with a prompt and a completion.
+Reward = Callable[[str, str], float]
+
+
+def rewards_of(reward: Reward, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
+    """Return the reward of each completion.
+
+    Raises:
+        Error: a reward is NaN or infinite.
+    """
+    found = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        value = float(reward(prompt, completion))
+        if not math.isfinite(value):
+            name = getattr(reward, "__qualname__", repr(reward))
+            raise Error(
+                f"the reward function {name} returned {value} for the completion {completion!r} of the prompt "
+                f"{prompt!r}; advantages need a finite number for every completion"
+            )
+        found.append(value)
+    return found
+
+
+def check_length(model: Any, prompt: int, completion: int) -> None:
+    """Check that a rollout fits the key-value cache of a model of transformers.
+
+    Args:
+        model: its ``config.max_position_embeddings`` is the length of the cache, in tokens.
+        prompt, completion: tokens of the longest prompt and the longest completion.
+
+    Raises:
+        Error: the rollout is longer than the cache.
+    """
+    room: int = model.config.max_position_embeddings
+    if prompt + completion > room:
+        raise Error(
+            f"a rollout of {prompt + completion} tokens (a prompt of {prompt}, a completion of up to {completion}) is "
+            f"longer than the key-value cache: the model has {room} positions; shorten the completion to "
+            f"{max(room - prompt, 0)} tokens, or make the model with max_position_embeddings={prompt + completion}"
+        )
+
+
+def advantages(rewards: Tensor) -> Tensor:
+    """Return A = (r − mean)/(std + 1e-4) over each group, in the shape of ``rewards`` ``[groups, completions]``.
+
+    A group of equal rewards has A = 0. Source: Shao et al. 2024, "DeepSeekMath", sec. 4.1.2; the addend is TRL's.
+    """
+    return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+
+
+def make_model(seed: int, **options: Any) -> Any:
+    """Return an untrained LLaMA of 2 blocks and 108,992 parameters; its weights are a function of the seed.
+
+    ``options`` are those of ``transformers.LlamaConfig``.
+    """
+    needs("transformers", "this task's model is transformers'")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config: dict[str, Any] = {
+        "vocab_size": countdown.VOCABULARY, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "max_position_embeddings": POSITIONS, "bos_token_id": countdown.END,
+        "eos_token_id": countdown.END, "pad_token_id": countdown.PAD,
+    }  # fmt: skip
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(seed)
+        return LlamaForCausalLM(LlamaConfig(**config | options))
+
+
+def supervise(model: nn.Module, seed: int, steps: int = WARM_UP) -> None:
+    """Train ``model`` on answers in high precision, so that it solves some puzzles: the start that GRPO needs.
+
+    Cross-entropy of the answer's tokens, AdamW with a warm-up of a tenth of the steps.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=WARM_UP_LR, weight_decay=0.0)
+    model.train()
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = WARM_UP_LR * min(1.0, 10 * (step + 1) / steps)
+        given = countdown.puzzles(WARM_UP_BATCH, seed, _WARM_UP, step)
+        prompts, answers = (
+            countdown.encode(texts) for texts in zip(*((p.prompt, answer) for p, answer in given), strict=True)
+        )
+        answers = torch.cat([answers, torch.full((len(answers), 1), countdown.END)], 1)
+        logits = model(input_ids=torch.cat([prompts, answers], 1)).logits[:, countdown.PROMPT - 1 : -1]
+        cross_entropy(logits.flatten(0, 1), answers.flatten()).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@lru_cache(maxsize=8)  # a comparison trains from one start many times
+def started(seed: int, steps: int = WARM_UP) -> Mapping[str, Tensor]:
+    """Return the state of :func:`make_model` after :func:`supervise`."""
+    model = make_model(seed)
+    supervise(model, seed, steps)
+    return dict(model.state_dict())
+
+
+class Countdown(Problem):
+    """On-policy policy gradient with group-relative advantages on countdown puzzles.
+
+    Each prompt has ``group`` completions. The model generates them in evaluation mode, with a key-value cache, from
+    Gumbel noise that is part of the batch: argmax(logits + noise) is a draw from softmax(logits), so that a step is a
+    function of the weights and the batch. A completion's reward is 1 if it solves the puzzle, else 0. With A the
+    advantages of :func:`advantages` and o_i the tokens of completion i, END included, the gradient of a prompt's loss
+    is that of
+
+        −(1/G)·Σ_i A_i·(1/|o_i|)·Σ_t log p(o_it | prompt, o_i<t).
+
+    The value of the loss is the share of completions without reward, in training and in validation, where the prompts
+    and the noise are the same each time, whatever the batch size. Validation puzzles are distinct, and have sets of
+    numbers that training never shows.
+
+    Source: GRPO (Shao et al. 2024, "DeepSeekMath", eq. 3 and 21) with one update for each rollout, where the ratio to
+    the old policy is 1 and is never clipped, and without the KL penalty. The task is ours.
+
+    Args:
+        settings: a sample is a prompt.
+        group: completions for each prompt, G.
+        completion: tokens that a completion may have.
+        warm_up: steps of the supervised start.
+        reward: of a prompt and a completion.
+
+    Raises:
+        Error: a group of one, a rollout that is longer than the cache; in :meth:`measure`, a reward is not finite.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        group: int = 8,
+        completion: int = COMPLETION,
+        warm_up: int = WARM_UP,
+        reward: Reward = countdown.reward,
+    ) -> None:
+        if group < 2:
+            raise Error(f"group is {group}; an advantage compares at least two completions of a prompt")
+        self.model: nn.Module = make_model(settings.seed)
+        check_length(self.model, countdown.PROMPT, completion)
+        self.model.load_state_dict(started(settings.seed, warm_up))
+        self.seed, self.batch_size, self.dtype = settings.seed, settings.batch_size, settings.parameter_dtype
+        self.group, self.completion, self.reward = group, completion, reward
+        self.samples = countdown.prompts_to_train_on()
+        self.tokens_per_sample = group * (countdown.PROMPT + completion)
+
+    def batches(self, start: int) -> Iterator[Batch]:
+        for number in count(start):
+            yield self._batch(self.batch_size, self.seed, _TRAINING, number)
+
+    def validation(self) -> Iterator[Batch]:
+        drawn = countdown.puzzles(8 * VALIDATED, _VALIDATION, held_out=True)
+        prompts = list(dict.fromkeys(puzzle.prompt for puzzle, _ in drawn))[:VALIDATED]
+        whole = countdown.encode(prompts), self._noise(VALIDATED, True, _VALIDATION)
+        yield from zip(*(torch.split(part, self.batch_size) for part in whole), strict=True)
+
+    def _batch(self, size: int, *seeds: int) -> Batch:
+        """Return prompts ``[size, PROMPT]`` of training and their noise."""
+        prompts = countdown.encode(puzzle.prompt for puzzle, _ in countdown.puzzles(size, *seeds))
+        return prompts, self._noise(size, False, *seeds)
+
+    def _noise(self, size: int, *seeds: int) -> Tensor:
+        """Return Gumbel noise, fp32 ``[size, group, completion, VOCABULARY]``."""
+        shape = size, self.group, self.completion, countdown.VOCABULARY
+        noise = np.random.default_rng([*seeds, 1]).gumbel(size=shape)
+        return torch.from_numpy(noise.astype(np.float32))
+
+    def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        prompts, noise = batch
+        prompts, noise = prompts.repeat_interleave(self.group, 0), noise.flatten(0, 1)
+        training = model.training
+        tokens, logits = rollout(model, prompts, noise)
+        model.train(training)
+        texts = [list(map(countdown.decode, side.tolist())) for side in (prompts, tokens)]
+        rewards = torch.tensor(rewards_of(self.reward, *texts), device=tokens.device).view(-1, self.group)
+        failed = 1 - rewards.mean(1)
+        if not training:
+            entropy = mean_entropy(logits, before_end(tokens)).view(-1, self.group)
+            return {"loss": failed, "reward": rewards.mean(1), "entropy": entropy.mean(1)}
+        chosen, mask = log_probs(model, prompts, tokens)
+        each = (chosen * mask).sum(1) / mask.sum(1)
+        surrogate = -(advantages(rewards) * each.view(-1, self.group)).mean(1)
+        return {"loss": failed + surrogate - surrogate.detach()}
+
+
+@torch.no_grad()
+def rollout(model: Any, prompts: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
+    """Generate completions in evaluation mode, and leave the model in it.
+
+    Args:
+        prompts: tokens, ``[n, prompt]``, none of them padding.
+        noise: added to the logits before each choice of the largest, fp32 ``[n, completion, vocabulary]``.
+
+    Returns:
+        Tokens ``[n, completion]``, PAD after an END; the logits that they were drawn from, fp32 ``[n, longest,
+        vocabulary]``, up to the END of the longest completion.
+    """
+    from transformers import GenerationConfig, LogitsProcessorList
+
+    longest, prompt = noise.shape[1], prompts.shape[1]
+
+    def perturb(ids: Tensor, scores: Tensor) -> Tensor:
+        return scores.float() + noise[:, ids.shape[1] - prompt]
+
+    config = GenerationConfig(  # type: ignore[no-untyped-call]
+        max_new_tokens=longest, do_sample=False, use_cache=True, eos_token_id=countdown.END, pad_token_id=countdown.PAD,
+        return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    found = model.eval().generate(
+        prompts, attention_mask=torch.ones_like(prompts), generation_config=config,
+        logits_processor=LogitsProcessorList([perturb]),
+    )  # fmt: skip
+    tokens = found.sequences[:, prompt:]
+    logits = torch.stack(found.logits, 1).float()
+    return nn.functional.pad(tokens, (0, longest - tokens.shape[1]), value=countdown.PAD), logits
+
+
+def before_end(tokens: Tensor) -> Tensor:
+    """Return 1 for every token up to the first END, which is included, and 0 after it: fp32 in the shape of tokens."""
+    ended = (tokens == countdown.END).cumsum(1) - (tokens == countdown.END).int()
+    return (ended == 0).float()
+
+
+def mean_entropy(logits: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean entropy in nats of each completion's distributions, fp32 ``[n]``.
+
+    Args:
+        logits: ``[n, longest, vocabulary]``.
+        mask: 1 for tokens of the completion and 0 for others, ``[n, completion]``; no token after ``longest`` counts.
+    """
+    logs, mask = log_softmax(logits, -1), mask[:, : logits.shape[1]]
+    return (-(logs.exp() * logs).sum(-1) * mask).sum(1) / mask.sum(1)
+
+
+def log_probs(model: nn.Module, prompts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the log-probability of each of ``tokens`` ``[n, completion]``, and the mask of :func:`before_end`."""
+    logits = model(input_ids=torch.cat([prompts, tokens], 1), use_cache=False).logits
+    logits = logits[:, prompts.shape[1] - 1 : -1].float()
+    chosen = (log_softmax(logits, -1) * one_hot(tokens, logits.shape[-1])).sum(-1)
+    return chosen, before_end(tokens)
+
+
+COUNTDOWN = Task(
+    name="countdown",
+    family="reinforcement",
+    description="GRPO of a LLaMA of 2 blocks on countdown puzzles, 8 rollouts a prompt, after a supervised start",
+    source="ours; the objective of Shao et al. 2024, on policy",
+    recipe=Recipe(
+        lr=1e-3, batch_size=32, steps=400, schedule="cosine", warmup=0.05, clip=1.0, optimizer="adamw", validations=8
+    ),
+    make=Countdown,
+    embedded=True,
+)
+TASKS = (COUNTDOWN,)

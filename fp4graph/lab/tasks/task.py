@@ -1,0 +1,198 @@
+"""A task: a problem to make, and the recipe to train it by."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fp4graph.errors import Error
+from fp4graph.lab.runs.run import Run
+from fp4graph.policy import Policy, Rule
+
+#: The source of most recipes.
+PAPER = '"Elucidating the design space of FP4 training", appendix, Table 11'
+#: Parameters' dtypes, by the names that a run gives them.
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+#: Tensors with the samples along their first axis.
+Batch = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """The settings of a task that a run does not choose itself; names as in :class:`Run`.
+
+    One of ``epochs``, ``steps`` and ``tokens`` is the length of the training, with about ``validations`` validations.
+    """
+
+    lr: float
+    batch_size: int
+    epochs: float | None = None
+    steps: int | None = None
+    tokens: float | None = None
+    optimizer: str = "adam"
+    weight_decay: float = 0.0
+    schedule: str = "constant"
+    warmup: float = 0.0
+    clip: float = 0.0
+    accumulate: int = 1
+    dtype: str = "fp32"
+    autocast: bool = False
+    validations: int = 20
+    validation_batches: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Recipe):
+    """A run with everything chosen, from which a problem is made; its length is :meth:`total_steps`."""
+
+    run: Run
+    device: torch.device
+    backend: str
+
+    @property
+    def seed(self) -> int:
+        return self.run.seed
+
+    @property
+    def parameter_dtype(self) -> torch.dtype:
+        return DTYPES[self.dtype]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data: the run with everything chosen but its length."""
+        placed = {"device": str(self.device), "backend": self.backend}
+        return self.run.to_json() | {name: getattr(self, name) for name in CHOSEN} | placed
+
+    def total_steps(self, problem: Problem) -> int:
+        """Return the steps of the optimizer of the whole training."""
+        run, batch = self.run, self.batch_size * self.accumulate
+        if run.steps is not None:
+            return run.steps
+        if run.epochs is None and self.steps is not None:
+            return self.steps
+        if run.epochs is None and self.tokens is not None:
+            return math.ceil(self.tokens / (problem.tokens_per_sample * batch))
+        epochs = run.epochs or self.epochs
+        assert epochs is not None, f"the recipe of {run.task} has no length"
+        return math.ceil(epochs * problem.samples / batch)
+
+
+#: The fields of a recipe that a run may set as well, without those of its length.
+CHOSEN = sorted({field.name for field in fields(Recipe)} & {field.name for field in fields(Run)} - {"epochs", "steps"})
+
+
+class Problem(ABC):
+    """A model and the data to train it on.
+
+    Attributes:
+        model: on the CPU, in fp32; its weights are a function of the seed.
+        dtype: the dtype that its parameters will have, and so of the model's input.
+        samples: the number of training samples, which make an epoch.
+        blocks: its blocks by module name, where ``block: true`` finds no repeated stack by itself.
+    """
+
+    model: nn.Module
+    dtype: torch.dtype
+    samples: int
+    blocks: tuple[str, ...] | None = None
+    tokens_per_sample: int = 1
+
+    @abstractmethod
+    def batches(self, start: int) -> Iterator[Batch]:
+        """Yield training batches without end, from number ``start`` on: on the CPU, all of one shape, functions of the
+        seed and their number."""
+
+    @abstractmethod
+    def validation(self) -> Iterator[Batch]:
+        """Yield the validation batches, the same each time; the last may be shorter."""
+
+    @abstractmethod
+    def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
+        """Return ``loss`` and other metrics of each sample of a batch on the device, by name: fp32 ``[samples]``."""
+
+    def summary(self, means: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics to report, given the validation means of what :meth:`measure` returns."""
+        return {name: value for name, value in means.items() if name != "loss"}
+
+
+Family = Literal["regression", "classification", "diffusion", "language", "reinforcement"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """A model, its data and a recipe, under a name.
+
+    ``source`` says where these come from. ``data`` says what ``--data`` takes, and is None for a task that takes none.
+    An ``embedded`` task runs without data from elsewhere.
+    """
+
+    name: str
+    family: Family
+    description: str
+    source: str
+    recipe: Recipe
+    make: Callable[[Settings], Problem]
+    data: str | None = None
+    embedded: bool = False
+
+    def settings(self, run: Run) -> Settings:
+        """Return the settings of ``run``; what it leaves open is the recipe's.
+
+        Raises:
+            Error: the run names data and the task takes none, or the device is not there.
+        """
+        if run.data is not None and self.data is None:
+            raise Error(f"task {self.name!r} makes its own data; leave --data out")
+        chosen = {name: value for name in CHOSEN if (value := getattr(run, name)) is not None}
+        device = device_named(run.device)
+        backend = run.backend or ("inductor" if device.type == "cuda" else "eager")
+        return Settings(**vars(self.recipe) | chosen, run=run, device=device, backend=backend)
+
+
+def device_named(name: str) -> torch.device:
+    """Return the device ``name``, or for ``auto`` CUDA where there is one.
+
+    Raises:
+        Error: torch does not know such a device, or it is not there.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise Error(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
+    return device
+
+
+def placed(policy: Policy, blocks: Sequence[str]) -> Policy:
+    """Return ``policy`` with each rule's ``block``, ``first_blocks`` and ``last_blocks`` written as module names.
+
+    ``blocks`` are :attr:`Problem.blocks`, in the order in which they run.
+
+    Raises:
+        PolicyError: a rule says ``block: false``, or ``module`` besides, which a list of modules cannot express.
+    """
+    rules = tuple(_placed(rule, blocks) for rule in policy.rules)
+    phases = tuple(replace(phase, policy=placed(phase.policy, blocks)) for phase in policy.phases)
+    return replace(policy, rules=rules, phases=phases)
+
+
+def _placed(rule: Rule, blocks: Sequence[str]) -> Rule:
+    match = rule.match
+    if match.block is None and match.first_blocks is None and match.last_blocks is None:
+        return rule
+    if match.block is False or match.module is not None:
+        raise rule.error(
+            "this task's model has blocks of several kinds, for which a rule can say block: true, first_blocks and "
+            "last_blocks, but not block: false or module besides; name its modules instead"
+        )
+    first, last = match.first_of(len(blocks)), match.last_of(len(blocks))
+    names = tuple(f"{name}.*" for number, name in enumerate(blocks) if len(blocks) - last <= number < first)
+    placed = match.model_copy(update={"module": names, "block": None, "first_blocks": None, "last_blocks": None})
+    return replace(rule, match=placed)

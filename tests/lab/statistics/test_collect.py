@@ -1,0 +1,561 @@
+"""Statistics collected while training: true, and without a trace in the training."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fp4graph
+from fp4graph.lab import METRICS, Statistics, read
+from fp4graph.model.runtime import runtime_of
+from tests.helpers.policies import one_rule, quantizer
+
+
+def policy(backward="stochastic", techniques=(), **operands):
+    return one_rule(
+        *techniques,
+        quantize=quantizer(16, rounding="floor"),
+        operands={"backward": {"rounding": backward}, **operands},
+    )
+
+
+class Net(nn.Module):
+    """Two linears; the second is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(32, 48), nn.Linear(48, 48)
+
+    def forward(self, x):
+        return self.second(torch.relu(self.second(torch.relu(self.first(x)))))
+
+
+def make(policy_, model=None, backend="eager"):
+    model = fp4graph.apply(model or Net(), policy_, backend=backend)
+    return model, fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+
+
+def steps(model, optimizer, count, batches=1, start=0, shape=(8, 32)):
+    for step in range(start, start + count):
+        generator = torch.Generator().manual_seed(step)
+        for _ in range(batches):
+            model(torch.randn(*shape, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def only(recorded, **wanted):
+    (row,) = [r for r in recorded.rows if all(r[key] == value for key, value in wanted.items())]
+    return row
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tetrajet-qema",
+        pytest.param("mxfp4-rl", marks=pytest.mark.long),
+        pytest.param("nvfp4-te", marks=pytest.mark.long),
+    ],
+)
+def test_training_is_the_same_to_the_last_bit(name, vit, tmp_path):
+    """Dropout, stochastic rounding, state of techniques and the model's own random numbers included."""
+    trained = []
+    for watched in (False, True):
+        model, optimizer = make(name, vit(drop_rate=0.2, depth=3 if name == "nvfp4-te" else 2))
+        torch.manual_seed(1)
+        statistics = None
+        if watched:
+            probe = (torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(5)),)
+            statistics = Statistics(
+                model, optimizer, every=2, directory=tmp_path, window=2, window_every=4, probe=probe
+            )
+        steps(model, optimizer, 4, shape=(4, 3, 32, 32))
+        if statistics is not None:
+            statistics.close()
+        trained.append((model.state_dict(), torch.rand(3)))
+    (plain, after), (with_statistics, after_too) = trained
+    assert torch.equal(after, after_too)
+    for key, value in plain.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(value, with_statistics[key]), key
+    recorded = read(tmp_path)
+    assert recorded.steps == [2, 4]
+    assert {r["tensor"] for r in recorded.rows} >= {"fprop.input", "wgrad.input", "dgrad", "wgrad", "output"}
+
+
+@pytest.mark.slow
+def test_operands_by_hand(tmp_path):
+    """Every operand of a linear by itself, to nearest, with what reaches it."""
+    model = nn.Linear(32, 48)
+    model, optimizer = make(policy("nearest"), model)
+    seen = {}
+    with Statistics(model, optimizer, every=2, directory=tmp_path, sample=None, window=2):
+        steps(model, optimizer, 1)
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(8, 32, generator=generator).requires_grad_()
+        w = model.weight.detach().clone()
+        y = model(x)
+        y.register_hook(lambda g: seen.update(dy=g))
+        y.square().mean().backward()
+        optimizer.step()
+    dy = seen["dy"]
+    spec = fp4graph.QuantSpec("e2m1", 16, fp4graph.ScaleSpec("e8m0", "floor"))
+    operands = {
+        "fprop.input": x,
+        "fprop.weight": w,
+        "dgrad.grad_output": dy,
+        "dgrad.weight": w.T,
+        "wgrad.grad_output": dy.T,
+        "wgrad.input": x.T,
+    }
+    recorded = read(tmp_path)
+    quantized = {}
+    for name, operand in operands.items():
+        a = operand.detach().double().numpy()
+        q = quantized[name] = fp4graph.fake_quantize(operand.detach(), spec).double().numpy()
+        row = only(recorded, step=2, tensor=name)
+        assert row["site"] == "(root)"
+        error = ((q - a) ** 2).sum()
+        assert row["elements"] == a.size
+        assert row["snr_db"] == pytest.approx(10 * math.log10((a**2).sum() / error), rel=1e-5)
+        assert row["underflowed"] == pytest.approx(((q == 0) & (a != 0)).mean(), abs=1e-6)
+        # A block's maximum m·2^e with m in (1.5, 2) is scaled to m·4 > 6 and clipped.
+        padded = np.pad(a, ((0, 0), (0, -a.shape[1] % 16))).reshape(a.shape[0], -1, 16)
+        exponent = np.floor(np.log2(np.abs(padded).max(-1, keepdims=True)))
+        clipped = np.abs(padded) / 2.0 ** (exponent - 2) > 6
+        assert row["saturated"] == pytest.approx(clipped.sum() / a.size, abs=1e-6)
+        assert row["scale_bias"] + row["dead_zone"] + row["grid_noise"] + row["interaction"] == pytest.approx(
+            row["relative_error"], rel=1e-4
+        )
+        low = row["scales"]["lowest"]
+        counts = {low + i: n for i, n in enumerate(row["scales"]["counts"]) if n}
+        values, numbers = np.unique(exponent - 2, return_counts=True)
+        assert counts == dict(zip(values.astype(int).tolist(), numbers.tolist(), strict=True))
+    for gemm, left, right in (
+        ("dgrad", "dgrad.grad_output", "dgrad.weight"),
+        ("wgrad", "wgrad.grad_output", "wgrad.input"),
+    ):
+        row = only(recorded, step=2, tensor=gemm)
+        g = (operands[left].double() @ operands[right].double().mT).detach().numpy()
+        got = quantized[left] @ quantized[right].T
+        assert row["bias"] == pytest.approx(np.linalg.norm(got - g) / np.linalg.norm(g), rel=1e-5)
+        assert row["gain"] == pytest.approx((got * g).sum() / (g * g).sum(), rel=1e-5)
+        assert row["deviation"] == 0
+
+
+@pytest.mark.slow
+def test_the_gradient_of_a_stochastic_backward_by_many_draws(tmp_path):
+    """Bias and deviation of dW over the noise, against the exact product: the closed form and 400 backwards."""
+    recipe = policy(**{"wgrad.input": {"source": "fprop", "rounding": "stochastic"}})
+    x = torch.randn(16, 32, generator=torch.Generator().manual_seed(0))
+    dy = torch.randn(16, 48, generator=torch.Generator().manual_seed(1))
+    model, optimizer = make(recipe, nn.Linear(32, 48, bias=False))
+    gradients = []
+    with Statistics(model, optimizer, every=2, directory=tmp_path, sample=None, metrics=["gradient"]):
+        for _ in range(2):
+            model(x).backward(dy)
+            optimizer.step()
+    for _ in range(400):
+        optimizer.zero_grad()
+        model(x).backward(dy)
+        gradients.append(model.weight.grad.clone())
+    row = only(read(tmp_path), step=2, tensor="wgrad")
+    exact = dy.T @ x
+    draws = torch.stack(gradients)
+    deviation = draws.var(0).sum().sqrt() / exact.norm()
+    offset = ((draws.mean(0) - exact).square().sum() - draws.var(0).sum() / 400).clamp(min=0).sqrt() / exact.norm()
+    assert row["deviation"] == pytest.approx(deviation.item(), rel=0.03)
+    assert row["bias"] == pytest.approx(offset.item(), rel=0.03)
+    assert row["gain"] == pytest.approx(((draws.mean(0) * exact).sum() / exact.square().sum()).item(), rel=0.01)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["plain", "q_ema", "a list of elements"])
+def test_oscillation_in_loops(case, tmp_path):
+    """The way of w and of Q(w) over the window, element by element, beside the training itself."""
+    several = case == "a list of elements"
+    operands = {"fprop.weight": {"element": ["e2m1", "int4"]}} if several else {}
+    techniques = [{"q_ema": {"beta": 0.9}}] if case == "q_ema" else []
+    model, optimizer = make(policy(techniques=techniques, **operands), nn.Linear(32, 24))
+    w, q = [], []
+
+    def look():
+        runtime = runtime_of(model)
+        w.append(model.weight.detach().clone())
+        q.append(runtime.weights[0].quantize(w[-1], runtime.step).clone())
+
+    metrics = ["oscillation", "flips", "rate_of_change"]
+    with Statistics(
+        model, optimizer, every=5, directory=tmp_path, window=6, window_every=25, sample=None, metrics=metrics
+    ):
+        for step in range(25):
+            steps(model, optimizer, 1, start=step)
+            look()
+    w, q = torch.stack(w[18:25]).double().numpy(), torch.stack(q[18:25]).double().numpy()
+    moved, moved_q = np.abs(np.diff(w, axis=0)).sum(0), np.abs(np.diff(q, axis=0)).sum(0)
+    ratio = np.divide(moved_q, moved, out=np.where(moved_q > 0, np.inf, 0.0), where=moved > 0)
+    row = only(read(tmp_path), step=25, tensor="weight")
+    assert row["window"] == 6
+    assert row["oscillating"] == pytest.approx((ratio > 16).mean(), abs=1e-6)
+    assert row["ratio_counts"][0] == (ratio == 0).sum()
+    assert sum(row["ratio_counts"]) == ratio.size
+    if several:  # a block that takes another element moves values by less than a scale that is rounded anew
+        assert row["left_out"] == ["flips"]
+        assert not {"flips", "flipping"} & row.keys()
+    else:
+        flips = np.abs(np.diff(q, axis=0)) > np.maximum(np.abs(q[1:]), np.abs(q[:-1])) / 8
+        assert row["flips"] == pytest.approx(flips.mean(), abs=1e-6)
+        assert row["flipping"] == pytest.approx(flips.any(0).mean(), abs=1e-6)
+    for name, path in (("rate_of_change", w), ("quantized_rate_of_change", q)):
+        norms = np.linalg.norm(np.diff(path, axis=0), axis=(1, 2)) / np.linalg.norm(path[:-1], axis=(1, 2))
+        assert row[name] == pytest.approx(norms.mean(), rel=1e-4)
+    if row["trajectories"]:
+        example = row["trajectories"][0]
+        assert len(example["weight"]) == 7
+        assert any(np.allclose(w[:, i, j], example["weight"], rtol=1e-5) for i in range(24) for j in range(32))
+
+
+@pytest.mark.slow
+def test_the_rate_of_change_of_outputs(tmp_path):
+    """Of the same inputs from step to step, in evaluation mode, over the last five steps of each window."""
+    probe = torch.randn(5, 32, generator=torch.Generator().manual_seed(9))
+    model, optimizer = make(policy())
+    options = {"probe": (probe,), "metrics": ["rate_of_change"], "window": 7, "window_every": 8}
+    outputs = []
+    with Statistics(model, optimizer, every=50, directory=tmp_path, **options):
+        for step in range(16):
+            steps(model, optimizer, 1, start=step)
+            with torch.no_grad():
+                outputs.append(model.eval()(probe))
+            model.train()
+    rates = [((after - before).norm() / before.norm()).item() for before, after in pairwise(outputs)]
+    for last in (8, 16):
+        row = only(read(tmp_path), step=last, site="second#1", tensor="output")
+        assert row["rate_of_change"] == pytest.approx(np.mean(rates[last - 6 : last - 1]), rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_module_called_twice_is_two_sites_with_one_weight(tmp_path):
+    model, optimizer = make(policy())
+    with Statistics(model, optimizer, every=5, directory=tmp_path, window=3, window_every=25):
+        steps(model, optimizer, 25)
+    recorded = read(tmp_path)
+    assert set(recorded.sites) == {"first", "second", "second#1"}
+    assert {r["site"] for r in recorded.rows if r["tensor"] == "weight"} == {"first", "second"}
+
+
+@pytest.mark.slow
+def test_evaluations_and_accumulated_batches(tmp_path):
+    """What a step consists of is looked at together; an evaluation in between is not."""
+    model, optimizer = make(policy())
+    with Statistics(model, optimizer, every=2, directory=tmp_path, sample=None):
+        steps(model, optimizer, 1)
+        with torch.no_grad():
+            model.eval()(torch.full((3, 32), 1e6))
+        model.train()
+        steps(model, optimizer, 1, batches=3, start=1)
+    assert only(read(tmp_path), step=2, site="first", tensor="fprop.input")["elements"] == 3 * 8 * 32
+
+
+@pytest.mark.slow
+def test_a_site_without_a_single_token(tmp_path):
+    """An expert that no token was sent to: there is nothing to say of its products, but of its weight."""
+    model, optimizer = make(policy())
+    with Statistics(model, optimizer, every=2, directory=tmp_path):
+        steps(model, optimizer, 2)
+        for _ in range(2):
+            model(torch.zeros(0, 32)).sum().backward()
+            optimizer.step()
+    recorded = [{row["tensor"] for row in read(tmp_path).rows if row["step"] == step} for step in (2, 4)]
+    assert len(recorded[0]) == 8  # six operands, two GEMMs
+    assert recorded[1] == {"fprop.weight", "dgrad.weight"}
+
+
+@pytest.mark.slow
+def test_a_weight_without_elements(tmp_path):
+    model, optimizer = make(policy(), nn.Sequential(nn.Linear(32, 24), nn.Linear(24, 0)))
+    with Statistics(model, optimizer, every=2, directory=tmp_path, window=2, window_every=4):
+        for step in range(4):
+            model(torch.randn(8, 32, generator=torch.Generator().manual_seed(step))).sum().backward()
+            optimizer.step()
+    assert {row["site"] for row in read(tmp_path).rows if row["tensor"] == "weight"} == {"0"}
+
+
+@pytest.mark.slow
+def test_only_what_was_asked_for(tmp_path):
+    model, optimizer = make(policy())
+    with Statistics(model, optimizer, every=2, directory=tmp_path, metrics=["snr", "confidence"], sites="sec*"):
+        steps(model, optimizer, 30)
+    recorded = read(tmp_path)
+    assert set(recorded.sites) == {"second", "second#1"}
+    assert {key for row in recorded.rows for key in row} == {
+        "step", "site", "tensor", "elements", "nonfinite", "snr_db", "gain", "confidence", "confidence_histogram",
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_weights_that_are_alike_with_inputs(tmp_path):
+    """Same shape, same quantizer, looked at together: confidence and latent weights are those of weights alone."""
+    model, optimizer = make(policy("nearest"), nn.Linear(32, 8))
+    with Statistics(model, optimizer, every=2, directory=tmp_path, sample=None):
+        steps(model, optimizer, 1)
+        w = model.weight.detach().clone()
+        steps(model, optimizer, 1, start=1)
+    recorded = read(tmp_path)
+    assert [r["tensor"] for r in recorded.rows if "confidence" in r or "latent" in r] == ["fprop.weight"]
+    row = only(recorded, step=2, tensor="fprop.weight")
+    blocks = w.double().numpy().reshape(-1, 16)
+    u = np.abs(blocks) / 2.0 ** (np.floor(np.log2(np.abs(blocks).max(1, keepdims=True))) - 2)
+    thresholds, half = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5]), [0.25, 0.25, 0.25, 0.25, 0.375, 0.5, 0.75, 1]
+    u = u.clip(max=6)
+    expected = np.abs(u[..., None] - thresholds).min(-1) / np.array(half)[np.searchsorted(thresholds, u)]
+    assert row["confidence"] == pytest.approx(expected.mean(), rel=1e-4)
+    assert sum(row["confidence_histogram"]) == sum(row["latent"]["counts"]) == w.numel()
+
+
+@pytest.mark.slow
+def test_blocks_that_choose_their_element_have_no_confidence(tmp_path):
+    """Its thresholds are those of one format; everything else is measured."""
+    chosen = {"element": ["e2m1", "int4"]}
+    model, optimizer = make(policy(forward=chosen, gradients=chosen))
+    with Statistics(model, optimizer, every=2, directory=tmp_path):
+        steps(model, optimizer, 2)
+    rows = read(tmp_path).rows
+    weight = [r for r in rows if r["tensor"] == "fprop.weight"]
+    assert weight
+    assert not any("confidence" in r for r in weight)
+    assert all(r["left_out"] == ["confidence"] for r in weight)
+    assert not any("left_out" in r for r in rows if r["tensor"] != "fprop.weight")
+    assert all(r["latent"]["limit"] == 6 and sum(r["latent"]["counts"]) for r in weight)
+    assert all(r["relative_error"] < 0.1 for r in weight)
+
+
+@pytest.mark.slow
+def test_phases_of_techniques_that_act_at_the_step(tmp_path):
+    """A phase hooks its techniques anew while torch goes through the hooks of a step; nothing of the training moves."""
+    recipe = policy(techniques=["q_ema"])
+    recipe["phases"] = [{"at": 3, "rules": policy(techniques=[{"q_ema": {"beta": 0.5}}])["rules"]}]
+    (model, optimizer), (alone, own) = make(recipe), make(recipe)
+    with Statistics(model, optimizer, every=2, directory=tmp_path, window=2, window_every=2):
+        steps(model, optimizer, 6)
+    steps(alone, own, 6)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), alone.state_dict().values(), strict=True))
+    assert {row["step"] for row in read(tmp_path).rows} == {2, 6}  # the fourth is the first of its phase
+
+
+@pytest.mark.slow
+def test_channels_that_are_multiplied_apart(tmp_path):
+    """The sites are observed once each, and the training is what it is without an observer."""
+
+    def rules(mode):
+        return policy(techniques=[{"out_control": {"mode": mode}}])["rules"]
+
+    recipe = policy(techniques=[{"out_control": {"mode": "wait"}}])
+    recipe["phases"] = [{"at": 1, "rules": rules("measure")}, {"at": 2, "rules": rules("split")}]
+    (model, optimizer), (alone, own) = make(recipe), make(recipe)
+    with Statistics(model, optimizer, every=2, directory=tmp_path, window=2, window_every=2):
+        steps(model, optimizer, 4)
+    steps(alone, own, 4)
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), alone.state_dict().values(), strict=True))
+    rows = [r for r in read(tmp_path).rows if (r["site"], r.get("tensor"), r["step"]) == ("first", "fprop.input", 4)]
+    assert len(rows) == 1
+    gradients = {r["tensor"]: r for r in read(tmp_path).rows if (r["site"], r["step"]) == ("second", 4)}
+    assert {"dgrad", "wgrad"} <= gradients.keys()
+
+
+@pytest.mark.slow
+def test_under_autocast_and_with_phases(tmp_path):
+    """The policy of the phase is the one that is looked at."""
+    recipe = policy() | {"phases": [{"at": 5, "operands": {"backward": "keep"}}]}
+    model, optimizer = make(recipe)
+    probe = (torch.zeros(2, 32),)
+    with Statistics(model, optimizer, every=2, directory=tmp_path, window=2, window_every=4, probe=probe):
+        for _ in range(8):
+            with torch.autocast("cpu", torch.bfloat16):
+                model(torch.randn(8, 32)).float().square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    recorded = read(tmp_path)
+    tensors = {step: {r["tensor"] for r in recorded.rows if r["step"] == step} for step in recorded.steps}
+    assert tensors.keys() == {2, 4, 8}  # the sixth step is the first of its phase
+    assert {"wgrad.input", "dgrad", "output"} <= tensors[4]
+    assert {"fprop.input", "output"} <= tensors[8]
+    assert not {"wgrad.input", "dgrad.weight"} & tensors[8]
+
+
+@pytest.mark.slow
+def test_where_gradients_are_checkpointed(vit, tmp_path):
+    """The forward runs twice; shares and ratios are those of once."""
+    rows = []
+    for name, checkpointed in (("plain", False), ("twice", True)):
+        model = vit()
+        model.set_grad_checkpointing(checkpointed)
+        model, optimizer = make("microscaling", model)
+        with Statistics(model, optimizer, every=2, directory=tmp_path / name, window=2):
+            steps(model, optimizer, 2, shape=(2, 3, 32, 32))
+        rows.append({(r["site"], r["tensor"]): r.get("snr_db", r.get("bias")) for r in read(tmp_path / name).rows})
+    assert rows[0].keys() == rows[1].keys()
+    for key, value in rows[0].items():
+        assert rows[1][key] == pytest.approx(value, rel=1e-3), key
+
+
+@pytest.mark.slow
+def test_a_model_of_nothing_quantized(tmp_path):
+    model, optimizer = make("bf16")
+    with Statistics(model, optimizer, every=2, directory=tmp_path):
+        steps(model, optimizer, 4)
+    recorded = read(tmp_path)
+    assert recorded.rows == ()
+    assert recorded.header["policy"] == "bf16"
+
+
+@pytest.mark.slow
+def test_a_resumed_training_goes_on_counting(tmp_path):
+    model, optimizer = make(policy())
+    with Statistics(model, optimizer, every=5, directory=tmp_path):
+        steps(model, optimizer, 12)
+    with Statistics(model, optimizer, every=5, directory=tmp_path):  # the optimizer knows that 12 are done
+        steps(model, optimizer, 4)
+    assert read(tmp_path).steps == [5, 10, 15]
+    with Statistics(model, optimizer, every=5, directory=tmp_path, step=8):  # from an earlier checkpoint
+        steps(model, optimizer, 4)
+    assert read(tmp_path).steps == [5, 10]
+
+
+@pytest.mark.slow
+def test_a_resumed_training_whose_optimizer_counts_anew(tmp_path):
+    """StableSPAM's moments, and their count of steps, are reset every so often."""
+    model = fp4graph.apply(Net(), policy(), backend="eager")
+    inner = fp4graph.optim.StableSPAM(model.parameters(), lr=1e-3, reset_interval=4)
+    optimizer = fp4graph.prepare_optimizer(model, inner)
+    for start in (0, 10):
+        with Statistics(model, optimizer, every=5, directory=tmp_path, metrics=["snr"]):
+            steps(model, optimizer, 10, start=start)
+    assert read(tmp_path).steps == [5, 10, 15, 20]
+
+
+@pytest.mark.slow
+def test_after_it_is_closed_nothing_is_left(tmp_path):
+    model, optimizer = make(policy())
+    Statistics(model, optimizer, every=1, directory=tmp_path).close()
+    steps(model, optimizer, 2)
+    assert read(tmp_path).rows == ()
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+
+
+BAD = {
+    "a metric": ({"metrics": ["snr", "confidense"]}, "unknown metric 'confidense'; did you mean 'confidence'"),
+    "no metric": ({"metrics": []}, "empty list of metrics; choose from snr"),
+    "a site": ({"sites": "frist"}, "no quantized site is called 'frist'; did you mean 'first'"),
+    "one of two": ({"sites": ["second", "sceond"]}, "no quantized site is called 'sceond'; did you mean 'second'"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_there_is_not(case, tmp_path):
+    options, message = BAD[case]
+    model, optimizer = make(policy())
+    with pytest.raises(fp4graph.Error, match=message):
+        Statistics(model, optimizer, every=2, directory=tmp_path, **options)
+
+
+@pytest.mark.slow
+def test_a_further_site_that_there_is_not(tmp_path):
+    """Known only once the model has run."""
+    model, optimizer = make(policy())
+    with (
+        Statistics(model, optimizer, every=2, directory=tmp_path, sites="second#2"),
+        pytest.raises(fp4graph.Error, match=r"no quantized site is called 'second#2'; did you mean 'second#1'"),
+    ):
+        steps(model, optimizer, 2)
+
+
+def test_models_and_optimizers_that_will_not_do(tmp_path):
+    plain = Net()
+    with pytest.raises(fp4graph.Error, match=r"takes a model that fp4graph\.apply has prepared"):
+        Statistics(plain, torch.optim.SGD(plain.parameters(), 0.1), directory=tmp_path)
+
+    class Own(torch.optim.Optimizer):
+        step = None
+
+    model, _ = make(policy())
+    with pytest.raises(fp4graph.Error, match="Own runs no hooks around its step"):
+        Statistics(model, Own.__new__(Own), directory=tmp_path)
+    with pytest.raises(ValueError, match="every is a whole number of at least 1"):
+        Statistics(model, torch.optim.SGD(model.parameters(), 0.1), directory=tmp_path, every=0)
+
+
+@pytest.mark.slow
+def test_inside_ddp(tmp_path):
+    """The model inside is what is looked at and probed."""
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        model, optimizer = make(policy())
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        with Statistics(
+            wrapped, optimizer, every=2, directory=tmp_path, window=1, window_every=2, probe=(torch.ones(2, 32),)
+        ):
+            steps(wrapped, optimizer, 2)
+    finally:
+        torch.distributed.destroy_process_group()
+    assert {"fprop.input", "wgrad", "output"} <= {row["tensor"] for row in read(tmp_path).rows}
+
+
+def test_sharded_models_are_refused(tmp_path, monkeypatch):
+    model, optimizer = make(policy())
+    monkeypatch.setattr("fp4graph.lab.statistics.collect.fsdp_modules", lambda model: [model])
+    with pytest.raises(fp4graph.Error, match="under fully_shard cannot be observed"):
+        Statistics(model, optimizer, every=1, directory=tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("techniques", [[], ["q_ema"]], ids=["plain", "q_ema"])
+def test_the_model_was_removed(techniques, tmp_path):
+    model, optimizer = make(policy(techniques=techniques))
+    with Statistics(model, optimizer, every=2, directory=tmp_path):
+        steps(model, optimizer, 1)
+        fp4graph.remove(model)
+        with pytest.raises(fp4graph.Error, match="close the Statistics before"):
+            steps(model, optimizer, 1)
+
+
+@pytest.mark.slow
+def test_in_tensorboard(tmp_path):
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    model, optimizer = make(policy())
+    with Statistics(model, optimizer, every=2, directory=tmp_path / "s", tensorboard=tmp_path / "events"):
+        steps(model, optimizer, 4)
+    events = event_accumulator.EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    got = [(e.step, e.value) for e in events.Scalars("snr_db/first/fprop.input")]
+    rows = [r for r in read(tmp_path / "s").rows if (r["site"], r["tensor"]) == ("first", "fprop.input")]
+    assert [step for step, _ in got] == [2, 4]
+    assert [value for _, value in got] == pytest.approx([r["snr_db"] for r in rows], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_with_a_writer_of_another_kind(tmp_path):
+    class Writer:
+        def __init__(self):
+            self.scalars = {}
+
+        def add_scalar(self, name, value, step):
+            self.scalars[name, step] = value
+
+    model, optimizer = make(policy())
+    with Statistics(model, optimizer, every=2, directory=tmp_path, tensorboard=(writer := Writer())):
+        steps(model, optimizer, 4)
+    row = only(read(tmp_path), step=4, site="first", tensor="wgrad")
+    assert writer.scalars["bias/first/wgrad", 4] == pytest.approx(row["bias"], rel=1e-5)
+
+
+def test_every_metric_is_described():
+    assert all(METRICS.values())

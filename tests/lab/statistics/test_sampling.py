@@ -1,0 +1,208 @@
+"""Lines taken out of operands are what the training multiplied, and their moments are those of its noise."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from fp4graph.lab.statistics import metrics, sampling
+from fp4graph.lab.statistics.decomposition import with_ideal_scales
+from fp4graph.lab.statistics.sampling import Selection, by_block, sample
+from fp4graph.numerics import noise
+from fp4graph.numerics.draw import Draw
+from fp4graph.numerics.spec import QuantSpec, ScaleSpec
+from fp4graph.ops.observe import ObservedOperand
+from fp4graph.ops.operand import OperandProgram
+from fp4graph.ops.product import total
+from fp4graph.ops.state import StateSlot
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.registry import default_registry
+
+QEma = default_registry().techniques["q_ema"]
+
+SPECS = {
+    "nearest": QuantSpec("e2m1", 32, ScaleSpec("e8m0", "ceil"), ties="up"),
+    "stochastic": QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even"), rounding="stochastic"),
+    "few bits": QuantSpec("e2m1", 32, rounding="stochastic", random_bits=3),
+    "encode": QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even", "encode"), rounding="stochastic"),
+    "row": QuantSpec("int4", "row", ScaleSpec("fp32", "nearest_even")),
+}
+
+
+def seen(program: OperandProgram, x: torch.Tensor, count: int = 3) -> ObservedOperand:
+    draw = Draw(noise.make_key("site"), noise.make_step(0, 0, count))
+    return ObservedOperand(Operand.WGRAD_INPUT, program, x, draw, {}, given=x, terms=program(x, draw, {}))
+
+
+@pytest.fixture
+def of_whole(monkeypatch):
+    """Samples as they are where the whole operand is quantized again."""
+
+    def quantized(one: ObservedOperand, selection: Selection) -> sampling.Sample:
+        with monkeypatch.context() as patched:
+            patched.setattr(sampling, "by_block", lambda program: False)
+            return sample(one, selection)
+
+    return quantized
+
+
+def same(one: sampling.Sample, other: sampling.Sample) -> bool:
+    """All but the scales, which are of the sample or of the whole operand."""
+    pairs = [(getattr(one, field), getattr(other, field)) for field in ("x", "q", "ideal", "ratio")]
+    pairs += list(zip(vars(one.moments).values(), vars(other.moments).values(), strict=True))
+    return all(a is b is None or torch.equal(a, b) for a, b in pairs)
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("shape", [(40, 100), (100, 40), (6, 20, 70), (7, 40, 100)])
+def test_sampled_lines_and_the_whole_operand_agree(name, shape, of_whole):
+    """Random bits included: each element draws the bits of its place in the operand."""
+    program = OperandProgram(SPECS[name])
+    x = normal(*shape) if len(shape) == 3 else normal(*reversed(shape)).mT  # a view, as gradients are
+    one, selection = seen(program, x), Selection(shape, 1000)
+    assert by_block(program)
+    found = sample(one, selection)
+    assert found.x.numel() < x.numel()
+    assert found.scales.numel() < of_whole(one, selection).scales.numel()
+    assert same(found, of_whole(one, selection))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["stochastic", "few bits", "encode"])
+def test_the_ideal_quantization_draws_the_bits_of_the_operand(name):
+    """Where scales are exact already, ideal scales change nothing."""
+    program = with_ideal_scales(OperandProgram(SPECS[name]))
+    x = normal(64, 100)
+    found = sample(seen(program, x), Selection((64, 100), 1000))
+    assert torch.equal(found.ideal, found.q)
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (40, 70)])
+def test_of_techniques_those_that_act_block_by_block_are_quantized_with_lines_of_their_state(shape, of_whole):
+    spec = QuantSpec("e2m1", 32, ScaleSpec("e8m0", "ceil"), ties="up")
+    q_ema = QEma(beta=0.9)
+    slots = tuple(StateSlot("q_ema", entry) for entry in q_ema.state(None))
+    program = OperandProgram(spec, (q_ema,), slots)
+    x = normal(*shape)
+    state = {"q_ema": {"weight": x + 0.3 * torch.randn(shape, generator=torch.Generator().manual_seed(1))}}
+    one = ObservedOperand(Operand.FPROP_WEIGHT, program, x, None, state, given=x, terms=program(x, None, state))
+    selection = Selection(shape, 1000)
+    assert by_block(program)
+    assert same(sample(one, selection), of_whole(one, selection))
+    assert not torch.equal(sample(seen(OperandProgram(spec), x), selection).ideal, sample(one, selection).ideal)
+    assert not by_block(OperandProgram(spec, (QEma(start_after=5),), slots))  # lines do not say how many forwards
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("convention", ["decode", "encode"])
+def test_a_block_that_is_not_finite_and_is_filled_up(bad, convention, of_whole):
+    """The last block of a line has 8 elements: those are what is not finite, and not the 24 that it is filled with."""
+    program = OperandProgram(QuantSpec("e2m1", 32, ScaleSpec("e4m3", "nearest_even", convention)))
+    x = normal(4, 40)
+    x[0, 39] = bad
+    one, selection = seen(program, x), Selection((4, 40), None)
+    samples = sample(one, selection), of_whole(one, selection)
+    sums, of_all = (metrics.operand_sums(each) for each in samples)
+    assert sums["elements"] == 152
+    assert sums["nonfinite"] == 8
+    assert sums == of_all
+    latents, of_all = (
+        metrics.latent_sums(each.ratio, each.element, frozenset({"confidence", "latent"})) for each in samples
+    )
+    for name, value in of_all.items():
+        assert torch.equal(latents[name], value)
+
+
+class Doubling(QEma):
+    """Derived from one that acts block by block, and does not say that it does so itself."""
+
+    name = "doubling"
+
+    def block_statistic(self, values, z, context):
+        return z.amax().expand_as(z)
+
+
+class Wrapping(Doubling):
+    name = "wrapping"
+    by_block = True
+
+    def around(self, quantize, x, context):
+        y = quantize(x)
+        return y + quantize(x - y)
+
+
+def test_who_acts_block_by_block():
+    spec = QuantSpec("e2m1", 32)
+    assert by_block(OperandProgram(spec, (QEma(),)))
+    assert not by_block(OperandProgram(spec, (Doubling(),)))
+    assert not by_block(OperandProgram(spec, (Wrapping(),)))  # whatever it says
+
+
+@pytest.mark.parametrize("name", ["stochastic", "few bits", "encode"])
+def test_moments_by_many_draws(name):
+    program = OperandProgram(SPECS[name])
+    x = normal(8, 64)
+    moments = sample(seen(program, x), Selection((8, 64), None)).moments
+    draws = torch.stack([total(seen(program, x, count).terms) for count in range(1000)]).double()
+    spread = moments.variance[0].double().sqrt()
+    assert ((draws.mean(0) - moments.mean[0]).abs() < 5 * spread / 1000**0.5 + 1e-6).all()
+    assert ((draws.std(0) - spread).abs() <= 0.15 * spread + 0.15 * spread.max()).all()
+    if name != "few bits":  # unbiased, and nothing is clipped by these scales by more than their rounding
+        assert ((draws.mean(0) - x).square().sum() / x.square().sum()).sqrt() < 0.05
+
+
+def test_programs_of_techniques_are_quantized_whole():
+    techniques = default_registry().techniques
+    spec = QuantSpec("e2m1", 32, ScaleSpec("e4m3", "nearest_even"))
+    for name in ("tensor_scaling", "macro_block_scaling", "outlier_fallback", "four_over_six"):
+        program = OperandProgram(spec, (techniques[name](),))
+        assert not by_block(program)
+        found = sample(seen(program, x := normal(64, 256)), selection := Selection((64, 256), 4000))
+        assert torch.equal(found.q, selection.of(total(program(x))))
+        assert torch.equal(found.ideal, selection.of(total(with_ideal_scales(program)(x))))
+        assert found.moments.variance is None
+        assert torch.equal(found.moments.mean, found.q)
+
+
+def test_scales_drawn_after_rounding_leave_no_moments():
+    """The mean of MS-EDEN is another than the values of one draw."""
+    technique = default_registry().techniques["ms_eden"]()
+    program = OperandProgram(QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even")), (technique,))
+    found = sample(seen(program, normal(64, 256)), Selection((64, 256), None))
+    assert found.moments.mean is None
+
+
+@pytest.mark.slow
+def test_normalized_and_stochastic():
+    """γ is in the moments; of what is random in other ways than rounding there are none."""
+    techniques = default_registry().techniques
+    spec = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "nearest_even"), rounding="stochastic")
+    program = OperandProgram(spec, (techniques["tensor_scaling"](),))
+    x = normal(16, 64) * 1e-4
+    moments = sample(seen(program, x), Selection((16, 64), None)).moments
+    draws = torch.stack([total(seen(program, x, count).terms) for count in range(500)])
+    assert torch.allclose(draws.mean(0), moments.mean[0], atol=0.2 * draws.std(0).max().item())
+    assert torch.allclose(draws.std(0), moments.variance[0].sqrt(), atol=0.2 * draws.std(0).max().item())
+    twice = OperandProgram(spec, (techniques["outlier_fallback"](),))
+    assert sample(seen(twice, x), Selection((16, 64), None)).moments.mean is None
+    scales = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "stochastic"))
+    assert sample(seen(OperandProgram(scales), x), Selection((16, 64), None)).moments.mean is None
+
+
+def test_what_is_selected():
+    x = torch.arange(12 * 100 * 50, dtype=torch.float32).reshape(3, 4, 100, 50)
+    assert Selection(tuple(x.shape), None).of(x).shape == (12, 100, 50)
+    some = Selection(tuple(x.shape), 4000)
+    lines = some.of(x)
+    assert lines.shape[0] <= 4
+    assert 2000 <= lines.numel() <= 4000
+    assert torch.equal(lines.int(), some.index(x.device))
+    assert Selection((1000, 100_000), 16_384).of(torch.empty(1000, 100_000, device="meta")).shape == (1, 8, 100_000)

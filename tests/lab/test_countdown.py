@@ -1,0 +1,84 @@
+"""Countdown puzzles: answers are checked against Python's own arithmetic, and no held-out puzzle is in training."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from itertools import product
+from math import factorial, prod
+
+import pytest
+
+from fp4graph.errors import Error
+from fp4graph.lab.data import countdown
+from fp4graph.lab.data.countdown import Puzzle
+
+#: All expressions of three digits and two signs, with what Python makes of them.
+EXPRESSIONS = {
+    text: eval(text)
+    for text in (f"{a}{s}{b}{t}{c}" for a, s, b, t, c in product("123456789", "+-", "123456789", "+-", "123456789"))
+}
+
+
+def digits(text: str) -> tuple[int, ...]:
+    return tuple(sorted(int(character) for character in text if character.isdigit()))
+
+
+def test_an_answer_solves_exactly_the_puzzle_of_its_digits_and_value() -> None:
+    puzzle = Puzzle((7, 3, 5), 9)
+    expected = {text for text, value in EXPRESSIONS.items() if digits(text) == (3, 5, 7) and value == 9}
+    assert (
+        {text for text in EXPRESSIONS if countdown.solves(puzzle, text)}
+        == expected
+        == {"7+5-3", "5+7-3", "7-3+5", "5-3+7"}
+    )
+
+
+@pytest.mark.parametrize(
+    "text", ["", "9", "+7+5-3", "7+5-3+", "7+5--3", "75-3", "7+5-3=", "7 +5-3", "4+5", "9+3-3", "7+5-3-0", "7+5-3\n"]
+)
+def test_what_is_no_answer_has_no_reward(text: str) -> None:
+    assert countdown.reward("3,5,7=09:", text) == 0.0
+    assert countdown.reward("3,5,7=09:", "7+5-3") == 1.0
+
+
+def test_puzzles_have_answers_and_are_functions_of_their_arguments() -> None:
+    drawn = countdown.puzzles(500, 3, 4)
+    for puzzle, answer in drawn:
+        assert EXPRESSIONS[answer] == puzzle.target >= 0
+        assert digits(answer) == tuple(sorted(puzzle.numbers))
+        assert Puzzle.of(puzzle.prompt) == puzzle
+        assert len(puzzle.prompt) == countdown.PROMPT
+        assert len(answer) + 1 == countdown.ANSWER
+    assert drawn == countdown.puzzles(500, 3, 4)
+    assert drawn[:20] != countdown.puzzles(20, 3, 5)
+    assert len({puzzle for puzzle, _ in drawn}) > 300
+    with pytest.raises(Error, match="'3,5=9:' is not a countdown prompt; write"):
+        Puzzle.of("3,5=9:")
+
+
+def test_no_held_out_set_of_numbers_is_trained_on() -> None:
+    kept, held_out = (set(countdown.sets(held_out=out)) for out in (False, True))
+    assert not kept & held_out
+    assert len(kept) + len(held_out) == 165  # ways to choose 3 of 9 digits with repetition
+    assert len(held_out) == 33
+    for out, own in ((False, kept), (True, held_out)):
+        assert {tuple(sorted(puzzle.numbers)) for puzzle, _ in countdown.puzzles(300, 0, held_out=out)} <= own
+
+
+def test_an_epoch_counts_every_prompt_once() -> None:
+    totals = defaultdict(set)
+    for text, value in EXPRESSIONS.items():
+        if value >= 0:
+            totals[digits(text)].add(value)
+    orders = {numbers: factorial(3) // prod(map(factorial, Counter(numbers).values())) for numbers in totals}
+    assert countdown.prompts_to_train_on() == sum(
+        orders[numbers] * len(totals[numbers]) for numbers in countdown.sets(held_out=False)
+    )
+
+
+def test_texts_go_through_tokens_and_back() -> None:
+    tokens = countdown.encode([countdown.CHARACTERS, countdown.CHARACTERS[::-1]])
+    assert sorted(tokens[0].tolist()) == list(range(countdown.FIRST, countdown.VOCABULARY))
+    assert [countdown.decode(row) for row in tokens.tolist()] == [countdown.CHARACTERS, countdown.CHARACTERS[::-1]]
+    for stop in (countdown.PAD, countdown.END):
+        assert countdown.decode([2, 3, stop, 4]) == "01"

@@ -1,0 +1,264 @@
+"""The task countdown: rollouts, advantages and gradients against references, bad rewards, and resuming."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fp4graph
+from fp4graph.errors import Error
+from fp4graph.lab.data import countdown
+from fp4graph.lab.runs.train import Run, train
+from fp4graph.lab.tasks import TASKS, reinforcement
+from fp4graph.model.runtime import runtime_of
+
+
+def problem(**options: Any) -> reinforcement.Countdown:
+    """Make the problem without a supervised start."""
+    settings = TASKS["countdown"].settings(Run("countdown", device="cpu", batch_size=2, seed=3))
+    return reinforcement.Countdown(settings, **{"warm_up": 0, "group": 4, **options})
+
+
+def by_length(prompt: str, completion: str) -> float:
+    """A reward that untrained models get."""
+    return float(len(completion) % 3)
+
+
+def gap(prompt: str, completion: str) -> float:
+    return math.nan
+
+
+def scores(model: Any, prompt: torch.Tensor, tokens: list[int]) -> list[torch.Tensor]:
+    """The logits before each token, each from a forward of its own without a cache."""
+    return [
+        model(input_ids=torch.cat([prompt, torch.tensor(tokens[:place], dtype=torch.int64)])[None], use_cache=False)
+        .logits[0, -1]
+        for place in range(len(tokens))
+    ]  # fmt: skip
+
+
+def until_end(tokens: list[int]) -> list[int]:
+    return tokens[: tokens.index(countdown.END) + 1] if countdown.END in tokens else tokens
+
+
+def test_advantages_are_normalised_in_each_group() -> None:
+    rewards = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0], [3.0, 1.0, 1.0, 1.0]])
+    given = rewards.numpy().astype(np.float64)
+    expected = (given - given.mean(1, keepdims=True)) / (given.std(1, ddof=1, keepdims=True) + 1e-4)
+    assert np.allclose(reinforcement.advantages(rewards), expected, atol=1e-6)
+    assert not reinforcement.advantages(rewards)[1].any()
+
+
+@pytest.mark.slow
+def test_a_rollout_is_the_largest_of_logits_and_noise() -> None:
+    made = problem()
+    prompts, noise = next(made.batches(0))
+    prompts, noise = prompts.repeat_interleave(4, 0), noise.flatten(0, 1)
+    noise[:, :, countdown.END] += 2  # so that some end early
+    tokens, logits = reinforcement.rollout(made.model, prompts, noise)
+    entropy = reinforcement.mean_entropy(logits, reinforcement.before_end(tokens))
+    assert not made.model.training
+    assert tokens.shape == (8, made.completion)
+    lengths = set()
+    for prompt, own_noise, row, own_entropy in zip(prompts, noise, tokens.tolist(), entropy, strict=True):
+        kept = until_end(row)
+        lengths.add(len(kept))
+        assert set(row[len(kept) :]) <= {countdown.PAD}
+        with torch.no_grad():
+            logits = scores(made.model, prompt, kept)
+        assert kept == [int((one + own).argmax()) for one, own in zip(logits, own_noise, strict=False)]
+        p = torch.stack(logits).double().softmax(-1).numpy()
+        assert own_entropy.item() == pytest.approx(-(p * np.log(p)).sum(-1).mean(), rel=1e-5)
+    assert len(lengths) > 1
+
+
+def test_the_noise_draws_from_the_softmax() -> None:
+    """Frequencies of argmax(logits + noise) within 4 standard deviations of softmax(logits)."""
+    made = problem(group=64)
+    noise = torch.cat([batch[1] for batch, _ in zip(made.batches(0), range(8), strict=False)]).flatten(0, 2)
+    logits = torch.linspace(-1, 2, countdown.VOCABULARY)
+    drawn = np.bincount((logits + noise).argmax(-1).numpy(), minlength=countdown.VOCABULARY) / len(noise)
+    p = np.exp(logits.double().numpy())
+    p /= p.sum()
+    assert (abs(drawn - p) < 4 * np.sqrt(p * (1 - p) / len(noise))).all()
+
+
+@pytest.mark.slow
+def test_the_gradient_is_that_of_the_objective_written_out() -> None:
+    """−(1/G)·Σ A·(1/|o|)·Σ log p, completion by completion, token by token; the value is the share without reward."""
+    made = problem(reward=by_length)
+    model, batch = made.model.train(), next(made.batches(5))
+    losses = made.measure(model, batch)["loss"]
+    assert model.training
+    losses.mean().backward()  # type: ignore[no-untyped-call]
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}  # type: ignore[union-attr]
+    model.zero_grad()
+
+    prompts, noise = batch
+    objective = torch.zeros((), dtype=torch.float64)
+    for place, (prompt, own_noise) in enumerate(zip(prompts, noise, strict=True)):
+        tokens, _ = reinforcement.rollout(model, prompt.expand(4, -1), own_noise)
+        rows = [until_end(row) for row in tokens.tolist()]
+        rewards = np.array([len(countdown.decode(row)) % 3 for row in rows], dtype=np.float64)
+        assert losses[place].item() == pytest.approx(1 - rewards.mean())
+        weights = (rewards - rewards.mean()) / (rewards.std(ddof=1) + 1e-4)
+        for row, weight in zip(rows, weights, strict=True):
+            logs = [
+                one.double().log_softmax(-1)[token] for one, token in zip(scores(model, prompt, row), row, strict=True)
+            ]
+            objective = objective - weight * torch.stack(logs).mean() / 4 / len(prompts)
+    objective.backward()  # type: ignore[no-untyped-call]
+    assert any(gradient.any() for gradient in found.values())
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_validation_is_the_expected_reward_and_the_same_each_time() -> None:
+    made = problem(reward=by_length)
+    model = made.model.eval()
+    batches = list(made.validation())
+    assert sum(len(prompts) for prompts, _ in batches) == reinforcement.VALIDATED
+    texts = [countdown.decode(row) for prompts, _ in batches for row in prompts.tolist()]
+    assert {tuple(sorted(countdown.Puzzle.of(text).numbers)) for text in texts} <= set(countdown.sets(held_out=True))
+    with torch.no_grad():
+        found = made.measure(model, batches[0])
+        again = problem(reward=by_length).measure(model, next(made.validation()))
+    assert all(torch.equal(found[name], again[name]) for name in found)
+    assert torch.allclose(found["loss"], 1 - found["reward"])
+    assert set(found) == {"loss", "reward", "entropy"}
+    assert not model.training
+
+
+@pytest.mark.parametrize("batch_size", [1, 48])
+def test_validation_puzzles_are_distinct_and_the_same_for_every_batch_size(batch_size: int) -> None:
+    made = problem()
+    expected = [torch.cat(parts) for parts in zip(*made.validation(), strict=True)]
+    assert len({tuple(prompt) for prompt in expected[0].tolist()}) == reinforcement.VALIDATED == 128
+    made.batch_size = batch_size
+    batches = list(made.validation())
+    assert [len(prompts) for prompts, _ in batches] == ([1] * 128 if batch_size == 1 else [48, 48, 32])
+    assert all(map(torch.equal, (torch.cat(parts) for parts in zip(*batches, strict=True)), expected))
+
+
+@pytest.mark.slow
+def test_a_run_counts_each_product_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rollouts capture the model again, with and without a cache. It has 2 blocks of 7 linear layers, which mxfp4
+    quantizes, 2 products of attention (one node each) and a head."""
+    made = partial(reinforcement.Countdown, warm_up=1, group=2, completion=4)
+    monkeypatch.setitem(TASKS, "countdown", dataclasses.replace(reinforcement.COUNTDOWN, make=made))
+    outcome = train(
+        Run("countdown", policy="mxfp4", device="cpu", steps=1, batch_size=2, validation_batches=1, backend="eager")
+    )
+    assert (outcome.quantized, outcome.sites) == (14, 17)
+
+
+def test_batches_are_functions_of_seed_and_number() -> None:
+    made = problem()
+    whole = [batch for batch, _ in zip(made.batches(0), range(4), strict=False)]
+    for batch, same in zip(whole[2:], made.batches(2), strict=False):
+        assert all(map(torch.equal, batch, same))
+    assert not torch.equal(whole[0][1], whole[1][1])
+
+
+def test_the_supervised_start_is_a_function_of_the_seed_and_lowers_the_loss() -> None:
+    first, again, other = (reinforcement.started.__wrapped__(seed, 2) for seed in (0, 0, 1))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+    assert sum(p.numel() for p in reinforcement.make_model(0).parameters()) == 108_992
+
+    def loss(steps: int) -> float:
+        model = reinforcement.make_model(0)
+        reinforcement.supervise(model, 0, steps)
+        prompts, answers = (
+            countdown.encode(texts) for texts in zip(*((p.prompt, a) for p, a in countdown.puzzles(32, 9)), strict=True)
+        )
+        with torch.no_grad():
+            chosen, _ = reinforcement.log_probs(model, prompts, answers)
+        return -chosen.mean().item()
+
+    assert loss(10) < loss(0) - 0.5
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_reward_that_is_no_number_is_an_error_that_names_it(value: str) -> None:
+    def broken(prompt: str, completion: str) -> float:
+        return float(value) if completion == "1+2" else 0.0
+
+    with pytest.raises(Error, match=rf"broken returned {value} for the completion '1\+2' of the prompt '1,2=03:'"):
+        reinforcement.rewards_of(broken, ["1,1=02:", "1,2=03:"], ["1+1", "1+2"])
+
+
+def test_a_training_with_a_broken_reward_ends_with_the_error() -> None:
+    made = problem(reward=gap)
+    with pytest.raises(Error, match="the reward function gap returned nan for the completion"):
+        made.measure(made.model.train(), next(made.batches(0)))
+
+
+def test_a_rollout_longer_than_the_cache_is_an_error_before_anything_runs() -> None:
+    says = r"a rollout of 33 tokens \(a prompt of 9, a completion of up to 24\) is longer .* completion to 23 tokens"
+    with pytest.raises(Error, match=says):
+        problem(completion=24)
+    assert problem(completion=23).completion == 23
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_stopped_run_goes_on_to_the_last_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under mxfp4-rl, whose noise is a function of the count of training forwards, in rollouts too."""
+    made = partial(reinforcement.Countdown, warm_up=3, group=4, reward=by_length)
+    monkeypatch.setitem(TASKS, "countdown", dataclasses.replace(reinforcement.COUNTDOWN, make=made))
+    chosen = Run(
+        "countdown", policy="mxfp4-rl", device="cpu", steps=6, batch_size=4, validate_every=2, validation_batches=1
+    )
+    counts = []
+
+    def stop(step: int, loss: float) -> None:
+        if step == 4:
+            raise KeyboardInterrupt
+
+    class Watch:
+        def __init__(self, model: Any, optimizer: Any) -> None:
+            self.model = model
+
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *error: object) -> None:
+            counts.append(runtime_of(self.model).count)  # type: ignore[union-attr]
+
+    whole = train(chosen, watch=Watch)
+    with pytest.raises(KeyboardInterrupt):
+        train(chosen, directory=tmp_path, report=stop)
+    resumed = train(chosen, directory=tmp_path, resume=True, watch=Watch)
+    assert resumed.history == whole.history
+    assert counts == [6, 6]  # rollouts and validations count nothing
+    assert len({entry.train_loss for entry in whole.history}) > 1
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_rollouts_under_a_policy_have_the_trainers_probabilities() -> None:
+    """With mxfp4 and with noise, whose draw the rollout shares with the training forward that follows."""
+    made = problem(warm_up=20)
+    prompts, noise = next(made.batches(0))
+    prompts, noise = prompts.repeat_interleave(4, 0), noise.flatten(0, 1)
+    data = {"version": 1, "extends": "mxfp4-full", "techniques": [
+        {"adaptive_quantization_noise": {"sigma_start": 0.01, "sigma_end": 0.001, "stages": 2, "steps_per_stage": 9,
+                                         "rollout": True}}]}  # fmt: skip
+    for policy in ("mxfp4", data):
+        model = fp4graph.apply(reinforcement.make_model(3), policy, backend="eager", seed=1)
+        model.load_state_dict(made.model.state_dict())
+        tokens, logits = reinforcement.rollout(model, prompts, noise)
+        sampled = logits.log_softmax(-1).gather(-1, tokens[:, : logits.shape[1], None])[..., 0]
+        chosen, mask = reinforcement.log_probs(model.train(), prompts, tokens)
+        longest = logits.shape[1]
+        assert ((chosen[:, :longest] - sampled).abs() * mask[:, :longest]).max() < 1e-4

@@ -1,0 +1,219 @@
+"""The report of a run: complete, self-contained, and without complaints from a real browser."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from torch import nn
+from typer.testing import CliRunner
+
+import fp4graph
+from fp4graph.cli import app
+from fp4graph.lab import Statistics, read
+from fp4graph.lab.pictures import plots
+from fp4graph.lab.report import PICTURES, write_report
+from tests.helpers.processes import PATIENCE
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A folder as fp4graph train leaves it, with the statistics of a short training of two blocks."""
+    folder = tmp_path_factory.mktemp("run")
+    torch.manual_seed(0)
+    policy = fp4graph.load_policy("tetrajet")
+    model = fp4graph.apply(nn.Sequential(Block(), Block()), policy, backend="eager")
+    optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    x = torch.randn(64, 32)
+    lines = []
+    with Statistics(model, optimizer, every=5, directory=folder / "statistics", window=4, probe=(x[:8],)):
+        for step in range(1, 101):
+            loss = (model(x) - x.roll(1, 0)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            lines.append({"step": step, "train_loss": loss.item(), "lr": 1e-2})
+            if step % 20 == 0:
+                lines.append({"step": step, "train_loss": 1.0, "validation_loss": loss.item(), "accuracy": step / 100})
+    content = {
+        "format": "fp4graph.run",
+        "version": 1,
+        "policy": policy.to_yaml(),
+        "run": {"task": "roll <the> rows", "policy": "tetrajet"},
+        "settings": {"optimizer": "adamw", "lr": 1e-2, "seed": 0},
+    }
+    outcome = {"steps": 100, "seconds": 3.0, "diverged": False, "complexity": 0.5, "quantized": 4, "sites": 4}
+    (folder / "run.json").write_text(json.dumps(content))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (folder / "outcome.json").write_text(json.dumps(outcome))
+    torch._dynamo.reset()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(run) -> Path:
+    return write_report(run)
+
+
+@pytest.mark.slow
+def test_it_holds_everything(page):
+    text = page.read_text("utf-8")
+    for part in PICTURES:
+        assert f'<section id="{part.name}">' in text, part.name
+    assert text.count("<svg") == len(PICTURES) + 2  # loss curves, other metrics
+    assert "roll &lt;the&gt; rows" in text
+    for site in ("0.up", "0.down", "1.up", "1.down"):
+        assert f"<td>{site}</td>" in text
+    assert "Ω 0.5" in text
+    assert "stochastic" in text  # the policy
+
+
+@pytest.mark.slow
+def test_it_refers_to_nothing_outside(page):
+    text = page.read_text("utf-8")
+    outside = re.findall(r"""(?:src|href)\s*=\s*["'](?!#|data:)([^"']+)|url\((?!["']?#)([^)]+)\)|@import""", text)
+    assert not outside
+
+
+@pytest.mark.slow
+def test_pictures_have_labelled_axes_and_legends_inside_the_picture(run):
+    """Nothing that is drawn reaches over the edge."""
+    recorded = read(run)
+    for part in PICTURES:
+        picture = part.picture(recorded)
+        assert picture is not None, part.name
+        renderer = FigureCanvasAgg(picture).get_renderer()
+        picture.draw_without_rendering()
+        width, height = picture.bbox.width, picture.bbox.height
+        labels = [axes.get_xlabel() for axes in picture.axes if axes.get_visible()]
+        assert any(labels), part.name
+        assert any(axes.get_ylabel() or axes.get_yticklabels() for axes in picture.axes), part.name
+        texts = [axes.xaxis.label for axes in picture.axes] + [axes.yaxis.label for axes in picture.axes]
+        legends = [*picture.legends, *(axes.get_legend() for axes in picture.axes if axes.get_legend())]
+        for thing in [*(text for text in texts if text.get_text()), *legends]:
+            box = thing.get_window_extent(renderer)
+            assert box.x0 >= -1, (part.name, thing)
+            assert box.y0 >= -1, (part.name, thing)
+            assert box.x1 <= width + 1, (part.name, thing)
+            assert box.y1 <= height + 1, (part.name, thing)
+        for legend in legends:
+            assert legend.get_texts(), part.name
+
+
+@pytest.mark.service
+def test_in_a_browser(page):
+    """No console message, no error, no request; a click on a heading sorts."""
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
+    browser_path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if browser_path is None:
+        pytest.skip("no Chromium on this machine (Debian: apt-get install chromium)")
+    said, asked = [], []
+    with playwright.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=browser_path, args=["--no-sandbox"], timeout=1000 * PATIENCE)
+        tab = browser.new_page(viewport={"width": 1200, "height": 900})
+        tab.set_default_timeout(1000 * PATIENCE)
+        tab.on("console", lambda message: said.append(message.text))
+        tab.on("pageerror", lambda error: said.append(str(error)))
+        tab.on("request", lambda request: asked.append(request.url))
+        tab.goto(page.resolve().as_uri())
+        assert tab.title() == "roll <the> rows under tetrajet"
+        drawn = tab.eval_on_selector_all("figure svg", "all => all.map(e => e.getBoundingClientRect().width)")
+        assert len(drawn) == len(PICTURES) + 2
+        assert min(drawn) > 500
+        assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+
+        tab.click("#sites tr:last-child > th:nth-child(3) button")
+        column = tab.eval_on_selector_all("#sites tbody td:nth-child(3)", "all => all.map(e => Number(e.dataset.v))")
+        assert column == sorted(column, reverse=True)
+        tab.click("#sites tr:last-child > th:nth-child(3) button")
+        column = tab.eval_on_selector_all("#sites tbody td:nth-child(3)", "all => all.map(e => Number(e.dataset.v))")
+        assert column == sorted(column)
+        tab.click("#sites tr:last-child > th:first-child button")
+        sites = tab.eval_on_selector_all("#sites tbody td:first-child", "all => all.map(e => e.textContent)")
+        assert sites == ["0.down", "0.up", "1.down", "1.up"]
+        tab.set_viewport_size({"width": 420, "height": 900})  # a phone scrolls tables and pictures, not the page
+        assert tab.evaluate("document.documentElement.scrollWidth <= window.innerWidth")
+        browser.close()
+    assert said == []
+    assert asked == [page.resolve().as_uri()]
+
+
+@pytest.mark.slow
+def test_statistics_without_a_run(run, tmp_path):
+    shutil.copytree(run / "statistics", tmp_path / "statistics")
+    text = write_report(tmp_path, tmp_path / "other.html").read_text("utf-8")
+    assert f"<title>{tmp_path.name} under tetrajet</title>" in text
+    assert "Curves" not in text
+
+
+@pytest.mark.slow
+def test_a_run_without_statistics(run, tmp_path):
+    for name in ("run.json", "metrics.jsonl"):
+        shutil.copy(run / name, tmp_path)
+    text = write_report(tmp_path).read_text("utf-8")
+    assert "No statistics were recorded" in text
+    assert "the run has not ended" in text
+    assert "validation loss at step 100" in text
+
+
+@pytest.mark.slow
+def test_a_run_that_diverged(run, tmp_path):
+    shutil.copy(run / "run.json", tmp_path)
+    lines = [{"step": 1, "train_loss": 2.0}, {"step": 2, "train_loss": None, "validation_loss": None}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "outcome.json").write_text(json.dumps({"steps": 2, "seconds": 1.0, "diverged": True}))
+    assert "diverged" in write_report(tmp_path).read_text("utf-8")
+
+
+def test_pictures_of_what_was_not_recorded(tmp_path):
+    (tmp_path / "statistics.jsonl").write_text('{"format": "fp4graph.statistics", "version": 1, "every": 50}\n')
+    recorded = read(tmp_path)
+    assert all(part.picture(recorded) is None for part in PICTURES)
+    assert plots.losses([]) is None
+    assert plots.other_metrics([]) is None
+
+
+@pytest.mark.slow
+def test_the_command(run, tmp_path):
+    result = CliRunner().invoke(app, ["report", str(run), "-o", str(tmp_path / "page.html")])
+    assert result.exit_code == 0, result.output
+    assert "open it in a browser" in result.output
+    assert (tmp_path / "page.html").read_text("utf-8").startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda folder: None, "no run and no statistics there"),
+        (lambda folder: folder.rmdir(), "there is no such folder"),
+        (lambda folder: (folder / "run.json").write_text("{"), "is not JSON"),
+        (lambda folder: (folder / "statistics.jsonl").write_text("x\n"), "delete this line"),
+    ],
+)
+def test_folders_that_hold_something_else(tmp_path, make, message):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    make(folder)
+    with pytest.raises(fp4graph.Error, match=message):
+        write_report(folder)
+
+
+@pytest.mark.slow
+def test_a_report_that_cannot_be_written(run, tmp_path):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(fp4graph.Error, match="cannot write"):
+        write_report(run, tmp_path / "taken" / "page.html")

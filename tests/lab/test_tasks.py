@@ -1,0 +1,342 @@
+"""Tasks: the paper's figures, every family at once, and what each problem computes, against references of its own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import islice, pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fp4graph
+from fp4graph.errors import Error
+from fp4graph.lab.data import images as sources
+from fp4graph.lab.data.order import Order
+from fp4graph.lab.runs.train import Run, train
+from fp4graph.lab.tasks import TASKS, Problem, Settings, diffusion, language, placed, regression, task_named
+
+#: "Elucidating the design space of FP4 training", appendix, Table 11: batch, accumulation, lr, epochs, tokens, context.
+TABLE_11 = {
+    "gaussian": (4096, 1, 1e-2, 20, None, None),
+    "mnist": (512, 1, 1e-3, 20, None, None),
+    "cifar10": (512, 1, 1e-3, 20, None, None),
+    "imagenet100": (512, 1, 1e-3, 20, None, None),
+    "small-diffusion": (512, 1, 1e-3, 20, None, None),
+    "big-diffusion": (20, 1, 1e-4, 3, None, None),
+    "llama-9m": (4096, 1, 1e-3, None, 0.9e9, 128),
+    "llama-60m": (128, 1, 1e-4, None, 6e9, 512),
+    "llama-350m": (16, 8, 1e-4, None, 14.7e9, 1024),
+    "llama-1b": (4, 512, 1e-4, None, 42e9, 1024),
+}
+
+
+def settings(task: str, **options: Any) -> Settings:
+    return task_named(task).settings(Run(task, device="cpu", **options))
+
+
+@pytest.mark.parametrize("name", TABLE_11)
+def test_the_recipes_are_table_11(name: str) -> None:
+    task = TASKS[name]
+    batch_size, accumulate, lr, epochs, tokens, context = TABLE_11[name]
+    recipe = task.recipe
+    assert (recipe.batch_size, recipe.accumulate, recipe.lr) == (batch_size, accumulate, lr)
+    assert (recipe.epochs, recipe.tokens, recipe.steps) == (epochs, tokens, None)
+    assert (recipe.optimizer, recipe.schedule, recipe.weight_decay) == ("adam", "constant", 0.0)
+    if context is not None:
+        assert task.make.args[1] == context  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("task", "steps"), [("llama-9m", 1717), ("llama-60m", 91_553), ("llama-350m", 112_153), ("llama-1b", 20_028)]
+)
+def test_a_length_in_tokens_counts_whole_steps(task: str, steps: int) -> None:
+    """0.9e9 tokens in steps of 4096 · 128 are 1716.6 steps, and so on."""
+    problem = type("Counted", (), {"tokens_per_sample": TABLE_11[task][5], "samples": 1})()
+    assert settings(task).total_steps(problem) == steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "quantized", "sites"),
+    [
+        ("gaussian", 1, 1),
+        ("digits", 8, 12),
+        ("digits-diffusion", 24, 54),
+        pytest.param("text", 14, 17, marks=pytest.mark.long),
+        pytest.param("countdown", 14, 17, marks=pytest.mark.long),  # however often its rollouts are captured
+    ],
+)
+def test_every_family_trains_at_once(task: str, quantized: int, sites: int) -> None:
+    short: dict[str, Any] = {"steps": 2, "validate_every": 1, "validation_batches": 1, "device": "cpu"}
+    if task != "gaussian":
+        short["batch_size"] = 8
+    outcome = train(Run(task, policy="mxfp4", **short))
+    assert (outcome.quantized, outcome.sites) == (quantized, sites)
+    assert not outcome.diverged
+    assert math.isfinite(outcome.validation_loss)
+    assert [entry.step for entry in outcome.history] == [1, 2]
+    assert outcome.history[0].validation_loss != outcome.validation_loss
+
+
+# ------------------------------------------------------------------ order
+
+
+def test_every_pass_goes_through_all_samples_once() -> None:
+    rows = list(islice(Order(10, 4, seed=3).rows(), 5))
+    assert all(len(batch) == 4 for batch in rows)
+    seen = torch.cat(rows)
+    assert seen[:10].sort().values.tolist() == seen[10:].sort().values.tolist() == list(range(10))
+    assert seen[:10].tolist() != seen[10:].tolist()
+
+
+def test_batches_are_a_function_of_seed_and_number() -> None:
+    whole = list(islice(Order(10, 4, seed=3).rows(), 8))
+    for start in range(8):
+        assert torch.equal(next(Order(10, 4, seed=3).rows(start)), whole[start])
+    assert not torch.equal(next(Order(10, 4, seed=4).rows()), whole[0])
+    with pytest.raises(Error, match="batch size 11 is more than the 10 training samples"):
+        Order(10, 11, seed=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["digits", "digits-diffusion", "text"])
+def test_a_problem_goes_on_from_any_batch(task: str) -> None:
+    problem = TASKS[task].make(settings(task, batch_size=8, seed=5))
+    whole = list(islice(problem.batches(0), 4))
+    again = list(islice(TASKS[task].make(settings(task, batch_size=8, seed=5)).batches(2), 2))
+    for batch, same in zip(whole[2:], again, strict=True):
+        assert all(map(torch.equal, batch, same))
+    assert not torch.equal(whole[0][0], whole[1][0])
+
+
+# ------------------------------------------------------------------ regression
+
+
+def test_gaussian_loss_is_the_squared_distance_of_the_weights() -> None:
+    """Σ(w - w')² in expectation: for standard normal X, Var of the mean of n squared errors is 2Σ²/n."""
+    problem = regression.Gaussian(settings("gaussian", batch_size=500, dtype="fp32"), samples=20_000, features=32)
+    assert problem.samples == 18_000
+    x, y = problem.x, problem.y
+    assert x.mean().abs() < 0.01
+    assert x.std() == pytest.approx(1, abs=0.01)
+    w = torch.linalg.lstsq(x[:18_000], y[:18_000]).solution  # the data has no noise: this is w
+    model = nn.Linear(32, 1)
+    model.weight.data = w.T + 0.5
+    model.bias.data.zero_()
+    losses = torch.cat([problem.measure(model, batch)["loss"] for batch in problem.validation()])
+    assert len(losses) == 2000
+    assert losses.mean().item() == pytest.approx(32 * 0.25, rel=4 * math.sqrt(2 / 2000))
+    model.weight.data = w.T
+    assert all((problem.measure(model, batch)["loss"] < 1e-6).all() for batch in problem.validation())
+    assert torch.allclose(problem.w, w, atol=1e-4)
+
+
+def test_gaussian_data_depends_on_the_seed() -> None:
+    first, second, again = (
+        regression.Gaussian(settings("gaussian", batch_size=10, seed=seed), samples=100, features=4)
+        for seed in (0, 1, 0)
+    )
+    assert torch.equal(first.x, again.x)
+    assert torch.equal(first.y, again.y)
+    assert not torch.equal(first.x, second.x)
+    assert all(map(torch.equal, first.model.parameters(), again.model.parameters()))
+
+
+# ------------------------------------------------------------------ classification
+
+
+def test_digits_are_scikits_scans_normalized() -> None:
+    from sklearn.datasets import load_digits
+
+    problem: Any = TASKS["digits"].make(settings("digits", batch_size=64))
+    batches = list(problem.validation())
+    images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    assert images.shape == (360, 1, 8, 8)
+    assert problem.samples == 1437
+    assert images.mean().abs() < 0.05
+    assert images.std() == pytest.approx(1, abs=0.05)
+    scans = load_digits()
+    rows = sources.digits().validation.indices
+    assert np.allclose(images[:, 0] * 0.376 + 0.305, scans.images[rows] / 16, atol=1 / 500)
+    assert labels.tolist() == scans.target[rows].tolist()
+
+
+def test_classification_measures_each_image() -> None:
+    problem = TASKS["digits"].make(settings("digits", batch_size=4))
+
+    class Confident(nn.Module):
+        def forward(self, images: torch.Tensor) -> torch.Tensor:
+            return 100 * nn.functional.one_hot(torch.tensor([0, 1, 2, 3]), 10).float()
+
+    measured = problem.measure(Confident(), (torch.zeros(4, 1, 8, 8), torch.tensor([0, 1, 2, 4])))
+    assert measured["accuracy"].tolist() == [1, 1, 1, 0]
+    assert measured["loss"].tolist() == pytest.approx([0, 0, 0, 100], abs=1e-4)
+
+
+# ------------------------------------------------------------------ diffusion
+
+
+@pytest.fixture
+def denoising() -> Any:
+    return TASKS["digits-diffusion"].make(settings("digits-diffusion", batch_size=16))
+
+
+def test_diffusion_noises_as_ddpm_does(denoising: Any) -> None:
+    """√ᾱ·x + √(1 - ᾱ)·ε with ᾱ the product of 1 - β, β linear from 1e-4 to 0.02 (Ho et al. 2020)."""
+    kept = np.cumprod(1 - np.linspace(1e-4, 0.02, 1000))
+    seen: list[torch.Tensor] = []
+
+    class Watching(nn.Module):
+        def forward(self, noisy: torch.Tensor, timesteps: torch.Tensor, return_dict: bool) -> tuple[torch.Tensor]:
+            seen.append(noisy)
+            return (torch.zeros_like(noisy),)
+
+    images, noise, timesteps = batch = next(denoising.batches(0))
+    loss = denoising.measure(Watching(), batch)["loss"]
+    expected = [math.sqrt(kept[t]) * x + math.sqrt(1 - kept[t]) * e for x, e, t in zip(*batch, strict=True)]
+    assert torch.allclose(seen[0], torch.stack(expected), atol=1e-5)
+    assert torch.allclose(loss, noise.square().flatten(1).mean(1))
+    assert -1 <= images.min() < images.max() <= 1
+    assert noise.std() == pytest.approx(1, abs=0.1)
+    assert len(timesteps.unique()) > 8
+
+
+def test_diffusion_is_solved_by_the_noise_itself(denoising: Any) -> None:
+    images, noise, timesteps = next(denoising.validation())
+
+    class Knowing(nn.Module):
+        def forward(self, *_: Any, **__: Any) -> tuple[torch.Tensor]:
+            return (noise,)
+
+    assert not denoising.measure(Knowing(), (images, noise, timesteps))["loss"].any()
+    again = next(denoising.validation())
+    assert torch.equal(again[1], noise)  # validation is the same each time
+    assert not torch.equal(next(denoising.batches(1))[1], next(denoising.batches(2))[1])
+
+
+def test_the_big_u_net_is_that_of_the_tutorial(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from PIL import Image
+
+    for number in range(50):
+        Image.new("RGB", (4, 4)).save(tmp_path / f"{number}.png")
+    with torch.device("meta"):
+        problem = TASKS["big-diffusion"].make(settings("big-diffusion", data=str(tmp_path)))
+    assert sum(parameter.numel() for parameter in problem.model.parameters()) == 113_673_219
+    assert problem.blocks is not None
+    assert len(problem.blocks) == 13
+
+
+# ------------------------------------------------------------------ language
+
+
+@pytest.mark.slow
+def test_language_loss_is_the_models_own() -> None:
+    problem = TASKS["text"].make(settings("text", batch_size=4))
+    (ids,) = batch = next(problem.batches(0))
+    with torch.no_grad():
+        own = problem.model(input_ids=ids, labels=ids).loss
+        losses = problem.measure(problem.model, batch)["loss"]
+    assert losses.shape == (4,)
+    assert losses.mean().item() == pytest.approx(own.item(), rel=1e-6)
+    assert problem.summary({"loss": 2.0}) == {"perplexity": pytest.approx(math.exp(2))}
+
+
+@pytest.mark.parametrize(
+    ("size", "parameters"),
+    [("tiny", 133_440), ("9m", 8_995_968), ("60m", 58_073_600), ("350m", 367_969_280), ("1b", 1_339_082_752)],
+)
+def test_llamas_are_as_large_as_they_are_called(size: str, parameters: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp4graph.lab.data.text import Tokens
+
+    tokens = Tokens(np.zeros(5000, np.uint32), np.zeros(5000, np.uint32))
+    monkeypatch.setattr(language, "tokens_of", lambda *_: tokens)
+    with torch.device("meta"):
+        problem = language.Language(size, 128, settings("text"))
+    assert sum(parameter.numel() for parameter in problem.model.parameters()) == parameters
+
+
+def test_text_is_cut_by_a_tokenizer_of_its_own_that_is_kept(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fp4graph.lab.data import text
+
+    monkeypatch.setenv("FP4GRAPH_DATA", str(tmp_path / "kept"))
+    texts = text.Texts(["one two three " * 500], ["two one three " * 50])
+    first = text.prepared(texts, 300)
+    (folder,) = (tmp_path / "kept" / "tokens").iterdir()
+    monkeypatch.setattr(text, "train_tokenizer", lambda *_: pytest.fail("it was kept"))
+    second = text.prepared(texts, 300)
+    assert np.array_equal(first.train, second.train)
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert tokenizer.decode(first.validation[:-1].tolist()) == texts.validation[0]
+
+
+# ------------------------------------------------------------------ which layers are quantized
+
+
+@pytest.mark.slow
+def test_a_u_nets_blocks_are_all_its_levels(denoising: Any) -> None:
+    """Every linear of every level, and neither the time embedding before them nor a convolution."""
+    policy = placed(fp4graph.load_policy("mxfp4"), denoising.blocks)
+    images = torch.zeros(2, 1, 8, 8)
+    sites = fp4graph.explain(denoising.model, policy, (images, torch.zeros(2, dtype=torch.int64))).sites
+    quantized = {site.module for site in sites if site.quantized}
+    linears = {name for name, module in denoising.model.named_modules() if isinstance(module, nn.Linear)}
+    assert quantized == {name for name in linears if not name.startswith("time_embedding")}
+    assert any(name.startswith("mid_block.") for name in quantized)
+
+
+def test_placing_follows_first_and_last_blocks_through_phases() -> None:
+    rules = [
+        {"name": "first", "match": {"op": "linear", "first_blocks": 1}, "keep": "sensitive"},
+        {"name": "ends", "match": {"op": "linear", "last_blocks": 2, "block": True}, "keep": "sensitive"},
+        {"name": "rest", "match": {"op": "linear", "block": True}, "quantize": _MXFP4},
+    ]
+    phase = {"at": 5, "rules": rules[2:]}
+    policy = fp4graph.load_policy({"version": 1, "default": "keep", "rules": rules, "phases": [phase]})
+    result = placed(policy, ["a.0", "mid", "b.0"])
+    assert [rule.match.module for rule in result.rules] == [("a.0.*",), ("mid.*", "b.0.*"), ("a.0.*", "mid.*", "b.0.*")]
+    assert all(rule.match.block is None and rule.match.op == ("linear",) for rule in result.rules)
+    assert result.phases[0].policy.rules[0].match.module == ("a.0.*", "mid.*", "b.0.*")
+    assert result.rules[2].specs == policy.rules[2].specs
+    head = fp4graph.load_policy(
+        {"version": 1, "default": "keep", "rules": [{"name": "head", "match": {"block": False}, "quantize": _MXFP4}]}
+    )
+    with pytest.raises(fp4graph.PolicyError, match=r"rule 'head': .*not block: false"):
+        placed(head, ["a.0"])
+
+
+_MXFP4 = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "floor"}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("features", [(1024, 1), (64, 128, 10)])
+def test_a_regression_or_an_mlp_is_one_block(features: tuple[int, ...]) -> None:
+    """``block: true`` is the whole of a model without repeated blocks, its last layer included."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise(features):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    for policy in ("nvfp4", "mxfp4"):
+        explanation = fp4graph.explain(nn.Sequential(*layers), policy, (torch.zeros(32, features[0]),))
+        assert explanation.quantized == len(features) - 1
+        assert explanation.problem is None
+
+
+@pytest.fixture(autouse=True)
+def _forget_data() -> Iterator[None]:
+    yield
+    language.tokens_of.cache_clear()
+
+
+def test_tasks_have_the_names_they_are_listed_under() -> None:
+    assert all(task.name == name for name, task in TASKS.items())
+    assert {task.family for task in TASKS.values() if task.embedded} == {
+        "regression", "classification", "diffusion", "language", "reinforcement",
+    }  # fmt: skip
+    assert issubclass(diffusion.Diffusion, Problem)
+    with pytest.raises(Error, match="unknown task 'gausian'; did you mean 'gaussian'"):
+        task_named("gausian")

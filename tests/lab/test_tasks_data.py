@@ -1,0 +1,502 @@
+"""Data from where people have it: torchvision's files, folders of images, Hugging Face datasets, text."""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import tarfile
+from collections.abc import Callable
+from hashlib import md5
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch.utils.data import DataLoader
+
+from fp4graph.errors import Error
+from fp4graph.lab.data import images as sources
+from fp4graph.lab.data import text as text_data
+from fp4graph.lab.data.extras import needs
+from fp4graph.lab.data.loading import in_memory, normalized
+from fp4graph.lab.data.order import WholePasses
+from fp4graph.lab.runs.train import Run, learning_rate_factor, train
+from fp4graph.lab.tasks import TASKS, Settings, classification, diffusion, task_named
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read from, or left in, the user's cache."""
+    monkeypatch.setenv("FP4GRAPH_DATA", str(tmp_path / "cache"))
+    in_memory.cache_clear()
+
+
+def settings(task: str, **options: Any) -> Settings:
+    return task_named(task).settings(Run(task, device="cpu", **options))
+
+
+def pictures(folder: Path, count: int, size: tuple[int, int] = (40, 30), seed: int = 0) -> None:
+    """``count`` PNGs of noise."""
+    folder.mkdir(parents=True)
+    random = np.random.default_rng(seed)
+    for number in range(count):
+        Image.fromarray(random.integers(0, 256, (size[1], size[0], 3), np.uint8)).save(folder / f"{number:03}.png")
+
+
+# ------------------------------------------------------------------ digits that are augmented
+
+
+@pytest.fixture(scope="module")
+def augmented() -> Any:
+    return TASKS["digits-augmented"].make(settings("digits-augmented"))
+
+
+def test_digits_are_split_by_class_without_leakage(augmented: Any) -> None:
+    from sklearn.datasets import load_digits
+
+    train_part, validation = augmented.train.images, augmented.held_out.images
+    assert (len(train_part), len(validation)) == (1437, 360)
+    assert sorted(train_part.indices + validation.indices) == list(range(1797))
+    assert np.abs(np.bincount([label for _, label in validation]) - 0.2 * np.bincount(load_digits().target)).max() < 1
+    assert sources.digits().validation.indices == validation.indices
+    seen = {image.tobytes() for image, _ in train_part}
+    assert not any(image.tobytes() in seen for image, _ in validation)
+    pixels = np.stack([np.asarray(image) for image, _ in train_part]) / 255
+    split = sources.digits()
+    assert split.mean[0] == pytest.approx(pixels.mean(), abs=2e-3)
+    assert split.std[0] == pytest.approx(pixels.std(), abs=2e-3)
+
+
+def test_whole_passes_are_those_of_a_shuffling_loader() -> None:
+    order = WholePasses(100, 16, seed=5)
+    assert order.samples == 96
+    expected = []
+    for epoch in range(2):
+        torch.manual_seed(5 + epoch)
+        expected += [rows.tolist() for rows in DataLoader(range(100), batch_size=16, shuffle=True, drop_last=True)]
+    assert [rows.tolist() for rows in islice(order.rows(0), 12)] == expected
+    assert next(order.rows(8)).tolist() == expected[8]
+    assert [order.key(batch) for batch in range(12)] == [0] * 6 + [1] * 6
+
+
+@pytest.mark.process
+def test_an_image_is_augmented_anew_each_epoch_and_validation_never(augmented: Any) -> None:
+    first, number = next(augmented.batches(0)), 1437 // 64
+    assert first[0].shape == (64, 1, 16, 16)
+    again = TASKS["digits-augmented"].make(settings("digits-augmented", workers=1))
+    torch.rand(3)  # what a model with dropout does between two batches
+    assert all(map(torch.equal, first, next(again.batches(0))))
+    index = next(augmented.order.rows(0))[0]
+    with sources.seeded(0, 0, int(index)):
+        alone = augmented.train.transform(augmented.train.images[index][0])
+    assert torch.equal(alone, first[0][0])
+    later = next(augmented.batches(number))
+    assert not torch.equal(later[1], first[1])
+    assert all(map(torch.equal, next(augmented.validation()), next(again.validation())))
+    assert "HorizontalFlip" not in str(augmented.train.transform)  # a mirrored digit is no digit
+
+
+def test_the_schedule_is_timms() -> None:
+    from timm.scheduler import create_scheduler_v2
+
+    chosen, steps = settings("digits-augmented"), 528
+    assert chosen.total_steps(TASKS["digits-augmented"].make(chosen)) == steps
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=chosen.lr)
+    scheduler, _ = create_scheduler_v2(
+        optimizer, sched="cosine", num_epochs=24, warmup_epochs=1, warmup_lr=1e-6, min_lr=chosen.lr / 100,
+        step_on_epochs=False, updates_per_epoch=22,
+    )  # fmt: skip
+    for step in range(steps):
+        scheduler.step_update(step)
+        rate = chosen.lr * learning_rate_factor(step, steps, chosen)
+        assert rate == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-14)
+
+
+# ------------------------------------------------------------------ torchvision
+
+
+@pytest.fixture
+def mnist(tmp_path: Path) -> Callable[[int], np.ndarray]:
+    """Writes MNIST's four files with ``count`` pictures each; returns those to train on."""
+
+    def write(count: int) -> np.ndarray:
+        folder = tmp_path / "MNIST" / "raw"
+        folder.mkdir(parents=True)
+        random = np.random.default_rng(0)
+        for part in ("train", "t10k"):
+            pixels = random.integers(0, 256, (count, 28, 28), np.uint8)
+            header = struct.pack(">IIII", 2051, count, 28, 28)
+            (folder / f"{part}-images-idx3-ubyte").write_bytes(header + pixels.tobytes())
+            labels = bytes(number % 10 for number in range(count))
+            (folder / f"{part}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 2049, count) + labels)
+            if part == "train":
+                kept = pixels
+        return kept
+
+    return write
+
+
+@pytest.mark.slow
+def test_mnist_is_read_from_its_files(mnist: Any, tmp_path: Path) -> None:
+    pixels = mnist(40)
+    problem = TASKS["mnist"].make(settings("mnist", data=str(tmp_path), batch_size=20))
+    assert problem.samples == 40
+    images, labels = (torch.cat(parts) for parts in zip(*islice(problem.batches(0), 2), strict=True))
+    assert images.shape == (40, 1, 28, 28)
+    order = problem.order.rows()  # type: ignore[attr-defined]
+    rows = torch.cat([next(order), next(order)])
+    assert torch.allclose(images[:, 0], (torch.from_numpy(pixels)[rows] / 255 - 0.1307) / 0.3081, atol=1e-5)
+    assert labels.tolist() == [int(row) % 10 for row in rows]
+    outcome = train(Run("mnist", policy="mxfp4", data=str(tmp_path), batch_size=8, steps=1, device="cpu"))
+    assert (outcome.quantized, outcome.diverged) == (16, False)
+
+
+@pytest.fixture
+def cifar10(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CIFAR-10's files, five pictures each, and their checksums where torchvision has the true ones."""
+    from torchvision.datasets import CIFAR10
+
+    folder = tmp_path / CIFAR10.base_folder
+    folder.mkdir()
+
+    def write(name: str, content: Any) -> list[str]:
+        data = pickle.dumps(content)
+        (folder / name).write_bytes(data)
+        return [name, md5(data).hexdigest()]
+
+    def part(name: str) -> list[str]:
+        pixels = np.random.default_rng(len(name)).integers(0, 256, (5, 3072), np.uint8)
+        return write(name, {"data": pixels, "labels": [0, 1, 2, 3, 9]})
+
+    monkeypatch.setattr(CIFAR10, "train_list", [part(f"data_batch_{number}") for number in range(1, 6)])
+    monkeypatch.setattr(CIFAR10, "test_list", [part("test_batch")])
+    _, checksum = write("batches.meta", {"label_names": list("abcdefghij")})
+    monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": checksum})
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.usefixtures("cifar10")
+@pytest.mark.parametrize(("task", "quantized"), [("cifar10", 24), ("small-diffusion", 39)])
+def test_cifar10_is_read_from_its_files(task: str, quantized: int, tmp_path: Path) -> None:
+    """6 blocks of 4 linears; 7 attentions of 4 and 11 projections of the time embedding."""
+    options: dict[str, Any] = {"data": str(tmp_path), "batch_size": 4}
+    problem = TASKS[task].make(settings(task, **options))
+    assert problem.samples == 25
+    images = next(problem.batches(0))[0]
+    assert images.shape == (4, 3, 32, 32)
+    if task == "small-diffusion":
+        assert images.min() >= -1
+        assert images.max() <= 1
+    outcome = train(Run(task, policy="mxfp4", steps=1, device="cpu", **options))
+    assert (outcome.quantized, outcome.diverged) == (quantized, False)
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No address can be opened."""
+    from urllib.error import URLError
+    from urllib.request import OpenerDirector
+
+    def no_network(*_: Any, **__: Any) -> None:
+        raise URLError("no network")
+
+    monkeypatch.setattr(OpenerDirector, "open", no_network)
+
+
+@pytest.mark.parametrize(
+    ("task", "says"),
+    [
+        ("mnist", r"MNIST is not in .*cache/mnist: it cannot be downloaded \(.*no network.*\).*MNIST/raw has the four"),
+        ("cifar10", r"CIFAR10 is not in .*: it cannot be downloaded .*\(unpack cifar-10-python.tar.gz in"),
+        ("small-diffusion", r"CIFAR10 is not in"),
+    ],
+)
+@pytest.mark.usefixtures("offline")
+def test_what_cannot_be_downloaded_is_to_be_put_somewhere(task: str, says: str) -> None:
+    with pytest.raises(Error, match=says):
+        train(Run(task, device="cpu"))
+
+
+@pytest.mark.usefixtures("offline")
+def test_a_damaged_archive_is_no_data(tmp_path: Path) -> None:
+    (tmp_path / "cifar-10-batches-py").mkdir()
+    with tarfile.open(tmp_path / "cifar-10-python.tar.gz", "w:gz"):
+        pass
+    with pytest.raises(Error, match=r"CIFAR10 is not in .*: it cannot be downloaded"):
+        sources.cifar10(tmp_path)
+
+
+# ------------------------------------------------------------------ folders of images
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """ImageNet's layout, two classes."""
+    root = tmp_path / "images"
+    for part, seed in (("train", 0), ("val", 10)):
+        for number, name in enumerate(("cat", "dog")):
+            pictures(root / part / name, 3, seed=seed + number)
+    return root
+
+
+@pytest.mark.slow
+def test_imagenet_is_shown_as_it_is(folder: Path) -> None:
+    options: dict[str, Any] = {"data": str(folder), "batch_size": 2, "autocast": False}
+    problem = TASKS["imagenet100"].make(settings("imagenet100", **options))
+    before = torch.get_rng_state()
+    images, labels = next(problem.batches(0))
+    assert torch.equal(torch.get_rng_state(), before)  # what a model draws does not depend on who reads when
+    assert images.shape == (2, 3, 224, 224)
+    assert set(labels.tolist()) <= {0, 1}
+    assert [len(batch[1]) for batch in problem.validation()] == [2, 2, 2]
+    seen = {image.flatten()[:50].numpy().tobytes() for batch in islice(problem.batches(0), 9) for image in batch[0]}
+    assert len(seen) == 6  # three passes over six images, never changed
+    outcome = train(Run("imagenet100", policy="mxfp4", steps=1, validation_batches=1, device="cpu", **options))
+    assert (outcome.quantized, outcome.diverged) == (48, False)
+
+
+@pytest.mark.slow
+def test_deit_is_augmented_mixed_and_the_same_from_any_batch(folder: Path) -> None:
+    chosen = settings("deit-tiny", data=str(folder), batch_size=2)
+    problem = TASKS["deit-tiny"].make(chosen)
+    batches = list(islice(problem.batches(0), 5))
+    again = next(TASKS["deit-tiny"].make(chosen).batches(4))
+    assert all(map(torch.equal, batches[4], again))
+    for _, labels in batches:
+        assert labels.shape == (2, 2)
+        assert torch.allclose(labels.sum(1), torch.ones(2))
+    seen = {image.flatten()[:50].numpy().tobytes() for batch in batches for image in batch[0]}
+    assert len(seen) == 10
+    model = problem.model
+    assert torch.isfinite(problem.measure(model, batches[0])["loss"]).all()
+    with pytest.raises(Error, match="batch size 3 is odd"):
+        TASKS["deit-tiny"].make(settings("deit-tiny", data=str(folder), batch_size=3))
+
+
+@pytest.mark.process
+def test_workers_change_nothing(folder: Path) -> None:
+    found = [
+        next(TASKS["imagenet100"].make(settings("imagenet100", data=str(folder), batch_size=3, workers=n)).batches(1))
+        for n in (0, 1)
+    ]
+    assert all(map(torch.equal, *found))
+
+
+def test_swin_is_augmented_as_swin_is(folder: Path) -> None:
+    """At a width that a test has time for."""
+    narrow = {"embed_dim": 32, "depths": (1, 1, 2, 1), "num_heads": (1, 2, 4, 8), "drop_path_rate": 0.2}
+    chosen = settings("swin-tiny", data=str(folder), batch_size=2)
+    split = sources.image_folder(folder)
+    model = "swin_tiny_patch4_window7_224"
+    problem = classification.transformed(split, model, chosen, **narrow, **classification.AUGMENTED)
+    assert torch.isfinite(problem.measure(problem.model, next(problem.batches(0)))["loss"]).all()
+    assert all(name in str(problem.train.transform) for name in ("RandomResizedCrop", "RandAugment", "RandomErasing"))
+    assert "Random" not in str(problem.held_out.transform)
+    assert (chosen.clip, chosen.schedule, chosen.weight_decay) == (5.0, "cosine", 0.05)
+    assert chosen.warmup * 90 == pytest.approx(20)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (None, "task 'deit-tiny' needs ImageNet-1K: give --data FOLDER with FOLDER/train/CLASS"),
+        ("{tmp}", "has no folder train and no folder val: put the images in"),
+        ("{tmp}/nowhere", "has no folder train"),
+        ("hf:{tmp}/nowhere", "cannot be loaded"),
+    ],
+)
+def test_a_folder_without_images_is_said_so(data: str | None, says: str, tmp_path: Path) -> None:
+    with pytest.raises(Error, match=says):
+        train(Run("deit-tiny", data=data and data.format(tmp=tmp_path), device="cpu"))
+
+
+def test_diffusion_on_a_folder(tmp_path: Path) -> None:
+    """FFHQ's class, with a U-Net that a test has time for."""
+    pictures(tmp_path / "faces" / "00000", 100)
+    chosen = settings("big-diffusion", data=str(tmp_path / "faces"), batch_size=4)
+    problem = diffusion.from_folder(
+        sources.flat_folder(tmp_path / "faces"),
+        chosen,
+        size=8,
+        block_out_channels=(16, 16),
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        layers_per_block=1,
+        norm_num_groups=8,
+    )
+    assert problem.samples == 98
+    batch = next(problem.batches(0))
+    assert batch[0].shape == batch[1].shape == (4, 3, 8, 8)
+    assert batch[0].min() >= -1
+    assert len(next(problem.validation())[0]) == 2
+    assert problem.measure(problem.model, batch)["loss"].shape == (4,)
+    with pytest.raises(Error, match="task 'big-diffusion' needs FFHQ"):
+        TASKS["big-diffusion"].make(settings("big-diffusion"))
+    with pytest.raises(Error, match="has 0 images: put at least 50 there"):
+        TASKS["big-diffusion"].make(settings("big-diffusion", data=str(tmp_path / "cache")))
+
+
+# ------------------------------------------------------------------ Hugging Face datasets
+
+
+def dataset(folder: Path, parts: dict[str, int], *, labelled: bool) -> str:
+    """Parquet files of noise, as the hub has them."""
+    import datasets
+
+    columns: dict[str, Any] = {"picture": datasets.Image()}
+    if labelled:
+        columns["kind"] = datasets.ClassLabel(names=["cat", "dog", "cow"])
+    folder.mkdir()
+    random = np.random.default_rng(0)
+    for part, count in parts.items():
+        pixels = [Image.fromarray(random.integers(0, 256, (20, 24, 3), np.uint8)) for _ in range(count)]
+        content: dict[str, Any] = {"picture": pixels}
+        if labelled:
+            content["kind"] = [number % 3 for number in range(count)]
+        rows = datasets.Dataset.from_dict(content, features=datasets.Features(columns))
+        rows.to_parquet(folder / f"{part}-00000-of-00001.parquet")
+    return str(folder)
+
+
+@pytest.fixture(autouse=True)
+def _own_dataset_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_OFFLINE", True)
+
+
+@pytest.mark.slow
+def test_a_hugging_face_dataset_of_classes(tmp_path: Path) -> None:
+    name = dataset(tmp_path / "animals", {"train": 6, "validation": 3}, labelled=True)
+    problem = TASKS["imagenet100"].make(settings("imagenet100", data=f"hf:{name}", batch_size=3))
+    assert problem.samples == 6
+    (held_out,) = problem.validation()
+    assert held_out[1].tolist() == [0, 1, 2]
+    assert problem.model.num_classes == 3
+    with pytest.raises(Error, match="has no split validation, val or test; its splits: train"):
+        sources.hugging_face(dataset(tmp_path / "half", {"train": 3}, labelled=True), labelled=True)
+    with pytest.raises(Error, match="has no column of class labels in a split 'train'; its columns: picture"):
+        sources.hugging_face(dataset(tmp_path / "bare", {"train": 3}, labelled=False), labelled=True)
+
+
+def test_a_hugging_face_dataset_of_faces(tmp_path: Path) -> None:
+    split = sources.hugging_face(dataset(tmp_path / "faces", {"train": 100}, labelled=False), labelled=False)
+    assert (len(split.train), len(split.validation)) == (98, 2)
+    assert split.train[0][0].size == (24, 20)
+
+
+# ------------------------------------------------------------------ text
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_a_llama_on_text_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "words.txt"
+    words = np.array(["rounding", "scale", "block", "tensor", "gradient", "weight"])
+    file.write_text(" ".join(words[np.random.default_rng(0).integers(0, len(words), 6000)]))
+    outcome = train(Run("text", policy="mxfp4", data=str(file), batch_size=8, steps=30, device="cpu", lr=1e-2))
+    assert outcome.validation_loss < 3.5  # bytes begin at ln 256 = 5.5
+    assert outcome.metrics["perplexity"] == pytest.approx(np.exp(outcome.validation_loss))
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    with pytest.raises(Error, match="too few for sequences of 64; give more text"):
+        train(Run("text", data=str(short), device="cpu"))
+    with pytest.raises(Error, match="nowhere: there is no such file or folder"):
+        train(Run("text", data=str(tmp_path / "nowhere"), device="cpu"))
+
+
+@pytest.mark.parametrize("vocabulary", [256, 400])
+def test_text_becomes_tokens_and_back(tmp_path: Path, vocabulary: int) -> None:
+    from tokenizers import Tokenizer
+
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "wiki.train.raw").write_text("naïve café Σ γ, " * 50 + "\n" + "more of it\n" * 50)
+    (folder / "wiki.valid.raw").write_text("café")
+    (folder / "wiki.test.raw").write_text("never")
+    (folder / "picture.png").write_bytes(b"\x89PNG\0")
+    texts = text_data.text_files(folder)
+    assert [len(texts.train), len(texts.validation)] == [1, 1]
+    assert texts.validation == ["café"]
+    file = None if vocabulary == text_data.BYTES else tmp_path / "tokenizer.json"
+    if file is not None:
+        text_data.train_tokenizer(texts.train, vocabulary, file)
+    tokens = text_data.tokenize(texts, file)
+    assert tokens.train[-1] == tokens.validation[-1] == text_data.SEPARATOR
+    assert tokens.train.max() < vocabulary
+    if file is None:
+        assert bytes(tokens.train[:-1].tolist()).decode() == texts.train[0]
+    else:
+        tokenizer = Tokenizer.from_file(str(file))
+        assert tokenizer.decode(tokens.train[:-1].tolist()) == texts.train[0]
+        assert len(tokens.train) < len(texts.train[0])
+        again = text_data.tokenize(texts, file)
+        assert np.array_equal(tokens.train, again.train)
+        assert np.array_equal(tokens.validation, again.validation)
+
+
+def test_batches_are_a_function_of_seed_and_step() -> None:
+    tokens = np.arange(1000, dtype=np.uint32)
+    rows = text_data.batch(tokens, 4, 16, seed=1, step=2)
+    assert rows.shape == (4, 16)
+    assert (rows.diff(dim=1) == 1).all()
+    assert torch.equal(rows, text_data.batch(tokens, 4, 16, seed=1, step=2))
+    assert not torch.equal(rows, text_data.batch(tokens, 4, 16, seed=1, step=3))
+    assert not torch.equal(rows, text_data.batch(tokens, 4, 16, seed=2, step=2))
+    assert text_data.batch(tokens[:16], 1, 16, 0, 0).tolist() == [list(range(16))]
+
+
+@pytest.mark.slow
+def test_the_standard_library_is_text_enough() -> None:
+    texts = text_data.standard_library()
+    assert sum(map(len, texts.train)) > 4_000_000
+    assert len(texts.train) > 15 * len(texts.validation) > 100
+    assert not set(texts.train[:5]) & set(texts.validation)
+
+
+def test_wikitext_comes_from_the_hub_or_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    from fp4graph.lab.data import text
+
+    def offline(*_: Any) -> None:
+        raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(Error, match=r"WikiText cannot be downloaded .*put wiki.train.raw and wiki.valid.raw"):
+        train(Run("llama-9m", device="cpu"))
+    parts = {name: datasets.Dataset.from_dict({"text": [" = A title = \n", name]}) for name in ("train", "validation")}
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_: datasets.DatasetDict(parts))
+    assert text.named("wikitext") == text.Texts([" = A title = \ntrain"], [" = A title = \nvalidation"])
+    for part in ("train", "valid", "test"):
+        (tmp_path / f"wiki.{part}.raw").write_text(part)
+    assert text.named(str(tmp_path)) == text.Texts(["train"], ["valid"])
+
+
+# ------------------------------------------------------------------ the rest
+
+
+def test_pixels_are_normalized_channel_by_channel() -> None:
+    pixels = torch.tensor([0, 255], dtype=torch.uint8).view(1, 2, 1, 1).expand(1, 2, 3, 3)
+    result = normalized(pixels, mean=(0.25, 0.5), std=(0.5, 0.25))
+    assert result[0, 0].unique().item() == -0.5
+    assert result[0, 1].unique().item() == 2.0
+
+
+def test_what_is_not_installed_is_named() -> None:
+    with pytest.raises(
+        Error, match=r"models are made by nobody, which is not installed; pip install 'fp4graph\[tasks\]'"
+    ):
+        needs("a_package_of_nobodys", "models are made by nobody")
+
+
+def test_models_are_a_function_of_the_seed() -> None:
+    first, again, other = (TASKS["digits"].make(settings("digits", seed=seed)).model for seed in (0, 0, 1))
+    pairs = list(zip(first.parameters(), again.parameters(), other.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b, _ in pairs)
+    assert not all(torch.equal(a, c) for a, _, c in pairs)

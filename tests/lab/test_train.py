@@ -1,0 +1,557 @@
+"""The training loop: against loops written by hand, killed and resumed, diverging, its record, and bad input."""
+
+from __future__ import annotations
+
+import gc
+import json
+import math
+import os
+import re
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import fp4graph
+from fp4graph.errors import Error
+from fp4graph.lab.runs.folder import RunFolder, read_metrics, read_outcome, read_run
+from fp4graph.lab.runs.run import finite
+from fp4graph.lab.runs.train import Outcome, Run, train
+from fp4graph.lab.tasks import TASKS
+from tests.helpers.processes import PATIENCE
+
+#: A ViT on a few digits.
+SHORT: dict[str, Any] = {
+    "task": "digits", "batch_size": 16, "steps": 6, "validate_every": 2, "validation_batches": 2, "device": "cpu",
+}  # fmt: skip
+
+
+def run(**options: Any) -> Run:
+    return Run(**{**SHORT, **options})
+
+
+def losses(outcome: Outcome) -> list[tuple[int, float, float]]:
+    return [(entry.step, entry.train_loss, entry.validation_loss) for entry in outcome.history]
+
+
+# ------------------------------------------------------------------ what is computed
+
+
+@pytest.mark.slow
+def test_equals_a_loop_written_by_hand() -> None:
+    """AdamW with a cosine, warm-up and clipping, nothing quantized: digit by digit."""
+    chosen = run(optimizer="adamw", lr=1e-2, weight_decay=0.1, schedule="cosine", warmup=0.34, clip=0.5, accumulate=2)
+    outcome = train(chosen)
+
+    problem = TASKS["digits"].make(TASKS["digits"].settings(chosen))
+    model = problem.model
+    exempt = {"pos_embed", "cls_token"}
+    groups = [
+        {"params": [p for n, p in model.named_parameters() if p.dim() > 1 and n not in exempt], "weight_decay": 0.1},
+        {"params": [p for n, p in model.named_parameters() if p.dim() == 1 or n in exempt], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    batches = problem.batches(0)
+    expected, since = [], []
+    for step, factor in enumerate([0.5, 1, 1, *(0.505 + 0.495 * math.cos(math.pi * k / 4) for k in (1, 2, 3))]):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * factor
+        optimizer.zero_grad()
+        total = 0.0
+        for images, labels in islice(batches, 2):
+            loss = torch.nn.functional.cross_entropy(model(images), labels) / 2
+            loss.backward()
+            total += loss.item()
+        since.append(total)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        if step % 2:
+            with torch.no_grad():
+                held_out = [(model(images), labels) for images, labels in islice(problem.validation(), 2)]
+            logits, labels = (torch.cat(parts) for parts in zip(*held_out, strict=True))
+            expected.append((step + 1, sum(since) / 2, torch.nn.functional.cross_entropy(logits, labels).item()))
+            since = []
+            accuracy = (logits.argmax(1) == labels).float().mean().item()
+    for mine, theirs in zip(losses(outcome), expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-5)
+    assert outcome.metrics["accuracy"] == pytest.approx(accuracy)
+    assert outcome.quantized == 0
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_repeats_itself_and_depends_on_the_seed() -> None:
+    torch.manual_seed(1)
+    first = train(run(policy="tetrajet"))
+    state = torch.get_rng_state()
+    torch.manual_seed(2)
+    second = train(run(policy="tetrajet"))
+    assert losses(first) == losses(second)
+    assert losses(train(run(policy="tetrajet", seed=1))) != losses(first)
+    torch.manual_seed(1)
+    assert torch.equal(torch.get_rng_state(), state)  # the caller's random numbers are left alone
+
+
+@pytest.mark.slow
+def test_a_policy_changes_what_is_computed_and_bf16_what_it_is_computed_in() -> None:
+    found = {name: train(run(**options)) for name, options in {
+        "fp32": {},
+        "mxfp4": {"policy": "mxfp4"},
+        "bf16": {"dtype": "bf16"},
+        "autocast": {"autocast": True},
+    }.items()}  # fmt: skip
+    values = [outcome.validation_loss for outcome in found.values()]
+    assert len(set(values)) == 4
+    assert max(values) - min(values) < 0.2
+
+
+@pytest.mark.slow
+def test_the_last_short_validation_batch_counts_each_sample_once() -> None:
+    """360 images in batches of 100: the last has 60, filled up for the compiled shape."""
+    whole = train(run(steps=1, batch_size=100, validate_every=1, validation_batches=None))
+    single = train(run(steps=1, batch_size=100, validate_every=1, validation_batches=3))
+    problem = TASKS["digits"].make(TASKS["digits"].settings(run(batch_size=100)))
+    assert [len(labels) for _, labels in problem.validation()] == [100, 100, 100, 60]
+    assert whole.validation_loss != single.validation_loss
+    assert (whole.metrics["accuracy"] * 360) == pytest.approx(round(whole.metrics["accuracy"] * 360))
+
+
+@pytest.mark.slow
+def test_complexity_counts_the_optimizer() -> None:
+    adam, stable = (train(run(policy="tetrajet", optimizer=name, steps=1)) for name in ("adam", "stablespam"))
+    assert adam.complexity == fp4graph.load_policy("tetrajet").complexity == 0.5
+    assert stable.complexity == 1.0
+
+
+@pytest.mark.slow
+def test_sgd_and_options_reach_the_optimizer() -> None:
+    plain, momentum = (
+        train(run(optimizer="sgd", lr=0.1, optimizer_options=options)) for options in ({}, {"momentum": 0.9})
+    )
+    assert losses(plain)[0] != losses(momentum)[0]
+
+
+@pytest.mark.slow
+def test_a_policy_with_phases_and_loss_scaling_trains() -> None:
+    policy = {
+        "version": 1, "extends": "mxfp4", "techniques": ["loss_scaling"],
+        "phases": [{"at": 0.5, "operands": {"backward": "keep"}}],
+    }  # fmt: skip
+    outcome = train(run(policy=policy))
+    assert not outcome.diverged
+    assert outcome.complexity == 0.5
+
+
+# ------------------------------------------------------------------ who listens
+
+
+@pytest.mark.slow
+def test_report_hears_each_validation_and_may_end_the_training(tmp_path: Path) -> None:
+    heard: list[tuple[int, float]] = []
+    outcome = train(run(), report=lambda step, loss: heard.append((step, loss)))
+    assert heard == [(step, validation) for step, _, validation in losses(outcome)]
+    assert [step for step, _ in heard] == [2, 4, 6]
+
+    class Pruned(Exception):
+        pass
+
+    def prune(step: int, loss: float) -> None:
+        if step == 4:
+            raise Pruned
+
+    with pytest.raises(Pruned):
+        train(run(), report=prune, directory=tmp_path)
+    assert read_outcome(tmp_path) is None
+    assert read_metrics(tmp_path)[-1]["step"] == 4
+
+
+@pytest.mark.slow
+def test_watch_is_entered_with_the_prepared_model_and_optimizer() -> None:
+    events: list[Any] = []
+
+    @contextmanager
+    def watching(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        optimizer.register_step_post_hook(lambda *_: events.append(type(model).__name__))
+        yield
+        events.append("left")
+
+    train(run(), watch=watching)
+    assert events == ["VisionTransformer"] * 6 + ["left"]
+
+
+@pytest.mark.slow
+def test_nothing_keeps_the_model_alive_afterwards() -> None:
+    """A sweep trains hundreds in one process."""
+    kept: list[Any] = []
+
+    @contextmanager
+    def watching(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        kept.append(weakref.ref(model))
+        yield
+
+    train(run(policy="tetrajet-qema"), watch=watching)
+    gc.collect()
+    assert kept[0]() is None
+
+
+# ------------------------------------------------------------------ diverging
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_ends_there_and_is_still_json(tmp_path: Path) -> None:
+    outcome = train(run(optimizer="sgd", lr=1e30, steps=50, validate_every=50), directory=tmp_path)
+    assert outcome.diverged
+    assert outcome.steps < 10
+    assert math.isnan(outcome.validation_loss)
+    written = read_outcome(tmp_path)
+    assert written is not None
+    assert written["validation_loss"] is None
+    assert written["diverged"] is True
+    lines = read_metrics(tmp_path)
+    assert lines[-1]["train_loss"] is None
+    assert lines[0]["train_loss"] > 0
+    assert "NaN" not in (tmp_path / "metrics.jsonl").read_text() + (tmp_path / "outcome.json").read_text()
+
+
+# ------------------------------------------------------------------ the record
+
+
+@pytest.mark.slow
+def test_the_record_says_what_was_run_and_what_came_of_it(tmp_path: Path) -> None:
+    chosen = run(policy="tetrajet", optimizer="adamw", lr=1e-3)
+    outcome = train(chosen, directory=tmp_path / "new" / "folder")
+    folder = tmp_path / "new" / "folder"
+    record = read_run(folder)
+    assert Run.from_json(record["run"]) == chosen
+    assert record["settings"]["dtype"] == "fp32"
+    assert record["settings"]["backend"] == "eager"
+    assert record["steps"] == 6
+    (tmp_path / "policy.yaml").write_text(record["policy"])
+    assert fp4graph.load_policy(tmp_path / "policy.yaml").fingerprint == fp4graph.load_policy("tetrajet").fingerprint
+    assert read_outcome(folder) == finite(outcome.to_json())
+    lines = read_metrics(folder)
+    validations = [line for line in lines if "validation_loss" in line]
+    steps = [line for line in lines if "lr" in line]
+    assert [(v["step"], v["train_loss"], v["validation_loss"]) for v in validations] == losses(outcome)
+    assert all("accuracy" in line for line in validations)
+    assert [line["step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    assert all(line["lr"] == 1e-3 for line in steps)
+    assert [line["seconds"] for line in steps] == sorted(line["seconds"] for line in steps)
+    assert sum(line["train_loss"] for line in steps[:2]) / 2 == pytest.approx(outcome.history[0].train_loss)
+
+
+@pytest.mark.slow
+def test_tensorboard_shows_the_same_curves(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    outcome = train(run(), directory=tmp_path)
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    found = [(event.step, event.value) for event in events.Scalars("validation_loss")]
+    assert found == [(step, pytest.approx(validation)) for step, _, validation in losses(outcome)]
+
+
+@pytest.mark.slow
+def test_goes_on_to_the_last_bit(tmp_path: Path) -> None:
+    """With state in techniques, optimizer, loss scaler and schedule, and noise."""
+    policy = {"version": 1, "extends": "tetrajet-qema", "techniques": ["loss_scaling"]}
+    chosen = run(policy=policy, schedule="cosine", optimizer="stablespam", accumulate=2)
+    whole = train(chosen, directory=tmp_path / "whole")
+
+    def stop(step: int, loss: float) -> None:
+        if step == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(chosen, directory=tmp_path / "stopped", report=stop)
+    with pytest.raises(Error, match="holds a run already"):
+        train(chosen, directory=tmp_path / "stopped")
+    with pytest.raises(Error, match=r"another run: seed was 0, is 3; lr was 0.002, is 0.1"):
+        train(run(policy=policy, schedule="cosine", optimizer="stablespam", accumulate=2, lr=0.1, seed=3),
+              directory=tmp_path / "stopped", resume=True)  # fmt: skip
+    resumed = train(chosen, directory=tmp_path / "stopped", resume=True)
+    assert losses(resumed) == losses(whole)
+    assert resumed.steps == whole.steps
+    curves = [[{**line, "seconds": None} for line in read_metrics(tmp_path / name)] for name in ("whole", "stopped")]
+    assert curves[0] == curves[1]
+    with pytest.raises(Error, match="it has ended"):
+        train(chosen, directory=tmp_path / "stopped", resume=True)
+
+
+@pytest.mark.slow
+def test_resume_of_nothing_begins(tmp_path: Path) -> None:
+    assert losses(train(run(), directory=tmp_path, resume=True)) == losses(train(run()))
+
+
+@pytest.mark.slow
+def test_resume_of_a_run_killed_before_its_first_checkpoint_repeats_no_line(tmp_path: Path) -> None:
+    chosen = run(steps=4, validate_every=4)
+    train(chosen, directory=tmp_path / "whole")
+
+    def stop(step: int, steps: int, loss: float) -> None:
+        if step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(chosen, directory=tmp_path / "stopped", tick=stop)
+    assert [line["step"] for line in read_metrics(tmp_path / "stopped")] == [1, 2]
+    train(chosen, directory=tmp_path / "stopped", resume=True)
+    curves = [[{**line, "seconds": None} for line in read_metrics(tmp_path / name)] for name in ("whole", "stopped")]
+    assert curves[0] == curves[1]
+
+
+@pytest.mark.process
+def test_a_folder_has_one_writer_until_its_process_dies(tmp_path: Path) -> None:
+    content = {"settings": {}, "policy": ""}
+    code = (
+        "import pathlib, sys, time; from fp4graph.lab.runs.folder import RunFolder; "
+        f"folder = RunFolder(pathlib.Path(sys.argv[1])); folder.begin({content!r}, resume=True); "
+        "folder.line(1, train_loss=0.5); print('writes', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "writes\n"
+            before = sorted((file.name, file.read_bytes()) for file in tmp_path.iterdir() if file.is_file())
+            process = re.escape(f"{tmp_path} is in use by process {holder.pid} on {socket.gethostname()}")
+            for resume in (True, False):
+                with pytest.raises(Error, match=process):
+                    RunFolder(tmp_path).begin(content, resume=resume)
+            assert before == sorted((file.name, file.read_bytes()) for file in tmp_path.iterdir() if file.is_file())
+        finally:
+            holder.kill()
+    first = RunFolder(tmp_path)
+    first.begin(content, resume=True)
+    with pytest.raises(Error, match=f"in use by process {os.getpid()} "):
+        RunFolder(tmp_path).begin(content, resume=True)
+    first.close()
+    with pytest.raises(Error, match="holds a run already"):
+        RunFolder(tmp_path).begin(content, resume=False)
+
+
+@pytest.mark.slow
+def test_without_checkpoints_none_is_written(tmp_path: Path) -> None:
+    train(run(steps=1), directory=tmp_path, checkpoints=False)
+    assert not (tmp_path / "checkpoint.pt").exists()
+
+
+@pytest.mark.long
+@pytest.mark.process
+def test_a_killed_run_is_readable_and_goes_on(tmp_path: Path) -> None:
+    """SIGKILL between validations, from outside."""
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in SHORT.items() if name != "task"]
+    command = [sys.executable, "-c", "from fp4graph.cli import main; main()", "train", "digits", *options]
+    command += ["--steps=400", "--validate-every=20", f"--output={tmp_path / 'run'}"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + PATIENCE
+    while not any(line["step"] > 25 for line in read_metrics(tmp_path / "run")) and time.monotonic() < deadline:
+        assert process.poll() is None, "it ended by itself"
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+    lines = read_metrics(tmp_path / "run")
+    assert lines[-1]["step"] > 25
+    assert read_outcome(tmp_path / "run") is None
+    chosen = Run.from_json(read_run(tmp_path / "run")["run"])
+    with (tmp_path / "run" / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 99, "train_l')  # what a kill amid a write leaves
+    assert read_metrics(tmp_path / "run") == lines
+    resumed = train(chosen, directory=tmp_path / "run", resume=True, report=lambda *_: None)
+    assert resumed.steps == 400
+    assert [line["step"] for line in read_metrics(tmp_path / "run") if "lr" in line] == list(range(1, 401))
+
+
+@contextmanager
+def files_no_larger_than(size: int) -> Iterator[None]:
+    """The kernel refuses to write more into a file, as it does on a full disk: after the part that fits."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+
+
+def test_a_full_disk_is_one_sentence_and_what_was_written_stays(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.begin({"settings": {}, "policy": ""}, resume=False)
+    for step in range(2):
+        folder.line(step, train_loss=1 / 3)
+    folder.close()  # TensorBoard's thread writes when it likes, and would otherwise meet the limit too
+    with files_no_larger_than(100), pytest.raises(Error, match=r"cannot write .*metrics.jsonl: .*What was written"):
+        folder.line(2, train_loss=1 / 3)
+    content = (tmp_path / "metrics.jsonl").read_bytes()
+    assert 0 < len(content) <= 100
+    assert content.endswith(b"}\n")
+    assert [line["step"] for line in read_metrics(tmp_path)] == [0, 1]
+    folder.line(2, train_loss=0.5)
+    assert len(read_metrics(tmp_path)) == 3
+
+
+def test_a_record_that_is_not_one_is_said_so(tmp_path: Path) -> None:
+    with pytest.raises(Error, match="holds no run"):
+        read_run(tmp_path)
+    (tmp_path / "run.json").write_text("{")
+    with pytest.raises(Error, match="is not JSON"):
+        read_run(tmp_path)
+    (tmp_path / "run.json").write_text('{"format": "fp4graph.run", "version": 99}')
+    with pytest.raises(Error, match="version 99; this fp4graph reads version 1"):
+        read_run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nrubbish\n{"step": 2}\n')
+    with pytest.raises(Error, match=r"metrics.jsonl:2 is not JSON"):
+        read_metrics(tmp_path)
+    with pytest.raises(Error, match="known keys: accumulate"):
+        Run.from_json({"task": "digits", "colour": "red"})
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(Error, match="cannot write"):
+        train(run(), directory=tmp_path / "run")
+
+
+def test_a_file_in_the_records_place(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("")
+    with pytest.raises(Error, match=r"cannot write .*run.*see that the folder is one and can be written"):
+        train(run(), directory=tmp_path / "run")
+
+
+# ------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"task": "gausian"}, "unknown task 'gausian'; did you mean 'gaussian'"),
+        ({"optimizer": "adamm"}, "unknown optimizer 'adamm'; did you mean 'adam"),
+        ({"dtype": "fp16"}, "unknown dtype 'fp16'; known: bf16, fp32|did you mean 'bf16'"),
+        ({"backend": "fast"}, "unknown backend 'fast'"),
+        ({"schedule": "cosin"}, "did you mean 'cosine'"),
+        ({"epochs": 3}, "epochs and steps both"),
+        ({"lr": 0.0}, "lr must be a positive number; got 0.0"),
+        ({"lr": math.nan}, "lr must be a positive number; got nan"),
+        ({"steps": 0}, "steps must be a whole number of at least 1; got 0"),
+        ({"steps": 2.5}, "steps must be a whole number"),
+        ({"seed": -1}, "seed must be a whole number of at least 0"),
+        ({"seed": 2**63}, "seed must be .* at most 9223372036854775807; got 9223372036854775808"),
+        ({"warmup": 1.5}, r"warmup must be a number of \[0, 1\)"),
+        ({"weight_decay": -1}, "weight_decay must be"),
+        ({"batch_size": 5000}, "batch size 5000 is more than the 1437 training samples"),
+        ({"policy": "mxfp44"}, "did you mean the shipped policy 'mxfp4'"),
+        ({"data": "/somewhere"}, "task 'digits' makes its own data; leave --data out"),
+        ({"device": "toaster"}, "device 'toaster' cannot be used"),
+        ({"optimizer_options": {"betta": 1}}, "optimizer adam does not take {'betta': 1}"),
+        ({"optimizer_options": {"betas": [2, 2]}}, "optimizer adam does not take"),
+        (
+            {"optimizer": "stablespam", "policy": {"version": 1, "extends": "mxfp4", "techniques": ["stable_spam"]}},
+            "would condition its gradients once more",
+        ),
+    ],
+)
+def test_a_mistake_is_one_sentence(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(Error, match=says):
+        train(run(**options))
+
+
+@pytest.mark.slow
+def test_a_policy_that_quantizes_nothing_of_a_task_is_said_so(tmp_path: Path) -> None:
+    nothing = {
+        "version": 1,
+        "name": "nowhere",
+        "default": "keep",
+        "rules": [{
+            "match": {"op": "linear", "in_features": {"min": 9999}},
+            "required": False,
+            "quantize": {"element": "e2m1", "block": 32, "scale": {"format": "e8m0"}},
+        }],
+    }  # fmt: skip
+    with pytest.raises(Error, match="policy 'nowhere' quantizes no site of this model"):
+        train(run(policy=nothing), directory=tmp_path)
+    train(run(steps=1), directory=tmp_path)  # nothing was recorded, so the folder is free
+
+
+# ------------------------------------------------------------------ the command
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Runs ``fp4graph train`` in an empty folder: (exit code, stdout, stderr or the error)."""
+    monkeypatch.chdir(tmp_path)
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        from fp4graph.cli import app
+
+        result = CliRunner().invoke(app, ["train", *arguments])
+        if isinstance(result.exception, Error):
+            return 1, result.stdout, str(result.exception)
+        return result.exit_code, result.stdout, result.stderr
+
+    return call
+
+
+BRIEF = ["digits", "--batch-size=16", "--steps=2", "--validate-every=1", "--validation-batches=1"]
+
+
+@pytest.mark.slow
+def test_the_command_prints_a_table_and_keeps_a_record(command: Any, tmp_path: Path) -> None:
+    code, out, err = command(*BRIEF, "--policy=mxfp4", "--optimizer=stablespam")
+    assert code == 0, err
+    assert "digits under mxfp4" in out
+    assert "8 of 12 quantized" in out
+    assert "runs/digits-mxfp4-stablespam-0" in out
+    assert "step 2: validation loss" in err
+    outcome = read_outcome(tmp_path / "runs" / "digits-mxfp4-stablespam-0")
+    assert outcome is not None
+    assert f"{outcome['validation_loss']:.4g}" in out
+    assert command(*BRIEF, "--policy=mxfp4", "--optimizer=stablespam")[0] == 0
+    assert (tmp_path / "runs" / "digits-mxfp4-stablespam-0.2" / "outcome.json").exists()
+
+
+@pytest.mark.slow
+def test_the_command_prints_json(command: Any) -> None:
+    code, out, err = command(*BRIEF, "--json", "--optimizer-option=betas=[0.5, 0.9]", "--output=here")
+    assert code == 0, err
+    printed = json.loads(out)
+    assert printed["record"] == "here"
+    assert Run.from_json(printed["run"]).optimizer_options == {"betas": [0.5, 0.9]}
+    assert printed["outcome"]["steps"] == 2
+    assert err == ""
+
+
+def test_the_command_lists_the_tasks(command: Any) -> None:
+    code, out, _ = command("--list")
+    assert code == 0
+    assert all(name in out for name in TASKS)
+    listed = json.loads(command("--list", "--json")[1])
+    assert {row["name"]: row["recipe"]["lr"] for row in listed} == {t.name: t.recipe.lr for t in TASKS.values()}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "say which task to train"),
+        (["gausian"], "did you mean 'gaussian'"),
+        (["digits", "--optimizer-option=beta"], "takes name=value, not 'beta'"),
+        (["digits", "--resume"], "--resume goes on with the run in a folder"),
+    ],
+)
+def test_the_command_says_what_is_wrong(command: Any, arguments: list[str], says: str) -> None:
+    code, _, error = command(*arguments)
+    assert code != 0
+    assert says in error
