@@ -132,7 +132,7 @@ class Capture:
         self._running = name
         hooks.drop_repeated_hooks(self._embeddings)
         self._failures += 1
-        with self.forward(apart=True):
+        with torch_internals.saved_tensor_hooks_kept(), self.forward(apart=True):
             result = self._entries[name][1](*args, **kwargs)
         self._failures = 0
         return result

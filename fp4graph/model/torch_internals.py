@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import CodeType
 
 import torch
@@ -41,6 +42,25 @@ def forget_code(code: CodeType) -> None:
     """Drop what Dynamo has compiled of ``code`` and the record of its recompilations, which would keep it for good."""
     torch._dynamo.reset_code(code)  # type: ignore[attr-defined]  # not in its __all__
     guard_failures.pop(code, None)
+
+
+@contextmanager
+def saved_tensor_hooks_kept() -> Iterator[None]:
+    """Keep hooks for saved tensors allowed, or not, where a trace in this context fails.
+
+    Dynamo of torch 2.13 and 2.14 disallows them for good when it gives up inside a transform of torch.func, and then
+    every checkpoint of the process fails.
+    """
+    hooks = torch._C._autograd
+    before = hooks._saved_tensors_hooks_get_disabled_error_message()
+    try:
+        yield
+    except BaseException:
+        if before is None:
+            hooks._saved_tensors_hooks_enable()
+        else:
+            hooks._saved_tensors_hooks_disable(before)
+        raise
 
 
 def is_full(function: object) -> bool:

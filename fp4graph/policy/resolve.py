@@ -85,12 +85,6 @@ def _phase(document: Node, registry: Registry, name: str, index: int, section: P
     late = Exceptions(section.operands, (*path, "operands"))
     changed = merge(document, Node(own, node.place, node.keys))
     policy = _Resolver(changed, registry, late).policy(f"{name}, phase {index + 1}")
-    if "rules" in own and "default" not in own and not policy.quantizes:
-        raise document.error(
-            (*path, "rules"),
-            "no rule of this phase quantizes, for its rules replace those before it; write 'rules: {before: [...]}' to "
-            "put them ahead of those, or 'default: keep' in the phase to say that nothing is to be quantized",
-        )
     if section.operands and not policy.quantizes:
         raise document.error(late.path, "nothing is quantized in this phase, and so these do nothing; remove them")
     return Phase(section.at, policy, node.place)
