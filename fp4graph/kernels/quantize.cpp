@@ -102,7 +102,8 @@ inline i32 carry(i32 bits, int dropped, u32 noise) {
     const i32 below = static_cast<i32>((1u << dropped) - 1);
     if (F::S_TOWARD_POSITIVE) return below;
     if (F::S_DRAWS) return below - static_cast<i32>((noise >> 8) >> (24 - dropped));
-    return dropped == 23 ? 1 << 22 : (below >> 1) + ((bits >> dropped) & 1);
+    if (dropped == 23 && !F::S_TIES_EVEN) return 1 << 22;
+    return (below >> 1) + (((bits >> dropped) - (dropped == 23 ? 127 + F::S_MIN_EXPONENT : 0)) & 1);
 }
 
 template <class F>
