@@ -131,6 +131,7 @@ inline float to_format(float ideal, u32 noise) {
 // The stored scale of a block whose statistic has these bits; NaN where the statistic is not finite.
 template <class F>
 inline float block_scale(i32 z, u32 noise) {
+    z &= ~SIGN;  // of a NaN that a technique gives: Inf/Inf has one on x86
     float statistic = as<float>(min(z, INFINITE));  // sums of a NaN's bits would overflow
     float scale = F::SHIFT >= 0 ? from_exponent<F>(((unbounded(statistic) + F::SHIFT) >> 23) - (127 + F::EMAX))
                                 : to_format<F>(F::ENCODE ? F::QMAX / statistic : statistic / F::QMAX, noise);

@@ -50,6 +50,7 @@ def specs() -> list[Any]:
 def test_scales_of_any_statistic(spec: QuantSpec) -> None:
     z, edges = any_floats((50_000,)).abs(), blocks_of_every_scale(1).abs().flatten()
     z[: len(edges)] = edges
+    z[-1] = torch.tensor(-(2**22), dtype=torch.int32).view(torch.float32)  # a NaN with a sign
     for statistic in (z, z.view(100, 500).mT, z[:0]):
         found = statistics.block_scale(statistic, spec)
         assert_same_bits(found, scaling.block_scale(statistic, spec.scale, spec.element))
