@@ -51,7 +51,7 @@ class StochasticScaleRounding(Technique):
     def plan(self, site: SiteView, specs: OperandSpecs) -> OperandSpecs:
         """Let the listed operands that are quantized round their scales stochastically."""
         return {**specs} | {
-            operand: replace(spec, scale=replace(spec.scale, rounding="stochastic"))
+            operand: replace(spec, scale=replace(spec.scale, rounding="stochastic", ties=None))
             for operand, spec in self.specs_listed(specs).items()
         }
 

@@ -10,6 +10,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,11 @@ if capability := os.environ.get("ATEN_CPU_CAPABILITY"):
     own = f"torchinductor_{getpass.getuser()}_{capability}"
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.path.join(tempfile.gettempdir(), own)  # torch has set it when imported
 
+# On Intel CPUs the order of MKL's fp32 sums depends on where operands lie in memory, unless it is told otherwise before
+# its first product. Processes that tests start inherit the setting. On other CPUs it would choose slower code.
+cpus = Path("/proc/cpuinfo")
+if cpus.exists() and "GenuineIntel" in cpus.read_text():
+    os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 costs.install()
 #: Markers of the tests that ask for a fixture.

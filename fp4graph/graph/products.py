@@ -119,6 +119,8 @@ def objection(product: Product) -> str | None:
     for value in (a, b):
         if value is not None and value.is_nested:
             return "a factor is a nested tensor; pass its values (x.values()), or pad it (x.to_padded_tensor(0.0))"
+        if value is not None and value.layout is not torch.strided:
+            return f"a factor is sparse ({value.layout}); make it dense (to_dense())"
         if is_quantized_elsewhere(value):
             return f"a factor is a {type(value).__name__}, which another library quantizes"
     if a is None or b is None or not (a.is_floating_point() and b.is_floating_point()):

@@ -33,6 +33,7 @@ class Constants:
     to_one: bool  # whether a scale that underflows becomes 1
     s_rounding: str
     s_draws: bool
+    s_ties_even: bool  # of powers of two, whose ties go up otherwise
     s_mantissa: int
     s_min_exponent: int
     s_top: int  # the exponent of the highest binade
@@ -69,6 +70,7 @@ def constants(spec: QuantSpec) -> Constants:
         to_one=spec.scale.zero == "to_one",
         s_rounding=spec.scale.rounding,
         s_draws=spec.scale.rounding == "stochastic",
+        s_ties_even=spec.scale.ties == "even",
         s_mantissa=number.mantissa_bits,
         s_min_exponent=number.min_exponent,
         s_top=number.top_exponent,

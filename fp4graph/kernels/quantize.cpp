@@ -102,7 +102,8 @@ inline i32 carry(i32 bits, int dropped, u32 noise) {
     const i32 below = static_cast<i32>((1u << dropped) - 1);
     if (F::S_TOWARD_POSITIVE) return below;
     if (F::S_DRAWS) return below - static_cast<i32>((noise >> 8) >> (24 - dropped));
-    return dropped == 23 ? 1 << 22 : (below >> 1) + ((bits >> dropped) & 1);
+    if (dropped == 23 && !F::S_TIES_EVEN) return 1 << 22;
+    return (below >> 1) + (((bits >> dropped) - (dropped == 23 ? 127 + F::S_MIN_EXPONENT : 0)) & 1);
 }
 
 template <class F>
@@ -130,6 +131,7 @@ inline float to_format(float ideal, u32 noise) {
 // The stored scale of a block whose statistic has these bits; NaN where the statistic is not finite.
 template <class F>
 inline float block_scale(i32 z, u32 noise) {
+    z &= ~SIGN;  // of a NaN that a technique gives: Inf/Inf has one on x86
     float statistic = as<float>(min(z, INFINITE));  // sums of a NaN's bits would overflow
     float scale = F::SHIFT >= 0 ? from_exponent<F>(((unbounded(statistic) + F::SHIFT) >> 23) - (127 + F::EMAX))
                                 : to_format<F>(F::ENCODE ? F::QMAX / statistic : statistic / F::QMAX, noise);

@@ -109,6 +109,8 @@ def _carry(bits, noise, DROPPED: tl.constexpr, F: tl.constexpr):
         carry = tl.full(bits.shape, BELOW, tl.int32)
     elif F.s_rounding == "stochastic":
         carry = BELOW - ((noise >> 8) >> (24 - DROPPED)).to(tl.int32)
+    elif DROPPED == 23 and F.s_ties_even:
+        carry = (BELOW >> 1) + (((bits >> 23) - (127 + F.s_min_exponent)) & 1)
     elif DROPPED == 23:
         carry = tl.full(bits.shape, 1 << 22, tl.int32)
     else:

@@ -82,6 +82,7 @@ class Capture:
         self._running = CALL
         self._failures = 0  # calls that have failed since one succeeded
         self._told: set[str] = set()  # causes of recompilations
+        self._failed_before = torch_internals.failed_guards()
         self._untold: list[str] = []  # warnings of the call in progress
         self._embeddings = [module for module in plan.root.modules() if isinstance(module, torch.nn.Embedding)]
         self.sites: list[Site] = []
@@ -131,15 +132,14 @@ class Capture:
         self._running = name
         hooks.drop_repeated_hooks(self._embeddings)
         self._failures += 1
-        with self.forward(apart=True):
+        with torch_internals.saved_tensor_hooks_kept(), self.forward(apart=True):
             result = self._entries[name][1](*args, **kwargs)
         self._failures = 0
         return result
 
     def is_full(self, name: str) -> bool:
         """Return whether Dynamo has made as many graphs of the call ``name`` as it may."""
-        made = torch._C._dynamo.eval_frame._debug_get_cache_entry_list(self._entries[name][0].__code__)
-        return len(made) >= torch._dynamo.config.recompile_limit
+        return torch_internals.is_full(self._entries[name][0])
 
     @contextmanager
     def forward(self, *, apart: bool = False) -> Iterator[None]:
@@ -163,7 +163,8 @@ class Capture:
         def whole(*args: Any, **kwargs: Any) -> Any:
             return root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
-        call = whole if name == CALL else hooks.marked_method(root, name)
+        # Behind a graph break Dynamo compiles this function by itself, for every model of the process.
+        call = with_own_code(whole, type(root)) if name == CALL else hooks.marked_method(root, name)
 
         def entry(*args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or uncompiled is None:
@@ -176,7 +177,7 @@ class Capture:
     def compile(self, gm: torch.fx.GraphModule, example_inputs: list[Any]) -> Callable[..., Any]:
         """Rewrite a graph, record its sites, hand it on, and return what runs it."""
         frame = self._running, torch_internals.compiled_frame()
-        for cause, guards in torch_internals.repeated_guards(_REPEATS).items():
+        for cause, guards in torch_internals.repeated_guards(_REPEATS, self._failed_before).items():
             if cause not in self._told:
                 self._untold.append(_repeated(cause, guards))
             self._told.add(cause)

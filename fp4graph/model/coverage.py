@@ -131,6 +131,8 @@ def check_sites(policy: Policy, sites: Sequence[Site]) -> None:
             roles = {CLOSING[role][0]: role for role in NAMED_ROLES}
             named = next((s for s in sites if s.rule_index in roles and rule.match.names(s.module)), None)
             remedy = "give it 'required: false' if that is meant"
+            if policy.file not in (None, rule.file):
+                remedy = f"{policy.file} inherits it: write rules there that fit this model, or extend another policy"
             if named is not None:
                 role = roles[named.rule_index or 0]
                 remedy = f"{named.module} is one of the {role}s, which only a rule that says 'role: {role}' quantizes"

@@ -155,7 +155,8 @@ def explain(model: nn.Module, policy: Any, args: Any = (), kwargs: Mapping[str, 
         dataclasses.replace(s, flops=recurrent.get(str(s.module))) if s.op == "recurrent" and s.flops is None else s
         for s in sites
     ]
-    problem = problem or _missing(sites, counts)
+    if problem is None and (loaded.quantizes or not recurrent):  # a baseline runs what is around an LSTM without graphs
+        problem = _missing(sites, counts)
     found = None if problem is None else str(problem)
     return Explanation(loaded, tuple(sites), blocks, found, runtime.capture.graphs)
 
@@ -197,6 +198,8 @@ def rehearse(model: nn.Module, policy: Policy, example_inputs: Any, *, strict: b
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a call that are given as a tuple or a list, a mapping of keywords, or the only one."""
     if isinstance(inputs, Mapping):
+        if (key := next((key for key in inputs if not isinstance(key, str)), None)) is not None:
+            raise Error(f"the inputs are given by keyword, and {key!r} is no name; use the names of forward's inputs")
         return (), dict(inputs)
     return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
 

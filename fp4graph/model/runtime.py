@@ -128,6 +128,7 @@ class Runtime:
         policy if it had one."""
         replaced = runtime_of(self.root)
         former = state.buffers_to_keep(self.root)
+        count_unknown = replaced is not None and replaced.root_state is not None and replaced.root_state.count_unknown
         detach(self.root)
         try:
             self.install(former)
@@ -136,6 +137,8 @@ class Runtime:
             if replaced is not None:
                 replaced.install(former)
             raise
+        if count_unknown and self.root_state is not None:
+            self.root_state.count_unknown = True
 
     def install(self, former: dict[str, Tensor]) -> None:
         """Attach to a root without a policy, and take over our buffers of ``former`` where they fit."""
@@ -200,6 +203,8 @@ class Runtime:
                 self.packing.again(copied.plan, packed)
                 copied.packing = Packing(p for p in twin.parameters() if not p.requires_grad)
             copied.count_from(self.count or 0)
+            if copied.root_state is not None and self.root_state is not None:
+                copied.root_state.count_unknown = self.root_state.count_unknown
             copied._original = weakref.ref(self.root)
 
         twin.__dict__["__setstate__"] = finish
@@ -440,7 +445,7 @@ class Runtime:
                 for own in state.states(self.root):
                     if root_state.count == 0:
                         own.restart()
-                    own.settle()
+                    own.settle(device_of(own.module, self.device))
         wrapper = distributed.active_ddp()
         former = None if self._synchronized is None else self._synchronized()
         if training and wrapper is not None and wrapper is not former:

@@ -152,9 +152,11 @@ class State:
         for name in () if self.loaded else self._weights:
             self._reset(name)
 
-    def settle(self) -> None:
-        """Shard entries of the weight's shape as the weight is sharded now, and undo a write to the key: an average
-        over a model's buffers (``AveragedModel(use_buffers=True)``) changes it."""
+    def settle(self, device: torch.device) -> None:
+        """Make on ``device`` what stayed on the meta device, shard entries of the weight's shape as the weight is
+        sharded now, and undo a write to the key, which an average over a model's buffers
+        (``AveragedModel(use_buffers=True)``) changes."""
+        self._leave_meta(device)
         if self.has_sites and self.key._version != self._version_of_key:
             self.key.copy_(noise.make_key("site", self.fqn))
             self._version_of_key = self.key._version
@@ -178,7 +180,7 @@ class State:
         finally:
             buffers.update(ours)
         for name, buffer in ours.items():
-            moved = fn(buffer)
+            moved = _moved(fn, buffer)
             buffers[name] = moved if moved.dtype is buffer.dtype else buffer.to(moved.device)
         self._restore()
         return self.module
@@ -187,6 +189,18 @@ class State:
         """Write what ``to_empty()`` left undefined."""
         if self.has_sites:
             self._make_key(self.key.device)
+
+    def _leave_meta(self, device: torch.device) -> None:
+        """Make on ``device`` what stayed on meta when ``load_state_dict(assign=True)`` brought the weights."""
+        for name, (_, weight) in self._weights.items():
+            buffer = self.module._buffers[name]
+            if buffer is not None and buffer.is_meta and not weight().is_meta:
+                self.module._buffers[name] = self._first(name)
+        derived = [name for name in (KEY, FORWARDS) if name in self.module._buffers]
+        if any(self.module.get_buffer(name).is_meta for name in derived):
+            for name in derived:
+                self.module._buffers[name] = torch.empty_like(self.module.get_buffer(name), device=device)
+            self._restore()
 
     def _make_key(self, device: torch.device) -> None:
         with torch.inference_mode(False):  # tensors made in it have no version
@@ -218,6 +232,16 @@ class State:
     def __getstate__(self) -> dict[str, Any]:
         # Closures over the weight do not travel; apply() makes them anew.
         return {**self.__dict__, "_weights": {}}
+
+
+def _moved(fn: Callable[[Tensor], Tensor], buffer: Tensor) -> Tensor:
+    """Return ``fn(buffer)``, undefined where ``fn`` would copy from the meta device, which holds nothing."""
+    try:
+        return fn(buffer)
+    except NotImplementedError:
+        if not buffer.is_meta:
+            raise
+        return torch.empty_like(buffer, device=fn(torch.empty(0)).device)
 
 
 def _share(x: Tensor, y: Tensor) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import CodeType
 
 import torch
@@ -42,13 +44,47 @@ def forget_code(code: CodeType) -> None:
     guard_failures.pop(code, None)
 
 
-def repeated_guards(times: int) -> dict[str, list[str]]:
+@contextmanager
+def saved_tensor_hooks_kept() -> Iterator[None]:
+    """Keep hooks for saved tensors allowed, or not, where a trace in this context fails.
+
+    Dynamo of torch 2.13 and 2.14 disallows them for good when it gives up inside a transform of torch.func, and then
+    every checkpoint of the process fails.
+    """
+    hooks = torch._C._autograd
+    before = hooks._saved_tensors_hooks_get_disabled_error_message()
+    try:
+        yield
+    except BaseException:
+        if before is None:
+            hooks._saved_tensors_hooks_enable()
+        else:
+            hooks._saved_tensors_hooks_disable(before)
+        raise
+
+
+def is_full(function: object) -> bool:
+    """Return whether Dynamo has made as many graphs of ``function``'s code as its recompile limit allows."""
+    code, limit = getattr(function, "__code__", None), torch._dynamo.config.recompile_limit
+    return code is not None and len(eval_frame._debug_get_cache_entry_list(code)) >= limit
+
+
+def failed_guards() -> dict[int, int]:
+    """Return how many guards have failed of each code object that Dynamo has compiled, by its id."""
+    return {id(code): len(reasons) for code, reasons in guard_failures.items()}
+
+
+def repeated_guards(times: int, before: Mapping[int, int]) -> dict[str, list[str]]:
     """Return the guards of the function in compilation that failed with at least ``times`` different values, by what
-    they ask for: ``{"model.step": ["model.step == 0", "model.step == 1", ...]}``."""
+    they ask for: ``{"model.step": ["model.step == 0", "model.step == 1", ...]}``.
+
+    ``before`` is an earlier result of :func:`failed_guards`: failures up to then are those of other models. Guards on
+    the compiled call of a module are ours, and tell one model from another.
+    """
     guards: dict[str, dict[str, None]] = {}
-    for reason in [reason for reasons in guard_failures.values() for reason in reasons]:
+    for reason in [reason for code, reasons in guard_failures.items() for reason in reasons[before.get(id(code), 0) :]]:
         graph, _, text = reason.partition(": ")
-        if graph.split("/")[0] == str(compiled_frame()):
+        if graph.split("/")[0] == str(compiled_frame()) and "_compiled_call_impl" not in text:
             guard = re.split(r"\s+# |\n|, actual ", text)[0].strip()
             guard = _HELD.sub(r".\1", _ROOT.sub("model", guard))
             guards.setdefault(_VALUE.sub("", guard), {})[guard] = None

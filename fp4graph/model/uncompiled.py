@@ -19,7 +19,7 @@ from fp4graph.errors import Error, PolicyError, PolicyWarning
 from fp4graph.graph.blocks import pattern_of
 from fp4graph.graph.direct import Direct
 from fp4graph.graph.replace import UnmarkedWeight
-from fp4graph.model import hooks
+from fp4graph.model import hooks, torch_internals
 from fp4graph.model.capture import Capture
 from fp4graph.model.coverage import check_sites, each_served, served_sites
 from fp4graph.model.current import CurrentForward, Parts, checkpointed_region, has_backward_hooks
@@ -126,6 +126,12 @@ class Uncompiled:
         """Warn that the compiled call runs ``module`` outside of its graphs, once for all modules at alike places."""
         if has_backward_hooks(module):
             why = "it has a hook on its backward, which torch.compile does not compile; compiled again without the hook"
+        elif any(torch_internals.is_full(of.forward) for of in (self._plan.root, module)):
+            why = (
+                "there is a graph break, and Dynamo has made as many graphs of the code around it, for this model and "
+                "earlier ones, as its recompile limit allows; remove the break, or call torch._dynamo.reset() between "
+                "models"
+            )
         elif disabled:
             why = "it is called where Dynamo is disabled (a disabled function, or a checkpoint around a graph break)"
         else:

@@ -171,6 +171,8 @@ def _carry(bits: Tensor, dropped: int, spec: ScaleSpec, noise: Tensor | None) ->
         # Up iff rest/2^dropped > k/2^24, in integers: rest > k >> (24 - dropped).
         return below - (((noise >> 8) & 0xFFFFFF) >> (24 - dropped))
     if dropped == 23:
+        if spec.ties == "even":  # the code counts exponents from the lowest; a tie above an odd code goes up
+            return below // 2 + ((bits >> 23) - (127 + spec.format.min_exponent) & 1)
         # A tie lies between a power of two and its double, 1 and 2 in units of the former, and 2 is even. ml_dtypes and
         # torch do the same; the parity of the code would send every second tie down.
         return 1 << 22

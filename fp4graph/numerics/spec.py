@@ -18,6 +18,7 @@ Convention = Literal["decode", "encode"]
 Zero = Literal["nearest_subnormal", "to_one"]
 Rounding = Literal["nearest", "stochastic"]
 Ties = Literal["even", "up", "away"]
+ScaleTies = Literal["up", "even"]
 Source = Literal["original", "fprop"]
 Selector = Literal["mse", "mae", "amax"]
 Block = int | tuple[int, int] | Literal["row", "tensor"]
@@ -72,6 +73,9 @@ class ScaleSpec:
             training", sec. 2).
         zero: the value of a scale that underflows: ``nearest_subnormal``, the format's smallest positive value, or
             ``to_one`` (Chmiel et al. 2025).
+        ties: where ``nearest_even`` rounds a scale halfway between two powers of two: ``up`` (the default, kept as
+            None), as ml_dtypes and torch cast to E8M0, or to the ``even`` code, as gfloat rounds. A format with
+            mantissa bits has ties to even always and takes no ``ties``.
 
     There are two families of rules, with Qmax the largest value of the element format and Emax its exponent::
 
@@ -94,6 +98,7 @@ class ScaleSpec:
     rounding: ScaleRounding = field(default=None)  # type: ignore[arg-type]  # replaced by the format's own below
     convention: Convention = "decode"
     zero: Zero = "nearest_subnormal"
+    ties: ScaleTies | None = None
 
     def __post_init__(self) -> None:
         number = _format("scale format", self.format, ScaleFormat, scale_format)
@@ -106,6 +111,8 @@ class ScaleSpec:
         _one_of("scale rounding", self.rounding, get_args(ScaleRounding))
         object.__setattr__(self, "rounding", _SCALE_ALIASES.get(self.rounding, self.rounding))
         _one_of("scale zero", self.zero, get_args(Zero))
+        if self.ties is not None:
+            self._set_ties()
         if self.convention == "encode" and self.rounding not in _EITHER_CONVENTION:
             raise SpecError(
                 f"scale rounding {self.rounding!r} is a rule for decode scales; with convention: encode use "
@@ -117,6 +124,22 @@ class ScaleSpec:
                 f"{number.mantissa_bits} mantissa bits, which would be lost; use nearest_even, toward_positive or "
                 "stochastic with it, or format: e8m0 for powers of two"
             )
+
+    def _set_ties(self) -> None:
+        """Check that the rule has ties between powers of two, and keep ``up``, the default, as None."""
+        _one_of("scale ties", self.ties, get_args(ScaleTies))
+        if self.rounding != "nearest_even" or self.format.mantissa_bits:
+            reason = (
+                f"{self.format.name} scales have mantissa bits, and their ties go to even already"
+                if self.rounding == "nearest_even"
+                else f"{self.rounding} has no ties"
+            )
+            raise SpecError(
+                f"scale ties {self.ties!r} choose between powers of two under rounding: nearest_even; {reason}. Leave "
+                "ties out"
+            )
+        if self.ties == "up":
+            object.__setattr__(self, "ties", None)
 
     @property
     def rounds_up(self) -> bool:
@@ -257,4 +280,6 @@ def _text(spec: QuantSpec) -> str:
     data = asdict(spec)
     if not spec.others:  # texts name compiled code, which a field without a meaning would not tell apart
         del data["others"], data["selector"]
+    if spec.scale.ties is None:
+        del data["scale"]["ties"]
     return json.dumps(data)

@@ -89,19 +89,22 @@ def _has_known_shape(func: Any, args: Any, kwargs: Any) -> bool:
     return kwargs.get("output_size") is not None  # repeat_interleave
 
 
-#: The stages that have run once without depending on values, so that each pays for the check only once.
-_checked: WeakKeyDictionary[Technique, set[str]] = WeakKeyDictionary()
+#: The stages that have run without depending on values, with the shapes they had: each is checked once.
+_checked: WeakKeyDictionary[Technique, set[tuple[Any, ...]]] = WeakKeyDictionary()
 
 
 def run(technique: Technique, stage: str, *args: object) -> Any:
     """Return what a stage returns. What the stage raises becomes an error that names the plugin."""
     try:
         # Dynamo cannot trace a mode, and refuses such operations itself.
-        if torch.compiler.is_dynamo_compiling() or stage in OPTIMIZER_STAGES or stage in _checked.get(technique, ()):
+        if torch.compiler.is_dynamo_compiling() or stage in OPTIMIZER_STAGES:
+            return getattr(technique, stage)(*args)
+        case = stage, *(tuple(x.shape) for x in args if isinstance(x, Tensor))
+        if case in _checked.get(technique, ()):
             return getattr(technique, stage)(*args)
         with _Values(technique, stage), _Lists(technique, stage):
             result = getattr(technique, stage)(*args)
-        _checked.setdefault(technique, set()).add(stage)
+        _checked.setdefault(technique, set()).add(case)
         return result
     except (Error, torch.OutOfMemoryError):  # another stage called from here, or nobody's fault
         raise

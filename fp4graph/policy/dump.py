@@ -16,6 +16,8 @@ from fp4graph.technique.operands import GROUPS, Operand
 
 #: Scale formats made with ``max``, and the name of the format that each was made from.
 BaseFormats = dict[ScaleFormat, str]
+#: Fields of a scale with one of which a block replaces the rule it inherits, and the ties of that rule.
+REPLACES_TIES = frozenset({"format", "rounding", "convention"})
 
 
 def default_data(rule: Rule, bases: BaseFormats) -> str | dict[str, Any]:
@@ -111,6 +113,10 @@ def _scale_difference(scale: ScaleSpec, base: ScaleSpec, bases: BaseFormats) -> 
         data["format"] = bases.get(scale.format, scale.format.name)
         if scale.format in bases:
             data["max"] = scale.format.max
+    inherited = None if data.keys() & REPLACES_TIES else base.ties
+    data.pop("ties", None)
+    if scale.ties != inherited:
+        data["ties"] = scale.ties or "up"
     return data
 
 

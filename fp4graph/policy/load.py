@@ -105,15 +105,22 @@ def _extended(document: Node, directory: Path, chain: tuple[Path, ...], registry
     merged = merge(parent, document)
     # A default that is inherited says nothing about rules that are not.
     if _quantizes(parent) and not _quantizes(merged) and written.default is None:
+        nothing = "'default: keep' to say that nothing is to be quantized"
+        if isinstance(document.get("rules").value, dict):
+            why = f"a rule without a match keeps every site, and so none of the rules of {written.extends!r} is asked"
+            raise document.error(("rules",), f"{why}; give it a match, or write {nothing}")
         raise document.error(
             ("rules",),
             f"no rule quantizes, for these rules replace those of {written.extends!r}; write 'rules: {{before: "
-            "[...]}' to put them ahead of those, or 'default: keep' to say that nothing is to be quantized",
+            f"[...]}}' to put them ahead of those, or {nothing}",
         )
     return merged
 
 
 def _quantizes(document: Node) -> bool:
     """Return whether a rule or the default of a document without phases quantizes."""
-    rules = document.value["rules"].value if "rules" in document.value else ()
-    return isinstance(document.get("default").value, dict) or any(rule.child("quantize") for rule in rules)
+    for rule in document.value["rules"].value if "rules" in document.value else ():
+        match = rule.child("match")
+        if rule.child("quantize") or match is None or not match.value:  # a rule without a match is the last
+            return rule.child("quantize") is not None
+    return isinstance(document.get("default").value, dict)

@@ -17,7 +17,7 @@ from fp4graph.errors import PolicyError
 from fp4graph.numerics.formats import ScaleFormat
 from fp4graph.policy import dump
 from fp4graph.policy.document import Place
-from fp4graph.policy.match import Range
+from fp4graph.policy.match import Match, Range
 from fp4graph.policy.rule import (
     CLOSING,
     DEFAULT,
@@ -198,8 +198,14 @@ class Policy:
 
     @property
     def quantizes(self) -> bool:
-        """Return whether any site of any model can be quantized before the first phase; False for a baseline."""
-        return self.default.quantizes or any(rule.quantizes for rule in self.rules)
+        """Return whether any site of any model can be quantized before the first phase; False for a baseline.
+
+        No rule behind one that keeps everything decides about a site.
+        """
+        for rule in self.rules:
+            if rule.quantizes or rule.match == Match():
+                return rule.quantizes
+        return self.default.quantizes
 
     @property
     def ever_quantizes(self) -> bool:
@@ -220,7 +226,8 @@ class Policy:
         """The weight of each technique in use, by name; the largest where options differ from rule to rule."""
         weights: dict[str, float] = {}
         for technique in self._counted:
-            weights[technique.name] = max(technique.complexity, weights.get(technique.name, technique.complexity))
+            weight = float(technique.complexity)
+            weights[technique.name] = max(weight, weights.get(technique.name, weight))
         return weights
 
     @property

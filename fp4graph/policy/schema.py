@@ -21,7 +21,7 @@ from pydantic import (
     model_validator,
 )
 
-from fp4graph.numerics.spec import Block, Convention, Rounding, ScaleRounding, Selector, Source, Ties, Zero
+from fp4graph.numerics.spec import Block, Convention, Rounding, ScaleRounding, ScaleTies, Selector, Source, Ties, Zero
 from fp4graph.policy.match import Match, Range
 from fp4graph.policy.section import Name, Section, Text, Texts, must_be, only_known, wrong
 from fp4graph.technique.operands import ADDRESSES
@@ -43,6 +43,7 @@ class ScaleSection(Section):
     rounding: ScaleRounding | None = None
     convention: Convention | None = None
     zero: Zero | None = None
+    ties: ScaleTies | None = None
 
 
 class QuantizeSection(Section):

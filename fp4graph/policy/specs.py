@@ -9,7 +9,7 @@ from typing import Any
 from fp4graph.numerics.formats import ElementFormat, ScaleFormat
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.policy.document import Node
-from fp4graph.policy.dump import BaseFormats
+from fp4graph.policy.dump import REPLACES_TIES, BaseFormats
 from fp4graph.policy.rule import Specs
 from fp4graph.policy.schema import OperandException, QuantizeSection, ScaleSection
 from fp4graph.policy.validation import Path, refuse_contested
@@ -95,6 +95,8 @@ class SpecResolver:
             if layer.section.scale is not None:
                 if layer.section.scale.format is not None:
                     scale.pop("max", None)  # belonged to the format that is replaced
+                if layer.section.scale.model_fields_set & REPLACES_TIES:
+                    scale.pop("ties", None)  # belonged to the rule that is replaced
                 scale.update(_fields(layer.section.scale, (*layer.path, "scale")))
         if "element" in given:
             names, path = given["element"]
@@ -122,7 +124,8 @@ class SpecResolver:
         try:
             return ScaleSpec(format=number_format, **values)
         except ValueError as error:
-            _, path = given.get("rounding", given.get("convention", ("", fallback)))
+            written = [given[name] for name in ("ties", "rounding", "convention") if name in given]
+            _, path = written[0] if written else ("", fallback)
             raise self._document.error(path, f"{dotted(path[:-1])}: {error}") from None
 
     def _with_max(self, number_format: ScaleFormat, largest: float, path: Path) -> ScaleFormat:

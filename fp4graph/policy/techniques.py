@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from numbers import Real
+from typing import Any, TypeVar
 
 from fp4graph.errors import Error, PluginError, PolicyWarning
 from fp4graph.numerics.spec import QuantSpec
@@ -23,6 +23,8 @@ from fp4graph.technique.site import SiteView
 from fp4graph.text import dotted, suggest
 
 _T = TypeVar("_T")
+#: The largest complexity of a technique. Any number would do whose sums stay finite.
+MOST_COMPLEX = 1000
 
 
 @dataclass(frozen=True)
@@ -89,12 +91,16 @@ class TechniqueResolver:
 
     def _weighed(self, technique: Technique) -> Technique:
         """Return ``technique``, whose complexity is checked to be a number that Ω can add."""
-        weight = technique.complexity
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
-            raise PluginError(
-                f"technique {technique.name!r}: complexity must be a finite number from 0; got {weight!r}",
-                plugin=self._registry.origin(technique.name),
-            )
+        try:
+            weight: Any = technique.complexity
+            is_number = issubclass(type(weight), Real) and not isinstance(weight, bool)
+            fits = is_number and 0 <= weight <= MOST_COMPLEX
+            message = f"complexity must be a number from 0 to {MOST_COMPLEX:,}; got {weight!r}"
+        except Exception as error:  # noqa: BLE001  # a bug of the technique
+            fits, message = False, f"complexity: {type(error).__name__}: {error}"
+        if not fits:
+            origin = self._registry.origin(technique.name)
+            raise PluginError(f"technique {technique.name!r}: {message}", plugin=origin)
         return technique
 
     def implied(self, specs: Specs) -> list[Technique]:

@@ -15,6 +15,7 @@ def spec_words(spec: QuantSpec | None) -> dict[str, str] | None:
         return None
     scale = [spec.scale.format.name] + ([spec.scale.rounding] if spec.scale.format != FP32 else ["unrounded"])
     scale += [spec.scale.convention] if spec.scale.convention != "decode" else []
+    scale += [f"ties {spec.scale.ties}"] if spec.scale.ties else []
     scale += [spec.scale.zero] if spec.scale.zero != "nearest_subnormal" else []
     bits = f", {spec.random_bits} bits" if spec.random_bits != 24 else ""
     return {
@@ -32,6 +33,7 @@ def describe(spec: QuantSpec | None) -> str:
         return "-"
     words = [f"{spec.element_name}/{_block(spec)}", spec.scale.format.name, spec.scale.rounding]
     words += [spec.scale.convention] if spec.scale.convention != "decode" else []
+    words += [f"ties-{spec.scale.ties}"] if spec.scale.ties else []
     words += ["SR" if spec.rounding == "stochastic" else f"RTN-{spec.ties}"]
     words += ["of fprop"] if spec.source == "fprop" else []
     return " ".join(words)

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 import fp4graph
 from fp4graph.model.runtime import runtime_of
 from tests.clients import tiny
+from tests.helpers.policies import one_rule, quantizer
 
 peft = pytest.importorskip("peft", reason="needs fp4graph[clients]")
 
@@ -250,3 +251,22 @@ def test_a_packed_base_trains_generates_and_merges(checkpointing, tmp_path):
     assert all(torch.equal(value, packed[2][key]) for key, value in plain[2].items())
     merged = fp4graph.unpack_frozen(models[1].get_base_model()) and models[1].merge_and_unload()
     assert torch.isfinite(logits(merged)).all()
+
+
+@pytest.mark.filterwarnings("ignore:.*runs uncompiled:fp4graph.errors.PolicyWarning")
+def test_dora_is_explained_and_tried_as_it_trains():
+    def dora():
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=4, target_modules=["0", "2"], use_dora=True)
+        layers = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
+        return peft.get_peft_model(layers, config).get_base_model()
+
+    data, x = one_rule(quantize=quantizer() | {"rounding": "stochastic"}), torch.randn(8, 64)
+    model = fp4graph.apply(dora(), data, backend="eager", example_inputs=x)
+    model(x).square().sum().backward()
+    trained = sorted(site.module for site in runtime_of(model).sites if site.quantized)
+    explained = sorted(site.module for site in fp4graph.explain(dora(), data, x).sites if site.quantized)
+    assert trained == explained == ["0.base_layer", "2.base_layer"]
+    strict = fp4graph.apply(dora(), data, backend="eager", strict=True)
+    with pytest.raises(fp4graph.CaptureError, match=r"graph break parts that call from this.*leave out strict=True"):
+        strict(x)

@@ -140,6 +140,16 @@ def test_check_as_json(fp4graph: Any) -> None:
     assert len(data["fingerprint"]) == 64
 
 
+def test_check_says_where_ties_of_scales_go(fp4graph: Any, tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text("version: 1\ndefault: {scale: {rounding: nearest_even, ties: even}}\n")
+    assert fp4graph("check", str(path), "--json").data["default"]["operands"]["fprop.input"]["scale"] == (
+        "e8m0 nearest_even ties even"
+    )
+    path.write_text("version: 1\ndefault: {scale: {rounding: nearest_even, ties: up}}\n")
+    assert "nearest_even ties" not in fp4graph("check", str(path)).out
+
+
 def test_check_says_that_nothing_is_quantized(fp4graph: Any, tmp_path: Path) -> None:
     assert "This policy quantizes nothing" in fp4graph("check", "bf16").out
     assert fp4graph("check", "bf16", "--json").data["quantizes"] is False

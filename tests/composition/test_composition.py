@@ -52,6 +52,7 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
     },
     "tensor_scaling_gradient": {"kind": ["ignore", "absmax", "softmax", "hybrid", "ste"], "relative": [False, True]},
     "smooth_max": {"kind": ["absmax", "softmax", "hybrid", "ste"], "relative": [False, True]},
+    "quest_scale": {"c": [2.92247856, 4.0]},
     "step_gradient": {"kind": ["spline", "dge", "sigmoid", "clip", "ste"], "operands": [["forward"], ["fprop.weight"]]},
     "scale_gradient": {"kind": ["spline", "dge", "ste"], "range": ["all", "low"]},
     "q_ema": {"beta": [0.998, 0.9]},

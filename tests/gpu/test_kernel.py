@@ -63,6 +63,10 @@ OTHERS = {
         QuantSpec("e2m3", 2, ScaleSpec("e8m0", "amax_ceil", zero="to_one")),
         QuantSpec("e5m2", 8, ScaleSpec("bf16", "stochastic")),
     ),
+    "ties of scales": (
+        QuantSpec("e2m1", 32, ScaleSpec("e8m0", "nearest_even", "encode", ties="even")),
+        QuantSpec("e3m0", 32, ScaleSpec("e8m0", "nearest_even", ties="even")),
+    ),
     "codes of their own": (
         QuantSpec("int4", 16, ScaleSpec("e8m3", "toward_positive")),
         QuantSpec("e4m3", 16, ScaleSpec("ue5m3_61440", "nearest_even")),
@@ -89,7 +93,7 @@ def pairs() -> dict[str, tuple[QuantSpec, QuantSpec]]:
     return {**found, **OTHERS}
 
 
-FEW = ("tetrajet:input", "encode", "stochastic scales")
+FEW = ("tetrajet:input", "encode", "stochastic scales", "ties of scales")
 PAIRS = [pytest.param(name, marks=() if name in FEW else pytest.mark.gpu) for name in pairs()]
 ROW_SALTS, COLUMN_SALTS = [3], [5]
 STOCHASTIC = QuantSpec("e2m1", 16, ScaleSpec("e4m3", "stochastic"), "stochastic")

@@ -129,9 +129,11 @@ def _round_scale(ideal: float, spec: ScaleSpec, bits: int | None) -> float:
         if ideal == 0:
             return _underflow(spec)
         # With unbounded exponent; the range is applied afterwards.
-        lower = _power(_floor_log2(Fraction(ideal)))
-        upper = lower * 2
-        tie = upper
+        exponent = _floor_log2(Fraction(ideal))
+        lower, upper = _power(exponent), _power(exponent + 1)
+        # Codes count powers of two from the smallest value up.
+        code = exponent - _floor_log2(Fraction(number.min))
+        tie = lower if spec.ties == "even" and code % 2 == 0 else upper
     else:
         grid = number.values()
         place = bisect.bisect_right(grid, ideal) - 1

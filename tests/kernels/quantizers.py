@@ -25,6 +25,7 @@ RULES = (
     *(("decode", r) for r in ("floor", "ceil", "nearest_even", "toward_positive", "stochastic")),
     *(("decode", r) for r in ("amax_ceil", "amax_even")),
     *(("encode", r) for r in ("nearest_even", "stochastic")),
+    *((convention, "nearest_even", "even") for convention in ("decode", "encode")),  # ties of powers of two
 )
 #: Rounding of elements: (rounding, ties, random bits).
 ROUNDINGS = (*(("nearest", t, 24) for t in ("even", "up", "away")), *(("stochastic", "even", b) for b in (24, 8, 1)))
@@ -60,14 +61,15 @@ def covering() -> Iterator[Row]:
 
 
 def _possible(row: Row) -> bool:
-    """Powers of two are scales of E8M0 alone."""
-    return row["rule"][1] not in POWERS_OF_TWO or not SCALES[row["scale"]].mantissa_bits
+    """Powers of two are scales of E8M0 alone, and so are their ties."""
+    _, rule, *scale_ties = row["rule"]
+    return not (rule in POWERS_OF_TWO or scale_ties) or not SCALES[row["scale"]].mantissa_bits
 
 
 def spec_of(row: Row) -> QuantSpec:
-    convention, rule = row["rule"]
+    convention, rule, *scale_ties = row["rule"]
     rounding, ties, bits = row["rounding"]
-    scale = ScaleSpec(row["scale"], rule, convention, row["zero"])
+    scale = ScaleSpec(row["scale"], rule, convention, row["zero"], *scale_ties)
     return QuantSpec(row["element"], row["block"], scale, rounding, ties, random_bits=bits)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -14,7 +15,7 @@ from fp4graph.kernels import cpu, operators, statistics
 from fp4graph.numerics import scaling
 from fp4graph.numerics.formats import SCALES
 from fp4graph.numerics.spec import POWERS_OF_TWO, QuantSpec, ScaleSpec
-from tests.helpers.floats import any_floats, assert_same_bits
+from tests.helpers.floats import any_floats, assert_same_bits, blocks_of_every_scale
 from tests.kernels.quantizers import RULES
 
 pytestmark = pytest.mark.compiler
@@ -30,16 +31,15 @@ def kernels() -> None:
 def specs() -> list[Any]:
     """Every scale format with every rule that it can have and that draws nothing; all but two formats are `long`."""
     rules = [rule for rule in RULES if rule[1] != "stochastic"]
-    possible = [(name, *rule) for name in SCALES for rule in rules]
     scales = [
-        ScaleSpec(name, rule, convention)
-        for name, convention, rule in possible
-        if rule not in POWERS_OF_TWO or not SCALES[name].mantissa_bits
+        ScaleSpec(name, rule, convention, ties=ties[0] if ties else None)
+        for name, (convention, rule, *ties) in itertools.product(SCALES, rules)
+        if not (rule in POWERS_OF_TWO or ties) or not SCALES[name].mantissa_bits
     ]
     return [
         pytest.param(
             QuantSpec("e2m1", block, scale),
-            id=f"{scale.format.name}-{scale.rounding}-{scale.convention}",
+            id=f"{scale.format.name}-{scale.rounding}-{scale.convention}-{scale.ties}",
             marks=[] if scale.format.name in ("e8m0", "e4m3") else pytest.mark.long,
         )
         for scale, block in zip(scales, [16, "row", (16, 16)] * 99, strict=False)
@@ -48,7 +48,9 @@ def specs() -> list[Any]:
 
 @pytest.mark.parametrize("spec", specs())
 def test_scales_of_any_statistic(spec: QuantSpec) -> None:
-    z = any_floats((50_000,)).abs()
+    z, edges = any_floats((50_000,)).abs(), blocks_of_every_scale(1).abs().flatten()
+    z[: len(edges)] = edges
+    z[-1] = torch.tensor(-(2**22), dtype=torch.int32).view(torch.float32)  # a NaN with a sign
     for statistic in (z, z.view(100, 500).mT, z[:0]):
         found = statistics.block_scale(statistic, spec)
         assert_same_bits(found, scaling.block_scale(statistic, spec.scale, spec.element))

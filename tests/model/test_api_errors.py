@@ -65,6 +65,13 @@ def sparse(layout):
     fp4graph.apply(model, POLICY, backend="eager")
 
 
+def sparse_after():
+    model = applied()
+    train(model, 1)
+    model.second.weight = nn.Parameter(model.second.weight.detach().to_sparse())
+    model(batch())
+
+
 def nested(layout):
     parts = [torch.randn(3, 32), torch.randn(5, 32)]
     applied()(torch.nested.nested_tensor(parts, layout=layout))
@@ -91,6 +98,8 @@ ERRORS = {
     "traced part": (lambda: fp4graph.explain(nn.Sequential(traced()), POLICY), "^0 is a TorchScript module"),
     "sparse": (lambda: sparse(torch.sparse_coo), r"^second.weight: it is sparse.*to_dense.*match: {module: 'second'}"),
     "sparse rows": (lambda: sparse(torch.sparse_csr), r"^second.weight: it is sparse \(torch.sparse_csr\)"),
+    "sparse later": (sparse_after, r"^second: .*a factor is sparse.*to_dense"),
+    "named by a number": (lambda: fp4graph.explain(Model(), POLICY, {1: batch()}), "by keyword, and 1 is no name"),
     "meta": (on_meta, r"on the meta device.*to_empty.*fp4graph.explain"),
     "jagged": (lambda: nested(torch.jagged), r"^first: .*nested tensor; pass its values \(x.values\(\)\), or pad"),
     "nested": (lambda: nested(torch.strided), r"nested tensor.*to_padded_tensor"),
@@ -105,7 +114,7 @@ ERRORS = {
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*(Sparse CSR|nested tensors is in|weight_norm|torch.jit)")
+@pytest.mark.filterwarnings("ignore:.*(runs uncompiled|Sparse CSR|nested tensors is in|weight_norm|torch.jit)")
 @pytest.mark.parametrize("case", ERRORS)
 def test_an_error_says_what_is_wrong_and_what_to_do(case):
     call, words = ERRORS[case]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import fp4graph
+from fp4graph.errors import PolicyWarning
 from fp4graph.model.runtime import runtime_of
 from tests.helpers.policies import one_rule
 
@@ -183,3 +184,45 @@ def test_modes_between_are_not_the_cause():
             setting(model, i)
     assert len(told) == 1
     assert "model.step" in str(told[0].message)
+
+
+class Parted(Checked):
+    """Breaks between two layers of its own."""
+
+    def forward(self, x):
+        y = self.body(x)
+        torch._dynamo.graph_break()
+        return self.head(y)
+
+
+@pytest.mark.slow
+def test_models_of_one_class_are_no_recompilations_of_each_other():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", PolicyWarning)
+        for _ in range(6):
+            model = apply(Parted())
+            for _ in range(2):
+                model(X).sum().backward()
+
+
+@pytest.mark.slow
+def test_a_full_cache_of_earlier_models_is_the_reason_that_is_given():
+    with torch._dynamo.config.patch(recompile_limit=2, accumulated_recompile_limit=2):
+        for _ in range(4):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                apply(Parted(), recompile_limit=2)(X).sum().backward()
+    assert "as many graphs of the code around it" in " ".join(str(warning.message) for warning in caught)
+
+
+def test_a_baseline_around_a_recurrent_layer_has_no_problem():
+    class Tagger(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.lstm, self.out = nn.LSTM(32, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.out(self.lstm(x)[0])
+
+    assert fp4graph.explain(Tagger(), "bf16", (X,)).problem is None

@@ -136,10 +136,12 @@ def test_a_count_that_no_state_dict_holds_is_warned_about() -> None:
     model = fp4graph.apply(sequence(), policy, **EAGER)
     model(torch.randn(32, 32))
     saved = model.state_dict()
-    other = fp4graph.apply(sequence(), policy, **EAGER)
-    other.load_state_dict(saved)
-    with pytest.warns(fp4graph.PolicyWarning, match="'late' begins in its first phase.*load the state of the prepared"):
-        other(torch.randn(32, 32))
+    for change in (lambda m: m, copy.deepcopy, lambda m: fp4graph.apply(m, policy, **EAGER)):
+        other = fp4graph.apply(sequence(), policy, **EAGER)
+        other.load_state_dict(saved)
+        other = change(other)
+        with pytest.warns(fp4graph.PolicyWarning, match="'late' begins in its first phase.*state of the prepared"):
+            other(torch.randn(32, 32))
     other.load_state_dict(saved)
     other(torch.randn(32, 32))  # the count goes on
 
@@ -149,3 +151,25 @@ def test_a_count_that_no_state_dict_holds_is_warned_about() -> None:
     optimizers[1].load_state_dict(optimizers[0].state_dict())
     resumed(torch.randn(32, 32))
     assert runtime_of(resumed).phase == 1
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema"])
+def test_weights_assigned_to_a_model_on_meta_train_as_anywhere(policy: str, moved: bool) -> None:
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32)), torch.randn(32, 32)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 32))
+    rules = {"rules": [{"name": "all", "match": {"op": "linear"}, "quantize": {"element": "e2m1", "block": 32}}]}
+    chosen = {"version": 1, "extends": policy, **rules, "techniques": ["stochastic_rounding"]}
+    fp4graph.apply(model, chosen, **EAGER)
+    model.load_state_dict(plain.state_dict(), assign=True)
+    if moved:
+        model.to("cpu")
+    gradients = []
+    for trained in (model, fp4graph.apply(plain, chosen, **EAGER)):
+        trained.requires_grad_()
+        fp4graph.prepare_optimizer(trained, torch.optim.SGD(trained.parameters()))
+        trained(x).square().sum().backward()
+        gradients.append([parameter.grad for parameter in trained.parameters()])
+    assert all(map(torch.equal, *gradients))

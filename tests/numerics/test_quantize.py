@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import math
 
+import gfloat
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
+from gfloat import formats as gfloat_formats
 
 from fp4graph.numerics.blocking import Blocking
 from fp4graph.numerics.formats import ELEMENTS, SCALES, element_format, scale_format
@@ -28,6 +30,10 @@ SCALE_SPECS = [
     for rounding in roundings
     if rounding not in POWERS_OF_TWO or not scale_format(name).mantissa_bits
 ]
+SCALE_SPECS += [
+    ScaleSpec("e8m0", "nearest_even", convention, zero, "even")  # type: ignore[arg-type]
+    for convention, zero in itertools.product(("decode", "encode"), ("nearest_subnormal", "to_one"))
+]
 
 
 def by_oracle(blocks: torch.Tensor, spec: QuantSpec, noise: Noise) -> torch.Tensor:
@@ -39,7 +45,9 @@ def by_oracle(blocks: torch.Tensor, spec: QuantSpec, noise: Noise) -> torch.Tens
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", SCALE_SPECS, ids=lambda s: f"{s.format.name}-{s.rounding}-{s.convention}-{s.zero}")
+@pytest.mark.parametrize(
+    "spec", SCALE_SPECS, ids=lambda s: f"{s.format.name}-{s.rounding}-{s.convention}-{s.zero}-{s.ties}"
+)
 def test_scales_agree_with_the_oracle(spec: ScaleSpec) -> None:
     blocks = torch.cat([blocks_of_every_scale(1), any_floats((100, 1))])
     blocking = Blocking(blocks.shape, "row")
@@ -110,6 +118,38 @@ def test_nearest_scales_are_the_cast_of_ml_dtypes_and_torch(name: str, dtype: ty
     assert_same_bits(scale[finite], expected[finite])
     torch_dtype = {"e8m0": torch.float8_e8m0fnu, "e4m3": torch.float8_e4m3fn}[name]
     assert_same_bits(scale[finite], (z / 4).to(torch_dtype).float()[finite])
+
+
+@pytest.mark.parametrize("convention", ["decode", "encode"])
+def test_scales_with_ties_to_even_are_those_of_gfloat(convention: str) -> None:
+    """1.5·2^k becomes 2^k where the code k + 127 is even, and 2^(k+1) where it is odd."""
+    exponents = torch.arange(-124, 124).float()
+    ideal = torch.cat([1.5 * exponents.exp2(), 1.25 * exponents.exp2(), exponents.exp2(), any_floats((2000,)).abs()])
+    ideal = ideal[(ideal >= 2.0**-122) & (ideal <= 2.0**122)]
+    # A power of two as Qmax (E3M0's 16), so that the ideal scale is any number at all.
+    z = ideal * 16 if convention == "decode" else 16 / ideal
+    found = block_scale(z, ScaleSpec("e8m0", "nearest_even", convention, ties="even"), element_format("e3m0"))  # type: ignore[arg-type]
+    exact = (z / 16 if convention == "decode" else 16 / z).double().numpy()
+    mode = gfloat.RoundMode.TiesToEven
+    expected = gfloat.round_ndarray(gfloat_formats.format_info_ocp_e8m0, exact, mode)
+    assert_same_bits(found, torch.from_numpy(expected).float())
+
+
+def test_ties_to_even_spare_blocks_of_every_second_power_of_two() -> None:
+    """The figures of docs/techniques.md. Z = 2^k has the ideal encode scale 6/Z, a tie; 8/Z clips Z to 6/8."""
+    x = torch.randn(2**17, 32, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    z = x.abs().amax(1)
+    assert (z.frexp().mantissa == 0.5).double().mean().item() == pytest.approx(0.0098, abs=0.0003)
+    x = x[z == 2]
+
+    def error(of: torch.Tensor, convention: str, ties: str) -> float:
+        spec = QuantSpec("e2m1", 32, ScaleSpec("e8m0", "nearest_even", convention, ties=ties))  # type: ignore[arg-type]
+        return ((fake_quantize(of, spec) - of).double().square().sum() / of.double().square().sum()).item()
+
+    assert error(x, "encode", "up") == pytest.approx(0.0227, abs=0.0003)
+    assert error(x, "encode", "even") == pytest.approx(0.0107, abs=0.0003)  # 6/2 is halfway from the code 128 to 129
+    assert error(2 * x, "encode", "even") == error(2 * x, "encode", "up") == error(x, "encode", "up")  # 127 and 128
+    assert error(x, "decode", "even") == error(x, "decode", "up") == error(x, "encode", "up")  # 2/6 is no tie
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

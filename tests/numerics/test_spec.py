@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import get_args
@@ -73,6 +74,13 @@ def test_mantissa_bits_are_not_thrown_away(name: str, rule: str) -> None:
         ScaleSpec(name, rule)  # type: ignore[arg-type]
 
 
+def test_ties_that_go_up_are_the_default() -> None:
+    up, even = (ScaleSpec("e8m0", "nearest_even", ties=ties) for ties in ("up", "even"))  # type: ignore[arg-type]
+    assert up == ScaleSpec("e8m0", "nearest_even") != even  # type: ignore[arg-type]
+    assert "ties" not in json.loads(QuantSpec(scale=up).to_text())["scale"]
+    assert QuantSpec.from_text(QuantSpec(scale=even).to_text()).scale == even
+
+
 def test_torchaos_name_of_a_rule_is_an_alias() -> None:
     assert ScaleSpec("e8m0", "rceil") == ScaleSpec("e8m0", "ceil")  # type: ignore[arg-type]
     scale = {"format": "e8m0", "rounding": "rceil"}
@@ -119,6 +127,10 @@ def test_a_rule_without_code_is_an_error() -> None:
         (lambda: ScaleSpec(8), r"scale format must be .*ScaleFormat; got 8 \(int\)"),
         (lambda: ScaleSpec("e4m3", "nearest"), r"scale rounding must be one of floor.*got 'nearest'"),
         (lambda: ScaleSpec(convention="both"), r"scale convention must be one of decode, encode"),
+        (lambda: ScaleSpec(ties="away"), r"scale ties must be one of up, even; got 'away'"),
+        (lambda: ScaleSpec(ties="even"), r"scale ties 'even' .*floor has no ties. Leave ties out"),
+        (lambda: ScaleSpec("e8m0", "stochastic", ties="up"), r"scale ties 'up' .*stochastic has no ties"),
+        (lambda: ScaleSpec("e4m3", ties="up"), r"e4m3 scales have mantissa bits, and their ties go to even already"),
         (lambda: ScaleSpec(zero=0), r"scale zero must be one of nearest_subnormal, to_one"),
         (lambda: fp4graph.fake_quantize(torch.ones(2, 32), {"element": "e2m1"}), r"spec must be a QuantSpec.*got dict"),
     ],

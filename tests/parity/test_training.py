@@ -41,6 +41,7 @@ BY_DEFAULT = ("tetrajet",)
 
 MXFP4 = {"element": "e2m1", "block": 32, "scale": {"format": "e8m0", "rounding": "ceil"}}
 NVFP4 = {"element": "e2m1", "block": 16, "scale": {"format": "e4m3", "rounding": "nearest_even"}}
+FLOOR = {**MXFP4, "scale": {"format": "e8m0"}}
 ENCODE = {**NVFP4, "scale": {**NVFP4["scale"], "convention": "encode"}}  # type: ignore[dict-item]
 NOISE = {"sigma_start": 1e-2, "sigma_end": 1e-3, "stages": 3, "steps_per_stage": 5}
 #: Each technique on a format that it is for, with what it requires.
@@ -51,6 +52,7 @@ TECHNIQUES: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "tensor_scaling": (NVFP4, [{"tensor_scaling": {"headroom": 0.5}}]),
     "tensor_scaling_gradient": (NVFP4, ["tensor_scaling", {"tensor_scaling_gradient": {"kind": "hybrid"}}]),
     "smooth_max": (NVFP4, [{"smooth_max": {"kind": "softmax"}}]),
+    "quest_scale": (FLOOR, ["quest_scale"]),
     "step_gradient": (MXFP4, [{"step_gradient": {"kind": "dge"}}]),
     "scale_gradient": (NVFP4, [{"smooth_max": {"kind": "absmax"}}, "scale_gradient"]),
     "q_ema": (MXFP4, ["q_ema"]),

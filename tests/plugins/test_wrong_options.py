@@ -104,6 +104,10 @@ WRONG: dict[str, list[tuple[dict[str, Any] | None, str]]] = {
         ({**RAMPS, "k1": 0}, "k1"),
         ({**RAMPS, "n_max": 0}, "n_max"),
     ],
+    "quest_scale": [
+        ({"c": 0}, "c must be above 0"),
+        ({"operands": ["wgrad.input"]}, "cannot act on 'wgrad.input'"),
+    ],
     "smooth_max": [
         ({"kind": "absmax", "of": "original"}, "of belongs to kind: softmax or hybrid, and kind is absmax"),
         ({"kind": "hybrid", "relative": True, "of": "original"}, "leave relative or of out"),

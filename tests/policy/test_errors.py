@@ -159,6 +159,15 @@ WRONG = {
     ),
     "element rounding": (RULE + "    quantize: {rounding: stochastc} #!\n", "did you mean 'stochastic'?"),
     "ties": (RULE + "    quantize: {ties: odd} #!\n", "'even', 'up' or 'away'", "'odd'"),
+    "ties of a scale": (
+        RULE + "    quantize:\n      scale:\n        rounding: ceil\n        ties: even #!\n",
+        "rules[0].quantize.scale: scale ties 'even'",
+        "ceil has no ties",
+    ),
+    "ties of scales with mantissas": (
+        RULE + "    quantize:\n      scale: {format: e4m3}\n    operands:\n      weights: {scale: {ties: even}} #!\n",
+        "their ties go to even already",
+    ),
     "block of zero": (RULE + "    quantize: {block: 0} #!\n", "whole number from 1", "got 0"),
     "block as text": (RULE + "    quantize: {block: '32'} #!\n", "whole number from 1", "'32'"),
     "block as a number": (RULE + "    quantize: {block: 32.0} #!\n", "whole number from 1"),

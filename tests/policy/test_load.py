@@ -143,7 +143,7 @@ def test_rules_before_at_several_levels_and_in_a_phase(parent: Path, registry: R
 
 
 def test_an_own_rule_with_an_inherited_name_is_to_blame(parent: Path, registry: Registry) -> None:
-    path = child(parent, "rules:\n  before:\n    - {name: one, match: {}, keep: mine}\n")
+    path = child(parent, "rules:\n  before:\n    - {name: one, match: {op: linear}, keep: mine}\n")
     with pytest.raises(PolicyError, match=r"child.yaml:5: two rules are called 'one', the other in .*parent.yaml:7; "):
         load_policy(path, registry)
 
@@ -167,6 +167,15 @@ def test_own_rules_that_only_keep_are_no_silent_baseline(rules: str, tmp_path: P
     assert not load_policy(path).ever_quantizes  # all of it said
     path.write_text(f"version: 1\nextends: bf16\nrules: {rules}\n")
     assert not load_policy(path).ever_quantizes  # as the parent, which says so
+
+
+def test_a_rule_for_everything_is_no_silent_baseline(tmp_path: Path) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text("version: 1\nextends: tetrajet\nrules:\n  before: [{name: all, match: {}, keep: why}]\n")
+    with pytest.raises(PolicyError, match=r"p.yaml:3: a rule without a match keeps every site.*default: keep"):
+        load_policy(path)
+    path.write_text("version: 1\nrules: [{match: {}, keep: why}, {match: {op: linear}, quantize: {element: e2m1}}]\n")
+    assert not load_policy(path).ever_quantizes
 
 
 def test_rules_that_keep_beside_an_inherited_default_that_quantizes(parent: Path, registry: Registry) -> None:

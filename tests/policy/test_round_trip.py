@@ -16,7 +16,7 @@ from fp4graph.errors import PolicyError
 from fp4graph.numerics.formats import ElementFormat
 from fp4graph.policy import Policy, load_policy
 from fp4graph.technique.hookspecs import hookimpl
-from fp4graph.technique.operands import ADDRESSES
+from fp4graph.technique.operands import ADDRESSES, Operand
 from fp4graph.technique.registry import Registry
 
 
@@ -47,11 +47,19 @@ SCALES = st.sampled_from(
         {"convention": "encode"},
         {"format": "fp32"},
         {"format": "e8m0", "rounding": "nearest_even"},
+        {"rounding": "nearest_even", "ties": "even"},
+        {"rounding": "nearest_even", "ties": "up"},
+        {"convention": "encode", "ties": "even"},
+        {"ties": "even"},
+        {"ties": "up"},
         {"zero": "to_one"},
     ]
 )
 #: What may be wrong with a policy that is drawn.
-_BY_CHANCE = ("all six operands", "decode scales", "mantissa bits", "chooses between elements", "no rule quantizes")
+_BY_CHANCE = (
+    *("all six operands", "decode scales", "mantissa bits", "chooses between elements", "scale ties"),
+    "no rule quantizes",
+)
 QUANTIZE = optional(
     element=st.sampled_from(["e2m1", "e3m0", "int4", "e1m2", ["e2m1", "int4"], ["int4", "e1m2", "e2m1"]]),
     selector=st.sampled_from(["mse", "amax"]),
@@ -155,6 +163,30 @@ def test_only_what_differs_is_written(registry: Registry) -> None:
 def test_options_are_written_by_the_names_that_policies_use(registry: Registry) -> None:
     policy = load_policy({"version": 1, "default": {}, "techniques": [{"ramp": {"steps": 3}}]}, registry)
     assert yaml.safe_load(policy.to_yaml())["techniques"] == [{"ramp": {"steps": 3}}]
+    check_round_trip(policy, registry)
+
+
+@pytest.mark.parametrize(
+    ("scale", "exception", "expected"),
+    [
+        ({"rounding": "nearest_even", "ties": "even"}, {"convention": "encode", "ties": "even"}, "even"),
+        ({"rounding": "nearest_even", "ties": "even"}, {"zero": "to_one"}, "even"),
+        ({"rounding": "nearest_even", "ties": "even"}, {"ties": "up"}, None),
+        ({"rounding": "nearest_even", "ties": "even"}, {"convention": "encode"}, None),  # another rule has its own
+        ({"rounding": "nearest_even", "ties": "even"}, {"rounding": "stochastic"}, None),
+        ({"rounding": "nearest_even", "ties": "even"}, {"format": "e4m3"}, None),
+        ({"convention": "encode", "ties": "even"}, {"convention": "decode"}, None),
+        ({"rounding": "nearest_even"}, {"ties": "even"}, "even"),
+    ],
+)
+def test_ties_of_scales_belong_to_their_rule(
+    scale: dict[str, str], exception: dict[str, str], expected: str | None, registry: Registry
+) -> None:
+    content = {"version": 1, "default": {"scale": scale, "operands": {"weights": {"scale": exception}}}}
+    policy = load_policy(content, registry)
+    weight = policy.default.specs[Operand.FPROP_WEIGHT]
+    assert weight is not None
+    assert weight.scale.ties == expected
     check_round_trip(policy, registry)
 
 

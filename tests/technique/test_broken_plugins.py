@@ -258,6 +258,7 @@ VALUES: dict[str, tuple[dict[str, Any], str]] = {
     "tolist": ({"scale": lambda self, v, z, c: z * z.max().tolist()}, ""),
     "numpy": ({"scale": lambda self, v, z, c: z * float(z.max().numpy())}, ""),
     "mask": ({"block_statistic": lambda self, v, z, c: z + z[z > 0].sum()}, "index.Tensor"),
+    "another shape": ({"scale": lambda self, v, z, c: z * z.max().item() if len(z) != 5 else z}, "_local_scalar"),
     "nonzero": ({"split": lambda self, x, c: (x + x.nonzero().sum() * 0, None)}, "nonzero"),
     "in the backward": ({"element_surrogate": lambda self, u, c: u * u.max().item()}, "_local_scalar_dense"),
 }

@@ -6,10 +6,12 @@ import importlib
 import math
 import subprocess
 import sys
+from fractions import Fraction
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from fp4graph.errors import PluginError, PolicyError
@@ -151,14 +153,26 @@ def test_a_policy_is_told_of_the_plugin_that_has_its_format() -> None:
         load_policy("odd", found)
 
 
-@pytest.mark.parametrize("weight", [math.nan, math.inf, -1.0, "1", None, True])
+@pytest.mark.parametrize("weight", [math.nan, math.inf, -1.0, "1", None, True, 10**400, 1.7e308])
 def test_a_weight_that_omega_cannot_add_is_refused(weight: object) -> None:
     cls = technique("t", complexity=property(lambda self: weight))
     found = Registry([("odd", offering([cls]))], entry_point_group=None)
     data = {"version": 1, "default": {}, "techniques": ["t"]}
-    with pytest.raises(PluginError, match="plugin 'odd': technique 't': complexity must be a finite number") as caught:
+    with pytest.raises(PluginError, match="plugin 'odd': technique 't': complexity must be a number from 0") as caught:
         load_policy(data, found)
     assert caught.value.plugin == "odd"
+
+
+@pytest.mark.filterwarnings("ignore:.*has no effect here")
+def test_a_weight_is_any_real_number_and_its_failure_is_named() -> None:
+    data = {"version": 1, "default": {}, "techniques": ["t"]}
+    for weight in (Fraction(1, 2), np.float32(0.5)):
+        cls = technique("t", complexity=property(lambda self, weight=weight: weight))
+        found = Registry([("odd", offering([cls]))], entry_point_group=None)
+        assert load_policy(data, found).complexity == 0.5
+    cls = technique("t", complexity=property(lambda self: 1 / 0))
+    with pytest.raises(PluginError, match="plugin 'odd': technique 't': complexity: ZeroDivisionError"):
+        load_policy(data, Registry([("odd", offering([cls]))], entry_point_group=None))
 
 
 def test_offers() -> None:
