@@ -24,7 +24,7 @@ from optuna.trial import TrialState
 from fp4graph.errors import Error, PolicyError
 from fp4graph.lab.runs.run import Outcome, Run
 from fp4graph.lab.sweeps.space import Configuration, Parameter, Space
-from fp4graph.lab.sweeps.study import Away, Claim, Study, TakenOver, optuna_trial
+from fp4graph.lab.sweeps.study import Away, Study, TakenOver, optuna_trial
 from fp4graph.lab.sweeps.trial import FREE, Trial
 
 SAMPLERS = ("random", "tpe")
@@ -149,9 +149,8 @@ def work(
         run = replace(run, device=device)
     worker = worker or worker_name(os.getpid(), uuid.uuid4().hex)
     while going():
+        study.lose_silent(study.trials())
         trials = study.trials()
-        if study.tidy(trials):
-            continue
         if sum(trial.finished for trial in trials) >= target:
             return
         running = any(trial.state == "running" for trial in trials)
@@ -169,7 +168,9 @@ def work(
                 _run(study, claim, configuration, run, lost, objective)
 
 
-def _run(study: Study, claim: Claim, configuration: Configuration, run: Run, lost: int, objective: Objective) -> None:
+def _run(
+    study: Study, claim: optuna.Trial, configuration: Configuration, run: Run, lost: int, objective: Objective
+) -> None:
     """Run one trial to its end, or until another worker has it."""
     started = time.monotonic()
     reported: list[float] = []
@@ -184,9 +185,9 @@ def _run(study: Study, claim: Claim, configuration: Configuration, run: Run, los
         return Error(f"the {kind} {configuration.summary!r} failed, and so would all others: {reason}")
 
     def report(step: int, loss: float) -> None:
-        claim.report(loss)
+        study.patiently(lambda: claim.report(loss, len(reported)))
         reported.append(loss)
-        if configuration.kind == "trial" and claim.should_prune():
+        if configuration.kind == "trial" and study.patiently(claim.should_prune):
             raise Pruned
 
     if configuration.error is not None:
@@ -199,7 +200,7 @@ def _run(study: Study, claim: Claim, configuration: Configuration, run: Run, los
         ended("failed", reason=reason)
         return
     try:
-        with claim:
+        with study.beating(claim.number):
             outcome = objective(replace(run, policy=configuration.document, **configuration.run), report)
     except Pruned:
         ended("pruned", loss=reported[-1])
