@@ -640,7 +640,8 @@ def test_a_study_of_another_sweep_is_refused_and_stays_readable(url: str, table1
     with pytest.raises(Error, match="the task 'digits', and now it is 'gaussian'; with"):
         make(url, table10, run=Run("gaussian", steps=2))
     _rewrite(url, fp4graph="0.0.1")
-    with pytest.raises(Error, match=rf"version 0\.0\.1 of fp4graph \(form 2\), and this is {re.escape(fp4graph.__version__)}"):
+    here = re.escape(fp4graph.__version__)
+    with pytest.raises(Error, match=rf"version 0\.0\.1 of fp4graph \(form 2\), and this is {here}"):
         make(url, table10)
     assert len(results(Study.open(url, "s")).trials) == 4
     _rewrite(url, format=99)
