@@ -174,15 +174,15 @@ def _run(
     """Run one trial to its end, or until another worker has it."""
     started = time.monotonic()
     reported: list[float] = []
+    is_baseline = configuration.kind == "baseline"
 
-    def ended(outcome: str, **more: Any) -> None:
+    def ended(outcome: str, *, fatal: bool = False, **more: Any) -> None:
+        """Write the result; withdraw the trial and raise an Error where all other configurations would fail too."""
+        if fatal:
+            study.withdraw(claim.number, more["reason"])
+            what = f"{'baseline' if is_baseline else 'plain configuration'} {configuration.summary!r}"
+            raise Error(f"the {what} failed, and so would all others: {more['reason']}")
         study.finish(claim.number, {"outcome": outcome, "seconds": time.monotonic() - started, **more})
-
-    def stopped(reason: str) -> Error:
-        """Withdraw the trial, and return the error: all other configurations would fail too."""
-        study.withdraw(claim.number, reason)
-        kind = "baseline" if configuration.kind == "baseline" else "plain configuration"
-        return Error(f"the {kind} {configuration.summary!r} failed, and so would all others: {reason}")
 
     def report(step: int, loss: float) -> None:
         study.patiently(lambda: claim.report(loss, len(reported)))
@@ -191,14 +191,9 @@ def _run(
             raise Pruned
 
     if configuration.error is not None:
-        ended("refused", reason=str(configuration.error))
-        return
+        return ended("refused", reason=str(configuration.error))
     if lost >= LOSSES:
-        reason = f"its worker's process ended {lost} times while it ran"
-        if configuration.kind == "baseline":
-            raise stopped(reason)
-        ended("failed", reason=reason)
-        return
+        return ended("failed", fatal=is_baseline, reason=f"its worker's process ended {lost} times while it ran")
     try:
         with study.beating(claim.number):
             outcome = objective(replace(run, policy=configuration.document, **configuration.run), report)
@@ -207,16 +202,12 @@ def _run(
     except (TakenOver, Away):
         raise  # nothing that this configuration did
     except PolicyError as error:
-        if configuration.kind != "trial":
-            raise stopped(str(error)) from error
-        ended("refused", reason=str(error))
+        ended("refused", fatal=configuration.kind != "trial", reason=str(error))
     except Exception as error:
         with contextlib.suppress(OSError):  # a full disk costs the log, not the result
             traceback.print_exc()
         reason = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
-        if configuration.kind == "baseline":
-            raise stopped(reason) from error
-        ended("failed", reason=reason[:4000])
+        ended("failed", fatal=is_baseline, reason=reason[:4000])
         if isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError):
             sys.exit(REPLACE)  # this process cannot use its accelerator any more; running out of memory is survived
     except BaseException:
