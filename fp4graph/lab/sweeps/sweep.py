@@ -203,7 +203,7 @@ def _run(
         raise  # nothing that this configuration did
     except PolicyError as error:
         ended("refused", fatal=configuration.kind != "trial", reason=str(error))
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - whatever a training raises is its result
         with contextlib.suppress(OSError):  # a full disk costs the log, not the result
             traceback.print_exc()
         reason = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
