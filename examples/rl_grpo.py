@@ -45,8 +45,10 @@ from fp4graph.lab.tasks.reinforcement import (
     POSITIONS,
     before_end,
     check_length,
+    divergence,
     make_model,
     rewards_of,
+    rollout,
     supervise,
 )
 from fp4graph.model.runtime import runtime_of  # fp4graph
@@ -99,32 +101,16 @@ def tokenizer():
     )  # fmt: skip
 
 
-def prompts_of(count, *seeds, held_out=False):
-    return [puzzle.prompt for puzzle, _ in countdown.puzzles(count, *seeds, held_out=held_out)]
-
-
 def solved(prompts, completions, **_):
     """Return the reward of each completion, for TRL."""
     return rewards_of(countdown.reward, prompts, completions)
 
 
-@torch.no_grad()
 def generate(model, prompts, completion):
-    """Draw a completion for each prompt, in evaluation mode with a key-value cache.
-
-    Returns:
-        Tokens ``[n, longest]``, PAD after an END; their log-probabilities in these forwards, fp32 ``[n, longest]``.
-    """
-    given, training = countdown.encode(prompts), model.training
-    model.eval()
-    made = model.generate(
-        given, attention_mask=torch.ones_like(given), max_new_tokens=completion, do_sample=True, temperature=1.0,
-        top_k=0, top_p=1.0, use_cache=True, return_dict_in_generate=True, output_logits=True,
-    )  # fmt: skip
-    model.train(training)
-    tokens = made.sequences[:, given.shape[1] :]
-    logs = log_softmax(torch.stack(made.logits, 1).float(), -1)
-    return tokens, logs.gather(-1, tokens[..., None])[..., 0]
+    """Draw a completion for each prompt: tokens ``[n, completion]``, and their log-probabilities ``[n, longest]``."""
+    gumbel = -torch.empty(len(prompts), completion, countdown.VOCABULARY).exponential_().log()
+    tokens, logits = rollout(model, countdown.encode(prompts), gumbel)
+    return tokens, log_softmax(logits, -1).gather(-1, tokens[:, : logits.shape[1], None])[..., 0]
 
 
 def rollouts(prompts, trainer, completion):
@@ -137,7 +123,7 @@ def rollouts(prompts, trainer, completion):
 
 def held_out_reward(model, args):
     """Return the mean reward on puzzles with numbers that training never shows; the draws are the same each time."""
-    prompts = prompts_of(args.held_out, 0, held_out=True)
+    prompts = countdown.prompts(args.held_out, 0, held_out=True)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         tokens, _ = generate(model, prompts, args.completion)
@@ -179,11 +165,9 @@ class Recorded(GRPOTrainer):
     def _get_per_token_logps_and_entropies(self, model, *args, **kwargs):
         found = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
         if self.sampled is not None and model.training:
-            # KL(rollout ‖ trainer) of tokens that the rollout drew, by E[r − 1 − log r] with r = p_trainer/p_rollout:
-            # every term is positive, and its expectation is the divergence.
-            log_ratio = (found[0].detach() - self.sampled[0]).double()[self.sampled[1].bool()]
-            self.kl.append((log_ratio.expm1() - log_ratio).mean().item())
-            self.log_ratios.append(log_ratio.abs().max().item())
+            kl, log_ratio = divergence(found[0], *self.sampled)
+            self.kl.append(kl)
+            self.log_ratios.append(log_ratio)
             self.sampled = None
         return found
 
@@ -251,7 +235,7 @@ def run(policy, seed, args, file):
             learning_rate=args.lr, lr_scheduler_type="constant_with_warmup", warmup_steps=args.steps // 20,
             optim="adamw_torch", loss_type="grpo", temperature=1.0, beta=0.0,
         ),
-        train_dataset=datasets.Dataset.from_dict({"prompt": prompts_of(args.prompts * args.steps, seed, 1)}),
+        train_dataset=datasets.Dataset.from_dict({"prompt": countdown.prompts(args.prompts * args.steps, seed, 1)}),
         processing_class=tokenizer(),
         callbacks=[callback],
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""``fp4graph check`` and ``fp4graph explain``: what a policy resolves to, and its effect on a timm model."""
+"""``fp4graph check`` and ``fp4graph explain``: what a policy resolves to, and its effect on a model."""
 
 from __future__ import annotations
 
@@ -10,16 +10,15 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from fp4graph.commands import catalogue
+from fp4graph.commands.models import HELP, named_model
 from fp4graph.commands.output import AsJson, PolicyArgument, installed_registry, show
 from fp4graph.errors import Error
-from fp4graph.lab.data.extras import needs
 from fp4graph.policy import Policy, Rule, load_policy
-from fp4graph.text import suggest
 
 
 def check(
     policy: PolicyArgument,
-    model: Annotated[str | None, typer.Option(help="A timm model that the policy must fit.")] = None,
+    model: Annotated[str | None, typer.Option(help=f"A model that the policy must fit: {HELP}")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Load a policy and print what it resolves to: its rules, and what happens to the six operands."""
@@ -53,31 +52,33 @@ def _rule_table(rule: Rule) -> RenderableType:
 
 def explain(
     policy: PolicyArgument,
-    model: Annotated[str, typer.Option(help="Name of a timm model.")],
+    model: Annotated[str, typer.Option(help=HELP)],
     input_size: Annotated[
-        str | None, typer.Option(help="Input shape without the batch, as 3x224x224; by default the model's own.")
+        str | None, typer.Option(help="Input shape without the batch, as 3x224x224, or a text's length.")
     ] = None,
-    batch_size: Annotated[int, typer.Option(min=1, max=10**9, help="Batch size of the captured forward.")] = 2,
+    batch_size: Annotated[
+        int | None, typer.Option(min=1, max=10**9, help="Batch size of the captured forward; 2 by default.")
+    ] = None,
     every: Annotated[bool, typer.Option("--all", help="Give each site a line of its own.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a policy would do to each matrix product of a timm model, without doing it."""
+    """Show what a policy would do to each matrix product of a model, without doing it."""
     explanation = _explanation(model, load_policy(policy, installed_registry()), input_size, batch_size)
     show(explanation.to_json(), explanation.table(every=every), as_json=as_json)
 
 
-def _explanation(model: str, policy: Policy, input_size: str | None = None, batch_size: int = 2) -> Any:
-    """Return the explanation of ``policy`` on a new timm model; raise an Error if there is none, or no such shape."""
-    needs("timm", "models are made by timm", "vision")
-    import timm
-    import torch
-
+def _explanation(model: str, policy: Policy, input_size: str | None = None, batch_size: int | None = None) -> Any:
+    """Return the explanation of ``policy`` on a new model; raise an Error if there is none, or its forward fails."""
     import fp4graph
 
-    if not timm.is_model(model):
-        raise Error(f"timm has no model {model!r}; {suggest(model, timm.list_models())[:400]}")
-    built: Any = timm.create_model(model)
-    sizes = list(built.default_cfg["input_size"]) if not input_size else input_size.split("x")
-    if not all(str(size).isdecimal() and len(str(size)) < 10 and int(size) for size in sizes):
-        raise Error(f"--input-size {input_size!r} is not a shape; write sizes with x between them, such as 3x224x224")
-    return fp4graph.explain(built, policy, (torch.zeros(batch_size, *map(int, sizes)),))
+    named = named_model(model, input_size=input_size, batch_size=batch_size, device="meta")
+    try:
+        return fp4graph.explain(named.model, policy, named.args, named.kwargs)
+    except Error:
+        raise
+    except Exception as error:
+        inputs = [tuple(x.shape) for x in (*named.args, *named.kwargs.values()) if hasattr(x, "shape")]
+        raise Error(
+            f"{model}: its forward raised {type(error).__name__}: {error}; it was called with inputs of the shapes "
+            f"{', '.join(map(str, inputs))}. --input-size and a factory's (model, args) give others"
+        ) from error

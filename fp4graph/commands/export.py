@@ -11,6 +11,7 @@ import torch
 import typer
 from torch import nn
 
+from fp4graph.commands.models import architecture
 from fp4graph.commands.output import say
 from fp4graph.errors import Error
 from fp4graph.lab.data.extras import needs
@@ -104,13 +105,8 @@ def _hugging_face(folder: Path, policy: str) -> nn.Module:
     import fp4graph
 
     config: Any = transformers.AutoConfig.from_pretrained(str(folder))
-    name = (config.architectures or [None])[0]
-    kind: Any = getattr(transformers, str(name), None)
-    if kind is None:
-        raise Error(f"{folder}/config.json names the architecture {name!r}, which this transformers does not have")
+    kind = architecture(config, folder / "config.json")
     if getattr(config, "quantization_config", None):
         raise Error(f"{folder} is quantized already; export the folder that training wrote")
-    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
-        config._experts_implementation = "grouped_mm"  # the form in which experts are quantized
     model: nn.Module = kind.from_pretrained(str(folder), config=config)
     return fp4graph.apply(model, policy, backend="eager")

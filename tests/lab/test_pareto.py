@@ -54,7 +54,7 @@ def trial(number: int, loss: float | None, complexity: float, family: str = "e8m
     return Trial(
         number=number, state=state, kind=more.pop("kind", "trial"), family=family, summary=summary, key=str(number),
         complexity=complexity, policy="version: 1\n", assignment={"scale format": family}, run=more.pop("run", {}),
-        worker="w", beat=0, result=result,
+        worker="w", result=result,
     )  # fmt: skip
 
 

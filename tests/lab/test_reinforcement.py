@@ -64,7 +64,7 @@ def test_a_rollout_is_the_largest_of_logits_and_noise() -> None:
     noise[:, :, countdown.END] += 2  # so that some end early
     tokens, logits = reinforcement.rollout(made.model, prompts, noise)
     entropy = reinforcement.mean_entropy(logits, reinforcement.before_end(tokens))
-    assert not made.model.training
+    assert made.model.training
     assert tokens.shape == (8, made.completion)
     lengths = set()
     for prompt, own_noise, row, own_entropy in zip(prompts, noise, tokens.tolist(), entropy, strict=True):
@@ -88,6 +88,23 @@ def test_the_noise_draws_from_the_softmax() -> None:
     p = np.exp(logits.double().numpy())
     p /= p.sum()
     assert (abs(drawn - p) < 4 * np.sqrt(p * (1 - p) / len(noise))).all()
+
+
+def test_the_divergence_is_that_of_the_distributions() -> None:
+    """KL(rollout ‖ trainer) from draws of the rollout, within 4 standard errors of the sum over the distribution."""
+    rollout, trainer = (torch.tensor(p, dtype=torch.float64) for p in ([0.5, 0.3, 0.2], [0.4, 0.4, 0.2]))
+    drawn = torch.multinomial(rollout, 40_000, replacement=True, generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, len(drawn))
+    mask[1] = 0
+    logs = [
+        torch.stack([p.log()[drawn], 9 * torch.ones(len(drawn)) * side]) for side, p in enumerate((trainer, rollout))
+    ]
+    found, largest = reinforcement.divergence(*logs, mask)
+    exact = sum(p * math.log(p / q) for p, q in zip(rollout.tolist(), trainer.tolist(), strict=True))
+    ratio = (trainer / rollout).numpy()
+    spread = math.sqrt((rollout.numpy() * (ratio - 1 - np.log(ratio)) ** 2).sum() - exact**2)
+    assert abs(found - exact) < 4 * spread / math.sqrt(len(drawn))
+    assert largest == pytest.approx(math.log(4 / 3))
 
 
 @pytest.mark.slow

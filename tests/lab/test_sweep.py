@@ -27,9 +27,10 @@ from fp4graph.commands.sweep import sweep
 from fp4graph.errors import Error, PolicyError
 from fp4graph.lab.runs.run import Outcome, Run
 from fp4graph.lab.sweeps import study as study_module
+from fp4graph.lab.sweeps import workers as workers_module
 from fp4graph.lab.sweeps.results import results
 from fp4graph.lab.sweeps.space import Space, load_space, parse_space
-from fp4graph.lab.sweeps.study import Claim, Manifest, Study, TakenOver
+from fp4graph.lab.sweeps.study import Manifest, Study, TakenOver
 from fp4graph.lab.sweeps.sweep import propose, work
 from fp4graph.lab.sweeps.workers import Interrupts, Job, Workers
 from tests.helpers.processes import IMPORTS, PATIENCE
@@ -99,7 +100,7 @@ def make(url: str, space: Space, *, run: Run = RUN, patience: float = 60.0, prun
     return Study.create(url, "s", Manifest.of(space, run.to_json(), patience), pruner)
 
 
-def claimed(study: Study, space: Space) -> Claim:
+def claimed(study: Study, space: Space) -> optuna.Trial:
     """Claim the first configuration for a worker elsewhere, which never beats by itself."""
     first = propose(space, [], 0)
     assert first is not None
@@ -186,7 +187,6 @@ def test_a_space_is_gone_through_to_its_end_and_all_of_it_recorded(
             assert trial.loss is None
         else:
             assert trial.result["history"][0]["validation_loss"] == trial.loss == trial.reports[-1]
-        assert trial.told
     assert "thirteen" in capsys.readouterr().err  # the traceback, in the worker's log
     # Optuna's own view: only what is complete has a value.
     frozen = optuna.load_study(study_name="s", storage=url).trials
@@ -296,7 +296,7 @@ def test_an_interrupted_trial_is_taken_back(url: str, table10: Space) -> None:
 
 @pytest.mark.slow
 def test_the_trial_of_a_silent_worker_is_taken_up_and_its_late_result_dropped(url: str, table10: Space) -> None:
-    study = make(url, table10, patience=0.4)
+    study = make(url, table10, patience=1.0)
     claim = claimed(study, table10)
     work(make(url, table10), table10, 3, objective=toy.objective)
     states = [(trial.number, trial.state) for trial in study.trials()]
@@ -304,7 +304,7 @@ def test_the_trial_of_a_silent_worker_is_taken_up_and_its_late_result_dropped(ur
     assert len(counted(study)) == 3
     assert {trial.key for trial in counted(study)} >= {study.trials()[0].key}
     with pytest.raises(TakenOver):
-        claim.report(1.0)
+        claim.report(1.0, 0)
     with pytest.raises(TakenOver):
         study.finish(claim.number, {"outcome": "complete", "loss": 1.0})
     assert study.trials()[0].state == "lost"
@@ -312,30 +312,38 @@ def test_the_trial_of_a_silent_worker_is_taken_up_and_its_late_result_dropped(ur
 
 @pytest.mark.long
 @pytest.mark.slow
-def test_a_worker_that_beats_is_left_alone(url: str, table10: Space) -> None:
+def test_a_worker_that_beats_is_left_alone(url: str, table10: Space, monkeypatch: pytest.MonkeyPatch) -> None:
     patience = 4.0  # six times what lies between two beats, which a busy machine delays
     study = make(url, table10, patience=patience)
     claim = claimed(study, table10)
     until = time.monotonic() + 2 * patience
-    with claim:
+    record, away = study._storage.record_heartbeat, iter([True])
+
+    def once_away(identifier: int) -> None:
+        if next(away, False):
+            raise optuna.exceptions.StorageInternalError("away")
+        record(identifier)
+
+    monkeypatch.setattr(study._storage, "record_heartbeat", once_away)  # Optuna's thread would end there
+    with study.beating(claim.number):
         while time.monotonic() < until:
-            assert not study.tidy(study.trials())
+            study.lose_silent(study.trials())
             time.sleep(0.1)
-    assert study.trials()[0].beat > 3
+    assert study.trials()[0].state == "running"
+    assert next(away, None) is None
 
 
 @pytest.mark.slow
 def test_a_result_whose_writer_died_before_telling_optuna_is_kept(url: str, table10: Space) -> None:
     study = make(url, table10)
     claim = claimed(study, table10)
-    study._tell = lambda number, result: None  # type: ignore[method-assign]  # killed here
+    study._tell = lambda *_: None  # type: ignore[method-assign]  # killed here
     study.finish(claim.number, {"outcome": "complete", "loss": 1.25})
     del study._tell
-    assert not study.trials()[0].told
     work(study, table10, 3, objective=toy.objective)
-    trials = study.trials()
-    assert [trial.state for trial in trials] == ["complete"] * 3
-    assert trials[0].loss == optuna.load_study(study_name="s", storage=url).trials[0].value == 1.25
+    study.lose(0)  # as Optuna does when no heartbeat comes
+    assert [trial.state for trial in study.trials()] == ["complete"] * 3
+    assert study.trials()[0].loss == 1.25
 
 
 @pytest.mark.slow
@@ -513,8 +521,7 @@ def test_after_a_kill_of_everything_nothing_is_lost_and_nothing_run_twice(
     found = [trial for trial in trials if trial.counts]
     assert len(found) == len({trial.key for trial in found}) == 30
     assert {trial.state for trial in found} == {"complete"}
-    # A kill between the writing of a result and Optuna's being told leaves the telling to whoever comes next.
-    assert all(trials[trial.number] == dataclasses.replace(trial, told=True) for trial in done)
+    assert all(trials[trial.number] == trial for trial in done)
     # A training that ended in the moment of the kill, its result not yet written, is the only one that may be repeated.
     assert len(set(trained())) == 30
     assert len(trained()) - 30 <= 1
@@ -633,7 +640,8 @@ def test_a_study_of_another_sweep_is_refused_and_stays_readable(url: str, table1
     with pytest.raises(Error, match="the task 'digits', and now it is 'gaussian'; with"):
         make(url, table10, run=Run("gaussian", steps=2))
     _rewrite(url, fp4graph="0.0.1")
-    with pytest.raises(Error, match=rf"version 0\.0\.1 of fp4graph, and this is {re.escape(fp4graph.__version__)}"):
+    here = re.escape(fp4graph.__version__)
+    with pytest.raises(Error, match=rf"version 0\.0\.1 of fp4graph \(form 2\), and this is {here}"):
         make(url, table10)
     assert len(results(Study.open(url, "s")).trials) == 4
     _rewrite(url, format=99)
@@ -753,7 +761,7 @@ def test_a_database_that_is_away_is_no_failure_of_a_configuration(
 def test_the_end_of_a_sweep_does_not_wait_for_a_database_that_is_away(
     url: str, table10: Space, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(study_module, "HURRIED", 0.5)
+    monkeypatch.setattr(workers_module, "HURRIED", 0.5)
     study = make(url, table10)
     job = Job(url, "s", 3, "random", "none", "cpu", str(tmp_path), workers=1, objective=toy.objective)
     with Workers(job, study):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import combinations_with_replacement, permutations, product
+from itertools import combinations_with_replacement, permutations, product, takewhile
 from typing import Self
 
 import numpy as np
@@ -48,11 +48,7 @@ class Puzzle:
 
     @classmethod
     def of(cls, prompt: str) -> Self:
-        """Read a prompt.
-
-        Raises:
-            Error: the text is not a prompt.
-        """
+        """Read a prompt; raise an Error if the text is none."""
         found = _PROMPT.fullmatch(prompt)
         if found is None:
             raise Error(f"{prompt!r} is not a countdown prompt; write the numbers and the target as in '3,5,7=09:'")
@@ -100,16 +96,18 @@ def puzzles(count: int, *seeds: int, held_out: bool = False) -> list[tuple[Puzzl
     return found
 
 
+def prompts(count: int, *seeds: int, held_out: bool = False) -> list[str]:
+    """Return the prompts of :func:`puzzles`."""
+    return [puzzle.prompt for puzzle, _ in puzzles(count, *seeds, held_out=held_out)]
+
+
 def prompts_to_train_on() -> int:
     """Return the number of different prompts that :func:`puzzles` can draw for training."""
+    signs = list(product([1, -1], repeat=NUMBERS - 1))
     found = 0
     for numbers in sets(held_out=False):
         orders = set(permutations(numbers))
-        totals = {
-            order[0] + sum(sign * number for sign, number in zip(signs, order[1:], strict=True))
-            for order in orders
-            for signs in product([1, -1], repeat=NUMBERS - 1)
-        }
+        totals = {order[0] + int(np.dot(sign, order[1:])) for order in orders for sign in signs}
         found += len(orders) * sum(total >= 0 for total in totals)
     return found
 
@@ -121,9 +119,5 @@ def encode(texts: Iterable[str]) -> Tensor:
 
 def decode(tokens: Sequence[int]) -> str:
     """Return the text before the first END or PAD."""
-    text = ""
-    for token in tokens:
-        if token < FIRST:
-            break
-        text += CHARACTERS[token - FIRST]
-    return text
+    kept = takewhile(lambda token: token >= FIRST, tokens)
+    return "".join(CHARACTERS[token - FIRST] for token in kept)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fp4graph.model.api import apply
 from fp4graph.errors import Error
 from fp4graph.lab.runs.run import Run
 from fp4graph.lab.runs.folder import CHECKPOINT, read_run
-from fp4graph.lab.tasks import Batch, Problem, Settings, placed, task_named
+from fp4graph.lab.runs.train import Training
+from fp4graph.lab.tasks import Batch, Problem, Settings, task_named
 from fp4graph.policy import load_policy
 from fp4graph.training import checkpoint
 
@@ -59,18 +59,12 @@ def restore(folder: Path) -> Restored:
     run = Run(**given | {"device": "cpu", "backend": "eager"})
     settings = dataclasses.replace(task_named(run.task).settings(run), device=torch.device("cpu"), backend="eager")
     with torch.random.fork_rng():
-        problem = task_named(run.task).make(settings)
-    policy = load_policy(run.policy)
-    if problem.blocks is not None:
-        policy = placed(policy, problem.blocks)
-    model = problem.model.to(settings.parameter_dtype)
-    forwards = settings.total_steps(problem) * settings.accumulate
-    apply(model, policy, backend="eager", seed=settings.seed, total_forwards=forwards)
+        training = Training(settings, task_named(run.task).make(settings), load_policy(run.policy))
     if not (folder / CHECKPOINT).exists():
         raise Error(f"{folder} holds no {CHECKPOINT}: the run ended before its first validation, or kept none")
-    checkpoint.load(folder / CHECKPOINT, model)
-    model.eval()
-    restored = Restored(model, settings, problem, list(islice(problem.validation(), BATCHES)))
+    checkpoint.load(folder / CHECKPOINT, training.model)
+    problem = training.problem
+    restored = Restored(training.model.eval(), settings, problem, list(islice(problem.validation(), BATCHES)))
     if not restored.batches:
         raise Error(f"task {run.task!r} has no validation data")
     restored.measure(restored.batches[0])

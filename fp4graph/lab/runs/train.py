@@ -86,10 +86,7 @@ def train(
     if statistics is not None and directory is None:
         raise Error("statistics are kept in the folder of the run; give one")
     with torch.random.fork_rng():
-        problem = task.make(settings)
-        if problem.blocks is not None:
-            policy = placed(policy, problem.blocks)
-        training = _Training(settings, problem, policy)
+        training = Training(settings, task.make(settings), policy)
         if statistics is not None and not 1 <= statistics <= training.steps:
             raise Error(
                 f"statistics at every {statistics}th step of {training.steps} record nothing; "
@@ -118,10 +115,12 @@ def train(
             return training.go_on(folder, report, tick, checkpoints)
 
 
-class _Training:
-    """A training in progress."""
+class Training:
+    """A training in progress, of a problem whose model is applied here."""
 
     def __init__(self, settings: Settings, problem: Problem, policy: Policy) -> None:
+        if problem.blocks is not None:
+            policy = placed(policy, problem.blocks)
         self.settings, self.problem, self.policy = settings, problem, policy
         self.steps = settings.total_steps(problem)
         self.every = settings.run.validate_every or math.ceil(self.steps / settings.validations)

@@ -55,6 +55,7 @@ class Results:
         return list(dict.fromkeys(s.trial.family for s in self.trials if s.trial.kind != "baseline"))
 
     def complete_of(self, family: str) -> list[Scored]:
+        """The complete trials of one family."""
         return [s for s in self.complete if s.trial.family == family]
 
     def count(self, *states: str) -> int:

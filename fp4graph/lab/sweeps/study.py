@@ -2,10 +2,13 @@
 
 A trial is written with all that determines it in one transaction; transactions number the trials. A reader of trial n
 therefore sees all trials before it, and two workers that chose the same configuration agree without speaking: the lower
-number runs, the other withdraws. A worker writes a sign of life regularly (``beat``). If the beat does not change for
-``patience`` seconds by an observer's clock, the worker counts as gone, and its trial as lost: the configuration is free
-again. A trial's ``result`` is one value, written before Optuna is told, so that after a kill in between the next reader
-finds it.
+number runs, the other withdraws. A trial's ``result`` is one attribute, written before Optuna's state.
+
+Workers send Optuna's heartbeats, and Optuna fails the trials of silent ones. Optuna 5.0 lacks four things, which are
+done here: a trial whose worker died before its first heartbeat is never stale (an observer sends the first one for it);
+the heartbeat's thread ends at the first error of the database (this one goes on); its retry callback may be lost in a
+kill, and looks at no other trial (the next proposal finds the lost trial instead); and no operation is repeated while
+the database is away.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -23,10 +27,10 @@ from typing import Any, TypeVar
 import optuna
 import yaml
 from optuna.distributions import BaseDistribution, CategoricalDistribution
-from optuna.exceptions import DuplicatedStudyError, UpdateFinishedTrialError
-from optuna.pruners import BasePruner, NopPruner
+from optuna.exceptions import DuplicatedStudyError, ExperimentalWarning, UpdateFinishedTrialError
+from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner
 from optuna.samplers import RandomSampler
-from optuna.storages import RDBStorage
+from optuna.storages import RDBStorage, fail_stale_trials
 from optuna.trial import FrozenTrial, TrialState
 
 from fp4graph.errors import Error
@@ -35,33 +39,23 @@ from fp4graph.lab.sweeps.database import AWAY, answering, open_storage, reason
 from fp4graph.lab.sweeps.space import Assignment, Configuration, Space
 from fp4graph.lab.sweeps.trial import FREE, Trial, read_trial
 
-#: The version of the attributes that this module writes; a later version may not be readable.
-FORMAT = 1
+#: The form of what this module writes. Form 1 had a beat of its own; its results are readable.
+FORMAT = 2
 #: Seconds for which a database that stopped answering in the middle of a sweep is asked again.
 ASK_AGAIN = 120.0
-#: The same for clean-up that only makes the next start quicker.
-HURRIED = 5.0
 #: Pruners by name; their steps are validations.
 PRUNERS: dict[str, Callable[[], BasePruner]] = {
     "none": NopPruner,
-    "median": partial(optuna.pruners.MedianPruner, n_startup_trials=5, n_warmup_steps=1),
-    "hyperband": optuna.pruners.HyperbandPruner,
+    "median": partial(MedianPruner, n_startup_trials=5, n_warmup_steps=1),
+    "hyperband": HyperbandPruner,
 }
+#: Raised at a report or a result: the trial is not this worker's any more, who was taken to be gone.
+TakenOver = UpdateFinishedTrialError
 _T = TypeVar("_T")
-
-
-def _pruner(name: str) -> BasePruner:
-    if name not in PRUNERS:
-        raise Error(f"unknown pruner {name!r}; known: {', '.join(PRUNERS)}")
-    return PRUNERS[name]()
 
 
 class Away(Error):
     """The database has not answered for too long."""
-
-
-class TakenOver(Exception):
-    """This worker was taken to be gone, and its trial belongs to others now: its result is dropped."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +63,7 @@ class Manifest:
     """The settings that all trials of a study share; a sweep with other settings needs another study.
 
     ``run`` is the run that configurations are laid over, without device and workers. ``space`` is the search space as
-    YAML. ``patience`` is the seconds without a beat after which a worker counts as gone.
+    YAML. ``patience`` is the seconds without a heartbeat after which a worker counts as gone.
     """
 
     task: str
@@ -89,34 +83,32 @@ class Manifest:
     def differences(self, other: Manifest) -> list[str]:
         """Return in words the differences between the settings of a study, ``other``, and these."""
         found = []
-        if self.fp4graph != other.fp4graph:
-            found.append(f"version {other.fp4graph} of fp4graph, and this is {self.fp4graph}")
-        if self.task != other.task:
-            found.append(f"the task {other.task!r}, and now it is {self.task!r}")
+        if (self.fp4graph, self.format) != (other.fp4graph, other.format):
+            made, here = (f"{m.fp4graph} of fp4graph (form {m.format})" for m in (other, self))
+            found.append(f"version {made}, and this is {here}")
         if self.space_digest != other.space_digest:
             same = " under the same name" if self.space_name == other.space_name else ""
             found.append(f"another search space{same} ({other.space_name!r}, and now it is {self.space_name!r})")
-        for key in sorted({*self.run, *other.run} - {"task"}):
-            mine, theirs = self.run.get(key), other.run.get(key)
-            if mine != theirs:
-                was, is_now = ("unset" if value is None else repr(value) for value in (theirs, mine))
-                found.append(f"{key} {was}, and now it is {is_now}")
+        for key in sorted({*self.run, *other.run}, key=lambda key: (key != "task", key)):
+            was, is_now = ("unset" if (value := m.run.get(key)) is None else repr(value) for m in (other, self))
+            if was != is_now:
+                found.append(f"{'the task' if key == 'task' else key} {was}, and now it is {is_now}")
         return found
 
 
 class Study:
     """A sweep's study in its database. Make one with :meth:`create` or :meth:`open`.
 
-    Every method may raise :class:`Away` where the database does not answer for :data:`ASK_AGAIN` seconds.
+    Every method may raise :class:`Away` where the database does not answer for ``ask_again`` seconds.
     """
 
     def __init__(self, storage: RDBStorage, study: optuna.Study, manifest: Manifest, shown: str) -> None:
-        self._storage = storage
-        self._study = study
+        storage.heartbeat_interval = storage.grace_period = max(1, round(manifest.patience))
+        self._storage, self._study = storage, study
         self._id = storage.get_study_id_from_name(study.study_name)
-        self._patience = ASK_AGAIN
-        self._beats: dict[int, tuple[int, float]] = {}
+        self._seen: set[int] = set()
         self.name, self.manifest, self.shown = study.study_name, manifest, shown
+        self.ask_again = ASK_AGAIN
 
     @classmethod
     def create(cls, url: str, name: str, manifest: Manifest, pruner: str = "none") -> Study:
@@ -128,11 +120,10 @@ class Study:
         _pruner(pruner)  # refuses an unknown one before anything is written
         storage, shown = open_storage(url)
         with answering(shown), suppress(DuplicatedStudyError):
-            made = optuna.create_study(storage=storage, study_name=name, direction="minimize", sampler=RandomSampler())
+            made = optuna.create_study(storage=storage, study_name=name, sampler=RandomSampler())
             made.set_user_attr("fp4graph", asdict(manifest))
         study = cls.open(url, name, pruner)
-        different = manifest.differences(study.manifest)
-        if different:
+        if different := manifest.differences(study.manifest):
             raise Error(
                 f"study {name!r} in {shown} was made with {'; with '.join(different)}. Results of both do not compare: "
                 "give a new one another name with --study, or go on with what this one was made with. What it has "
@@ -155,10 +146,8 @@ class Study:
             if name not in names:
                 raise Error(f"{shown} has no study {name!r}; it has {', '.join(sorted(names)) or 'none'}")
             study = optuna.load_study(study_name=name, storage=storage, sampler=RandomSampler(), pruner=chosen)
-            manifest = None
             for _ in range(50):  # between a study's creation and its manifest lies a moment
-                manifest = study.user_attrs.get("fp4graph")
-                if manifest is not None or study.get_trials(deepcopy=False):
+                if (manifest := study.user_attrs.get("fp4graph")) or study.get_trials(deepcopy=False):
                     break
                 time.sleep(0.1)
         if not isinstance(manifest, dict) or "format" not in manifest:
@@ -175,11 +164,11 @@ class Study:
 
     def trials(self) -> list[Trial]:
         """Return all trials, by number."""
-        frozen = self._patiently(lambda: self._study.get_trials(deepcopy=False))
-        excused = set(self._patiently(lambda: self._study.user_attrs).get("excused", ()))
+        frozen = self.patiently(lambda: self._study.get_trials(deepcopy=False))
+        excused = self.patiently(lambda: self._study.user_attrs).get("excused", ())
         return [read_trial(trial, trial.number in excused) for trial in frozen if "configuration" in trial.user_attrs]
 
-    def claim(self, configuration: Configuration, space: Space, worker: str, target: int) -> Claim | None:
+    def claim(self, configuration: Configuration, space: Space, worker: str, target: int) -> optuna.Trial | None:
         """Create a trial of ``configuration``; return None if another has it, or ``target`` trials were begun."""
         policy = configuration.policy
         attributes = {name: getattr(configuration, name) for name in ("kind", "family", "summary", "key")} | {
@@ -192,160 +181,95 @@ class Study:
         # Optuna knows the parameters too, for its own tools.
         about = {"configuration": attributes}
         template = optuna_trial(space, configuration.assignment, state=TrialState.RUNNING, user_attrs=about)
-        identifier = self._patiently(lambda: self._storage.create_new_trial(self._id, template))
-        number = self._patiently(lambda: self._storage.get_trial_number_from_id(identifier))
+        identifier = self.patiently(lambda: self._storage.create_new_trial(self._id, template))
+        number = self.patiently(lambda: self._storage.get_trial_number_from_id(identifier))
         before = [trial for trial in self.trials() if trial.number < number]
         same = [trial.number for trial in before if trial.key == configuration.key and trial.state not in FREE]
-        if same:
-            self.withdraw(number, f"trial {same[0]} has the same configuration")
+        full = policy is not None and sum(trial.counts for trial in before) >= target
+        if same or full:
+            other = f"trial {same[0]} has the same configuration" if same else "as many as were asked for were begun"
+            self.withdraw(number, other)
             return None
-        if policy is not None and sum(trial.counts for trial in before) >= target:
-            self.withdraw(number, "as many as were asked for were begun")
-            return None
-        return Claim(self, number, identifier)
+        return optuna.Trial(self._study, identifier)
 
     def finish(self, number: int, result: Mapping[str, Any]) -> None:
         """Write a trial's result, which has at least an ``outcome``.
 
         Raises:
-            TakenOver: the trial is not this worker's any more.
+            TakenOver: the trial is not this worker's any more; its result is dropped.
         """
-        if not self._set(number, "result", finite(result)):
-            raise TakenOver
-        self._tell(number, result)
+        trial_id = partial(self._storage.get_trial_id_from_study_id_trial_number, self._id, number)
+        self.patiently(lambda: self._storage.set_trial_user_attr(trial_id(), "result", finite(result)))
+        states = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED}
+        state = states.get(result["outcome"], TrialState.FAIL)
+        self._tell(number, state, result["loss"] if state is TrialState.COMPLETE else None)
 
     def withdraw(self, number: int, reason: str) -> None:
         """Take a trial back, as if it had never been begun."""
-        if self._set(number, "withdrawn", reason):
-            self._tell(number, {"outcome": "withdrawn"})
+        with suppress(TakenOver):
+            self.finish(number, {"outcome": "withdrawn", "reason": reason})
+
+    def lose(self, number: int) -> None:
+        """Record that the worker of a running trial is gone."""
+        self._tell(number, TrialState.FAIL)
 
     def excuse_failed(self) -> int:
         """Free the configurations of all failed trials, to be run again, and return their number."""
         failed = [trial.number for trial in self.trials() if trial.state == "failed"]
-        excused = self._study.user_attrs.get("excused", [])
-        if failed:
-            self._patiently(lambda: self._study.set_user_attr("excused", [*excused, *failed]))
+        excused = [*self._study.user_attrs.get("excused", []), *failed]
+        self.patiently(lambda: self._study.set_user_attr("excused", excused))
         return len(failed)
 
-    def lose(self, number: int) -> None:
-        """Record that the worker of a running trial is gone."""
-        self._tell(number, {"outcome": "lost"})
-
-    def tidy(self, trials: list[Trial]) -> bool:
-        """Finish half-written trials, and lose the running trials of silent workers. Return whether any were lost."""
-        tidied = False
-        for trial in trials:
-            if trial.result and not trial.told:
-                self._tell(trial.number, trial.result)
-            elif trial.state == "running" and self._is_silent(trial):
-                self.lose(trial.number)
-                tidied = True
-        return tidied
-
-    def _is_silent(self, trial: Trial) -> bool:
-        """Return whether the trial's beat has not changed for too long, by this process's own clock."""
-        now = time.monotonic()
-        beat, since = self._beats.get(trial.number, (None, now))
-        if beat != trial.beat:
-            since = now
-        self._beats[trial.number] = trial.beat, since
-        return now - since > self.manifest.patience
-
-    def _set(self, number: int, name: str, value: object) -> bool:
-        """Write an attribute of a trial, and return whether the trial could be written: it had not ended."""
-        identifier = self._patiently(lambda: self._storage.get_trial_id_from_study_id_trial_number(self._id, number))
-        try:
-            self._patiently(lambda: self._storage.set_trial_user_attr(identifier, name, value))
-        except UpdateFinishedTrialError:
-            return False
-        return True
-
-    def _tell(self, number: int, result: Mapping[str, Any]) -> None:
-        """Set Optuna's own state of a trial; only a complete trial may have a value."""
-        states = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED}
-        state = states.get(result["outcome"], TrialState.FAIL)
-        values = result["loss"] if state is TrialState.COMPLETE else None
-        with suppress(UpdateFinishedTrialError):  # by another in this moment
-            self._patiently(lambda: self._study.tell(number, values, state, skip_if_finished=True))
+    def lose_silent(self, trials: list[Trial]) -> None:
+        """Lose the running trials whose workers sent no heartbeat for too long."""
+        for number in [t.number for t in trials if t.state == "running" and t.number not in self._seen]:
+            self._seen.add(number)  # without any heartbeat a trial would never be stale
+            self._beat(number)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            self.patiently(lambda: fail_stale_trials(self._study))
 
     @contextmanager
-    def hurried(self) -> Iterator[None]:
-        """Wait only seconds for the database within this context: for work that need not be done."""
-        before, self._patience = self._patience, min(HURRIED, self._patience)
+    def beating(self, number: int) -> Iterator[None]:
+        """Send heartbeats of a trial within this context, from a thread."""
+        over = threading.Event()
+
+        def send() -> None:
+            self._beat(number)
+            while not over.wait(self.manifest.patience / 6):
+                self._beat(number)
+            self._storage.remove_session()  # this thread's
+
+        thread = threading.Thread(target=send, daemon=True)
+        thread.start()
         try:
             yield
         finally:
-            self._patience = before
+            over.set()
+            thread.join()
 
-    def _patiently(self, action: Callable[[], _T]) -> _T:
+    def _beat(self, number: int) -> None:
+        with suppress(*AWAY):  # the next one may get through
+            self._storage.record_heartbeat(self._storage.get_trial_id_from_study_id_trial_number(self._id, number))
+
+    def _tell(self, number: int, state: TrialState, value: float | None = None) -> None:
+        with suppress(TakenOver):  # by another in this moment
+            self.patiently(lambda: self._study.tell(number, value, state, skip_if_finished=True))
+
+    def patiently(self, action: Callable[[], _T]) -> _T:
         """Run ``action``, and repeat it for a while if the database is busy or away."""
-        patience = self._patience
-        deadline, delay = time.monotonic() + patience, 0.05
+        deadline, delay = time.monotonic() + self.ask_again, 0.05
         while True:
             try:
                 return action()
             except AWAY as error:
                 if time.monotonic() > deadline:
                     raise Away(
-                        f"{self.shown} has not answered for {patience:.0f} seconds: {reason(error)}. What is written "
-                        "stays; when it answers again, the same command goes on"
+                        f"{self.shown} has not answered for {self.ask_again:.0f} seconds: {reason(error)}. What is "
+                        "written stays; when it answers again, the same command goes on"
                     ) from error
                 time.sleep(delay * (1 + random.random()))
                 delay = min(2 * delay, 5.0)
-
-
-class Claim:
-    """A running trial of this worker, as a context in which the worker gives signs of life."""
-
-    def __init__(self, study: Study, number: int, identifier: int) -> None:
-        self.number = number
-        self._study, self._identifier = study, identifier
-        self._trial = optuna.trial.Trial(study._study, identifier)
-        self._reports = 0
-        self._over = threading.Event()
-        self._lost = False
-        self._thread = threading.Thread(target=self._beat, daemon=True)
-
-    def __enter__(self) -> Claim:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._thread.join()
-
-    def report(self, loss: float) -> None:
-        """Report the loss of the trial's next validation.
-
-        Raises:
-            TakenOver: the trial is not this worker's any more.
-        """
-        if self._lost:
-            raise TakenOver
-        step, self._reports = self._reports, self._reports + 1
-        try:
-            self._study._patiently(lambda: self._trial.report(loss, step))
-        except UpdateFinishedTrialError:
-            raise TakenOver from None
-
-    def should_prune(self) -> bool:
-        """Return whether the study's pruner gives this trial up, by its reports and those of other trials."""
-        return self._study._patiently(self._trial.should_prune)
-
-    def _beat(self) -> None:
-        storage, count = self._study._storage, 0
-        while True:
-            try:
-                storage.set_trial_user_attr(self._identifier, "beat", count)
-            except UpdateFinishedTrialError:
-                self._lost = True
-                break
-            except AWAY:
-                pass  # the next one may get through
-            count += 1
-            if self._over.wait(self._study.manifest.patience / 6):
-                break
-        storage.remove_session()  # this thread's
 
 
 def optuna_trial(space: Space, assignment: Assignment, **more: Any) -> FrozenTrial:
@@ -353,3 +277,9 @@ def optuna_trial(space: Space, assignment: Assignment, **more: Any) -> FrozenTri
     taken = (parameter for parameter in space.parameters if parameter.name in assignment)
     distributions: dict[str, BaseDistribution] = {p.name: CategoricalDistribution(tuple(p.choices)) for p in taken}
     return optuna.create_trial(params=dict(assignment), distributions=distributions, **more)
+
+
+def _pruner(name: str) -> BasePruner:
+    if name not in PRUNERS:
+        raise Error(f"unknown pruner {name!r}; known: {', '.join(PRUNERS)}")
+    return PRUNERS[name]()

@@ -24,7 +24,7 @@ from optuna.trial import TrialState
 from fp4graph.errors import Error, PolicyError
 from fp4graph.lab.runs.run import Outcome, Run
 from fp4graph.lab.sweeps.space import Configuration, Parameter, Space
-from fp4graph.lab.sweeps.study import Away, Claim, Study, TakenOver, optuna_trial
+from fp4graph.lab.sweeps.study import Away, Study, TakenOver, optuna_trial
 from fp4graph.lab.sweeps.trial import FREE, Trial
 
 SAMPLERS = ("random", "tpe")
@@ -149,9 +149,8 @@ def work(
         run = replace(run, device=device)
     worker = worker or worker_name(os.getpid(), uuid.uuid4().hex)
     while going():
+        study.lose_silent(study.trials())
         trials = study.trials()
-        if study.tidy(trials):
-            continue
         if sum(trial.finished for trial in trials) >= target:
             return
         running = any(trial.state == "running" for trial in trials)
@@ -169,53 +168,46 @@ def work(
                 _run(study, claim, configuration, run, lost, objective)
 
 
-def _run(study: Study, claim: Claim, configuration: Configuration, run: Run, lost: int, objective: Objective) -> None:
+def _run(
+    study: Study, claim: optuna.Trial, configuration: Configuration, run: Run, lost: int, objective: Objective
+) -> None:
     """Run one trial to its end, or until another worker has it."""
     started = time.monotonic()
     reported: list[float] = []
+    is_baseline = configuration.kind == "baseline"
 
-    def ended(outcome: str, **more: Any) -> None:
+    def ended(outcome: str, *, fatal: bool = False, **more: Any) -> None:
+        """Write the result; withdraw the trial and raise an Error where all other configurations would fail too."""
+        if fatal:
+            study.withdraw(claim.number, more["reason"])
+            what = f"{'baseline' if is_baseline else 'plain configuration'} {configuration.summary!r}"
+            raise Error(f"the {what} failed, and so would all others: {more['reason']}")
         study.finish(claim.number, {"outcome": outcome, "seconds": time.monotonic() - started, **more})
 
-    def stopped(reason: str) -> Error:
-        """Withdraw the trial, and return the error: all other configurations would fail too."""
-        study.withdraw(claim.number, reason)
-        kind = "baseline" if configuration.kind == "baseline" else "plain configuration"
-        return Error(f"the {kind} {configuration.summary!r} failed, and so would all others: {reason}")
-
     def report(step: int, loss: float) -> None:
-        claim.report(loss)
+        study.patiently(lambda: claim.report(loss, len(reported)))
         reported.append(loss)
-        if configuration.kind == "trial" and claim.should_prune():
+        if configuration.kind == "trial" and study.patiently(claim.should_prune):
             raise Pruned
 
     if configuration.error is not None:
-        ended("refused", reason=str(configuration.error))
-        return
+        return ended("refused", reason=str(configuration.error))
     if lost >= LOSSES:
-        reason = f"its worker's process ended {lost} times while it ran"
-        if configuration.kind == "baseline":
-            raise stopped(reason)
-        ended("failed", reason=reason)
-        return
+        return ended("failed", fatal=is_baseline, reason=f"its worker's process ended {lost} times while it ran")
     try:
-        with claim:
+        with study.beating(claim.number):
             outcome = objective(replace(run, policy=configuration.document, **configuration.run), report)
     except Pruned:
         ended("pruned", loss=reported[-1])
     except (TakenOver, Away):
         raise  # nothing that this configuration did
     except PolicyError as error:
-        if configuration.kind != "trial":
-            raise stopped(str(error)) from error
-        ended("refused", reason=str(error))
-    except Exception as error:
+        ended("refused", fatal=configuration.kind != "trial", reason=str(error))
+    except Exception as error:  # noqa: BLE001 - whatever a training raises is its result
         with contextlib.suppress(OSError):  # a full disk costs the log, not the result
             traceback.print_exc()
         reason = str(error) if isinstance(error, Error) else f"{type(error).__name__}: {error}"
-        if configuration.kind == "baseline":
-            raise stopped(reason) from error
-        ended("failed", reason=reason[:4000])
+        ended("failed", fatal=is_baseline, reason=reason[:4000])
         if isinstance(error, torch.AcceleratorError) and not isinstance(error, torch.OutOfMemoryError):
             sys.exit(REPLACE)  # this process cannot use its accelerator any more; running out of memory is survived
     except BaseException:

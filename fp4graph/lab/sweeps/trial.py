@@ -19,8 +19,8 @@ class Trial:
     """One trial, as the database has it: its configuration (``policy`` as YAML), and what came of it.
 
     ``state`` is running; complete, diverged, failed, pruned or refused, which are final; lost (its worker is gone); or
-    withdrawn (it does not count: another has the configuration, the sweep was interrupted, a failure excused). ``beat``
-    changes as long as the worker lives. ``result`` has loss, metrics, seconds, reason, ...
+    withdrawn (another has the configuration, the sweep was interrupted, a failure excused). ``result`` has loss,
+    metrics, seconds, reason, ...
     """
 
     number: int
@@ -34,10 +34,8 @@ class Trial:
     assignment: Mapping[str, str]
     run: Mapping[str, Any]
     worker: str
-    beat: int
     reports: tuple[float, ...] = ()
     result: Mapping[str, Any] = field(default_factory=dict)
-    told: bool = True
 
     @property
     def loss(self) -> float | None:
@@ -60,21 +58,8 @@ def read_trial(trial: FrozenTrial, excused: bool) -> Trial:
     """Read one of Optuna's trials; ``excused`` failures count as withdrawn."""
     attributes = trial.user_attrs
     result = attributes.get("result", {})
-    if excused:
+    state = result.get("outcome") or ("lost" if trial.state.is_finished() else "running")
+    if excused or "withdrawn" in attributes:  # the attribute is that of form 1
         state = "withdrawn"
-    elif result:
-        state = result["outcome"]
-    elif not trial.state.is_finished():
-        state = "running"
-    else:
-        state = "withdrawn" if "withdrawn" in attributes else "lost"
-    reports = [trial.intermediate_values[step] for step in sorted(trial.intermediate_values)]
-    return Trial(
-        number=trial.number,
-        state=state,
-        beat=attributes.get("beat", -1),
-        reports=tuple(reports),
-        result=result,
-        told=trial.state.is_finished(),
-        **attributes["configuration"],
-    )
+    reports = tuple(trial.intermediate_values[step] for step in sorted(trial.intermediate_values))
+    return Trial(trial.number, state, reports=reports, result=result, **attributes["configuration"])

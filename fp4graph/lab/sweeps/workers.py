@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import multiprocessing
 import os
 import signal
@@ -11,11 +10,11 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import optuna
 import torch
@@ -26,10 +25,13 @@ from fp4graph.lab.sweeps.study import PRUNERS, Study
 from fp4graph.lab.sweeps.sweep import POLL, REPLACE, SAMPLERS, Objective, train_once, work, worker_name
 from fp4graph.lab.sweeps.trial import Trial
 
+#: Seconds for which the end of a sweep waits for a database that is away.
+HURRIED = 5.0
+
 
 @dataclass(frozen=True)
 class Job:
-    """The arguments of a worker process; everything else is in the study."""
+    """The arguments of a worker process; everything else is in the study. ``log`` is a folder."""
 
     url: str
     study: str
@@ -39,9 +41,6 @@ class Job:
     device: str
     log: str
     workers: int
-    index: int = 0
-    token: str = ""
-    parent: int = 0
     objective: Objective = train_once
 
     def __post_init__(self) -> None:
@@ -50,42 +49,47 @@ class Job:
                 raise Error(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
 
 
-def _process(job: Job, parent: Connection) -> None:
+class _Worker(NamedTuple):
+    """A process, the pipe for its last error, the token of its trials' mark, and the progress when it began."""
+
+    process: Any
+    pipe: Connection
+    token: str
+    progress: int
+
+    @property
+    def name(self) -> str:
+        return worker_name(self.process.pid, self.token)
+
+
+def _process(job: Job, index: int, token: str, parent: int, pipe: Connection) -> None:
     """Run a worker process. Its output goes to its log; an Error is sent to the process that started it."""
-    with Path(job.log).open("a", encoding="utf-8", buffering=1) as log:
+    with _log(job, index).open("a", encoding="utf-8") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // job.workers))
     count = torch.cuda.device_count() if job.device in ("auto", "cuda") else 0
-    device = f"cuda:{job.index % count}" if count > 1 else job.device  # several are dealt out to the workers
     try:
         study = Study.open(job.url, job.study, job.pruner)
-        space = parse_space(study.manifest.space, f"space of study {job.study}")
         work(
             study,
-            space,
+            parse_space(study.manifest.space, f"space of study {job.study}"),
             job.target,
             sampler=job.sampler,
-            worker=worker_name(os.getpid(), job.token),
-            device=device,
+            worker=worker_name(os.getpid(), token),
+            device=f"cuda:{index % count}" if count > 1 else job.device,  # several are dealt out to the workers
             objective=job.objective,
-            going=lambda: os.getppid() == job.parent,  # an orphan finishes its trial, and no more
+            going=lambda: os.getppid() == parent,  # an orphan finishes its trial, and no more
         )
     except Error as error:
-        parent.send(str(error))
+        pipe.send(str(error))
         sys.exit(1)
 
 
-@dataclass(frozen=True)
-class _Worker:
-    """A process, the pipe for its last error, the mark of its trials, and the study's progress when it began."""
-
-    process: Any
-    pipe: Connection
-    name: str
-    progress: int
+def _log(job: Job, index: int) -> Path:
+    return Path(job.log) / f"worker-{index}.log"
 
 
 class Workers:
@@ -93,16 +97,14 @@ class Workers:
 
     def __init__(self, job: Job, study: Study) -> None:
         self._job, self._study = job, study
-        self._context = multiprocessing.get_context("spawn")
         self._running: dict[int, _Worker] = {}
 
     def __enter__(self) -> Workers:
-        try:
+        with contextlib.ExitStack() as undone:
+            undone.push(self.__exit__)
             for index in range(self._job.workers):
                 self._start(index)
-        except BaseException:
-            self.__exit__()
-            raise
+            undone.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -111,25 +113,22 @@ class Workers:
                 worker.process.terminate()  # at any point: its running trial is withdrawn below
         for worker in self._running.values():
             worker.process.join()
-        names = {worker.name for worker in self._running.values()}
-        with contextlib.suppress(Error), self._study.hurried():  # where it is away, their silence tells
-            for number in self._running_trials(names) if names else ():
+        self._study.ask_again = HURRIED
+        with contextlib.suppress(Error):  # where the database is away, their silence tells
+            for number in self._trials_of(*self._running.values()):
                 self._study.withdraw(number, "interrupted")
 
     def _start(self, index: int) -> None:
-        ours, theirs = self._context.Pipe(duplex=False)
-        log = str(Path(self._job.log) / f"worker-{index}.log")
-        job = replace(self._job, log=log, index=index, token=uuid.uuid4().hex, parent=os.getpid())
-        process = self._context.Process(target=_process, args=(job, theirs), name=f"worker {index}")
+        context, token = multiprocessing.get_context("spawn"), uuid.uuid4().hex
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_process, args=(self._job, index, token, os.getpid(), theirs))
         # It blocks Ctrl-C, which reaches all processes of a terminal but is for the first one; a handler of its own
         # would come after seconds of imports. The tracker would lift the block if the first process started it.
         resource_tracker.ensure_running()
         with _blocked(signal.SIGINT):
             process.start()
         theirs.close()
-        assert process.pid is not None
-        name = worker_name(process.pid, job.token)
-        self._running[index] = _Worker(process, ours, name, _progress(self._study.trials()))
+        self._running[index] = _Worker(process, ours, token, _progress(self._study.trials()))
 
     def watch(self, stop: Callable[[], bool] = lambda: False) -> Iterator[tuple[list[Trial], list[str]]]:
         """Yield the trials and the events of workers about once a second, until all workers have ended.
@@ -140,48 +139,50 @@ class Workers:
         Raises:
             Error: of a worker that cannot go on; or workers end without making progress.
         """
-        while self._running:
-            if stop():
+        while self._running and not stop():
+            ended = {index: worker for index, worker in self._running.items() if not worker.process.is_alive()}
+            if ended and stop():
                 return
-            events: list[str] = []
-            for index, worker in list(self._running.items()):
-                if worker.process.is_alive():
-                    continue
-                if stop():
-                    return
-                del self._running[index]
-                if worker.pipe.poll():
-                    with contextlib.suppress(EOFError):
-                        raise Error(worker.pipe.recv())
-                if worker.process.exitcode == 0:
-                    continue
-                for number in self._running_trials({worker.name}):
-                    self._study.lose(number)
-                events.append(f"worker {index} ended ({_ending(worker.process.exitcode)}); its trial is free again")
-                if _progress(self._study.trials()) == worker.progress:
-                    raise Error(f"{events[-1]}; {self._job.log}/worker-{index}.log may say why")
-                self._start(index)
+            events = [event for index, worker in ended.items() for event in self._replace(index, worker)]
             yield self._study.trials(), events
-            time.sleep(POLL)
-        yield self._study.trials(), []
+            if self._running:
+                time.sleep(POLL)
 
-    def _running_trials(self, workers: set[str]) -> list[int]:
-        running = (trial for trial in self._study.trials() if trial.state == "running")
-        return [trial.number for trial in running if trial.worker in workers]
+    def _replace(self, index: int, worker: _Worker) -> Iterator[str]:
+        """Free the trial of a worker that has ended, start another, and yield what happened; nothing if it was done."""
+        del self._running[index]
+        with contextlib.suppress(EOFError):
+            if worker.pipe.poll():
+                raise Error(worker.pipe.recv())
+        code = worker.process.exitcode
+        if code == 0:
+            return
+        for number in self._trials_of(worker):
+            self._study.lose(number)
+        how = "its device was of no more use" if code == REPLACE else f"exit status {code}"
+        event = f"worker {index} ended ({signal.Signals(-code).name if code < 0 else how}); its trial is free again"
+        if _progress(self._study.trials()) == worker.progress:
+            raise Error(f"{event}; {_log(self._job, index)} may say why")
+        self._start(index)
+        yield event
+
+    def _trials_of(self, *workers: _Worker) -> list[int]:
+        names = [worker.name for worker in workers]
+        trials = self._study.trials() if names else ()
+        return [trial.number for trial in trials if trial.state == "running" and trial.worker in names]
 
 
 class Interrupts:
     """A context in which the first Ctrl-C or SIGTERM sets ``asked`` and tells the user.
 
     A KeyboardInterrupt may fall between any two instructions. Inside SQLAlchemy or Optuna's cache it would leave a
-    wrong session or list of trials, through which the running trials must still be taken back; inside a finalizer it
-    is lost. A further signal, a second or more later, raises KeyboardInterrupt, for users who do not wait for a
-    database that is away.
+    wrong session or list of trials, through which the running trials must still be taken back. A further signal, a
+    second or more later, raises it, for users who do not wait for a database that is away.
     """
 
     def __init__(self) -> None:
         self.asked = False
-        self._since = math.inf
+        self._since = 0.0
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Interrupts:
@@ -217,9 +218,3 @@ def _blocked(*numbers: signal.Signals) -> Iterator[None]:
 def _progress(trials: Sequence[Trial]) -> int:
     """Return a number that grows as long as workers make progress, and is bounded."""
     return sum(trial.finished or trial.state in ("lost", "refused") for trial in trials)
-
-
-def _ending(code: int) -> str:
-    if code == REPLACE:
-        return "its device was of no more use"
-    return signal.Signals(-code).name if code < 0 else f"exit status {code}"

@@ -34,11 +34,7 @@ Reward = Callable[[str, str], float]
 
 
 def rewards_of(reward: Reward, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
-    """Return the reward of each completion.
-
-    Raises:
-        Error: a reward is NaN or infinite.
-    """
+    """Return the reward of each completion; raise an Error if one is NaN or infinite."""
     found = []
     for prompt, completion in zip(prompts, completions, strict=True):
         value = float(reward(prompt, completion))
@@ -53,15 +49,7 @@ def rewards_of(reward: Reward, prompts: Sequence[str], completions: Sequence[str
 
 
 def check_length(model: Any, prompt: int, completion: int) -> None:
-    """Check that a rollout fits the key-value cache of a model of transformers.
-
-    Args:
-        model: its ``config.max_position_embeddings`` is the length of the cache, in tokens.
-        prompt, completion: tokens of the longest prompt and the longest completion.
-
-    Raises:
-        Error: the rollout is longer than the cache.
-    """
+    """Raise an Error if a rollout of ``prompt + completion`` tokens is longer than the model's key-value cache."""
     room: int = model.config.max_position_embeddings
     if prompt + completion > room:
         raise Error(
@@ -175,18 +163,14 @@ class Countdown(Problem):
 
     def batches(self, start: int) -> Iterator[Batch]:
         for number in count(start):
-            yield self._batch(self.batch_size, self.seed, _TRAINING, number)
+            key = self.seed, _TRAINING, number
+            prompts = countdown.encode(countdown.prompts(self.batch_size, *key))
+            yield prompts, self._noise(self.batch_size, False, *key)
 
     def validation(self) -> Iterator[Batch]:
-        drawn = countdown.puzzles(8 * VALIDATED, _VALIDATION, held_out=True)
-        prompts = list(dict.fromkeys(puzzle.prompt for puzzle, _ in drawn))[:VALIDATED]
+        prompts = list(dict.fromkeys(countdown.prompts(8 * VALIDATED, _VALIDATION, held_out=True)))[:VALIDATED]
         whole = countdown.encode(prompts), self._noise(VALIDATED, True, _VALIDATION)
         yield from zip(*(torch.split(part, self.batch_size) for part in whole), strict=True)
-
-    def _batch(self, size: int, *seeds: int) -> Batch:
-        """Return prompts ``[size, PROMPT]`` of training and their noise."""
-        prompts = countdown.encode(puzzle.prompt for puzzle, _ in countdown.puzzles(size, *seeds))
-        return prompts, self._noise(size, False, *seeds)
 
     def _noise(self, size: int, *seeds: int) -> Tensor:
         """Return Gumbel noise, fp32 ``[size, group, completion, VOCABULARY]``."""
@@ -197,13 +181,11 @@ class Countdown(Problem):
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         prompts, noise = batch
         prompts, noise = prompts.repeat_interleave(self.group, 0), noise.flatten(0, 1)
-        training = model.training
         tokens, logits = rollout(model, prompts, noise)
-        model.train(training)
         texts = [list(map(countdown.decode, side.tolist())) for side in (prompts, tokens)]
         rewards = torch.tensor(rewards_of(self.reward, *texts), device=tokens.device).view(-1, self.group)
         failed = 1 - rewards.mean(1)
-        if not training:
+        if not model.training:
             entropy = mean_entropy(logits, before_end(tokens)).view(-1, self.group)
             return {"loss": failed, "reward": rewards.mean(1), "entropy": entropy.mean(1)}
         chosen, mask = log_probs(model, prompts, tokens)
@@ -214,7 +196,7 @@ class Countdown(Problem):
 
 @torch.no_grad()
 def rollout(model: Any, prompts: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Generate completions in evaluation mode, and leave the model in it.
+    """Generate completions in evaluation mode, with a key-value cache.
 
     Args:
         prompts: tokens, ``[n, prompt]``, none of them padding.
@@ -235,10 +217,12 @@ def rollout(model: Any, prompts: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]
         max_new_tokens=longest, do_sample=False, use_cache=True, eos_token_id=countdown.END, pad_token_id=countdown.PAD,
         return_dict_in_generate=True, output_logits=True,
     )  # fmt: skip
+    training = model.training
     found = model.eval().generate(
         prompts, attention_mask=torch.ones_like(prompts), generation_config=config,
         logits_processor=LogitsProcessorList([perturb]),
     )  # fmt: skip
+    model.train(training)
     tokens = found.sequences[:, prompt:]
     logits = torch.stack(found.logits, 1).float()
     return nn.functional.pad(tokens, (0, longest - tokens.shape[1]), value=countdown.PAD), logits
@@ -259,6 +243,20 @@ def mean_entropy(logits: Tensor, mask: Tensor) -> Tensor:
     """
     logs, mask = log_softmax(logits, -1), mask[:, : logits.shape[1]]
     return (-(logs.exp() * logs).sum(-1) * mask).sum(1) / mask.sum(1)
+
+
+def divergence(trainer: Tensor, sampled: Tensor, mask: Tensor) -> tuple[float, float]:
+    """Return an estimate of KL(rollout ‖ trainer) in nats per token, and the largest |log ratio| of a token.
+
+    The estimate is E[r − 1 − log r] with r = p_trainer/p_rollout over tokens that the rollout drew: every term is
+    positive, and the expectation is the divergence. Source: Schulman 2020, "Approximating KL divergence", k3.
+
+    Args:
+        trainer, sampled: log-probabilities of the tokens in the training forward and in the rollout, ``[n, tokens]``.
+        mask: nonzero for tokens of the completion, in the same shape.
+    """
+    log_ratio = (trainer.detach() - sampled).double()[mask.bool()]
+    return (log_ratio.expm1() - log_ratio).mean().item(), log_ratio.abs().max().item()
 
 
 def log_probs(model: nn.Module, prompts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:

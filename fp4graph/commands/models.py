@@ -1,0 +1,251 @@
+"""Models and other objects that the command line names.
+
+A model is one of
+
+- a timm name, such as ``deit_tiny_patch16_224``;
+- ``pkg.module:factory``, a function or class of the user's, which returns a model, ``(model, args)`` or
+  ``(model, args, kwargs)``, where the latter are those of a forward;
+- a folder with a ``config.json`` of Hugging Face, or such a file; or
+- ``hf:LlamaConfig(hidden_size=64, num_hidden_layers=2)``, a config class of transformers with its settings.
+
+Nothing is downloaded, and no weights are loaded.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import importlib.util
+import os
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp4graph.errors import Error
+from fp4graph.lab.data.extras import needs
+from fp4graph.text import suggest
+
+#: The help of ``--model``.
+HELP = (
+    "A timm name; pkg.module:factory of yours, which returns a model or (model, args); a folder with a Hugging Face "
+    "config.json; or hf:LlamaConfig(hidden_size=64, ...)."
+)
+#: The heads that a Hugging Face config without an architecture gets: the first that its kind of model has.
+_HEADS = ("Seq2SeqLM", "MaskedLM", "CausalLM", "ImageClassification")
+#: The length of the texts that a language model is called with.
+_LENGTH = 16
+
+
+@dataclass(frozen=True)
+class Named:
+    """A model that the command line named, and the arguments of one forward."""
+
+    model: nn.Module
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def imported(text: str) -> Any:
+    """Return the object that ``pkg.module:name`` names; the current folder is searched first.
+
+    Raises:
+        Error: the text has another form, the module is missing or raises, or it has no such name.
+    """
+    module, _, name = text.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))) or module.endswith(".py"):
+        raise Error(f"{text!r} names no object; write package.module:name, such as mycode.train:run, without .py")
+    folder = os.getcwd()
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+    try:
+        loaded = importlib.import_module(module)
+    except Exception as error:
+        if isinstance(error, ModuleNotFoundError) and error.name and f"{module}.".startswith(f"{error.name}."):
+            raise Error(
+                f"{text!r}: there is no module {error.name!r} in {folder} or among the installed packages; run the "
+                "command in the folder that holds it, or put that folder on PYTHONPATH"
+            ) from None
+        raise Error(f"{text!r}: importing {module} raised {type(error).__name__}: {error}") from error
+    try:
+        return functools.reduce(getattr, name.split("."), loaded)
+    except AttributeError:
+        known = [each for each in vars(loaded) if not each.startswith("_")]
+        raise Error(f"{module} ({loaded.__file__}) has no {name!r}; {suggest(name, known)[:400]}") from None
+
+
+def named_model(
+    text: str, *, input_size: str | None = None, batch_size: int | None = None, device: str = "cpu"
+) -> Named:
+    """Build the model that ``text`` names, with zeros as its inputs unless a factory gives others.
+
+    Args:
+        text: a model, in one of the forms that this module describes.
+        input_size: the shape of an input without the batch, as ``3x224x224``; of a language model the length. By
+            default the model's own.
+        batch_size: of the inputs; 2 by default.
+        device: of a Hugging Face model; ``meta`` builds one of any size in no memory.
+
+    Raises:
+        Error: nothing has that name, building it raised, or its inputs are unknown.
+    """
+    path = Path(text)
+    if text.startswith("hf:"):
+        return _with_inputs(text, _hugging_face(text, _config_of(text), device), input_size, batch_size)
+    if path.suffix == ".json" or (path / "config.json").is_file():
+        return _with_inputs(text, _hugging_face(text, _config_in(path), device), input_size, batch_size)
+    if ":" not in text:
+        return _with_inputs(text, _timm(text), input_size, batch_size)
+    named = _built(text)
+    if named.args or named.kwargs:
+        if input_size or batch_size:
+            raise Error(f"{text} returns its inputs itself; leave --input-size and --batch-size out")
+        return named
+    return _with_inputs(text, named.model, input_size, batch_size)
+
+
+def architecture(config: Any, source: object) -> Any:
+    """Return transformers' class of models that ``config``, read from ``source``, is for."""
+    import transformers
+
+    name = (config.architectures or [None])[0]
+    kind = getattr(transformers, str(name), None)
+    if kind is None:
+        raise Error(f"{source} names the architecture {name!r}, which this transformers does not have")
+    if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        config._experts_implementation = "grouped_mm"  # the form in which experts are quantized
+    return kind
+
+
+def _timm(text: str) -> nn.Module:
+    needs("timm", "models are made by timm", "vision")
+    import timm
+
+    if not timm.is_model(text):
+        near = suggest(text, timm.list_models())[:400]
+        raise Error(
+            f"timm has no model {text!r}, and no folder {text!r} has a config.json; {near}. "
+            "A model of your own is pkg.module:factory, one of transformers hf:LlamaConfig(hidden_size=64, ...)"
+        )
+    model: nn.Module = timm.create_model(text)
+    return model
+
+
+def _built(text: str) -> Named:
+    """Return what the factory ``text`` names returns."""
+    factory = imported(text)
+    try:
+        result = factory() if callable(factory) and not isinstance(factory, nn.Module) else factory
+    except Exception as error:
+        raise Error(
+            f"{text}() raised {type(error).__name__}: {error}; a factory is called without arguments"
+        ) from error
+    parts = result if isinstance(result, tuple) else (result,)
+    if not isinstance(parts[0] if parts else None, nn.Module) or len(parts) > 3:
+        raise Error(f"{text} gave {_types(result)}; return a model, (model, args) or (model, args, kwargs)")
+    args: Any = parts[1] if len(parts) > 1 else ()
+    kwargs = parts[2] if len(parts) > 2 else {}
+    if isinstance(args, Mapping):
+        args, kwargs = (), {**args, **kwargs}
+    return Named(parts[0], tuple(args) if isinstance(args, tuple | list) else (args,), kwargs)
+
+
+def _types(value: Any) -> str:
+    names = [type(part).__name__ for part in value] if isinstance(value, tuple) else None
+    return f"({', '.join(names)})" if names is not None else type(value).__name__
+
+
+def _config_of(text: str) -> Any:
+    """Return the config that ``hf:Class(key=value, ...)`` describes. Values are literals: nothing is executed."""
+    needs("transformers", "hf: names a config of transformers", "hf")
+    import transformers
+
+    match = re.fullmatch(r"hf:(\w+)(?:\((.*)\))?", text, re.DOTALL)
+    try:
+        name, settings = (match[1], _keywords(match[2] or "")) if match else ("", {})
+    except (SyntaxError, ValueError):
+        match = None
+    if match is None:
+        raise Error(f"{text!r} is no config; write hf:LlamaConfig(hidden_size=64, num_hidden_layers=2)")
+    kind = getattr(transformers, name, None) if name.endswith("Config") else None
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedConfig)):
+        known = [each for each in dir(transformers) if each.endswith("Config")]
+        raise Error(f"transformers {transformers.__version__} has no config {name!r}; {suggest(name, known)[:400]}")
+    try:
+        return kind(**settings)
+    except Exception as error:
+        raise Error(f"{text} raised {type(error).__name__}: {error}") from error
+
+
+def _keywords(text: str) -> dict[str, Any]:
+    """Return the literals of ``key=value, ...``; raise SyntaxError or ValueError where there are others."""
+    call = ast.parse(f"_({text})", mode="eval").body
+    if not isinstance(call, ast.Call) or call.args:
+        raise ValueError(text)
+    return {str(each.arg): ast.literal_eval(each.value) for each in call.keywords}
+
+
+def _config_in(path: Path) -> Any:
+    needs("transformers", f"{path} is read by transformers", "hf")
+    import transformers
+
+    try:
+        return transformers.AutoConfig.from_pretrained(str(path), local_files_only=True)
+    except Exception as error:
+        raise Error(f"{path} cannot be read as a config of transformers: {error}") from error
+
+
+def _hugging_face(text: str, config: Any, device: str) -> nn.Module:
+    """Return a model with random weights of ``config``, with a head that fits where the config names none."""
+    import transformers
+
+    if not config.architectures:
+        heads = [getattr(transformers, f"AutoModelFor{head}")._model_mapping for head in _HEADS]
+        mapping = next((each for each in heads if type(config) in each), transformers.AutoModel._model_mapping)
+        if type(config) not in mapping:
+            raise Error(f"{text}: transformers has no model for a {type(config).__name__}")
+        kind = mapping[type(config)]
+        config.architectures = [(kind[0] if isinstance(kind, tuple) else kind).__name__]
+    try:
+        with torch.device(device):
+            model: nn.Module = architecture(config, text)(config)
+    except Error:
+        raise
+    except Exception as error:
+        raise Error(f"{text}: making the model raised {type(error).__name__}: {error}") from error
+    return model
+
+
+def _with_inputs(text: str, model: nn.Module, input_size: str | None, batch_size: int | None) -> Named:
+    """Return ``model`` with a batch of zeros of ``input_size``, or of the sizes that the model says itself."""
+    sizes: Any = input_size.split("x") if input_size else _sizes(model)
+    if sizes is None:
+        raise Error(f"the inputs of {text} are unknown; return (model, args) from the factory, or give --input-size")
+    if not all(str(size).isdecimal() and len(str(size)) < 10 and int(size) for size in sizes):
+        raise Error(f"--input-size {input_size!r} is not a shape; write sizes with x between them, such as 3x224x224")
+    name = str(getattr(model, "main_input_name", ""))
+    kind = torch.long if name == "input_ids" else torch.float32
+    at = next(model.parameters(), torch.empty(0)).device
+    zeros = torch.zeros(batch_size or 2, *map(int, sizes), dtype=kind, device=at)
+    if not name:
+        return Named(model, (zeros,))
+    decoder = {"decoder_input_ids": zeros} if getattr(model.config, "is_encoder_decoder", False) else {}
+    return Named(model, (), {name: zeros, **decoder})
+
+
+def _sizes(model: nn.Module) -> list[int] | None:
+    """Return the shape of one input of a model of timm or transformers; None of others."""
+    if isinstance(getattr(model, "default_cfg", None), Mapping):
+        return list(getattr(model, "default_cfg")["input_size"])  # noqa: B009
+    name, config = getattr(model, "main_input_name", None), getattr(model, "config", None)
+    size = getattr(config, "image_size", None)
+    if name == "pixel_values" and size:
+        sides = list(size) if isinstance(size, list | tuple) else [size, size]
+        return [getattr(config, "num_channels", 3), *sides]
+    return [_LENGTH] if name == "input_ids" else None

@@ -1,0 +1,196 @@
+"""Models that the command line names: timm, a factory, a Hugging Face config, and what is said when there is none."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+from fp4graph.cli import app
+from fp4graph.commands.models import imported, named_model
+from fp4graph.errors import Error
+
+MINE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, width=32):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, x, scale=1.0):
+        for layer in self.layers:
+            x = layer(x) * scale
+        return x
+
+class made:
+    net = Net()
+
+def with_args(): return Net(), (torch.ones(3, 32),)
+def with_kwargs(): return Net(64), (), {"x": torch.ones(3, 64), "scale": 2.0}
+def with_mapping(): return Net(), {"x": torch.ones(5, 32)}
+def alone(): return Net(), torch.ones(4, 32)
+def wrong(): return [Net()]
+def picky(width): return Net(width)
+def narrow(): return Net(), torch.ones(4, 31)
+"""
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 64,
+}
+TINY = ", ".join(f"{key}={value}" for key, value in SIZES.items())
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder, with a module of the user's in it."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/nets.py").write_text(MINE)
+    (tmp_path / "mine/broken.py").write_text("import torch\n1 / 0\n")
+    (tmp_path / "mine/needy.py").write_text("import a_package_that_is_absent\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield tmp_path
+    for name in [name for name in sys.modules if name.partition(".")[0] == "mine"]:
+        del sys.modules[name]
+
+
+@pytest.mark.usefixtures("here")
+def test_an_object_of_the_current_folder_is_imported() -> None:
+    assert imported("mine.nets:alone").__name__ == "alone"
+    assert isinstance(imported("mine.nets:made.net"), nn.Module)
+    assert imported("json:dumps") is json.dumps
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("mine.nets", "write package.module:name"),
+        ("mine/nets.py:alone", "without .py"),
+        ("mine.nest:alone", "there is no module 'mine.nest' in "),
+        ("yours.nets:alone", "there is no module 'yours' in "),
+        ("mine.nets:alon", "has no 'alon'; did you mean 'alone'?"),
+        ("mine.broken:x", "importing mine.broken raised ZeroDivisionError"),
+        ("mine.needy:x", "importing mine.needy raised ModuleNotFoundError: No module named 'a_package_that_is_absent'"),
+    ],
+)
+@pytest.mark.usefixtures("here")
+def test_what_cannot_be_imported_is_said(text: str, said: str) -> None:
+    with pytest.raises(Error) as caught:
+        imported(text)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("factory", "shape", "width"),
+    [("with_args", (3, 32), 32), ("with_kwargs", (3, 64), 64), ("with_mapping", (5, 32), 32), ("alone", (4, 32), 32)],
+)
+@pytest.mark.usefixtures("here")
+def test_a_factory_gives_model_and_inputs(factory: str, shape: tuple[int, ...], width: int) -> None:
+    named = named_model(f"mine.nets:{factory}")
+    assert named.model(*named.args, **named.kwargs).shape == shape
+    assert named.model.layers[0].in_features == width
+    with pytest.raises(Error, match="leave --input-size and --batch-size out"):
+        named_model(f"mine.nets:{factory}", batch_size=2)
+
+
+@pytest.mark.usefixtures("here")
+def test_a_class_or_a_model_takes_its_inputs_from_the_size() -> None:
+    for text in ("mine.nets:Net", "mine.nets:made.net"):
+        (x,) = named_model(text, input_size="7x32", batch_size=5).args
+        assert (x.shape, x.dtype) == ((5, 7, 32), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("mine.nets:wrong", "mine.nets:wrong gave list; return a model, (model, args) or (model, args, kwargs)"),
+        ("mine.nets:picky", "missing 1 required positional argument: 'width'"),
+        ("mine.nets:Net", "the inputs of mine.nets:Net are unknown; return (model, args)"),
+        ("nothing.json", "nothing.json cannot be read as a config of transformers"),
+        ("hf:LlamaConfig(hidden_size=64", "is no config; write hf:LlamaConfig("),
+        ("hf:LlamaConfig(64)", "is no config; write hf:LlamaConfig("),
+        ("hf:LlamaConfig(hidden_size=open('x'))", "is no config; write hf:LlamaConfig("),
+        ("hf:LamaConfig()", "has no config 'LamaConfig'; did you mean 'LlamaConfig'?"),
+        ("hf:LlamaModel()", "has no config 'LlamaModel'"),
+        ("hf:LlamaConfig(hidden_size=63, num_attention_heads=2)", "raised"),
+    ],
+)
+@pytest.mark.usefixtures("here")
+def test_a_model_that_cannot_be_made_is_said(text: str, said: str) -> None:
+    if text.startswith("hf:") or text.endswith(".json"):
+        pytest.importorskip("transformers")
+    with pytest.raises(Error) as caught:
+        named_model(text)
+    assert said in str(caught.value)
+
+
+def test_a_config_of_hugging_face(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    named = named_model(f"hf:LlamaConfig({TINY})", input_size="9", batch_size=3)
+    assert type(named.model) is transformers.LlamaForCausalLM
+    assert named.model(**named.kwargs).logits.shape == (3, 9, 64)
+    saved = transformers.LlamaConfig(**SIZES)
+    saved.architectures = ["LlamaForSequenceClassification"]
+    saved.save_pretrained(tmp_path)
+    for path in (tmp_path, tmp_path / "config.json"):
+        model = named_model(str(path), device="meta").model
+        assert type(model) is transformers.LlamaForSequenceClassification
+        assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    saved.architectures = ["Nonesuch"]
+    saved.save_pretrained(tmp_path)
+    with pytest.raises(Error, match="names the architecture 'Nonesuch'"):
+        named_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "shapes"),
+    [
+        ("ViTConfig(image_size=32, num_hidden_layers=1)", "ViTForImageClassification", [(2, 3, 32, 32)]),
+        ("BertConfig(num_hidden_layers=1)", "BertForMaskedLM", [(2, 16)]),
+        ("T5Config(num_layers=1, d_model=32, d_ff=32)", "T5ForConditionalGeneration", [(2, 16), (2, 16)]),
+    ],
+)
+def test_a_config_without_an_architecture_gets_a_head(config: str, kind: str, shapes: list[tuple[int, ...]]) -> None:
+    pytest.importorskip("transformers")
+    named = named_model(f"hf:{config}", device="meta")
+    assert type(named.model).__name__ == kind
+    assert [tuple(x.shape) for x in named.kwargs.values()] == shapes
+    named.model(**named.kwargs)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("here")
+def test_explain_and_check_take_every_kind_of_model() -> None:
+    pytest.importorskip("transformers")
+    run = CliRunner()
+    llama = run.invoke(app, ["explain", "--model", f"hf:LlamaConfig({TINY})", "--json", "tetrajet"])
+    sites = {site["module"]: site for site in json.loads(llama.output)["sites"]}
+    assert sites["model.layers.0.self_attn.q_proj"]["quantized"]
+    assert not sites["lm_head"]["quantized"]
+    mine = run.invoke(app, ["check", "tetrajet", "--model", "mine.nets:with_kwargs"])
+    assert mine.exit_code == 0
+    assert "2 of 2 sites quantized" in mine.output
+    narrow = run.invoke(app, ["check", "tetrajet", "--model", "mine.nets:narrow"])
+    assert isinstance(narrow.exception, Error)
+    assert "mine.nets:narrow: its forward raised" in str(narrow.exception)
+    assert "shapes (4, 31)" in str(narrow.exception)
+
+
+@pytest.mark.process
+def test_the_installed_command_finds_the_current_folder(here: Path) -> None:
+    command = [str(Path(sys.executable).with_name("fp4graph")), "explain", "--model", "mine.nets:alone", "tetrajet"]
+    done = subprocess.run(command, cwd=here, env=os.environ, capture_output=True, text=True, timeout=120, check=False)
+    assert "2 of 2 sites quantized" in done.stdout, done.stderr
