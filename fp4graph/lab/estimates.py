@@ -51,16 +51,15 @@ class ForwardEstimate:
 
     where t are the rows of y (tokens) and N is the number of terms of the loss L, a mean. The second sum takes the
     empirical Fisher matrix for the Hessian: if L = 1/N Σ_n l_n, and row t is in one l_n alone, ∇²L ≈ 1/N Σ_n ∇l_n∇l_nᵀ
-    with ∇l_n = N g_t. (Martens 2020, "New insights and perspectives on the natural gradient method", section 11;
-    as a measure of quantization in BRECQ, Li et al. 2021.) It is the Hessian where the l_n are negative logarithms of
-    the model's own probabilities, which a trained model's nearly are.
+    with ∇l_n = N g_t. (Martens 2020, "New insights and perspectives on the natural gradient method", section 11; as a
+    measure of quantization in BRECQ, Li et al. 2021, equation 10.) Where the l_n are negative logarithms of
+    probabilities that the model predicts well, the two agree in expectation.
     """
 
     def __init__(self, noise: Noise, terms: int) -> None:
         self._terms = terms
         self.first: defaultdict[str, float] = defaultdict(float)
         self.second: defaultdict[str, float] = defaultdict(float)
-        self.variants: dict[str, defaultdict[str, float]] = {k: defaultdict(float) for k in ("item", "diag")}
         self._noise = noise
 
     def __call__(
@@ -71,7 +70,7 @@ class ForwardEstimate:
             error = quantized().double() - y.double()
         if torch.is_grad_enabled():
             y = y if y.requires_grad else y.requires_grad_()
-            y.register_hook(partial(self._add, site, error))
+            y.register_hook(partial(self._add, site, error))  # type: ignore[no-untyped-call]
         return y
 
     def increase(self, site: str) -> float:
@@ -82,8 +81,6 @@ class ForwardEstimate:
         products = gradient.double() * error
         self.first[site] += products.sum().item()
         self.second[site] += products.sum(-1).square().sum().item() / 2
-        self.variants["item"][site] += products.flatten(1).sum(-1).square().sum().item() / 2
-        self.variants["diag"][site] += products.square().sum().item() / 2
 
 
 class BackwardEstimate:
@@ -100,7 +97,6 @@ class BackwardEstimate:
 
     def __init__(self, noise: Noise) -> None:
         self.first: defaultdict[str, float] = defaultdict(float)
-        self.relative: defaultdict[str, list[float]] = defaultdict(list)
         self._noise = noise
         self.begin()
 
@@ -130,7 +126,7 @@ class BackwardEstimate:
             outputs = exact(), quantized()
         if y.requires_grad:
             factors = [(place, x) for place, x in enumerate((a, b)) if x.requires_grad]
-            y.register_hook(partial(self._add, call, factors, outputs))
+            y.register_hook(partial(self._add, call, factors, outputs))  # type: ignore[no-untyped-call]
         return y
 
     def _add(
@@ -144,5 +140,4 @@ class BackwardEstimate:
         self._errors[call] = []
         for (place, x), g, got in zip(factors, exact, quantized, strict=True):
             error = got.double() - g.double()
-            self.relative[call[0]].append((error.square().sum() / g.double().square().sum().clamp(min=1e-300)).item())
             self._errors[call].append((place, error, x.detach().clone()))

@@ -9,7 +9,7 @@ import math
 import statistics
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from rich.table import Table
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from fp4graph.errors import Error, PolicyWarning
 from fp4graph.files import read_json, write
 from fp4graph.graph.blocks import upwards
-from fp4graph.graph.observe import Substitute, substituted
+from fp4graph.graph.observe import substituted
 from fp4graph.lab.data.images import seeded
 from fp4graph.lab.estimates import BackwardEstimate, ForwardEstimate, Noise
 from fp4graph.lab.pictures.style import LABELS, styled, subplots
@@ -106,15 +107,18 @@ class Sensitivity:
         A pair with fewer than three units, or without what was measured, is left out. NaN says that one of the two is
         constant.
         """
-        from scipy.stats import spearmanr
-
+        try:
+            from scipy.stats import spearmanr
+        except ImportError:
+            raise Error("rank correlations need scipy; pip install 'fp4graph[analysis]'") from None
         pairs: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
         for score in self.scores:
             if score.estimate is not None and not math.isnan(score.increase):
                 pairs[score.policy, score.measure].append((score.estimate, score.increase))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of constant values
-            return {key: float(spearmanr(*zip(*each, strict=True)).statistic) for key, each in pairs.items() if each[2:]}
+            ranked = {key: spearmanr(*zip(*each, strict=True)) for key, each in pairs.items() if each[2:]}
+        return {key: float(result.statistic) for key, result in ranked.items()}
 
     def table(self, limit: int | None = 20) -> Table:
         """Return the ranking as a table for a terminal: of each policy and measure the first ``limit`` units."""
@@ -207,8 +211,8 @@ def sensitivity(
     exact: bool = True,
     repeats: int = 3,
     steps: int = 1,
-    decrease: float = 0.05,
-    terms: int = 1,
+    decrease: float = 0.01,
+    terms: int | None = None,
 ) -> Sensitivity:
     """Quantize one unit of ``model`` at a time, and measure and estimate how much the loss increases.
 
@@ -230,15 +234,15 @@ def sensitivity(
     Args:
         model: a plain or an applied model, which stays as it is. Of a policy's state, such as a moving average of
             weights, nothing is taken over: it begins at the weights.
-        loss: ``loss(model, batch)`` returns a scalar, differentiable where it is estimated or steps are taken. It must
-            call the model that it is given.
+        loss: ``loss(model, batch)`` returns a differentiable scalar. It must call the model that it is given.
         batches: what ``loss`` is called with, one after the other.
         policies: one or several, each as for :func:`fp4graph.apply`. Of a policy with phases the first counts.
         by: "site" (a module with all of its products), "block" (of a repeated stack; a site outside of all is one by
             itself), "operand", "gemm", or several, such as ``("site", "operand")``.
         exact: False estimates only.
         repeats: seeds of noise, where a policy draws any.
-        terms: the number N of terms that the loss is the mean of, such as images or tokens of a batch.
+        terms: the number N of terms that the loss of a batch is the mean of, for the estimate: images, or the tokens of
+            a language model. By default the length of the first axis of the first tensor of a batch.
 
     Raises:
         Error: a unit is unknown, there are no batches, or the loss is no finite scalar. PolicyError: a policy does not
@@ -250,7 +254,7 @@ def sensitivity(
         if kind not in KINDS:
             raise Error(f"a unit is a site, block, operand or gemm, and not {kind!r}; {suggest(str(kind), KINDS)}")
     for name, value in (("repeats", repeats), ("steps", steps), ("terms", terms)):
-        if type(value) is not int or value < 1:
+        if value is not None and (type(value) is not int or value < 1):
             raise Error(f"{name} is a whole number of at least 1; got {value!r}")
     several = policies if isinstance(policies, list | tuple) else [policies]
     loaded = [dataclasses.replace(load_policy(policy), phases=()) for policy in several]
@@ -260,7 +264,7 @@ def sensitivity(
         raise Error("nothing to measure: by and policies need at least one entry each")
     with _undisturbed():
         twin = _Twin(model, loss, batches)
-        rates = twin.rates(decrease)
+        rates, terms = twin.rates(decrease), terms or _length(batches[0])
         studies = [_Study(twin, policy, kinds, rates) for policy in loaded]  # what does not fit is raised first
         scores: list[Score] = []
         for policy, study in zip(loaded, studies, strict=True):
@@ -271,6 +275,11 @@ def sensitivity(
                 scores.append(Score(unit.name, sites, operands, policy.name, *_mean(measured), snr,
                                     -estimate if keep else estimate, unit.measure))  # fmt: skip
     return Sensitivity(tuple(scores), statistics.fmean(twin.exact), len(batches), repeats, keep)
+
+
+def _length(batch: Any) -> int:
+    """Return the length of the first axis of the first tensor of a batch; 1 without any."""
+    return next((len(x) for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim()), 1)
 
 
 def _mean(differences: Sequence[Sequence[float]]) -> tuple[float, float]:
@@ -307,7 +316,7 @@ class _Twin:
         self.exact = [self.value(batch).item() for batch in range(self.count)]
         for batch, value in enumerate(self.exact):
             if not math.isfinite(value):
-                raise Error(f"the loss of batch {batch} is {value} before anything is quantized; mend the model or it")
+                raise Error(f"the loss of batch {batch} is {value} before anything is quantized; correct the model or the data")
 
     def use(self, policy: Policy | None) -> None:
         """Put the model under a policy; None quantizes nothing."""
@@ -339,7 +348,8 @@ class _Twin:
             torch.manual_seed(batch)  # on all devices
             value = self._loss(self.model, self._batches[batch])
         if not isinstance(value, Tensor) or value.numel() != 1:
-            raise Error(f"loss(model, batch) must return a tensor of one number; batch {batch} gave {_described(value)}")
+            what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
+            raise Error(f"loss(model, batch) returned {what} for batch {batch}; return a tensor of one number")
         if gradients and not value.requires_grad:
             raise Error("loss(model, batch) has no gradient, which estimates and steps need; do not detach it, and let "
                         "some parameters require gradients, or measure units of fprop")  # fmt: skip
@@ -386,10 +396,6 @@ class _Twin:
             self.value(batch)
 
 
-def _described(value: object) -> str:
-    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
-
-
 @dataclass(frozen=True)
 class _Unit:
     """A set of sites and operands that is quantized together."""
@@ -423,7 +429,7 @@ class _Study:
             if not site.quantized or site.rule_index is None:
                 continue
             if site.module is None:
-                raise Error(f"policy {policy.name!r} quantizes a {site.op} of no module, which no rule can name; keep it")
+                raise Error(f"policy {policy.name!r} quantizes a {site.op} of no module, which no rule names; keep it")
             name = site.module or "(root)"
             operands = frozenset(operand for operand, spec in site.operands.items() if spec is not None)
             self._quantized[name] = operands | self._quantized.get(name, frozenset())

@@ -8,10 +8,10 @@ import warnings
 
 import pytest
 import torch
+from fp4graph.lab.ablation import VARIANTS, Ablation, ablation, only, reaches
 from torch import nn
 
 import fp4graph
-from fp4graph.lab.ablation import VARIANTS, Ablation, ablation, only, reaches
 from fp4graph.model.runtime import runtime_of
 from fp4graph.technique.operands import Operand
 from fp4graph.technique.registry import default_registry
