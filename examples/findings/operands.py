@@ -41,7 +41,7 @@ def reached(losses: Curve, target: float) -> float | None:
     before: tuple[float, float] | None = None
     for step, loss in losses:
         if loss <= target:
-            return step if before is None else before[0] + (step - before[0]) * (before[1] - target) / (before[1] - loss)
+            return step if before is None else step - (step - before[0]) * (target - loss) / (before[1] - loss)
         before = step, loss
     return None
 

@@ -158,7 +158,7 @@ class Sensitivity:
                 values[sites.index(site), columns.index(score.operands)] = _value(score)
         limit = values[values.isfinite()].abs().max().item() if values.isfinite().any() else 1.0
         picture, axes = subplots(1.2 + 0.24 * len(sites))
-        image = axes.imshow(values, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
+        image = axes.imshow(values.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
         axes.set_yticks(range(len(sites)), sites, fontsize=8)
         names = ["\n".join(LABELS[o] for o in operands) if operands[4:] == () else "all" for operands in columns]
         axes.set_xticks(range(len(columns)), names, fontsize=8)
@@ -316,7 +316,8 @@ class _Twin:
         self.exact = [self.value(batch).item() for batch in range(self.count)]
         for batch, value in enumerate(self.exact):
             if not math.isfinite(value):
-                raise Error(f"the loss of batch {batch} is {value} before anything is quantized; correct the model or the data")
+                what = f"the loss of batch {batch} is {value} before anything is quantized"
+                raise Error(f"{what}; correct the model or the data")
 
     def use(self, policy: Policy | None) -> None:
         """Put the model under a policy; None quantizes nothing."""
