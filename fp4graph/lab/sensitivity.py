@@ -16,6 +16,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from rich.table import Table
 from torch import Tensor, nn
@@ -143,28 +144,28 @@ class Sensitivity:
 
     @styled()
     def figure(self, policy: str | None = None) -> Figure:
-        """Draw a heat map of the increase, sites by operands, of one policy (the first by default).
+        """Draw heat maps of the increase, sites by operands, of one policy (by default the first), one for a measure.
 
-        A unit of several sites or operands fills all of its places. Units that overlap have one column each.
+        A unit of several sites fills all of their places.
         """
-        scores = [score for score in self.scores if score.policy == (policy or self.scores[0].policy)]
-        sites = list(dict.fromkeys(site for score in scores for site in score.sites))
-        columns = list(dict.fromkeys(score.operands for score in scores))
-        order = list(LABELS)
-        columns.sort(key=lambda operands: [order.index(operand) for operand in operands])
-        values = torch.full((len(sites), len(columns)), math.nan)
-        for score in scores:
-            for site in score.sites:
-                values[sites.index(site), columns.index(score.operands)] = _value(score)
-        limit = values[values.isfinite()].abs().max().item() if values.isfinite().any() else 1.0
-        picture, axes = subplots(1.2 + 0.24 * len(sites))
-        image = axes.imshow(values.numpy(), cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
-        axes.set_yticks(range(len(sites)), sites, fontsize=8)
-        names = ["\n".join(LABELS[o] for o in operands) if operands[4:] == () else "all" for operands in columns]
-        axes.set_xticks(range(len(columns)), names, fontsize=8)
-        axes.grid(visible=False)
-        axes.set_title(scores[0].policy)
-        picture.colorbar(image, label="loss increase" if any(_measured(s) for s in scores) else "estimated increase")
+        policy = policy or self.scores[0].policy
+        groups = {measure: scores for measure in ("forward", "step") if (scores := self.ranking(policy, measure))}
+        sites = list(dict.fromkeys(site for s in self.scores if s.policy == policy for site in s.sites))
+        height = 1.4 + 0.24 * len(sites)
+        picture, panels = subplots(height, 1, len(groups), sharey=True, squeeze=False)
+        for axes, (measure, scores) in zip(panels.flat, groups.items(), strict=True):
+            columns = sorted({score.operands for score in scores}, key=lambda names: [*map([*LABELS].index, names)])
+            values = np.full((len(sites), len(columns)), math.nan)
+            for score in scores:
+                values[[sites.index(site) for site in score.sites], columns.index(score.operands)] = _value(score)
+            limit = np.abs(values[np.isfinite(values)]).max(initial=0) or 1.0
+            image = axes.imshow(values, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
+            axes.set_yticks(range(len(sites)), sites, fontsize=8)
+            names = ["\n".join(LABELS[o] for o in operands) if len(operands) < 6 else "all six" for operands in columns]
+            axes.set_xticks(range(len(columns)), names, fontsize=8, rotation=20)
+            axes.grid(visible=False)
+            axes.set_title(f"{policy}, {measure}")
+            picture.colorbar(image, label="loss increase" if _measured(scores[0]) else "estimated increase")
         return picture
 
     def to_json(self, file: str | PathLike[str]) -> None:

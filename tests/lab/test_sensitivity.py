@@ -232,7 +232,7 @@ def test_ranking_correlation_and_files(tmp_path):
         ({"batches": []}, "no batches"),
         ({"repeats": 0}, "repeats is a whole number of at least 1; got 0"),
         ({"policies": "bf16"}, "policy 'bf16' quantizes nothing"),
-        ({"policies": [POLICY, {**FIRST, "rules": [{**FIRST["rules"][0], "match": {"module": "nowhere"}}]}]}, "nowhere"),
+        ({"policies": [POLICY, {**FIRST, "rules": [FIRST["rules"][0] | {"match": {"module": "nowhere"}}]}]}, "nowhere"),
         ({"loss": lambda model, batch: model(batch[0])}, r"returned a tensor of shape \(16, 16\) for batch 0"),
         ({"loss": lambda model, batch: 1.0}, "returned 1.0 for batch 0"),
         ({"loss": lambda model, batch: loss(model, batch) * math.nan}, "the loss of batch 0 is nan before"),
