@@ -8,24 +8,65 @@ started again, it runs the missing ones only.
 
 from __future__ import annotations
 
+import json
+import statistics
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 import yaml
 from rich.console import Console
+from rich.table import Table
 
-from fp4graph.lab.ablation import ablation
+from fp4graph.files import read_json, write
 from fp4graph.lab.runs.train import Run, train
+from fp4graph.lab.variants import variants
 from fp4graph.policy import Policy
 
+Curve = list[tuple[int, float]]
 
-def curve(policy: Policy, seed: int) -> list[tuple[float, float]]:
-    """Return the validation losses of one training, by step."""
-    schedule: dict[str, Any] = {"steps": 440, "validate_every": 44, "schedule": "cosine"}
-    document = yaml.safe_load(policy.to_yaml())
-    run = Run("digits", policy=document, seed=seed, device="cpu", backend="eager", **schedule)
-    return [(entry.step, entry.validation_loss) for entry in train(run).history]
+
+def curve(policy: Policy, seed: int, file: Path) -> Curve:
+    """Return the validation losses of one training, by step; ``file`` keeps them."""
+    if not file.exists():
+        document = yaml.safe_load(policy.to_yaml())
+        run = Run("digits", policy=document, seed=seed, device="cpu", backend="eager", steps=440, validate_every=44,
+                  schedule="cosine")  # fmt: skip
+        write(file, json.dumps([(entry.step, entry.validation_loss) for entry in train(run).history]))
+    return [(step, loss) for step, loss in read_json(file)]
+
+
+def reached(losses: Curve, target: float) -> float | None:
+    """Return the step at which a curve first reaches ``target``, linear between validations, or None."""
+    before: tuple[float, float] | None = None
+    for step, loss in losses:
+        if loss <= target:
+            return step if before is None else step - (step - before[0]) * (target - loss) / (before[1] - loss)
+        before = step, loss
+    return None
+
+
+def comparison(name: str, curves: dict[str, list[Curve]]) -> Table:
+    """Return a table of the curves of each variant, one a seed. The target is a loss that all mean curves reach."""
+    means = {
+        variant: [(points[0][0], statistics.fmean(loss for _, loss in points)) for points in zip(*each, strict=True)]
+        for variant, each in curves.items()
+    }
+    target = max(min(loss for _, loss in mean) for mean in means.values())
+    base = reached(means["none"], target) or 1.0
+    seeds = len(curves["none"])
+    table = Table(title=f"{name}, one part at a time: {seeds} seeds, target loss {target:.4g}", title_justify="left")
+    for column in ("quantized", "final loss", "± sd", "excess over none", "± sd", "step to target", "extra"):
+        table.add_column(column, justify="left" if column == "quantized" else "right")
+    for variant, each in curves.items():
+        finals = [losses[-1][1] for losses in each]
+        excess = [final - losses[-1][1] for final, losses in zip(finals, curves["none"], strict=True)]
+        pairs = ((statistics.fmean(x), statistics.stdev(x) if x[1:] else 0.0) for x in (finals, excess))
+        step = reached(means[variant], target) or 0.0
+        (final, spread), (more, more_spread) = pairs
+        numbers = f"{final:.4f}", f"{spread:.4f}", f"{more:+.4f}", f"{more_spread:.4f}", f"{step:,.0f}"
+        table.add_row(variant, *numbers, f"{step / base - 1:+.0%}")
+    return table
 
 
 def main(
@@ -34,8 +75,12 @@ def main(
     output: Annotated[Path, typer.Option(help="Folder of the curves.")] = Path("runs/findings/operands"),
 ) -> None:
     for name in policies.split(","):
-        result = ablation(name, curve, seeds=range(seeds), directory=output / name)
-        Console(width=120).print(result.table())
+        parts = variants(name, "operand") | variants(name, "gemm")
+        curves = {
+            variant: [curve(policy, seed, output / f"{policy.fingerprint[:16]}-{seed}.json") for seed in range(seeds)]
+            for variant, policy in parts.items()
+        }
+        Console(width=120).print(comparison(name, curves))
 
 
 if __name__ == "__main__":

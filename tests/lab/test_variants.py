@@ -1,0 +1,77 @@
+"""Policies taken apart: they are the shipped ones where those exist, and train."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import fp4graph
+from fp4graph.lab.variants import VARIANTS, only, variants
+from fp4graph.model.runtime import runtime_of
+from fp4graph.technique.operands import Operand
+from fp4graph.technique.registry import default_registry
+
+SHIPPED = {
+    **{f"tetrajet-q{number}": ("tetrajet", "operand", f"Q{number}") for number in range(1, 7)},
+    "mxfp4-fprop": ("mxfp4-full", "gemm", "fprop"),
+    "mxfp4-fprop-dgrad": ("mxfp4-full", "gemm", "fprop+dgrad"),
+    "mxfp4-full": ("microscaling", "gemm", "all"),
+    "tetrajet": ("tetrajet", "operand", "all"),
+}
+PARTS = [(), *VARIANTS["operand"].values(), *VARIANTS["gemm"].values(), tuple(Operand)]
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_parts_of_policies_are_those_that_are_shipped(name):
+    """Written by hand from the papers' tables."""
+    whole, by, variant = SHIPPED[name]
+    derived = variants(whole, by)[variant]
+    assert derived.fingerprint == fp4graph.load_policy(name).fingerprint
+    assert derived.complexity == fp4graph.load_policy(name).complexity
+
+
+def test_variants_are_named_in_the_order_of_the_table():
+    by_operand = variants("tetrajet")
+    assert list(by_operand) == ["none", "Q1", "Q2", "Q3", "Q4", "Q5", "Q6", "all"]
+    assert by_operand["Q3"].name == "tetrajet-Q3"
+    assert not by_operand["none"].ever_quantizes
+    assert list(variants("mxfp4-fprop-dgrad", "gemm")) == ["none", "fprop", "dgrad", "fprop+dgrad", "all"]
+    with pytest.raises(fp4graph.Error, match=r"not by 'gem'; did you mean 'gemm'"):
+        variants("tetrajet", "gem")
+
+
+@pytest.mark.parametrize("name", sorted(default_registry().policies))
+def test_every_shipped_policy_can_be_taken_apart(name):
+    policy = fp4graph.load_policy(name)
+    for operands in PARTS:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", fp4graph.PolicyWarning)
+            part = only(policy, operands)
+        for rule, former in zip((*part.rules, part.default), (*policy.rules, policy.default), strict=True):
+            for operand in Operand:
+                quantized = rule.specs[operand] is not None
+                assert quantized == (operand in operands and former.specs[operand] is not None), (operands, operand)
+
+
+def test_channels_stay_apart_where_fprop_is_quantized():
+    policy = fp4graph.load_policy("tetrajet-v2")
+    for operands in PARTS:
+        part = only(policy, operands)
+        modes = [t.mode for p in (part, *(phase.policy for phase in part.phases)) for t in p.rules[0].techniques
+                 if t.name == "out_control"]  # fmt: skip
+        whole = {Operand.FPROP_INPUT, Operand.FPROP_WEIGHT} <= set(operands)
+        assert modes == (["wait", "measure", "split"] if whole else []), operands
+
+
+def test_nothing_quantized_is_the_exact_gradient():
+    gradients = []
+    for policy in (only(fp4graph.load_policy("tetrajet-qema"), ()), "bf16"):
+        torch.manual_seed(0)
+        model = fp4graph.apply(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)), policy, backend="eager")
+        model(torch.randn(8, 32)).square().mean().backward()
+        assert not any(site.quantized for site in runtime_of(model).sites)
+        gradients.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
