@@ -97,6 +97,7 @@ class Statistics:
         self._log = storage.Log(directory, self._header(), tensorboard) if is_first else None
         self._handles: dict[str, Any] = {}
         self._rehook = False
+        self._gradients: list[dict[str, Any]] = []
         self._arm()
         self._hook("before")
         self._hook("after")
@@ -151,6 +152,8 @@ class Statistics:
             self._rehook = True
         if self._log is not None:
             self._open_window()
+        if self._armed and "gradient_norm" in self._metrics:
+            self._gradients = self._gradient_norms()
 
     def _after_step(self, *args: Any) -> None:
         if self._rehook:
@@ -163,7 +166,7 @@ class Statistics:
         if self._armed:
             if self._operands.seen:
                 _check_sites(self._patterns, self._operands.sites)
-                measured += self._operands.finish()
+                measured += self._operands.finish() + self._gradients
             self._operands.clear()
         if self._window is not None:
             self._follow(self._window)
@@ -175,6 +178,20 @@ class Statistics:
         if measured:
             self._log.append([{"step": self._step, **fields} for fields in measured])
         self._arm()
+
+    def _gradient_norms(self) -> list[dict[str, Any]]:
+        """Return one measurement for each weight that has a gradient: its norm as the optimizer gets it."""
+        weights = {
+            (weight.fqn or "(root)", f"{weight.parameter_name}.grad"): weight.parameter.grad.detach().float().norm()
+            for weight in self._runtime.weights
+            if weight.parameter.grad is not None and matches(self._patterns, weight.fqn or "(root)")
+        }
+        scale = getattr(self._optimizer, "grad_scale", None)  # which a fused optimizer divides by itself
+        norms = (torch.stack([*weights.values()]) / (1 if scale is None else scale)).tolist() if weights else []
+        return [
+            {"site": site, "tensor": tensor, "gradient_norm": norm}
+            for (site, tensor), norm in zip(weights, norms, strict=True)
+        ]
 
     def _open_window(self) -> None:
         """Begin to follow the weights, if a window begins at this step and none is open."""
