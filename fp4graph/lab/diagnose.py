@@ -455,7 +455,9 @@ def _training(
         losses = {line["step"]: line["train_loss"] for line in lines if "train_loss" in line}
     elif not isinstance(losses, Mapping):
         losses = dict(enumerate(losses, 1))
-    norms: list[Measurement] = [{"site": "", "tensor": "", **line} for line in lines if line.get("gradient_norm") is not None]
+    norms: list[Measurement] = [
+        {"site": "", "tensor": "", **line} for line in lines if line.get("gradient_norm") is not None
+    ]
     return {step: finite(None if loss is None else float(loss)) for step, loss in losses.items()}, norms
 
 

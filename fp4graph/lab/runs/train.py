@@ -112,7 +112,7 @@ def train(
                 watching.enter_context(
                     Statistics(
                         *trained, every=statistics, window=min(30, span), window_every=span, probe=probe,
-                        directory=folder.path / "statistics", tensorboard=folder.events, step=training.step,
+                        directory=folder.path / "statistics", stream=folder.events, step=training.step,
                     )
                 )  # fmt: skip
             return training.go_on(folder, report, tick, checkpoints)
@@ -270,7 +270,7 @@ class _Training:
             total += loss.detach()
         self.scaler.unscale_(self.optimizer)
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        norm = nn.utils.get_total_norm([parameter.grad for parameter in parameters])
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         self.largest_norm = torch.maximum(self.largest_norm, norm)
         if self.settings.clip:
             nn.utils.clip_grads_with_norm_(parameters, self.settings.clip, norm)

@@ -48,7 +48,9 @@ class Statistics:
         probe: inputs of the model, positional (a tuple) or by keyword (a dict), or a function that calls the model,
             always with the same inputs, for the rate of change of Y over the last :data:`PROBED` steps of each window.
         step: steps done before, where a resumed training goes on; by default what the optimizer's state counts.
-        tensorboard: a ``SummaryWriter``, or a directory to make one for, to log to as well.
+        stream: one or several places that get each record's numbers as well, through their own libraries: a
+            ``SummaryWriter`` of TensorBoard or a folder for one, a run of wandb (``wandb.init(...)``), the module
+            ``mlflow`` with an active run, or a function of a step and a dict of values.
 
     Raises:
         Error: the model is not applied, the optimizer runs no hooks, or a metric or a site is unknown. Later, from
@@ -69,7 +71,7 @@ class Statistics:
         sample: int | None = 1 << 12,
         probe: tuple[Any, ...] | Mapping[str, Any] | Callable[[], object] | None = None,
         step: int | None = None,
-        tensorboard: Any = None,
+        stream: Any = (),
     ) -> None:
         for name, value in (("every", every), ("window", window), ("window_every", window_every), ("sample", sample)):
             if value is not None and (type(value) is not int or value < 1):
@@ -94,7 +96,8 @@ class Statistics:
         self._window_steps, self._sample, self._patterns = window, sample, patterns
         self._runtime = runtime
         is_first = not is_distributed() or rank() == 0
-        self._log = storage.Log(directory, self._header(), tensorboard) if is_first else None
+        streams = stream if isinstance(stream, list | tuple) else [] if stream is None else [stream]
+        self._log = storage.Log(directory, self._header(), *streams) if is_first else None
         self._handles: dict[str, Any] = {}
         self._rehook = False
         self._gradients: list[dict[str, Any]] = []
