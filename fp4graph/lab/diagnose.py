@@ -307,14 +307,15 @@ def loss_findings(losses: Losses, baseline: Losses) -> list[Finding]:
         before = steps[i - 1] if i else 0
         found.append(Finding(steps[i], before, "", "", "loss", finite(value), normal, origin, size, stays, _SPIKE))
 
-    outside = [i for i, value in enumerate(values) if not value <= limits[i]]
+    outside = [i for i, value in enumerate(values) if not (value <= limits[i] and math.isfinite(value))]
     floor = start - max(spread, abs(start) / 50)
     stuck = len(values) >= 50 and min(smooth[-1], smooth[turn] if not outside else math.inf) >= floor
     if outside:
-        stays = stuck or not smooth[-1] <= limits[-1]
+        stays = stuck or not (smooth[-1] <= limits[-1] and math.isfinite(smooth[-1]))
         inside = max((i for i, middle in enumerate(smooth) if middle <= limits[i]), default=-1)
         i = outside[0] if stuck or not stays else next(i for i in outside if i > inside - WINDOW)
-        add(i, values[i], limits[i], "early", (values[i] - least[i]) / max(limits[i] - least[i], 1e-12), stays)
+        size = (values[i] - least[i]) / max(limits[i] - least[i], 1e-12) if math.isfinite(values[i]) else math.inf
+        add(i, values[i], limits[i], "early", size, stays)
     elif stuck:
         add(len(steps) - 1, smooth[-1], floor, "limit", 1.0, True)
     common = [i for i, step in enumerate(steps) if baseline.get(step) is not None]
