@@ -247,7 +247,7 @@ def diagnose(
     Where a loss that rises leaves its range at the step of a record of operands, first comes an operand that left its
     range at less than half of its sites, then the loss and gradient norms, then operands that left theirs at half of
     their sites or more: these have a common cause. Next, forward comes before backward, and the larger before the
-    smaller.
+    smaller. A spike of the loss that passed comes last.
 
     Args:
         run: a folder of ``fp4graph train``, or one with the ``statistics.jsonl`` of a :class:`Statistics`.
@@ -270,7 +270,7 @@ def diagnose(
         raise Error(f"{there}: no losses of a baseline are there; give a folder of fp4graph train, or a list of losses")
     other = _recorded(there) if there is not None else None
     findings = loss_findings(own, theirs)
-    sick, rises = any(each.stays for each in findings), any(each.range == "early" for each in findings)
+    sick, rises = any(each.stays for each in findings), any(each.stays and each.range == "early" for each in findings)
     comparable = _same_quantizers(recorded, other) if recorded and other else []
     findings += _outside([*norms, *(recorded.rows if recorded else ())], [*their_norms, *comparable], sick)
     findings.sort(key=lambda finding: _place(finding, rises))
@@ -413,7 +413,8 @@ def _place(finding: Finding, rises: bool) -> tuple[float, ...]:
     of_training = finding.quantity in ("loss", "gradient_norm")
     level = (1 if rises else 3) if of_training else 2 if rises and 2 * count >= max(every_site, 2) else 0
     backward = finding.operand.startswith(("dgrad", "wgrad"))
-    return finding.step, level, backward, -finding.size
+    passed = finding.quantity == "loss" and not finding.stays
+    return math.inf if passed else finding.step, level, backward, -finding.size
 
 
 def _headline(findings: Sequence[Finding], diverged: bool | None) -> str:
