@@ -40,11 +40,15 @@ def _images(count: int = 4) -> torch.Tensor:
     return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 50) -> None:
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 50) -> list[float]:
+    losses = []
     for _ in range(steps):
         optimizer.zero_grad()
-        model(_images()).square().mean().backward()
+        loss = model(_images()).square().mean()
+        loss.backward()
         optimizer.step()
+        losses.append(loss.item())
+    return losses
 
 
 # ------------------------------------------------------------------ what each page takes for granted
@@ -64,6 +68,10 @@ def _analysis(folder: Path) -> dict[str, Any]:
     return {
         "model": model, "optimizer": optimizer, "train": _train, "rich": rich, "make_model": lambda seed: models.vit(),
     }  # fmt: skip
+
+
+def _diagnose(folder: Path) -> dict[str, Any]:
+    return {**_analysis(folder), "bf16_losses": [1.0] * 12}
 
 
 def _clients(folder: Path) -> dict[str, Any]:
@@ -126,6 +134,7 @@ ALTERNATIVES = {"docs/distributed.md", "docs/training.md"}
 GIVEN = {
     "README.md": _readme,
     "docs/analysis.md": _analysis,
+    "docs/diagnose.md": _diagnose,
     "docs/clients.md": _clients,
     "docs/distributed.md": _distributed,
     "docs/training.md": _training,
