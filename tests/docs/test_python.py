@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 #: What stands in a block for something of the reader's, and what runs instead.
 INSTEAD: dict[str, dict[str, str]] = {
     "docs/analysis.md": {"[(step, validation_loss), ...]": "[(1, 2.5), (2, 2.0 + 0.1 * seed)]"},
-    "docs/diagnose.md": {"every=50": "every=2", "losses = train(model, optimizer)": "losses = train(model, optimizer, 12)"},
+    "docs/diagnose.md": {"every=50": "every=2", "train(model, optimizer)": "train(model, optimizer, 12)"},
     "docs/distributed.md": {"model, device_ids=[local_rank]": "model"},
     "docs/tasks.md": {"steps=200": "steps=2, device='cpu'"},
     "docs/training.md": {
