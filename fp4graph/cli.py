@@ -11,6 +11,7 @@ import typer
 
 from fp4graph.commands.check import check, explain
 from fp4graph.commands.compare import compare
+from fp4graph.commands.diagnose import diagnose
 from fp4graph.commands.export import export
 from fp4graph.commands.listing import policies, techniques
 from fp4graph.commands.report import report
@@ -24,7 +25,10 @@ from fp4graph.text import abridged, printable
 app = typer.Typer(
     name="fp4graph", help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
-for _command in (train, compare, sweep, score, pareto, report, policies, techniques, check, explain, strip, export):
+_COMMANDS = (
+    train, compare, sweep, score, pareto, report, diagnose, policies, techniques, check, explain, strip, export,
+)  # fmt: skip
+for _command in _COMMANDS:
     app.command()(_command)
 
 

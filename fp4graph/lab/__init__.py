@@ -1,9 +1,13 @@
 """Measurements of what quantization does to a training: statistics, error decomposition, pictures."""
 
+from fp4graph.lab.diagnose import Diagnosis, Finding, diagnose
 from fp4graph.lab.statistics.collect import Statistics
 from fp4graph.lab.statistics.decomposition import Decomposition, decompose
 from fp4graph.lab.statistics.metrics import METRICS
 from fp4graph.lab.statistics.reconstruction import reconstruction_error
 from fp4graph.lab.statistics.storage import Recorded, read
 
-__all__ = ["METRICS", "Decomposition", "Recorded", "Statistics", "decompose", "read", "reconstruction_error"]
+__all__ = [
+    "METRICS", "Decomposition", "Diagnosis", "Finding", "Recorded", "Statistics", "decompose", "diagnose", "read",
+    "reconstruction_error",
+]  # fmt: skip

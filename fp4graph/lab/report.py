@@ -17,7 +17,6 @@ from fp4graph.errors import Error
 from fp4graph.files import write
 from fp4graph.lab.data.extras import needs
 from fp4graph.lab.pictures import plots
-from fp4graph.lab.pictures.panels import latest
 from fp4graph.lab.pictures.style import LABELS, svg
 from fp4graph.lab.runs.folder import RUN, read_metrics, read_outcome, read_run
 from fp4graph.lab.statistics import storage
@@ -174,15 +173,15 @@ def _cards(
         cards.append((f"Ω {outcome['complexity']:g}", "complexity of the recipe", quantized))
     if recorded is None:
         return cards
-    for column, sign, what, form in (
-        ("snr_db", -1, "lowest signal-to-noise ratio", "{:.1f} dB"),
-        ("underflowed", 1, "largest share rounded to zero", "{:.0%}"),
-        ("oscillating", 1, "largest share of oscillating weights", "{:.1%}"),
+    for column, what, form in (
+        ("snr_db", "lowest mean signal-to-noise ratio", "{:.1f} dB"),
+        ("underflowed", "largest mean share rounded to zero", "{:.0%}"),
+        ("oscillating", "largest mean share of oscillating weights", "{:.1%}"),
     ):
-        rows = latest(recorded, column)
-        if rows:
-            row = sorted(rows, key=lambda each: sign * each[column])[-1]
-            where = f"{row['site']}, {LABELS.get(row['tensor'], row['tensor'])}"
+        if recorded.having(column):
+            (row,) = recorded.worst(column, 1)
+            where = f"{row['site']}, {LABELS.get(row['tensor'], row['tensor'])}; {form.format(row['worst'])} at step "
+            where += f"{row['step']:,}"
             cards.append((form.format(row[column]), what, where))
     return cards
 

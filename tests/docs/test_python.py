@@ -25,6 +25,8 @@ pytestmark = pytest.mark.slow
 #: What stands in a block for something of the reader's, and what runs instead.
 INSTEAD: dict[str, dict[str, str]] = {
     "docs/sensitivity.md": {'by=("site", "gemm")': 'by="gemm"'},
+    "docs/analysis.md": {"[(step, validation_loss), ...]": "[(1, 2.5), (2, 2.0 + 0.1 * seed)]"},
+    "docs/diagnose.md": {"every=50": "every=2", "train(model, optimizer)": "train(model, optimizer, 12)"},
     "docs/distributed.md": {"model, device_ids=[local_rank]": "model"},
     "docs/tasks.md": {"steps=200": "steps=2, device='cpu'"},
     "docs/training.md": {
@@ -39,11 +41,15 @@ def _images(count: int = 4) -> torch.Tensor:
     return torch.randn(count, 3, 32, 32, generator=torch.Generator().manual_seed(1))
 
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 50) -> None:
+def _train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 50) -> list[float]:
+    losses = []
     for _ in range(steps):
         optimizer.zero_grad()
-        model(_images()).square().mean().backward()
+        loss = model(_images()).square().mean()
+        loss.backward()
         optimizer.step()
+        losses.append(loss.item())
+    return losses
 
 
 # ------------------------------------------------------------------ what each page takes for granted
@@ -67,6 +73,10 @@ def _analysis(folder: Path) -> dict[str, Any]:
 
 def _sensitivity(folder: Path) -> dict[str, Any]:
     return {"model": models.vit(), "batches": [(_images(), torch.arange(4))]}
+
+
+def _diagnose(folder: Path) -> dict[str, Any]:
+    return {**_analysis(folder), "bf16_losses": [1.0] * 12}
 
 
 def _clients(folder: Path) -> dict[str, Any]:
@@ -129,6 +139,7 @@ ALTERNATIVES = {"docs/distributed.md", "docs/training.md"}
 GIVEN = {
     "README.md": _readme,
     "docs/analysis.md": _analysis,
+    "docs/diagnose.md": _diagnose,
     "docs/clients.md": _clients,
     "docs/distributed.md": _distributed,
     "docs/sensitivity.md": _sensitivity,

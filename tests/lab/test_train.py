@@ -50,10 +50,10 @@ def losses(outcome: Outcome) -> list[tuple[int, float, float]]:
 
 
 @pytest.mark.slow
-def test_equals_a_loop_written_by_hand() -> None:
+def test_equals_a_loop_written_by_hand(tmp_path: Path) -> None:
     """AdamW with a cosine, warm-up and clipping, nothing quantized: digit by digit."""
     chosen = run(optimizer="adamw", lr=1e-2, weight_decay=0.1, schedule="cosine", warmup=0.34, clip=0.5, accumulate=2)
-    outcome = train(chosen)
+    outcome = train(chosen, directory=tmp_path)
 
     problem = TASKS["digits"].make(TASKS["digits"].settings(chosen))
     model = problem.model
@@ -64,7 +64,7 @@ def test_equals_a_loop_written_by_hand() -> None:
     ]
     optimizer = torch.optim.AdamW(groups)
     batches = problem.batches(0)
-    expected, since = [], []
+    expected, since, norms = [], [], []
     for step, factor in enumerate([0.5, 1, 1, *(0.505 + 0.495 * math.cos(math.pi * k / 4) for k in (1, 2, 3))]):
         for group in optimizer.param_groups:
             group["lr"] = 1e-2 * factor
@@ -75,7 +75,7 @@ def test_equals_a_loop_written_by_hand() -> None:
             loss.backward()
             total += loss.item()
         since.append(total)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
         optimizer.step()
         if step % 2:
             with torch.no_grad():
@@ -88,6 +88,8 @@ def test_equals_a_loop_written_by_hand() -> None:
         assert mine == pytest.approx(theirs, rel=1e-5)
     assert outcome.metrics["accuracy"] == pytest.approx(accuracy)
     assert outcome.quantized == 0
+    recorded = [line["gradient_norm"] for line in read_metrics(tmp_path) if "gradient_norm" in line]
+    assert recorded == pytest.approx(norms, rel=1e-4)
 
 
 @pytest.mark.long

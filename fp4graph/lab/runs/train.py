@@ -109,7 +109,7 @@ def train(
                 watching.enter_context(
                     Statistics(
                         *trained, every=statistics, window=min(30, span), window_every=span, probe=probe,
-                        directory=folder.path / "statistics", tensorboard=folder.events, step=training.step,
+                        directory=folder.path / "statistics", stream=folder.events, step=training.step,
                     )
                 )  # fmt: skip
             return training.go_on(folder, report, tick, checkpoints)
@@ -141,6 +141,7 @@ class Training:
         if settings.optimizer == "stablespam":
             self.complexity += default_registry().techniques["stable_spam"]().complexity
         self.step = 0
+        self.largest_norm = torch.zeros((), device=settings.device)  # of the gradient, since the last line of metrics
         self.seconds = 0.0
         self.step_seconds: list[float] = []
         self.history: list[Validation] = []
@@ -234,8 +235,10 @@ class Training:
             if folder is not None and (self.step % line_every == 0 or diverged):
                 self.seconds = time.perf_counter() - started
                 rate = self.optimizer.param_groups[0]["lr"]
-                folder.line(self.step, train_loss=_mean(since_line), lr=float(rate), seconds=self.seconds)
+                values = {"gradient_norm": self.largest_norm.item(), "lr": float(rate), "seconds": self.seconds}
+                folder.line(self.step, train_loss=_mean(since_line), **values)
                 since_line.clear()
+                self.largest_norm.zero_()
             self.scheduler.step()
             if validates and not diverged:
                 means = self._evaluate()
@@ -264,9 +267,12 @@ class Training:
             loss = self._measure(batch)["loss"].mean() / len(batches)
             torch.autograd.backward(self.scaler.scale(loss))
             total += loss.detach()
+        self.scaler.unscale_(self.optimizer)
+        parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
+        norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        self.largest_norm = torch.maximum(self.largest_norm, norm)
         if self.settings.clip:
-            self.scaler.unscale_(self.optimizer)
-            nn.utils.clip_grad_norm_(self.model.parameters(), self.settings.clip)
+            nn.utils.clip_grads_with_norm_(parameters, self.settings.clip, norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.optimizer.zero_grad()

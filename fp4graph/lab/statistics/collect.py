@@ -48,7 +48,9 @@ class Statistics:
         probe: inputs of the model, positional (a tuple) or by keyword (a dict), or a function that calls the model,
             always with the same inputs, for the rate of change of Y over the last :data:`PROBED` steps of each window.
         step: steps done before, where a resumed training goes on; by default what the optimizer's state counts.
-        tensorboard: a ``SummaryWriter``, or a directory to make one for, to log to as well.
+        stream: one or several places that get each record's numbers as well, through their own libraries: a
+            ``SummaryWriter`` of TensorBoard or a folder for one, a run of wandb (``wandb.init(...)``), the module
+            ``mlflow`` with an active run, or a function of a step and a dict of values.
 
     Raises:
         Error: the model is not applied, the optimizer runs no hooks, or a metric or a site is unknown. Later, from
@@ -69,7 +71,7 @@ class Statistics:
         sample: int | None = 1 << 12,
         probe: tuple[Any, ...] | Mapping[str, Any] | Callable[[], object] | None = None,
         step: int | None = None,
-        tensorboard: Any = None,
+        stream: Any = (),
     ) -> None:
         for name, value in (("every", every), ("window", window), ("window_every", window_every), ("sample", sample)):
             if value is not None and (type(value) is not int or value < 1):
@@ -94,9 +96,11 @@ class Statistics:
         self._window_steps, self._sample, self._patterns = window, sample, patterns
         self._runtime = runtime
         is_first = not is_distributed() or rank() == 0
-        self._log = storage.Log(directory, self._header(), tensorboard) if is_first else None
+        streams = stream if isinstance(stream, list | tuple) else [] if stream is None else [stream]
+        self._log = storage.Log(directory, self._header(), *streams) if is_first else None
         self._handles: dict[str, Any] = {}
         self._rehook = False
+        self._gradients: list[dict[str, Any]] = []
         self._arm()
         self._hook("before")
         self._hook("after")
@@ -151,6 +155,8 @@ class Statistics:
             self._rehook = True
         if self._log is not None:
             self._open_window()
+        if self._armed and "gradient_norm" in self._metrics:
+            self._gradients = self._gradient_norms()
 
     def _after_step(self, *args: Any) -> None:
         if self._rehook:
@@ -163,7 +169,7 @@ class Statistics:
         if self._armed:
             if self._operands.seen:
                 _check_sites(self._patterns, self._operands.sites)
-                measured += self._operands.finish()
+                measured += self._operands.finish() + self._gradients
             self._operands.clear()
         if self._window is not None:
             self._follow(self._window)
@@ -175,6 +181,20 @@ class Statistics:
         if measured:
             self._log.append([{"step": self._step, **fields} for fields in measured])
         self._arm()
+
+    def _gradient_norms(self) -> list[dict[str, Any]]:
+        """Return one measurement for each weight that has a gradient: its norm as the optimizer gets it."""
+        weights = {
+            (weight.fqn or "(root)", f"{weight.parameter_name}.grad"): weight.parameter.grad.detach().float().norm()
+            for weight in self._runtime.weights
+            if weight.parameter.grad is not None and matches(self._patterns, weight.fqn or "(root)")
+        }
+        scale = getattr(self._optimizer, "grad_scale", None)  # which a fused optimizer divides by itself
+        norms = (torch.stack([*weights.values()]) / (1 if scale is None else scale)).tolist() if weights else []
+        return [
+            {"site": site, "tensor": tensor, "gradient_norm": norm}
+            for (site, tensor), norm in zip(weights, norms, strict=True)
+        ]
 
     def _open_window(self) -> None:
         """Begin to follow the weights, if a window begins at this step and none is open."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fp4graph.lab.statistics.decomposition import split_error
 from fp4graph.lab.statistics.sampling import Moments, Sample
-from fp4graph.numerics.formats import ElementFormat
+from fp4graph.numerics.formats import ElementFormat, ScaleFormat
 
 #: The metrics that can be asked for, with their descriptions.
 METRICS: dict[str, str] = {
@@ -26,13 +26,14 @@ METRICS: dict[str, str] = {
     "error": "relative squared error of each operand and its parts: scale bias, dead zone, grid noise",
     "saturation": "share of elements beyond the largest value under their scale",
     "underflow": "share of elements that are not zero and become zero",
-    "scales": "histogram of block scales, by exponent, and share of blocks of zeros",
+    "scales": "histogram of block scales, by exponent, shares of blocks of zeros and at an end of the format's range",
     "confidence": "quantization confidence of weights: mean and histogram",
     "latent": "histogram of latent weights w/S",
     "oscillation": "oscillation ratio R_w of weights: share over 16, histogram, examples",
     "flips": "how often quantized weights flip",
     "rate_of_change": "relative change per step of W and Q(W), and of Y where a probe is given",
     "gradient": "bias and standard deviation of dgrad's and wgrad's results against high precision",
+    "gradient_norm": "norm of each weight's gradient, as the optimizer gets it",
 }
 #: Exponents of block scales that histograms can tell apart: those of fp32, subnormals included.
 LOWEST_EXPONENT, EXPONENTS = -149, 277
@@ -69,12 +70,13 @@ def operand_sums(sample: Sample) -> dict[str, Tensor]:
     }
 
 
-def scale_sums(scales: Tensor) -> dict[str, Tensor]:
+def scale_sums(scales: Tensor, number: ScaleFormat) -> dict[str, Tensor]:
     """Count the scales of an operand by exponent.
 
     Returns:
         ``scales``: how many have each exponent floor(log2 S), float64 ``[EXPONENTS]`` from LOWEST_EXPONENT up, without
-        scales that are not finite or not positive; ``blocks``: all scales; ``zero_blocks``: those of blocks of zeros.
+        scales that are not finite or not positive; ``blocks``: all scales; ``zero_blocks``: those of blocks of zeros;
+        ``limit_blocks``: those that are the smallest or the largest value of the scales' format.
     """
     place = (torch.frexp(scales).exponent.long() - 1 - LOWEST_EXPONENT).clamp(0, EXPONENTS - 1)
     place = place[scales.isfinite() & (scales > 0)]
@@ -82,6 +84,7 @@ def scale_sums(scales: Tensor) -> dict[str, Tensor]:
         "scales": torch.bincount(place, minlength=EXPONENTS).double(),
         "blocks": torch.tensor(float(scales.numel()), dtype=torch.float64, device=scales.device),
         "zero_blocks": (scales == 0).sum().double(),
+        "limit_blocks": ((scales == number.min) | (scales == number.max)).sum().double(),
     }
 
 
@@ -185,7 +188,7 @@ def operand_fields(sums: Mapping[str, Any], metrics: frozenset[str], limit: floa
             fields |= {field: _ratio(sums[part], sums[of]) for field, (part, of) in shares.items()}
     if "scales" in sums:
         fields["scales"] = _trimmed(sums["scales"])
-        fields["zero_blocks"] = _ratio(sums["zero_blocks"], sums["blocks"])
+        fields |= {name: _ratio(sums[name], sums["blocks"]) for name in ("zero_blocks", "limit_blocks")}
     if "confidence" in sums:
         fields["confidence"] = _ratio(sums["confidence"], sum(sums["confidence_histogram"]))
         fields["confidence_histogram"] = _counts(sums["confidence_histogram"])

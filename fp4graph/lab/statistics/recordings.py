@@ -85,7 +85,7 @@ class OperandRecording:
             x, moments = sampled.x, sampled.moments
             sums = m.operand_sums(sampled)
             if "scales" in self._metrics:
-                sums |= m.scale_sums(sampled.scales)
+                sums |= m.scale_sums(sampled.scales, seen.program.spec.scale.format)
             if seen.operand is Operand.FPROP_WEIGHT:
                 # A threshold belongs to one element format: where blocks choose, none is common to the weights.
                 several = self._metrics & {"confidence"} if seen.program.spec.others else frozenset()

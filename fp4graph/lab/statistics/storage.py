@@ -7,43 +7,45 @@ for each measurement of a step, site and tensor; docs/analysis.md describes them
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import re
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from fp4graph.errors import Error
 from fp4graph.lab import jsonlines
+from fp4graph.lab.data.extras import needs
+from fp4graph.text import suggest
 
 FORMAT, VERSION = "fp4graph.statistics", 1
 FILE = "statistics.jsonl"
+#: Fields of which a low value is bad.
+LOW_IS_BAD = ("snr_db", "gain", "confidence")
 #: Named values of one step, site and tensor.
 Measurement = Mapping[str, Any]
 
 
 class Log:
-    """The file of one run's statistics, and the same as TensorBoard's events.
+    """The file of one run's statistics, and the streams that get the same numbers.
 
     Args:
         directory: created if it is missing.
         header: the fields of the line that marks where this training begins.
-        tensorboard: a ``SummaryWriter``, or a directory to make one for.
+        streams: as :class:`Statistics` takes them.
 
     Raises:
         Error: the file cannot be written, or TensorBoard is not installed.
     """
 
-    def __init__(self, directory: str | PathLike[str], header: Mapping[str, Any], tensorboard: Any = None) -> None:
+    def __init__(self, directory: str | PathLike[str], header: Mapping[str, Any], *streams: Any) -> None:
         self.path = Path(directory).absolute() / FILE
-        self._events = tensorboard
-        self._owns_events = tensorboard is not None and not hasattr(tensorboard, "add_scalar")
-        if self._owns_events:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError:
-                raise Error("TensorBoard is not installed; pip install 'fp4graph[analysis]'") from None
-            self._events = SummaryWriter(str(tensorboard))
+        self._events = [_summary_writer(each) for each in streams if isinstance(each, str | PathLike)]
+        self._streams = [*self._events, *(each for each in streams if not isinstance(each, str | PathLike))]
+        self._sinks = [_sink(each) for each in self._streams]
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             jsonlines.cut_torn_line(self.path)
@@ -54,25 +56,30 @@ class Log:
     def append(self, measurements: Sequence[Measurement]) -> None:
         """Write all measurements of a step or none, so that they are there if the process is killed.
 
-        TensorBoard gets every number as a scalar ``column/site/tensor``, so that one card shows one column.
+        Streams get every number as ``column/site/tensor``, so that TensorBoard shows one column in one card.
 
         Raises:
             Error: the disk is full, say. What was written before is as it was.
         """
         self._append_lines(measurements)
-        if self._events is not None:
+        values = {
+            f"{column}/{measured['site']}/{measured['tensor']}": value
+            for measured in measurements
+            for column, value in measured.items()
+            if isinstance(value, int | float) and column not in ("step", "window")
+        }
+        for sink in self._sinks:
             try:
-                self._add_events(measurements[0]["step"], measurements)
+                sink(measurements[0]["step"], values)
             except OSError as error:
-                reason = error.strerror or error
                 raise Error(
-                    f"cannot write TensorBoard's events: {reason}; make room, or go without them. What was written "
-                    "before is readable"
+                    f"cannot write statistics to a stream: {error.strerror or error}; make room, or go without it. "
+                    f"What was written before is readable, and {self.path} is complete"
                 ) from error
 
     def close(self) -> None:
-        if self._owns_events:
-            self._events.close()
+        for events in self._events:
+            events.close()
 
     def _append_lines(self, lines: Iterable[Measurement]) -> None:
         try:
@@ -83,29 +90,91 @@ class Log:
                 "make room, or train without statistics"
             ) from error
 
-    def _add_events(self, step: int, measurements: Iterable[Measurement]) -> None:
-        values = {
-            f"{column}/{measured['site']}/{measured['tensor']}": value
-            for measured in measurements
-            for column, value in measured.items()
-            if isinstance(value, int | float) and column not in ("step", "window")
-        }
-        if type(self._events).__module__.startswith("torch."):  # one event for all: one for each takes 50 times as long
-            from tensorboard.compat.proto.summary_pb2 import Summary
 
-            summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
-            self._events.file_writer.add_summary(summary, step)
-        else:
-            for name, value in values.items():
-                self._events.add_scalar(name, value, step)
+def _summary_writer(folder: str | PathLike[str]) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise Error("TensorBoard is not installed; pip install 'fp4graph[analysis]'") from None
+    return SummaryWriter(str(folder))
 
 
-@dataclass(frozen=True)
+def _sink(stream: Any) -> Callable[[int, Mapping[str, float]], object]:
+    """Return the function of (step, values) that hands a stream's library one step."""
+    if hasattr(stream, "add_scalar"):
+        return partial(_add_scalars, stream)
+    if hasattr(stream, "log_metrics"):  # MLflow's names have fewer characters, and its numbers no infinity
+        return lambda step, values: stream.log_metrics(
+            {re.sub(r"[^\w\-. /:]", "_", name): v for name, v in values.items() if math.isfinite(v)}, step=step
+        )
+    if hasattr(stream, "define_metric"):  # wandb's own step is the user's
+        stream.define_metric("fp4graph/*", step_metric="fp4graph/step")
+        return lambda step, values: stream.log({f"fp4graph/{name}": v for name, v in {"step": step, **values}.items()})
+    if callable(stream):
+        return stream  # type: ignore[no-any-return]
+    raise Error(
+        f"statistics cannot stream to {stream!r}; give a SummaryWriter or a folder for one, a run of wandb, the module "
+        "mlflow, or a function of a step and a dict of values"
+    )
+
+
+def _add_scalars(writer: Any, step: int, values: Mapping[str, float]) -> None:
+    if type(writer).__module__.startswith("torch."):  # one event for all: one for each takes 50 times as long
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
+        writer.file_writer.add_summary(summary, step)
+    else:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+
+
+@dataclass(frozen=True, repr=False)
 class Recorded:
-    """A run's statistics: rows of (step, site, tensor) with named values; ``pandas.DataFrame(rows)`` is a table."""
+    """A run's statistics: rows of (step, site, tensor) with named values."""
 
     header: Mapping[str, Any]  # policy, interval and sites of the latest training that wrote here
     rows: tuple[Measurement, ...]  # in the order of steps
+
+    def __repr__(self) -> str:
+        steps = f", steps {self.steps[0]} to {self.steps[-1]}" if self.rows else ""
+        counts = f"{len(self.rows)} rows, {len(self.sites)} sites, {len(self.steps)} records{steps}"
+        return f"Recorded({self.header.get('policy')!r}: {counts})"
+
+    def to_frame(self) -> Any:
+        """Return a ``pandas.DataFrame`` with a row for each step, site and tensor, and a column for each field.
+
+        Raises:
+            Error: pandas is not installed.
+        """
+        needs("pandas", "tables need pandas", "analysis")
+        import pandas
+
+        return pandas.DataFrame.from_records(self.rows)
+
+    def worst(self, column: str = "snr_db", count: int | None = 10) -> list[dict[str, Any]]:
+        """Return the sites and tensors where the mean of ``column`` over all records is worst, the worst first.
+
+        Low values are bad of ``snr_db``, ``gain`` and ``confidence``, high values of the other columns. Each item has
+        ``site``, ``tensor``, the mean under the column's name, ``worst``, and ``step``, at which that was recorded.
+
+        Raises:
+            Error: no row has a number in ``column``.
+        """
+        places: dict[tuple[str, str], list[Measurement]] = {}
+        for row in self.having(column):
+            if isinstance(row[column], int | float):
+                places.setdefault((row["site"], row["tensor"]), []).append(row)
+        if not places:
+            numbers = {name for row in self.rows for name, value in row.items() if isinstance(value, int | float)}
+            raise Error(f"no numbers called {column!r} were recorded; {suggest(column, sorted(numbers - {'step'}))}")
+        sign = 1 if column in LOW_IS_BAD else -1
+        found = []
+        for (site, tensor), rows in places.items():
+            row = min(rows, key=lambda row: sign * row[column])
+            mean = statistics.fmean(row[column] for row in rows)
+            found.append({"site": site, "tensor": tensor, column: mean, "worst": row[column], "step": row["step"]})
+        return sorted(found, key=lambda item: sign * item[column])[:count]
 
     def having(self, column: str) -> list[Measurement]:
         """Return the rows with a value of ``column``."""

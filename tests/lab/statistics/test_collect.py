@@ -531,7 +531,7 @@ def test_the_model_was_removed(techniques, tmp_path):
 def test_in_tensorboard(tmp_path):
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     model, optimizer = make(policy())
-    with Statistics(model, optimizer, every=2, directory=tmp_path / "s", tensorboard=tmp_path / "events"):
+    with Statistics(model, optimizer, every=2, directory=tmp_path / "s", stream=tmp_path / "events"):
         steps(model, optimizer, 4)
     events = event_accumulator.EventAccumulator(str(tmp_path / "events"))
     events.Reload()
@@ -551,7 +551,7 @@ def test_with_a_writer_of_another_kind(tmp_path):
             self.scalars[name, step] = value
 
     model, optimizer = make(policy())
-    with Statistics(model, optimizer, every=2, directory=tmp_path, tensorboard=(writer := Writer())):
+    with Statistics(model, optimizer, every=2, directory=tmp_path, stream=(writer := Writer())):
         steps(model, optimizer, 4)
     row = only(read(tmp_path), step=4, site="first", tensor="wgrad")
     assert writer.scalars["bias/first/wgrad", 4] == pytest.approx(row["bias"], rel=1e-5)
@@ -559,3 +559,19 @@ def test_with_a_writer_of_another_kind(tmp_path):
 
 def test_every_metric_is_described():
     assert all(METRICS.values())
+
+
+def test_gradient_norms(tmp_path):
+    """The norm that the optimizer gets, of each weight."""
+    model, optimizer = make(policy())
+    seen = []
+
+    def look(*args):
+        seen.append({name: p.grad.norm().item() for name, p in model.named_parameters() if name.endswith("weight")})
+
+    optimizer.register_step_pre_hook(look)
+    with Statistics(model, optimizer, every=2, directory=tmp_path, metrics="gradient_norm"):
+        steps(model, optimizer, 4)
+    rows = [row for row in read(tmp_path).rows if row["tensor"] == "weight.grad"]
+    got = {(row["step"], f"{row['site']}.weight"): row["gradient_norm"] for row in rows}
+    assert got == pytest.approx({(n, name): seen[n - 1][name] for n in (2, 4) for name in seen[0]}, rel=1e-5)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp4graph.formats import E2M1, ELEMENTS, INT4
+from fp4graph.formats import E2M1, E4M3, ELEMENTS, INT4
 from fp4graph.lab.statistics import metrics as m
 from fp4graph.lab.statistics.sampling import Moments, Sample
 
@@ -112,13 +112,14 @@ def test_rate_of_change():
 
 def test_scales_by_exponent():
     scales = [1.0, 1.9, 2.0, 2.0**-126, 2.0**-149, 2.0**127, 0.0, math.nan, math.inf]
-    sums = m.scale_sums(torch.tensor(scales))
+    sums = m.scale_sums(torch.tensor([*scales, 448.0, 2.0**-9]), E4M3)
     counted = {
         place + m.LOWEST_EXPONENT: int(count) for place, count in enumerate(sums["scales"].tolist()) if count
     }  # fmt: skip
-    assert counted == {0: 2, 1: 1, -126: 1, -149: 1, 127: 1}
-    assert sums["blocks"] == 9
+    assert counted == {0: 2, 1: 1, -126: 1, -149: 1, 127: 1, 8: 1, -9: 1}
+    assert sums["blocks"] == 11
     assert sums["zero_blocks"] == 1
+    assert sums["limit_blocks"] == 2
 
 
 def test_histograms_by_numpy():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -40,6 +41,86 @@ def test_written_and_read(tmp_path):
         "tensor": ["weight"],
         "value": [0.333333],
     }
+
+
+def test_worst_is_of_the_mean_and_a_repr_is_short(tmp_path):
+    rows = [(50, "a", 30.0), (50, "b", 10.0), (100, "a", 5.0), (100, "b", 12.0)]
+    write(tmp_path, [{"step": n, "site": s, "tensor": "x", "snr_db": v, "bias": v} for n, s, v in rows], policy="p")
+    recorded = read(tmp_path)
+    assert recorded.worst() == [
+        {"site": "b", "tensor": "x", "snr_db": 11.0, "worst": 10.0, "step": 50},
+        {"site": "a", "tensor": "x", "snr_db": 17.5, "worst": 5.0, "step": 100},
+    ]
+    assert recorded.worst("bias", 1) == [{"site": "a", "tensor": "x", "bias": 17.5, "worst": 30.0, "step": 50}]
+    with pytest.raises(fp4graph.Error, match="snr_db"):
+        recorded.worst("snr")
+    assert repr(recorded) == "Recorded('p': 4 rows, 2 sites, 2 records, steps 50 to 100)"
+    pytest.importorskip("pandas")
+    frame = recorded.to_frame()
+    assert frame["snr_db"].tolist() == [30.0, 10.0, 5.0, 12.0]
+
+
+class Wandb:
+    """A stand-in for a run of wandb, with its two methods that statistics call."""
+
+    def __init__(self):
+        self.defined, self.logged = [], []
+
+    def define_metric(self, name, step_metric):
+        self.defined.append((name, step_metric))
+
+    def log(self, values):
+        self.logged.append(values)
+
+
+class Mlflow:
+    """A stand-in for the module mlflow."""
+
+    def __init__(self):
+        self.logged = []
+
+    def log_metrics(self, metrics, step):
+        self.logged.append((step, metrics))
+
+
+def test_streams_get_every_number(tmp_path):
+    run, tracking, called = Wandb(), Mlflow(), []
+    log = Log(tmp_path, {"step": 0}, run, tracking, lambda step, values: called.append((step, values)))
+    log.append([row(50, 1.5, "(root)#1") | {"counts": [1, 2], "window": 30}, row(50, math.inf)])
+    assert run.defined == [("fp4graph/*", "fp4graph/step")]
+    names = ["value/(root)#1/weight", "value/a/weight"]
+    assert run.logged == [{"fp4graph/step": 50, f"fp4graph/{names[0]}": 1.5, f"fp4graph/{names[1]}": math.inf}]
+    assert tracking.logged == [(50, {"value/_root__1/weight": 1.5})]
+    assert called == [(50, {names[0]: 1.5, names[1]: math.inf})]
+    with pytest.raises(fp4graph.Error, match="cannot stream to 5"):
+        Log(tmp_path, {"step": 0}, 5)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_wandb_itself_offline(tmp_path, monkeypatch):
+    wandb = pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    with wandb.init(project="statistics", mode="offline", dir=str(tmp_path)) as run:
+        log = Log(tmp_path, {"step": 0}, run)
+        for step in (50, 100):
+            log.append([row(step, step / 10)])
+        assert run.summary["fp4graph/value/a/weight"] == 10.0
+        assert run.summary["fp4graph/step"] == 100
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_itself_in_a_folder(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    mlflow.set_tracking_uri(f"file:{tmp_path}/mlruns")
+    with mlflow.start_run() as run:
+        log = Log(tmp_path, {"step": 0}, mlflow)
+        for step in (50, 100):
+            log.append([row(step, step / 10, "(root)#1") | {f"c{i}": float(i) for i in range(1100)}])
+    history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "value/_root__1/weight")
+    assert [(each.step, each.value) for each in history] == [(50, 5.0), (100, 10.0)]
 
 
 def test_the_directory_of_the_run_will_do(tmp_path):

@@ -1,0 +1,194 @@
+"""A diagnosis names what went wrong first, and nothing where a training is healthy."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import fp4graph
+from fp4graph.cli import app
+from fp4graph.lab import Statistics, diagnose
+from fp4graph.lab.diagnose import QUANTITIES, REMEDIES, loss_findings
+from fp4graph.lab.statistics.storage import FILE, Log
+from fp4graph.technique.registry import default_registry
+from tests.docs.blocks import ROOT
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def train(folder, policy, *, seed=0, lr=3e-3, optimizer=torch.optim.Adam, planted=1.0, steps=50):
+    """Classify by the quadrant of a plane; ``planted`` multiplies an input channel of ``2.up``. Return the losses."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(8, 64), *(Block() for _ in range(3)), nn.Linear(64, 4))
+    with torch.no_grad():
+        model[2].norm.weight[5] *= planted
+    fp4graph.apply(model, policy, backend="eager")
+    chosen = fp4graph.prepare_optimizer(model, optimizer(model.parameters(), lr=lr))
+    losses = []
+    with Statistics(model, chosen, every=5, directory=folder, window=10, window_every=20):
+        for _ in range(steps):
+            x = torch.randn(64, 8)
+            loss = nn.functional.cross_entropy(model(x), (x[:, 0] > 0) + 2 * (x[:, 1] > 0).long())
+            loss.backward()
+            chosen.step()
+            chosen.zero_grad()
+            losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.slow
+def test_a_diverging_learning_rate(tmp_path):
+    """The loss comes first and not the quantizers; a baseline that diverges too is named, one that does not as well."""
+    losses = train(tmp_path / "run", "int4-per-tensor", lr=3.0, optimizer=torch.optim.SGD)
+    same = train(tmp_path / "same", "bf16", lr=3.0, optimizer=torch.optim.SGD)
+    good = train(tmp_path / "good", "bf16")
+    alone = diagnose(tmp_path / "run", losses=losses)
+    assert (alone.findings[0].quantity, alone.findings[0].site, alone.baseline) == ("loss", "", None)
+    assert "learning rate" in alone.headline
+    both = diagnose(tmp_path / "run", same, losses=losses)
+    assert both.baseline is True
+    assert "what both runs share" in both.headline
+    one = diagnose(tmp_path / "run", good, losses=losses)
+    assert one.baseline is False
+    assert "quantization is part of the cause" in one.headline
+    assert {each.range for each in one.findings if each.quantity == "loss"} == {"early", "baseline"}
+    assert diagnose(tmp_path / "good", same, losses=good).findings == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["int4-per-tensor", "mxfp4"])
+def test_a_planted_outlier_channel(tmp_path, policy):
+    losses = train(tmp_path, policy, planted=100.0, steps=30)
+    found = diagnose(tmp_path, losses=losses)
+    first = found.findings[0]
+    assert (first.site, first.operand, first.quantity) == ("2.up", "fprop.input", "underflowed")
+    assert first.step == 5
+    for name in ("outlier_clamp", "hadamard", "2.up", "fprop.input"):
+        assert name in found.headline
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("policy", "seed"), [("int4-per-tensor", 1), ("mxfp4", 2), ("tetrajet", 3), ("nvfp4", 4)])
+def test_a_healthy_run(tmp_path, policy, seed):
+    losses = train(tmp_path, policy, seed=seed)
+    found = diagnose(tmp_path, losses=losses)
+    assert found.findings == ()
+    assert found.headline == "Nothing left its normal range in 50 losses and 10 records of operands."
+    assert found.missing == ()
+
+
+def noisy(step, level):
+    return level + 0.05 * random.Random(step).uniform(-1, 1)
+
+
+FALLING = [noisy(n, 0.5 + 2 * 0.97**n) for n in range(100)]
+
+
+@pytest.mark.parametrize(
+    ("losses", "baseline", "expected"),
+    [
+        (FALLING, [], []),
+        (FALLING[:60] + [2.6] * 40, [], [(61, "early", True)]),  # stuck at the level of the beginning
+        ([*FALLING[:60], 2.6, *FALLING[61:]], [], [(61, "early", False)]),  # a spike that passes
+        ([*FALLING[:60], None], [], [(61, "early", False)]),
+        ([noisy(n, 2.3) for n in range(100)], [], [(100, "limit", True)]),
+        ([noisy(n, 1.3 + 1.2 * 0.97**n) for n in range(100)], FALLING, [(36, "baseline", True)]),
+        ([None], [], [(1, "early", True)]),
+    ],
+)
+def test_losses(losses, baseline, expected):
+    found = loss_findings(dict(enumerate(losses, 1)), dict(enumerate(baseline, 1)))
+    assert [(each.range, each.stays) for each in found] == [each[1:] for each in expected]
+    for finding, (step, _, _) in zip(found, expected, strict=True):
+        assert finding.step == pytest.approx(step, abs=6 if finding.range == "baseline" else 0)
+
+
+def record(folder, values, column="snr_db", tensor="fprop.input", **header):
+    """Write records of every 10th step: the values of each site."""
+    log = Log(folder, {"step": 0, "policy": "p", "every": 10, **header})
+    for n in range(len(next(iter(values.values())))):
+        rows = [{"site": site, "tensor": tensor, column: curve[n]} for site, curve in values.items()]
+        log.append([{"step": 10 * (n + 1), **row} for row in rows])
+
+
+@pytest.mark.parametrize(
+    ("values", "column", "expected"),
+    [
+        ({"a": [20.0] * 8}, "snr_db", None),
+        ({"a": [20.0] * 6 + [13.0, 20.0]}, "snr_db", None),  # one record alone
+        ({"a": [20.0] * 6 + [13.0, 13.0]}, "snr_db", (70, "a", "early", 14.0)),
+        ({"a": [20.0] * 7 + [13.0]}, "snr_db", None),  # the last alone, of a healthy run
+        ({s: [20.0] * 4 + [13.0] * 4 for s in "abc"}, "snr_db", None),  # a drift of all
+        ({"0.a": [20.0, 20.0], "1.a": [20.0, 20.0], "2.a": [13.0, 13.0]}, "snr_db", (10, "2.a", "peers", 14.0)),
+        ({"0.a": [20.0, 20.0], "2.a": [13.0, 13.0]}, "snr_db", None),  # one other site tells nothing
+        ({"a": [2.0, 2.0]}, "snr_db", (10, "a", "limit", 3.0)),
+        ({"a": [0, 3, 0]}, "nonfinite", (20, "a", "limit", 0.0)),
+        ({"a": [0.01] * 6 + [0.09] * 2}, "underflowed", None),  # small shares are alike
+        ({"a": [1.0] * 6 + [40.0, 40.0]}, "gradient_norm", (70, "a", "early", 30.0)),
+    ],
+)
+def test_ranges_of_operands(tmp_path, values, column, expected):
+    record(tmp_path, values, column)
+    found = diagnose(tmp_path).findings
+    assert [(each.step, each.site, each.range) for each in found] == ([expected[:3]] if expected else [])
+    if expected:
+        assert found[0].normal == pytest.approx(expected[3])
+
+
+@pytest.mark.parametrize(("quantizer", "ranges"), [("e2m1/32", ["baseline"]), ("int4/tensor", [])])
+def test_a_baseline_with_the_same_quantizer(tmp_path, quantizer, ranges):
+    for name, level, words in (("run", 12.0, "e2m1/32"), ("baseline", 20.0, quantizer)):
+        record(tmp_path / name, {"a": [level] * 4}, weights=[{"site": "a", "operands": {"fprop.input": words}}])
+        lines = "".join(json.dumps({"step": n, "train_loss": 1.0 - n / 20}) + "\n" for n in range(1, 11))
+        (tmp_path / name / "metrics.jsonl").write_text(lines)
+    assert [each.range for each in diagnose(tmp_path / "run", tmp_path / "baseline").findings] == ranges
+
+
+def test_the_command(tmp_path):
+    record(tmp_path / "statistics", {"0.a": [20.0] * 6, "1.a": [19.0] * 6, "2.a": [5.0] * 6})
+    lines = [{"step": n, "train_loss": 2.3 - n / 50, "gradient_norm": 1.0 if n < 45 else 100.0} for n in range(1, 61)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    result = CliRunner().invoke(app, ["diagnose", str(tmp_path), "--json"])
+    assert result.exit_code == 0, result.output
+    shown = json.loads(result.output)
+    assert [(each["quantity"], each["step"]) for each in shown["findings"]] == [("snr_db", 10), ("gradient_norm", 45)]
+    assert shown["findings"][0]["remedy"]["evidence"]
+    text = CliRunner().invoke(app, ["diagnose", str(tmp_path)]).output
+    for word in ("2.a", "fprop.input", "peers", "the model", "100"):
+        assert word in text
+
+
+def test_mistakes(tmp_path):
+    with pytest.raises(fp4graph.Error, match="neither losses nor statistics"):
+        diagnose(tmp_path)
+    (tmp_path / FILE).write_text('{"format": "fp4graph.statistics", "version": 1, "metrics": ["snr"]}\n')
+    found = diagnose(tmp_path)
+    assert any(each.startswith("losses") for each in found.missing)
+    assert any(each.startswith("underflow:") for each in found.missing)
+    with pytest.raises(fp4graph.Error, match="no losses of a baseline"):
+        diagnose(tmp_path, tmp_path / "nowhere")
+
+
+def test_evidence_is_there():
+    """Sections named as evidence exist, and techniques have these names."""
+    text = (ROOT / "docs" / "findings.md").read_text("utf-8")
+    known = set(default_registry().techniques)
+    for remedy in REMEDIES.values():
+        for section in remedy.evidence.split("; "):
+            assert section == "docs/diagnose.md" or f"\n## {section}\n" in text, section
+        assert all(word in known for word in remedy.techniques.replace(",", "").split() if "_" in word)
+    assert QUANTITIES.keys() - REMEDIES.keys() == {"snr_db"}
+    assert all(math.isclose(q.units.back(q.units.of(0.5)), 0.5) for q in QUANTITIES.values())
