@@ -62,7 +62,9 @@ def compare(
         task_named(task).settings(run)  # refuses what the task does not take
         function: Any = TaskTraining(run)
     else:
-        chosen = Run("", workers=workers, **settings).to_json().items() - Run("").to_json().items()
+        chosen = [name for name, value in {**settings, "workers": workers}.items() if value != vars(Run(""))[name]]
+        if chosen:
+            raise Error(f"--{chosen[0].replace('_', '-')} is a setting of a task; {train} makes its settings itself")
         function = imported(str(train))
     result = comparing.compare(
         function, names, seeds=range(first, first + seeds), folder=output or Path("runs") / f"compare-{task or train}",

@@ -56,10 +56,10 @@ def compare(
     ...         log(step, loss)
     >>> print(fp4graph.compare(train, ["nvfp4", "tetrajet"], folder="runs/mine"))
 
-    Before the first training, ``train`` runs under each policy up to the model's first call, where the policy is checked.
-    Calling ``compare`` again with the same folder goes on: what has ended is not repeated, what failed is tried again, and
-    more policies and seeds can be added. Python's, NumPy's and torch's random numbers are seeded before each run and
-    restored at the end.
+    Before the first training, ``train`` runs under each policy up to the model's first call, where the policy is
+    checked. Calling ``compare`` again with the same folder goes on: what has ended is not repeated, what failed is
+    tried again, and more policies and seeds can be added. Python's, NumPy's and torch's random numbers are seeded
+    before each run and restored at the end.
 
     Args:
         train: ``train(policy, seed, log)`` applies the policy, trains, and calls ``log(step, loss, **metrics)``. It
@@ -73,13 +73,13 @@ def compare(
         baseline: the policy that the others are compared with.
         processes: trainings at a time, each in a process of its own, which must be able to import ``train``.
         timing: measure the time per step after the trainings, each policy in alternation with the baseline.
-        statistics: steps between records of what quantization does in the first seed's runs; an eighth of the baseline's
-            length by default, 0 for none.
+        statistics: steps between records of what quantization does in the first seed's runs; an eighth of the
+            baseline's length by default, 0 for none.
 
     Raises:
         Error: policies do not fit the model, which is found before any training; ``folder`` is in use or holds another
-            comparison; or ``train`` returned and logged nothing. A run that raises is recorded as failed, and the others
-            go on.
+            comparison; or ``train`` returned and logged nothing. A run that raises is recorded as failed, and the
+            others go on.
     """
     needs("matplotlib", "pictures are drawn by matplotlib", "analysis")
     needs("jinja2", "the page needs jinja2", "analysis")

@@ -103,7 +103,7 @@ def _first_call(train: Train, policy: Policy, seed: int) -> str | None:
         except Error:
             if probe.heard:
                 raise
-        except Exception as error:  # noqa: BLE001  # the training will raise it too, and is recorded as failed
+        except Exception as error:  # the training will raise it too, and is recorded as failed
             raise _Unchecked(f"train() raised {type(error).__name__} before it called the model") from error
     if not probe.heard:
         raise Error("train() never called fp4graph.apply(model, policy), so every policy would train alike; call it")

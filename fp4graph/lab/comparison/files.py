@@ -36,9 +36,9 @@ def write_all(result: Comparison) -> None:
     if picture is not None:
         import matplotlib as mpl
 
-        for name, options in (("loss.svg", {"metadata": {"Date": None}}), ("loss.pdf", {})):
-            with mpl.rc_context({"pdf.fonttype": 42}), replacing(result.folder / name) as file:  # fonts that editors read
-                picture.savefig(file, format=name.rpartition(".")[2], **options)  # type: ignore[arg-type]
+        for kind in ("svg", "pdf"):
+            with mpl.rc_context({"pdf.fonttype": 42}), replacing(result.folder / f"loss.{kind}") as file:  # TrueType
+                picture.savefig(file, format=kind)
     write(result.folder / "report.html", page(result, picture))
 
 
@@ -93,10 +93,8 @@ def as_csv(rows: Sequence[Mapping[str, Any]]) -> str:
 def as_tex(rows: Sequence[Mapping[str, str]]) -> str:
     """Return the table as a LaTeX ``tabular`` with the rules of booktabs."""
     lines = [" & ".join(map(_escaped, row)) + r" \\" for row in (list(rows[0]), *(row.values() for row in rows))]
-    columns = "l" + "r" * (len(rows[0]) - 1)
-    return "\n".join(
-        [f"\\begin{{tabular}}{{{columns}}}", r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule", r"\end{tabular}", ""]
-    )  # fmt: skip
+    begin = f"\\begin{{tabular}}{{l{'r' * (len(rows[0]) - 1)}}}"
+    return "\n".join([begin, r"\toprule", lines[0], r"\midrule", *lines[1:], r"\bottomrule", r"\end{tabular}", ""])
 
 
 def _escaped(text: str) -> str:

@@ -42,8 +42,10 @@ def name_of(train: Callable[..., Any]) -> str:
 
 
 def source_of(train: Callable[..., Any]) -> str | None:
-    """Return a digest that tells an edited training from the former one: of a function's source, or of the settings that
-    a dataclass holds; None where neither is known."""
+    """Return a digest that tells an edited training from the former one; None where nothing is known of it.
+
+    It is of a function's source, or of the settings that a dataclass holds.
+    """
     try:
         source = repr(train) if is_dataclass(train) else inspect.getsource(getattr(train, "func", train))
     except (OSError, TypeError):

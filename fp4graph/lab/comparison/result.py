@@ -83,8 +83,8 @@ class Comparison:
     def rows(self) -> list[dict[str, Any]]:
         """A row for each policy, as plain data; None is unknown.
 
-        ``difference`` is the mean of the loss minus the baseline's over the seeds that both have finished, and ``low`` to
-        ``high`` its 95 % confidence interval. ``ratio`` is the time of a step over the baseline's, measured in
+        ``difference`` is the mean of the loss minus the baseline's over the seeds that both have finished, and ``low``
+        to ``high`` its 95 % confidence interval. ``ratio`` is the time of a step over the baseline's, measured in
         alternation, and ``ms_per_step`` this ratio times the baseline's time; without it, the time in the training.
         """
         return [self._row(policy) for policy in self.policies]
@@ -96,7 +96,7 @@ class Comparison:
         mean, half = paired(differences) if differences else (None, None)
         known = half is not None and mean is not None
         runs = [run for run in self.runs if run["policy"] == policy.name]
-        model = next((run["model"] for run in runs if run["model"]), {})
+        model: Row = next((run["model"] for run in runs if run["model"]), {})
         ratio = 1.0 if policy.name == self.baseline and self.timings else self.timings.get(policy.name, {}).get("ratio")
         alone = _mean([run["ms_per_step"] for run in runs])
         return {
@@ -119,13 +119,14 @@ class Comparison:
     @property
     def _usual_ms(self) -> float:
         """The baseline's ms per step, the median of its times beside each policy."""
-        return median(timing["baseline_ms_per_step"] for timing in self.timings.values())
+        return float(median(timing["baseline_ms_per_step"] for timing in self.timings.values()))
 
     @property
     def verdict(self) -> str:
-        """What the numbers say, in words, a paragraph for each policy; it says where the seeds are too few to tell."""
+        """The meaning of the numbers in words, a paragraph for each policy, and where the seeds are too few to tell."""
         others = [row for row in self.rows if row["policy"] != self.baseline]
-        paragraphs = [self._ranking([row for row in others if row["difference"] is not None]), *map(self._about, others)]
+        known = [row for row in others if row["difference"] is not None]
+        paragraphs = [self._ranking(known), *map(self._about, others)]
         usual = len(self.of(self.baseline))
         if usual < len(self.seeds):
             paragraphs.insert(0, f"Only {usual} of {len(self.seeds)} runs of the baseline {self.baseline} finished.")
@@ -146,7 +147,8 @@ class Comparison:
             return text + " Every other policy loses measurably more."
         names = ", ".join(row["policy"] for row in alike)
         cheapest = min([best, *alike], key=lambda row: (row["ratio"] or math.inf, row["complexity"]))
-        text += f" These seeds cannot tell it from {names}."
+        tell = "These seeds cannot" if len(self.seeds) > 1 else "One seed cannot"
+        text += f" {tell} tell it from {names}."
         return text + f" Of these, {cheapest['policy']} takes the least time per step."
 
     def _about(self, row: Row) -> str:
@@ -167,7 +169,7 @@ class Comparison:
                     f"({interval}). They could tell a difference of {half:.2g}; a smaller one takes more seeds."
                 )
         elif mean is not None:
-            text += f"the difference is {_signed(mean)}, and one seed cannot tell whether that is chance; use three or more."
+            text += f"the difference is {_signed(mean)}, and one seed cannot tell whether that is chance; use three."
         elif not row["diverged"] and not row["failed"]:
             text += "no seed has been finished by it and the baseline."
         if row["diverged"]:
@@ -180,7 +182,7 @@ class Comparison:
     def worst(self, policy: str) -> list[dict[str, Any]]:
         """Return the operands with the lowest signal-to-noise ratio in the last record of the first seed.
 
-        Each is a site, an operand, its ratio in dB, and the shares of its elements that are rounded to zero and clipped.
+        Each is a site, an operand, its ratio in dB, and the shares of its elements that are rounded to zero or clipped.
         """
         folder = self.folder / f"{policy}-{self.seeds[0]}" / "statistics"
         if not (folder / storage.FILE).is_file():
@@ -251,7 +253,7 @@ def _text(value: float | None, form: str) -> str:
 
 
 def _signed(value: float, half: float = 0.0) -> str:
-    """Return a difference with its sign, and with as many decimals as give the half-width of its interval two digits."""
+    """Return a difference with its sign, and with the decimals that give the half-width of its interval two digits."""
     if not value:
         return "0"
     return f"{value:+.{min(9, max(0, 1 - math.floor(math.log10(half))))}f}" if half else f"{value:+.3g}"

@@ -171,8 +171,8 @@ def _is_fp4(site: Site, gemm: Gemm) -> bool:
 def bits_per_weight(sites: Sequence[Site]) -> float | None:
     """Return the mean bits of a weight that enters a matrix product, scales included; None without such weights.
 
-    A quantized weight has b + s/k bits: elements of b bits, and one scale of s bits, whole bytes, for each block of k. A
-    weight that is kept has 16. Scales of rows and tensors are left out, and a weight that products share counts once.
+    A quantized weight has b + s/k bits: elements of b bits, and one scale of s bits, whole bytes, for each block of k.
+    A weight that is kept has 16. Scales of rows and tensors are left out, and a weight that products share counts once.
     """
     weights: dict[tuple[Any, ...], tuple[int, float]] = {}
     for site in sites:
@@ -192,7 +192,7 @@ def _bits(spec: QuantSpec | None) -> float:
 
 
 def orphan_watch() -> None:
-    """End this process when the one that started it has ended, so that a killed comparison leaves no training behind."""
+    """End this process when its parent has ended, so that a killed comparison leaves no training behind."""
     parent = parent_process()
     assert parent is not None
 

@@ -109,7 +109,7 @@ class _Turns(threading.Thread):
 
 
 def timed(train: Train, baseline: Policy, policy: Policy, seed: int) -> dict[str, float]:
-    """Return the baseline's ms per step, and the ratio of the policy's; empty where the training is too short to tell."""
+    """Return the baseline's ms per step, and the ratio of the policy's; empty where the training is too short."""
     with seeded(seed):
         usual, own = alternate(train, baseline, policy, seed)
     if not own:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import random
 from collections.abc import Callable, Generator, Iterator, Mapping
@@ -34,8 +33,8 @@ class NoLoss(Error):
 class Log:
     """What a training calls with its losses: ``log(step, loss, **metrics)``.
 
-    Every call adds a line to ``log.jsonl`` in :attr:`folder`. A training that goes on from a checkpoint of its own, after
-    a kill, continues the former lines; one that begins again replaces them.
+    Every call adds a line to ``log.jsonl`` in :attr:`folder`. A training that goes on from a checkpoint of its own,
+    after a kill, continues the former lines; one that begins again replaces them.
 
     Attributes:
         folder: a folder of this run, where the training may keep checkpoints.
@@ -108,7 +107,7 @@ def call(train: Train, policy: Policy, seed: int, log: Log) -> tuple[float, dict
     """
     result = train(policy, seed, log)
     trainer, *parts = result if isinstance(result, tuple | list) and result else (result,)
-    if inspect.isgenerator(result):
+    if isinstance(result, Generator):
         result = _exhausted(result, log)
     elif _is_a(trainer, "transformers.trainer"):
         result = _hugging_face(trainer, policy, seed, log)
@@ -133,7 +132,7 @@ def _is_a(value: Any, module: str) -> bool:
     return any(kind.__name__ == "Trainer" and kind.__module__.startswith(module) for kind in type(value).__mro__)
 
 
-def _exhausted(steps: Generator[Any, None, Any], log: Log) -> Any:
+def _exhausted(steps: Generator[Any, Any, Any], log: Log) -> Any:
     """Log what a generator yields, (step, loss) or (step, loss, metrics); return what it returns."""
     try:
         while True:
