@@ -6,6 +6,7 @@ import csv
 import functools
 import json
 import math
+import os
 import random
 import re
 import signal
@@ -220,7 +221,7 @@ def test_a_training_without_a_loss(tmp_path: Path, returned: Any, says: str) -> 
 def test_policies_that_do_not_fit_are_all_named_before_the_first_training(tmp_path: Path) -> None:
     nowhere = one_rule(match={"module": "absent.*"}, default="keep") | {"name": "nowhere"}
     late = {**one_rule(match={"op": "linear"}), "name": "late"}
-    late["phases"] = [{"after": 4, "rules": [{"name": "none", "match": {"module": "nope.*"}, "quantize": {}}]}]
+    late["phases"] = [{"at": 4, "rules": [{"name": "none", "match": {"module": "nope.*"}, "quantize": {"element": "e2m1"}}]}]
     with pytest.raises(Error) as caught:
         compare(loop, ["tetrajet", "nvfp4-te", nowhere, late], folder=tmp_path)
     first, *lines = str(caught.value).splitlines()
@@ -231,7 +232,7 @@ def test_policies_that_do_not_fit_are_all_named_before_the_first_training(tmp_pa
     assert "  late: " in text
     assert "tetrajet: " not in text
     assert not (tmp_path / "bf16-0").exists()
-    with pytest.raises(Error, match="tetrajett.*did you mean the shipped policy 'tetrajet'"):
+    with pytest.raises(Error, match=r"tetrajett.*did you mean the shipped policy 'tetrajet'"):
         compare(loop, ["tetrajett"], folder=tmp_path)
 
 
@@ -262,7 +263,7 @@ def test_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
     stops = [4]
 
     def train(policy: Any, seed: int, log: Any) -> None:
-        model, optimizer = applied(policy, seed)
+        model, _ = applied(policy, seed)
         model(torch.randn(16, 32))
         began.append((policy.name, seed))
         if len(began) in stops:
@@ -300,7 +301,7 @@ def test_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
 def test_twenty_kills_lose_nothing_and_repeat_nothing(tmp_path: Path, processes: int) -> None:
     folder, draw = tmp_path / "out", random.Random(processes)
     command = [sys.executable, "-m", "tests.lab.trainings", str(folder), str(processes)]
-    environment = {**__import__("os").environ, **IMPORTS, "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **IMPORTS, "OMP_NUM_THREADS": "1"}
     kills, recorded, began = 0, set[tuple[str, int]](), 0
     while True:
         process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -532,7 +533,9 @@ def test_the_command_compares_a_task(command: Any, tmp_path: Path) -> None:
     assert runs["mxfp4"]["metrics"] == {"accuracy": alone.metrics["accuracy"], "train_loss": alone.train_loss}
     # Two blocks' qkv, proj, fc1 and fc2 are quantized; the patch convolution, two attentions and the head are not.
     lines = {line.split()[0]: line.split() for line in out.splitlines() if "/12" in line}
-    assert [lines[name][-2:] for name in ("bf16", "mxfp4", "tetrajet-qema")] == [["0/12", "1"], ["8/12", "1"], ["8/12", "1"]]
+    assert {name: words[-2:] for name, words in lines.items()} == {
+        "bf16": ["0/12", "1"], "mxfp4": ["8/12", "1"], "tetrajet-qema": ["8/12", "1"],
+    }  # fmt: skip
     assert f"{alone.validation_loss:.4g}" in lines["mxfp4"]
     assert f"page: {folder / 'report.html'}" in out
     code, out, err = command("digits", *BRIEF, "--policies=mxfp4", "--seeds=1", "--json")
