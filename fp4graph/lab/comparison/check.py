@@ -48,6 +48,8 @@ def check(train: Train, policies: Sequence[Policy], seed: int) -> list[str]:
             continue
         if problem is not None:
             faults[policy.name] = problem
+    if len(faults) == len(policies) and len({*faults.values()}) == 1:
+        raise Error(next(iter(faults.values())))  # nothing to do with the policies
     if faults:
         reasons = "".join(f"\n  {name}: {fault}" for name, fault in faults.items())
         raise Error(f"{len(faults)} of the policies cannot train this model, so none was trained:{reasons}")
@@ -101,8 +103,7 @@ def _first_call(train: Train, policy: Policy, seed: int) -> str | None:
         except Stop:
             pass
         except Error:
-            if probe.heard:
-                raise
+            raise
         except Exception as error:  # the training will raise it too, and is recorded as failed
             raise _Unchecked(f"train() raised {type(error).__name__} before it called the model") from error
     if not probe.heard:

@@ -256,7 +256,8 @@ def _signed(value: float, half: float = 0.0) -> str:
     """Return a difference with its sign, and with the decimals that give the half-width of its interval two digits."""
     if not value:
         return "0"
-    return f"{value:+.{min(9, max(0, 1 - math.floor(math.log10(half))))}f}" if half else f"{value:+.3g}"
+    known = half > 1e-6 * abs(value)
+    return f"{value:+.{max(0, 1 - math.floor(math.log10(half)))}f}" if known else f"{value:+.3g}"
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
