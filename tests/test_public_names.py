@@ -26,6 +26,7 @@ FUNCTIONS = {
     "unpack": "packed",
     "strip": "state_dict",
     "load_quantized": "model directory",
+    "compare": "train policies seeds folder baseline",
     "pack_frozen": "model",
     "unpack_frozen": "model",
 }

@@ -1,57 +1,79 @@
-"""``fp4graph compare``: train a task under several policies, and put the results side by side."""
+"""``fp4graph compare``: train a task, or a function of the user's, under several policies, and compare the losses."""
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from fp4graph.commands.output import AsJson, say, wide_console
+from fp4graph.commands.models import imported
+from fp4graph.commands.output import AsJson, print_json, wide_console
 from fp4graph.commands.run_options import run_options
-from fp4graph.commands.train import progress_of
 from fp4graph.errors import Error
 
 
 @run_options
 def compare(
-    task: Annotated[str, typer.Argument(metavar="TASK", help="What to train; fp4graph train --list names the tasks.")],
+    task: Annotated[
+        str | None, typer.Argument(metavar="[TASK]", help="What to train; fp4graph train --list names the tasks.")
+    ] = None,
+    train: Annotated[
+        str | None, typer.Option(metavar="MODULE:NAME", help="A function train(policy, seed, log) instead of a task.")
+    ] = None,
     policies: Annotated[
         list[str] | None, typer.Option(help="Names or files; repeat the option or put commas between. [required]")
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Runs per policy, of as many seeds from --seed on.")] = 1,
+    baseline: Annotated[str, typer.Option(help="The policy that the others are compared with.")] = "bf16",
+    seeds: Annotated[int, typer.Option(min=1, help="Runs per policy, of as many seeds from --seed on.")] = 3,
+    processes: Annotated[int, typer.Option(min=1, help="Trainings at a time.")] = 1,
+    timing: Annotated[
+        bool, typer.Option(help="Measure the time per step after the trainings, in alternation with the baseline.")
+    ] = True,
+    statistics: Annotated[
+        int | None, typer.Option(min=0, metavar="STEPS", help="Steps between records of the first seed; 0 for none.")
+    ] = None,
     workers: Annotated[int, typer.Option(min=0, help="Processes that load data.")] = 0,
-    output: Annotated[Path | None, typer.Option(help="Folder of results. [runs/compare-TASK]")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the comparison in --output.")] = False,
+    output: Annotated[Path | None, typer.Option(help="Folder of results. [runs/compare-NAME]")] = None,
     as_json: AsJson = False,
     **settings: Any,
 ) -> None:
-    """Train a task under several policies, from the same weights and on the same data, and compare them.
+    """Train under several policies and seeds, from the same weights and on the same data, and compare the losses.
 
-    fp4graph compare digits-augmented --policies bf16,microscaling,tetrajet
+    The same command goes on with what is in the folder.
+
+    fp4graph compare digits-augmented --policies microscaling,tetrajet
+
+    fp4graph compare --train mypkg.train:fn --policies nvfp4,tetrajet --seeds 3
     """
-    names = [name.strip() for text in policies or [] for name in text.split(",") if name.strip()]
-    if not names:
-        raise Error("say which policies to compare, such as --policies bf16,tetrajet; fp4graph policies lists them")
+    names = ",".join(policies or [])
+    if not names.strip(", "):
+        raise Error("say which policies to compare, such as --policies nvfp4,tetrajet; fp4graph policies lists them")
+    if (task is None) == (train is None):
+        raise Error("say what to train: a task, such as digits, or a function of yours, --train mypkg.train:fn")
     from fp4graph.lab import compare as comparing
+    from fp4graph.lab.comparison.task import TaskTraining
     from fp4graph.lab.runs.run import Run
+    from fp4graph.lab.tasks import task_named
 
     first = settings.pop("seed", 0)
-    numbers = range(first, first + seeds)
-    runs = [Run(task, name, seed=number, workers=workers, **settings) for name in names for number in numbers]
-    folder = output or Path("runs") / f"compare-{task}"
-    progress = partial(progress_of, quiet=as_json, one_of_many=True)
-    results = comparing.compare(runs, folder, resume=resume, progress=progress)
+    if task is not None:
+        run = Run(task, workers=workers, **settings)
+        task_named(task).settings(run)  # refuses what the task does not take
+        function: Any = TaskTraining(run)
+    else:
+        chosen = [name for name, value in {**settings, "workers": workers}.items() if value != vars(Run(""))[name]]
+        if chosen:
+            raise Error(f"--{chosen[0].replace('_', '-')} is a setting of a task; {train} makes its settings itself")
+        function = imported(str(train))
+    result = comparing.compare(
+        function, names, seeds=range(first, first + seeds), folder=output or Path("runs") / f"compare-{task or train}",
+        baseline=baseline, processes=processes, timing=timing, statistics=statistics,
+    )  # fmt: skip
     if as_json:
-        say((folder / comparing.RESULTS).read_text(encoding="utf-8").rstrip("\n"))
+        print_json(result.to_json())
         return
     wide = wide_console()
-    wide.print(comparing.title(results), comparing.table(results), sep="\n")
-    wide.print(
-        "train, val.: loss of the last validation and of the training before it; sites: matrix products quantized, "
-        "of all\nms/step: median after the first steps, without reading the data; 1st step: with compilation",
-        f"results: {folder / comparing.RESULTS}, picture: {folder / comparing.PICTURE}",
-        sep="\n",
-        soft_wrap=True,
-    )
+    wide.print(result.table())
+    for line in (*result.verdict.split("\n"), *result.notes, f"page: {result.folder / 'report.html'}"):
+        wide.print(line, soft_wrap=True)

@@ -1,262 +1,264 @@
-"""Comparing policies on a task: the same weights and the same data under each, one run after the other.
-
-A comparison's folder has a folder for each run (:mod:`fp4graph.lab.runs.folder`), ``comparison.json`` and
-``loss.png``. The two files are replaced after every run.
-"""
+"""Compares policies on a training: every policy under every seed, recorded so that a kill loses no finished run."""
 
 from __future__ import annotations
 
-import json
-import math
-import statistics
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+import pickle
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import get_context
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import torch
-from rich import box
-from rich.table import Table
-from torch import nn
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from fp4graph.errors import Error, PolicyError
-from fp4graph.files import replacing, write
+from fp4graph.errors import Error
+from fp4graph.lab.comparison import files, timing
+from fp4graph.lab.comparison.check import check
+from fp4graph.lab.comparison.record import Line, Record, name_of, recording
+from fp4graph.lab.comparison.result import Comparison
+from fp4graph.lab.comparison.runs import orphan_watch, train_once
+from fp4graph.lab.comparison.training import Log, Train
 from fp4graph.lab.data.extras import needs
-from fp4graph.lab.pictures.style import PALETTE, styled, subplots
-from fp4graph.lab.runs.folder import Ended, read_outcome, read_run
-from fp4graph.lab.runs.run import Run
-from fp4graph.lab.runs.train import train
-from fp4graph.lab.tasks import Problem, placed, task_named
-from fp4graph.model.explain import explain
 from fp4graph.policy import Policy, load_policy
 
-RESULTS, PICTURE = "comparison.json", "loss.png"
-#: Reasons that an error gives for what a policy does not quantize.
-SHOWN = 8
+__all__ = ["Comparison", "Log", "compare"]
 
-
-@dataclass(frozen=True)
-class Result:
-    """One run of a comparison, with the policy's name and the contents of ``run.json`` and ``outcome.json``."""
-
-    policy: str
-    seed: int
-    run: Mapping[str, Any]
-    outcome: Mapping[str, Any]
+#: Records of the statistics in a training, and the steps between them where no length is known.
+RECORDS, EVERY = 8, 50
+#: Seconds between two writings of the page while trainings go on.
+PAGE_EVERY = 30.0
 
 
 def compare(
-    runs: Sequence[Run],
-    folder: Path,
+    train: Train,
+    policies: str | Sequence[Any],
     *,
-    resume: bool = False,
-    progress: Callable[[Run], AbstractContextManager[tuple[Any, Any]]] = lambda run: nullcontext((None, None)),
-) -> list[Result]:
-    """Train every run, and keep results and a picture of the losses in ``folder``.
+    seeds: int | Sequence[int] = 3,
+    folder: str | PathLike[str] | None = None,
+    baseline: Any = "bf16",
+    processes: int = 1,
+    timing: bool = True,
+    statistics: int | None = None,
+) -> Comparison:
+    """Run a training of yours under every policy and every seed, and compare the losses.
+
+    >>> def train(policy, seed, log):
+    ...     model = fp4graph.apply(make_model(), policy, seed=seed)
+    ...     optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters()))
+    ...     for step, batch in enumerate(batches, 1):
+    ...         ...
+    ...         log(step, loss)
+    >>> print(fp4graph.compare(train, ["nvfp4", "tetrajet"], folder="runs/mine"))
+
+    Before the first training, ``train`` runs under each policy up to the model's first call, where the policy is
+    checked. Calling ``compare`` again with the same folder goes on: what has ended is not repeated, what failed is
+    tried again, and more policies and seeds can be added. Python's, NumPy's and torch's random numbers are seeded
+    before each run and restored at the end.
 
     Args:
-        runs: runs of one task, which differ in policy or seed.
-        resume: take over the runs in ``folder`` that have ended, and go on with one that has not.
-        progress: a context around a run, which gives the functions that :func:`train` calls as ``tick`` and ``report``.
+        train: ``train(policy, seed, log)`` applies the policy, trains, and calls ``log(step, loss, **metrics)``. It
+            returns the final loss, a mapping with ``loss`` and metrics, or None, where the last logged loss counts. It
+            may be a generator of (step, loss), or return a Hugging Face ``Trainer``, or a Lightning ``(trainer,
+            module[, datamodule])``, which then is run. ``log.folder`` is a folder for checkpoints of this run.
+        policies: paths, shipped policies' names, dicts or policies; the baseline is added. Text may hold several names
+            with commas between.
+        seeds: a number of seeds, from 0 on, or the seeds.
+        folder: holds the result, see :class:`Comparison`; ``runs/compare-NAME`` by default.
+        baseline: the policy that the others are compared with.
+        processes: trainings at a time, each in a process of its own, which must be able to import ``train``.
+        timing: measure the time per step after the trainings, each policy in alternation with the baseline.
+        statistics: steps between records of what quantization does in the first seed's runs; an eighth of the
+            baseline's length by default, 0 for none.
 
     Raises:
-        Error: two runs have the same policy name and seed, policies do not fit the task's model, the task is not what a
-            run needs, or without ``resume`` the folder holds one of the runs. All this but the last is found before the
-            first training.
+        Error: policies do not fit the model, which is found before any training; ``folder`` is in use or holds another
+            comparison; or ``train`` returned and logged nothing. A run that raises is recorded as failed, and the
+            others go on.
     """
-    for run in runs:
-        task_named(run.task).settings(run)
     needs("matplotlib", "pictures are drawn by matplotlib", "analysis")
-    policies, faults = _loaded(runs)
-    names = [f"{policies[_label(run)].name}-{run.seed}" for run in runs if _label(run) in policies]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise Error(f"two of the policies are called {twice.rpartition('-')[0]!r}; give each another name")
-    if faults := faults | _faults(runs[0], policies):
-        reasons = "".join(f"\n  {name}: {fault}" for name, fault in faults.items())
-        raise Error(f"{len(faults)} of the policies cannot train {runs[0].task}, so none was trained:{reasons}")
-    results: list[Result] = []
-    for run, name in zip(runs, names, strict=True):
-        with progress(run) as (tick, report), suppress(Ended):
-            train(run, directory=folder / name, resume=resume, tick=tick, report=report)
-        done, outcome = read_run(folder / name), read_outcome(folder / name)
-        assert outcome is not None
-        results.append(Result(done["policy_name"], run.seed, done, outcome))
-        _keep(results, folder)
-    return results
-
-
-def _label(run: Run) -> str:
-    """Return how the caller names the policy of a run."""
-    return run.policy if isinstance(run.policy, str) else str(run.policy.get("name"))
-
-
-def _loaded(runs: Sequence[Run]) -> tuple[dict[str, Policy], dict[str, str]]:
-    """Return the policies of ``runs``, and the errors of those that cannot be loaded."""
-    policies, faults = {}, {}
-    for label, policy in {_label(run): run.policy for run in runs}.items():
+    needs("jinja2", "the page needs jinja2", "analysis")
+    needs("scipy", "confidence intervals need scipy", "analysis")
+    loaded, numbers = _policies(policies, baseline), _seeds(seeds)
+    if type(processes) is not int or processes < 1:
+        raise Error(f"processes is a whole number of at least 1; got {processes!r}")
+    if processes > 1:
+        _check_picklable(train)
+    place = Path(folder) if folder is not None else Path("runs") / f"compare-{name_of(train).rpartition(':')[2]}"
+    with recording(place.absolute(), train, loaded) as record:
+        job = _Job(train, loaded, numbers, record, statistics)
         try:
-            policies[label] = load_policy(policy)
-        except PolicyError as error:
-            faults[label] = str(error)
-    return policies, faults
+            job.check()
+            job.train(processes)
+            if timing:
+                job.time()
+        finally:
+            if record.runs:
+                job.keep()
+    return job.result()
 
 
-def _faults(run: Run, policies: Mapping[str, Policy]) -> dict[str, str]:
-    """Return the errors that the model of ``run`` raises under ``policies``, captured on fake tensors.
+class _Job:
+    """The work of one call of :func:`compare`."""
 
-    A model that cannot be captured so, whatever the policy, is left to its training.
-    """
-    quantizing = {label: policy for label, policy in policies.items() if policy.quantizes or policy.phases}
-    if not quantizing:
-        return {}
-    task = task_named(run.task)
-    settings = task.settings(run)
-    with torch.random.fork_rng(), torch.autocast("cpu", torch.bfloat16, enabled=settings.autocast):
-        problem = task.make(settings)
-        problem.model.to(settings.parameter_dtype).train()
-        call = _first_call(problem)
-        faults = {label: fault for label, policy in quantizing.items() if (fault := _fault(problem, policy, call))}
-        return {} if faults and _fault(problem, load_policy("bf16"), call) else faults
+    def __init__(
+        self, train: Train, policies: list[Policy], seeds: list[int], record: Record, statistics: int | None
+    ) -> None:
+        self._train, self._policies, self._seeds = train, policies, seeds
+        self._record, self._statistics = record, statistics
+        self._notes: list[str] = []
+        self._kept = time.monotonic()
 
+    @property
+    def _pending(self) -> list[tuple[Policy, int]]:
+        """The runs to do, the baseline's first one first."""
+        runs = [(policy, seed) for seed in self._seeds for policy in self._policies]
+        return [(policy, seed) for policy, seed in runs if not self._record.finished(policy, seed)]
 
-class _Called(BaseException):
-    """Ends the first call of a model, with its arguments; no Exception, so that no task catches it."""
+    def check(self) -> None:
+        """Check the policies of all runs to do."""
+        if pending := dict.fromkeys(policy for policy, _ in self._pending):
+            self._notes += check(self._train, list(pending), self._seeds[0])
 
+    def train(self, processes: int) -> None:
+        """Do the runs that have not ended, one after the other or in processes."""
+        pending = self._pending
+        with _shown(len(self._policies) * len(self._seeds), self.result, len(pending)) as (progress, advance):
+            first = pending[:1] if processes > 1 else pending  # the first one's length is the measure of the statistics
+            for run in first:
+                self._ended(train_once(*self._arguments(*run), progress), advance)
+            if len(pending) > len(first):
+                for line in _in_processes([self._arguments(*run) for run in pending[1:]], processes):
+                    self._ended(line, advance)
 
-def _first_call(problem: Problem) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of the first call of the model in a training."""
+    def _arguments(self, policy: Policy, seed: int) -> tuple[Train, Policy, int, Path, int | None]:
+        """Return the arguments of :func:`train_once`."""
+        usual = self._record.runs.get((self._policies[0].name, self._seeds[0]), {}).get("step")
+        every = max(1, usual // RECORDS) if usual else EVERY
+        wanted = every if self._statistics is None else self._statistics or None
+        folder = self._record.folder / f"{policy.name}-{seed}"
+        return self._train, policy, seed, folder, wanted if seed == self._seeds[0] else None
 
-    def stop(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        raise _Called(args, kwargs)
+    def _ended(self, line: Line, advance: Callable[[], None]) -> None:
+        self._record.add(line)
+        advance()
+        if time.monotonic() - self._kept > PAGE_EVERY:
+            self.keep()
 
-    handle = problem.model.register_forward_pre_hook(stop, with_kwargs=True)
-    try:
-        problem.measure(problem.model, next(problem.batches(0)))
-    except _Called as call:
-        args, kwargs = call.args
-        return args, kwargs
-    finally:
-        handle.remove()
-    raise AssertionError(f"{type(problem).__name__} does not call its model")
+    def time(self) -> None:
+        """Measure the time per step of every policy that was not measured yet."""
+        baseline, *others = self._policies
+        for policy in others:
+            pair = {"fingerprint": policy.fingerprint, "baseline": baseline.fingerprint}
+            former = self._record.timings.get(policy.name, {})
+            if pair.items() <= former.items() or not self.result().of(policy.name):
+                continue
+            try:
+                measured = timing.timed(self._train, baseline, policy, self._seeds[0])
+            except Exception as error:  # noqa: BLE001  # the losses are there; whatever a training raises
+                self._notes.append(f"the time of {policy.name} was not measured: {type(error).__name__}: {error}")
+                continue
+            if not measured:
+                self._notes.append(f"the trainings are too short to measure the time of {policy.name}")
+            self._record.add({"kind": "timing", "policy": policy.name, **pair, **measured})
 
-
-def _fault(problem: Problem, policy: Policy, call: tuple[tuple[Any, ...], dict[str, Any]]) -> str | None:
-    """Return the error that training under ``policy`` would raise at its first forward, or at that of a phase."""
-    try:
-        if problem.blocks is not None:
-            policy = placed(policy, problem.blocks)
-        for one in (policy, *(phase.policy for phase in policy.phases)):
-            explanation = explain(problem.model, one, *call)
-            if explanation.problem is not None:
-                kept = Counter((site.rule, site.reason) for site in explanation.sites if not site.quantized)
-                reasons = [
-                    f"{number} {f'by rule {rule!r}' if rule else 'by default'} ({reason})"
-                    for (rule, reason), number in kept.most_common(SHOWN)
-                ]
-                return explanation.problem + f"\n    Kept: {', '.join(reasons)}" * (not explanation.quantized)
-    except Error as error:
-        return str(error)
-    return None
-
-
-def _keep(results: Sequence[Result], folder: Path) -> None:
-    kept = ("settings", "steps", "complexity", "parameters", "versions", "machine")
-    runs = [{"policy": one.policy, **{key: one.run[key] for key in kept}, **one.outcome} for one in results]
-    content = {
-        "task": results[0].run["run"]["task"],
-        "timing": "step_seconds: median of steps, the first ones left out, reading of the data not counted",
-        "runs": runs,
-    }
-    write(folder / RESULTS, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
-    with replacing(folder / PICTURE) as file:
-        _draw(results).savefig(file, dpi=130, format="png")
-
-
-def title(results: Sequence[Result]) -> str:
-    """Name what was trained and where."""
-    settings = results[0].run["settings"]
-    seeds = sorted({result.seed for result in results})
-    gemms = "bfloat16 autocast" if settings["autocast"] else {"fp32": "float32", "bf16": "bfloat16"}[settings["dtype"]]
-    drawn = f"seed {seeds[0]}" if len(seeds) == 1 else f"{len(seeds)} seeds"
-    return (
-        f"{settings['task']}, {results[0].run['steps']} steps of {settings['batch_size'] * settings['accumulate']}, "
-        f"{gemms} GEMMs, {settings['device']}, backend {settings['backend']}, {drawn}"
-    )
-
-
-def table(results: Sequence[Result]) -> Table:
-    """Tabulate the last losses, the task's metrics and the times, a row per policy.
-
-    Of several seeds a row has the mean and the standard deviation. ``ratio`` is the time per step relative to the
-    first policy that quantizes nothing, or to the first policy where all of them quantize.
-    """
-    rows = _by_policy(results)
-    metrics = list(results[0].outcome["metrics"])
-    baseline = next((own for own in rows.values() if not own[0].outcome["quantized"]), next(iter(rows.values())))
-    usual = _mean(result.outcome["step_seconds"] for result in baseline)
-    drawn = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in ("policy", "Ω", "train", "val.", *metrics, "ms/step", "ratio", "1st step", "sites"):
-        drawn.add_column(column, justify="left" if column == "policy" else "right", no_wrap=True)
-    for policy, own in rows.items():
-        outcomes = [result.outcome for result in own]
-        last = outcomes[0]
-        seconds = _mean(outcome["step_seconds"] for outcome in outcomes)
-        first = _mean(outcome["first_step_seconds"] for outcome in outcomes)
-        drawn.add_row(
-            policy,
-            f"{last['complexity']:g}",
-            _cell([outcome["train_loss"] for outcome in outcomes]),
-            _cell([outcome["validation_loss"] for outcome in outcomes]),
-            *(_cell([outcome["metrics"].get(name) for outcome in outcomes], name) for name in metrics),
-            "-" if seconds is None else f"{1000 * seconds:.1f}",
-            "-" if seconds is None or usual is None else f"{seconds / usual:.2f}×",
-            "-" if first is None else f"{first:.1f} s",
-            f"{last['quantized']}/{last['sites']}",
+    def result(self) -> Comparison:
+        """Return what has been found so far."""
+        names = {policy.name for policy in self._policies}
+        runs = [run for (name, seed), run in self._record.runs.items() if name in names and seed in self._seeds]
+        notes = dict.fromkeys([*self._notes, *(run["note"] for run in runs if run["note"])])
+        known = self._record.timings
+        timings = {name: known[name] for name in names & known.keys() if "ratio" in known[name]}
+        policies, seeds = tuple(self._policies), tuple(self._seeds)
+        name = name_of(self._train).rpartition(":")[2]
+        return Comparison(
+            self._record.folder, name, policies[0].name, policies, seeds, tuple(runs), timings, tuple(notes)
         )
-    return drawn
+
+    def keep(self) -> None:
+        """Write the page and the other files."""
+        files.write_all(self.result())
+        self._kept = time.monotonic()
 
 
-def _cell(values: Sequence[float | None], metric: str = "") -> str:
-    """Return the mean of ``values``, with the standard deviation of several; a run that diverged has no value."""
-    numbers = [value for value in values if value is not None]
-    if len(numbers) < len(values):
-        return "diverged"
-    factor, unit = (100, " %") if metric == "accuracy" else (1, "")
-    mean = factor * statistics.fmean(numbers)
-    form = ".1f" if unit else ".3f" if abs(mean) >= 0.1 else ".3g"
-    spread = f" ± {factor * statistics.stdev(numbers):{form}}" if len(numbers) > 1 else ""
-    return f"{mean:{form}}{spread}{unit}"
+def _in_processes(jobs: Sequence[tuple[Any, ...]], processes: int) -> Iterator[Line]:
+    """Yield the line of each run as it ends, each in one of some spawned processes."""
+    options: dict[str, Any] = {"mp_context": get_context("spawn"), "initializer": orphan_watch}
+    with ProcessPoolExecutor(min(processes, len(jobs)), **options) as pool:
+        try:
+            for done in as_completed([pool.submit(train_once, *job) for job in jobs]):
+                yield done.result()
+        except BrokenProcessPool:
+            raise Error(
+                "a process ended in the middle of its training, as where memory runs out; the finished runs are kept. "
+                "Call compare again to go on, with fewer processes"
+            ) from None
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    numbers = [value for value in values if value is not None]
-    return statistics.fmean(numbers) if numbers else None
+@contextmanager
+def _shown(
+    total: int, result: Callable[[], Comparison], pending: int
+) -> Iterator[tuple[Callable[[Policy, int, int, float], None], Callable[[], None]]]:
+    """Show a table and a bar on a terminal; yield the functions to call with a logged loss, and after a run."""
+    console = Console(stderr=True, highlight=False, markup=False)
+    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+    bar = Progress(*columns, TextColumn("{task.fields[status]}", markup=False), console=console)
+    task = bar.add_task("", total=total, completed=total - pending, status="")
+    tables: list[RenderableType] = []
+
+    def progress(policy: Policy, seed: int, step: int, loss: float) -> None:
+        bar.update(task, status=f"{policy.name}, seed {seed}: step {step:,}, loss {loss:.4g}")
+
+    def advance() -> None:
+        bar.advance(task)
+        tables[:] = [result().table()] if console.is_terminal else []
+
+    if not console.is_terminal:
+        yield progress, advance
+        return
+    with Live(get_renderable=lambda: Group(*tables, bar), console=console, transient=True):
+        yield progress, advance
 
 
-def _by_policy(results: Sequence[Result]) -> dict[str, list[Result]]:
-    rows: dict[str, list[Result]] = {}
-    for result in results:
-        rows.setdefault(result.policy, []).append(result)
-    return rows
+def _policies(policies: str | Sequence[Any], baseline: Any) -> list[Policy]:
+    """Return the policies with the baseline first."""
+    given = [name.strip() for name in policies.split(",")] if isinstance(policies, str) else list(policies)
+    loaded, faults = [], []
+    for policy in (baseline, *filter(None, given)):
+        try:
+            loaded.append(load_policy(policy))
+        except Error as error:
+            faults.append(f"\n  {policy}: {error}")
+    if faults:
+        raise Error(f"{len(faults)} of the policies cannot be loaded, so none was trained:{''.join(faults)}")
+    first, *others = loaded
+    others = [policy for policy in others if (policy.name, policy.fingerprint) != (first.name, first.fingerprint)]
+    names = [policy.name for policy in (first, *others)]
+    if not others:
+        raise Error(f"there is no policy to compare with the baseline {first.name!r}; name one, such as tetrajet")
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise Error(f"two of the policies are called {twice!r}; give each another name")
+    return [first, *others]
 
 
-def _draw(results: Sequence[Result]) -> Any:
-    """Draw the losses over the steps: validation solid, training dashed, one colour a policy, one line a run."""
-    with styled():
-        drawn, axes = subplots(4.5, width=7.5)
-        for number, (policy, own) in enumerate(_by_policy(results).items()):
-            colour = PALETTE[number % len(PALETTE)]
-            for result in own:
-                history = [entry for entry in result.outcome["history"] if entry["validation_loss"] is not None]
-                steps = [entry["step"] for entry in history]
-                label = policy if result is own[0] else None
-                axes.plot(steps, [h["validation_loss"] for h in history], color=colour, marker=".", label=label)
-                training = [math.nan if h["train_loss"] is None else h["train_loss"] for h in history]
-                axes.plot(steps, training, color=colour, linestyle="--", linewidth=0.9, alpha=0.7)
-        axes.set(xlabel="step", ylabel="loss (log scale)", yscale="log")
-        axes.set_title(title(results), fontsize=9)
-        axes.legend(title="validation, solid;\ntraining, dashed")
-    return drawn
+def _seeds(seeds: int | Sequence[int]) -> list[int]:
+    numbers = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+    if not numbers or any(type(seed) is not int or seed < 0 for seed in numbers) or len({*numbers}) < len(numbers):
+        raise Error(f"seeds is a number of seeds, at least 1, or different whole numbers from 0 on; got {seeds!r}")
+    return numbers
+
+
+def _check_picklable(train: Train) -> None:
+    try:
+        pickle.dumps(train)
+    except Exception as error:
+        raise Error(
+            f"processes= needs a train() that other processes can import, at the top of a module: {error}"
+        ) from error

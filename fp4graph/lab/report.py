@@ -7,15 +7,13 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import resources
-from importlib.metadata import version
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp4graph.errors import Error
 from fp4graph.files import write
-from fp4graph.lab.data.extras import needs
+from fp4graph.lab.pages import rendered
 from fp4graph.lab.pictures import plots
 from fp4graph.lab.pictures.style import LABELS, svg
 from fp4graph.lab.runs.folder import RUN, read_metrics, read_outcome, read_run
@@ -93,9 +91,6 @@ def write_report(directory: str | PathLike[str], output: str | PathLike[str] | N
     Raises:
         Error: there is no run, its files are damaged, or the report cannot be written.
     """
-    needs("jinja2", "reports need jinja2", "analysis")
-    import jinja2
-
     directory = Path(directory)
     if not directory.exists():
         raise Error(f"{directory}: there is no such folder")
@@ -119,9 +114,8 @@ def write_report(directory: str | PathLike[str], output: str | PathLike[str] | N
         for name, made in (("losses", plots.losses(metrics)), ("metrics", plots.other_metrics(metrics)))
         if made is not None
     ]
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string(resources.files(__package__).joinpath("report.html.jinja").read_text("utf-8"))
-    page = template.render(
+    page = rendered(
+        "report.html.jinja",
         title=_title(run, recorded, directory),
         run=run,
         settings=_settings(run),
@@ -132,7 +126,6 @@ def write_report(directory: str | PathLike[str], output: str | PathLike[str] | N
         table=_table(recorded) if recorded is not None and recorded.rows else None,
         recorded=recorded,
         labels=LABELS,
-        version=version("fp4graph"),
         directory=str(directory),
     )
     path = Path(output) if output is not None else directory / "report.html"

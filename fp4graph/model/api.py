@@ -21,6 +21,7 @@ from fp4graph.model.conversion import refuse_other_models
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.explain import rehearse
 from fp4graph.model.hooks import Method, bypassed, mark_hooks
+from fp4graph.model.listening import listener
 from fp4graph.model.packed import unpacked
 from fp4graph.model.runtime import Runtime, detach, require_runtime, runtime_of
 from fp4graph.policy import Policy, check_modules, load_policy
@@ -111,6 +112,7 @@ def apply(
         Runtime(root, loaded, dataclasses.replace(settings, methods=tuple(dict.fromkeys(methods)))).attach()
     if first:
         saved.restore(root)
+    listener().applied(model)
     return model
 
 

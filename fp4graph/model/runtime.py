@@ -58,6 +58,7 @@ class Runtime:
         inspection: what observes the forwards.
         root_state: the count of forwards; None where no phase quantizes anything, and until :meth:`attach`.
         packing: packs the weights again that were packed, where some were.
+        intercept: called with the arguments in the place of the model's call; None lets the call run.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Runtime:
         self._synchronized: weakref.ref[DistributedDataParallel] | None = None
         self._tree = Tree(root, self.weights, quantizes=policy.quantizes)
         self.packing: Packing | None = None
+        self.intercept: Callable[[tuple[Any, ...], dict[str, Any]], Any] | None = None
 
     @property
     def weights(self) -> list[Weight]:
@@ -228,6 +230,8 @@ class Runtime:
     @opaque
     def run_method(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the root's call, or a method that is compiled and counted like it."""
+        if self.intercept is not None and name == CALL:
+            return self.intercept(args, kwargs)
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         symbolic = any(x.is_meta for x in given)  # for shapes alone, as Keras does before its first step
         if self._bypassed or symbolic:

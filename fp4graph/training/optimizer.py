@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fp4graph.errors import Error
+from fp4graph.model.listening import listener
 from fp4graph.model.runtime import Runtime, require_runtime, runtime_of
 from fp4graph.model.weight import Weight
 from fp4graph.ops import contract
@@ -82,6 +83,7 @@ def prepare_optimizer(model: nn.Module, optimizer: O) -> O:
     parameters = {id(weight.parameter) for weight in runtime.weights if id(weight.parameter) in held}
     ForwardCounts.of(optimizer, runtime)
     runtime.optimizers.add(optimizer, parameters, prepare_optimizer)
+    listener().prepared(model, optimizer)
     return optimizer
 
 

@@ -28,6 +28,7 @@ SMALL = ["--steps", "2", "--batch-size", "8", "--validation-batches", "1", "--de
 PARSED = {
     r"fp4graph sweep (?!.*--export-policy)": "trains for minutes or hours; the fixture `sweep` runs a small one",
     r"fp4graph compare (deit-tiny|digits-augmented|gaussian)": "trains for minutes; README's comparison runs",
+    r"fp4graph compare --train": "names a function of the reader's; tests/lab/test_compare.py runs one",
     r"fp4graph train countdown": "has a supervised start of 200 steps; test_reinforcement.py trains it",
     r"fp4graph train llama-\d+": "needs a GPU and data from the network",
     r"fp4graph techniques mse_scale": "needs the package beside it; test_technique_plugin.py installs it",

@@ -19,6 +19,7 @@ from fp4graph.lab.sweeps.space import load_space
 from fp4graph.technique.registry import Registry
 from tests.docs.blocks import PAGES, ROOT, Block, blocks, of_language
 from tests.helpers import models
+from tests.lab import trainings
 
 pytestmark = pytest.mark.slow
 
@@ -27,6 +28,13 @@ INSTEAD: dict[str, dict[str, str]] = {
     "docs/sensitivity.md": {'by=("site", "gemm")': 'by="gemm"'},
     "docs/analysis.md": {"[(step, validation_loss), ...]": "[(1, 2.5), (2, 2.0 + 0.1 * seed)]"},
     "docs/diagnose.md": {"every=50": "every=2", "train(model, optimizer)": "train(model, optimizer, 12)"},
+    "docs/compare.md": {
+        "policy, seed=seed)": 'policy, seed=seed, backend="eager")',
+        'timm.create_model("deit_tiny_patch16_224", num_classes=10)': "vit()",
+        "seeds=3": "seeds=1, timing=False",
+        'folder="runs/gpt"': 'seeds=1, timing=False, folder="runs/gpt"',
+        'folder="runs/deit"': 'seeds=1, timing=False, folder="runs/deit"',
+    },
     "docs/distributed.md": {"model, device_ids=[local_rank]": "model"},
     "docs/tasks.md": {"steps=200": "steps=2, device='cpu'"},
     "docs/training.md": {
@@ -82,6 +90,25 @@ def _diagnose(folder: Path) -> dict[str, Any]:
 def _clients(folder: Path) -> dict[str, Any]:
     model = models.vit()
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
+
+
+def _compare(folder: Path) -> dict[str, Any]:
+    """A training, and what the two loops of the page call: a model of the GPT's form, its data, images."""
+    timm = pytest.importorskip("timm")
+
+    class GPT(trainings.Net):
+        def __init__(self, config: None) -> None:
+            super().__init__()
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+            return None, super().forward(x, y)["loss"]
+
+    return {
+        "train": trainings.loop, "GPT": GPT, "config": None, "steps": 2, "estimate_loss": lambda model: {"val": 1.0},
+        "get_batch": lambda split: (torch.randn(4, 32), torch.randn(4, 32)), "timm": timm, "vit": models.vit,
+        "loader": [(_images(), torch.arange(4))], "criterion": nn.functional.cross_entropy,
+        "validation_loss": lambda model: 1.0, "accuracy": lambda model: 0.5,
+    }  # fmt: skip
 
 
 def _distributed(folder: Path) -> dict[str, Any]:
@@ -141,6 +168,7 @@ GIVEN = {
     "docs/analysis.md": _analysis,
     "docs/diagnose.md": _diagnose,
     "docs/clients.md": _clients,
+    "docs/compare.md": _compare,
     "docs/distributed.md": _distributed,
     "docs/sensitivity.md": _sensitivity,
     "docs/training.md": _training,

@@ -68,16 +68,17 @@ def mean_error(rows: Sequence[Measurement]) -> dict[str, float]:
     return {name: 100 * statistics.fmean(row[column] for row in rows) for name, column in columns.items()}
 
 
-def log_scale(axes: Axes) -> None:
-    """Set a logarithmic axis with its numbers written out: 0.5, not 5·10⁻¹."""
+def loss_scale(axes: Axes, values: Sequence[float]) -> None:
+    """Label the axis of losses, logarithmic where they span more than a factor of 5, with its numbers written out."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    axes.set_yscale("log")
-    low, high = axes.get_ylim()
-    if high < 1000 * low:
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter("{x:g}")
+    low, high = min(values), max(values)
+    axes.set_ylabel("loss (log scale)" if (logarithmic := low > 0 and high > 5 * low) else "loss")
+    if logarithmic:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 1000 * low else (1,)))
         axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.yaxis.set_major_formatter("{x:g}")  # 0.5, not 5·10⁻¹
 
 
 def gathered(points: Iterable[tuple[int, float | None]]) -> Curve:

@@ -29,9 +29,8 @@ def losses(metrics: Sequence[Measurement]) -> Figure | None:
             marker = "o" if name == "validation" and len(points) <= 40 else None
             axes.plot(*zip(*points, strict=True), color=color, linewidth=width, marker=marker, markersize=3.5,
                       label=f"{name}, last {points[-1][1]:.4g}")  # fmt: skip
-    if min(values) > 0 and max(values) > 5 * min(values):
-        p.log_scale(axes)
-    axes.set(xlabel="optimizer step", ylabel="loss" + (" (log scale)" if axes.get_yscale() == "log" else ""))
+    p.loss_scale(axes, values)
+    axes.set_xlabel("optimizer step")
     axes.legend()
     return picture
 

@@ -1,0 +1,138 @@
+"""Checks every policy on the model that a training makes, before anything is trained."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp4graph.errors import Error, PolicyWarning
+from fp4graph.lab.comparison.training import Log, Stop, Train, call, seeded
+from fp4graph.model.explain import explain
+from fp4graph.model.listening import listening
+from fp4graph.model.runtime import require_runtime, runtime_of
+from fp4graph.policy import Policy, load_policy
+
+#: Reasons that an error gives for what a policy does not quantize.
+SHOWN = 8
+
+
+def check(train: Train, policies: Sequence[Policy], seed: int) -> list[str]:
+    """Run ``train`` under each policy up to the model's first call, and see whether that call fits the policy.
+
+    The call is captured on fake tensors under the policy, and under each of its phases, as ``train`` has applied it and
+    in the training's own autocast.
+
+    Returns:
+        Sentences about policies that could not be checked.
+
+    Raises:
+        Error: policies do not fit, quantize nothing or keep every block; all are named with the reasons. Or ``train``
+            never applies a policy.
+    """
+    faults: dict[str, str] = {}
+    unchecked: list[str] = []
+    for policy in policies:
+        try:
+            problem = _first_call(train, policy, seed)
+        except Error as error:
+            problem = str(error)
+        except _Unchecked as why:
+            unchecked.append(f"policy {policy.name!r} was not checked before the training: {why}")
+            continue
+        if problem is not None:
+            faults[policy.name] = problem
+    if len(faults) == len(policies) and len({*faults.values()}) == 1:
+        raise Error(next(iter(faults.values())))  # nothing to do with the policies
+    if faults:
+        reasons = "".join(f"\n  {name}: {fault}" for name, fault in faults.items())
+        raise Error(f"{len(faults)} of the policies cannot train this model, so none was trained:{reasons}")
+    return unchecked
+
+
+class _Unchecked(BaseException):
+    """The first call of the model cannot be looked at; the text says why. No Exception, like :class:`_Called`."""
+
+
+class _Called(BaseException):
+    """Ends the first call of a model; no Exception, so that no training catches it."""
+
+    def __init__(self, problem: str | None) -> None:
+        self.problem = problem
+
+
+class _Probe:
+    """Looks at the first call of an applied model, in the place of that call."""
+
+    def __init__(self) -> None:
+        self.heard = False
+
+    def applied(self, model: nn.Module) -> None:
+        self.heard = True
+        runtime = require_runtime(model, "compare")
+
+        def intercept(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            raise _Called(_problem(runtime.root, runtime.policy, args, kwargs))
+
+        runtime.intercept = intercept
+
+    def prepared(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None: ...
+
+
+def _first_call(train: Train, policy: Policy, seed: int) -> str | None:
+    """Return the error that the first call of the model would raise under ``policy``, or None."""
+
+    def stop(step: int, loss: float | None) -> None:
+        raise Stop
+
+    probe = _Probe()
+    ended = "train() logged a loss before it called the applied model itself, as where it calls a part of the model"
+    with tempfile.TemporaryDirectory() as folder, seeded(seed), listening(probe), warnings.catch_warnings():
+        warnings.simplefilter("ignore", PolicyWarning)  # the training says so too
+        try:
+            call(train, policy, seed, Log(Path(folder), stop))
+            ended = "train() returned without a call of the applied model"
+        except _Called as first:
+            return first.problem
+        except Stop:
+            pass
+        except Error:
+            raise
+        except Exception as error:  # the training will raise it too, and is recorded as failed
+            raise _Unchecked(f"train() raised {type(error).__name__} before it called the model") from error
+    if not probe.heard:
+        raise Error("train() never called fp4graph.apply(model, policy), so every policy would train alike; call it")
+    raise _Unchecked(ended)
+
+
+def _problem(model: nn.Module, policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    runtime = runtime_of(model)
+    assert runtime is not None
+    runtime.intercept = None  # the captures below copy the model
+    for phase in (policy, *(phase.policy for phase in policy.phases)):
+        if phase.quantizes and (problem := _fault(model, phase, args, kwargs)) is not None:
+            if _fault(model, load_policy("bf16"), args, kwargs) is not None:
+                raise _Unchecked("the model cannot be captured on tensors without data, whatever the policy")
+            return problem
+    return None
+
+
+def _fault(model: nn.Module, policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    try:
+        explanation = explain(model, policy, args, kwargs)
+    except Error as error:
+        return str(error)
+    if explanation.problem is None or explanation.quantized:
+        return explanation.problem
+    kept = Counter((site.rule, site.reason) for site in explanation.sites if not site.quantized)
+    reasons = [
+        f"{count} {f'by rule {rule!r}' if rule else 'by default'} ({reason})"
+        for (rule, reason), count in kept.most_common(SHOWN)
+    ]
+    return f"{explanation.problem}\n    Kept: {', '.join(reasons)}"

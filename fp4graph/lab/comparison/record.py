@@ -1,0 +1,142 @@
+"""The folder of a comparison, which a kill at any instant leaves readable.
+
+``runs.jsonl`` has a line for each finished run, written when the run ends, a line for each timing, and a line where a
+comparison begins or goes on. ``POLICY-SEED/`` is the folder of a run: ``log.jsonl`` with its losses, ``statistics/``,
+and what the training keeps there itself. ``comparison.lock`` is locked while a process writes here.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import os
+import platform
+import socket
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import is_dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+
+from fp4graph.errors import Error
+from fp4graph.lab import jsonlines
+from fp4graph.lab.runs.run import finite
+from fp4graph.policy import Policy
+
+RUNS, LOCK = "runs.jsonl", "comparison.lock"
+FORMAT, VERSION = "fp4graph.comparison", 1
+Line = Mapping[str, Any]
+
+
+def name_of(train: Callable[..., Any]) -> str:
+    """Return ``module:name`` of a training, or what it calls itself."""
+    if isinstance(train, functools.partial):
+        return f"{name_of(train.func)} with {train.args}, {train.keywords}"
+    name = getattr(train, "__qualname__", None)
+    return str(train) if name is None else f"{train.__module__}:{name}"
+
+
+def source_of(train: Callable[..., Any]) -> str | None:
+    """Return a digest that tells an edited training from the former one; None where nothing is known of it.
+
+    It is of a function's source, or of the settings that a dataclass holds.
+    """
+    try:
+        source = repr(train) if is_dataclass(train) else inspect.getsource(getattr(train, "func", train))
+    except (OSError, TypeError):
+        return None
+    return hashlib.sha256(source.encode()).hexdigest()[:16]
+
+
+class Record:
+    """The lines of ``runs.jsonl``: the last run of each policy and seed, and the last timing of each policy."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self._file = folder, folder / RUNS
+        self.runs: dict[tuple[str, int], Line] = {}
+        self.timings: dict[str, Line] = {}
+        self.header: Line = {}
+        for number, line in jsonlines.read(self._file) if self._file.exists() else ():
+            if line.get("format") == FORMAT and line.get("version") == VERSION:
+                self.header = line
+            elif not self.header or not {"policy", "kind"} <= line.keys():
+                raise Error(f"{self._file}:{number} is no line of a comparison; give another folder")
+            else:
+                self._take(line)
+
+    def finished(self, policy: Policy, seed: int) -> bool:
+        """Return whether a run has ended, by itself or because its loss was not finite; a failed one has not."""
+        return self.runs.get((policy.name, seed), {}).get("state") in ("finished", "diverged")
+
+    def add(self, line: Line) -> None:
+        """Write a run or a timing.
+
+        Raises:
+            Error: the disk is full, say; the former lines are as they were.
+        """
+        try:
+            jsonlines.append(self._file, [finite(line)])
+        except OSError as error:
+            raise Error(
+                f"cannot write {self._file}: {error.strerror or error}. The finished runs are in it; make room, and "
+                "call compare again to go on"
+            ) from error
+        self._take(finite(line))
+
+    def _take(self, line: Line) -> None:
+        if line["kind"] == "run":
+            self.runs[line["policy"], line["seed"]] = line
+        else:
+            self.timings[line["policy"]] = line
+
+
+@contextmanager
+def recording(folder: Path, train: Callable[..., Any], policies: Sequence[Policy]) -> Iterator[Record]:
+    """Return the record in ``folder``, which no other process writes until the context ends.
+
+    Raises:
+        Error: another process writes there, the folder cannot be written, or it holds another comparison: of another
+            training, of one that was edited since, or of other policies under the same names.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / LOCK)
+        lock.acquire(timeout=0)
+    except Timeout:
+        process = Record(folder).header.get("process", "another process")
+        raise Error(f"{folder} is in use by {process}; let it end, or give another folder") from None
+    except OSError as error:
+        raise Error(f"cannot write {folder}: {error.strerror or error}; give another folder") from error
+    try:
+        jsonlines.cut_torn_line(folder / RUNS)
+        record = Record(folder)
+        identity = {"train": name_of(train), "source": source_of(train)}
+        if record.runs:
+            _refuse_another(record, identity, policies)
+        here = f"process {os.getpid()} on {socket.gethostname()}"
+        versions = {name: version(name) for name in ("fp4graph", "torch")} | {"python": platform.python_version()}
+        machine = {"processor": platform.machine(), "threads": torch.get_num_threads()}
+        header = {"format": FORMAT, "version": VERSION, **identity, "process": here, "versions": versions}
+        jsonlines.append(folder / RUNS, [header | {"machine": machine}])
+        yield record
+    finally:
+        lock.release()
+
+
+def _refuse_another(record: Record, identity: Line, policies: Sequence[Policy]) -> None:
+    header, why = record.header, ""
+    known = {line["policy"]: line["fingerprint"] for line in record.runs.values()}
+    changed = [p.name for p in policies if known.get(p.name, p.fingerprint) != p.fingerprint]
+    if header["train"] != identity["train"]:
+        why = f"a comparison of {header['train']}, and this is one of {identity['train']}"
+    elif header["source"] != identity["source"]:
+        why = f"runs of {header['train']} with other settings, or from before it was edited"
+    elif changed:
+        why = f"runs of policy {changed[0]!r} from before it was edited"
+    if why:
+        raise Error(f"{record.folder} holds {why}; give another folder, or delete this one")

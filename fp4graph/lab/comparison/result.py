@@ -1,0 +1,265 @@
+"""The result of a comparison: a row for each policy, and a verdict in words."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median, stdev
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from fp4graph.errors import Error
+from fp4graph.lab.pictures.style import LABELS
+from fp4graph.lab.statistics import storage
+from fp4graph.policy import Policy
+
+#: Confidence of the intervals.
+CONFIDENCE = 0.95
+#: Operands that a policy's list of losses has.
+WORST = 6
+Row = Mapping[str, Any]
+
+
+def paired(differences: Sequence[float]) -> tuple[float, float | None]:
+    """Return the mean d̄ of paired differences, and half the width of its 95 % confidence interval.
+
+    d̄ ± t · s/√n, with s² = Σ(d_i − d̄)²/(n − 1) and t the quantile 0.975 of Student's distribution with n − 1 degrees of
+    freedom (Student 1908). The half-width is None for n = 1.
+    """
+    from scipy.stats import t
+
+    count = len(differences)
+    if count < 2:
+        return fmean(differences), None
+    quantile = float(t.ppf((1 + CONFIDENCE) / 2, count - 1))
+    return fmean(differences), quantile * stdev(differences) / math.sqrt(count)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Policies side by side. ``print(comparison)`` shows a table and the verdict; :attr:`folder` holds the page.
+
+    Attributes:
+        folder: the files: ``report.html``, ``table.csv``, ``table.tex``, ``loss.svg``, ``loss.pdf``, ``runs.jsonl``.
+        name: the name of the training.
+        baseline: the name of the policy that the others are compared with.
+        policies: all policies, the baseline first.
+        seeds: the seeds that were asked for.
+        runs: the lines of ``runs.jsonl`` about them, without runs that have not ended.
+        timings: the time of each policy, measured in alternation with the baseline.
+        notes: sentences about what could not be checked or measured.
+    """
+
+    folder: Path
+    name: str
+    baseline: str
+    policies: tuple[Policy, ...]
+    seeds: tuple[int, ...]
+    runs: tuple[Row, ...]
+    timings: Mapping[str, Row]
+    notes: tuple[str, ...] = ()
+
+    def of(self, policy: str, state: str = "finished") -> list[Row]:
+        """Return the runs of a policy that have ended in ``state``: finished, diverged or failed."""
+        return [run for run in self.runs if run["policy"] == policy and run["state"] == state]
+
+    def differences(self, policy: str, other: str) -> list[float]:
+        """Return the losses of ``policy`` minus those of ``other``, for each seed that both have finished."""
+        losses = {run["seed"]: run["loss"] for run in self.of(other)}
+        return [run["loss"] - losses[run["seed"]] for run in self.of(policy) if run["seed"] in losses]
+
+    @property
+    def metrics(self) -> list[str]:
+        """The names of the metrics beside the loss."""
+        return list(dict.fromkeys(name for run in self.runs for name in run["metrics"]))
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each policy, as plain data; None is unknown.
+
+        ``difference`` is the mean of the loss minus the baseline's over the seeds that both have finished, and ``low``
+        to ``high`` its 95 % confidence interval. ``ratio`` is the time of a step over the baseline's, measured in
+        alternation, and ``ms_per_step`` this ratio times the baseline's time; without it, the time in the training.
+        """
+        return [self._row(policy) for policy in self.policies]
+
+    def _row(self, policy: Policy) -> dict[str, Any]:
+        finished = self.of(policy.name)
+        losses = [run["loss"] for run in finished]
+        differences = [] if policy.name == self.baseline else self.differences(policy.name, self.baseline)
+        mean, half = paired(differences) if differences else (None, None)
+        known = half is not None and mean is not None
+        runs = [run for run in self.runs if run["policy"] == policy.name]
+        model: Row = next((run["model"] for run in runs if run["model"]), {})
+        ratio = 1.0 if policy.name == self.baseline and self.timings else self.timings.get(policy.name, {}).get("ratio")
+        alone = _mean([run["ms_per_step"] for run in runs])
+        return {
+            "policy": policy.name,
+            "loss": fmean(losses) if losses else None,
+            "deviation": stdev(losses) if len(losses) > 1 else None,
+            "difference": mean,
+            "low": mean - half if known else None,  # type: ignore[operator]
+            "high": mean + half if known else None,  # type: ignore[operator]
+            **{name: _mean([run["metrics"].get(name) for run in finished]) for name in self.metrics},
+            "complexity": policy.complexity,
+            "ms_per_step": alone if ratio is None else ratio * self._usual_ms,
+            "ratio": ratio,
+            **{name: model.get(name) for name in ("fp4_flops", "bits_per_weight", "quantized", "sites")},
+            "finished": len(finished),
+            "diverged": [[run["seed"], run["step"]] for run in self.of(policy.name, "diverged")],
+            "failed": [[run["seed"], run["error"]] for run in self.of(policy.name, "failed")],
+        }
+
+    @property
+    def _usual_ms(self) -> float:
+        """The baseline's ms per step, the median of its times beside each policy."""
+        return float(median(timing["baseline_ms_per_step"] for timing in self.timings.values()))
+
+    @property
+    def verdict(self) -> str:
+        """The meaning of the numbers in words, a paragraph for each policy, and where the seeds are too few to tell."""
+        others = [row for row in self.rows if row["policy"] != self.baseline]
+        known = [row for row in others if row["difference"] is not None]
+        paragraphs = [self._ranking(known), *map(self._about, others)]
+        usual = len(self.of(self.baseline))
+        if usual < len(self.seeds):
+            paragraphs.insert(0, f"Only {usual} of {len(self.seeds)} runs of the baseline {self.baseline} finished.")
+        return "\n".join(filter(None, paragraphs))
+
+    def _ranking(self, rows: Sequence[Row]) -> str:
+        """Name the policy with the lowest loss, and those that cannot be told from it."""
+        if len(rows) < 2:
+            return ""
+        best, *others = sorted(rows, key=lambda row: row["difference"])
+        alike = []
+        for row in others:
+            mean, half = paired(self.differences(row["policy"], best["policy"]) or [0.0])
+            if half is None or mean - half <= 0:
+                alike.append(row)
+        text = f"Lowest loss beside the baseline: {best['policy']} ({_signed(best['difference'])})."
+        if not alike:
+            return text + " Every other policy loses measurably more."
+        names = ", ".join(row["policy"] for row in alike)
+        cheapest = min([best, *alike], key=lambda row: (row["ratio"] or math.inf, row["complexity"]))
+        tell = "These seeds cannot" if len(self.seeds) > 1 else "One seed cannot"
+        text += f" {tell} tell it from {names}."
+        return text + f" Of these, {cheapest['policy']} takes the least time per step."
+
+    def _about(self, row: Row) -> str:
+        """Say of one policy whether its loss differs from the baseline's."""
+        name, mean, pairs = row["policy"], row["difference"], len(self.differences(row["policy"], self.baseline))
+        text = f"{name}: "
+        if row["low"] is not None:
+            half = row["high"] - mean
+            low, middle, high = (_signed(row[column], half) for column in ("low", "difference", "high"))
+            interval = f"95 % interval {low} to {high}, {pairs} seeds"
+            if half == mean == 0:
+                text += f"its losses are the baseline's, in all {pairs} seeds."
+            elif abs(mean) > half:
+                text += f"its loss is {'higher' if mean > 0 else 'lower'} by {middle[1:]} ({interval})."
+            else:
+                text += (
+                    f"{pairs} seeds are too few to tell it from {self.baseline}: the difference is {middle} "
+                    f"({interval}). They could tell a difference of {half:.2g}; a smaller one takes more seeds."
+                )
+        elif mean is not None:
+            text += f"the difference is {_signed(mean)}, and one seed cannot tell whether that is chance; use three."
+        elif not row["diverged"] and not row["failed"]:
+            text += "no seed has been finished by it and the baseline."
+        if row["diverged"]:
+            places = ", ".join(f"seed {seed} at step {step:,}" for seed, step in row["diverged"])
+            text += f" Its loss became NaN or infinite in {len(row['diverged'])} of {len(self.seeds)} runs: {places}."
+        if row["failed"]:
+            text += f" It failed in {len(row['failed'])} of {len(self.seeds)} runs: {row['failed'][0][1]}."
+        return text.replace(":  ", ": ")
+
+    def worst(self, policy: str) -> list[dict[str, Any]]:
+        """Return the operands with the lowest signal-to-noise ratio in the last record of the first seed.
+
+        Each is a site, an operand, its ratio in dB, and the shares of its elements that are rounded to zero or clipped.
+        """
+        folder = self.folder / f"{policy}-{self.seeds[0]}" / "statistics"
+        if not (folder / storage.FILE).is_file():
+            return []
+        rows = storage.read(folder).having("snr_db")
+        last = {(row["site"], row["tensor"]): row for row in rows}
+        ranked = sorted(last.values(), key=lambda row: row["snr_db"])[:WORST]
+        names = ("step", "site", "snr_db", "underflowed", "saturated")
+        return [{name: row.get(name) for name in names} | {"operand": LABELS[row["tensor"]]} for row in ranked]
+
+    def table(self) -> Table:
+        """Return the rows as a table for a terminal."""
+        drawn = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+        cells = [shown(row, self.metrics) for row in self.rows]
+        for place, column in enumerate(cells[0]):
+            drawn.add_column(column, justify="right" if place else "left", no_wrap=True)
+        for row in cells:
+            drawn.add_row(*row.values())
+        return drawn
+
+    def __str__(self) -> str:
+        text = io.StringIO()
+        console = Console(file=text, width=160, no_color=True, highlight=False, markup=False)
+        console.print(self.table())
+        for line in (self.verdict, *self.notes, f"page: {self.folder / 'report.html'}"):
+            console.print(line, soft_wrap=True)
+        return text.getvalue().rstrip("\n")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result as plain data."""
+        plain = {"training": self.name, "baseline": self.baseline, "seeds": list(self.seeds), "rows": self.rows}
+        return plain | {"verdict": self.verdict, "notes": list(self.notes), "folder": str(self.folder)}
+
+    def to_frame(self) -> Any:
+        """Return the rows as a ``pandas.DataFrame``."""
+        try:
+            import pandas as pd
+        except ImportError:
+            raise Error("to_frame() needs pandas, which is not installed; pip install pandas, or use rows") from None
+        return pd.DataFrame(self.rows)
+
+
+def shown(row: Row, metrics: Sequence[str]) -> dict[str, str]:
+    """Return a row as text, by the headings of its columns."""
+    loss = "–" if row["loss"] is None else f"{row['loss']:.4g}"
+    spread = f" ± {row['deviation']:.2g}" if row["deviation"] is not None else ""
+    half = 0.0 if row["low"] is None else row["high"] - row["difference"]
+    difference = "–" if row["difference"] is None else _signed(row["difference"], half)
+    interval = f" [{_signed(row['low'], half)}, {_signed(row['high'], half)}]" if row["low"] is not None else ""
+    bad = [f"{len(row[state])} {state}" for state in ("diverged", "failed") if row[state]]
+    return {
+        "policy": row["policy"],
+        "loss": loss + spread,
+        "difference, 95 %": difference + interval,
+        **{name: _text(row[name], "{:.4g}") for name in metrics},
+        "Ω": f"{row['complexity']:g}",
+        "ms/step": _text(row["ms_per_step"], "{:.3g}" if (row["ms_per_step"] or 0) < 100 else "{:.0f}"),
+        "ratio": _text(row["ratio"], "{:.2f}×"),
+        "FP4 FLOPs": _text(row["fp4_flops"], "{:.0%}"),
+        "bits/weight": _text(row["bits_per_weight"], "{:.2f}"),
+        "sites": "–" if row["sites"] is None else f"{row['quantized']}/{row['sites']}",
+        "runs": ", ".join([str(row["finished"]), *bad]),
+    }
+
+
+def _text(value: float | None, form: str) -> str:
+    return "–" if value is None else form.format(value)
+
+
+def _signed(value: float, half: float = 0.0) -> str:
+    """Return a difference with its sign, and with the decimals that give the half-width of its interval two digits."""
+    if not value:
+        return "0"
+    known = half > 1e-6 * abs(value)
+    return f"{value:+.{max(0, 1 - math.floor(math.log10(half)))}f}" if known else f"{value:+.3g}"
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    numbers = [value for value in values if value is not None]
+    return fmean(numbers) if numbers else None

@@ -1,0 +1,51 @@
+"""Tells a caller which models a function applies and which optimizers it prepares.
+
+:func:`fp4graph.compare` runs a user's training function and learns in this way which model to look at. A listener hears
+its own thread, and only while the context lasts; nothing here keeps a model alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Protocol
+
+import torch
+from torch import nn
+
+
+class Listener(Protocol):
+    """Hears of the calls that ``fp4graph.apply`` and ``fp4graph.prepare_optimizer`` have completed."""
+
+    def applied(self, model: nn.Module) -> None:
+        """``model`` has just been applied."""
+
+    def prepared(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer`` has just been prepared for ``model``."""
+
+
+class Silent:
+    """A listener that ignores everything."""
+
+    def applied(self, model: nn.Module) -> None: ...
+
+    def prepared(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None: ...
+
+
+_LISTENER: ContextVar[Listener] = ContextVar("fp4graph_listener", default=Silent())  # noqa: B039  # it has no state
+
+
+def listener() -> Listener:
+    """Return the listener of this context."""
+    return _LISTENER.get()
+
+
+@contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """Let ``listener`` hear what is applied and prepared in this context, in place of any outer one."""
+    token = _LISTENER.set(listener)
+    try:
+        yield
+    finally:
+        _LISTENER.reset(token)
