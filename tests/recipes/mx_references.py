@@ -249,7 +249,9 @@ INT4 = Quantizer(fmt="fp32", rule="nearest_even", block="tensor", element="int4"
 # activations and gradients and each 128x128 block of weights. Decision: X of wgrad is quantized from the original.
 MXFP8 = Quantizer(fmt="e8m0", rule="ceil", block=32, element="e4m3")
 FP8_TILE = Quantizer(fmt="fp32", rule="nearest_even", block=128, element="e4m3")
-FP8_BLOCK = {name: replace(FP8_TILE, block=(128, 128) if array == "w" else 128) for name, (array, _) in OPERANDS.items()}
+FP8_BLOCK = {
+    name: replace(FP8_TILE, block=(128, 128)) if array == "w" else FP8_TILE for name, (array, _) in OPERANDS.items()
+}
 
 
 def everywhere(quantizer: Quantizer, stochastic: tuple[str, ...] = (), gemms: str = "fprop dgrad wgrad") -> Reference:

@@ -35,7 +35,7 @@ _PEAKS = {
     "int4-per-tensor": None,
     "fp8-block": None,
 }
-#: The largest number of the data with ties, where it is not E2M1's: one under which Qmax of the element is a power of two.
+#: The largest number of the data with ties, where it is not E2M1's: Qmax of the element is a power of two times it.
 _LARGEST = {"int4-per-tensor": 7.0, "mxfp8": 7.0, "fp8-block": 7.0}
 #: The largest number that mxfp4-rl's noise adds to a weight: six standard deviations.
 _NOISE = {"mxfp4-rl": 6 * 1e-2}
