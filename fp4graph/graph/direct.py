@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from fp4graph.graph import products, roles
 from fp4graph.graph.find import Finder, FoundProduct, FoundWork, Markers
 from fp4graph.graph.marker import Marker, Tag
 from fp4graph.graph.names import Names
-from fp4graph.graph.observe import Recording, numbered
+from fp4graph.graph.observe import Recording, current_substitute, numbered
 from fp4graph.graph.operations import operation_of, tag_of
 from fp4graph.graph.plan import Planner, plan_once, rule_that_keeps
 from fp4graph.graph.products import PRODUCER, WRITES, Writes, WritesSince, producer_of, value_of
@@ -177,7 +177,8 @@ class Direct(TorchFunctionMode):
             if (function := self._opened(node)) is not None:
                 return self._run_opened(node, function, args, kwargs)
             call = self._call(node, given)
-            result = func(*args, **kwargs) if call is None else self._run(call)
+            exact = partial(func, *args, **kwargs)
+            result = exact() if call is None else self._run(call, exact)
         finally:
             for n in held:
                 if n not in read_later:
@@ -337,16 +338,19 @@ class Direct(TorchFunctionMode):
                 site=str(found.view),
             )
 
-    def _run(self, call: SiteCall) -> Tensor:
-        inputs = [None if node is None else value_of(node) for node in call.inputs]
+    def _run(self, call: SiteCall, exact: Callable[[], Tensor]) -> Tensor:
+        inputs: list[Any] = [None if node is None else value_of(node) for node in call.inputs]
         state = [_viewed(node, views) for node, views in call.state]
         named = {"site": call.site} if call.ends is None else {"site": call.site, "ends": value_of(call.ends)}
+        quantized = partial(call.function, *inputs, call.salt, *state, **named)
+        if (substitute := current_substitute()) is not None:
+            return substitute(call.site, inputs[0], inputs[1], quantized, exact)
         if self._recording is None:
-            return call.function(*inputs, call.salt, *state, **named)
+            return quantized()
         name = numbered(call.site, self._shown[call.site])
         self._shown[call.site] += 1
         with observed(self._recording.operands(name)):
-            y = call.function(*inputs, call.salt, *state, **named)
+            y = quantized()
         self._recording.output(name, y)
         return y
 

@@ -1,9 +1,11 @@
-"""Runs a rewritten graph without a compiler, and shows a recording what the sites do."""
+"""Shows what the sites of a forward do that runs without a compiler, and puts other products in their place."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -28,6 +30,38 @@ class Recording(Protocol):
 
     def output(self, site: str, y: Tensor) -> None:
         """Take the output ``y`` of ``site``; called after every forward of the site."""
+
+
+class Substitute(Protocol):
+    """A function that is called in the place of each quantized site of an uncompiled forward."""
+
+    def __call__(
+        self, site: str, a: Tensor, b: Tensor, quantized: Callable[[], Tensor], exact: Callable[[], Tensor]
+    ) -> Tensor:
+        """Return the output of ``site``.
+
+        Args:
+            a, b: the factors, as the operation of the model takes them.
+            quantized: multiplies them under the policy; exact: runs the operation of the model itself.
+        """
+
+
+_substitute: ContextVar[Substitute | None] = ContextVar("fp4graph_substitute", default=None)
+
+
+def current_substitute() -> Substitute | None:
+    """Return the substitute of this context, or None."""
+    return _substitute.get()
+
+
+@contextmanager
+def substituted(substitute: Substitute) -> Iterator[None]:
+    """Call ``substitute`` in the place of the quantized sites that forwards of this context run uncompiled."""
+    token = _substitute.set(substitute)
+    try:
+        yield
+    finally:
+        _substitute.reset(token)
 
 
 def numbered(site: str, earlier: int) -> str:

@@ -1,0 +1,148 @@
+"""Estimates of what quantization costs, for all sites from one forward and backward in high precision.
+
+A substitute (:class:`fp4graph.graph.observe.Substitute`) runs every site exactly, so that activations and gradients are
+those of the unquantized model, and beside it under the policy.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fp4graph.ops.observe import ObservedOperand, observed
+from fp4graph.ops.product import total
+from fp4graph.technique.operands import Operand
+
+
+class Noise:
+    """Signal and noise of each operand: Σx² and Σ(Q(x) − x)² by site, summed over calls and batches."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[str, Operand], Tensor] = {}
+
+    def observer(self, site: str) -> Callable[[ObservedOperand, ObservedOperand], None]:
+        """Return the observer of the GEMMs of ``site``."""
+        return partial(self._add, site)
+
+    @torch.no_grad()
+    def _add(self, site: str, *gemm: ObservedOperand) -> None:
+        for seen in gemm:
+            if seen.program.spec is not None:
+                x, key = seen.x.double(), (site, seen.operand)
+                sums = torch.stack([x.square().sum(), (total(seen.terms).double() - x).square().sum()])
+                self._sums[key] = self._sums.get(key, 0) + sums
+
+    def ratio(self, site: str, operand: Operand) -> float | None:
+        """Return ‖Q(x) − x‖²/‖x‖²; None for an operand that was not multiplied, or is zero."""
+        signal, noise = self._sums.get((site, operand), torch.zeros(2)).tolist()
+        return noise / signal if signal else None
+
+
+class ForwardEstimate:
+    """The loss increase of the fprop quantizers of each site to second order, summed over batches.
+
+    With y a site's output, Δ = Q(A)Q(B)ᵀ − ABᵀ the error of it, and g = ∂L/∂y, all in the unquantized model::
+
+        L(y + Δ) − L(y) ≈ Σ g·Δ + N/2 Σ_t (g_t·Δ_t)²
+
+    where t are the rows of y (tokens) and N is the number of terms of the loss L, a mean. The second sum takes the
+    empirical Fisher matrix for the Hessian: if L = 1/N Σ_n l_n, and row t is in one l_n alone, ∇²L ≈ 1/N Σ_n ∇l_n∇l_nᵀ
+    with ∇l_n = N g_t. (Martens 2020, "New insights and perspectives on the natural gradient method", section 11;
+    as a measure of quantization in BRECQ, Li et al. 2021.) It is the Hessian where the l_n are negative logarithms of
+    the model's own probabilities, which a trained model's nearly are.
+    """
+
+    def __init__(self, noise: Noise, terms: int) -> None:
+        self._terms = terms
+        self.first: defaultdict[str, float] = defaultdict(float)
+        self.second: defaultdict[str, float] = defaultdict(float)
+        self.variants: dict[str, defaultdict[str, float]] = {k: defaultdict(float) for k in ("item", "diag")}
+        self._noise = noise
+
+    def __call__(
+        self, site: str, a: Tensor, b: Tensor, quantized: Callable[[], Tensor], exact: Callable[[], Tensor]
+    ) -> Tensor:
+        y = exact()
+        with torch.no_grad(), observed(self._noise.observer(site)):
+            error = quantized().double() - y.double()
+        if torch.is_grad_enabled():
+            y = y if y.requires_grad else y.requires_grad_()
+            y.register_hook(partial(self._add, site, error))
+        return y
+
+    def increase(self, site: str) -> float:
+        """Return the estimate of a site."""
+        return self.first[site] + self._terms * self.second[site]
+
+    def _add(self, site: str, error: Tensor, gradient: Tensor) -> None:
+        products = gradient.double() * error
+        self.first[site] += products.sum().item()
+        self.second[site] += products.sum(-1).square().sum().item() / 2
+        self.variants["item"][site] += products.flatten(1).sum(-1).square().sum().item() / 2
+        self.variants["diag"][site] += products.square().sum().item() / 2
+
+
+class BackwardEstimate:
+    """The loss that the dgrad and wgrad quantizers of each site cost in one step of SGD, to first order.
+
+    With e the error of the gradient with respect to a factor of the site (A in dgrad, B in wgrad), and δ the change of
+    this factor by the exact step w ← w − ηg::
+
+        L(w − ηg̃) − L(w − ηg) ≈ −η g·(g̃ − g) = Σ e·δ
+
+    For a weight, δ = −ηg. For an activation A = A(w), an error e reaches the gradient of every weight before it as
+    g̃ − g = Jᵀe with J = ∂A/∂w, so that −η g·Jᵀe = e·J(−ηg) = e·δ: one more forward, after the step, serves all sites.
+    """
+
+    def __init__(self, noise: Noise) -> None:
+        self.first: defaultdict[str, float] = defaultdict(float)
+        self.relative: defaultdict[str, list[float]] = defaultdict(list)
+        self._noise = noise
+        self.begin()
+
+    def increase(self, site: str) -> float:
+        """Return the estimate of a site."""
+        return self.first[site]
+
+    def begin(self, *, stepped: bool = False) -> None:
+        """Begin the forward of another batch, or with ``stepped`` that of the same batch after the step."""
+        self._calls: Counter[str] = Counter()
+        self._stepped = stepped
+        if not stepped:
+            self._errors: dict[tuple[str, int], list[tuple[int, Tensor, Tensor]]] = {}
+
+    def __call__(
+        self, site: str, a: Tensor, b: Tensor, quantized: Callable[[], Tensor], exact: Callable[[], Tensor]
+    ) -> Tensor:
+        call = site, self._calls[site]
+        self._calls[site] += 1
+        y = exact()
+        if self._stepped:
+            for place, error, before in self._errors.get(call, ()):
+                change = (a, b)[place].double() - before.double()
+                self.first[site] += (error * change).sum().item()
+            return y
+        with observed(self._noise.observer(site)):
+            outputs = exact(), quantized()
+        if y.requires_grad:
+            factors = [(place, x) for place, x in enumerate((a, b)) if x.requires_grad]
+            y.register_hook(partial(self._add, call, factors, outputs))
+        return y
+
+    def _add(
+        self,
+        call: tuple[str, int],
+        factors: list[tuple[int, Tensor]],
+        outputs: tuple[Tensor, Tensor],
+        gradient: Tensor,
+    ) -> None:
+        exact, quantized = (torch.autograd.grad(y, [x for _, x in factors], gradient) for y in outputs)
+        self._errors[call] = []
+        for (place, x), g, got in zip(factors, exact, quantized, strict=True):
+            error = got.double() - g.double()
+            self.relative[call[0]].append((error.square().sum() / g.double().square().sum().clamp(min=1e-300)).item())
+            self._errors[call].append((place, error, x.detach().clone()))
