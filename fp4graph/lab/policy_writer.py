@@ -90,7 +90,13 @@ def _rule(part: Treatment, globs: Mapping[str, float], ops: Mapping[str, Collect
     else:
         yield f"    match: {{op: {op}, block: true}}"
     data = dump.rule_data(part.rule, (), bases)
-    yield from (f"    {key}: {_flow(data[key])}" for key in data if key not in ("name", "match"))
+    for key in (key for key in data if key not in ("name", "match")):
+        line = f"    {key}: {_flow(data[key])}"
+        if len(line) <= _WIDTH or not isinstance(data[key], dict):
+            yield line
+        else:
+            yield f"    {key}:"
+            yield from (f"      {name}: {_flow(value)}" for name, value in data[key].items())
 
 
 def _quoted(text: str) -> str:
@@ -141,7 +147,8 @@ def _candidates(modules: set[str], all_modules: Collection[str], blocks: Mapping
         numbers = sorted(number for number, names in by_number.items() if names <= modules)
         for decade in dict.fromkeys(number // 10 for number in numbers):
             digits = "".join(str(number % 10) for number in numbers if number // 10 == decade)
-            yield f"{pattern.replace('*', f'{decade or ""}{_digits(digits)}')}.{tail}"
+            number = f"{decade or ''}{_digits(digits)}"
+            yield f"{pattern.replace('*', number)}.{tail}"
 
 
 def _numbered(block: str, stack: str) -> tuple[str, int] | None:

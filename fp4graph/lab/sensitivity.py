@@ -209,6 +209,8 @@ def sensitivity(
     steps: int = 1,
     decrease: float = 0.05,
     terms: int = 1,
+    known: Iterable[Score] = (),
+    report: Callable[[Score], None] = lambda score: None,
 ) -> Sensitivity:
     """Quantize one unit of ``model`` at a time, and measure and estimate how much the loss increases.
 
@@ -239,6 +241,8 @@ def sensitivity(
         exact: False estimates only.
         repeats: seeds of noise, where a policy draws any.
         terms: the number N of terms that the loss is the mean of, such as images or tokens of a batch.
+        known: scores of an earlier call with the same arguments, which are not measured again.
+        report: called with each new score as soon as it is measured.
 
     Raises:
         Error: a unit is unknown, there are no batches, or the loss is no finite scalar. PolicyError: a policy does not
@@ -262,14 +266,22 @@ def sensitivity(
         twin = _Twin(model, loss, batches)
         rates = twin.rates(decrease)
         studies = [_Study(twin, policy, kinds, rates) for policy in loaded]  # what does not fit is raised first
+        earlier = {(score.policy, score.unit): score for score in known}
         scores: list[Score] = []
         for policy, study in zip(loaded, studies, strict=True):
+            if all((policy.name, unit.name) in earlier for unit in study.units):
+                scores += [earlier[policy.name, unit.name] for unit in study.units]
+                continue
             for unit, (estimate, snr) in zip(study.units, study.estimates(terms).values(), strict=True):
+                if (policy.name, unit.name) in earlier:
+                    scores.append(earlier[policy.name, unit.name])
+                    continue
                 measured = study.differences(unit, keep=keep, repeats=repeats, steps=steps) if exact else []
                 sites, chosen = tuple(unit.parts), frozenset[Operand]().union(*unit.parts.values())
                 operands = tuple(str(operand) for operand in Operand if operand in chosen)
                 scores.append(Score(unit.name, sites, operands, policy.name, *_mean(measured), snr,
                                     -estimate if keep else estimate, unit.measure))  # fmt: skip
+                report(scores[-1])
     return Sensitivity(tuple(scores), statistics.fmean(twin.exact), len(batches), repeats, keep)
 
 
