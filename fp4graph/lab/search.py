@@ -287,11 +287,12 @@ class Candidates:
                     )
 
     def costs(self, scores: Iterable[Score], caution: float) -> Floats:
-        """Return the loss increase of each item under each format, infinite where a score is.
+        """Return the cost of each item under each format: max(0, increase) + caution · error, summed over its sites."""
+        return self._summed(scores, lambda s: max(s.increase, 0.0) + caution * float(np.nan_to_num(s.error)))
 
-        ``caution`` standard errors are added to each score. Raise an Error where a score is missing.
-        """
-        return self._summed(scores, lambda score: score.increase + caution * float(np.nan_to_num(score.error)))
+    def predictions(self, scores: Iterable[Score]) -> Floats:
+        """Return the loss increase of each item under each format, infinite where a score is."""
+        return self._summed(scores, lambda score: score.increase)
 
     def errors(self, scores: Iterable[Score]) -> Floats:
         """Return the squared standard error of each item under each format, zero where it is unknown."""
@@ -447,7 +448,7 @@ def search(
     is predicted as the sum of its scores: effects are taken to add up. The formats of all GEMMs are chosen exactly, by
     integer programming::
 
-        minimize  Σ_g Σ_f x[g, f] · Σ_{s in g} (increase[s, f] + caution · error[s, f])   within the budget,
+        minimize  Σ_g Σ_f x[g, f] · Σ_{s in g} (max(0, increase[s, f]) + caution · error[s, f])   within the budget,
                   Σ_f x[g, f] = 1,  x[g, f] in {0, 1}
 
     where g is a GEMM of a group of siblings (:func:`fp4graph.lab.siblings.groups_of`), s a site and f a format.
@@ -465,6 +466,7 @@ def search(
         by: ("site", "gemm"), or ("site",) for one format for the three GEMMs of a site.
         scores: scores of the formats by ("site", "gemm"), to be used instead of measuring.
         caution: standard errors that are added to each increase, so that no score is trusted that noise makes small.
+            An increase below 0 counts as 0 for the same reason.
         simplify: give groups the formats of others while the predicted loss stays within one standard error of the least
             (the one-standard-error rule, Breiman et al. 1984), so that the policy has fewer rules.
         cost: returns the cost of a policy relative to no quantization; by default the time of a training step on this
@@ -493,7 +495,7 @@ def search(
     if scores is None:
         scores = _scores(model, loss, batches, candidates, folder, options)
     scores = tuple(scores)
-    costs, plain = candidates.costs(scores, caution), candidates.costs(scores, 0.0)
+    costs, plain = candidates.costs(scores, caution), candidates.predictions(scores)
     knapsack = candidates.knapsack(np.isfinite(costs))
     description = "; ".join(bound_text(key, bound) for key, bound in bounds.items())
     for _ in range(_ROUNDS):
