@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     )
     from fp4graph.exports import export, load_quantized
     from fp4graph.graph.site import Site
+    from fp4graph.lab.search import search
     from fp4graph.lab.sensitivity import sensitivity
     from fp4graph.model.api import apply, bypass, detect_nonfinite, remove, set_total_forwards
     from fp4graph.model.explain import Explanation, explain
@@ -49,6 +50,7 @@ _HOME = {
         "errors": "CaptureError Error NonFiniteError PluginError PolicyError PolicyWarning SpecError UncompiledError",
         "exports": "export load_quantized",
         "graph.site": "Site",
+        "lab.search": "search",
         "lab.sensitivity": "sensitivity",
         "model.api": "apply bypass detect_nonfinite remove set_total_forwards",
         "model.explain": "Explanation explain",
@@ -71,8 +73,8 @@ __all__ = [
     "PluginError", "Policy", "PolicyError", "PolicyWarning", "QuantSpec", "ScaleSpec", "Site", "SpecError",
     "StateEntry", "Technique", "UncompiledError", "apply", "bypass", "detect_nonfinite", "explain", "export",
     "fake_quantize", "formats", "grad_scaler", "hookimpl", "integrations", "lab", "load_policy", "load_quantized",
-    "optim", "pack", "pack_frozen", "prepare_optimizer", "remove", "sensitivity", "set_total_forwards", "strip", "training",
-    "unpack", "unpack_frozen",
+    "optim", "pack", "pack_frozen", "prepare_optimizer", "remove", "search", "sensitivity", "set_total_forwards", "strip",
+    "training", "unpack", "unpack_frozen",
 ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from fp4graph.commands.export import export
 from fp4graph.commands.listing import policies, techniques
 from fp4graph.commands.report import report
 from fp4graph.commands.score import pareto, score
+from fp4graph.commands.search import search
 from fp4graph.commands.strip import strip
 from fp4graph.commands.sweep import sweep
 from fp4graph.commands.train import train
@@ -24,7 +25,7 @@ from fp4graph.text import abridged, printable
 app = typer.Typer(
     name="fp4graph", help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
-for _command in (train, compare, sweep, score, pareto, report, policies, techniques, check, explain, strip, export):
+for _command in (train, compare, search, sweep, score, pareto, report, policies, techniques, check, explain, strip, export):
     app.command()(_command)
 
 
