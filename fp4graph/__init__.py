@@ -73,8 +73,8 @@ __all__ = [
     "PluginError", "Policy", "PolicyError", "PolicyWarning", "QuantSpec", "ScaleSpec", "Site", "SpecError",
     "StateEntry", "Technique", "UncompiledError", "apply", "bypass", "detect_nonfinite", "explain", "export",
     "fake_quantize", "formats", "grad_scaler", "hookimpl", "integrations", "lab", "load_policy", "load_quantized",
-    "optim", "pack", "pack_frozen", "prepare_optimizer", "remove", "search", "sensitivity", "set_total_forwards", "strip",
-    "training", "unpack", "unpack_frozen",
+    "optim", "pack", "pack_frozen", "prepare_optimizer", "remove", "search", "sensitivity", "set_total_forwards",
+    "strip", "training", "unpack", "unpack_frozen",
 ]  # fmt: skip
 
 

@@ -25,7 +25,8 @@ from fp4graph.text import abridged, printable
 app = typer.Typer(
     name="fp4graph", help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
-for _command in (train, compare, search, sweep, score, pareto, report, policies, techniques, check, explain, strip, export):
+_COMMANDS = (train, compare, search, sweep, score, pareto, report, policies, techniques, check, explain, strip, export)
+for _command in _COMMANDS:
     app.command()(_command)
 
 

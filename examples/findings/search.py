@@ -50,23 +50,27 @@ def trained(task: str, seed: int) -> tuple[Any, list[Any], list[Any]]:
 def randomly(candidates: Candidates, bits: float, seed: int) -> Iterator[fp4graph.Policy]:
     """Yield policies whose linears have random formats, and as many bits as ``bits`` or at most 3 % fewer."""
     generator = np.random.default_rng(seed)
-    limit = candidates.limits({"bits": bits}, None)["bits"]
-    nothing = np.zeros(limit.use.shape)
+    use = candidates.limits({"bits": bits}, None)["bits"].use
+    items, columns = np.arange(len(use)), np.argsort(use[0])  # the formats by their bits
     while True:
-        choice = generator.integers(len(candidates.formats), size=len(candidates.items))
-        if 0.97 * bits <= candidates.knapsack().used(limit, choice) <= bits:
-            yield fp4graph.load_policy(yaml.safe_load(candidates.text(choice, nothing, "random", "", ())))
+        share = generator.dirichlet(np.ones(len(columns)), size=4096).cumsum(1)  # as many of each format as chance says
+        choices = columns[(generator.random((4096, len(use), 1)) > share[:, None, :-1]).sum(-1)]
+        total = use[items, choices].sum(1)
+        for choice in choices[(0.97 * bits <= total) & (total <= bits)]:
+            text = candidates.text(choice, np.zeros(use.shape), "random", "", ())
+            yield fp4graph.load_policy(yaml.safe_load(text))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--tasks", default="digits,text")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore", fp4graph.PolicyWarning)
     for task in arguments.tasks.split(","):
         rows: dict[float, list[tuple[float, ...]]] = {}
-        for seed in range(arguments.seeds):
+        for seed in range(arguments.first, arguments.first + arguments.seeds):
             problem, batches, held_out = trained(task, seed)
 
             def loss(model: Any, batch: Any, problem: Any = problem) -> torch.Tensor:

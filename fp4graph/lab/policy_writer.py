@@ -59,7 +59,9 @@ def written(
     parts = [*treatments, *([Treatment(kept, dict.fromkeys(outside, 0.0))] if outside else [])]
     globs = [list(_cover(set(each.modules), ops, blocks)) for each in parts]
     inside = {module for module in ops if block_of(module, blocks) is not None}
-    general = [number for number, each in enumerate(parts) if not each.rule.quantizes or inside.issuperset(each.modules)]
+    general = [
+        number for number, each in enumerate(parts) if not each.rule.quantizes or inside.issuperset(each.modules)
+    ]
     last = max(general, key=lambda number: (len(globs[number]), len(parts[number].modules)), default=None)
     keeps_rest = last is None or not parts[last].rule.quantizes
     order = sorted((number for number in range(len(parts)) if number != last), key=lambda number: len(globs[number]))
@@ -68,7 +70,9 @@ def written(
     rules: list[str] = []
     for number in order:
         if parts[number].rule.quantizes or not (keeps_rest or inside.isdisjoint(parts[number].modules)):
-            modules = {glob: sum(parts[number].modules[module] for module in covered) for glob, covered in globs[number]}
+            modules = {
+                glob: sum(parts[number].modules[module] for module in covered) for glob, covered in globs[number]
+            }
             rules += _rule(parts[number], modules, ops, bases)
     if last is not None and not keeps_rest:
         rules += _rule(parts[last], {}, ops, bases)
@@ -76,7 +80,9 @@ def written(
     return "\n".join(lines) + "\n"
 
 
-def _rule(part: Treatment, globs: Mapping[str, float], ops: Mapping[str, Collection[str]], bases: BaseFormats) -> Iterator[str]:
+def _rule(
+    part: Treatment, globs: Mapping[str, float], ops: Mapping[str, Collection[str]], bases: BaseFormats
+) -> Iterator[str]:
     """Yield the lines of a rule for ``globs``, each with its cost; without any, for all blocks."""
     kinds = sorted({op for module in part.modules for op in ops[module]}, reverse=True)
     op = _flow(kinds[0] if len(kinds) == 1 else kinds)

@@ -209,7 +209,9 @@ class Candidates:
         groups = groups_of(model, modules, call.inputs)
         for group in groups:
             if not any(each.fits(group) for each in chosen):
-                raise Error(f"no format quantizes all of {', '.join(group)}, which go together; add {EXACT!r} to formats")
+                raise Error(
+                    f"no format quantizes all of {', '.join(group)}, which go together; add {EXACT!r} to formats"
+                )
         gemms = [(gemm,) for gemm in Gemm] if apart else [tuple(Gemm)]
         items = tuple((number, own) for number in range(len(groups)) for own in gemms)
         named = dict(model.named_modules(remove_duplicate=False))
@@ -238,12 +240,16 @@ class Candidates:
                 if Gemm.FPROP in gemms:
                     for column, each in enumerate(self.formats):
                         spec = each.spec(Operand.FPROP_WEIGHT)
-                        stored = (w.numel() * bits_per_element(spec, w.shape[-1]) for w in self.weights[number].values())
+                        stored = (
+                            w.numel() * bits_per_element(spec, w.shape[-1]) for w in self.weights[number].values()
+                        )
                         use[item, column] = sum(stored) / total
             limits["bits"] = Limit(use, bounds["bits"])
         work = np.array([len(gemms) * self.flops(number) for number, gemms in self.items], dtype=float)
         if "fp4_flops" in bounds:
-            shares = np.array([[np.mean([f.in_fp4(g) for g in gemms]) for f in self.formats] for _, gemms in self.items])
+            shares = np.array(
+                [[np.mean([f.in_fp4(g) for g in gemms]) for f in self.formats] for _, gemms in self.items]
+            )
             whole = 3 * self.explanations[0].flops
             limits["fp4_flops"] = Limit(-shares * work[:, None] / whole, -bounds["fp4_flops"])
         if "complexity" in bounds:
@@ -299,7 +305,9 @@ class Candidates:
         return self._summed(scores, lambda score: float(np.nan_to_num(score.error)) ** 2)
 
     def _summed(self, scores: Iterable[Score], value: Callable[[Score], float]) -> Floats:
-        table = {(s.policy, site.removeprefix("(root)"), s.operands[0].split(".")[0]): s for s in scores for site in s.sites}
+        table = {
+            (s.policy, site.removeprefix("(root)"), s.operands[0].split(".")[0]): s for s in scores for site in s.sites
+        }
         costs = np.zeros((len(self.items), len(self.formats)))
         for item, (number, gemms) in enumerate(self.items):
             for column, each in enumerate(self.formats):
@@ -329,7 +337,9 @@ class Candidates:
             merged = []
             for old, new in itertools.permutations(treatments, 2):
                 other = np.where((table == old).all(1)[:, None], new, table).ravel()
-                if knapsack.allowed[rows, other].all() and all(knapsack.used(each, other) <= each.most for each in limits):
+                if knapsack.allowed[rows, other].all() and all(
+                    knapsack.used(each, other) <= each.most for each in limits
+                ):
                     merged.append((costs[rows, other].sum(), tuple(other)))
             least, best = min(merged, default=(math.inf, ()))
             if not least <= most:
@@ -346,7 +356,9 @@ class Candidates:
     def increases(self, choice: Choice, costs: Floats) -> list[float]:
         """Return the predicted loss increase of each group."""
         values = costs[np.arange(len(choice)), choice]
-        return [sum(v for v, (own, _) in zip(values, self.items, strict=True) if own == n) for n in range(len(self.groups))]
+        return [
+            sum(v for v, (own, _) in zip(values, self.items, strict=True) if own == n) for n in range(len(self.groups))
+        ]
 
     def text(self, choice: Choice, costs: Floats, name: str, description: str, header: Sequence[str]) -> str:
         """Return the policy file of a choice."""
@@ -369,7 +381,9 @@ class Candidates:
         """Raise an Error unless every operand of the model has under ``policy`` the spec that was chosen."""
         explanation = explain(model, policy, self.call.args, self.call.kwargs)
         chosen = {m: own for group, own in zip(self.groups, self.chosen(choice), strict=True) for m in group}
-        specs = {f.name: [site.operands for site in e.sites] for f, e in zip(self.formats, self.explanations, strict=True)}
+        specs = {
+            f.name: [site.operands for site in e.sites] for f, e in zip(self.formats, self.explanations, strict=True)
+        }
         for number, site in enumerate(explanation.sites):
             formats = dict(zip(Gemm, chosen.get(site.module or "", ()), strict=False))
             for operand in Operand:
@@ -397,14 +411,22 @@ def _format(explanation: Explanation) -> Format:
         raise Error(f"{said}it has techniques of the whole model; leave them out, and add them to the policy found")
     quantized = [site for site in explanation.sites if site.quantized]
     if policy.ever_quantizes and not quantized:
-        raise Error(f"format {policy.name!r} fits no site of the model: {explanation.problem or 'it keeps all'}; leave it out")
-    rules = [policy.default if site.rule_index == DEFAULT_INDEX else policy.rules[site.rule_index or 0] for site in quantized]
+        raise Error(
+            f"format {policy.name!r} fits no site of the model: {explanation.problem or 'it keeps all'}; leave it out"
+        )
+    rules = [
+        policy.default if site.rule_index == DEFAULT_INDEX else policy.rules[site.rule_index or 0] for site in quantized
+    ]
     for site, rule in zip(quantized, rules, strict=True):
         if site.op not in ("linear", "grouped") or site.module is None:
-            raise Error(f"{said}it quantizes a {site.op} in {site.module}, and a search chooses for linears and experts")
+            raise Error(
+                f"{said}it quantizes a {site.op} in {site.module}, and a search chooses for linears and experts"
+            )
         if (rule.specs, rule.techniques, rule.reuses) != (rules[0].specs, rules[0].techniques, rules[0].reuses):
             raise Error(f"{said}rules {rules[0].name!r} and {rule.name!r} quantize differently; give two policies")
-    return Format(policy, rules[0] if rules else None, frozenset(site.module for site in quantized if site.module is not None))
+    return Format(
+        policy, rules[0] if rules else None, frozenset(site.module for site in quantized if site.module is not None)
+    )
 
 
 def _rule(chosen: tuple[Format, Format, Format]) -> Rule:
@@ -573,7 +595,9 @@ def _scores(
     digest = hashlib.sha256(repr((sorted(options.items()), [policy.fingerprint for policy in policies])).encode())
     for tensor in pytree.tree_leaves((model.state_dict(), batches)):
         content = tensor.detach().cpu().contiguous() if isinstance(tensor, torch.Tensor) else None
-        digest.update(repr(tensor).encode() if content is None else content.flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(
+            repr(tensor).encode() if content is None else content.flatten().view(torch.uint8).numpy().tobytes()
+        )
     file = Path(folder) / SCORES
     file.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -588,7 +612,9 @@ def _scores(
             jsonlines.append(file, [about])
         elif first != about:
             raise Error(f"{file} holds scores of another model, loss, batches or formats; give another folder")
-        return measure(known=[_read(line) for line in lines], report=lambda score: jsonlines.append(file, [_plain(score)]))
+        return measure(
+            known=[_read(line) for line in lines], report=lambda score: jsonlines.append(file, [_plain(score)])
+        )
 
 
 def _plain(score: Score) -> dict[str, Any]:

@@ -25,11 +25,13 @@ from typer.testing import CliRunner
 import fp4graph
 from fp4graph.cli import app
 from fp4graph.lab.knapsack import Knapsack, Limit
+from fp4graph.lab.policy_writer import Treatment, written
 from fp4graph.lab.search import Candidates, bits_per_element, search
 from fp4graph.lab.sensitivity import Score
 from fp4graph.lab.siblings import call_of, groups_of
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.technique.operands import Gemm, Operand
+from fp4graph.technique.site import BlockPosition
 
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "bf16")
 
@@ -160,7 +162,7 @@ def test_search_is_exact_against_brute_force(bounds: dict[str, float], by: tuple
 
 @pytest.mark.parametrize("seed", range(4))
 def test_policy_gives_every_operand_what_was_chosen(seed: int, tmp_path: Path) -> None:
-    model, formats = model_of(12), (*FORMATS, "tetrajet")
+    model, formats = model_of(3), (*FORMATS, "tetrajet")
     candidates = Candidates.of(model, loss, batches()[0], formats, apart=True)
     generator = np.random.default_rng(seed)
     pool = generator.integers(4, size=(3, 3))  # three treatments; the format with techniques takes whole sites
@@ -185,21 +187,26 @@ def test_policy_gives_every_operand_what_was_chosen(seed: int, tmp_path: Path) -
 
 
 def test_block_ranges_are_written_as_globs() -> None:
-    model = model_of(12)
-    candidates = Candidates.of(model, loss, batches()[0], ("nvfp4", "bf16"), apart=False)
-    kept = {f"blocks.{n}.mlp.0" for n in (2, 3, 4, 10, 11)}
-    choice = np.array([int(group[0] in kept) for group in candidates.groups])
-    text = candidates.text(choice, np.zeros((len(choice), 2)), "x", "y", ())
-    rules = yaml.safe_load(text)["rules"]
-    assert sorted(rules[0]["match"]["module"]) == ["blocks.1[01].mlp.0", "blocks.[2-4].mlp.0"]
-    assert rules[1]["match"] == {"op": "linear", "block": True}
+    names = [f"blocks.{n}.{part}" for n in range(12) for part in ("attn.qkv", "mlp.0", "mlp.2")]
+    some = {f"blocks.{n}.mlp.0": 0.25 for n in (2, 3, 4, 10, 11)} | {f"blocks.{n}.attn.qkv": 0.5 for n in range(12)}
+    fp4, fp8 = (dataclasses.replace(fp4graph.load_policy(name).rules[0], name=name) for name in ("nvfp4", "mxfp8"))
+    others = Treatment(fp4, {name: 0.0 for name in names if name not in some})
+    blocks = {f"blocks.{n}": BlockPosition("blocks.*", n, 12) for n in range(12)}
+    ops = dict.fromkeys([*names, "head"], ("linear",))
+    text = written("x", "y", ["why"], [others, Treatment(fp8, some)], ops=ops, blocks=blocks, bases={})
+    first, last = yaml.safe_load(text)["rules"]
+    assert sorted(first["match"]["module"]) == ["*.attn.qkv", "blocks.1[01].mlp.0", "blocks.[2-4].mlp.0"]
+    assert last["match"] == {"op": "linear", "block": True}
+    assert '"*.attn.qkv"          # +6' in text
 
 
 def test_siblings_go_together() -> None:
     class Experts(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.experts = nn.ModuleList(nn.ModuleDict({"w1": nn.Linear(4, 4), "w2": nn.Linear(4, 4)}) for _ in range(2))
+            self.experts = nn.ModuleList(
+                nn.ModuleDict({"w1": nn.Linear(4, 4), "w2": nn.Linear(4, 4)}) for _ in range(2)
+            )
             self.a, self.b, self.far, self.tied = (nn.Linear(4, 4) for _ in range(4))
             self.tied.weight = self.far.weight
 
@@ -237,7 +244,10 @@ def test_bits_count_scales() -> None:
         ({"bits": 5, "formats": ("nvfp4-te", "bf16")}, "format 'nvfp4-te' fits no site"),
         ({"bits": 5, "batches": [batches()[0] * float("nan")]}, "loss of batch 0 is nan"),
         ({"bits": 5, "batches": []}, "no batches"),
-        ({"overhead": 1.2, "formats": ("nvfp4", "mxfp4"), "cost": lambda p: 1.5}, "overhead at most 1.2; the nearest is 1.5"),
+        (
+            {"overhead": 1.2, "formats": ("nvfp4", "mxfp4"), "cost": lambda p: 1.5},
+            "overhead at most 1.2; the nearest is 1.5",
+        ),
     ],
 )
 def test_bad_input_is_named(options: dict[str, object], message: str) -> None:
@@ -277,7 +287,9 @@ def test_a_killed_search_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     file = folder / "scores.jsonl"
     seen: list[bytes] = []
     while not (folder / "policy.yaml").exists():
-        process = subprocess.Popen([sys.executable, "-c", script, str(folder)], env={**os.environ, "OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, str(folder)], env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
         start = time.monotonic()
         while process.poll() is None and time.monotonic() - start < 60:
             whole = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
