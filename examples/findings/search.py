@@ -94,7 +94,7 @@ def main() -> None:
                 best = min(uniform[name] for name in within)
                 rows.setdefault(bits, []).append((increase, best, statistics.median(others), found.budgets[0].reached))
                 print(f"{task} seed {seed} loss {exact:.4f} bits {bits:g}: searched {increase:+.5f}, "
-                      f"{len(found.policy.rules)} rules; uniform {uniform}; random {sorted(others)}", flush=True)  # fmt: skip
+                      f"{len(found.policy.rules)} rules; {uniform}; random {sorted(others)}", flush=True)  # fmt: skip
         for bits, values in rows.items():
             searched, best, median, reached = (np.array(column) for column in zip(*values, strict=True))
             print(f"| {task} | {bits:g} | {reached.mean():.2f} | {searched.mean():+.5f} | {best.mean():+.5f} | "

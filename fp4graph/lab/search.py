@@ -489,8 +489,8 @@ def search(
         scores: scores of the formats by ("site", "gemm"), to be used instead of measuring.
         caution: standard errors that are added to each increase, so that no score is trusted that noise makes small.
             An increase below 0 counts as 0 for the same reason.
-        simplify: give groups the formats of others while the predicted loss stays within one standard error of the least
-            (the one-standard-error rule, Breiman et al. 1984), so that the policy has fewer rules.
+        simplify: give groups the formats of others while the costs stay within one standard error of the least (the
+            one-standard-error rule, Breiman et al. 1984), so that the policy has fewer rules.
         cost: returns the cost of a policy relative to no quantization; by default the time of a training step on this
             machine under ``backend``, in alternation with the unquantized model.
         folder: keeps every score as soon as it is measured; a search that was stopped goes on there.
@@ -538,7 +538,7 @@ def search(
         limits["overhead"] = dataclasses.replace(limits["overhead"], most=tighter)
         candidates.require(limits)
     else:
-        raise Error(f"no policy had {bound_text('overhead', overhead)} when it was measured; relax the budget")
+        raise Error(f"no policy had {bound_text('overhead', bounds['overhead'])} when it was measured; relax the budget")
     candidates.check(model, policy, choice)
     budgets = tuple(Budget(key, bound, reached[key]) for key, bound in bounds.items())
     increases = candidates.increases(choice, plain)
@@ -546,7 +546,7 @@ def search(
     if policy.quantizes:
         together = sensitivity(model, loss, batches, [policy], by="gemm", **options).scores
         measured = sum(score.increase for score in together)
-    chosen = [tuple(each.name for each in own) for own in candidates.chosen(choice)]
+    chosen = [(a.name, b.name, c.name) for a, b, c in candidates.chosen(choice)]
     choices = tuple(map(Option, candidates.groups, chosen, increases))
     header = _header(model, candidates, len(batches), budgets, sum(increases), measured, plain, policy)
     text = candidates.text(choice, plain, name, description, header)
@@ -606,9 +606,9 @@ def _scores(
         raise Error(f"{folder} is in use by another search; let it end, or give another folder") from None
     with lock:
         jsonlines.cut_torn_line(file)
-        first, *lines = [line for _, line in jsonlines.read(file)] if file.exists() else [None]
+        first, *lines = [line for _, line in jsonlines.read(file)] if file.exists() else [{}]
         about = {"format": FILE_FORMAT, "version": 1, "of": digest.hexdigest()}
-        if first is None:
+        if not first:
             jsonlines.append(file, [about])
         elif first != about:
             raise Error(f"{file} holds scores of another model, loss, batches or formats; give another folder")

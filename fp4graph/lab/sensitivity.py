@@ -9,7 +9,7 @@ import math
 import statistics
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from os import PathLike
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from fp4graph.errors import Error, PolicyWarning
 from fp4graph.files import read_json, write
 from fp4graph.graph.blocks import upwards
-from fp4graph.graph.observe import Substitute, substituted
+from fp4graph.graph.observe import substituted
 from fp4graph.lab.data.images import seeded
 from fp4graph.lab.estimates import BackwardEstimate, ForwardEstimate, Noise
 from fp4graph.lab.pictures.style import LABELS, styled, subplots
