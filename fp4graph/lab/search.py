@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import hashlib
 import itertools
 import math
@@ -589,9 +590,9 @@ def _scores(
     policies = [each.policy for each in candidates.formats if each.rule is not None]
     if not policies:
         return ()
-    measure = lambda **more: sensitivity(model, loss, batches, policies, by=("site", "gemm"), **options, **more).scores  # noqa: E731
+    measure = functools.partial(sensitivity, model, loss, batches, policies, by=("site", "gemm"), **options)
     if folder is None:
-        return measure()
+        return measure().scores
     digest = hashlib.sha256(repr((sorted(options.items()), [policy.fingerprint for policy in policies])).encode())
     for tensor in pytree.tree_leaves((model.state_dict(), batches)):
         content = tensor.detach().cpu().contiguous() if isinstance(tensor, torch.Tensor) else None
@@ -612,9 +613,8 @@ def _scores(
             jsonlines.append(file, [about])
         elif first != about:
             raise Error(f"{file} holds scores of another model, loss, batches or formats; give another folder")
-        return measure(
-            known=[_read(line) for line in lines], report=lambda score: jsonlines.append(file, [_plain(score)])
-        )
+        known = [_read(line) for line in lines]
+        return measure(known=known, report=lambda score: jsonlines.append(file, [_plain(score)])).scores
 
 
 def _plain(score: Score) -> dict[str, Any]:
