@@ -547,8 +547,8 @@ def search(
     if policy.quantizes:
         together = sensitivity(model, loss, batches, [policy], by="gemm", **options).scores
         measured = sum(score.increase for score in together)
-    chosen = [(a.name, b.name, c.name) for a, b, c in candidates.chosen(choice)]
-    choices = tuple(map(Option, candidates.groups, chosen, increases))
+    names = [(a.name, b.name, c.name) for a, b, c in candidates.chosen(choice)]
+    choices = tuple(map(Option, candidates.groups, names, increases))
     header = _header(model, candidates, len(batches), budgets, sum(increases), measured, plain, policy)
     text = candidates.text(choice, plain, name, description, header)
     return Search(load_policy(yaml.safe_load(text)), text, choices, sum(increases), measured, budgets, scores)
@@ -607,7 +607,7 @@ def _scores(
         raise Error(f"{folder} is in use by another search; let it end, or give another folder") from None
     with lock:
         jsonlines.cut_torn_line(file)
-        first, *lines = [line for _, line in jsonlines.read(file)] if file.exists() else [{}]
+        first, *lines = ([line for _, line in jsonlines.read(file)] if file.exists() else []) or [{}]
         about = {"format": FILE_FORMAT, "version": 1, "of": digest.hexdigest()}
         if not first:
             jsonlines.append(file, [about])
