@@ -539,7 +539,7 @@ def search(
         limits["overhead"] = dataclasses.replace(limits["overhead"], most=tighter)
         candidates.require(limits)
     else:
-        raise Error(f"no policy had {bound_text('overhead', bounds['overhead'])} when it was measured; relax the budget")
+        raise Error(f"no policy was measured to have {bound_text('overhead', bounds['overhead'])}; relax the budget")
     candidates.check(model, policy, choice)
     budgets = tuple(Budget(key, bound, reached[key]) for key, bound in bounds.items())
     increases = candidates.increases(choice, plain)
