@@ -535,7 +535,8 @@ def search(
         reached["overhead"] = cost(policy)
         if reached["overhead"] <= overhead:
             break
-        tighter = limits["overhead"].most * (overhead - 1) / (reached["overhead"] - 1)
+        # The square overshoots: the bound itself would approach a cost that interpolation underestimates, from above.
+        tighter = limits["overhead"].most * ((overhead - 1) / (reached["overhead"] - 1)) ** 2
         limits["overhead"] = dataclasses.replace(limits["overhead"], most=tighter)
         candidates.require(limits)
     else:

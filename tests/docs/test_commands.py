@@ -30,6 +30,7 @@ PARSED = {
     r"fp4graph compare (deit-tiny|digits-augmented|gaussian)": "trains for minutes; README's comparison runs",
     r"fp4graph train countdown": "has a supervised start of 200 steps; test_reinforcement.py trains it",
     r"fp4graph train llama-\d+": "needs a GPU and data from the network",
+    r"fp4graph search": "needs a model of the reader's; tests/lab/test_search.py runs it on one",
     r"fp4graph techniques mse_scale": "needs the package beside it; test_technique_plugin.py installs it",
 }
 

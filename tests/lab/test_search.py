@@ -256,6 +256,18 @@ def test_bad_input_is_named(options: dict[str, object], message: str) -> None:
         search(model_of(), loss, options.pop("batches"), **options)  # type: ignore[arg-type]
 
 
+def test_the_command_writes_a_policy_that_check_accepts(tmp_path: Path) -> None:
+    here, file = "tests.lab.test_search", tmp_path / "mine.yaml"
+    words = ["search", "--model", f"{here}:model_of", "--loss", f"{here}:loss", "--batches", f"{here}:batches",
+             "--formats", "nvfp4,bf16", "--bits", "8", "--output", str(file)]  # fmt: skip
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert fp4graph.load_policy(file).name == "mine"
+    assert CliRunner().invoke(app, ["check", str(file)]).exit_code == 0
+    wrong = CliRunner().invoke(app, ["search", "--model", f"{here}:none", *words[3:]])
+    assert "'tests.lab.test_search:none' cannot be imported" in str(wrong.exception)
+
+
 def test_complexity_and_measured_overhead_bind() -> None:
     model = model_of()
     costly = [dataclasses.replace(s, increase=s.increase + 1) for s in scores_of(model, 0, ("nvfp4",))]
