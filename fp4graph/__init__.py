@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fp4graph.exports import export, load_quantized
     from fp4graph.graph.site import Site
     from fp4graph.lab.compare import compare
+    from fp4graph.lab.search import search
     from fp4graph.lab.sensitivity import sensitivity
     from fp4graph.model.api import apply, bypass, detect_nonfinite, remove, set_total_forwards
     from fp4graph.model.explain import Explanation, explain
@@ -50,6 +51,7 @@ _HOME = {
         "errors": "CaptureError Error NonFiniteError PluginError PolicyError PolicyWarning SpecError UncompiledError",
         "exports": "export load_quantized",
         "graph.site": "Site",
+        "lab.search": "search",
         "lab.sensitivity": "sensitivity",
         "lab.compare": "compare",
         "model.api": "apply bypass detect_nonfinite remove set_total_forwards",
@@ -73,8 +75,8 @@ __all__ = [
     "PluginError", "Policy", "PolicyError", "PolicyWarning", "QuantSpec", "ScaleSpec", "Site", "SpecError",
     "StateEntry", "Technique", "UncompiledError", "apply", "bypass", "compare", "detect_nonfinite", "explain", "export",
     "fake_quantize", "formats", "grad_scaler", "hookimpl", "integrations", "lab", "load_policy", "load_quantized",
-    "optim", "pack", "pack_frozen", "prepare_optimizer", "remove", "sensitivity", "set_total_forwards", "strip",
-    "training", "unpack", "unpack_frozen",
+    "optim", "pack", "pack_frozen", "prepare_optimizer", "remove", "search", "sensitivity", "set_total_forwards",
+    "strip", "training", "unpack", "unpack_frozen",
 ]  # fmt: skip
 
 

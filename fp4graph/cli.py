@@ -16,6 +16,7 @@ from fp4graph.commands.export import export
 from fp4graph.commands.listing import policies, techniques
 from fp4graph.commands.report import report
 from fp4graph.commands.score import pareto, score
+from fp4graph.commands.search import search
 from fp4graph.commands.strip import strip
 from fp4graph.commands.sweep import sweep
 from fp4graph.commands.train import train
@@ -26,7 +27,7 @@ app = typer.Typer(
     name="fp4graph", help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
 _COMMANDS = (
-    train, compare, sweep, score, pareto, report, diagnose, policies, techniques, check, explain, strip, export,
+    train, compare, search, sweep, score, pareto, report, diagnose, policies, techniques, check, explain, strip, export,
 )  # fmt: skip
 for _command in _COMMANDS:
     app.command()(_command)

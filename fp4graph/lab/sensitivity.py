@@ -214,6 +214,8 @@ def sensitivity(
     steps: int = 1,
     decrease: float = 0.01,
     terms: int | None = None,
+    known: Iterable[Score] = (),
+    report: Callable[[Score], None] = lambda score: None,
 ) -> Sensitivity:
     """Quantize one unit of ``model`` at a time, and measure and estimate how much the loss increases.
 
@@ -244,6 +246,8 @@ def sensitivity(
         repeats: seeds of noise, where a policy draws any.
         terms: the number N of terms that the loss of a batch is the mean of, for the estimate: images, or the tokens of
             a language model. By default the length of the first axis of the first tensor of a batch.
+        known: scores of an earlier call with the same arguments, which are not measured again.
+        report: called with each new score as soon as it is measured.
 
     Raises:
         Error: a unit is unknown, there are no batches, or the loss is no finite scalar. PolicyError: a policy does not
@@ -267,14 +271,22 @@ def sensitivity(
         twin = _Twin(model, loss, batches)
         rates, terms = twin.rates(decrease), terms or _length(batches[0])
         studies = [_Study(twin, policy, kinds, rates) for policy in loaded]  # what does not fit is raised first
+        earlier = {(score.policy, score.unit): score for score in known}
         scores: list[Score] = []
         for policy, study in zip(loaded, studies, strict=True):
+            if all((policy.name, unit.name) in earlier for unit in study.units):
+                scores += [earlier[policy.name, unit.name] for unit in study.units]
+                continue
             for unit, (estimate, snr) in zip(study.units, study.estimates(terms).values(), strict=True):
+                if (policy.name, unit.name) in earlier:
+                    scores.append(earlier[policy.name, unit.name])
+                    continue
                 measured = study.differences(unit, keep=keep, repeats=repeats, steps=steps) if exact else []
                 sites, chosen = tuple(unit.parts), frozenset[Operand]().union(*unit.parts.values())
                 operands = tuple(str(operand) for operand in Operand if operand in chosen)
                 scores.append(Score(unit.name, sites, operands, policy.name, *_mean(measured), snr,
                                     -estimate if keep else estimate, unit.measure))  # fmt: skip
+                report(scores[-1])
     return Sensitivity(tuple(scores), statistics.fmean(twin.exact), len(batches), repeats, keep)
 
 

@@ -31,6 +31,7 @@ PARSED = {
     r"fp4graph compare --train": "names a function of the reader's; tests/lab/test_compare.py runs one",
     r"fp4graph train countdown": "has a supervised start of 200 steps; test_reinforcement.py trains it",
     r"fp4graph train llama-\d+": "needs a GPU and data from the network",
+    r"fp4graph search": "needs a model of the reader's; tests/lab/test_search.py runs it on one",
     r"fp4graph techniques mse_scale": "needs the package beside it; test_technique_plugin.py installs it",
 }
 

@@ -19,7 +19,7 @@ from fp4graph.lab.sweeps.space import load_space
 from fp4graph.technique.registry import Registry
 from tests.docs.blocks import PAGES, ROOT, Block, blocks, of_language
 from tests.helpers import models
-from tests.lab import trainings
+from tests.lab import test_search, trainings
 
 pytestmark = pytest.mark.slow
 
@@ -127,6 +127,10 @@ def _distributed(folder: Path) -> dict[str, Any]:
     }
 
 
+def _search(folder: Path) -> dict[str, Any]:
+    return {"model": test_search.model_of(), "loss": test_search.loss, "batches": test_search.batches(1)}
+
+
 def _training(folder: Path) -> dict[str, Any]:
     """A LLaMA for the loop, for the Trainer and for Accelerate."""
     accelerate = pytest.importorskip("accelerate")
@@ -171,6 +175,7 @@ GIVEN = {
     "docs/compare.md": _compare,
     "docs/distributed.md": _distributed,
     "docs/sensitivity.md": _sensitivity,
+    "docs/search.md": _search,
     "docs/training.md": _training,
 }
 

@@ -29,6 +29,7 @@ FLOOR = QuantSpec(block=32, scale=ScaleSpec(E8M0, "floor"))
 MX = QuantSpec(block=32, scale=ScaleSpec(E8M0, "nearest_even", "encode"))
 NV_ENCODE = QuantSpec(block=16, scale=ScaleSpec(E4M3, "nearest_even", "encode"))
 NV = QuantSpec(block=16, scale=ScaleSpec(E4M3, "nearest_even"))
+MXFP8 = QuantSpec(element="e4m3", block=32, scale=ScaleSpec(E8M0, "ceil"))
 
 
 def stochastic(spec: QuantSpec, **more: object) -> QuantSpec:
@@ -106,7 +107,7 @@ def test_all_the_recipes_are_here() -> None:
         mxfp4-round-up nvfp4-te wang-dge mxfp4-rht-sr quartet mxfp4-fprop mxfp4-fprop-dgrad mxfp4-full
         mxfp4-full-hadamard mxfp4-full-rht mxfp4-full-sr mxfp4-rl
         nvfp4-te-4over6 nvfp4-te-last-blocks nvfp4-te-bf16 nvfp4-te-bf16-fprop
-        nvfp4-smooth-swiglu quartet-ii tetrajet-v2 averis nvint4 if4"""
+        nvfp4-smooth-swiglu quartet-ii tetrajet-v2 averis nvint4 if4 mxfp8 fp8-block"""
     assert {*names.split()} <= {file.stem for file in FILES}
 
 
@@ -117,6 +118,7 @@ def test_all_the_recipes_are_here() -> None:
         ("mxfp4", MX),
         ("mxfp4-full", FLOOR),
         ("mxfp4-round-up", QuantSpec(block=32, scale=ScaleSpec(E8M0, "toward_positive"))),
+        ("mxfp8", MXFP8),
         ("nvfp4", NV_ENCODE),
         ("ue5m3", QuantSpec(block=32, scale=ScaleSpec(UE5M3, "nearest_even", "encode"))),
         ("e8m3", QuantSpec(block=16, scale=ScaleSpec(E8M3, "nearest_even", "encode"))),
@@ -374,10 +376,22 @@ def test_tetrajet_v2() -> None:
         assert used == [{**whole, "out_control": own}, whole]
     apart = plan_site(SiteView("fc", "linear", 640, 64, 40960), splitting.policy.rules[0]).program.apart
     assert apart.count == 64
-    mxfp8 = QuantSpec(element="e4m3", block=32, scale=ScaleSpec(E8M0, "ceil"))
-    read = dataclasses.replace(mxfp8, source="fprop")
-    assert [apart.program.operand(o).spec for o in (Q1, Q2, Q5, Q6)] == [mxfp8, mxfp8, mxfp8, read]
+    read = dataclasses.replace(MXFP8, source="fprop")
+    assert [apart.program.operand(o).spec for o in (Q1, Q2, Q5, Q6)] == [MXFP8, MXFP8, MXFP8, read]
     assert not any(apart.program.operand(o).techniques for o in (Q1, Q2, Q5, Q6))
+
+
+def test_mxfp8_shares_a_scale_among_32() -> None:
+    """Beside 450, S = 2 and the smallest E4M3 value is 2^-8: half of it goes to even, to 0. 450/2 rounds to 224."""
+    x = torch.full((1, 64), 2.0**-9)
+    x[0, 0] = 450.0
+    assert quantized("mxfp8", x)[0].tolist() == [448.0, *[0.0] * 31, *[2.0**-9] * 32]
+
+
+def test_fp8_block() -> None:
+    tile = QuantSpec(element="e4m3", block=128, scale=ScaleSpec(FP32))
+    w = dataclasses.replace(tile, block=(128, 128))
+    assert planned("fp8-block") == {Q1: tile, Q2: w, Q3: tile, Q4: w, Q5: tile, Q6: tile}
 
 
 def test_averis() -> None:

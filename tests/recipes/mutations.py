@@ -21,7 +21,7 @@ import fp4graph
 from tests.recipes.shipped import POLICIES, data_for, differences, expected, forms
 
 _OTHER: dict[str, dict[Any, Any]] = {
-    "element": {"e2m1": "e3m0", "e3m0": "e2m1", "int4": "e2m1"},
+    "element": {"e2m1": "e3m0", "e3m0": "e2m1", "int4": "e2m1", "e4m3": "e5m2"},
     "block": {32: 16, 16: 32, 64: 32, 128: 64, "row": 32, "tensor": "row"},
     "format": {
         "e8m0": "e4m3",

@@ -244,6 +244,16 @@ OCP = Quantizer(fmt="e8m0", rule="floor", block=32)
 INT4 = Quantizer(fmt="fp32", rule="nearest_even", block="tensor", element="int4")
 
 
+# MXFP8 of Mishra et al. 2025, "Recipes for Pre-training LLMs with MXFP8", and Transformer Engine: E4M3 elements, E8M0
+# scales rounded up. DeepSeek-V3 (sec. 3.3.2): E4M3 under an unrounded float32 scale amax/448 for each 1x128 tile of
+# activations and gradients and each 128x128 block of weights. Decision: X of wgrad is quantized from the original.
+MXFP8 = Quantizer(fmt="e8m0", rule="ceil", block=32, element="e4m3")
+FP8_TILE = Quantizer(fmt="fp32", rule="nearest_even", block=128, element="e4m3")
+FP8_BLOCK = {
+    name: replace(FP8_TILE, block=(128, 128)) if array == "w" else FP8_TILE for name, (array, _) in OPERANDS.items()
+}
+
+
 def everywhere(quantizer: Quantizer, stochastic: tuple[str, ...] = (), gemms: str = "fprop dgrad wgrad") -> Reference:
     """Returns a reference with one quantizer on all operands of the GEMMs, `stochastic` ones rounded stochastically."""
     quantizers = {
@@ -322,6 +332,8 @@ REFERENCES: dict[str, Reference] = {
     "nvfp4": everywhere(EL_NVFP4),
     "ue5m3": everywhere(EL_UE5M3),
     "e8m3": everywhere(EL_E8M3),
+    "mxfp8": everywhere(MXFP8),
+    "fp8-block": partial(originals, quantizers=FP8_BLOCK),
     # Mishra et al. as EL 3.1 cites them; a decode rule (DEF).
     "mxfp4-round-up": everywhere(replace(EL_MXFP4, rule="toward_positive", convention="decode")),
     "mxfp4-best": partial(rotated, quantizer=EL_MXFP4, block=32, random=True),

@@ -33,7 +33,10 @@ _PEAKS = {
     "quartet-ii": (12.0, 12.0, 12.0),
     "nvint4": (12.25, 12.25, 12.25),
     "int4-per-tensor": None,
+    "fp8-block": None,
 }
+#: The largest number of the data with ties, where it is not E2M1's: Qmax of the element is a power of two times it.
+_LARGEST = {"int4-per-tensor": 7.0, "mxfp8": 7.0, "fp8-block": 7.0}
 #: The largest number that mxfp4-rl's noise adds to a weight: six standard deviations.
 _NOISE = {"mxfp4-rl": 6 * 1e-2}
 
@@ -57,7 +60,7 @@ def _signs(form: str) -> int:
 def data_for(policy: str) -> dict[str, Data]:
     """Data that tell a recipe from others: all magnitudes, all ties, and scales that underflow where those miss it."""
     peaks, every = _PEAKS.get(policy, (10.5, 10.5, 10.5)), 128 if policy == "tetrajet-v2" else None
-    ties = Data.grid(1, 7.0 if "int4" in policy else 6.0, peaks, every)
+    ties = Data.grid(1, _LARGEST.get(policy, 6.0), peaks, every)
     return {"magnitudes": Data.wide(0), "ties": ties} | ({"large": Data.large(2)} if policy == "ue5m3" else {})
 
 

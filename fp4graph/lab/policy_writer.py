@@ -1,0 +1,176 @@
+"""Writes a policy as a person would: few rules, globs where they hold, and comments that say what each line costs."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from fp4graph.graph.blocks import block_of, upwards
+from fp4graph.policy import Match, Rule, dump
+from fp4graph.policy.dump import BaseFormats
+from fp4graph.technique.site import BlockPosition
+
+_WIDTH = 118
+
+
+@dataclass(frozen=True)
+class Treatment:
+    """The rule that some modules share.
+
+    Attributes:
+        rule: the rule, whose predicates are not written; one that keeps is the policy's default too.
+        modules: the modules, each with the predicted loss increase.
+        comment: follows the rule's name.
+    """
+
+    rule: Rule
+    modules: Mapping[str, float]
+    comment: str = ""
+
+
+def written(
+    name: str,
+    description: str,
+    header: Sequence[str],
+    treatments: Sequence[Treatment],
+    *,
+    ops: Mapping[str, Collection[str]],
+    blocks: Mapping[str, BlockPosition],
+    bases: BaseFormats,
+) -> str:
+    """Return the text of a policy under which each module is treated by its treatment, and every other is kept.
+
+    The treatment in blocks that needs the most globs becomes the last rule, for all blocks; the others stand before it
+    with globs for their modules alone. Where the kept modules are the ones that need most, no rule is for all blocks.
+
+    Args:
+        header: lines of the comment at the top.
+        ops: the kinds of operation ("linear", "grouped") of all modules in reach of the rules, by module; modules
+            outside of the treatments are kept.
+        blocks: the positions of the model's blocks, as in an Explanation.
+    """
+    kept = Rule(name="others", keep="no format fits")
+    outside = dict.fromkeys(module for module in ops if not any(module in each.modules for each in treatments))
+    parts = [*treatments, *([Treatment(kept, dict.fromkeys(outside, 0.0))] if outside else [])]
+    globs = [list(_cover(set(each.modules), ops, blocks)) for each in parts]
+    inside = {module for module in ops if block_of(module, blocks) is not None}
+    general = [
+        number for number, each in enumerate(parts) if not each.rule.quantizes or inside.issuperset(each.modules)
+    ]
+    last = max(general, key=lambda number: (len(globs[number]), len(parts[number].modules)), default=None)
+    keeps_rest = last is None or not parts[last].rule.quantizes
+    order = sorted((number for number in range(len(parts)) if number != last), key=lambda number: len(globs[number]))
+    lines = [f"# {line}".rstrip() for paragraph in header for line in textwrap.wrap(paragraph, _WIDTH) or [""]]
+    lines += ["version: 1", f"name: {_flow(name)}", f"description: {_flow(description)}", "default: keep"]
+    rules: list[str] = []
+    for number in order:
+        if parts[number].rule.quantizes or not (keeps_rest or inside.isdisjoint(parts[number].modules)):
+            modules = {
+                glob: sum(parts[number].modules[module] for module in covered) for glob, covered in globs[number]
+            }
+            rules += _rule(parts[number], modules, ops, bases)
+    if last is not None and not keeps_rest:
+        rules += _rule(parts[last], {}, ops, bases)
+    lines += ["rules:", *rules, "expect: {quantized: {min: 1}}"] if rules else []
+    return "\n".join(lines) + "\n"
+
+
+def _rule(
+    part: Treatment, globs: Mapping[str, float], ops: Mapping[str, Collection[str]], bases: BaseFormats
+) -> Iterator[str]:
+    """Yield the lines of a rule for ``globs``, each with its cost; without any, for all blocks."""
+    kinds = sorted({op for module in part.modules for op in ops[module]}, reverse=True)
+    op = _flow(kinds[0] if len(kinds) == 1 else kinds)
+    yield f"  - name: {_flow(part.rule.name)}" + (f"  # {part.comment}" if part.comment else "")
+    if globs:
+        yield "    match:"
+        yield f"      op: {op}"
+        yield "      module:"
+        width = max(map(len, globs)) + 2
+        yield from (f"        - {_quoted(glob):{width}}  # {cost:+.3g}" for glob, cost in globs.items())
+    else:
+        yield f"    match: {{op: {op}, block: true}}"
+    data = dump.rule_data(part.rule, (), bases)
+    for key in (key for key in data if key not in ("name", "match")):
+        line = f"    {key}: {_flow(data[key])}"
+        if len(line) <= _WIDTH or not isinstance(data[key], dict):
+            yield line
+        else:
+            yield f"    {key}:"
+            yield from (f"      {name}: {_flow(value)}" for name, value in data[key].items())
+
+
+def _quoted(text: str) -> str:
+    return f'"{text}"'
+
+
+def _flow(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, allow_unicode=True, width=10**6)
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _cover(
+    modules: set[str], all_modules: Collection[str], blocks: Mapping[str, BlockPosition]
+) -> Iterator[tuple[str, set[str]]]:
+    """Yield few globs that fit all ``modules`` and none of the others, each with the modules that it adds.
+
+    Greedy set cover: the glob that covers most of what is left comes first, of equal ones the shortest.
+    """
+    exact = {
+        glob: fitting
+        for glob in dict.fromkeys(_candidates(modules, all_modules, blocks))
+        if (fitting := {name for name in all_modules if Match(module=(glob,)).names(name)}) and fitting <= modules
+    }
+    left = set(modules)
+    while left:
+        glob = max(exact, key=lambda glob: (len(exact[glob] & left), -len(glob)))
+        yield glob, exact[glob] & left
+        left -= exact[glob]
+
+
+def _candidates(modules: set[str], all_modules: Collection[str], blocks: Mapping[str, BlockPosition]) -> Iterator[str]:
+    """Yield globs that may fit ``modules`` alone: names, layer kinds and parts of blocks, in all blocks or a range."""
+    numbered: dict[tuple[str, str], dict[int, set[str]]] = {}  # by pattern and tail: the modules at each block number
+    for name in all_modules:
+        around = next((each for each in upwards(name) if each in blocks), "")
+        tails = [escaped(name[len(around) :].lstrip("."))]
+        tails += [f"{each}.*" for each in upwards(tails[0]) if each and each != tails[0]] + ["*"]
+        place = _numbered(around, blocks[around].stack) if around else None
+        for tail in tails:
+            if name in modules:
+                yield f"*.{tail}" if around and tail != "*" else tail
+            if place is not None:
+                numbered.setdefault((place[0], tail), {}).setdefault(place[1], set()).add(name)
+        if name in modules:
+            yield escaped(name)
+    for (pattern, tail), by_number in numbered.items():
+        numbers = sorted(number for number, names in by_number.items() if names <= modules)
+        for decade in dict.fromkeys(number // 10 for number in numbers):
+            digits = "".join(str(number % 10) for number in numbers if number // 10 == decade)
+            number = f"{decade or ''}{_digits(digits)}"
+            yield f"{pattern.replace('*', number)}.{tail}"
+
+
+def _numbered(block: str, stack: str) -> tuple[str, int] | None:
+    """Return the pattern of a block's name with one star for its number, and the number; None where it has several."""
+    found = re.fullmatch(re.escape(stack).replace(r"\*", r"(\d+)"), block)
+    return (stack, int(found[1])) if found and len(found.groups()) == 1 else None
+
+
+def _digits(digits: str) -> str:
+    """Return ascending digits as a glob: "3", "[0-4]" or "[125]"."""
+    if len(digits) == 1:
+        return digits
+    run = len(digits) > 2 and int(digits[-1]) - int(digits[0]) == len(digits) - 1
+    return f"[{digits[0]}-{digits[-1]}]" if run else f"[{digits}]"
+
+
+def escaped(name: str) -> str:
+    """Return a glob that fits ``name`` alone."""
+    return re.sub(r"([*?[])", r"[\1]", name)

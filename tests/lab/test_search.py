@@ -1,0 +1,330 @@
+"""The search: exact against brute force, policies that give what was chosen, and scores that a kill cannot lose."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from torch import nn
+from torch.nn import functional as F
+from typer.testing import CliRunner
+
+import fp4graph
+from fp4graph.cli import app
+from fp4graph.lab.knapsack import Knapsack, Limit
+from fp4graph.lab.policy_writer import Treatment, written
+from fp4graph.lab.search import Candidates, bits_per_element, search
+from fp4graph.lab.sensitivity import Score
+from fp4graph.lab.siblings import call_of, groups_of
+from fp4graph.numerics.spec import QuantSpec, ScaleSpec
+from fp4graph.technique.operands import GROUPS, Gemm
+from fp4graph.technique.site import BlockPosition
+
+FORMATS = ("nvfp4", "mxfp4", "mxfp8", "bf16")
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(32, 32, bias=False) for _ in range(3))
+        self.out = nn.Linear(32, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(2 * x)  # v by its name alone
+        return self.out(torch.softmax(q @ k.mT, -1) @ v)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn, self.mlp = Attention(), nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attn(x)
+        return x + self.mlp(x)
+
+
+class Model(nn.Module):
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(depth)), nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean(1))
+
+
+def model_of(depth: int = 2) -> Model:
+    torch.manual_seed(0)
+    return Model(depth).eval()
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(model(batch), torch.arange(len(batch)) % 8)
+
+
+def batches(count: int = 2) -> list[torch.Tensor]:
+    return [torch.randn(4, 8, 32, generator=torch.Generator().manual_seed(n)) for n in range(count)]
+
+
+def scores_of(model: nn.Module, seed: int, formats: tuple[str, ...] = FORMATS[:3]) -> list[Score]:
+    """Random scores, which are not those of the model."""
+    generator = random.Random(seed)
+    names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n != "head"]
+    return [
+        Score(f"{name}, {gemm}", (name,), tuple(map(str, GROUPS[gemm])), fmt, generator.random(), 0.0)
+        for fmt in formats for name in names for gemm in Gemm
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("quantile", [0.001, 0.05, 0.5])
+@pytest.mark.parametrize("kind", ["one", "two", "switches", "joined"])
+def test_knapsack_is_exact_on_12_sites_and_3_formats(kind: str, quantile: float) -> None:
+    generator = np.random.default_rng(int(1000 * quantile) + len(kind))
+    costs, use, other = (generator.exponential(size=(12, 3)) for _ in range(3))
+    needs, switch = np.array([[True, False], [True, True], [False, False]]), np.array([2.0, 1.0])
+
+    def sums(table: np.ndarray) -> np.ndarray:
+        """The sum of every choice of an option per row, [3¹²]."""
+        return functools.reduce(np.add.outer, table).ravel()
+
+    total, joined = sums(use), [(1, (0, 5, 7))] if kind == "joined" else []
+    if kind == "switches":
+        for column, weight in enumerate(switch):
+            total = total + weight * functools.reduce(np.logical_or.outer, np.tile(needs[:, column], (12, 1))).ravel()
+    most = float(np.quantile(total, quantile))
+    feasible = total <= most
+    if kind == "joined":
+        members = np.isin(np.arange(12), (0, 5, 7)).astype(float)[:, None] * [0, 1, 0]
+        feasible &= np.isin(sums(members), (0, 3))
+    limits = [Limit(use, most, switch if kind == "switches" else None)]
+    if kind == "two":
+        limits.append(Limit(other, float(np.quantile(sums(other), 0.3))))
+        feasible &= sums(other) <= limits[1].most
+    knapsack = Knapsack(np.ones((12, 3), bool), needs, joined)
+    choice = knapsack.solve(costs, limits)
+    if not feasible.any():
+        assert choice is None
+        return
+    assert choice is not None
+    assert feasible[np.ravel_multi_index(choice, (3,) * 12)]
+    assert costs[np.arange(12), choice].sum() == pytest.approx(sums(costs)[feasible].min(), rel=1e-12)
+    if kind in ("one", "switches"):
+        assert knapsack.least(limits[0]) == pytest.approx(total.min(), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "by"),
+    [({"bits": 5.0}, ("site", "gemm")), ({"fp4_flops": 0.6}, ("site",)), ({"bits": 7.0, "fp4_flops": 0.4}, ("site",))],
+)
+def test_search_is_exact_against_brute_force(bounds: dict[str, float], by: tuple[str, ...]) -> None:
+    """Four groups in each of two blocks: q, k and v, out, and both linears of the MLP. All choices are tried."""
+    model, formats = model_of(), ("nvfp4", "mxfp8", "bf16")
+    scores = scores_of(model, 3, formats[:2])
+    found = search(model, loss, batches(1), formats=formats, by=by, scores=scores, simplify=False, **bounds)
+    parts = [["attn.q_proj", "attn.k_proj", "attn.v_proj"], ["attn.out"], ["mlp.0"], ["mlp.2"]]
+    groups = [[f"blocks.{n}.{part}" for part in own] for n in range(2) for own in parts]
+    assert [list(each.modules) for each in found.choices] == groups
+    size = 2 * [3 * 32 * 32, 32 * 32, 32 * 64, 32 * 64]
+    bits = {"nvfp4": 4.5, "mxfp8": 8.25, "bf16": 16.0}
+    # The linears on 4·8 tokens, the two products of attention in each block, and the head on 4 rows.
+    whole = 3 * (2 * 32 * sum(size) + 2 * 2 * 2 * 4 * 8 * 8 * 32 + 2 * 4 * 32 * 8)
+    gemms = ("fprop",) if "gemm" in by else ("fprop", "dgrad", "wgrad")  # bits leave dgrad and wgrad exact
+    cost = {(fmt, number): sum(s.increase for s in scores if s.policy == fmt and s.sites[0] in group
+                               and s.operands[0].split(".")[0] in gemms)
+            for fmt in formats for number, group in enumerate(groups)}  # fmt: skip
+    results = {}
+    for choice in itertools.product(formats, repeat=8):
+        used = sum(n * bits[fmt] for n, fmt in zip(size, choice, strict=True)) / sum(size)
+        share = sum(len(gemms) * 2 * 32 * n for n, fmt in zip(size, choice, strict=True) if fmt == "nvfp4") / whole
+        if used <= bounds.get("bits", np.inf) + 1e-9 and share >= bounds.get("fp4_flops", 0.0) - 1e-9:
+            results[choice] = sum(cost[fmt, number] for number, fmt in enumerate(choice)), used, share
+    best = min(results, key=lambda choice: results[choice][0])
+    assert tuple(each.formats[0] for each in found.choices) == best
+    assert found.predicted == pytest.approx(results[best][0])
+    reached = dict(zip(("bits", "fp4_flops"), results[best][1:], strict=True))
+    assert {each.name: each.reached for each in found.budgets} == pytest.approx({key: reached[key] for key in bounds})
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_policy_gives_every_operand_what_was_chosen(seed: int, tmp_path: Path) -> None:
+    model, formats = model_of(3), (*FORMATS, "tetrajet")
+    candidates = Candidates.of(model, loss, batches()[0], formats, apart=True)
+    generator = np.random.default_rng(seed)
+    pool = generator.integers(4, size=(3, 3))  # three treatments; the format with techniques takes whole sites
+    pool[0] = 4 if seed % 2 else 3
+    rows = pool[generator.integers(3, size=len(candidates.groups))]
+    if seed > 1:  # alike for one kind of layer in all blocks
+        kinds = [group[0].split(".", 2)[2] for group in candidates.groups]
+        rows = np.array([pool[sorted(set(kinds)).index(kind) % 3] for kind in kinds])
+    file = tmp_path / "policy.yaml"
+    file.write_text(candidates.text(rows.ravel(), np.zeros((len(candidates.items), 5)), "some", "x", ["why"]))
+    policy = fp4graph.load_policy(file)
+    expected = {m: row for group, row in zip(candidates.groups, rows, strict=True) for m in group}
+    specs = {name: dict(fp4graph.load_policy(name).rules[0].specs) for name in formats if name != "bf16"}
+    for site in fp4graph.explain(model, policy, (batches()[0],)).sites:
+        for operand, spec in site.operands.items():
+            column = expected[site.module][list(Gemm).index(operand.gemm)] if site.module in expected else 3
+            assert spec == specs.get(formats[column], {}).get(operand), (site.module, operand)
+    assert len(policy.rules) <= 3
+    if seed > 1:
+        assert len(file.read_text().splitlines()) < 40
+    assert CliRunner().invoke(app, ["check", str(file)]).exit_code == 0
+
+
+def test_block_ranges_are_written_as_globs() -> None:
+    names = [f"blocks.{n}.{part}" for n in range(12) for part in ("attn.qkv", "mlp.0", "mlp.2")]
+    some = {f"blocks.{n}.mlp.0": 0.25 for n in (2, 3, 4, 10, 11)}
+    fp4, fp8 = (dataclasses.replace(fp4graph.load_policy(name).rules[0], name=name) for name in ("nvfp4", "mxfp8"))
+    others = Treatment(fp4, {name: 0.0 for name in names if name not in some})
+    blocks = {f"blocks.{n}": BlockPosition("blocks.*", n, 12) for n in range(12)}
+    ops = dict.fromkeys([*names, "head"], ("linear",))
+    text = written("x", "y", ["why"], [others, Treatment(fp8, some)], ops=ops, blocks=blocks, bases={})
+    first, last = yaml.safe_load(text)["rules"]
+    assert sorted(first["match"]["module"]) == ["blocks.1[01].mlp.0", "blocks.[2-4].mlp.0"]
+    assert last["match"] == {"op": "linear", "block": True}
+    assert '"blocks.[2-4].mlp.0"  # +0.75' in text
+
+
+def test_siblings_go_together() -> None:
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = nn.ModuleList(
+                nn.ModuleDict({"w1": nn.Linear(4, 4), "w2": nn.Linear(4, 4)}) for _ in range(2)
+            )
+            self.a, self.b, self.far, self.tied = (nn.Linear(4, 4) for _ in range(4))
+            self.tied.weight = self.far.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for expert in self.experts:
+                x = x + expert["w2"](expert["w1"](x))
+            return self.a(x) + self.b(x) + self.tied(self.far(x + 1))
+
+    model = Experts()
+    call = call_of(model, lambda m, x: m(x).sum(), torch.ones(2, 4))
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    assert groups_of(model, names, call.inputs) == (
+        ("experts.0.w1", "experts.1.w1"), ("experts.0.w2", "experts.1.w2"), ("a", "b"), ("far", "tied"),
+    )  # fmt: skip
+
+
+def test_bits_count_scales() -> None:
+    specs = {
+        4.25: QuantSpec(), 4.5: QuantSpec(block=16, scale=ScaleSpec("e4m3")), 8.25: QuantSpec(element="e4m3"),
+        8 + 32 / 128**2: QuantSpec(element="e4m3", block=(128, 128), scale=ScaleSpec("fp32")),
+        4 + 32 / 64: QuantSpec(block="row", scale=ScaleSpec("fp32")), 4: QuantSpec(block="tensor"),
+    }  # fmt: skip
+    assert [bits_per_element(spec, 64) for spec in specs.values()] == [*specs]
+    assert bits_per_element(None, 64) == 16
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "needs a finite budget"),
+        ({"bits": 3.0}, "bits per weight at most 3; the nearest is 4.25"),
+        ({"fp4_flops": 0.99}, "FLOPs in FP4 at least 0.99; the nearest is 0.9"),
+        ({"bits": 5, "formats": ("nvfp5", "bf16")}, "no policy 'nvfp5' is shipped.*did you mean"),
+        ({"bits": 5, "formats": ("nvfp4-best", "bf16")}, "techniques of the whole model"),
+        ({"bits": 5, "formats": ("nvfp4-te", "bf16")}, "format 'nvfp4-te' fits no site"),
+        ({"bits": 5, "batches": [batches()[0] * float("nan")]}, "loss of batch 0 is nan"),
+        ({"bits": 5, "batches": []}, "no batches"),
+        (
+            {"overhead": 1.2, "formats": ("nvfp4", "mxfp4"), "cost": lambda p: 1.5},
+            "overhead at most 1.2; the nearest is 1.5",
+        ),
+    ],
+)
+def test_bad_input_is_named(options: dict[str, object], message: str) -> None:
+    options = {"formats": FORMATS, "batches": batches(1), **options}
+    with pytest.raises(fp4graph.Error, match=message):
+        search(model_of(), loss, options.pop("batches"), **options)  # type: ignore[arg-type]
+
+
+def test_the_command_writes_a_policy_that_check_accepts(tmp_path: Path) -> None:
+    here, file = "tests.lab.test_search", tmp_path / "mine.yaml"
+    words = ["search", "--model", f"{here}:model_of", "--loss", f"{here}:loss", "--batches", f"{here}:batches",
+             "--formats", "nvfp4,bf16", "--bits", "8", "--output", str(file)]  # fmt: skip
+    result = CliRunner().invoke(app, words)
+    assert result.exit_code == 0, result.output
+    assert fp4graph.load_policy(file).name == "mine"
+    assert CliRunner().invoke(app, ["check", str(file)]).exit_code == 0
+    wrong = CliRunner().invoke(app, ["search", "--model", f"{here}:none", *words[3:]])
+    assert "has no 'none'" in str(wrong.exception)
+
+
+def test_complexity_and_measured_overhead_bind() -> None:
+    model = model_of()
+    costly = [dataclasses.replace(s, increase=s.increase + 1) for s in scores_of(model, 0, ("nvfp4",))]
+    scores = [*costly, *scores_of(model, 1, ("tetrajet",))]
+    formats = ("nvfp4", "tetrajet")
+    free = search(model, loss, batches(1), formats=formats, complexity=0.5, scores=scores)
+    assert {each.formats for each in free.choices} == {("tetrajet",) * 3}
+    bound = search(model, loss, batches(1), formats=formats, complexity=0.4, scores=scores)
+    assert {each.formats for each in bound.choices} == {("nvfp4",) * 3}
+
+    def cost(policy: fp4graph.Policy) -> float:  # a mixture costs more than the interpolation says
+        sites = fp4graph.explain(model, policy, (batches(1)[0],)).sites
+        specs = [spec for site in sites for spec in site.operands.values() if spec is not None]
+        return 1.1 + 0.9 * (sum(spec.element.name == "e2m1" for spec in specs) / len(specs)) ** 0.5
+
+    cheap = [dataclasses.replace(s, increase=0.0) for s in scores_of(model, 0, ("nvfp4",))]
+    scores = [*cheap, *scores_of(model, 1, ("mxfp8",))]
+    found = search(model, loss, batches(1), formats=("nvfp4", "mxfp8"), overhead=1.4, cost=cost, scores=scores)
+    assert 1.1 < found.budgets[0].reached == cost(found.policy) <= 1.4
+
+
+@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.long)])
+def test_a_killed_search_goes_on(times: int, tmp_path: Path) -> None:
+    """Killed again and again, a search loses no score and measures none twice."""
+    script = (
+        "import tests.lab.test_search as t, fp4graph, sys\n"
+        "formats = 'nvfp4', 'mxfp8', 'bf16'\n"
+        "found = fp4graph.search(t.model_of(), t.loss, t.batches(), formats=formats, bits=6, folder=sys.argv[1])\n"
+        "found.save(sys.argv[1] + '/policy.yaml')\n"
+    )
+    folder, kills = tmp_path / "search", 0
+    file = folder / "scores.jsonl"
+    seen: list[bytes] = []
+    while not (folder / "policy.yaml").exists():
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, str(folder)], env={**os.environ, "OMP_NUM_THREADS": "1"}
+        )
+        start = time.monotonic()
+        while process.poll() is None and time.monotonic() - start < 60:
+            whole = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
+            if kills < times and len(whole) > len(seen) + 50 // times:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+                kills += 1
+                with file.open("ab") as torn:
+                    torn.write(b'{"unit": "bl')
+                break
+            time.sleep(0.01)
+        else:
+            assert process.wait() == 0
+        whole = file.read_bytes().split(b"\n")[:-1]
+        assert whole[: len(seen)] == seen
+        seen = whole
+    assert kills == times
+    units = [(line["policy"], line["unit"]) for line in map(json.loads, seen[1:])]
+    assert len(units) == len({*units}) == 2 * 12 * 3
+    again = search(model_of(), loss, batches(), formats=("nvfp4", "mxfp8", "bf16"), bits=6, folder=folder)
+    assert (folder / "policy.yaml").read_text() == again.text
+    with pytest.raises(fp4graph.Error, match="holds scores of another model"):
+        search(model_of(1), loss, batches(), formats=("nvfp4", "mxfp8", "bf16"), bits=6, folder=folder)
