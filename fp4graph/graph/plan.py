@@ -439,9 +439,7 @@ def _is_one_of_a_stack(found: FoundProduct) -> bool:
 def rule_that_keeps(name: str, module: str | None) -> str:
     """Return what a person does to keep the products of ``module`` in high precision, as the end of a sentence."""
     pattern: str | list[str] = pattern_of(module or "")
-    if pattern == "*":  # the layers of a Sequential are not alike
-        pattern = module or ""
-    elif pattern[-1:] == "*":  # which would match all modules inside too
+    if pattern[-1:] == "*":  # which would match all modules inside too
         pattern = [f"{pattern[:-1]}{digits}" for digits in ("[0-9]", "[0-9][0-9]")]
     return (
         "put a rule before the policy's others (in a policy that extends another, under 'rules: {before: [...]}'): "

@@ -155,8 +155,7 @@ def explain(model: nn.Module, policy: Any, args: Any = (), kwargs: Mapping[str, 
         dataclasses.replace(s, flops=recurrent.get(str(s.module))) if s.op == "recurrent" and s.flops is None else s
         for s in sites
     ]
-    if problem is None and (loaded.quantizes or not recurrent):  # a baseline runs what is around an LSTM without graphs
-        problem = _missing(sites, counts)
+    problem = problem or _missing(sites, counts)
     found = None if problem is None else str(problem)
     return Explanation(loaded, tuple(sites), blocks, found, runtime.capture.graphs)
 

@@ -99,7 +99,7 @@ def run(technique: Technique, stage: str, *args: object) -> Any:
         # Dynamo cannot trace a mode, and refuses such operations itself.
         if torch.compiler.is_dynamo_compiling() or stage in OPTIMIZER_STAGES:
             return getattr(technique, stage)(*args)
-        case = stage, *(tuple(x.shape) for x in args if isinstance(x, Tensor))
+        case = stage, *(str(x.shape) for x in args if isinstance(x, Tensor))
         if case in _checked.get(technique, ()):
             return getattr(technique, stage)(*args)
         with _Values(technique, stage), _Lists(technique, stage):

@@ -38,6 +38,7 @@ OTHERS: dict[str, tuple[dict[str, Any], list[Any]]] = {
     "low_rank_residual": (MXFP4, [{"low_rank_residual": {"rank": 4}}]),
     "four_over_six": (NVFP4, [{"tensor_scaling": {"target": 256}}, "four_over_six"]),
     "conditional_scaling": (ENCODE, ["conditional_scaling"]),
+    "quest_scale": ({**MXFP4, "scale": {"format": "e8m0", "rounding": "floor"}}, ["quest_scale"]),
     "stochastic_rounding": (MXFP4, [{"stochastic_rounding": {"operands": "all_activation", "bits": 8}}]),
 }
 VIEW = SiteView("blocks.5.mlp.fc2", "linear", 256, 256, 1 << 16, BlockPosition("blocks", 5, 12))

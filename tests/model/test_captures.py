@@ -214,15 +214,3 @@ def test_a_full_cache_of_earlier_models_is_the_reason_that_is_given():
                 warnings.simplefilter("always")
                 apply(Parted(), recompile_limit=2)(X).sum().backward()
     assert "as many graphs of the code around it" in " ".join(str(warning.message) for warning in caught)
-
-
-def test_a_baseline_around_a_recurrent_layer_has_no_problem():
-    class Tagger(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.lstm, self.out = nn.LSTM(32, 8), nn.Linear(8, 4)
-
-        def forward(self, x):
-            return self.out(self.lstm(x)[0])
-
-    assert fp4graph.explain(Tagger(), "bf16", (X,)).problem is None
