@@ -172,5 +172,5 @@ def test_toml(block: Block) -> None:
 
 def test_every_language_is_tested() -> None:
     """Blocks without a language are output, or sketches."""
-    known = {"", "python", "yaml", "toml", "mermaid", *SHELL}
+    known = {"", "python", "yaml", "toml", "mermaid", "text", *SHELL}
     assert {block.language for page in PAGES for block in blocks(page)} <= known

@@ -26,7 +26,6 @@ pytestmark = pytest.mark.slow
 #: What stands in a block for something of the reader's, and what runs instead.
 INSTEAD: dict[str, dict[str, str]] = {
     "docs/sensitivity.md": {'by=("site", "gemm")': 'by="gemm"'},
-    "docs/analysis.md": {"[(step, validation_loss), ...]": "[(1, 2.5), (2, 2.0 + 0.1 * seed)]"},
     "docs/diagnose.md": {"every=50": "every=2", "train(model, optimizer)": "train(model, optimizer, 12)"},
     "docs/compare.md": {
         "policy, seed=seed)": 'policy, seed=seed, backend="eager")',

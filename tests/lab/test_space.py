@@ -332,7 +332,7 @@ WRONG = {
     "no choices": (BASE + "parameters:\n  x: {choices: {}} #!\n", "choices"),
     "choice without value": (ONE + "      b: #!\n", "must be a mapping"),
     "label is a truth": (BASE + "parameters:\n  x: {choices: {on: {}}} #!\n", "quote it"),
-    "unknown base": ("version: 1\nbase: mxfp5 #!\nparameters: {x: {choices: {a: {}}}}\n", "'mxfp4'"),
+    "unknown base": ("version: 1\nbase: mxfp44 #!\nparameters: {x: {choices: {a: {}}}}\n", "'mxfp4'"),
     "base that quantizes nothing": ("version: 1\nbase: bf16 #!\nparameters: {x: {choices: {a: {}}}}\n", "quantizes nothing"),
     "base with a mistake": (
         "version: 1\nbase:\n  default:\n    elemnt: e2m1 #!\nparameters: {x: {choices: {a: {}}}}\n",

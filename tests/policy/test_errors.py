@@ -426,7 +426,7 @@ rules:
     [
         ("tetrajett", ["no policy 'tetrajett' is shipped", "did you mean the shipped policy 'tetrajet'?", "bf16"]),
         ("zzz", ["no policy 'zzz' is shipped", "Shipped policies: averis, baseline, bf16, ", "tetrajet-qema"]),
-        ("somewhere/mxfp.yaml", ["'somewhere/mxfp.yaml' is not a file", "did you mean the shipped policy 'mxfp4'?"]),
+        ("somewhere/mxfp44.yaml", ["'somewhere/mxfp44.yaml' is not a file", "did you mean the shipped policy 'mxfp4'?"]),
         (Path("mxfp4"), ["is not a file", "did you mean the shipped policy 'mxfp4'?"]),
         (Path("/"), ["is a directory"]),
     ],
