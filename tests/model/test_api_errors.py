@@ -243,3 +243,11 @@ def test_the_cause_is_the_true_one(monkeypatch, cause):
         pytest.warns(PolicyWarning, match=f"this forward runs uncompiled.*{cause}"),
     ):
         model(batch(6))
+
+
+def test_an_inherited_rule_that_fits_no_site_names_the_file_that_inherits_it(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("version: 1\nextends: tetrajet\nrules: {before: [{match: {module: '*'}, keep: why}]}\n")
+    model = fp4graph.apply(Model(), path, backend="eager")
+    with pytest.raises(fp4graph.PolicyError, match=r"tetrajet\.yaml.* matches no site .*mine\.yaml inherits it"):
+        model(batch())
