@@ -331,9 +331,9 @@ def _repeated(cause: str, guards: Sequence[str]) -> str:
             "torch._dynamo.config.allow_unspec_int_on_nn_module = True is a remedy too"
         )
     return (
-        f"this forward is compiled for the {len(guards) + 1}th time, because a guard fails with another value each "
-        f"time ({'; '.join(guards[-3:])}). A compilation is slow, and past the recompile limit the forward runs "
-        f"uncompiled. {remedy}"
+        f"this forward compiles again and again: {len(guards) + 1} times so far, because a guard fails with another "
+        f"value each time ({'; '.join(guards[-3:])}). A compilation is slow, and past the recompile limit the forward "
+        f"runs uncompiled. {remedy}"
     )
 
 

@@ -155,7 +155,7 @@ def test_the_third_recompilation_for_one_cause_is_told(change):
     model = apply(Changing())
     for i in range(3):
         change(model, i)
-    with pytest.warns(fp4graph.PolicyWarning, match=f"compiled for the 4th time.*{CAUSES[change]}"):
+    with pytest.warns(fp4graph.PolicyWarning, match=f"again: 4 times so far.*{CAUSES[change]}"):
         change(model, 3)
     change(model, 4)  # told once
 
