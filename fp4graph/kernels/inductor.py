@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fp4graph.errors import Error
+from fp4graph.kernels import build
 from fp4graph.text import nearest, suggest
 
 #: Options of ``torch.compile`` (``config_patches`` of ``compile_fx``) under which quantizers are bit-exact on CUDA.
@@ -140,8 +141,17 @@ def patches(chosen: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
                 f"torch._inductor.config.{name} is {value!r}, which would break exactness: {reason}. Set it to "
                 f"{required!r} before the model is first called, or drop the environment variable that set it"
             )
+    if on_gpu:
+        return {**chosen, **EXACT, **APART}
     tunes = bool(chosen) or config.max_autotune or config.max_autotune_gemm
-    return {**chosen, **EXACT, **APART} if on_gpu else {**chosen, **APART} if tunes else {}
+    return {**chosen, **(APART if tunes else {}), **_compiler()}
+
+
+def _compiler() -> dict[str, Any]:
+    """Return the setting under which Inductor's C++ is linked where CXX names a C compiler."""
+    command = build.inductors()
+    linking = command and build.linking(command)
+    return {} if linking == command else {"cpp.cxx": (None, linking)}
 
 
 def _setting(config: Any, name: str, otherwise: object) -> object:

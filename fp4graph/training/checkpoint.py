@@ -272,7 +272,7 @@ def _read(path: str | PathLike[str]) -> dict[str, Any]:
             "model.load_state_dict"
         )
     version = content.get("version")
-    if version not in (*UNDIGESTED, VERSION):
+    if type(version) is not int or version not in (*UNDIGESTED, VERSION):
         raise Error(f"{path} has version {version!r} of the layout; this fp4graph reads 2 to {VERSION}")
     if not digested and version == VERSION:
         raise Error(
