@@ -137,7 +137,7 @@ def _kept(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], shape: t
     try:
         trial = kind([tried], **{name: value for name, value in options.items() if name in names and name != "params"})
         trial.step()
-    except Exception:  # whatever torch's class finds wrong with an option, or a step that wants a closure
+    except (AssertionError, LookupError, RuntimeError, TypeError, ValueError):  # an option, or a step wants a closure
         return {}
     return {name: x.shape == shape for name, x in trial.state[tried].items() if isinstance(x, Tensor)}
 
