@@ -57,7 +57,8 @@ def require_compiler() -> None:
 
 def command() -> list[str]:
     """Return the command of the C++ compiler: what CXX says, such as "ccache g++ -m64", or what Inductor would run."""
-    return [_linking(word) for word in shlex.split(os.environ.get("CXX") or inductors() or "g++")]
+    words = shlex.split(os.environ.get("CXX", "")) or shlex.split(inductors() or "") or ["g++"]
+    return [_linking(word) for word in words]
 
 
 def inductors() -> str | None:
@@ -69,7 +70,7 @@ def inductors() -> str | None:
 
 
 def linking(command: str) -> str:
-    """Return ``command`` with the C++ compiler that is installed beside each C compiler.
+    """Return ``command`` with the C++ compiler of each C compiler, if one is installed beside it or on the PATH.
 
     gcc compiles C++ but links no C++ library, and CXX is gcc where PEFT's BOFT has been imported.
     """
@@ -82,8 +83,9 @@ def _linking(word: str) -> str:
     if parts is None:
         return word
     before, kind, version = parts.groups(default="")
-    beside = os.path.join(folder, f"{before}{_OF_CXX[kind]}{version}")
-    return beside if shutil.which(beside) else word
+    linking = f"{before}{_OF_CXX[kind]}{version}"
+    places = os.path.join(folder, linking), linking
+    return next(filter(shutil.which, places), word)
 
 
 def reason(error: Exception) -> str:

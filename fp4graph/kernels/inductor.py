@@ -101,14 +101,17 @@ def require_compiler() -> None:
 
 @contextmanager
 def compiler_errors() -> Iterator[None]:
-    """Raise an Error of ours where Inductor's C++ compiler fails in this context."""
+    """Raise an Error of ours where Inductor's C++ compiler fails in this context, or links no C++ library."""
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
     try:
         yield
     except Exception as error:
         cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, CppCompileError | InvalidCxxCompiler):
+        while cause is not None and not (
+            isinstance(cause, CppCompileError | InvalidCxxCompiler)
+            or (isinstance(cause, ImportError) and "undefined symbol" in str(cause))
+        ):
             cause = cause.__cause__ or cause.__context__
         if cause is None:
             raise

@@ -56,6 +56,9 @@ def test_a_compiler_that_fails() -> None:
     refusal = CppCompileError(["g++"], "a.cpp:1: fatal error: Python.h: No such file")
     with pytest.raises(fp4graph.Error, match=r"fatal error: Python.h: No such file.*python3-dev"), compiler_errors():
         raise RuntimeError("Inductor failed") from refusal
+    unlinked = ImportError("a.main.so: undefined symbol: _ZTTNSt7__cxx1119basic_ostringstream")
+    with pytest.raises(fp4graph.Error, match=r"undefined symbol.*g\+\+"), compiler_errors():
+        raise RuntimeError("Inductor failed") from unlinked
     with pytest.raises(RuntimeError, match="another"), compiler_errors():
         raise RuntimeError("another")
 
