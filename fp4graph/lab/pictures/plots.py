@@ -5,8 +5,9 @@ The docstrings of pictures of a :class:`Recorded` are the titles and the texts o
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,22 @@ from fp4graph.lab.statistics.storage import Measurement, Recorded
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+Draw = Callable[[Recorded], "Figure | None"]
+
+
+def drawn_from(*columns: str) -> Callable[[Draw], Draw]:
+    """Decorate a function that draws what was recorded: our style, and None where none of the columns was."""
+
+    def decorated(draw: Draw) -> Draw:
+        @functools.wraps(draw)
+        def drawn(recorded: Recorded) -> Figure | None:
+            with styled():
+                return draw(recorded) if any(map(recorded.having, columns)) else None
+
+        return drawn
+
+    return decorated
 
 
 @styled()
@@ -75,7 +92,7 @@ def _grid(count: int, height: float, more: float, **options: Any) -> tuple[Figur
     return picture, panels
 
 
-@styled()
+@drawn_from("snr_db")
 def snr(recorded: Recorded) -> Figure | None:
     """Signal-to-noise ratio of the six operands
 
@@ -86,7 +103,7 @@ def snr(recorded: Recorded) -> Figure | None:
     return p.curves_picture(3.8, p.operand_curves(recorded, "snr_db"), "signal-to-noise ratio, dB", shade=True)
 
 
-@styled()
+@drawn_from("scale_bias")
 def decomposition(recorded: Recorded) -> Figure | None:
     """Where the error comes from
 
@@ -96,8 +113,6 @@ def decomposition(recorded: Recorded) -> Figure | None:
     scale bias can undo grid noise.
     """
     rows = recorded.latest("scale_bias")
-    if not rows:
-        return None
     kinds = list(dict.fromkeys(pattern_of(row["site"]) for row in rows))
     errors = {
         LABELS[operand]: {kind: p.mean_error([row for row in own if pattern_of(row["site"]) == kind]) for kind in kinds}
@@ -109,7 +124,7 @@ def decomposition(recorded: Recorded) -> Figure | None:
     return picture
 
 
-@styled()
+@drawn_from("underflowed", "saturated")
 def shares(recorded: Recorded) -> Figure | None:
     """Clipped and lost
 
@@ -118,8 +133,6 @@ def shares(recorded: Recorded) -> Figure | None:
     """
     titles = {"saturated": "saturated elements, %", "underflowed": "rounded to zero, %"}
     found = {column: curves for column in titles if (curves := p.operand_curves(recorded, column, 100))}
-    if not found:
-        return None
     picture, panels = subplots(3.2, 1, len(found), squeeze=False)
     for axes, (column, curves) in zip(panels.flat, found.items(), strict=True):
         p.draw(axes, curves, titles[column])
@@ -127,7 +140,7 @@ def shares(recorded: Recorded) -> Figure | None:
     return picture
 
 
-@styled()
+@drawn_from("scales")
 def scales(recorded: Recorded) -> Figure | None:
     """Block scales
 
@@ -153,7 +166,7 @@ def scales(recorded: Recorded) -> Figure | None:
     return picture
 
 
-@styled()
+@drawn_from("bias")
 def gradients(recorded: Recorded) -> Figure | None:
     """Bias and noise of the gradients
 
@@ -166,7 +179,7 @@ def gradients(recorded: Recorded) -> Figure | None:
     return p.curves_picture(3.2, curves, "share of the exact gradient's norm", shade=True)
 
 
-@styled()
+@drawn_from("ratio_counts")
 def oscillation(recorded: Recorded) -> Figure | None:
     """Oscillation
 
@@ -174,8 +187,6 @@ def oscillation(recorded: Recorded) -> Figure | None:
     threshold and its quantized value jumps to and fro.
     """
     rows = recorded.having("ratio_counts")
-    if not rows:
-        return None
     picture, (left, right) = subplots(3.8, 1, 2)
     p.draw(left, p.by_kind(recorded, "oscillating"), f"weights with R_w > {OSCILLATING:g}, %")
     p.legend_below(picture, left)
@@ -195,7 +206,7 @@ def oscillation(recorded: Recorded) -> Figure | None:
     return picture
 
 
-@styled()
+@drawn_from("trajectories")
 def trajectories(recorded: Recorded) -> Figure | None:
     """Weights that oscillate
 
@@ -219,7 +230,7 @@ def trajectories(recorded: Recorded) -> Figure | None:
     return picture
 
 
-@styled()
+@drawn_from("confidence_histogram")
 def confidence(recorded: Recorded) -> Figure | None:
     """Quantization confidence
 
@@ -227,8 +238,6 @@ def confidence(recorded: Recorded) -> Figure | None:
     threshold, 100 % as far from it as can be. Mass that moves to the left is weight about to flip.
     """
     rows = recorded.having("confidence_histogram")
-    if not rows:
-        return None
     picture, (left, right) = subplots(3.6, 1, 2)
     histograms = [(row["step"], 0, row["confidence_histogram"]) for row in rows]
     p.first_last_histogram(left, histograms, 0, 100 / CONFIDENCE_BINS)
@@ -239,15 +248,13 @@ def confidence(recorded: Recorded) -> Figure | None:
     return picture
 
 
-@styled()
+@drawn_from("latent")
 def latent(recorded: Recorded) -> Figure | None:
     """Latent weights
 
     Where weights lie among the values that 4 bits have.
     """
     rows = recorded.having("latent")
-    if not rows:
-        return None
     picture, axes = subplots(2.9)
     limit = rows[-1]["latent"]["limit"]
     histograms = [(row["step"], 0, row["latent"]["counts"]) for row in rows if row["latent"]["limit"] == limit]
@@ -262,7 +269,7 @@ def latent(recorded: Recorded) -> Figure | None:
     return picture
 
 
-@styled()
+@drawn_from("rate_of_change")
 def rates_of_change(recorded: Recorded) -> Figure | None:
     """Rates of change
 
@@ -278,7 +285,7 @@ def rates_of_change(recorded: Recorded) -> Figure | None:
     return p.curves_picture(3.2, curves, "relative change per step", shade=True, log=True)
 
 
-@styled()
+@drawn_from("flips")
 def flips(recorded: Recorded) -> Figure | None:
     """Flips
 
