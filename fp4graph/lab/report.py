@@ -54,9 +54,9 @@ def write_report(directory: str | PathLike[str], output: str | PathLike[str] | N
             "fp4graph.lab.Statistics the other"
         )
     pictures = []
-    for draw in PICTURES if recorded is not None else ():
-        title, _, text = inspect.cleandoc(draw.__doc__ or "").partition("\n")
-        if (made := draw(recorded)) is not None:
+    for draw in PICTURES:
+        if recorded is not None and (made := draw(recorded)) is not None:
+            title, _, text = inspect.cleandoc(draw.__doc__ or "").partition("\n")
             pictures.append({"name": draw.__name__, "title": title, "text": text, "svg": svg(made, draw.__name__)})
     curves = {"losses": plots.losses(metrics), "metrics": plots.other_metrics(metrics)}
     asked, settings = ((run or {}).get(part, {}) for part in ("run", "settings"))

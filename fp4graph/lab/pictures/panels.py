@@ -125,6 +125,8 @@ def draw(axes: Axes, curves: Mapping[str, Curve], quantity: str, *, shade: bool 
     """Draw the curves as lines over steps, or those of a single step as bars; ``shade`` shows ranges."""
     steps = {step for curve in curves.values() for step in curve}
     values = [value for curve in curves.values() for several in curve.values() for value in several]
+    if not values:
+        return
     for place, (label, own) in enumerate(curves.items()):
         color = COLORS.get(label, PALETTE[place % len(PALETTE)])
         if len(steps) > 1:
