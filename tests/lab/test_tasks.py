@@ -15,7 +15,7 @@ from torch import nn
 import fp4graph
 from fp4graph.errors import Error
 from fp4graph.lab.data import images as sources
-from fp4graph.lab.data.order import Order
+from fp4graph.lab.data.loading import Order
 from fp4graph.lab.runs.train import Run, train
 from fp4graph.lab.tasks import TASKS, Problem, Settings, diffusion, language, placed, regression, task_named
 
@@ -86,7 +86,7 @@ def test_every_family_trains_at_once(task: str, quantized: int, sites: int) -> N
 
 
 def test_every_pass_goes_through_all_samples_once() -> None:
-    rows = list(islice(Order(10, 4, seed=3).rows(), 5))
+    rows = [rows for _, rows in islice(Order(10, 4, seed=3).rows(), 5)]
     assert all(len(batch) == 4 for batch in rows)
     seen = torch.cat(rows)
     assert seen[:10].sort().values.tolist() == seen[10:].sort().values.tolist() == list(range(10))
@@ -96,8 +96,10 @@ def test_every_pass_goes_through_all_samples_once() -> None:
 def test_batches_are_a_function_of_seed_and_number() -> None:
     whole = list(islice(Order(10, 4, seed=3).rows(), 8))
     for start in range(8):
-        assert torch.equal(next(Order(10, 4, seed=3).rows(start)), whole[start])
-    assert not torch.equal(next(Order(10, 4, seed=4).rows()), whole[0])
+        key, rows = next(Order(10, 4, seed=3).rows(start))
+        assert key == whole[start][0] == start
+        assert torch.equal(rows, whole[start][1])
+    assert not torch.equal(next(Order(10, 4, seed=4).rows())[1], whole[0][1])
     with pytest.raises(Error, match="batch size 11 is more than the 10 training samples"):
         Order(10, 11, seed=0)
 

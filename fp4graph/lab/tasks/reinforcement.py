@@ -15,8 +15,9 @@ from torch.nn.functional import cross_entropy, log_softmax, one_hot
 
 from fp4graph.errors import Error
 from fp4graph.lab.data import countdown
-from fp4graph.lab.data.extras import needs
-from fp4graph.lab.tasks.task import Batch, Problem, Recipe, Settings, Task
+from fp4graph.lab.data.loading import Batch
+from fp4graph.lab.tasks.language import llama
+from fp4graph.lab.tasks.task import Problem, Recipe, Settings, Task
 
 #: Positions of the model, and so the most tokens that its key-value cache holds.
 POSITIONS = 32
@@ -72,17 +73,10 @@ def make_model(seed: int, **options: Any) -> Any:
 
     ``options`` are those of ``transformers.LlamaConfig``.
     """
-    needs("transformers", "this task's model is transformers'")
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config: dict[str, Any] = {
-        "vocab_size": countdown.VOCABULARY, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "max_position_embeddings": POSITIONS, "bos_token_id": countdown.END,
-        "eos_token_id": countdown.END, "pad_token_id": countdown.PAD,
-    }  # fmt: skip
+    tokens = {"bos_token_id": countdown.END, "eos_token_id": countdown.END, "pad_token_id": countdown.PAD}
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        return LlamaForCausalLM(LlamaConfig(**config | options))
+        return llama(64, 192, 2, 4, countdown.VOCABULARY, **{"max_position_embeddings": POSITIONS, **tokens, **options})
 
 
 def supervise(model: nn.Module, seed: int, steps: int = WARM_UP) -> None:
@@ -95,10 +89,8 @@ def supervise(model: nn.Module, seed: int, steps: int = WARM_UP) -> None:
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = WARM_UP_LR * min(1.0, 10 * (step + 1) / steps)
-        given = countdown.puzzles(WARM_UP_BATCH, seed, _WARM_UP, step)
-        prompts, answers = (
-            countdown.encode(texts) for texts in zip(*((p.prompt, answer) for p, answer in given), strict=True)
-        )
+        drawn = countdown.puzzles(WARM_UP_BATCH, seed, _WARM_UP, step)
+        prompts, answers = map(countdown.encode, zip(*drawn, strict=True))
         answers = torch.cat([answers, torch.full((len(answers), 1), countdown.END)], 1)
         logits = model(input_ids=torch.cat([prompts, answers], 1)).logits[:, countdown.PROMPT - 1 : -1]
         cross_entropy(logits.flatten(0, 1), answers.flatten()).backward()  # type: ignore[no-untyped-call]
@@ -144,21 +136,17 @@ class Countdown(Problem):
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        group: int = 8,
-        completion: int = COMPLETION,
-        warm_up: int = WARM_UP,
+        self, settings: Settings, group: int = 8, completion: int = COMPLETION, warm_up: int = WARM_UP,
         reward: Reward = countdown.reward,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if group < 2:
             raise Error(f"group is {group}; an advantage compares at least two completions of a prompt")
-        self.model: nn.Module = make_model(settings.seed)
+        super().__init__(settings)
+        self.model = make_model(settings.seed)
         check_length(self.model, countdown.PROMPT, completion)
         self.model.load_state_dict(started(settings.seed, warm_up))
-        self.seed, self.batch_size, self.dtype = settings.seed, settings.batch_size, settings.parameter_dtype
         self.group, self.completion, self.reward = group, completion, reward
-        self.samples = countdown.prompts_to_train_on()
+        self.samples = countdown.DIFFERENT
         self.tokens_per_sample = group * (countdown.PROMPT + completion)
 
     def batches(self, start: int) -> Iterator[Batch]:
@@ -245,20 +233,6 @@ def mean_entropy(logits: Tensor, mask: Tensor) -> Tensor:
     return (-(logs.exp() * logs).sum(-1) * mask).sum(1) / mask.sum(1)
 
 
-def divergence(trainer: Tensor, sampled: Tensor, mask: Tensor) -> tuple[float, float]:
-    """Return an estimate of KL(rollout ‖ trainer) in nats per token, and the largest |log ratio| of a token.
-
-    The estimate is E[r − 1 − log r] with r = p_trainer/p_rollout over tokens that the rollout drew: every term is
-    positive, and the expectation is the divergence. Source: Schulman 2020, "Approximating KL divergence", k3.
-
-    Args:
-        trainer, sampled: log-probabilities of the tokens in the training forward and in the rollout, ``[n, tokens]``.
-        mask: nonzero for tokens of the completion, in the same shape.
-    """
-    log_ratio = (trainer.detach() - sampled).double()[mask.bool()]
-    return (log_ratio.expm1() - log_ratio).mean().item(), log_ratio.abs().max().item()
-
-
 def log_probs(model: nn.Module, prompts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Return the log-probability of each of ``tokens`` ``[n, completion]``, and the mask of :func:`before_end`."""
     logits = model(input_ids=torch.cat([prompts, tokens], 1), use_cache=False).logits
@@ -268,14 +242,10 @@ def log_probs(model: nn.Module, prompts: Tensor, tokens: Tensor) -> tuple[Tensor
 
 
 COUNTDOWN = Task(
-    name="countdown",
-    family="reinforcement",
-    description="GRPO of a LLaMA of 2 blocks on countdown puzzles, 8 rollouts a prompt, after a supervised start",
-    source="ours; the objective of Shao et al. 2024, on policy",
-    recipe=Recipe(
-        lr=1e-3, batch_size=32, steps=400, schedule="cosine", warmup=0.05, clip=1.0, optimizer="adamw", validations=8
-    ),
-    make=Countdown,
-    embedded=True,
-)
+    "reinforcement", "countdown",
+    "GRPO of a LLaMA of 2 blocks on countdown puzzles, 8 rollouts a prompt, after a supervised start",
+    Recipe(lr=1e-3, batch_size=32, steps=400, optimizer="adamw", schedule="cosine", warmup=0.05, clip=1.0,
+           validations=8),
+    Countdown, source="ours; the objective of Shao et al. 2024, on policy", embedded=True,
+)  # fmt: skip
 TASKS = (COUNTDOWN,)
