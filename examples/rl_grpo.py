@@ -21,7 +21,7 @@ import torch
 import yaml
 from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, PrinterCallback
+from transformers import PreTrainedTokenizerFast, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 import fp4graph  # fp4graph
@@ -74,6 +74,15 @@ def held_out(problem, model):
     return {name: torch.cat([part[name] for part in measured]).mean().item() for name in measured[0]}
 
 
+class Logging(TrainerCallback):
+    def __init__(self, log):
+        self.log = log
+
+    def on_log(self, args, state, control, logs, **_):
+        if "reward" in logs:
+            self.log(state.global_step, 1 - logs["reward"])
+
+
 def train(policy, seed, log, steps, prompts, start):
     torch.set_num_threads(1)  # sums, and so all digits, depend on the number of threads
     problem = task.Countdown(task.COUNTDOWN.settings(Run("countdown", seed=seed, device="cpu")), warm_up=start)
@@ -87,14 +96,11 @@ def train(policy, seed, log, steps, prompts, start):
             learning_rate=1e-3, lr_scheduler_type="constant_with_warmup", warmup_steps=steps // 20, loss_type="grpo",
         )  # fmt: skip
         data = Dataset.from_dict({"prompt": countdown.prompts(prompts * steps, seed, 1)})
-        options = {"rollout_func": rollouts, "processing_class": tokenizer()}
+        options = {"rollout_func": rollouts, "processing_class": tokenizer(), "callbacks": [Logging(log)]}
         trainer = GRPOTrainer(model, solved, config, train_dataset=data, **options)
         trainer.remove_callback(PrinterCallback)
         fp4graph.prepare_optimizer(model, trainer.create_optimizer())  # fp4graph
         trainer.train()
-    for entry in trainer.state.log_history:
-        if "reward" in entry:
-            log(entry["step"], 1 - entry["reward"])
     return {**held_out(problem, model), "start": begin}
 
 

@@ -117,7 +117,7 @@ def streams_of(names: list[str] | None, run: Run, folder: Path) -> Iterator[list
         opened: list[Any] = [folder / "tensorboard"] if "tensorboard" in chosen else []
         if "wandb" in chosen:
             wandb: Any = importlib.import_module("wandb")
-            opened.append(running.enter_context(wandb.init(project="fp4graph", name=folder.name, config=run.to_json())))
+            opened.append(running.enter_context(wandb.init(name=folder.name, config=run.to_json())))
         if "mlflow" in chosen:
             mlflow: Any = importlib.import_module("mlflow")
             running.enter_context(mlflow.start_run(run_name=folder.name))

@@ -252,9 +252,9 @@ def test_language_loss_is_the_models_own() -> None:
     [("tiny", 133_440), ("9m", 8_995_968), ("60m", 58_073_600), ("350m", 367_969_280), ("1b", 1_339_082_752)],
 )
 def test_llamas_are_as_large_as_they_are_called(size: str, parameters: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp4graph.lab.data.text import Tokens
+    from fp4graph.lab.data.text import Parts
 
-    tokens = Tokens(np.zeros(5000, np.uint32), np.zeros(5000, np.uint32))
+    tokens = Parts(np.zeros(5000, np.uint32), np.zeros(5000, np.uint32))
     monkeypatch.setattr(language, "tokens_of", lambda *_: tokens)
     with torch.device("meta"):
         problem = language.Language(size, 128, settings("text"))
@@ -265,7 +265,7 @@ def test_text_is_cut_by_a_tokenizer_of_its_own_that_is_kept(tmp_path: Any, monke
     from fp4graph.lab.data import text
 
     monkeypatch.setenv("FP4GRAPH_DATA", str(tmp_path / "kept"))
-    texts = text.Texts(["one two three " * 500], ["two one three " * 50])
+    texts = text.Parts(["one two three " * 500], ["two one three " * 50])
     first = text.prepared(texts, 300)
     (folder,) = (tmp_path / "kept" / "tokens").iterdir()
     monkeypatch.setattr(text, "train_tokenizer", lambda *_: pytest.fail("it was kept"))

@@ -21,7 +21,7 @@ from fp4graph.errors import Error
 from fp4graph.lab.data import images as sources
 from fp4graph.lab.data import text as text_data
 from fp4graph.lab.data.extras import needs
-from fp4graph.lab.data.loading import WholePasses, _pixels, normalized
+from fp4graph.lab.data.loading import WholePasses, in_memory, normalized
 from fp4graph.lab.runs.train import Run, learning_rate_factor, train
 from fp4graph.lab.tasks import TASKS, Settings, classification, diffusion, task_named
 
@@ -30,7 +30,7 @@ from fp4graph.lab.tasks import TASKS, Settings, classification, diffusion, task_
 def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is read from, or left in, the user's cache."""
     monkeypatch.setenv("FP4GRAPH_DATA", str(tmp_path / "cache"))
-    _pixels.cache_clear()
+    in_memory.cache_clear()
 
 
 def settings(task: str, **options: Any) -> Settings:
@@ -465,10 +465,10 @@ def test_wikitext_comes_from_the_hub_or_from_files(tmp_path: Path, monkeypatch: 
         train(Run("llama-9m", device="cpu"))
     parts = {name: datasets.Dataset.from_dict({"text": [" = A title = \n", name]}) for name in ("train", "validation")}
     monkeypatch.setattr(datasets, "load_dataset", lambda *_: datasets.DatasetDict(parts))
-    assert text.given("wikitext") == text.Texts([" = A title = \ntrain"], [" = A title = \nvalidation"])
+    assert text.given("wikitext") == text.Parts([" = A title = \ntrain"], [" = A title = \nvalidation"])
     for part in ("train", "valid", "test"):
         (tmp_path / f"wiki.{part}.raw").write_text(part)
-    assert text.given(str(tmp_path)) == text.Texts(["train"], ["valid"])
+    assert text.given(str(tmp_path)) == text.Parts(["train"], ["valid"])
 
 
 # ------------------------------------------------------------------ the rest

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -560,7 +561,11 @@ class Calls:
     def __init__(self, name: str, spec: Any, methods: tuple[str, ...], calls: list[tuple[Any, ...]]) -> None:
         self.__name__, self.__spec__, self.calls = name, spec, calls
         for method in methods:
-            setattr(self, method, lambda *args, method=method, **options: (calls.append((method, args, options)), self)[1])
+            setattr(self, method, partial(self.called, method))
+
+    def called(self, method: str, *args: Any, **options: Any) -> Calls:
+        self.calls.append((method, args, options))
+        return self
 
     def __enter__(self) -> Calls:
         return self

@@ -35,19 +35,6 @@ class Split:
     std: tuple[float, ...]
 
 
-class _Read:
-    """A data set of images that ``read`` makes of ``items`` when they are asked for."""
-
-    def __init__(self, items: Any, read: Callable[[Any], tuple[Any, int]]) -> None:
-        self.items, self.read = items, read
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, index: int) -> tuple[Any, int]:
-        return self.read(self.items[index])
-
-
 def digits(data: str | None = None) -> Split:
     """Return scikit-learn's 1797 scans of handwritten digits (8x8, 17 grey levels) as 8-bit grey images.
 
@@ -112,18 +99,16 @@ def image_folder(root: Path) -> Split:
     needs("timm", "image folders are read by timm")
     from timm.data.dataset_factory import create_dataset
 
-    missing = [part for part in ("train", "val") if not (root / part).is_dir()]
-    if missing:
-        raise Error(
-            f"{root} has no folder {' and no folder '.join(missing)}: put the images in {root}/train/CLASS/*.jpg and "
-            f"{root}/val/CLASS/*.jpg"
-        )
-    for part in (root / "train", root / "val"):
+    parts = root / "train", root / "val"
+    if missing := [part.name for part in parts if not part.is_dir()]:
+        layout = f"put the images in {parts[0]}/CLASS/*.jpg and {parts[1]}/CLASS/*.jpg"
+        raise Error(f"{root} has no folder {' and no folder '.join(missing)}: {layout}")
+    for part in parts:
         if not any(path.is_dir() for path in part.iterdir()):
             raise Error(f"{part} has no class folders: put the images in {part}/CLASS/*.jpg")
-    train = create_dataset("", root=str(root / "train"), split="train", search_split=False)
+    train = create_dataset("", root=str(parts[0]), split="train", search_split=False)
     classes = train.reader.class_to_idx
-    validation = create_dataset("", root=str(root / "val"), split="val", search_split=False, class_map=classes)
+    validation = create_dataset("", root=str(parts[1]), split="val", search_split=False, class_map=classes)
     return Split(train, validation, len(classes), mean=IMAGENET_MEAN, std=IMAGENET_STD)
 
 
@@ -133,13 +118,6 @@ def flat_folder(root: Path) -> Split:
     if len(files) < 50:
         raise Error(f"{root} has {len(files)} images: put at least 50 there, as .png, .jpg or .webp, in any subfolders")
     return _unlabelled(_Read(files, _from_file))
-
-
-def _from_file(file: Path) -> tuple[Any, int]:
-    from PIL import Image
-
-    with Image.open(file) as image:
-        return image.convert("RGB"), 0
 
 
 def hugging_face(name: str, *, labelled: bool) -> Split:
@@ -155,27 +133,45 @@ def hugging_face(name: str, *, labelled: bool) -> Split:
     try:
         found = datasets.load_dataset(name)
     except Exception as error:  # whatever the hub, the network or a loading script raises
-        what = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise Error(
-            f"dataset {name!r} cannot be loaded ({type(error).__name__}: {what}); give hf:NAME of the hub where there "
-            "is a network, or hf:FOLDER with its files"
-        ) from error
-    features = found["train"].features if "train" in found else {}
+        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        places = "hf:NAME of the hub where there is a network, or hf:FOLDER with its files"
+        raise Error(f"dataset {name!r} cannot be loaded ({what}); give {places}") from error
+    columns = found["train"].features if "train" in found else {}
     image, label = (
-        next((key for key, feature in features.items() if isinstance(feature, kind)), None)
+        next((key for key, column in columns.items() if isinstance(column, kind)), None)
         for kind in (datasets.Image, datasets.ClassLabel)
     )
     if image is None or (labelled and label is None):
         lacks = "images" if image is None else "class labels"
-        raise Error(f"dataset {name!r} has no column of {lacks} in a split 'train'; its columns: {', '.join(features)}")
-    other = next((key for key in ("validation", "val", "test") if key in found), None)
-    if other is None and labelled:
-        raise Error(f"dataset {name!r} has no split validation, val or test; its splits: {', '.join(found)}")
+        raise Error(f"dataset {name!r} has no column of {lacks} in a split 'train'; its columns: {', '.join(columns)}")
     read = partial(_from_row, image, label)
-    if other is None:
-        return _unlabelled(_Read(found["train"], read))
-    classes = 1 if label is None else features[label].num_classes
-    return Split(_Read(found["train"], read), _Read(found[other], read), classes, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    if other := next((key for key in ("validation", "val", "test") if key in found), None):
+        classes = 1 if label is None else columns[label].num_classes
+        train, validation = (_Read(found[part], read) for part in ("train", other))
+        return Split(train, validation, classes, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    if labelled:
+        raise Error(f"dataset {name!r} has no split validation, val or test; its splits: {', '.join(found)}")
+    return _unlabelled(_Read(found["train"], read))
+
+
+class _Read:
+    """A data set of images that ``read`` makes of ``items`` when they are asked for."""
+
+    def __init__(self, items: Any, read: Callable[[Any], tuple[Any, int]]) -> None:
+        self.items, self.read = items, read
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return self.read(self.items[index])
+
+
+def _from_file(file: Path) -> tuple[Any, int]:
+    from PIL import Image
+
+    with Image.open(file) as image:
+        return image.convert("RGB"), 0
 
 
 def _from_row(image: str, label: str | None, row: Any) -> tuple[Any, int]:

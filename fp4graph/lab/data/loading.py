@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,14 +18,6 @@ from fp4graph.lab.data.images import Split, seeded
 Batch = tuple[Tensor, ...]
 #: The rows of each batch, int64 ``[batch]``, with the number that seeds the augmentation of its samples.
 Rows = Iterator[tuple[int, Tensor]]
-
-
-class Samples(Protocol):
-    """Samples that are batched in any order."""
-
-    def __len__(self) -> int: ...
-
-    def batches(self, rows: Rows) -> Iterator[Batch]: ...
 
 
 def generator(*key: int) -> torch.Generator:
@@ -125,31 +117,21 @@ class Streamed(Dataset[Any]):
         return map(tuple, DataLoader(self, batch_sampler=keys, num_workers=self.workers, generator=own))
 
 
-def streamed(split: Split, moving: Any, still: Any, seed: int, workers: int) -> tuple[Streamed, Streamed]:
-    """Return the images to train on, transformed by ``moving``, and those to validate on, transformed by ``still``."""
-    return Streamed(split.train, moving, seed, workers), Streamed(split.validation, still, seed, workers)
-
-
-def in_memory(
-    load: Callable[[str | None], Split], data: str | None, *, mean: tuple[float, ...] = (), std: tuple[float, ...] = ()
-) -> tuple[Split, InMemory, InMemory]:
-    """Return ``load(data)``, and its images to train on and to validate on, normalized by its mean and std or these."""
-    split, parts = _pixels(load, data)
-    prepare = partial(normalized, mean=mean or split.mean, std=std or split.std)
-    train, held_out = (InMemory(*part, prepare) for part in parts)
-    return split, train, held_out
+Samples = InMemory | Streamed
 
 
 @lru_cache(maxsize=2)  # a sweep trains on one data set many times
-def _pixels(load: Callable[[str | None], Split], data: str | None) -> tuple[Split, list[tuple[Tensor, Tensor]]]:
-    """Return ``load(data)`` and its parts: uint8 ``[N, channels, height, width]``, and labels, int64 ``[N]``."""
+def in_memory(load: Callable[[str | None], Split], data: str | None) -> tuple[Split, InMemory, InMemory]:
+    """Return ``load(data)``, and its images ``[N, channels, height, width]`` to train on and to validate on."""
     split, parts = load(data), []
     for images in (split.train, split.validation):
         pairs = [images[index] for index in range(len(images))]
         pixels = torch.stack([torch.from_numpy(np.array(image, dtype=np.uint8)) for image, _ in pairs])
         pixels = pixels.view(*pixels.shape[:3], len(split.mean)).movedim(-1, 1).contiguous()
-        parts.append((pixels, torch.tensor([label for _, label in pairs])))
-    return split, parts
+        prepare = partial(normalized, mean=split.mean, std=split.std)
+        parts.append(InMemory(pixels, torch.tensor([label for _, label in pairs]), prepare))
+    train, held_out = parts
+    return split, train, held_out
 
 
 def normalized(pixels: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +23,6 @@ from fp4graph.lab.data.extras import data_folder, needs
 
 #: Ids of tokens, one after the other.
 TokenArray = npt.NDArray[np.uint32]
-T = TypeVar("T")
-
 #: Token between two documents, in every vocabulary.
 SEPARATOR = 0
 #: A vocabulary of this size is the bytes themselves.
@@ -36,32 +34,28 @@ LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "encodings", "site-packages",
 
 
 @dataclass(frozen=True)
-class Parts(Generic[T]):
-    """Documents to train on and to validate on: lists of texts, or token arrays."""
+class Parts:
+    """Documents to train on and to validate on: lists of texts, or arrays of tokens."""
 
-    train: T
-    validation: T
-
-
-Texts = Parts[list[str]]
-Tokens = Parts[TokenArray]
+    train: Any
+    validation: Any
 
 
-def given(data: str) -> Texts:
+def given(data: str) -> Parts:
     """Return ``stdlib``, ``wikitext``, or the text files of a path."""
     if data == "stdlib":
         return standard_library()
     return wikitext() if data == "wikitext" else text_files(Path(data).expanduser())
 
 
-def standard_library() -> Texts:
+def standard_library() -> Parts:
     """Return the source of Python's modules, 8 to 12 MB, every 20th for validation. It differs between versions."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in root.rglob("*.py") if LEFT_OUT.isdisjoint(path.relative_to(root).parts))
     return _read(files, files[::20])
 
 
-def text_files(path: Path) -> Texts:
+def text_files(path: Path) -> Parts:
     """Return the text of a file, whose last 5 % are for validation, or of a folder's files.
 
     In a folder, files with ``valid`` in their name (``wiki.valid.raw``) are for validation, and files with ``test``
@@ -78,14 +72,14 @@ def text_files(path: Path) -> Texts:
     if not validation and len(files) == 1:
         (text,) = _read(files, []).train
         cut = int(0.95 * len(text))
-        return Texts([text[:cut]], [text[cut:]])
+        return Parts([text[:cut]], [text[cut:]])
     return _read(files, validation or files[::20])
 
 
-def _read(files: Sequence[Path], validation: Sequence[Path]) -> Texts:
+def _read(files: Sequence[Path], validation: Sequence[Path]) -> Parts:
     texts = {file: file.read_text(encoding="utf-8", errors="replace") for file in files}
     held_out = [texts.pop(file) for file in validation]
-    return Texts(list(texts.values()), held_out)
+    return Parts(list(texts.values()), held_out)
 
 
 def _is_text(file: Path) -> bool:
@@ -95,7 +89,7 @@ def _is_text(file: Path) -> bool:
         return b"\0" not in opened.read(4096)
 
 
-def wikitext() -> Texts:
+def wikitext() -> Parts:
     """Return WikiText-103 from the Hugging Face hub, or from the cache of ``datasets``."""
     needs("datasets", "WikiText is loaded by Hugging Face's datasets")
     import datasets
@@ -107,10 +101,10 @@ def wikitext() -> Texts:
             f"WikiText cannot be downloaded ({type(error).__name__}): put wiki.train.raw and wiki.valid.raw of "
             "WikiText-103 into a folder and give --data FOLDER, or give --data stdlib for Python's own source"
         ) from error
-    return Texts(["".join(rows["train"]["text"])], ["".join(rows["validation"]["text"])])
+    return Parts(["".join(rows["train"]["text"])], ["".join(rows["validation"]["text"])])
 
 
-def prepared(texts: Texts, vocabulary: int) -> Tokens:
+def prepared(texts: Parts, vocabulary: int) -> Parts:
     """Return ``texts`` as tokens of a tokenizer of their own; :func:`data_folder` keeps both for the next time."""
     if vocabulary == BYTES:
         return tokenize(texts)
@@ -127,7 +121,7 @@ def prepared(texts: Texts, vocabulary: int) -> Tokens:
             for name, tokens in vars(tokenize(texts, tokenizer)).items():
                 with replacing(kept / f"{name}.npy") as file:
                     np.save(file, tokens)
-        return Tokens(*(np.load(kept / f"{part}.npy", mmap_mode="r") for part in ("train", "validation")))
+        return Parts(*(np.load(kept / f"{part}.npy", mmap_mode="r") for part in ("train", "validation")))
     except OSError as error:
         raise Error(f"the tokens cannot be kept in {kept}: {error.strerror or error}; $FP4GRAPH_DATA names another "
                     "place for what is derived from data") from error  # fmt: skip
@@ -152,9 +146,9 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
     return tokenizer
 
 
-def tokenize(texts: Texts, tokenizer: Any = None) -> Tokens:
+def tokenize(texts: Parts, tokenizer: Any = None) -> Parts:
     """Return both parts as tokens of ``tokenizer``, or without one as bytes."""
-    return Tokens(_encode(texts.train, tokenizer), _encode(texts.validation, tokenizer))
+    return Parts(_encode(texts.train, tokenizer), _encode(texts.validation, tokenizer))
 
 
 def _encode(texts: Sequence[str], tokenizer: Any) -> TokenArray:

@@ -12,7 +12,7 @@ import json
 import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from os import PathLike
 from pathlib import Path
@@ -39,11 +39,10 @@ class Ended(Error):
 
 
 class RunFolder:
-    """Writes the files of one run into the folder ``path``, which no other process uses from :meth:`begin` to
-    :meth:`close`.
+    """Writes the files of one run into the folder ``path``, which no other process uses until :meth:`close`.
 
-    ``streams`` get every line of metrics as well; they are those of :class:`fp4graph.lab.Statistics`, and by default
-    TensorBoard's events below ``path``, where TensorBoard is installed.
+    ``streams``, which are those of :class:`fp4graph.lab.Statistics`, get every line of metrics as well. By default these
+    are TensorBoard's events below ``path``, where TensorBoard is installed.
     """
 
     def __init__(self, path: Path, streams: Any = None) -> None:
@@ -57,37 +56,36 @@ class RunFolder:
         self._open = ExitStack()
 
     def begin(self, content: Mapping[str, Any], *, resume: bool) -> None:
-        """Write ``run.json``, or with ``resume`` check that the run there is this one.
+        """Lock the folder and write ``run.json``, or with ``resume`` check that the run there is this one.
 
         Raises:
-            Error: another process writes here, or the folder holds a run, or another one than this, or cannot be
-                written.
+            Error: another process writes here, the folder holds a run, or another one, or cannot be written.
         """
         with self._writing(LOCK):
             self.path.mkdir(parents=True, exist_ok=True)
             try:
                 self._lock.acquire(timeout=0)
             except Timeout:
-                holder = _holder(self.path)
+                holder = "another process"
+                with suppress(Error, KeyError, TypeError):  # where it has just begun
+                    holder = "process {pid} on {host}".format(**read_run(self.path)["process"])
                 raise Error(f"{self.path} is in use by {holder}; let it end, or give another folder") from None
         metrics = self.path / METRICS  # a folder with run.json alone can be used again
         if self.checkpoint.exists() or (self.path / OUTCOME).exists() or (metrics.exists() and metrics.stat().st_size):
             if not resume:
                 raise Error(f"{self.path} holds a run already: resume it, or give another folder")
-            self._check_same(content, read_run(self.path))
+            before = read_run(self.path)
+            was, now = before["settings"], finite(content["settings"])
+            differ = [name for name in now if name not in PLACE and was.get(name) != now[name]]
+            changed = [f"{name} was {was.get(name)!r}, is {now[name]!r}" for name in differ]
+            changed += ["the policy is another one"] if before["policy"] != content["policy"] else []
+            if changed:
+                raise Error(f"{self.path} holds another run: {'; '.join(changed)}")
+            if (self.path / OUTCOME).exists():
+                raise Ended(f"{self.path} holds this run, and it has ended: {OUTCOME} says with what")
         started = datetime.now(UTC).isoformat(timespec="seconds")
         process = {"pid": os.getpid(), "host": socket.gethostname()}
         self._replace(RUN, {"format": FORMAT, "version": VERSION, "started": started, "process": process, **content})
-
-    def _check_same(self, content: Mapping[str, Any], former: Mapping[str, Any]) -> None:
-        was, now = former["settings"], finite(content["settings"])
-        differ = [name for name in now if name not in PLACE and was.get(name) != now[name]]
-        changed = [f"{name} was {was.get(name)!r}, is {now[name]!r}" for name in differ]
-        changed += ["the policy is another one"] if former["policy"] != content["policy"] else []
-        if changed:
-            raise Error(f"{self.path} holds another run: {'; '.join(changed)}")
-        if (self.path / OUTCOME).exists():
-            raise Ended(f"{self.path} holds this run, and it has ended: {OUTCOME} says with what")
 
     def keep_until(self, step: int) -> None:
         """Drop the lines after ``step``, and hide TensorBoard's events: a run that goes on there writes them again."""
@@ -116,9 +114,7 @@ class RunFolder:
         needs("tensorboard", "events are written by TensorBoard", "analysis")
         from torch.utils.tensorboard import SummaryWriter
 
-        events = SummaryWriter(str(stream), purge_step=self._first_step)
-        self._open.callback(events.close)
-        return events
+        return self._open.enter_context(SummaryWriter(str(stream), purge_step=self._first_step))
 
     def end(self, outcome: Outcome) -> None:
         """Write ``outcome.json``."""
@@ -144,15 +140,6 @@ class RunFolder:
             remedy = "make room and resume the run" if full else "see that the folder is one and can be written"
             what = f"cannot write {self.path / name}: {error.strerror or error}"
             raise Error(f"{what}. What was written before is readable; {remedy}") from error
-
-
-def _holder(folder: Path) -> str:
-    """Name the process that writes in ``folder``."""
-    try:
-        process = read_run(folder)["process"]
-        return f"process {process['pid']} on {process['host']}"
-    except (Error, KeyError, TypeError):  # it has just begun
-        return "another process"
 
 
 def read_run(folder: Path) -> dict[str, Any]:

@@ -26,8 +26,7 @@ class Progress:
         self._console, self._target, self._rule, self._title = console, target, rule, title
         self._live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
         self._said: set[int] = set()
-        self._started = time.monotonic()
-        self._at_first: int | None = None
+        self._started, self._at_first = time.monotonic(), -1
 
     def __enter__(self) -> Progress:
         if self._live:
@@ -44,13 +43,13 @@ class Progress:
         shown = [scored(trial, reference) for trial in trials if trial.state not in FREE]
         done = sum(s.trial.finished for s in shown)
         ended = [s for s in shown if s.trial.state != "running"]
+        running = [s for s in shown if s.trial.state == "running"]
         for event in events:
             self._console.print(event, style="yellow" if self._live else None, highlight=False)
         if self._live:
-            running = [s for s in shown if s.trial.state == "running"]
             room = max(3, self._console.height - 10 - len(running))
             table = trial_table([*ended[-room:], *running], self._rule, self._heading(done))
-            self._live.update(Group(table, *self._best(shown)), refresh=True)
+            self._live.update(Group(table, *self._best(ended)), refresh=True)
             return
         for s in ended:
             if s.trial.number not in self._said:
@@ -58,18 +57,16 @@ class Progress:
                 self._console.print(f"{done}/{self._target}  {_line(s, self._rule)}", highlight=False, soft_wrap=True)
 
     def _heading(self, done: int) -> str:
-        heading = f"{self._title}: {done} of {self._target}"
-        if self._at_first is None:
-            self._at_first = done
-        fresh = done - self._at_first
-        if fresh > 0 and done < self._target:
-            left = (time.monotonic() - self._started) / fresh * (self._target - done)
-            heading += f", about {timedelta(seconds=round(left))} left"
-        return heading
+        self._at_first = done if self._at_first < 0 else self._at_first
+        fresh, heading = done - self._at_first, f"{self._title}: {done} of {self._target}"
+        if fresh <= 0 or done >= self._target:
+            return heading
+        left = (time.monotonic() - self._started) / fresh * (self._target - done)
+        return f"{heading}, about {timedelta(seconds=round(left))} left"
 
-    def _best(self, shown: Sequence[Scored]) -> list[Text]:
+    def _best(self, ended: Sequence[Scored]) -> list[Text]:
         """Return a line for the trial with the lowest loss, and one for that with the highest score."""
-        complete = [s for s in shown if s.trial.state == "complete" and s.trial.kind != "baseline"]
+        complete = [s for s in ended if s.trial.state == "complete" and s.trial.kind != "baseline"]
         ranked = [s for s in complete if s.scores[self._rule] is not None]
         lowest = sorted(complete, key=lambda s: s.trial.loss or 0.0)[:1]
         highest = sorted(ranked, key=lambda s: -(s.scores[self._rule] or 0.0))[:1]
@@ -81,9 +78,9 @@ def trial_table(some: Sequence[Scored], rule: Rule, title: str | None = None) ->
     """Return a table with a row per trial."""
     table = _table(title, "trial>", "configuration", "Ω>", "loss>", "score>", "state")
     for s in some:
-        state = Text(s.trial.state, style=_COLOURS.get(s.trial.state, ""))
         summary = s.trial.summary if s.trial.kind != "baseline" else f"{s.trial.summary} (baseline)"
         line = Text(summary, no_wrap=True, overflow="ellipsis")  # the column gives way, and the line is cut
+        state = Text(s.trial.state, style=_COLOURS.get(s.trial.state, ""))
         table.add_row(str(s.trial.number), line, *_figures(s, rule), state)
     return table
 
@@ -106,9 +103,9 @@ def effects_table(found: Results) -> Table:
     table = _table(title, "family", "parameter", "choice>", "trials>", "lost>", "median loss>", "best loss>")
     for place, some in groupby(effects(found), lambda effect: (effect.family, effect.parameter)):
         for number, effect in enumerate(some):
-            named = ("", "") if number else place
             losses = f"{effect.median:.4g}", f"{effect.best:.4g}"
-            table.add_row(*named, effect.choice, str(effect.trials), str(effect.lost), *losses)
+            counts = str(effect.trials), str(effect.lost)
+            table.add_row(*(("", "") if number else place), effect.choice, *counts, *losses)
         table.add_section()
     return table
 
@@ -123,14 +120,12 @@ def _table(title: str | None, *columns: str) -> Table:
 
 def _line(s: Scored, rule: Rule) -> str:
     """Return a trial in one line."""
-    complexity, _, score = _figures(s, rule)
+    complexity, loss, score = _figures(s, rule)
+    reason = s.trial.result.get("reason")
     parts = [f"trial {s.trial.number}", s.trial.summary, f"Ω {complexity}"]
-    if s.trial.loss is not None:
-        parts.append(f"loss {s.trial.loss:.4g}")
-    if s.scores[rule] is not None and score:
-        parts.append(f"score {score}")
+    parts += [f"loss {loss}"] if s.trial.loss is not None else []
+    parts += [f"score {score}"] if s.scores[rule] is not None and score else []
     if s.trial.state != "complete":
-        reason = s.trial.result.get("reason")
         parts.append(f"{s.trial.state}: {reason}" if reason else s.trial.state)
     return "  ".join(parts)
 

@@ -45,14 +45,8 @@ class Restored:
 
 
 def restore(folder: Path) -> Restored:
-    """Return the model of the run in ``folder`` as its last checkpoint has it.
-
-    Raises:
-        Error: there is no run or no checkpoint, or the checkpoint is cut off or of another policy.
-    """
-    known = {field.name for field in dataclasses.fields(Run)}
-    given = {name: value for name, value in read_run(folder)["run"].items() if name in known}
-    run = Run(**given | {"device": "cpu", "backend": "eager"})
+    """Return the model of the run in ``folder`` as its last checkpoint has it; raise an Error where there is none."""
+    run = Run.from_json(read_run(folder)["run"] | {"device": "cpu", "backend": "eager"})
     task = task_named(run.task)
     settings = task.settings(run)
     with torch.random.fork_rng():
@@ -62,7 +56,5 @@ def restore(folder: Path) -> Restored:
     checkpoint.load(folder / CHECKPOINT, training.model)
     training.model.eval()
     restored = Restored(training, list(islice(training.problem.validation(), BATCHES)))
-    if not restored.batches:
-        raise Error(f"task {run.task!r} has no validation data")
     restored.measure(restored.batches[0])
     return restored

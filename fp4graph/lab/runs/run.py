@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
@@ -16,33 +16,19 @@ from fp4graph.text import suggest
 #: Seeds are below this: torch's generators take 64 bits, and tasks add the number of an epoch.
 SEEDS = 2**63
 NAMES = {
-    "optimizer": ("adam", "adamw", "sgd", "stablespam"),
-    "dtype": ("fp32", "bf16"),
-    "schedule": ("constant", "cosine", "timm"),
-    "backend": BACKENDS,
-}
-
-
-def _whole(first: int, end: float) -> Callable[[Any], bool]:
-    return lambda value: type(value) is int and first <= value < end
-
-
-def _number(end: float) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, int | float) and type(value) is not bool and 0 <= value < end
-
-
-#: What each number must be, and the test of it.
-NUMBERS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    **dict.fromkeys(
-        ("batch_size", "accumulate", "steps", "validate_every", "validation_batches"),
-        ("a whole number of at least 1", _whole(1, sys.maxsize)),
-    ),
-    "workers": ("a whole number of at least 0", _whole(0, math.inf)),
-    "seed": (f"a whole number of at least 0 and at most {SEEDS - 1}", _whole(0, SEEDS)),
-    **dict.fromkeys(("lr", "epochs"), ("a positive number", lambda value: bool(value) and _number(math.inf)(value))),
-    **dict.fromkeys(("weight_decay", "clip"), ("a number of [0, inf)", _number(math.inf))),
-    "warmup": ("a number of [0, 1)", _number(1)),
-}
+    "optimizer": ("adam", "adamw", "sgd", "stablespam"), "dtype": ("fp32", "bf16"),
+    "schedule": ("constant", "cosine", "timm"), "backend": BACKENDS,
+}  # fmt: skip
+#: Numbers, what they must be, the interval that they are in, without its end, and their type.
+NUMBERS = (
+    (("batch_size", "accumulate", "steps", "validate_every", "validation_batches"), "a whole number of at least 1",
+     (1, sys.maxsize), int),
+    (("workers",), "a whole number of at least 0", (0, math.inf), int),
+    (("seed",), f"a whole number of at least 0 and at most {SEEDS - 1}", (0, SEEDS), int),
+    (("lr", "epochs"), "a positive number", (math.ulp(0), math.inf), float),
+    (("weight_decay", "clip"), "a number of [0, inf)", (0, math.inf), float),
+    (("warmup",), "a number of [0, 1)", (0, 1), float),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -86,12 +72,15 @@ class Run:
     workers: int = 0
 
     def __post_init__(self) -> None:
-        for name, value in vars(self).items():
-            if value is not None and name in NAMES and value not in NAMES[name]:
-                raise Error(f"unknown {name} {value!r}; {suggest(str(value), NAMES[name])}")
-            what, fits = NUMBERS.get(name, ("", bool))
-            if value is not None and what and not fits(value):
-                raise Error(f"{name} must be {what}; got {value!r}")
+        for name, known in NAMES.items():
+            if (value := getattr(self, name)) is not None and value not in known:
+                raise Error(f"unknown {name} {value!r}; {suggest(str(value), known)}")
+        for names, what, (first, end), kind in NUMBERS:
+            for name in names:
+                value = getattr(self, name)
+                fits = type(value) is int or (kind is float and isinstance(value, float))
+                if value is not None and not (fits and first <= value < end):
+                    raise Error(f"{name} must be {what}; got {value!r}")
         if self.epochs is not None and self.steps is not None:
             raise Error("epochs and steps both say how long to train; give one of them")
 
@@ -101,23 +90,19 @@ class Run:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Self:
-        """Read the data that :meth:`to_json` wrote; raise an Error for a key that is unknown or a value out of range."""
+        """Read the data that :meth:`to_json` wrote; raise an Error for an unknown key or a value out of its range."""
         known = {item.name for item in dataclasses.fields(cls)}
         unknown = sorted(set(data) - known)
         if unknown or "task" not in data:
             what = f"it has {', '.join(map(repr, unknown))}" if unknown else "it names no task"
-            keys = ", ".join(sorted(known))
-            raise Error(f"this is not a run of this version of fp4graph: {what}; known keys: {keys}")
+            known_keys = ", ".join(sorted(known))
+            raise Error(f"this is not a run of this version of fp4graph: {what}; known keys: {known_keys}")
         return cls(**data)
 
 
 @dataclass(frozen=True)
 class Validation:
-    """Means after ``step`` steps.
-
-    ``train_loss`` is over the samples since the validation before, ``validation_loss`` and ``metrics`` (by name:
-    ``accuracy``, ...) over the validation samples.
-    """
+    """Means after ``step`` steps: ``train_loss`` since the validation before, the others over the validation samples."""
 
     step: int
     train_loss: float
@@ -127,11 +112,11 @@ class Validation:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a run.
+    """The outcome of a run; losses are NaN where it diverged.
 
     Attributes:
-        validation_loss: M of the score: the loss after the last step. NaN where the training diverged.
-        train_loss: mean over the steps since the validation before the last; NaN likewise.
+        validation_loss: M of the score: the loss after the last step.
+        train_loss: mean over the steps since the validation before the last.
         seconds: wall time of training and validations, compilation included, making data and model not.
         diverged: a loss became NaN or infinite, and the training was ended there.
         complexity: Ω, of the policy and the optimizer.

@@ -46,40 +46,30 @@ PROBE = 8
 #: Called with (step, steps of the whole training, last training loss), and with (step, validation loss).
 Tick = Callable[[int, int, float], None]
 Report = Callable[[int, float], None]
+Watch = Callable[[nn.Module, torch.optim.Optimizer], AbstractContextManager[Any]]
 
 
 def train(
-    run: Run,
-    *,
-    report: Report | None = None,
-    directory: Path | None = None,
-    resume: bool = False,
-    tick: Tick | None = None,
-    watch: Callable[[nn.Module, torch.optim.Optimizer], AbstractContextManager[Any]] | None = None,
-    statistics: int | None = None,
-    stream: Any = None,
-) -> Outcome:
+    run: Run, *, report: Report | None = None, directory: Path | None = None, resume: bool = False,
+    tick: Tick | None = None, watch: Watch | None = None, statistics: int | None = None, stream: Any = None,
+) -> Outcome:  # fmt: skip
     """Train a task and validate as it goes; two runs of equal ``run`` on one machine are equal.
 
     The caller's random numbers are left alone; what torch.compile has compiled in this process is forgotten.
 
     Args:
-        run: what to train.
-        report: called with (step, validation loss) after each validation; an exception that it raises ends the training
-            and passes through.
-        directory: folder for the files of the run (:mod:`fp4graph.lab.runs.folder`), with a checkpoint after each
-            validation.
+        report: called after each validation; an exception that it raises ends the training and passes through.
+        directory: folder for the files of the run, with a checkpoint after each validation.
         resume: go on from the checkpoint in ``directory``, if there is one, to the last bit as if nothing had happened.
-        tick: called with (step, steps of the whole training, last training loss) whenever the loss is looked at.
+        tick: called whenever the loss is looked at.
         watch: called with the prepared model and optimizer; returns a context, entered while the training lasts.
-        statistics: steps from one record of what quantization does at every site to the next
-            (:class:`fp4graph.lab.Statistics`), kept in ``directory / "statistics"`` and the streams.
+        statistics: steps from one record of :class:`fp4graph.lab.Statistics` to the next, kept in
+            ``directory / "statistics"`` and the streams.
         stream: where the metrics of ``directory`` go as well, as for :class:`fp4graph.lab.Statistics`; by default
             TensorBoard's events in ``directory``, where TensorBoard is installed.
 
     Raises:
-        Error: the task, its data, the policy or the device is not what the run needs, they do not fit, or
-            ``directory`` cannot be written.
+        Error: task, data, policy and device do not fit or are not there, or ``directory`` cannot be written.
     """
     task, policy = task_named(run.task), load_policy(run.policy)
     settings = task.settings(run)
@@ -98,10 +88,10 @@ def train(
             if folder is not None:
                 watching.callback(folder.close)
                 folder.begin(training.description(), resume=resume)
-                if resume:
-                    if folder.checkpoint.exists():
-                        training.load(folder.checkpoint)
-                    folder.keep_until(training.step)  # of a run that was killed before its first checkpoint, nothing
+            if folder is not None and resume:
+                if folder.checkpoint.exists():
+                    training.load(folder.checkpoint)
+                folder.keep_until(training.step)  # of a run that was killed before its first checkpoint, nothing
             if watch is not None:
                 watching.enter_context(watch(training.model, training.optimizer))
             if statistics is not None and folder is not None:
@@ -145,18 +135,12 @@ class Training:
 
     def description(self) -> dict[str, Any]:
         """Return the content of ``run.json``."""
+        versions = {"torch": torch.__version__, "python": platform.python_version()}
         return {
-            "policy": self.policy.to_yaml(),
-            "policy_name": self.policy.name,
-            "complexity": self.complexity,
-            "parameters": self.parameters,
-            "versions": {
-                "fp4graph": version("fp4graph"), "torch": torch.__version__, "python": platform.python_version(),
-            },
+            "policy": self.policy.to_yaml(), "policy_name": self.policy.name, "complexity": self.complexity,
+            "parameters": self.parameters, "versions": {"fp4graph": version("fp4graph"), **versions},
             "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
-            "run": self.settings.run.to_json(),
-            "settings": self.settings.to_json(),
-            "steps": self.steps,
+            "run": self.settings.run.to_json(), "settings": self.settings.to_json(), "steps": self.steps,
         }  # fmt: skip
 
     def load(self, file: Path) -> None:
@@ -211,8 +195,8 @@ class Training:
                 diverged = not math.isfinite(loss.item())
                 if tick is not None:
                     tick(self.step, self.steps, loss.item())
+            self.seconds = time.perf_counter() - started
             if folder is not None and (self.step % line_every == 0 or diverged):
-                self.seconds = time.perf_counter() - started
                 rate = self.optimizer.param_groups[0]["lr"]
                 values = {"gradient_norm": self.largest_norm.item(), "lr": float(rate), "seconds": self.seconds}
                 folder.line(self.step, train_loss=_mean(since_line), **values)
@@ -229,11 +213,10 @@ class Training:
                 if folder is not None:
                     losses = {"train_loss": entry.train_loss, "validation_loss": entry.validation_loss}
                     folder.line(self.step, **losses, **entry.metrics)
-                    if not diverged:
-                        self.save(folder.checkpoint)
+                if folder is not None and not diverged:
+                    self.save(folder.checkpoint)
                 if report is not None and not diverged:
                     report(self.step, entry.validation_loss)
-        self.seconds = time.perf_counter() - started
         last = Validation(self.step, math.nan, math.nan) if diverged else self.history[-1]
         outcome = Outcome(
             last.validation_loss, last.train_loss, last.metrics, self.step, self.seconds, diverged, self.complexity,

@@ -13,7 +13,7 @@ from fp4graph.errors import Error
 from fp4graph.lab.data import images as sources
 from fp4graph.lab.data.extras import needs
 from fp4graph.lab.data.images import Split, seeded
-from fp4graph.lab.data.loading import Batch, Order, Samples, WholePasses, in_memory, streamed
+from fp4graph.lab.data.loading import Batch, Order, Samples, Streamed, WholePasses, in_memory
 from fp4graph.lab.tasks.task import PAPER, Passes, Problem, Recipe, Settings, Task
 
 VIT = "vit_tiny_patch16_224"
@@ -69,8 +69,9 @@ def transformed(
     plain: dict[str, Any] = {"input_size": size, "mean": split.mean, "std": split.std, "interpolation": "bicubic"}
     still: Any = create_transform(**plain, crop_pct=crop)
     moving: Any = still if augmentation is None else create_transform(**plain, is_training=True, **augmentation)
-    parts = streamed(split, moving, still, settings.seed, settings.run.workers)
-    return Classification(settings, *parts, model, classes=split.classes, **options)
+    reading = settings.seed, settings.run.workers
+    train, held_out = Streamed(split.train, moving, *reading), Streamed(split.validation, still, *reading)
+    return Classification(settings, train, held_out, model, classes=split.classes, **options)
 
 
 def _small(load: Callable[..., Split], settings: Settings, **model: Any) -> Problem:

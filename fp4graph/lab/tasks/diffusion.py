@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fp4graph.lab.data import images as sources
 from fp4graph.lab.data.extras import needs
 from fp4graph.lab.data.images import Split
-from fp4graph.lab.data.loading import Batch, Samples, generator, in_memory, streamed
+from fp4graph.lab.data.loading import Batch, InMemory, Samples, Streamed, generator, in_memory, normalized
 from fp4graph.lab.tasks.task import PAPER, Passes, Problem, Recipe, Settings, Task
 
 #: Steps of the noise schedule.
@@ -57,9 +57,10 @@ class Diffusion(Passes):
 
 def _small(load: Callable[..., Split], settings: Settings, **model: Any) -> Problem:
     """Make a U-Net with options ``model``, on the images that ``load`` reads."""
-    split, train, held_out = in_memory(load, settings.run.data, mean=(0.5,), std=(0.5,))
-    shape: dict[str, Any] = {"channels": len(split.mean), "sample_size": train.first.shape[-1]}
-    return Diffusion(settings, train, held_out, **shape, layers_per_block=1, **model)
+    _, *parts = in_memory(load, settings.run.data)
+    train, held_out = (InMemory(part.first, part.second, partial(normalized, mean=[0.5], std=[0.5])) for part in parts)
+    _, channels, size, _ = train.first.shape
+    return Diffusion(settings, train, held_out, channels, sample_size=size, layers_per_block=1, **model)
 
 
 def from_folder(settings: Settings, size: int, **model: Any) -> Problem:
@@ -69,9 +70,12 @@ def from_folder(settings: Settings, size: int, **model: Any) -> Problem:
 
     cut = [transforms.Resize(size), transforms.CenterCrop(size)]
     scaled = [transforms.ToTensor(), transforms.Normalize([0.5] * 3, [0.5] * 3)]
-    moving = transforms.Compose([*cut, transforms.RandomHorizontalFlip(), *scaled])
-    parts = streamed(split, moving, transforms.Compose([*cut, *scaled]), settings.seed, settings.run.workers)
-    return Diffusion(settings, *parts, channels=3, sample_size=size, **model)
+    mirrored = transforms.RandomHorizontalFlip()
+    parts = (split.train, [*cut, mirrored, *scaled]), (split.validation, [*cut, *scaled])
+    train, held_out = (
+        Streamed(images, transforms.Compose(how), settings.seed, settings.run.workers) for images, how in parts
+    )
+    return Diffusion(settings, train, held_out, channels=3, sample_size=size, **model)
 
 
 def _levels(downwards: str, **options: Any) -> dict[str, Any]:

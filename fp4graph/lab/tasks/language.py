@@ -85,7 +85,7 @@ class Language(Problem):
 
 
 @lru_cache(maxsize=2)  # a sweep trains on one text many times
-def tokens_of(data: str, vocabulary: int) -> text.Tokens:
+def tokens_of(data: str, vocabulary: int) -> text.Parts:
     """Return the text that ``--data`` names as tokens; the tokenizer is trained on the text and kept."""
     return text.prepared(text.given(data), vocabulary)
 

@@ -22,10 +22,7 @@ PAPER = '"Elucidating the design space of FP4 training", appendix, Table 11'
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The settings of a task that a run does not choose itself; names as in :class:`Run`.
-
-    One of ``epochs``, ``steps`` and ``tokens`` is the length of the training, with about ``validations`` validations.
-    """
+    """What a task sets, under the names of :class:`Run`; its length is one of ``epochs``, ``steps`` and ``tokens``."""
 
     lr: float
     batch_size: int
@@ -82,13 +79,10 @@ CHOSEN = sorted({field.name for field in fields(Recipe)} & {field.name for field
 
 
 class Problem(ABC):
-    """A model and the data to train it on.
+    """A model, on the CPU and in fp32, and the data to train it on; both are functions of the seed.
 
-    Attributes:
-        model: on the CPU, in fp32; its weights are a function of the seed, which the constructor sets.
-        dtype: the dtype that its parameters will have, and so of the model's input.
-        samples: the number of training samples, which make an epoch.
-        blocks: its blocks by module name, where ``block: true`` finds no repeated stack by itself.
+    ``dtype`` is the dtype that parameters will have, ``samples`` the number of training samples, which make an epoch.
+    ``blocks`` names the model's blocks, where ``block: true`` finds no repeated stack by itself.
     """
 
     model: nn.Module
@@ -142,10 +136,9 @@ class Passes(Problem):
 
 @dataclass(frozen=True)
 class Task:
-    """A model, its data and a recipe, under a name.
+    """A model, its data and a recipe, under a name. An ``embedded`` task runs without data from elsewhere.
 
     ``source`` says where these come from. ``data`` says what ``--data`` takes, and is None for a task that takes none.
-    An ``embedded`` task runs without data from elsewhere.
     """
 
     family: str
@@ -158,28 +151,19 @@ class Task:
     embedded: bool = False
 
     def settings(self, run: Run) -> Settings:
-        """Return the settings of ``run``; what it leaves open is the recipe's.
-
-        Raises:
-            Error: the run names data and the task takes none, or the device is not there.
-        """
+        """Return the settings of ``run``; what it leaves open is the recipe's. Raise an Error where they do not fit."""
         if run.data is not None and self.data is None:
             raise Error(f"task {self.name!r} makes its own data; leave --data out")
         chosen = {name: value for name in CHOSEN if (value := getattr(run, name)) is not None}
-        device = device_named(run.device)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if run.device != "auto":
+            try:
+                torch.empty(0, device=run.device)
+                device = torch.device(run.device)
+            except (RuntimeError, AssertionError) as error:
+                raise Error(f"device {run.device!r} cannot be used: {str(error).splitlines()[0]}") from None
         backend = run.backend or ("inductor" if device.type == "cuda" else "eager")
         return Settings(**vars(self.recipe) | chosen, run=run, device=device, backend=backend)
-
-
-def device_named(name: str) -> torch.device:
-    """Return the device ``name``, or for ``auto`` CUDA where there is one; raise an Error if it cannot be used."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=name)
-    except (RuntimeError, AssertionError) as error:
-        raise Error(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
-    return torch.device(name)
 
 
 def placed(policy: Policy, blocks: Sequence[str]) -> Policy:
