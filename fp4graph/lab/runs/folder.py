@@ -98,7 +98,9 @@ class RunFolder:
         """Add a line to ``metrics.jsonl``, and hand its values to the streams."""
         with self._writing(METRICS):
             jsonlines.append(self.path / METRICS, [finite({"step": step, **values})])
-        self.stream(step, values)
+        # MLflow's files cannot have gradient_norm beside the gradient_norm/SITE of statistics.
+        names = {"gradient_norm": "gradient_norm/all"}
+        self.stream(step, {names.get(name, name): value for name, value in values.items()})
 
     def stream(self, step: int, values: Mapping[str, float]) -> None:
         """Hand values to the streams, which are opened at the first call."""
