@@ -106,7 +106,9 @@ def _options(pairs: list[str]) -> dict[str, Any]:
 def streams_of(names: list[str] | None, run: Run, folder: Path) -> Iterator[list[Any] | None]:
     """Yield what ``Statistics(stream=...)`` takes for each name, with a new run of W&B or MLflow; None for no names."""
     from fp4graph.lab.data.extras import needs
+    from fp4graph.policy import load_policy
 
+    load_policy(run.policy)  # a mistake ends the command before a tracker's run begins
     chosen = list(dict.fromkeys(names or []))
     for name in chosen:
         if name not in STREAMS:
