@@ -16,7 +16,7 @@ import yaml
 from fp4graph.errors import Error
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.policy import KEPT, Expect, Policy, Rule, Specs, load_policy
-from fp4graph.policy.rule import DEFAULT, DEFAULT_INDEX
+from fp4graph.policy.rule import DEFAULT_INDEX
 from fp4graph.technique import Technique, overrides
 from fp4graph.technique.operands import ADDRESSES, GROUPS, Gemm, Operand
 from fp4graph.technique.site import SiteView
@@ -131,8 +131,3 @@ def at(policy: Policy, sites: Mapping[int, Collection[str]]) -> tuple[Rule, ...]
         match = rule.match.model_copy(update={"module": globs})
         rules.append(dataclasses.replace(rule, match=match, required=False))
     return tuple(rules)
-
-
-def joined(name: str, rules: Sequence[Rule]) -> Policy:
-    """Return the policy of these rules, which keeps all other sites."""
-    return Policy(name=name, rules=tuple(rules), default=DEFAULT)

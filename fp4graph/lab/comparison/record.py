@@ -96,6 +96,24 @@ class Record:
 
 
 @contextmanager
+def locked(file: Path, said: str | Callable[[], str]) -> Iterator[None]:
+    """Lock a file, in a folder that is made if need be, until the context ends.
+
+    Raises:
+        Error: another process has locked it, as ``said``, or it cannot be written.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(file).acquire(timeout=0)
+    except Timeout:
+        raise Error(f"{said if isinstance(said, str) else said()}; let it end, or give another folder") from None
+    except OSError as error:
+        raise Error(f"cannot write {file.parent}: {error.strerror or error}; give another folder") from error
+    with lock:
+        yield
+
+
+@contextmanager
 def recording(folder: Path, train: Callable[..., Any], policies: Sequence[Policy]) -> Iterator[Record]:
     """Return the record in ``folder``, which no other process writes until the context ends.
 
@@ -103,16 +121,10 @@ def recording(folder: Path, train: Callable[..., Any], policies: Sequence[Policy
         Error: another process writes there, the folder cannot be written, or it holds another comparison: of another
             training, of one that was edited since, or of other policies under the same names.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / LOCK)
-        lock.acquire(timeout=0)
-    except Timeout:
-        process = Record(folder).header.get("process", "another process")
-        raise Error(f"{folder} is in use by {process}; let it end, or give another folder") from None
-    except OSError as error:
-        raise Error(f"cannot write {folder}: {error.strerror or error}; give another folder") from error
-    try:
+    with locked(
+        folder / LOCK,
+        lambda: f"{folder} is in use by {Record(folder).header.get('process', 'another process')}",
+    ):
         jsonlines.cut_torn_line(folder / RUNS)
         record = Record(folder)
         identity = {"train": name_of(train), "source": source_of(train)}
@@ -124,8 +136,6 @@ def recording(folder: Path, train: Callable[..., Any], policies: Sequence[Policy
         header = {"format": FORMAT, "version": VERSION, **identity, "process": here, "versions": versions}
         jsonlines.append(folder / RUNS, [header | {"machine": machine}])
         yield record
-    finally:
-        lock.release()
 
 
 def _refuse_another(record: Record, identity: Line, policies: Sequence[Policy]) -> None:
