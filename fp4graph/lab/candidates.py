@@ -164,13 +164,17 @@ class Candidates:
     def _work(self) -> Floats:
         """The FLOPs of one GEMM of each group."""
         sites = self.explanation.sites
-        return np.array([sum(site.flops or 0 for site in sites if site.module in group) for group in self.groups], float)
+        work = [sum(site.flops or 0 for site in sites if site.module in group) for group in self.groups]
+        return np.array(work, dtype=float)
 
     def _uses(self, modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, Floats]]:
-        weights = [{id(w): w for name in group for w in weights_of(modules[name])}.values() for group in self.groups]
         specs = [each.specs[Operand.FPROP_WEIGHT] for each in self.formats]
-        bits = np.array([[sum(w.numel() * bits_per_element(s, w.shape[-1]) for w in own) for s in specs] for own in weights])
-        yield "bits", bits[:, self.options[:, 0]] / sum(w.numel() for own in weights for w in own)
+        bits, numel = np.zeros((len(self.groups), len(specs))), 0
+        for row, group in enumerate(self.groups):
+            for weight in {id(w): w for name in group for w in weights_of(modules[name])}.values():
+                bits[row] += [weight.numel() * bits_per_element(spec, weight.shape[-1]) for spec in specs]
+                numel += weight.numel()
+        yield "bits", bits[:, self.options[:, 0]] / numel
         fp4 = np.array([[in_fp4(each.specs, gemm) for gemm in Gemm] for each in self.formats])
         gemms = fp4[self.options, range(3)].sum(-1)
         yield "fp4_flops", -np.outer(self._work, gemms) / (3 * self.explanation.flops)
@@ -187,25 +191,23 @@ class Candidates:
         """Return Ω of each set of formats with techniques, and the options that it leaves, from the least Ω."""
         costly = [number for number, each in enumerate(self.formats) if each.policy.weights]
         sets = []
-        for size in range(len(costly) + 1):
-            for used in itertools.combinations(costly, size):
-                weights: Counter[str] = Counter()
-                for number in used:
-                    weights |= Counter(self.formats[number].policy.weights)  # the largest of each technique
-                left_out = [number for number in costly if number not in used]
-                sets.append((math.fsum(weights.values()), ~np.isin(self.options, left_out).any(-1)))
+        for kept in itertools.product((False, True), repeat=len(costly)):
+            weights: Counter[str] = Counter()
+            for number in itertools.compress(costly, kept):
+                weights |= Counter(self.formats[number].policy.weights)  # type: ignore[arg-type]  # the largest of each
+            left_out = set(costly).difference(itertools.compress(costly, kept))
+            sets.append((math.fsum(weights.values()), ~np.isin(self.options, [*left_out]).any(-1)))
         return sorted(sets, key=lambda each: each[0])
 
     def best(self, costs: Floats, most: Mapping[str, float]) -> Choice | None:
         """Return the choice of least costs within ``most``, the uses by name, among finite ones; None if there is none.
 
-        Ω is no sum over groups: the problem is solved for each set of techniques that it allows.
+        Ω is no sum over groups: the problem is solved for each set of formats that it allows.
         """
         allowed, limits = self.allowed & np.isfinite(costs), self._limits(most)
         costs = np.where(allowed, costs, 0.0)
         sets = [usable for value, usable in self._by_complexity() if value <= most.get("complexity", math.inf)]
-        sets = [usable for usable in sets if not any((usable < other).any() and (usable <= other).all() for other in sets)]
-        choices = [solve(costs, allowed & usable, limits) for usable in sets]
+        choices = [solve(costs, allowed & usable, limits) for usable in (sets if "complexity" in most else sets[-1:])]
         return min((each for each in choices if each is not None), key=lambda each: total(costs, each), default=None)
 
     def _least(self, name: str, most: Mapping[str, float]) -> float | None:
@@ -213,9 +215,10 @@ class Candidates:
         if name != "complexity":
             choice = self.best(self.uses[name], most)
             return None if choice is None else total(self.uses[name], choice)
-        nothing = np.zeros(self.allowed.shape)
-        feasible = (value for value, _ in self._by_complexity() if self.best(nothing, {**most, name: value}) is not None)
-        return next(feasible, None)
+        for value, _ in self._by_complexity():
+            if self.best(np.zeros(self.allowed.shape), {**most, name: value}) is not None:
+                return value
+        return None
 
     def require(self, most: Mapping[str, float]) -> None:
         """Raise an Error that says the nearest feasible value unless some choice is within ``most``."""

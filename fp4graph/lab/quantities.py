@@ -1,4 +1,4 @@
-"""What a recipe saves at the sites of a model: bits per weight, and the share of FLOPs whose operands have four bits."""
+"""Bits per weight of a model under a policy, and the share of its FLOPs whose operands both have four bits."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -40,22 +40,15 @@ SCORES, LOCK, FILE_FORMAT = "scores.jsonl", "search.lock", "fp4graph.search"
 _ROUNDS = 6
 
 
-@dataclass(frozen=True)
-class Option:
-    """What was chosen for one group of siblings.
-
-    Attributes:
-        formats: the names of the formats of fprop, dgrad and wgrad.
-        increase: the predicted loss increase, the sum of the scores.
-    """
+class Option(NamedTuple):
+    """The formats of fprop, dgrad and wgrad of one group of siblings, and the predicted loss increase."""
 
     modules: tuple[str, ...]
     formats: tuple[str, str, str]
     increase: float
 
 
-@dataclass(frozen=True)
-class Budget:
+class Budget(NamedTuple):
     """A bound, and the value that the policy reaches; ``name`` is one of search's arguments."""
 
     name: str
@@ -147,7 +140,7 @@ def search(
         by: ("site", "gemm"), or ("site",) for one format for the three GEMMs of a site.
         scores: scores of the formats by ("site", "gemm"), to be used instead of measuring.
         caution: standard errors that are added to each increase, so that no score is trusted that noise makes small.
-            An increase below 0 counts as 0 for the same reason.
+            An increase below 0 counts as 0.
         simplify: give groups the formats of others while the costs stay within one standard error of the least (the
             one-standard-error rule, Breiman et al. 1984), so that the policy has fewer rules.
         cost: returns the cost of a policy relative to no quantization; by default the time of a training step on this
@@ -225,8 +218,8 @@ def search(
         f"Ω = {policy.complexity:g}",
     ]
     text = candidates.text(choice, increases, name, description, header)
-    formats_of = [tuple(each.name for each in candidates.chosen(option)) for option in choice]
-    choices = tuple(map(Option, candidates.groups, formats_of, own))
+    names = [tuple(each.name for each in candidates.chosen(option)) for option in choice]
+    choices = tuple(map(Option, candidates.groups, names, own))
     return Search(load_policy(yaml.safe_load(text)), text, choices, sum(own), measured, budgets, scores)
 
 
@@ -250,7 +243,7 @@ def _scores(
         tensor = leaf.detach().cpu().contiguous() if isinstance(leaf, torch.Tensor) else None
         digest.update(repr(leaf).encode() if tensor is None else tensor.flatten().view(torch.uint8).numpy().tobytes())
     file = Path(folder) / SCORES
-    with locked(file.with_name(LOCK), f"{folder} is in use by another search"):
+    with locked(file.with_name(LOCK), lambda: "another search"):
         jsonlines.cut_torn_line(file)
         first, *lines = ([line for _, line in jsonlines.read(file)] if file.exists() else []) or [{}]
         about = {"format": FILE_FORMAT, "version": 2, "of": digest.hexdigest()}
@@ -266,7 +259,7 @@ def _step_time(model: nn.Module, loss: Loss, batch: Any, backend: str) -> Callab
     """Return a function that measures the time of a training step under a policy, relative to the unquantized model."""
 
     def train(policy: Policy, seed: int, log: Log) -> None:
-        trained = apply(copy.deepcopy(model), policy, backend=backend, seed=seed)
+        trained = apply(copy.deepcopy(model).train(), policy, backend=backend, seed=seed)
         optimizer = prepare_optimizer(trained, torch.optim.SGD(trained.parameters(), lr=0.0))
         for step in itertools.count(1):
             loss(trained, batch).backward()  # type: ignore[no-untyped-call]

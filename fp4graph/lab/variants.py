@@ -7,7 +7,7 @@ with MXFP4 on Native FP4 Hardware" enables fprop, then dgrad, then wgrad.
 from __future__ import annotations
 
 import dataclasses
-import re
+import glob
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -127,7 +127,6 @@ def at(policy: Policy, sites: Mapping[int, Collection[str]]) -> tuple[Rule, ...]
     rules = []
     for index, modules in sites.items():
         rule = policy.default if index == DEFAULT_INDEX else policy.rules[index]
-        globs = tuple(re.sub(r"([*?[])", r"[\1]", module) for module in modules)
-        match = rule.match.model_copy(update={"module": globs})
+        match = rule.match.model_copy(update={"module": tuple(map(glob.escape, modules))})
         rules.append(dataclasses.replace(rule, match=match, required=False))
     return tuple(rules)

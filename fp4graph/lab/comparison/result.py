@@ -14,15 +14,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fp4graph.errors import Error
+from fp4graph.lab.data.extras import needs
 from fp4graph.lab.pictures.style import LABELS
 from fp4graph.lab.statistics import storage
 from fp4graph.policy import Policy
 
-#: Confidence of the intervals.
-CONFIDENCE = 0.95
-#: Operands that a policy's list of losses has.
-WORST = 6
 Row = Mapping[str, Any]
 
 
@@ -37,8 +33,7 @@ def paired(differences: Sequence[float]) -> tuple[float, float | None]:
     count = len(differences)
     if count < 2:
         return fmean(differences), None
-    quantile = float(t.ppf((1 + CONFIDENCE) / 2, count - 1))
-    return fmean(differences), quantile * stdev(differences) / math.sqrt(count)
+    return fmean(differences), float(t.ppf(0.975, count - 1)) * stdev(differences) / math.sqrt(count)
 
 
 @dataclass(frozen=True)
@@ -189,7 +184,7 @@ class Comparison:
             return []
         rows = storage.read(folder).having("snr_db")
         last = {(row["site"], row["tensor"]): row for row in rows}
-        ranked = sorted(last.values(), key=lambda row: row["snr_db"])[:WORST]
+        ranked = sorted(last.values(), key=lambda row: row["snr_db"])[:6]
         names = ("step", "site", "snr_db", "underflowed", "saturated")
         return [{name: row.get(name) for name in names} | {"operand": LABELS[row["tensor"]]} for row in ranked]
 
@@ -218,10 +213,9 @@ class Comparison:
 
     def to_frame(self) -> Any:
         """Return the rows as a ``pandas.DataFrame``."""
-        try:
-            import pandas as pd
-        except ImportError:
-            raise Error("to_frame() needs pandas, which is not installed; pip install pandas, or use rows") from None
+        needs("pandas", "tables are made by pandas", "analysis")
+        import pandas as pd
+
         return pd.DataFrame(self.rows)
 
 

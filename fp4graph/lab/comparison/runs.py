@@ -108,7 +108,7 @@ class _Watcher:
     """Listens to a training; at its first logged step, sums up the model and attaches statistics to it."""
 
     def __init__(self, folder: Path, every: int | None) -> None:
-        self._folder, self._every = folder, every
+        self._options: dict[str, Any] = {"every": every, "directory": folder, "metrics": METRICS}
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self._statistics: Statistics | None = None
@@ -125,20 +125,19 @@ class _Watcher:
         model, optimizer = self._model(), self._optimizer()
         if self.model is not None or model is None or (runtime := runtime_of(model)) is None or not runtime.sites:
             return
-        if self._every is not None and optimizer is not None:
-            options: dict[str, Any] = {"every": self._every, "directory": self._folder, "metrics": METRICS}
+        if self._options["every"] is not None and optimizer is not None:
             try:
-                self._statistics = Statistics(model, optimizer, step=step, **options)
+                self._statistics = Statistics(model, optimizer, step=step, **self._options)
             except Error as error:
                 self.note = f"no statistics were recorded: {error}"
         # Recompilations, generations and other modes capture a product again.
         served = coverage.served_sites(runtime.root, runtime.capture)
-        sites = {(name, site.op, site.occurrence): site for site, names in served for name in names}
+        sites = list({(name, site.op, site.occurrence): site for site, names in served for name in names}.values())
         self.model = {
             "sites": len(sites),
-            "quantized": sum(site.quantized for site in sites.values()),
-            "fp4_flops": fp4_flops(list(sites.values())),
-            "bits_per_weight": bits_per_weight(list(sites.values())),
+            "quantized": sum(site.quantized for site in sites),
+            "fp4_flops": fp4_flops(sites),
+            "bits_per_weight": bits_per_weight(sites),
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
         }
 
