@@ -7,6 +7,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from torch import nn
@@ -125,7 +126,7 @@ class Candidates:
     call: Call = field(repr=False)
 
     @classmethod
-    def of(cls, model: nn.Module, loss: Loss, batch: object, formats: Sequence[object], *, apart: bool) -> Candidates:
+    def of(cls, model: nn.Module, loss: Loss, batch: Any, formats: Sequence[Any], *, apart: bool) -> Candidates:
         """Return the candidates of ``model`` as ``loss`` calls it on ``batch``.
 
         Args:
@@ -144,7 +145,7 @@ class Candidates:
         explanation, quantizable = chosen[0].explanation, frozenset[str]().union(*(each.modules for each in chosen))
         modules = dict.fromkeys(site.module for site in explanation.sites if site.module in quantizable)
         groups = groups_of(model, [module for module in modules if module is not None], call.inputs)
-        fits = np.array([[each.fits(group) for each in chosen] for group in groups])
+        fits: Bools = np.array([[each.fits(group) for each in chosen] for group in groups])
         for group, fitting in zip(groups, fits, strict=True):
             if not fitting.any():
                 what = f"all of {', '.join(group)}, which go together"
@@ -152,7 +153,7 @@ class Candidates:
         free = [number for number, each in enumerate(chosen) if not each.whole]
         uniform = {(number,) * 3 for number in range(len(chosen))}
         options = np.array(sorted(uniform.union(itertools.product(free, repeat=3) if apart else ())))
-        self = cls(chosen, groups, options, fits[:, options].all(-1), {}, call)
+        self = cls(chosen, groups, options, np.all(fits[:, options], axis=-1), {}, call)
         self.uses.update(self._uses(dict(model.named_modules(remove_duplicate=False))))
         return self
 
@@ -190,13 +191,13 @@ class Candidates:
     def _by_complexity(self) -> list[tuple[float, Bools]]:
         """Return Ω of each set of formats with techniques, and the options that it leaves, from the least Ω."""
         costly = [number for number, each in enumerate(self.formats) if each.policy.weights]
-        sets = []
+        sets: list[tuple[float, Bools]] = []
         for kept in itertools.product((False, True), repeat=len(costly)):
             weights: Counter[str] = Counter()
             for number in itertools.compress(costly, kept):
-                weights |= Counter(self.formats[number].policy.weights)  # type: ignore[arg-type]  # the largest of each
+                weights |= Counter(self.formats[number].policy.weights)  # the largest of each
             left_out = set(costly).difference(itertools.compress(costly, kept))
-            sets.append((math.fsum(weights.values()), ~np.isin(self.options, [*left_out]).any(-1)))
+            sets.append((math.fsum(weights.values()), np.all(np.isin(self.options, [*left_out], invert=True), axis=1)))
         return sorted(sets, key=lambda each: each[0])
 
     def best(self, costs: Floats, most: Mapping[str, float]) -> Choice | None:

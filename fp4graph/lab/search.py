@@ -119,17 +119,16 @@ def search(
     """Return the policy whose predicted loss is least within a budget.
 
     Every format is measured at one group of siblings (:func:`fp4graph.lab.siblings.groups_of`) and one GEMM at a time
-    (:func:`fp4graph.sensitivity`). The loss of a policy is predicted as the sum of its scores: effects are taken to add
-    up. The formats of all GEMMs are chosen exactly, by integer programming::
+    (:func:`fp4graph.sensitivity`). Effects are taken to add up. Integer programming chooses exactly::
 
         minimize  Σ_g Σ_f x[g, f] · (max(0, increase[g, f]) + caution · error[g, f])   within the budget,
                   Σ_f x[g, f] = 1,  x[g, f] in {0, 1}
 
-    where g is a group and f the formats of its three GEMMs, whose costs add up.
+    where g is a group and f the formats of its three GEMMs, whose costs are added.
 
     Args:
         model: a plain model, trained as far as the policy is to fit it; it stays as it is.
-        loss, batches: as for :func:`fp4graph.sensitivity`.
+        loss, batches: as for :func:`fp4graph.sensitivity`; ``options`` are its further arguments.
         formats: uniform policies, each as for :func:`fp4graph.apply`. A format with techniques, or whose backward reads
             operands of fprop, takes all three GEMMs of a site or none.
         bits: the most bits per weight, scales included, on average over the weights of all linears that some format
@@ -140,14 +139,12 @@ def search(
         by: ("site", "gemm"), or ("site",) for one format for the three GEMMs of a site.
         scores: scores of the formats by ("site", "gemm"), to be used instead of measuring.
         caution: standard errors that are added to each increase, so that no score is trusted that noise makes small.
-            An increase below 0 counts as 0.
         simplify: give groups the formats of others while the costs stay within one standard error of the least (the
             one-standard-error rule, Breiman et al. 1984), so that the policy has fewer rules.
         cost: returns the cost of a policy relative to no quantization; by default the time of a training step on this
             machine under ``backend``, in alternation with the unquantized model.
         folder: keeps every score as soon as it is measured; a search that was stopped goes on there.
         name: of the policy.
-        options: further arguments of :func:`fp4graph.sensitivity`.
 
     Raises:
         Error: there is no budget, or one that nothing satisfies; formats are no uniform policies or fit no linear; a
@@ -218,7 +215,7 @@ def search(
         f"Ω = {policy.complexity:g}",
     ]
     text = candidates.text(choice, increases, name, description, header)
-    names = [tuple(each.name for each in candidates.chosen(option)) for option in choice]
+    names = [(a.name, b.name, c.name) for a, b, c in map(candidates.chosen, choice)]
     choices = tuple(map(Option, candidates.groups, names, own))
     return Search(load_policy(yaml.safe_load(text)), text, choices, sum(own), measured, budgets, scores)
 

@@ -69,16 +69,13 @@ def sensitivity(
 
     ``increase`` is the mean of d_b = mean_r d_br, and ``error`` its standard error s(d_b)/√B (of one batch, that of the
     d_r). Dropout draws the same in both losses. For a unit without operands of fprop L_b is the loss on the batch after
-    ``steps`` steps of SGD on the same batch, at a learning rate of its own, Polyak's with a target::
-
-        η_b = decrease · |L_b| / ‖∇L_b‖²
-
-    at which the exact step lowers the loss by the share ``decrease``, to first order. Estimates are described in
-    :mod:`fp4graph.lab.estimates`; with ``keep`` they are negative: errors are taken to add up.
+    ``steps`` steps of SGD on it, at the learning rate at which the exact step lowers the loss by the share ``decrease``
+    to first order, η_b = decrease · |L_b| / ‖∇L_b‖². Estimates are described in :mod:`fp4graph.lab.estimates`; with
+    ``keep`` they are negative: errors are taken to add up.
 
     Args:
-        model: a plain or an applied model, which stays as it is. Of a policy's state, such as a moving average of
-            weights, nothing is taken over: it begins at the weights.
+        model: a plain or an applied model, which stays as it is. A policy's state, such as a moving average, begins
+            anew at the weights.
         loss: ``loss(model, batch)`` returns a differentiable scalar. It must call the model that it is given.
         batches: what ``loss`` is called with, one after the other.
         policies: one or several, each as for :func:`fp4graph.apply`. Of a policy with phases the first counts.

@@ -121,7 +121,7 @@ def test_modules_together_are_one_site_by_hand():
     first, *others = result.scores
     assert [s.unit for s in result.scores if s.measure == "forward"] == ["0 and 1 more, fprop", "4, fprop"]
     assert (first.sites, len(others)) == (SITES[:2], 5)
-    parts = dict.fromkeys(SITES[:2], {Q1, Q2})
+    parts = {site: {Q1, Q2} for site in SITES[:2]}
     pairs = [by_hand(model, parts, batch) - by_hand(model, {}, batch) for batch in batches]
     assert first.increase == pytest.approx(np.mean(pairs), abs=3e-7)
 

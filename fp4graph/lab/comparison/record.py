@@ -110,6 +110,7 @@ class Record:
             self.timings[line["policy"]] = line
 
     def require_same(self, train: str, source: str | None, policies: Sequence[Policy]) -> None:
+        """Raise an Error if the runs are of another training, or of policies that were edited since."""
         known = {line["policy"]: line["fingerprint"] for line in self.runs.values()}
         changed = [p.name for p in policies if known.get(p.name, p.fingerprint) != p.fingerprint]
         if not self.runs:
@@ -136,11 +137,11 @@ def recording(folder: Path, train: Callable[..., Any], policies: Sequence[Policy
     with locked(folder / LOCK, lambda: str(Record(folder).header.get("process", "another process"))):
         jsonlines.cut_torn_line(folder / RUNS)
         record = Record(folder)
-        identity = {"train": name_of(train), "source": _source_of(train)}
-        record.require_same(**identity, policies=policies)
+        name, source = name_of(train), _source_of(train)
+        record.require_same(name, source, policies)
         here = f"process {os.getpid()} on {socket.gethostname()}"
         versions = {name: version(name) for name in ("fp4graph", "torch")} | {"python": platform.python_version()}
         machine = {"processor": platform.machine(), "threads": torch.get_num_threads()}
-        header = {"format": FORMAT, "version": VERSION, **identity, "process": here, "versions": versions}
-        jsonlines.append(folder / RUNS, [header | {"machine": machine}])
+        about = {"format": FORMAT, "version": VERSION, "train": name, "source": source}
+        jsonlines.append(folder / RUNS, [about | {"process": here, "versions": versions, "machine": machine}])
         yield record

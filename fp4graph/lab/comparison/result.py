@@ -94,6 +94,7 @@ class Comparison:
         model: Row = next((run["model"] for run in runs if run["model"]), {})
         ratio = 1.0 if policy.name == self.baseline and self.timings else self.timings.get(policy.name, {}).get("ratio")
         alone = _mean([run["ms_per_step"] for run in runs])
+        beside = [timing["baseline_ms_per_step"] for timing in self.timings.values()]  # times of the baseline
         return {
             "policy": policy.name,
             "loss": fmean(losses) if losses else None,
@@ -103,18 +104,13 @@ class Comparison:
             "high": mean + half if known else None,  # type: ignore[operator]
             **{name: _mean([run["metrics"].get(name) for run in finished]) for name in self.metrics},
             "complexity": policy.complexity,
-            "ms_per_step": alone if ratio is None else ratio * self._usual_ms,
+            "ms_per_step": alone if ratio is None else ratio * median(beside),
             "ratio": ratio,
             **{name: model.get(name) for name in ("fp4_flops", "bits_per_weight", "quantized", "sites")},
             "finished": len(finished),
             "diverged": [[run["seed"], run["step"]] for run in self.of(policy.name, "diverged")],
             "failed": [[run["seed"], run["error"]] for run in self.of(policy.name, "failed")],
         }
-
-    @property
-    def _usual_ms(self) -> float:
-        """The baseline's ms per step, the median of its times beside each policy."""
-        return float(median(timing["baseline_ms_per_step"] for timing in self.timings.values()))
 
     @property
     def verdict(self) -> str:
