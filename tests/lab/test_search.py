@@ -34,6 +34,7 @@ from fp4graph.lab.siblings import call_of, groups_of
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 from fp4graph.technique.operands import GROUPS, Gemm
 from fp4graph.technique.site import BlockPosition
+from tests.helpers.processes import PATIENCE
 
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "bf16")
 
@@ -299,7 +300,7 @@ def test_a_killed_search_goes_on(times: int, tmp_path: Path) -> None:
             [sys.executable, "-c", script, str(folder)], env={**os.environ, "OMP_NUM_THREADS": "1"}
         )
         start = time.monotonic()
-        while process.poll() is None and time.monotonic() - start < 60:
+        while process.poll() is None and time.monotonic() - start < PATIENCE:
             whole = file.read_bytes().split(b"\n")[:-1] if file.exists() else []
             if kills < times and len(whole) > len(seen) + 50 // times:
                 process.send_signal(signal.SIGKILL)
