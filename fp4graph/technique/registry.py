@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import entry_points
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pluggy
 
@@ -56,19 +57,13 @@ class Registry:
         self.failures: dict[str, PluginError] = {}
         self.contested: dict[str, PluginError] = {}
         found = entry_points(group=entry_point_group) if entry_point_group else ()
-        for point in found:  # of importlib's class, or importlib_metadata's once mlflow or another has imported that
-            self._try(point.name, point.load)
-        for name, plugin in plugins:
-            self._try(name, functools.partial(_itself, plugin))
-
-    def _try(self, name: str, load: Callable[[], object]) -> None:
-        """Register one plugin, or keep the error that keeps it out: the others stay usable."""
-        try:
-            self._add(name, load())
-        except Exception as error:  # noqa: BLE001  # whatever a plugin raises
-            if not isinstance(error, PluginError):
-                error = PluginError(f"cannot be loaded: {type(error).__name__}: {error}", plugin=name)
-            self.failures[name] = error
+        for name, candidate in [*((point.name, point) for point in found), *plugins]:
+            try:
+                self._add(name, _loaded(candidate))
+            except Exception as error:  # noqa: BLE001  # whatever a plugin raises, the others stay usable
+                if not isinstance(error, PluginError):
+                    error = PluginError(f"cannot be loaded: {type(error).__name__}: {error}", plugin=name)
+                self.failures[name] = error
 
     def _add(self, name: str, plugin: object) -> None:
         """Register one plugin's offers, all or none of them."""
@@ -177,5 +172,9 @@ def default_registry() -> Registry:
     return Registry()
 
 
-def _itself(plugin: object) -> object:
-    return plugin
+def _loaded(candidate: Any) -> object:
+    """Return a plugin, loaded where ``candidate`` is its entry point.
+
+    Once importlib_metadata is imported, as mlflow does, entry points are of its class and not of importlib's.
+    """
+    return candidate.load() if hasattr(candidate, "load") and hasattr(candidate, "group") else candidate

@@ -119,7 +119,7 @@ BROKEN = {
 
 def test_entry_points_of_another_class(monkeypatch: pytest.MonkeyPatch) -> None:
     """importlib.metadata returns those of importlib_metadata once mlflow, for one, has imported it."""
-    point = SimpleNamespace(name="theirs", load=lambda: offering([technique("fine")]))
+    point = SimpleNamespace(name="theirs", group="fp4graph", load=lambda: offering([technique("fine")]))
     monkeypatch.setattr("fp4graph.technique.registry.entry_points", lambda group: [point])
     found = Registry()
     assert not found.failures
