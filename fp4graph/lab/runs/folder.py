@@ -106,7 +106,7 @@ class RunFolder:
         """Hand values to the streams, which are opened at the first call."""
         with self._writing(EVENTS):
             if self._sinks is None:
-                self._sinks = [storage._sink(self._opened(each)) for each in self._streams]
+                self._sinks = [storage.sink_of(self._opened(each)) for each in self._streams]
             for sink in self._sinks:
                 sink(step, values)
 

@@ -41,7 +41,7 @@ class Log:
     def __init__(self, directory: str | PathLike[str], header: Mapping[str, Any], *streams: Any) -> None:
         self.path = Path(directory).absolute() / FILE
         self._events = [_summary_writer(each) for each in streams if isinstance(each, str | PathLike)]
-        self._sinks = [_sink(each) for each in (*self._events, *streams) if not isinstance(each, str | PathLike)]
+        self._sinks = [sink_of(each) for each in (*self._events, *streams) if not isinstance(each, str | PathLike)]
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             jsonlines.cut_torn_line(self.path)
@@ -94,7 +94,7 @@ def _summary_writer(folder: str | PathLike[str]) -> Any:
     return SummaryWriter(str(folder))
 
 
-def _sink(stream: Any) -> Callable[[int, Mapping[str, float]], object]:
+def sink_of(stream: Any) -> Callable[[int, Mapping[str, float]], object]:
     """Return the function of (step, values) that hands a stream's library one step."""
     if hasattr(stream, "add_scalar"):
         return lambda step, values: [stream.add_scalar(name, value, step) for name, value in values.items()]
