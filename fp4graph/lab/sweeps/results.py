@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import statistics
@@ -191,15 +189,12 @@ def effects_json(all_results: Sequence[Results]) -> str:
 
 def to_csv(all_results: Sequence[Results]) -> str:
     """Return the trials as a table: a column per choice, metric and setting; without policies and curves."""
+    import pandas
+
     rows = []
     for trial in (trial for found in all_results for trial in flat_trials(found)):
         row = {key: value for key, value in trial.items() if key not in ("policy", "history")}
         for part in ("choices", "run", "metrics"):
-            row.update({f"{part}.{key}": value for key, value in row.pop(part).items()})
+            row |= {f"{part}.{key}": value for key, value in row.pop(part).items()}
         rows.append(row)
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+    return str(pandas.DataFrame(rows, dtype=object).to_csv(index=False, lineterminator="\n"))
