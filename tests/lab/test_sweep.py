@@ -670,7 +670,7 @@ def test_a_study_that_something_else_wrote_is_refused(url: str, table10: Space) 
 
 
 BAD_URLS = {
-    "postgresql://someone:hunter2@127.0.0.1:9/x": r"postgresql://someone:\*\*\*@127.0.0.1:9/x cannot be used, for 1 seconds",
+    "postgresql://someone:hunter2@127.0.0.1:9/x": r"postgresql://someone:\*\*\*@127.0.0.1:9/x cannot be used, for",
     "sqlite:////nowhere/at/all/s.db": "there is no folder '/nowhere/at/all'",
     "nothing": "there is no database 'nothing'",
     "mongodb://x": "has no driver for this database",
@@ -707,7 +707,7 @@ def test_a_file_that_is_no_database(folder: Path) -> None:
     from fp4graph.commands.score import read
 
     (folder / "sweep.db").write_text("not a database" * 100)
-    with pytest.raises(Error, match=r"sweep\.db cannot be used, for 1 seconds by now: file is not a database; see that"):
+    with pytest.raises(Error, match=r"sweep\.db cannot be used, .*: file is not a database; see that"):
         read([str(folder)], None)
 
 

@@ -46,9 +46,8 @@ def propose(space: Space, trials: Sequence[Trial], seed: int, sampler: str = "ra
     """Return the next configuration to run, given all trials of the study; None if there is none, or none yet.
 
     The baselines come first and alone: without a finished one nothing can be scored, and faults of data or device show
-    there. Then come the plain choices in every family, the lost trials, and the sampler's choices. ``random`` draws the
-    same configurations in the same order for equal seeds, whatever the number and the fate of the workers. ``tpe`` asks
-    Optuna's tree-structured Parzen estimator for configurations that may have a low loss or a low Ω.
+    there. Then come the plain choices in every family, the lost trials, and the sampler's choices: ``random`` ones are
+    the same for equal seeds, whatever the number and the fate of the workers.
     """
     taken = {trial.key for trial in trials if trial.state not in FREE}
     first = space.first()
@@ -85,8 +84,8 @@ def _estimated(space: Space, trials: Sequence[Trial], seed: int) -> Iterator[Map
     for trial in trials:
         if trial.kind == "baseline" or trial.complexity is None or not trial.counts:
             continue
-        running = trial.state == "running"
         loss = float("inf") if trial.loss is None or trial.state in ("diverged", "failed") else trial.loss
+        running = trial.state == "running"
         state, values = (TrialState.RUNNING, None) if running else (TrialState.COMPLETE, [loss, trial.complexity])
         study.add_trial(optuna_trial(space, trial.assignment, state=state, values=values))
     for _ in range(20):

@@ -52,16 +52,12 @@ class Job:
 
 
 class _Worker(NamedTuple):
-    """A process, the pipe for its last error, the token of its trials' mark, and the progress when it began."""
+    """A process, the pipe for its last error, the mark of its trials, and the progress when it began."""
 
     process: Any
     pipe: Any
-    token: str
+    name: str
     progress: int
-
-    @property
-    def name(self) -> str:
-        return worker_name(self.process.pid, self.token)
 
 
 def _process(job: Job, index: int, token: str, parent: int, pipe: Any) -> None:
@@ -119,14 +115,14 @@ class Workers:
     def _start(self, index: int) -> None:
         context, token = multiprocessing.get_context("spawn"), uuid.uuid4().hex
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_process, args=(self._job, index, token, os.getpid(), theirs))
+        process: Any = context.Process(target=_process, args=(self._job, index, token, os.getpid(), theirs))
         # It blocks Ctrl-C, which reaches all processes of a terminal but is for the first one; a handler of its own
         # would come after seconds of imports. The tracker would lift the block if the first process started it.
         resource_tracker.ensure_running()
         with _blocked(signal.SIGINT):
             process.start()
         theirs.close()
-        self._running[index] = _Worker(process, ours, token, _progress(self._study.trials()))
+        self._running[index] = _Worker(process, ours, worker_name(process.pid, token), _progress(self._study.trials()))
 
     def watch(self, stop: Callable[[], bool] = lambda: False) -> Iterator[tuple[list[Trial], list[str]]]:
         """Yield the trials and the events of workers about once a second, until all workers have ended.
