@@ -30,7 +30,7 @@ def score(loss: float, reference: float, complexity: float, rule: Rule = "text")
     - ``table``: S = G/max(1, Ω) where G > 0 and S = G·max(1, Ω) elsewhere. The paper does not state this rule; 113 of
       the 118 scores that its appendix prints (Tables 3 to 8) follow it, and 46 follow ``text``.
 
-    Ω, ``complexity``, is the summed weight of the techniques in use (``Policy.complexity``). A diverged run has S = -inf.
+    Ω, ``complexity``, is the summed weight of the techniques in use (``Policy.complexity``). A diverged run has -inf.
 
     Raises:
         ValueError: ``reference`` is not positive and finite, ``complexity`` is negative or not finite, or ``rule`` is
