@@ -8,13 +8,15 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
+
+from fp4graph.errors import Error
 
 if TYPE_CHECKING:
     from fp4graph import formats, integrations, lab, optim, training
     from fp4graph.errors import (
         CaptureError,
-        Error,
         NonFiniteError,
         PluginError,
         PolicyError,
@@ -42,13 +44,20 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+_CACHE = os.environ.get("TORCHINDUCTOR_CACHE_DIR", "")
+if os.path.exists(_CACHE) and not os.path.isdir(_CACHE):
+    raise Error(
+        f"torch cannot compile: its folder of compiled code, {_CACHE}, which the environment variable "
+        "TORCHINDUCTOR_CACHE_DIR names, is a file. Unset the variable, or have it name a folder"
+    )
+
 _MODULES = ("formats", "integrations", "lab", "optim", "training")
 #: The module of every other public name. It is imported at first use: ``import fp4graph`` loads no plugin, no compiler
 #: and no device.
 _HOME = {
     name: f"fp4graph.{module}"
     for module, names in {
-        "errors": "CaptureError Error NonFiniteError PluginError PolicyError PolicyWarning SpecError UncompiledError",
+        "errors": "CaptureError NonFiniteError PluginError PolicyError PolicyWarning SpecError UncompiledError",
         "exports": "export load_quantized",
         "graph.site": "Site",
         "lab.search": "search",

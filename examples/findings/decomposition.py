@@ -6,7 +6,8 @@ The script trains a ViT of two blocks on handwritten digits under pure MXFP4 (mx
 it quantizes the six operands of every quantized site by each recipe, so that all recipes see the same tensors. MXFP4
 has the scales of the OCP specification, NVFP4 decode scales rounded to nearest, as hardware has them. Macro-block
 scaling is for power-of-two scales. Squared errors are shares of the operand's squared norm, means over sites and steps.
-The three parts add up to the error less twice the product of scale bias and grid noise.
+The three parts add up to the error less twice the product of scale bias and grid noise; the picture divides each error
+in the ratio of its parts.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import typer
 
 from fp4graph.lab import decompose
 from fp4graph.lab.pictures.panels import error_panels
-from fp4graph.lab.pictures.style import LABELS, TERMS, styled, subplots
+from fp4graph.lab.pictures.style import LABELS, styled, subplots
 from fp4graph.lab.runs.train import Run, train
 from fp4graph.model.runtime import runtime_of
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
@@ -112,7 +113,7 @@ def picture(shares: Shares, file: Path) -> None:
         for axes, bars in zip(panels.flat, errors.values(), strict=True):
             # Without a tensor scale, gradients below the range of E4M3 are lost. That bar is cut and labelled.
             others = [own for recipe, own in bars.items() if recipe != "NVFP4"]
-            limit = 1.08 * max(max(sum(own[term] for term in TERMS), own["total"]) for own in others)
+            limit = 1.08 * max(own["total"] for own in others)
             axes.set_xlim(0, limit)
             nvfp4 = bars["NVFP4"]
             if nvfp4["total"] > limit:

@@ -22,8 +22,9 @@ import torch
 import yaml
 
 import fp4graph
+from fp4graph.lab.candidates import Candidates
 from fp4graph.lab.runs.run import Run
-from fp4graph.lab.search import Candidates, search
+from fp4graph.lab.search import search
 from fp4graph.lab.tasks import task_named
 
 FORMATS = ("nvfp4", "mxfp4", "mxfp8", "bf16")
@@ -50,8 +51,8 @@ def trained(task: str, seed: int) -> tuple[Any, list[Any], list[Any]]:
 def randomly(candidates: Candidates, bits: float, seed: int) -> Iterator[fp4graph.Policy]:
     """Yield policies whose linears have random formats, and as many bits as ``bits`` or at most 3 % fewer."""
     generator = np.random.default_rng(seed)
-    use = candidates.limits({"bits": bits}, None)["bits"].use
-    items, columns = np.arange(len(use)), np.argsort(use[0])  # the formats by their bits
+    use = candidates.uses["bits"]
+    items, columns = np.arange(len(use)), np.argsort(use[0])  # the options, one for each format, by their bits
     while True:
         share = generator.dirichlet(np.ones(len(columns)), size=4096).cumsum(1)  # as many of each format as chance says
         choices = columns[(generator.random((4096, len(use), 1)) > share[:, None, :-1]).sum(-1)]

@@ -41,8 +41,8 @@ def search(
     )  # fmt: skip
     found.save(output)
     if as_json:
-        budgets = {each.name: {"bound": each.bound, "reached": each.reached} for each in found.budgets}
-        choices = [vars(each) for each in found.choices]
+        budgets = {name: {"bound": bound, "reached": reached} for name, bound, reached in found.budgets}
+        choices = [each._asdict() for each in found.choices]
         numbers = {"predicted": found.predicted, "measured": found.measured}
         print_json({"policy": str(output), "budgets": budgets, **numbers, "choices": choices})
         return

@@ -63,12 +63,19 @@ def _pickled(source: Path, target: Path) -> int:
     if not isinstance(content, Mapping):
         raise Error(f"{source} holds no weights by name, but one {type(content).__name__}; there is nothing to strip")
     try:
+        if not _holds_tensors(content):
+            raise Error(f"{source} holds no tensor by name; there is nothing to strip")
         plain, removed = _without_ours(content)
     except RecursionError:
         raise Error(f"{source} is nested too deeply, or holds itself; it is no file of weights") from None
     with replacing(target) as out:
         (sealed.save if digested else torch.save)(plain, out)
     return removed
+
+
+def _holds_tensors(value: Any) -> bool:
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return isinstance(value, torch.Tensor) or any(map(_holds_tensors, parts))
 
 
 def _without_ours(value: Any) -> tuple[Any, int]:

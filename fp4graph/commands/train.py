@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,10 +19,14 @@ from rich.table import Column, Table
 from fp4graph.commands.output import AsJson, new_console, print_json, wide_console
 from fp4graph.commands.run_options import run_options
 from fp4graph.errors import Error
+from fp4graph.text import suggest
 
 if TYPE_CHECKING:
     from fp4graph.lab.runs.run import Outcome, Run
 
+#: The streams of a record, and the extra that each one's library is in.
+EXTRAS = {"tensorboard": "analysis", "wandb": "wandb", "mlflow": "mlflow"}
+STREAMS = (*EXTRAS, "none")
 #: The functions that a training calls with (step, steps, loss) and with (step, validation loss).
 Tick = Callable[[int, int, float], None]
 Report = Callable[[int, float], None]
@@ -43,6 +48,14 @@ def train(
         int | None,
         typer.Option(min=1, metavar="STEPS", help="Every so many steps, record what quantization does at each site."),
     ] = None,
+    stream: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Where the record goes as well: tensorboard, wandb, mlflow; repeat it for more, none for nothing. "
+            "[tensorboard, if installed]",
+        ),
+    ] = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the checkpoint in --output.")] = False,
     as_json: AsJson = False,
     **settings: Any,
@@ -62,8 +75,10 @@ def train(
     if resume and output is None:
         raise Error("--resume goes on with the run in a folder: give it with --output")
     folder = output or _unused(run)
-    with progress_of(run, quiet=as_json) as (tick, report):
-        outcome = training.train(run, report=report, tick=tick, directory=folder, resume=resume, statistics=statistics)
+    with streams_of(stream, run, folder) as opened, progress_of(run, quiet=as_json) as (tick, report):
+        outcome = training.train(
+            run, report=report, tick=tick, directory=folder, resume=resume, statistics=statistics, stream=opened
+        )
     if as_json:
         print(json.dumps({"run": run.to_json(), "outcome": outcome.to_json(), "record": str(folder)}, indent=2))
     else:
@@ -87,6 +102,32 @@ def _options(pairs: list[str]) -> dict[str, Any]:
     return options
 
 
+@contextmanager
+def streams_of(names: list[str] | None, run: Run, folder: Path) -> Iterator[list[Any] | None]:
+    """Yield what ``Statistics(stream=...)`` takes for each name, with a new run of W&B or MLflow; None for no names."""
+    from fp4graph.lab.data.extras import needs
+    from fp4graph.policy import load_policy
+
+    load_policy(run.policy)  # a mistake ends the command before a tracker's run begins
+    chosen = list(dict.fromkeys(names or []))
+    for name in chosen:
+        if name not in STREAMS:
+            raise Error(f"unknown stream {name!r}; {suggest(name, STREAMS)}")
+        if name in EXTRAS:
+            needs(name, f"records stream to {name} by its own library", EXTRAS[name])
+    with ExitStack() as running:
+        opened: list[Any] = [folder / "tensorboard"] if "tensorboard" in chosen else []
+        if "wandb" in chosen:
+            wandb: Any = importlib.import_module("wandb")
+            opened.append(running.enter_context(wandb.init(name=folder.name, config=run.to_json())))
+        if "mlflow" in chosen:
+            mlflow: Any = importlib.import_module("mlflow")
+            running.enter_context(mlflow.start_run(run_name=folder.name))
+            mlflow.log_params(run.to_json())
+            opened.append(mlflow)
+        yield opened if chosen else None
+
+
 def _unused(run: Run) -> Path:
     """Return a folder that holds no run yet: earlier records are never touched."""
     parts = run.task, Path(str(run.policy)).stem, run.optimizer, run.seed
@@ -96,11 +137,9 @@ def _unused(run: Run) -> Path:
 
 
 @contextmanager
-def progress_of(run: Run, *, quiet: bool, one_of_many: bool = False) -> Iterator[tuple[Tick, Report]]:
-    """Show a training on stderr: a bar on a terminal, elsewhere a line per validation, below a heading of many."""
+def progress_of(run: Run, *, quiet: bool) -> Iterator[tuple[Tick, Report]]:
+    """Show a training on stderr: a bar on a terminal, elsewhere a line per validation."""
     console = new_console(stderr=True, quiet=quiet)
-    if one_of_many and not console.is_terminal:
-        console.print(f"{run.task} under {run.policy}, seed {run.seed}", soft_wrap=True)
     name, status = (TextColumn(text, markup=False) for text in ("{task.description}", "{task.fields[status]}"))
     columns = name, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(), status
     validation = ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,11 @@ from fp4graph.exports.modelopt import ModelOpt
 from fp4graph.exports.names import kept_modules
 from fp4graph.exports.packing import require_storable
 from fp4graph.exports.siblings import Siblings, change, require_shared
-from fp4graph.exports.weights import Fp4Weight, Scheme, fp4_weights, refusal
+from fp4graph.exports.weights import ExportError, Fp4Weight, Scheme, fp4_weights, refusal
 from fp4graph.model import state
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.runtime import Runtime, require_runtime
+from fp4graph.technique.operands import Operand
 from fp4graph.text import suggest
 
 #: The layouts by the names of ``format=``, with the packages that write them.
@@ -104,6 +105,7 @@ def export(
             write(weight, scales.get(weight.name))
             siblings.add(weight, scales.get(weight.name))
             done.add(weight.name)
+        _refuse_computed(root, runtime, done)
         if not done:
             raise Error(
                 f"policy {runtime.policy.name!r} quantizes no weight in fprop, so there is nothing in FP4 to export; "
@@ -182,6 +184,22 @@ def _require_own(root: nn.Module, weight: Fp4Weight) -> None:
                 weight,
                 f"{name} is the same parameter and needs it in high precision",
                 f"keep {weight.name.rpartition('.')[0]} in high precision, or untie the two",
+            )
+
+
+def _refuse_computed(root: nn.Module, runtime: Runtime, done: Collection[str]) -> None:
+    """Raise an ExportError for a quantized linear whose weight is not among those ``done``: a forward computes it."""
+    named = dict(root.named_parameters(remove_duplicate=False))
+    written = {id(named[name]) for name in done if name in named}
+    owners = {name.rpartition(".")[0] for name in (*done, *(n for n, x in named.items() if id(x) in written))}
+    for site in runtime.sites:
+        weighs = site.op == "linear" and site.operands.get(Operand.FPROP_WEIGHT) is not None
+        if weighs and site.module not in owners:
+            raise ExportError(
+                f"cannot export {site.module}, which rule {site.rule!r} quantizes: its weight is computed in the "
+                "forward (weight_norm, pruning, a hypernetwork), so no tensor of the model holds what it multiplies "
+                "with. Make it a parameter first (torch.nn.utils.parametrize.remove_parametrizations or "
+                "torch.nn.utils.prune.remove), or keep the layer in high precision"
             )
 
 

@@ -438,9 +438,8 @@ def _is_one_of_a_stack(found: FoundProduct) -> bool:
 
 def rule_that_keeps(name: str, module: str | None) -> str:
     """Return what a person does to keep the products of ``module`` in high precision, as the end of a sentence."""
-    pattern: str | list[str] = pattern_of(module or "")
-    if pattern[-1:] == "*":  # which would match all modules inside too
-        pattern = [f"{pattern[:-1]}{digits}" for digits in ("[0-9]", "[0-9][0-9]")]
+    parents, dot, last = (module or "").rpartition(".")
+    pattern = f"{pattern_of(parents)}{dot}{last}"  # a last number tells unlike modules of a Sequential apart
     return (
         "put a rule before the policy's others (in a policy that extends another, under 'rules: {before: [...]}'): "
         f"{{name: {name}, match: {{module: {pattern!r}}}, keep: not quantized yet}}"

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -22,11 +23,12 @@ FAILURES = (OSError, subprocess.SubprocessError, ValueError)
 
 # -ffp-contract=off: a fused multiply-add rounds once where the tensor code rounds twice. The next two promise that
 # nobody reads errno or floating-point exceptions; without them rounding functions are not inlined. The C++ library is
-# named because gcc does not link it by itself, and CXX is gcc where PEFT's BOFT has been imported.
+# named for a C compiler that has no C++ compiler beside it.
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 _ON_MAC = platform.system() == "Darwin"
 _MACHINE_FLAGS = () if _ON_MAC else ("-fopenmp", "-march=native")
 _LIBRARIES = ("-lc++",) if _ON_MAC else ("-lstdc++", "-lm")
+_OF_CXX = {"gcc": "g++", "clang": "clang++", "cc": "c++"}
 
 
 def load(source: str) -> ctypes.CDLL:
@@ -55,10 +57,35 @@ def require_compiler() -> None:
 
 def command() -> list[str]:
     """Return the command of the C++ compiler: what CXX says, such as "ccache g++ -m64", or what Inductor would run."""
+    words = shlex.split(os.environ.get("CXX", "")) or shlex.split(inductors() or "") or ["g++"]
+    return [_linking(word) for word in words]
+
+
+def inductors() -> str | None:
+    """Return the command that Inductor's setting names, which was CXX when torch read it."""
     from torch._inductor import config
 
     choice = config.cpp.cxx if isinstance(config.cpp.cxx, list | tuple) else (config.cpp.cxx,)
-    return shlex.split(os.environ.get("CXX") or next((name for name in choice if name), "")) or ["g++"]
+    return next((name for name in choice if name), None)
+
+
+def linking(command: str) -> str:
+    """Return ``command`` with the C++ compiler of each C compiler, if one is installed beside it or on the PATH.
+
+    gcc compiles C++ but links no C++ library, and CXX is gcc where PEFT's BOFT has been imported.
+    """
+    return shlex.join(map(_linking, shlex.split(command)))
+
+
+def _linking(word: str) -> str:
+    folder, name = os.path.split(word)
+    parts = re.fullmatch(r"(.*-)?(gcc|clang|cc)(-[\d.]+)?", name)
+    if parts is None:
+        return word
+    before, kind, version = parts.groups(default="")
+    linking = f"{before}{_OF_CXX[kind]}{version}"
+    places = os.path.join(folder, linking), linking
+    return next(filter(shutil.which, places), word)
 
 
 def reason(error: Exception) -> str:

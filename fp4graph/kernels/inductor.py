@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fp4graph.errors import Error
+from fp4graph.kernels import build
 from fp4graph.text import nearest, suggest
 
 #: Options of ``torch.compile`` (``config_patches`` of ``compile_fx``) under which quantizers are bit-exact on CUDA.
@@ -100,14 +101,17 @@ def require_compiler() -> None:
 
 @contextmanager
 def compiler_errors() -> Iterator[None]:
-    """Raise an Error of ours where Inductor's C++ compiler fails in this context."""
+    """Raise an Error of ours where Inductor's C++ compiler fails in this context, or links no C++ library."""
     from torch._inductor.exc import CppCompileError, InvalidCxxCompiler
 
     try:
         yield
     except Exception as error:
         cause: BaseException | None = error
-        while cause is not None and not isinstance(cause, CppCompileError | InvalidCxxCompiler):
+        while cause is not None and not (
+            isinstance(cause, CppCompileError | InvalidCxxCompiler)
+            or (isinstance(cause, ImportError) and "undefined symbol" in str(cause))
+        ):
             cause = cause.__cause__ or cause.__context__
         if cause is None:
             raise
@@ -140,8 +144,17 @@ def patches(chosen: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
                 f"torch._inductor.config.{name} is {value!r}, which would break exactness: {reason}. Set it to "
                 f"{required!r} before the model is first called, or drop the environment variable that set it"
             )
+    if on_gpu:
+        return {**chosen, **EXACT, **APART}
     tunes = bool(chosen) or config.max_autotune or config.max_autotune_gemm
-    return {**chosen, **EXACT, **APART} if on_gpu else {**chosen, **APART} if tunes else {}
+    return {**chosen, **(APART if tunes else {}), **_compiler()}
+
+
+def _compiler() -> dict[str, Any]:
+    """Return the setting under which Inductor's C++ is linked where CXX names a C compiler."""
+    command = build.inductors()
+    linking = command and build.linking(command)
+    return {} if linking == command else {"cpp.cxx": (None, linking)}
 
 
 def _setting(config: Any, name: str, otherwise: object) -> object:

@@ -7,19 +7,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import nullcontext
 from multiprocessing import get_context
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from fp4graph.errors import Error
-from fp4graph.lab.comparison import files, timing
+from fp4graph.lab.comparison import timing
 from fp4graph.lab.comparison.check import check
+from fp4graph.lab.comparison.files import write_all
 from fp4graph.lab.comparison.record import Line, Record, name_of, recording
 from fp4graph.lab.comparison.result import Comparison
 from fp4graph.lab.comparison.runs import orphan_watch, train_once
@@ -81,25 +82,29 @@ def compare(
             comparison; or ``train`` returned and logged nothing. A run that raises is recorded as failed, and the
             others go on.
     """
-    needs("matplotlib", "pictures are drawn by matplotlib", "analysis")
-    needs("jinja2", "the page needs jinja2", "analysis")
-    needs("scipy", "confidence intervals need scipy", "analysis")
+    for package in ("matplotlib", "jinja2", "scipy", "pandas"):
+        needs(package, f"the result is written by means of {package}", "analysis")
     loaded, numbers = _policies(policies, baseline), _seeds(seeds)
     if type(processes) is not int or processes < 1:
         raise Error(f"processes is a whole number of at least 1; got {processes!r}")
     if processes > 1:
-        _check_picklable(train)
+        try:
+            pickle.dumps(train)
+        except Exception as error:
+            what = "processes= needs a train() that other processes can import, at the top of a module"
+            raise Error(f"{what}: {error}") from error
     place = Path(folder) if folder is not None else Path("runs") / f"compare-{name_of(train).rpartition(':')[2]}"
     with recording(place.absolute(), train, loaded) as record:
         job = _Job(train, loaded, numbers, record, statistics)
         try:
-            job.check()
+            if pending := job.pending:
+                job.notes += check(train, list(dict.fromkeys(policy for policy, _ in pending)), numbers[0])
             job.train(processes)
             if timing:
                 job.time()
         finally:
             if record.runs:
-                job.keep()
+                write_all(job.result())
     return job.result()
 
 
@@ -111,30 +116,58 @@ class _Job:
     ) -> None:
         self._train, self._policies, self._seeds = train, policies, seeds
         self._record, self._statistics = record, statistics
-        self._notes: list[str] = []
-        self._kept = time.monotonic()
+        self.notes: list[str] = []
 
     @property
-    def _pending(self) -> list[tuple[Policy, int]]:
+    def pending(self) -> list[tuple[Policy, int]]:
         """The runs to do, the baseline's first one first."""
         runs = [(policy, seed) for seed in self._seeds for policy in self._policies]
         return [(policy, seed) for policy, seed in runs if not self._record.finished(policy, seed)]
 
-    def check(self) -> None:
-        """Check the policies of all runs to do."""
-        if pending := dict.fromkeys(policy for policy, _ in self._pending):
-            self._notes += check(self._train, list(pending), self._seeds[0])
-
     def train(self, processes: int) -> None:
-        """Do the runs that have not ended, one after the other or in processes."""
-        pending = self._pending
-        with _shown(len(self._policies) * len(self._seeds), self.result, len(pending)) as (progress, advance):
-            first = pending[:1] if processes > 1 else pending  # the first one's length is the measure of the statistics
-            for run in first:
-                self._ended(train_once(*self._arguments(*run), progress), advance)
-            if len(pending) > len(first):
-                for line in _in_processes([self._arguments(*run) for run in pending[1:]], processes):
-                    self._ended(line, advance)
+        """Do the runs that have not ended, one after the other or in processes, and show a table and a bar."""
+        pending, written = self.pending, time.monotonic()
+        console = Console(stderr=True, highlight=False, markup=False)
+        columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
+        bar = Progress(*columns, TextColumn("{task.fields[status]}", markup=False), console=console)
+        total = len(self._policies) * len(self._seeds)
+        task = bar.add_task("", total=total, completed=total - len(pending), status="")
+        table = self.result().table()
+
+        def progress(policy: Policy, seed: int, step: int, loss: float) -> None:
+            bar.update(task, status=f"{policy.name}, seed {seed}: step {step:,}, loss {loss:.4g}")
+
+        live = Live(get_renderable=lambda: Group(table, bar), console=console, transient=True)
+        with live if console.is_terminal else nullcontext():
+            for line in self._runs(pending, processes, progress):
+                self._record.add(line)
+                bar.advance(task)
+                table = self.result().table()
+                if time.monotonic() - written > PAGE_EVERY:
+                    write_all(self.result())
+                    written = time.monotonic()
+
+    def _runs(
+        self, pending: Sequence[tuple[Policy, int]], processes: int, progress: Callable[[Policy, int, int, float], None]
+    ) -> Iterator[Line]:
+        """Yield the line of each run as it ends."""
+        alone = 1 if processes > 1 else len(pending)  # the first one's length is the measure of the statistics
+        for run in pending[:alone]:
+            yield train_once(*self._arguments(*run), progress)
+        if not (others := pending[alone:]):
+            return
+        options: dict[str, Any] = {"mp_context": get_context("spawn"), "initializer": orphan_watch}
+        with ProcessPoolExecutor(min(processes, len(others)), **options) as pool:
+            try:
+                for done in as_completed([pool.submit(train_once, *self._arguments(*run)) for run in others]):
+                    yield done.result()
+            except BrokenProcessPool:
+                raise Error(
+                    "a process ended in the middle of its training, as where memory runs out; the finished runs are "
+                    "kept. Call compare again to go on, with fewer processes"
+                ) from None
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
 
     def _arguments(self, policy: Policy, seed: int) -> tuple[Train, Policy, int, Path, int | None]:
         """Return the arguments of :func:`train_once`."""
@@ -143,12 +176,6 @@ class _Job:
         wanted = every if self._statistics is None else self._statistics or None
         folder = self._record.folder / f"{policy.name}-{seed}"
         return self._train, policy, seed, folder, wanted if seed == self._seeds[0] else None
-
-    def _ended(self, line: Line, advance: Callable[[], None]) -> None:
-        self._record.add(line)
-        advance()
-        if time.monotonic() - self._kept > PAGE_EVERY:
-            self.keep()
 
     def time(self) -> None:
         """Measure the time per step of every policy that was not measured yet."""
@@ -161,70 +188,22 @@ class _Job:
             try:
                 measured = timing.timed(self._train, baseline, policy, self._seeds[0])
             except Exception as error:  # noqa: BLE001  # the losses are there; whatever a training raises
-                self._notes.append(f"the time of {policy.name} was not measured: {type(error).__name__}: {error}")
+                self.notes.append(f"the time of {policy.name} was not measured: {type(error).__name__}: {error}")
                 continue
             if not measured:
-                self._notes.append(f"the trainings are too short to measure the time of {policy.name}")
+                self.notes.append(f"the trainings are too short to measure the time of {policy.name}")
             self._record.add({"kind": "timing", "policy": policy.name, **pair, **measured})
 
     def result(self) -> Comparison:
         """Return what has been found so far."""
-        names = {policy.name for policy in self._policies}
+        names = [policy.name for policy in self._policies]
         runs = [run for (name, seed), run in self._record.runs.items() if name in names and seed in self._seeds]
-        notes = dict.fromkeys([*self._notes, *(run["note"] for run in runs if run["note"])])
-        known = self._record.timings
-        timings = {name: known[name] for name in names & known.keys() if "ratio" in known[name]}
-        policies, seeds = tuple(self._policies), tuple(self._seeds)
-        name = name_of(self._train).rpartition(":")[2]
+        notes = dict.fromkeys([*self.notes, *(run["note"] for run in runs if run["note"])])
+        timings = {name: line for name, line in self._record.timings.items() if name in names and "ratio" in line}
         return Comparison(
-            self._record.folder, name, policies[0].name, policies, seeds, tuple(runs), timings, tuple(notes)
-        )
-
-    def keep(self) -> None:
-        """Write the page and the other files."""
-        files.write_all(self.result())
-        self._kept = time.monotonic()
-
-
-def _in_processes(jobs: Sequence[tuple[Any, ...]], processes: int) -> Iterator[Line]:
-    """Yield the line of each run as it ends, each in one of some spawned processes."""
-    options: dict[str, Any] = {"mp_context": get_context("spawn"), "initializer": orphan_watch}
-    with ProcessPoolExecutor(min(processes, len(jobs)), **options) as pool:
-        try:
-            for done in as_completed([pool.submit(train_once, *job) for job in jobs]):
-                yield done.result()
-        except BrokenProcessPool:
-            raise Error(
-                "a process ended in the middle of its training, as where memory runs out; the finished runs are kept. "
-                "Call compare again to go on, with fewer processes"
-            ) from None
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
-@contextmanager
-def _shown(
-    total: int, result: Callable[[], Comparison], pending: int
-) -> Iterator[tuple[Callable[[Policy, int, int, float], None], Callable[[], None]]]:
-    """Show a table and a bar on a terminal; yield the functions to call with a logged loss, and after a run."""
-    console = Console(stderr=True, highlight=False, markup=False)
-    columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-    bar = Progress(*columns, TextColumn("{task.fields[status]}", markup=False), console=console)
-    task = bar.add_task("", total=total, completed=total - pending, status="")
-    tables: list[RenderableType] = []
-
-    def progress(policy: Policy, seed: int, step: int, loss: float) -> None:
-        bar.update(task, status=f"{policy.name}, seed {seed}: step {step:,}, loss {loss:.4g}")
-
-    def advance() -> None:
-        bar.advance(task)
-        tables[:] = [result().table()] if console.is_terminal else []
-
-    if not console.is_terminal:
-        yield progress, advance
-        return
-    with Live(get_renderable=lambda: Group(*tables, bar), console=console, transient=True):
-        yield progress, advance
+            self._record.folder, name_of(self._train).rpartition(":")[2], names[0], tuple(self._policies),
+            tuple(self._seeds), tuple(runs), timings, tuple(notes),
+        )  # fmt: skip
 
 
 def _policies(policies: str | Sequence[Any], baseline: Any) -> list[Policy]:
@@ -253,12 +232,3 @@ def _seeds(seeds: int | Sequence[int]) -> list[int]:
     if not numbers or any(type(seed) is not int or seed < 0 for seed in numbers) or len({*numbers}) < len(numbers):
         raise Error(f"seeds is a number of seeds, at least 1, or different whole numbers from 0 on; got {seeds!r}")
     return numbers
-
-
-def _check_picklable(train: Train) -> None:
-    try:
-        pickle.dumps(train)
-    except Exception as error:
-        raise Error(
-            f"processes= needs a train() that other processes can import, at the top of a module: {error}"
-        ) from error

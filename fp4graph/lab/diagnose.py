@@ -1,18 +1,7 @@
 """Why a training diverged: the first quantity that left its normal range, and the technique that addresses it.
 
-A normal range has a middle m and a half-width max(w, 5·1.4826·MAD), where MAD is the median absolute deviation from m
-and w the least half-width of the quantity (:data:`QUANTITIES`), in decibels, logarithms to base 2 or logits of shares.
-A record is compared with up to four ranges:
-
-- *early*: m is the median of the first quarter (3 to 10) of the records of the same site and tensor. Unless the loss is
-  outside its range too, the drift that the median of all sites shares is subtracted, because operands change as a
-  training goes on;
-- *peers*: m is the median of two or more other sites of the same kind (one name but for the numbers of blocks) at the
-  same step;
-- *baseline*: m is the baseline's value at the same site, tensor and step, where it has the same quantizer;
-- *limit*: a fixed limit that no working training passes, such as 3 dB, where half of the signal's energy is lost.
-
-A value has left its range if the next record is outside too. The last record counts only if the loss is outside.
+docs/diagnose.md describes the ranges. Each has a middle m and a half-width max(w, 5·1.4826·MAD), where MAD is the
+median absolute deviation from m and w the least half-width of the quantity (:data:`QUANTITIES`), in its units.
 """
 
 from __future__ import annotations
@@ -42,14 +31,10 @@ if TYPE_CHECKING:
 Losses = Mapping[int, float | None]
 #: By field and tensor, by site and by step: values in units of which more is worse.
 Curves = dict[tuple[str, str], dict[str, dict[int, float]]]
-#: The origin of a range, its middle and its half-width.
-Range = tuple[str, float, float]
 #: The half-width of a range in median absolute deviations: five robust standard deviations.
 DEVIATIONS = 5 * 1.4826
-#: The least number of records from which a run's own range is taken.
-RECORDS = 5
-#: The least number of losses of which a running median is taken; it is a twentieth of all.
-WINDOW = 5
+#: The least numbers of records from which a run's own range is taken, and of losses for a running median.
+RECORDS, WINDOW = 5, 5
 
 
 class Units(NamedTuple):
@@ -99,8 +84,9 @@ QUANTITIES: dict[str, Quantity] = {
 }
 
 
-class Remedy(NamedTuple):
-    """Techniques that address a finding, the reason, and the section of docs/findings.md with the evidence."""
+@dataclass(frozen=True)
+class Remedy:
+    """Techniques that address a finding, the reason, and the sections of docs/findings.md with the evidence."""
 
     techniques: str
     reason: str
@@ -123,8 +109,9 @@ _RANGE = Remedy(
 )
 _OUTLIERS = Remedy(
     "outlier_clamp, outlier_fallback or hadamard",
-    "outliers set the scale of their block, and its other elements become zero",
-    f"{_ERROR}; docs/diagnose.md",
+    "outliers set the scale of their block, and its other elements become zero; outlier_fallback reduces the dead zone "
+    "by a third or more, the others' effect on it was not measured",
+    _ERROR,
 )
 _OSCILLATION = Remedy(
     "freeze, dampen or q_ema",
@@ -134,7 +121,7 @@ _OSCILLATION = Remedy(
 REMEDIES: dict[str, Remedy] = {
     "loss": _SPIKE,
     "gradient_norm": _SPIKE,
-    "nonfinite": _SPIKE._replace(reason="the operand was infinite or NaN before its quantizer"),
+    "nonfinite": replace(_SPIKE, reason="the operand was infinite or NaN before its quantizer"),
     "limit_blocks": _RANGE,
     "underflowed": _OUTLIERS,
     "saturated": Remedy(
@@ -158,31 +145,19 @@ REMEDIES: dict[str, Remedy] = {
 
 @dataclass(frozen=True)
 class Finding:
-    """A quantity that left its normal range.
+    """A quantity that left its normal range."""
 
-    Attributes:
-        step: of the first record outside; ``before`` is the step of the record before it, or 0.
-        site, operand: both are empty for the loss and the gradient norm of the model.
-        value: at ``step``; None for one that is not finite.
-        normal: the end of the range that was passed.
-        range: the origin of the range: early, peers, baseline or limit.
-        size: the distance from the middle of the range in half-widths.
-        stays: whether the last record is outside too.
-        sites: the number of sites where the quantity of this operand left its range at ``step``, and of all.
-    """
-
-    step: int
-    before: int
-    site: str
+    step: int  # of the first record outside
+    site: str  # empty, as the operand, for the loss and the gradient norm of the model
     operand: str
     quantity: str
-    value: float | None
-    normal: float
-    range: str
-    size: float
-    stays: bool
+    value: float | None  # at ``step``; None for one that is not finite
+    normal: float  # the end of the range that was passed
+    range: str  # the origin of the range: early, peers, baseline or limit
+    size: float  # the distance from the middle of the range in half-widths
+    stays: bool  # whether the last record is outside too
     remedy: Remedy
-    sites: tuple[int, int] = (1, 1)
+    sites: tuple[int, int] = (1, 1)  # where the quantity of this operand left its range at ``step``, and all
 
     def words(self) -> tuple[str, str]:
         """Return the value and the normal range in words."""
@@ -199,29 +174,22 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The findings of a run, the first and largest first.
-
-    Attributes:
-        headline: a sentence or two: the first finding and the technique that addresses it.
-        baseline: whether the baseline's loss left its range too; None without losses of a baseline.
-        missing: what was not recorded, and so is not judged.
-    """
+    """The findings of a run, the first and largest first."""
 
     run: str
-    headline: str
+    headline: str  # the first finding and the technique that addresses it
     findings: tuple[Finding, ...]
-    baseline: bool | None
-    missing: tuple[str, ...]
+    baseline: bool | None  # whether the baseline's loss left its range too; None without losses of a baseline
+    missing: tuple[str, ...]  # what was not recorded, and so is not judged
 
     def __str__(self) -> str:
         return "\n".join([self.headline, *map(str, self.findings[:10]), *(f"Not recorded: {m}" for m in self.missing)])
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data; a number that is not finite is None."""
-        named = [asdict(finding) | {"remedy": finding.remedy._asdict()} for finding in self.findings]
-        return dict(finite(asdict(self) | {"findings": named}))
+        return dict(finite(asdict(self)))
 
-    def table(self, most: int = 12) -> Table:
+    def table(self) -> Table:
         """Return a table of the first findings, with a row for all sites where a quantity left its range at a step."""
         from rich.table import Table
 
@@ -229,7 +197,7 @@ class Diagnosis:
         for name in ("step", "site", "operand", "quantity", "value", "normal", "range", "technique"):
             table.add_column(name, justify="right" if name in ("step", "value") else "left", overflow="fold")
         grouped = itertools.groupby(self.findings, lambda each: (each.step, each.operand, each.quantity))
-        for _, (first, *others) in itertools.islice(grouped, most):
+        for _, (first, *others) in itertools.islice(grouped, 12):
             site = (first.site or "the model") + (f" and {len(others)} more" if others else "")
             table.add_row(str(first.step), site, first.operand, QUANTITIES[first.quantity].words, *first.words(),
                           first.range, first.remedy.techniques)  # fmt: skip
@@ -244,10 +212,9 @@ def diagnose(
 ) -> Diagnosis:
     """Return what left its normal range in a run, in order of time.
 
-    Where a loss that rises leaves its range at the step of a record of operands, first comes an operand that left its
-    range at less than half of its sites, then the loss and gradient norms, then operands that left theirs at half of
-    their sites or more: these have a common cause. Next, forward comes before backward, and the larger before the
-    smaller. A spike of the loss that passed comes last.
+    At one step, forward comes before backward and the larger before the smaller. If the loss rises there, operands that
+    left their range at less than half of their sites come before the loss and gradient norms, and the others, which
+    have a common cause, after these. A spike of the loss that passed comes last.
 
     Args:
         run: a folder of ``fp4graph train``, or one with the ``statistics.jsonl`` of a :class:`Statistics`.
@@ -258,7 +225,8 @@ def diagnose(
         Error: there are no losses and no statistics, or no losses of the baseline.
     """
     folder = Path(run)
-    recorded, (own, norms) = _recorded(folder), _training(folder, losses)
+    recorded = storage.read(folder) if storage.find(folder) else None
+    own, norms = _training(folder, losses)
     if recorded is None and not own:
         raise Error(
             f"{folder}: neither losses nor statistics are there; train with fp4graph train --statistics, or with "
@@ -268,7 +236,7 @@ def diagnose(
     theirs, their_norms = _training(there, None if isinstance(baseline, str | PathLike) else baseline)
     if there is not None and not theirs:
         raise Error(f"{there}: no losses of a baseline are there; give a folder of fp4graph train, or a list of losses")
-    other = _recorded(there) if there is not None else None
+    other = storage.read(there) if there is not None and storage.find(there) else None
     findings = loss_findings(own, theirs)
     sick, rises = any(each.stays for each in findings), any(each.stays and each.range == "early" for each in findings)
     comparable = _same_quantizers(recorded, other) if recorded and other else []
@@ -304,8 +272,7 @@ def loss_findings(losses: Losses, baseline: Losses) -> list[Finding]:
     found = []
 
     def add(i: int, value: float, normal: float, origin: str, size: float, stays: bool) -> None:
-        before = steps[i - 1] if i else 0
-        found.append(Finding(steps[i], before, "", "", "loss", finite(value), normal, origin, size, stays, _SPIKE))
+        found.append(Finding(steps[i], "", "", "loss", finite(value), normal, origin, size, stays, _SPIKE))
 
     outside = [i for i, value in enumerate(values) if not (value <= limits[i] and math.isfinite(value))]
     floor = start - max(spread, abs(start) / 50)
@@ -330,7 +297,10 @@ def loss_findings(losses: Losses, baseline: Losses) -> list[Finding]:
 
 
 def _outside(rows: Sequence[Measurement], baseline: Iterable[Measurement], sick: bool) -> list[Finding]:
-    """Return the first record outside of each field, tensor and site; ``sick`` says that the loss is outside."""
+    """Return the first record outside of each field, tensor and site, if the next one is outside too.
+
+    The last record counts only if the loss is outside, which ``sick`` says.
+    """
     row_at = {(row["site"], row["tensor"], row["step"]): row for row in rows}
     theirs = _curves(baseline)
     found: list[Finding] = []
@@ -348,8 +318,8 @@ def _outside(rows: Sequence[Measurement], baseline: Iterable[Measurement], sick:
                 size, edge, origin = sizes[i]
                 row = row_at[site, tensor, steps[i]]
                 normal = quantity.units.back(quantity.sense * edge)
-                here.append(Finding(steps[i], steps[i - 1] if i else 0, site, tensor, column, row[column], normal,
-                                    origin, size, outside[-1], _remedy(column, row)))  # fmt: skip
+                here.append(Finding(steps[i], site, tensor, column, row[column], normal, origin, size, outside[-1],
+                                    _remedy(column, row)))  # fmt: skip
         at = Counter(finding.step for finding in here)
         found += [replace(finding, sites=(at[finding.step], len(sites))) for finding in here]
     return found
@@ -357,12 +327,15 @@ def _outside(rows: Sequence[Measurement], baseline: Iterable[Measurement], sick:
 
 def _ranges(
     quantity: Quantity, site: str, sites: Mapping[str, Mapping[int, float]], theirs: Mapping[int, float], sick: bool
-) -> dict[int, list[Range]]:
-    """Return the normal ranges of a site at each of its steps, in order."""
+) -> dict[int, list[tuple[str, float, float]]]:
+    """Return the normal ranges of a site at each of its steps, in order: origin, middle and half-width.
+
+    Operands change as a training goes on: unless it is sick, the median drift of all sites is subtracted.
+    """
     early = {name: _middle(first, quantity.width) for name, curve in sites.items() if (first := _first(curve))}
     kind = pattern_of(site)
     peers = [curve for name, curve in sites.items() if quantity.peers and name != site and pattern_of(name) == kind]
-    ranges: dict[int, list[Range]] = {}
+    ranges: dict[int, list[tuple[str, float, float]]] = {}
     for step in sorted(sites[site]):
         here = ranges[step] = []
         if site in early:
@@ -441,11 +414,6 @@ def _missing(recorded: Recorded | None, losses: Losses) -> tuple[str, ...]:
         missing.append(f"{RECORDS} steps of operands or more, from which their normal range is taken")
     left_out = METRICS.keys() - {*recorded.header.get("metrics", METRICS)}
     return (*missing, *(f"{name}: {METRICS[name]}" for name in sorted(left_out)))
-
-
-def _recorded(folder: Path) -> Recorded | None:
-    there = any((folder / place).is_file() for place in (storage.FILE, f"statistics/{storage.FILE}"))
-    return storage.read(folder) if there else None
 
 
 def _training(

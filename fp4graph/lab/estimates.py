@@ -24,12 +24,9 @@ class Noise:
     def __init__(self) -> None:
         self._sums: dict[tuple[str, Operand], Tensor] = {}
 
-    def observer(self, site: str) -> Callable[[ObservedOperand, ObservedOperand], None]:
-        """Return the observer of the GEMMs of ``site``."""
-        return partial(self._add, site)
-
     @torch.no_grad()
-    def _add(self, site: str, *gemm: ObservedOperand) -> None:
+    def add(self, site: str, *gemm: ObservedOperand) -> None:
+        """Add the operands of a GEMM of ``site``."""
         for seen in gemm:
             if seen.program.spec is not None:
                 x, key = seen.x.double(), (site, seen.operand)
@@ -51,22 +48,21 @@ class ForwardEstimate:
 
     where t are the rows of y (tokens) and N is the number of terms of the loss L, a mean. The second sum takes the
     empirical Fisher matrix for the Hessian: if L = 1/N Σ_n l_n, and row t is in one l_n alone, ∇²L ≈ 1/N Σ_n ∇l_n∇l_nᵀ
-    with ∇l_n = N g_t. (Martens 2020, "New insights and perspectives on the natural gradient method", section 11; as a
-    measure of quantization in BRECQ, Li et al. 2021, equation 10.) Where the l_n are negative logarithms of
-    probabilities that the model predicts well, the two agree in expectation.
+    with ∇l_n = N g_t (Martens 2020, "New insights and perspectives on the natural gradient method", section 11; BRECQ,
+    Li et al. 2021, equation 10). Where the l_n are negative logarithms of probabilities that the model predicts well,
+    the two agree in expectation.
     """
 
     def __init__(self, noise: Noise, terms: int) -> None:
-        self._terms = terms
-        self.first: defaultdict[str, float] = defaultdict(float)
-        self.second: defaultdict[str, float] = defaultdict(float)
-        self._noise = noise
+        self._noise, self._terms = noise, terms
+        self._first: defaultdict[str, float] = defaultdict(float)
+        self._second: defaultdict[str, float] = defaultdict(float)
 
     def __call__(
         self, site: str, a: Tensor, b: Tensor, quantized: Callable[[], Tensor], exact: Callable[[], Tensor]
     ) -> Tensor:
         y = exact()
-        with torch.no_grad(), observed(self._noise.observer(site)):
+        with torch.no_grad(), observed(partial(self._noise.add, site)):
             error = quantized().double() - y.double()
         if torch.is_grad_enabled():
             y = y if y.requires_grad else y.requires_grad_()
@@ -75,12 +71,12 @@ class ForwardEstimate:
 
     def increase(self, site: str) -> float:
         """Return the estimate of a site."""
-        return self.first[site] + self._terms * self.second[site]
+        return self._first[site] + self._terms * self._second[site]
 
     def _add(self, site: str, error: Tensor, gradient: Tensor) -> None:
         products = gradient.double() * error
-        self.first[site] += products.sum().item()
-        self.second[site] += products.sum(-1).square().sum().item() / 2
+        self._first[site] += products.sum().item()
+        self._second[site] += products.sum(-1).square().sum().item() / 2
 
 
 class BackwardEstimate:
@@ -96,13 +92,13 @@ class BackwardEstimate:
     """
 
     def __init__(self, noise: Noise) -> None:
-        self.first: defaultdict[str, float] = defaultdict(float)
         self._noise = noise
+        self._first: defaultdict[str, float] = defaultdict(float)
         self.begin()
 
     def increase(self, site: str) -> float:
         """Return the estimate of a site."""
-        return self.first[site]
+        return self._first[site]
 
     def begin(self, *, stepped: bool = False) -> None:
         """Begin the forward of another batch, or with ``stepped`` that of the same batch after the step."""
@@ -119,25 +115,19 @@ class BackwardEstimate:
         y = exact()
         if self._stepped:
             for place, error, before in self._errors.get(call, ()):
-                change = (a, b)[place].double() - before.double()
-                self.first[site] += (error * change).sum().item()
+                self._first[site] += (error * ((a, b)[place].double() - before.double())).sum().item()
             return y
-        with observed(self._noise.observer(site)):
+        with observed(partial(self._noise.add, site)):
             outputs = exact(), quantized()
         if y.requires_grad:
-            factors = [(place, x) for place, x in enumerate((a, b)) if x.requires_grad]
-            y.register_hook(partial(self._add, call, factors, outputs))  # type: ignore[no-untyped-call]
-        return y
 
-    def _add(
-        self,
-        call: tuple[str, int],
-        factors: list[tuple[int, Tensor]],
-        outputs: tuple[Tensor, Tensor],
-        gradient: Tensor,
-    ) -> None:
-        exact, quantized = (torch.autograd.grad(y, [x for _, x in factors], gradient) for y in outputs)
-        self._errors[call] = []
-        for (place, x), g, got in zip(factors, exact, quantized, strict=True):
-            error = got.double() - g.double()
-            self._errors[call].append((place, error, x.detach().clone()))
+            def add(gradient: Tensor) -> None:
+                factors = [(place, x) for place, x in enumerate((a, b)) if x.requires_grad]
+                pair = (torch.autograd.grad(output, [x for _, x in factors], gradient) for output in outputs)
+                self._errors[call] = [
+                    (place, got.double() - g.double(), x.detach().clone())
+                    for (place, x), g, got in zip(factors, *pair, strict=True)
+                ]
+
+            y.register_hook(add)  # type: ignore[no-untyped-call]
+        return y

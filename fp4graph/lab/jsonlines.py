@@ -33,11 +33,8 @@ def append(file: Path, several: Iterable[Mapping[str, Any]]) -> None:
 def cut_torn_line(file: Path) -> None:
     """Remove a torn line that a kill left behind the last whole line."""
     if file.exists():
-        with file.open("r+b") as out:
-            kept = out.seek(0, os.SEEK_END)
-            while kept and out.seek(kept - 1) >= 0 and out.read(1) != b"\n":
-                kept -= 1
-            out.truncate(kept)
+        whole, newline, _ = file.read_bytes().rpartition(b"\n")
+        os.truncate(file, len(whole + newline))
 
 
 def read(file: Path) -> Iterator[tuple[int, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import re
 import textwrap
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -50,63 +51,52 @@ def written(
 
     Args:
         header: lines of the comment at the top.
-        ops: the kinds of operation ("linear", "grouped") of all modules in reach of the rules, by module; modules
-            outside of the treatments are kept.
+        ops: the kinds of operation ("linear", "grouped") of all modules in reach of the rules, by module.
         blocks: the positions of the model's blocks, as in an Explanation.
     """
-    kept = Rule(name="others", keep="no format fits")
-    outside = dict.fromkeys(module for module in ops if not any(module in each.modules for each in treatments))
-    parts = [*treatments, *([Treatment(kept, dict.fromkeys(outside, 0.0))] if outside else [])]
-    globs = [list(_cover(set(each.modules), ops, blocks)) for each in parts]
+    outside = {module: 0.0 for module in ops if not any(module in each.modules for each in treatments)}
+    others = [Treatment(Rule(name="others", keep="no format fits"), outside)] if outside else []
+    covers = [(part, dict(_cover(set(part.modules), ops, blocks))) for part in (*treatments, *others)]
     inside = {module for module in ops if block_of(module, blocks) is not None}
-    general = [
-        number for number, each in enumerate(parts) if not each.rule.quantizes or inside.issuperset(each.modules)
-    ]
-    last = max(general, key=lambda number: (len(globs[number]), len(parts[number].modules)), default=None)
-    keeps_rest = last is None or not parts[last].rule.quantizes
-    order = sorted((number for number in range(len(parts)) if number != last), key=lambda number: len(globs[number]))
+    general = [each for each in covers if not each[0].rule.quantizes or inside.issuperset(each[0].modules)]
+    last, _ = max(general, key=lambda each: (len(each[1]), len(each[0].modules)), default=(None, {}))
+    rest = last.rule.quantizes if last else False
+    rules: list[str] = []
+    for part, globs in sorted(covers, key=lambda each: len(each[1])):
+        if part is not last and (part.rule.quantizes or (rest and not inside.isdisjoint(part.modules))):
+            rules += _rule(part, globs, ops, bases)
+    if last and rest:
+        rules += _rule(last, {}, ops, bases)
     lines = [f"# {line}".rstrip() for paragraph in header for line in textwrap.wrap(paragraph, _WIDTH) or [""]]
     lines += ["version: 1", f"name: {_flow(name)}", f"description: {_flow(description)}", "default: keep"]
-    rules: list[str] = []
-    for number in order:
-        if parts[number].rule.quantizes or not (keeps_rest or inside.isdisjoint(parts[number].modules)):
-            modules = {
-                glob: sum(parts[number].modules[module] for module in covered) for glob, covered in globs[number]
-            }
-            rules += _rule(parts[number], modules, ops, bases)
-    if last is not None and not keeps_rest:
-        rules += _rule(parts[last], {}, ops, bases)
     lines += ["rules:", *rules, "expect: {quantized: {min: 1}}"] if rules else []
     return "\n".join(lines) + "\n"
 
 
 def _rule(
-    part: Treatment, globs: Mapping[str, float], ops: Mapping[str, Collection[str]], bases: BaseFormats
+    part: Treatment, globs: Mapping[str, set[str]], ops: Mapping[str, Collection[str]], bases: BaseFormats
 ) -> Iterator[str]:
     """Yield the lines of a rule for ``globs``, each with its cost; without any, for all blocks."""
     kinds = sorted({op for module in part.modules for op in ops[module]}, reverse=True)
     op = _flow(kinds[0] if len(kinds) == 1 else kinds)
     yield f"  - name: {_flow(part.rule.name)}" + (f"  # {part.comment}" if part.comment else "")
     if globs:
-        yield "    match:"
-        yield f"      op: {op}"
-        yield "      module:"
+        yield from ("    match:", f"      op: {op}", "      module:")
         width = max(map(len, globs)) + 2
-        yield from (f"        - {_quoted(glob):{width}}  # {cost:+.3g}" for glob, cost in globs.items())
+        for pattern, covered in globs.items():
+            quoted = f'"{pattern}"'
+            yield f"        - {quoted:{width}}  # {sum(part.modules[module] for module in covered):+.3g}"
     else:
         yield f"    match: {{op: {op}, block: true}}"
-    data = dump.rule_data(part.rule, (), bases)
-    for key in (key for key in data if key not in ("name", "match")):
-        line = f"    {key}: {_flow(data[key])}"
-        if len(line) <= _WIDTH or not isinstance(data[key], dict):
+    for key, value in dump.rule_data(part.rule, (), bases).items():
+        if key in ("name", "match"):
+            continue
+        line = f"    {key}: {_flow(value)}"
+        if len(line) <= _WIDTH or not isinstance(value, dict):
             yield line
         else:
             yield f"    {key}:"
-            yield from (f"      {name}: {_flow(value)}" for name, value in data[key].items())
-
-
-def _quoted(text: str) -> str:
-    return f'"{text}"'
+            yield from (f"      {name}: {_flow(each)}" for name, each in value.items())
 
 
 def _flow(value: Any) -> str:
@@ -123,15 +113,15 @@ def _cover(
     Greedy set cover: the glob that covers most of what is left comes first, of equal ones the shortest.
     """
     exact = {
-        glob: fitting
-        for glob in dict.fromkeys(_candidates(modules, all_modules, blocks))
-        if (fitting := {name for name in all_modules if Match(module=(glob,)).names(name)}) and fitting <= modules
+        each: fitting
+        for each in dict.fromkeys(_candidates(modules, all_modules, blocks))
+        if (fitting := {name for name in all_modules if Match(module=(each,)).names(name)}) and fitting <= modules
     }
     left = set(modules)
     while left:
-        glob = max(exact, key=lambda glob: (len(exact[glob] & left), -len(glob)))
-        yield glob, exact[glob] & left
-        left -= exact[glob]
+        best = max(exact, key=lambda each: (len(exact[each] & left), -len(each)))
+        yield best, exact[best] & left
+        left -= exact[best]
 
 
 def _candidates(modules: set[str], all_modules: Collection[str], blocks: Mapping[str, BlockPosition]) -> Iterator[str]:
@@ -139,7 +129,7 @@ def _candidates(modules: set[str], all_modules: Collection[str], blocks: Mapping
     numbered: dict[tuple[str, str], dict[int, set[str]]] = {}  # by pattern and tail: the modules at each block number
     for name in all_modules:
         around = next((each for each in upwards(name) if each in blocks), "")
-        tails = [escaped(name[len(around) :].lstrip("."))]
+        tails = [glob.escape(name[len(around) :].lstrip("."))]
         tails += [f"{each}.*" for each in upwards(tails[0]) if each and each != tails[0]] + ["*"]
         place = _numbered(around, blocks[around].stack) if around else None
         for tail in tails:
@@ -148,7 +138,7 @@ def _candidates(modules: set[str], all_modules: Collection[str], blocks: Mapping
             if place is not None:
                 numbered.setdefault((place[0], tail), {}).setdefault(place[1], set()).add(name)
         if name in modules:
-            yield escaped(name)
+            yield glob.escape(name)
     for (pattern, tail), by_number in numbered.items():
         numbers = sorted(number for number, names in by_number.items() if names <= modules)
         for decade in dict.fromkeys(number // 10 for number in numbers):
@@ -169,8 +159,3 @@ def _digits(digits: str) -> str:
         return digits
     run = len(digits) > 2 and int(digits[-1]) - int(digits[0]) == len(digits) - 1
     return f"[{digits[0]}-{digits[-1]}]" if run else f"[{digits}]"
-
-
-def escaped(name: str) -> str:
-    """Return a glob that fits ``name`` alone."""
-    return re.sub(r"([*?[])", r"[\1]", name)

@@ -4,201 +4,42 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import math
 import statistics
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from os import PathLike
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-import numpy as np
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fp4graph.errors import Error, PolicyWarning
-from fp4graph.files import read_json, write
 from fp4graph.graph.blocks import upwards
 from fp4graph.graph.observe import substituted
 from fp4graph.lab.data.images import seeded
 from fp4graph.lab.estimates import BackwardEstimate, ForwardEstimate, Noise
-from fp4graph.lab.pictures.style import LABELS, styled, subplots
-from fp4graph.lab.variants import at, joined, only
+from fp4graph.lab.scores import Score, Sensitivity
+from fp4graph.lab.variants import at, only
 from fp4graph.model.api import apply
 from fp4graph.model.conversion import refuse_other_models
 from fp4graph.model.current import PLAIN
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.runtime import detach, require_runtime
 from fp4graph.policy import Policy, load_policy
+from fp4graph.policy.rule import DEFAULT, Rule
 from fp4graph.technique.operands import Gemm, Operand
 from fp4graph.text import suggest
 from fp4graph.training import prepare_optimizer
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+__all__ = ["Score", "Sensitivity", "sensitivity"]
 
 KINDS = ("site", "block", "operand", "gemm")
-FORMAT, VERSION = "fp4graph.sensitivity", 1
-#: The operands that are quantized, by site.
+#: The operands that are quantized, by site: a unit.
 _Parts = Mapping[str, frozenset[Operand]]
 _FPROP = frozenset(operand for operand in Operand if operand.gemm is Gemm.FPROP)
-
-
-@dataclass(frozen=True)
-class Score:
-    """The loss that one unit costs under one policy.
-
-    Attributes:
-        unit: name of the unit: a site, a block, an operand, a GEMM, or several of these with ", " between them.
-        sites: the unit's sites, by the names of their modules; "(root)" is the root.
-        operands: the unit's operands that the policy quantizes, such as "fprop.input".
-        policy: name of the policy.
-        increase: mean loss increase; NaN where it was only estimated, infinite where a quantized loss was not finite.
-        error: standard error of ``increase``; NaN where there is one difference only.
-        snr_db: signal-to-noise ratio of the unit's operands in dB; None where none was multiplied.
-        estimate: the cheap estimate of ``increase``.
-        measure: "forward" for a unit with operands of fprop, whose loss is that of the forward; "step" for a unit of
-            dgrad and wgrad alone, whose loss is that after steps of SGD.
-    """
-
-    unit: str
-    sites: tuple[str, ...]
-    operands: tuple[str, ...]
-    policy: str
-    increase: float
-    error: float
-    snr_db: float | None = None
-    estimate: float | None = None
-    measure: Literal["forward", "step"] = "forward"
-
-
-@dataclass(frozen=True)
-class Sensitivity:
-    """The scores of every unit under every policy.
-
-    Attributes:
-        scores: by policy, and within it in the order of the model.
-        loss: the mean loss of the unquantized model over the batches.
-        batches, repeats: how many batches, and seeds of noise where a policy draws.
-        keep: whether everything but the unit was quantized, and ``increase`` is over the fully quantized model.
-    """
-
-    scores: tuple[Score, ...]
-    loss: float
-    batches: int
-    repeats: int
-    keep: bool = False
-
-    def ranking(self, policy: str | None = None, measure: str | None = None) -> tuple[Score, ...]:
-        """Return the scores, of one policy and measure if named, the unit that hurts most first: by what was measured,
-        else by the estimate."""
-        chosen = [s for s in self.scores if policy in (None, s.policy) and measure in (None, s.measure)]
-        return tuple(sorted(chosen, key=lambda score: _value(score) if self.keep else -_value(score)))
-
-    @property
-    def correlation(self) -> dict[tuple[str, str], float]:
-        """Spearman's rank correlation of ``estimate`` with ``increase`` over units, by policy and measure.
-
-        A pair with fewer than three units, or without what was measured, is left out. NaN says that one of the two is
-        constant.
-        """
-        try:
-            from scipy.stats import spearmanr
-        except ImportError:
-            raise Error("rank correlations need scipy; pip install 'fp4graph[analysis]'") from None
-        pairs: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
-        for score in self.scores:
-            if score.estimate is not None and not math.isnan(score.increase):
-                pairs[score.policy, score.measure].append((score.estimate, score.increase))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of constant values
-            ranked = {key: spearmanr(*zip(*each, strict=True)) for key, each in pairs.items() if each[2:]}
-        return {key: float(result.statistic) for key, result in ranked.items()}
-
-    def table(self, limit: int | None = 20) -> Table:
-        """Return the ranking as a table for a terminal: of each policy and measure the first ``limit`` units."""
-        what = "everything but one unit quantized, over all quantized" if self.keep else "one unit quantized, over none"
-        table = Table(title=f"loss {self.loss:.4g}; {what}; {self.batches} batches", title_justify="left")
-        for column in ("policy", "unit", "measure"):
-            table.add_column(column, overflow="fold")
-        for column in ("increase", "± se", "estimate", "SNR, dB"):
-            table.add_column(column, justify="right")
-        groups = dict.fromkeys((score.policy, score.measure) for score in self.scores)
-        for group in groups:
-            for score in self.ranking(*group)[:limit]:
-                numbers = (score.increase, score.error, score.estimate, score.snr_db)
-                texts = ("-" if x is None or math.isnan(x) else f"{x:.3g}" for x in numbers)
-                table.add_row(score.policy, score.unit, score.measure, *texts)
-            table.add_section()
-        table.caption = "\n".join(
-            f"rank correlation of estimate and measurement, {policy}, {measure}: {value:.2f}"
-            for (policy, measure), value in self.correlation.items()
-        )
-        return table
-
-    @styled()
-    def figure(self, policy: str | None = None) -> Figure:
-        """Draw heat maps of the increase, sites by operands, of one policy (by default the first), one for a measure.
-
-        A unit of several sites fills all of their places.
-        """
-        policy = policy or self.scores[0].policy
-        groups = {measure: scores for measure in ("forward", "step") if (scores := self.ranking(policy, measure))}
-        sites = list(dict.fromkeys(site for s in self.scores if s.policy == policy for site in s.sites))
-        height = 1.4 + 0.24 * len(sites)
-        picture, panels = subplots(height, 1, len(groups), sharey=True, squeeze=False)
-        for axes, (measure, scores) in zip(panels.flat, groups.items(), strict=True):
-            columns = sorted({score.operands for score in scores}, key=lambda names: [*map([*LABELS].index, names)])
-            values = np.full((len(sites), len(columns)), math.nan)
-            for score in scores:
-                values[[sites.index(site) for site in score.sites], columns.index(score.operands)] = _value(score)
-            limit = np.abs(values[np.isfinite(values)]).max(initial=0) or 1.0
-            image = axes.imshow(values, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
-            axes.set_yticks(range(len(sites)), sites, fontsize=8)
-            names = ["\n".join(LABELS[o] for o in operands) if len(operands) < 6 else "all six" for operands in columns]
-            axes.set_xticks(range(len(columns)), names, fontsize=8, rotation=20)
-            axes.grid(visible=False)
-            axes.set_title(f"{policy}, {measure}")
-            picture.colorbar(image, label="loss increase" if _measured(scores[0]) else "estimated increase")
-        return picture
-
-    def to_json(self, file: str | PathLike[str]) -> None:
-        """Write everything to a file."""
-        data = dataclasses.asdict(self)
-        data["scores"] = [{name: _text(value) for name, value in score.items()} for score in data["scores"]]
-        write(file, json.dumps({"format": FORMAT, "version": VERSION, **data}, indent=1, allow_nan=False) + "\n")
-
-    @classmethod
-    def from_json(cls, file: str | PathLike[str]) -> Sensitivity:
-        """Read what :meth:`to_json` wrote."""
-        data = read_json(Path(file))
-        if not isinstance(data, dict) or (data.pop("format", None), data.pop("version", None)) != (FORMAT, VERSION):
-            raise Error(f"{file} holds no sensitivity of this version of fp4graph; measure it again")
-        scores = []
-        for score in data.pop("scores"):
-            numbers = {name: float(score[name]) for name in ("increase", "error")}
-            names = {name: tuple(score[name]) for name in ("sites", "operands")}
-            scores.append(Score(**{**score, **numbers, **names}))
-        return cls(tuple(scores), **data)
-
-
-def _measured(score: Score) -> bool:
-    return not math.isnan(score.increase)
-
-
-def _value(score: Score) -> float:
-    return score.increase if _measured(score) else score.estimate or 0.0
-
-
-def _text(value: Any) -> Any:
-    """Return a number that JSON does not have as text, which float() reads."""
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def sensitivity(
@@ -208,6 +49,7 @@ def sensitivity(
     policies: Any,
     *,
     by: str | Sequence[str] = "site",
+    together: Iterable[Sequence[str]] = (),
     keep: bool = False,
     exact: bool = True,
     repeats: int = 3,
@@ -227,21 +69,19 @@ def sensitivity(
 
     ``increase`` is the mean of d_b = mean_r d_br, and ``error`` its standard error s(d_b)/√B (of one batch, that of the
     d_r). Dropout draws the same in both losses. For a unit without operands of fprop L_b is the loss on the batch after
-    ``steps`` steps of SGD on the same batch, at a learning rate of its own, Polyak's with a target::
-
-        η_b = decrease · |L_b| / ‖∇L_b‖²
-
-    at which the exact step lowers the loss by the share ``decrease``, to first order. Estimates are described in
-    :mod:`fp4graph.lab.estimates`; with ``keep`` they are negative: errors are taken to add up.
+    ``steps`` steps of SGD on it, at the learning rate at which the exact step lowers the loss by the share ``decrease``
+    to first order, η_b = decrease · |L_b| / ‖∇L_b‖². Estimates are described in :mod:`fp4graph.lab.estimates`; with
+    ``keep`` they are negative: errors are taken to add up.
 
     Args:
-        model: a plain or an applied model, which stays as it is. Of a policy's state, such as a moving average of
-            weights, nothing is taken over: it begins at the weights.
+        model: a plain or an applied model, which stays as it is. A policy's state, such as a moving average, begins
+            anew at the weights.
         loss: ``loss(model, batch)`` returns a differentiable scalar. It must call the model that it is given.
         batches: what ``loss`` is called with, one after the other.
         policies: one or several, each as for :func:`fp4graph.apply`. Of a policy with phases the first counts.
         by: "site" (a module with all of its products), "block" (of a repeated stack; a site outside of all is one by
             itself), "operand", "gemm", or several, such as ``("site", "operand")``.
+        together: groups of modules, such as q, k and v, each of which is one site.
         exact: False estimates only.
         repeats: seeds of noise, where a policy draws any.
         terms: the number N of terms that the loss of a batch is the mean of, for the estimate: images, or the tokens of
@@ -267,32 +107,33 @@ def sensitivity(
         raise Error("there are no batches to measure the loss on; give at least one")
     if not kinds or not loaded:
         raise Error("nothing to measure: by and policies need at least one entry each")
+    terms = terms or next((len(x) for x in tree_leaves(batches[0]) if isinstance(x, Tensor) and x.dim()), 1)
+    site_of = {module: f"{g[0]} and {len(g) - 1} more" for g in together if len(g) > 1 for module in g}
+    scores = {(score.policy, score.unit): score for score in known}
+    wanted: list[tuple[str, str]] = []
     with _undisturbed():
-        twin = _Twin(model, loss, batches)
-        rates, terms = twin.rates(decrease), terms or _length(batches[0])
-        studies = [_Study(twin, policy, kinds, rates) for policy in loaded]  # what does not fit is raised first
-        earlier = {(score.policy, score.unit): score for score in known}
-        scores: list[Score] = []
-        for policy, study in zip(loaded, studies, strict=True):
-            if all((policy.name, unit.name) in earlier for unit in study.units):
-                scores += [earlier[policy.name, unit.name] for unit in study.units]
-                continue
-            for unit, (estimate, snr) in zip(study.units, study.estimates(terms).values(), strict=True):
-                if (policy.name, unit.name) in earlier:
-                    scores.append(earlier[policy.name, unit.name])
+        twin = _Twin(model, loss, batches, decrease)
+        studies = [_Study(twin, policy, kinds, site_of) for policy in loaded]  # what does not fit is raised first
+        for study in studies:
+            names = {(study.policy.name, unit): unit for unit in study.units}
+            wanted += names
+            estimates = {} if names.keys() <= scores.keys() else study.estimates(terms)
+            for key, unit in names.items():
+                if key in scores:
                     continue
-                measured = study.differences(unit, keep=keep, repeats=repeats, steps=steps) if exact else []
-                sites, chosen = tuple(unit.parts), frozenset[Operand]().union(*unit.parts.values())
+                parts, (estimate, snr) = study.units[unit], estimates[unit]
+                measured = study.differences(parts, keep=keep, repeats=repeats, steps=steps) if exact else []
+                chosen = frozenset[Operand]().union(*parts.values())
                 operands = tuple(str(operand) for operand in Operand if operand in chosen)
-                scores.append(Score(unit.name, sites, operands, policy.name, *_mean(measured), snr,
-                                    -estimate if keep else estimate, unit.measure))  # fmt: skip
-                report(scores[-1])
-    return Sensitivity(tuple(scores), statistics.fmean(twin.exact), len(batches), repeats, keep)
+                scores[key] = Score(unit, tuple(parts), operands, study.policy.name, *_mean(measured), snr,
+                                    -estimate if keep else estimate, _measure(parts))  # fmt: skip
+                report(scores[key])
+    found = tuple(scores[key] for key in wanted)
+    return Sensitivity(found, statistics.fmean(twin.exact), len(batches), repeats, keep)
 
 
-def _length(batch: Any) -> int:
-    """Return the length of the first axis of the first tensor of a batch; 1 without any."""
-    return next((len(x) for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim()), 1)
+def _measure(parts: _Parts) -> Literal["forward", "step"]:
+    return "forward" if any(operands & _FPROP for operands in parts.values()) else "step"
 
 
 def _mean(differences: Sequence[Sequence[float]]) -> tuple[float, float]:
@@ -318,19 +159,28 @@ class _Twin:
 
     Attributes:
         exact: the loss of each batch where nothing is quantized.
+        rates: the learning rate at which one exact step lowers the loss of each batch by the share ``decrease``.
     """
 
-    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batches: Sequence[Any]) -> None:
+    def __init__(
+        self, model: nn.Module, loss: Callable[[nn.Module, Any], Tensor], batches: Sequence[Any], decrease: float
+    ) -> None:
         self.model: nn.Module = copy.deepcopy(unwrapped(model), {PLAIN: True})
-        self.count = len(batches)
-        self._loss, self._batches = loss, batches
+        self.batches = range(len(batches))
+        self._loss, self._data = loss, batches
         self._state: list[tuple[Tensor, Tensor]] = []
         self.use(None)
-        self.exact = [self.value(batch).item() for batch in range(self.count)]
-        for batch, value in enumerate(self.exact):
-            if not math.isfinite(value):
-                what = f"the loss of batch {batch} is {value} before anything is quantized"
+        self.exact = [self.value(batch).item() for batch in self.batches]
+        self.rates = []
+        for batch, exact in enumerate(self.exact):
+            if not math.isfinite(exact):
+                what = f"the loss of batch {batch} is {exact} before anything is quantized"
                 raise Error(f"{what}; correct the model or the data")
+        for batch, exact in enumerate(self.exact):
+            self._reset()
+            self.value(batch, gradients=True).backward()  # type: ignore[no-untyped-call]
+            norm = sum(p.grad.double().square().sum().item() for p in self.model.parameters() if p.grad is not None)
+            self.rates.append(decrease * abs(exact) / norm if norm else 0.0)
 
     def use(self, policy: Policy | None) -> None:
         """Put the model under a policy; None quantizes nothing."""
@@ -357,88 +207,62 @@ class _Twin:
         """Return the loss of a batch; ``seed`` is that of the policy's noise."""
         if self._applied:
             runtime = require_runtime(self.model, "sensitivity")
-            runtime.settings = dataclasses.replace(runtime.settings, seed=seed * self.count + batch)
+            runtime.settings = dataclasses.replace(runtime.settings, seed=seed * len(self.batches) + batch)
         with seeded(batch), torch.set_grad_enabled(gradients):
             torch.manual_seed(batch)  # on all devices
-            value = self._loss(self.model, self._batches[batch])
+            value = self._loss(self.model, self._data[batch])
         if not isinstance(value, Tensor) or value.numel() != 1:
             what = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
             raise Error(f"loss(model, batch) returned {what} for batch {batch}; return a tensor of one number")
         if gradients and not value.requires_grad:
             raise Error("loss(model, batch) has no gradient, which estimates and steps need; do not detach it, and let "
-                        "some parameters require gradients, or measure units of fprop")  # fmt: skip
+                        "some parameters require gradients")  # fmt: skip
         return value.sum()
 
-    def measure(self, batch: int, seed: int, rates: Sequence[float], steps: int) -> float:
+    def measure(self, batch: int, seed: int, steps: int) -> float:
         """Return the loss of a batch after steps of SGD on it."""
         self._reset()
         for _ in range(steps):
-            self.descend(batch, seed, rates[batch])
+            self._descend(batch, seed)
         return self.value(batch, seed).item()
 
-    def descend(self, batch: int, seed: int, rate: float) -> None:
-        """Take one step of SGD."""
+    def _descend(self, batch: int, seed: int) -> None:
         self.value(batch, seed, gradients=True).backward()  # type: ignore[no-untyped-call]
-        self._sgd.param_groups[0]["lr"] = rate
+        self._sgd.param_groups[0]["lr"] = self.rates[batch]
         self._sgd.step()
         self._sgd.zero_grad()
 
-    def rates(self, decrease: float) -> list[float]:
-        """Return the learning rates at which one exact step lowers the loss of each batch by the share ``decrease``."""
-        self.use(None)
-        rates = []
-        for batch, loss in enumerate(self.exact):
-            self._reset()
-            self.value(batch, gradients=True).backward()  # type: ignore[no-untyped-call]
-            norm = sum(p.grad.double().square().sum().item() for p in self.model.parameters() if p.grad is not None)
-            rates.append(decrease * abs(loss) / norm if norm else 0.0)
-        return rates
-
-    def estimate(self, batch: int, estimate: ForwardEstimate) -> None:
+    def estimate(self, batch: int, estimate: ForwardEstimate | BackwardEstimate) -> None:
         """Add a batch to an estimate."""
         self._reset()
         with substituted(estimate):
-            self.value(batch, gradients=True).backward()  # type: ignore[no-untyped-call]
-
-    def estimate_step(self, batch: int, estimate: BackwardEstimate, rate: float) -> None:
-        """Add a batch, and the step on it, to an estimate."""
-        self._reset()
-        with substituted(estimate):
-            estimate.begin()
-            self.descend(batch, 0, rate)
-            estimate.begin(stepped=True)
-            self.value(batch)
-
-
-@dataclass(frozen=True)
-class _Unit:
-    """A set of sites and operands that is quantized together."""
-
-    name: str
-    parts: _Parts
-
-    @property
-    def measure(self) -> Literal["forward", "step"]:
-        return "forward" if any(operands & _FPROP for operands in self.parts.values()) else "step"
+            if isinstance(estimate, ForwardEstimate):
+                self.value(batch, gradients=True).backward()  # type: ignore[no-untyped-call]
+            else:
+                estimate.begin()
+                self._descend(batch, 0)
+                estimate.begin(stepped=True)
+                self.value(batch)
 
 
 class _Study:
     """The units of a model under one policy, and what they cost.
 
     Attributes:
-        units: in the order of the model.
+        units: the parts of each unit by its name, in the order of the model.
     """
 
-    def __init__(self, twin: _Twin, policy: Policy, kinds: Sequence[str], rates: Sequence[float]) -> None:
+    def __init__(self, twin: _Twin, policy: Policy, kinds: Sequence[str], site_of: Mapping[str, str]) -> None:
         if not policy.quantizes:
             raise Error(f"policy {policy.name!r} quantizes nothing, so there is nothing to measure; leave it out")
-        self._twin, self._policy, self._rates = twin, policy, rates
+        self._twin, self.policy = twin, policy
         self._measured: dict[Any, list[list[float]]] = {}
+        self._only: dict[frozenset[Operand], Policy] = {}
+        self._quantized: dict[str, frozenset[Operand]] = {}
+        self._modules: defaultdict[int, set[str]] = defaultdict(set)  # those that each rule quantizes
         twin.use(policy)
         twin.value(0)
         runtime = require_runtime(twin.model, "sensitivity")
-        self._quantized: dict[str, frozenset[Operand]] = {}
-        self._modules: dict[int, dict[str, str]] = {}  # per rule: its modules by the names of their sites
         for site in runtime.sites:
             if not site.quantized or site.rule_index is None:
                 continue
@@ -447,60 +271,51 @@ class _Study:
             name = site.module or "(root)"
             operands = frozenset(operand for operand, spec in site.operands.items() if spec is not None)
             self._quantized[name] = operands | self._quantized.get(name, frozenset())
-            self._modules.setdefault(site.rule_index, {})[name] = site.module
+            self._modules[site.rule_index].add(site.module)
         blocks = runtime.plan.names.blocks
-        self._only: dict[frozenset[Operand], Policy] = {}
-        units: dict[str, dict[str, frozenset[Operand]]] = {}
+        self.units: dict[str, dict[str, frozenset[Operand]]] = {}
         for name, operands in self._quantized.items():
             module = name.removeprefix("(root)")
             block = next((around for around in upwards(module) if around in blocks), module) or "(root)"
-            for operand in Operand:
-                if operand in operands:
-                    labels = {"site": name, "block": block, "operand": str(operand), "gemm": str(operand.gemm)}
-                    unit = units.setdefault(", ".join(labels[kind] for kind in kinds), {})
-                    unit[name] = unit.get(name, frozenset()) | {operand}
-        self.units = [_Unit(name, parts) for name, parts in units.items()]
+            for operand in filter(operands.__contains__, Operand):
+                labels = {"site": site_of.get(module, name), "block": block, "operand": operand, "gemm": operand.gemm}
+                unit = self.units.setdefault(", ".join(str(labels[kind]) for kind in kinds), {})
+                unit[name] = unit.get(name, frozenset()) | {operand}
 
-    def policy(self, parts: _Parts) -> Policy | None:
+    def _policy(self, parts: _Parts) -> Policy | None:
         """Return the policy that quantizes ``parts`` and nothing else; None where they are empty."""
         groups: defaultdict[frozenset[Operand], set[str]] = defaultdict(set)
         for site, operands in parts.items():
-            groups[operands].add(site)
+            groups[operands].add(site.removeprefix("(root)"))
         groups.pop(frozenset(), None)
-        rules: list[Any] = []
-        for operands, sites in groups.items():
-            part = self._only.setdefault(operands, only(self._policy, operands))
-            rules += at(part, {
-                index: names for index, modules in self._modules.items()
-                if (names := [module for site, module in modules.items() if site in sites])
-            })  # fmt: skip
-        return joined(self._policy.name, rules) if rules else None
+        rules: list[Rule] = []
+        for operands, modules in groups.items():
+            part = self._only.setdefault(operands, only(self.policy, operands))
+            own = {index: sorted(names & modules) for index, names in self._modules.items() if names & modules}
+            rules += at(part, own)
+        return Policy(name=self.policy.name, rules=tuple(rules), default=DEFAULT) if rules else None
 
-    def differences(self, unit: _Unit, *, keep: bool, repeats: int, steps: int) -> list[list[float]]:
+    def differences(self, parts: _Parts, *, keep: bool, repeats: int, steps: int) -> list[list[float]]:
         """Return the loss increase that a unit causes, of each batch by seeds of noise."""
-        steps = steps if unit.measure == "step" else 0
-        parts: _Parts = unit.parts
+        steps = steps if _measure(parts) == "step" else 0
+        reference: _Parts = {}
         if keep:
-            parts = {site: own - unit.parts.get(site, frozenset()) for site, own in self._quantized.items()}
-        seeds = range(repeats if self._draws else 1)
-        reference = self._losses(self._quantized if keep else {}, seeds, steps)
-        losses = self._losses(parts, seeds, steps)
-        return [[a - b for a, b in zip(*rows, strict=True)] for rows in zip(losses, reference, strict=True)]
-
-    @property
-    def _draws(self) -> bool:
-        """Whether any quantizer of the policy may draw noise."""
-        rules = (*self._policy.rules, self._policy.default)
-        specs = any(spec is not None and spec.needs_key for rule in rules for spec in rule.specs.values())
-        return specs or any(technique.draws for rule in rules for technique in rule.techniques)
+            reference = self._quantized
+            parts = {site: own - parts.get(site, frozenset()) for site, own in reference.items()}
+        rules = (*self.policy.rules, self.policy.default)
+        draws = any(spec is not None and spec.needs_key for rule in rules for spec in rule.specs.values()) or any(
+            technique.draws for rule in rules for technique in rule.techniques
+        )
+        seeds = range(repeats if draws else 1)
+        pairs = zip(self._losses(parts, seeds, steps), self._losses(reference, seeds, steps), strict=True)
+        return [[a - b for a, b in zip(*rows, strict=True)] for rows in pairs]
 
     def _losses(self, parts: _Parts, seeds: range, steps: int) -> list[list[float]]:
-        key = tuple(parts.items()), len(seeds), steps
+        key = tuple(parts.items()), seeds, steps
         if key not in self._measured:
-            self._twin.use(self.policy(parts))
+            self._twin.use(self._policy(parts))
             self._measured[key] = [
-                [self._twin.measure(batch, seed, self._rates, steps) for seed in seeds]
-                for batch in range(self._twin.count)
+                [self._twin.measure(batch, seed, steps) for seed in seeds] for batch in self._twin.batches
             ]
         return self._measured[key]
 
@@ -508,27 +323,24 @@ class _Study:
         """Return the estimate and the signal-to-noise ratio in dB of each unit, by name."""
         noise = Noise()
         sites: defaultdict[frozenset[Operand], set[str]] = defaultdict(set)
-        for unit in self.units:
-            for site, operands in unit.parts.items():
+        for parts in self.units.values():
+            for site, operands in parts.items():
                 sites[operands & _FPROP].add(site)
                 sites[operands - _FPROP].add(site)
         sites.pop(frozenset(), None)
         values: dict[tuple[str, frozenset[Operand]], float] = {}
-        for operands, named in sites.items():
+        for operands, names in sites.items():
             estimate = ForwardEstimate(noise, terms) if operands <= _FPROP else BackwardEstimate(noise)
-            self._twin.use(self.policy(dict.fromkeys(named, operands)))
-            for batch in range(self._twin.count):
-                if isinstance(estimate, ForwardEstimate):
-                    self._twin.estimate(batch, estimate)
-                else:
-                    self._twin.estimate_step(batch, estimate, self._rates[batch])
-            values |= {(site, operands): estimate.increase(site) / self._twin.count for site in named}
+            self._twin.use(self._policy(dict.fromkeys(names, operands)))
+            for batch in self._twin.batches:
+                self._twin.estimate(batch, estimate)
+            values |= {(site, operands): estimate.increase(site) / len(self._twin.batches) for site in names}
         result = {}
-        for unit in self.units:
-            wanted = _FPROP if unit.measure == "forward" else frozenset(Operand)
-            ratios = [noise.ratio(site, operand) for site, operands in unit.parts.items() for operand in operands]
+        for name, parts in self.units.items():
+            counted = _FPROP if _measure(parts) == "forward" else frozenset(Operand)
+            ratios = [noise.ratio(site, operand) for site, operands in parts.items() for operand in operands]
             known = [ratio for ratio in ratios if ratio is not None]
             mean = statistics.fmean(known) if known else 0.0
-            increase = math.fsum(values.get((site, operands & wanted), 0.0) for site, operands in unit.parts.items())
-            result[unit.name] = increase, -10 * math.log10(mean) if mean else None
+            increase = math.fsum(values.get((site, operands & counted), 0.0) for site, operands in parts.items())
+            result[name] = increase, -10 * math.log10(mean) if mean else None
         return result

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +22,17 @@ Loss = Callable[[nn.Module, Any], torch.Tensor]
 class Call:
     """The first call of a model in a loss: its arguments, and the tensor that each module reads first, by its name."""
 
-    args: tuple[Any, ...] = ()
+    args: tuple[Any, ...] | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
     inputs: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def take(self, name: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Take the call of a module, as a hook before its forward."""
+        if not name and self.args is None:
+            self.args, self.kwargs = args, dict(kwargs)
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+        if tensors:
+            self.inputs.setdefault(name, tensors[0])
 
 
 def call_of(model: nn.Module, loss: Loss, batch: Any) -> Call:
@@ -32,45 +41,16 @@ def call_of(model: nn.Module, loss: Loss, batch: Any) -> Call:
     Raises:
         Error: the loss does not call the model.
     """
-    call, calls = Call(), 0
-
-    def hook_of(name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            nonlocal calls
-            if not name:
-                calls += 1
-                if calls == 1:
-                    call.args, call.kwargs = args, dict(kwargs)
-            first = next((each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)), None)
-            if first is not None:
-                call.inputs.setdefault(name, first)
-
-        return hook
-
-    hooks = [
-        module.register_forward_pre_hook(hook_of(name), with_kwargs=True) for name, module in model.named_modules()
-    ]
-    try:
-        with torch.no_grad(), torch.random.fork_rng(), _evaluating(model):
-            loss(model, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
-    if not calls:
+    call = Call()
+    with torch.no_grad(), torch.random.fork_rng(), ExitStack() as after:
+        for name, module in model.named_modules():
+            hook = functools.partial(call.take, name)
+            after.callback(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+            after.callback(setattr, module, "training", module.training)
+        loss(model.eval(), batch)  # so that no running statistic changes
+    if call.args is None:
         raise Error(f"loss(model, batch) does not call the {type(model).__name__}; call model(...) in it")
     return call
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module in eval mode, so that no running statistic changes, and bring each back."""
-    training = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, flag in training:
-            module.training = flag
 
 
 def groups_of(
@@ -86,22 +66,22 @@ def groups_of(
         inputs: the tensor that each module reads, as in :class:`Call`.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
-    groups: list[tuple[set[Hashable], list[str]]] = []
+    group_of: dict[str, list[str]] = {}
+    first_with: dict[Hashable, str] = {}
     for name in names:
-        keys = set(_keys(name, modules[name], inputs.get(name)))
-        joined = [group for group in groups if group[0] & keys]
-        for group in joined:
-            groups.remove(group)
-        groups.append((keys.union(*(each for each, _ in joined)), [*(n for _, own in joined for n in own), name]))
-    order = {name: place for place, name in enumerate(names)}
-    return tuple(
-        sorted((tuple(sorted(own, key=order.__getitem__)) for _, own in groups), key=lambda own: order[own[0]])
-    )
+        group_of[name] = [name]
+        for key in _keys(name, modules[name], inputs.get(name)):
+            other = group_of[first_with.setdefault(key, name)]
+            if other is not group_of[name]:
+                joined = [*other, *group_of[name]]
+                group_of.update(dict.fromkeys(joined, joined))
+    order = {name: place for place, name in enumerate(group_of)}
+    groups = {id(group): group for group in group_of.values()}
+    return tuple(tuple(sorted(group, key=order.__getitem__)) for group in groups.values())
 
 
 def _keys(name: str, module: nn.Module, read: torch.Tensor | None) -> Iterator[Hashable]:
     """Yield keys of which siblings have one in common."""
-    yield "name", name
     yield from (("weight", id(weight)) for weight in weights_of(module))
     parent, _, leaf = name.rpartition(".")
     if read is not None:
@@ -112,6 +92,5 @@ def _keys(name: str, module: nn.Module, read: torch.Tensor | None) -> Iterator[H
 
 def weights_of(module: nn.Module) -> list[nn.Parameter]:
     """Return the matrices, and the stacks of experts' matrices, among a module's parameters."""
-    parametrized = getattr(module, "parametrizations", {})
-    holders = (module, *(parametrized[name] for name in parametrized))
+    holders = (module, *getattr(module, "parametrizations", {}).values())
     return [weight for holder in holders for weight in holder.parameters(recurse=False) if weight.ndim >= 2]

@@ -7,7 +7,7 @@ with MXFP4 on Native FP4 Hardware" enables fprop, then dgrad, then wgrad.
 from __future__ import annotations
 
 import dataclasses
-import re
+import glob
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +16,7 @@ import yaml
 from fp4graph.errors import Error
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.policy import KEPT, Expect, Policy, Rule, Specs, load_policy
-from fp4graph.policy.rule import DEFAULT, DEFAULT_INDEX
+from fp4graph.policy.rule import DEFAULT_INDEX
 from fp4graph.technique import Technique, overrides
 from fp4graph.technique.operands import ADDRESSES, GROUPS, Gemm, Operand
 from fp4graph.technique.site import SiteView
@@ -127,12 +127,6 @@ def at(policy: Policy, sites: Mapping[int, Collection[str]]) -> tuple[Rule, ...]
     rules = []
     for index, modules in sites.items():
         rule = policy.default if index == DEFAULT_INDEX else policy.rules[index]
-        globs = tuple(re.sub(r"([*?[])", r"[\1]", module) for module in modules)
-        match = rule.match.model_copy(update={"module": globs})
+        match = rule.match.model_copy(update={"module": tuple(map(glob.escape, modules))})
         rules.append(dataclasses.replace(rule, match=match, required=False))
     return tuple(rules)
-
-
-def joined(name: str, rules: Sequence[Rule]) -> Policy:
-    """Return the policy of these rules, which keeps all other sites."""
-    return Policy(name=name, rules=tuple(rules), default=DEFAULT)

@@ -7,6 +7,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from fp4graph.errors import Error
 from fp4graph.ops.first_order import is_transformed
@@ -32,7 +33,8 @@ def refuse(what: str) -> None:
 
 
 def refuse_other_models(model: object, caller: str) -> None:
-    """Raise an error where ``model`` is no module, or is compiled by TorchScript, whose operations nobody sees."""
+    """Raise an error where ``model`` is no module, has weights without a shape yet, or is compiled by TorchScript,
+    whose operations nobody sees."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{caller}() takes an nn.Module; got {type(model).__name__}")
     for name, module in model.named_modules():
@@ -41,6 +43,9 @@ def refuse_other_models(model: object, caller: str) -> None:
                 f"{name or 'the model'} is a TorchScript module ({module.original_name}), whose products fp4graph does "
                 f"not see; call {caller}() with the Python module that it was scripted or traced from"
             )
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise Error(f"{lazy[0]} has no shape yet; call the model once, on a batch, before {caller}()")
 
 
 def refuse_conversion(*, quantizes: bool) -> None:

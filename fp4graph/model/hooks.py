@@ -21,10 +21,10 @@ from fp4graph.model.conversion import refuse_export
 from fp4graph.model.current import CurrentForward
 from fp4graph.numerics.sharding import whole
 
-#: The state of an applied model that was pickled: the compiled call and all that runs it stay in the other process.
+#: The state of an applied model that was pickled, or of a copied part of one: the compiled call does not travel.
 PICKLED = (
-    "it was pickled, as torch.save, ddp_spawn and workers of other processes do, and the compiled call does not "
-    "travel; call fp4graph.apply(model, policy) on it in this process"
+    "it was pickled, as torch.save, ddp_spawn and workers of other processes do, or copied apart from its model, and "
+    "the compiled call does not travel; call fp4graph.apply(model, policy) on it"
 )
 
 
@@ -65,8 +65,9 @@ class MarkHook:
             why = (
                 PICKLED
                 if self.current is None
-                else "forward() or a submodule was called directly, or torch.compile gave up (recompile limit, "
-                "force_eager); only calling the applied model itself runs the compiled graph"
+                else "forward() or a submodule was called directly, the module was taken out of its model, or "
+                "torch.compile gave up (recompile limit, force_eager); only calling the applied model itself runs the "
+                "compiled graph"
             )
             raise UncompiledError(
                 f"module {self.name or '(root)'!r} has quantized sites but is about to run uncompiled, in high "

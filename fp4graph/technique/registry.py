@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import entry_points
 from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 import pluggy
 
@@ -58,7 +59,7 @@ class Registry:
         found = entry_points(group=entry_point_group) if entry_point_group else ()
         for name, candidate in [*((point.name, point) for point in found), *plugins]:
             try:
-                self._add(name, candidate.load() if isinstance(candidate, EntryPoint) else candidate)
+                self._add(name, _loaded(candidate))
             except Exception as error:  # noqa: BLE001  # whatever a plugin raises, the others stay usable
                 if not isinstance(error, PluginError):
                     error = PluginError(f"cannot be loaded: {type(error).__name__}: {error}", plugin=name)
@@ -169,3 +170,11 @@ def _shipped_policies() -> list[Path]:
 def default_registry() -> Registry:
     """Return the registry of everything installed, built at first use."""
     return Registry()
+
+
+def _loaded(candidate: Any) -> object:
+    """Return a plugin, loaded where ``candidate`` is its entry point.
+
+    Once importlib_metadata is imported, as mlflow does, entry points are of its class and not of importlib's.
+    """
+    return candidate.load() if hasattr(candidate, "load") and hasattr(candidate, "group") else candidate

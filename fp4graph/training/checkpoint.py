@@ -18,6 +18,7 @@ from __future__ import annotations
 import copy
 import random
 import warnings
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -33,9 +34,8 @@ from fp4graph.errors import Error, PolicyWarning
 from fp4graph.files import replacing
 from fp4graph.model import state
 from fp4graph.model.distributed import unwrapped
-from fp4graph.model.runtime import runtime_of
 from fp4graph.training import sealed, validation
-from fp4graph.training.origin import Mismatch, check_policy, written_under
+from fp4graph.training.origin import Mismatch, applied_part, check_policy, written_under
 from fp4graph.training.ranks import gathered, gathered_whole, own_buffers, placed, rank, together
 from fp4graph.training.validation import unequal
 
@@ -166,7 +166,7 @@ def load(
                 validation.check_rng(file, f"ranks[{rank()}].rng", own["rng"])
     _load_parts(file, parts)
     module.load_state_dict(entries)
-    if forwards is not None and (runtime := runtime_of(module)) is not None:
+    if forwards is not None and (runtime := applied_part(module)) is not None:
         runtime.count_from(forwards)
     if optimizer is not None and own is not None:
         _set_rng_state(own["rng"])
@@ -214,7 +214,8 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, PLAIN):
         return value
     if isinstance(value, Mapping):
-        return {_plain(key, where): _plain(item, f"{where}.{key}") for key, item in value.items()}
+        mapping = {_plain(key, where): _plain(item, f"{where}.{key}") for key, item in value.items()}
+        return Counter(mapping) if isinstance(value, Counter) else mapping  # MultiStepLR calls its elements()
     if isinstance(value, Sequence):
         items = [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
         return tuple(items) if isinstance(value, tuple) else items
@@ -272,7 +273,7 @@ def _read(path: str | PathLike[str]) -> dict[str, Any]:
             "model.load_state_dict"
         )
     version = content.get("version")
-    if version not in (*UNDIGESTED, VERSION):
+    if type(version) is not int or version not in (*UNDIGESTED, VERSION):
         raise Error(f"{path} has version {version!r} of the layout; this fp4graph reads 2 to {VERSION}")
     if not digested and version == VERSION:
         raise Error(

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from fp4graph.errors import Error
-from fp4graph.model.runtime import runtime_of
+from fp4graph.model.runtime import Runtime, runtime_of
 from fp4graph.text import difference, name_in
 
 
@@ -16,10 +16,25 @@ class Mismatch(Error):
     """The error of a checkpoint that is complete, but of another model, another policy or another kind of run."""
 
 
+def applied_part(module: nn.Module) -> Runtime | None:
+    """Return what runs ``module``, or the one part of it that a policy is applied to; None for a plain model.
+
+    Raises:
+        Error: policies are applied to several parts.
+    """
+    runtimes = {name: runtime for name, part in module.named_modules() if (runtime := runtime_of(part)) is not None}
+    if len(runtimes) > 1:
+        raise Error(
+            f"{' and '.join(runtimes)} have policies applied apart, and a checkpoint holds one model; save and load "
+            "each by itself"
+        )
+    return next(iter(runtimes.values()), None)
+
+
 def written_under(module: nn.Module) -> dict[str, Any] | None:
-    """Return the policy, the noise seed, the count of forwards and the length of the training of an applied model; None
-    for a plain model."""
-    runtime = runtime_of(module)
+    """Return the policy, the noise seed, the count of forwards and the length of the training of an applied model, or
+    of the applied part of a model; None for a plain model."""
+    runtime = applied_part(module)
     if runtime is None:
         return None
     policy = runtime.policy
@@ -37,7 +52,7 @@ def check_policy(source: str, saved: Mapping[str, Any] | None, module: nn.Module
 
     ``source`` names what was written, in the error; ``saved`` is what :func:`written_under` returned for that model.
     """
-    runtime = runtime_of(module)
+    runtime = applied_part(module)
     if saved is None and runtime is None:
         return
     remedy = "apply the policy it was written under, or pass same_policy=False to go on under this one"

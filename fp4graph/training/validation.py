@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -22,7 +23,9 @@ REMEDY = "Something changed it after it was written; take a copy or an earlier f
 #: Faults that an error lists.
 SHOWN = 12
 _Types = Mapping[str, tuple[type, ...]]
+_Kept = Mapping[str, bool]  # names of the tensors that an optimizer keeps for a parameter: has it the same shape?
 _COUNT = (int, type(None))
+_COUNTS = range(2**63)  # the count of forwards is kept in an int64
 _PARTS: _Types = {
     "policy": (Mapping, type(None)), "model": (Mapping,), "optimizer": (Mapping, type(None)),
     "scaler": (Mapping, type(None)), "scheduler": (object,), "progress": (Mapping,), "ranks": (list,),
@@ -30,11 +33,8 @@ _PARTS: _Types = {
 _POLICY: _Types = {"text": (str,), "fingerprint": (str,), "seed": (int,), "total_forwards": _COUNT}
 _RANK: _Types = {"rng": (Mapping,), "buffers": (Mapping,)}
 _OPTIMIZER: _Types = {"state": (Mapping,), "param_groups": (list,)}
-#: Entries of the state of torch's optimizers that have the shape and the dtype of their parameter.
-_ELEMENTWISE = {
-    "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta",
-    "sum", "ax", "prev", "step_size",
-}  # fmt: skip
+#: Shapes of the parameters on which an optimizer's state is tried, for vectors and matrices: of no other entry.
+_VECTOR, _MATRIX = (3,), (2, 3)
 
 
 def check_parts(file: str, content: Mapping[str, Any]) -> None:
@@ -43,6 +43,8 @@ def check_parts(file: str, content: Mapping[str, Any]) -> None:
     if not faults and content["policy"] is not None:
         faults += _mistyped("policy.", content["policy"], _POLICY)
         faults += _mistyped("policy.", content["policy"], {"forwards": _COUNT} if content["version"] > 2 else {})
+        counts = {name: content["policy"].get(name) for name in ("forwards", "total_forwards")}
+        faults += [f"policy.{name} is {n}" for name, n in counts.items() if isinstance(n, int) and n not in _COUNTS]
     if not faults:
         faults += [] if content["ranks"] else ["ranks is empty"]
         faults += [f for n, own in enumerate(content["ranks"]) for f in _mistyped(f"ranks[{n}].", own, _RANK)]
@@ -87,8 +89,7 @@ def check_optimizer(file: str, saved: Mapping[str, Any], optimizer: torch.optim.
     """
     groups, here = saved["param_groups"], optimizer.param_groups
     faults = [] if len(groups) == len(here) else [f"param_groups has {len(groups)} groups there and {len(here)} here"]
-    parameters: dict[Any, nn.Parameter] = {}
-    known = _has_known_state(optimizer)
+    parameters: dict[Any, tuple[nn.Parameter, _Kept]] = {}
     for number, (group, own) in enumerate(zip(groups, here, strict=False)):
         where = f"param_groups[{number}]"
         if not isinstance(group, Mapping) or not isinstance(group.get("params"), list):
@@ -101,11 +102,15 @@ def check_optimizer(file: str, saved: Mapping[str, Any], optimizer: torch.optim.
         needed = {key for key in getattr(optimizer, "defaults", {}) if not _is_flag(options.get(key))}
         faults += _unlike(where, group, options, needed)
         ours = {key: value for key, value in group.items() if str(key).startswith(count.PREFIX)}
-        faults += [f"{where}.{key} is {_named(value)}" for key, value in ours.items() if type(value) is not int]
+        faults += [
+            f"{where}.{key} is {_named(value)}"
+            for key, value in ours.items()
+            if type(value) is not int or (key.startswith(f"{count.PREFIX}forwards") and value not in _COUNTS)
+        ]
         if all(isinstance(index, int | str) for index in indices):
-            parameters |= dict(zip(indices, own["params"], strict=False))
-            if known:
-                faults += _incomplete(saved["state"], indices)
+            kept = {shape: _kept(optimizer, {**options, **group}, shape) for shape in (_VECTOR, _MATRIX)}
+            for index, x in zip(indices, own["params"], strict=False):
+                parameters[index] = x, kept[_MATRIX if x.dim() > 1 else _VECTOR]
         else:
             faults.append(f"{where}.params holds no indices")
     for index, values in saved["state"].items():
@@ -113,35 +118,45 @@ def check_optimizer(file: str, saved: Mapping[str, Any], optimizer: torch.optim.
         if not isinstance(values, Mapping):
             faults.append(f"{where} is {_named(values)}")
         elif index in parameters:
-            faults += _wrong_state(where, values, parameters[index], optimizer, known)
+            parameter, kept_of_it = parameters[index]
+            faults += _wrong_state(where, values, parameter, kept_of_it, optimizer.state.get(parameter, {}))
     if faults:
         raise Mismatch(f"checkpoint {file} is of another optimizer: {_listed([f'optimizer.{f}' for f in faults])}")
 
 
-def _has_known_state(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether the state of ``optimizer`` is as torch's own classes make it."""
-    own = (kind for kind in type(optimizer).__mro__ if kind is not torch.optim.Optimizer)
-    return isinstance(optimizer, StableSPAM) or any(kind.__module__.startswith("torch.optim.") for kind in own)
+def _kept(optimizer: torch.optim.Optimizer, options: Mapping[str, Any], shape: tuple[int, ...]) -> _Kept:
+    """Return the tensors that one step under ``options`` keeps for a parameter, and whether each has its shape.
 
-
-def _incomplete(saved: Mapping[Any, Any], indices: list[Any]) -> list[str]:
-    """Return the entries that one parameter's state lacks and another's of its group has; no state at all is well."""
-    states = {index: saved[index] for index in indices if isinstance(saved.get(index), Mapping) and saved[index]}
-    names = {name for values in states.values() for name in values} & (_ELEMENTWISE | {"step"})
-    return [f"state[{i!r}].{name} is missing" for i, values in states.items() for name in sorted(names - set(values))]
+    They are those of torch's class that ``optimizer`` is of, or of ours; none where that cannot be tried.
+    """
+    ours = StableSPAM, *(kind for kind in vars(torch.optim).values() if isinstance(kind, type))
+    kind: Any = next((one for one in type(optimizer).__mro__ if one in ours), torch.optim.Optimizer)
+    names = inspect.signature(kind).parameters
+    tried = nn.Parameter(torch.zeros(shape))
+    tried.grad = torch.ones(shape)
+    try:
+        trial = kind([tried], **{name: value for name, value in options.items() if name in names and name != "params"})
+        step = type(trial).step
+        getattr(step, "__wrapped__", step)(trial)  # without the hooks that users have registered for all optimizers
+    except (AssertionError, LookupError, RuntimeError, TypeError, ValueError):  # an option, or a step wants a closure
+        return {}
+    return {name: x.shape == shape for name, x in trial.state[tried].items() if isinstance(x, Tensor)}
 
 
 def _wrong_state(
-    where: str, values: Mapping[str, Any], parameter: nn.Parameter, optimizer: torch.optim.Optimizer, known: bool
+    where: str, values: Mapping[str, Any], parameter: nn.Parameter, kept: _Kept, own: Mapping[str, Any]
 ) -> list[str]:
-    """Return the entries of a parameter's state that are not as they are, or must become, here."""
-    own: Mapping[str, Any] = optimizer.state.get(parameter, {})
-    faults = []
+    """Return the entries of a parameter's saved state that are not as they must become; no state at all is well.
+
+    Args:
+        kept: what a step keeps for such a parameter. own: what is kept for this one now.
+    """
+    faults = [f"{where}.{name} is missing" for name in kept if values and name not in values]
     for name, value in values.items():
-        reference = own.get(name, parameter if known and name in _ELEMENTWISE else None)
-        if known and name == "step" and not _is_step(value):
+        reference = own.get(name, parameter if kept.get(name) else None)
+        if name == "step" and name in kept and not _is_step(value):
             faults.append(f"{where}.{name} is {_named(value)}, no number of steps")
-        elif isinstance(reference, Tensor) and reference.dim() and value is not None:
+        elif isinstance(reference, Tensor) and (reference.dim() or kept.get(name)):
             faults += unequal(f"{where}.{name}", value, reference)
     return faults
 
@@ -158,6 +173,8 @@ def check_scheduler(file: str, saved: Any, scheduler: Any) -> None:
         here |= {key: tuple(here[key]) for key in ("base_lrs", "_last_lr") if key in here}  # one for each group
         needed = {key for key in here if not key.startswith("_")} | {"_last_lr", "_step_count"}
         faults = _unlike("scheduler", saved, here, needed)
+        alien = [key for key in saved if key not in here and hasattr(scheduler, str(key))] if not faults else []
+        faults += [f"scheduler.{key} is no state of a scheduler" for key in alien]
         if faults:
             raise Mismatch(f"checkpoint {file} is of another scheduler: {_listed(faults)}")
 
@@ -208,7 +225,7 @@ def _is_flag(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1 and not value.is_meta)
 
 
 def _alike(saved: Any, here: Any) -> bool:
@@ -222,9 +239,11 @@ def _alike(saved: Any, here: Any) -> bool:
 
 
 def unequal(where: str, saved: Any, here: Tensor) -> list[str]:
-    """Return a fault unless ``saved`` is a tensor of the shape and the dtype of ``here``."""
+    """Return a fault unless ``saved`` is a dense tensor with values, of the shape and the dtype of ``here``."""
     if not isinstance(saved, Tensor):
         return [f"{where} is {_named(saved)}"]
+    if saved.layout is not torch.strided or saved.is_meta:
+        return [f"{where} is a tensor without values or dense memory"]
     pairs = (tuple(saved.shape), tuple(here.shape)), (saved.dtype, here.dtype)
     return next(([f"{where} is {there} there and {now} here"] for there, now in pairs if there != now), [])
 

@@ -73,6 +73,7 @@ def test_a_file_without_weights_is_an_error(tmp_path):
         (5, "one int"),
         ([1, "x"], "one list"),
         (torch.zeros(3), "one Tensor"),
+        ({"epoch": 3, "model": {}}, "no tensor"),
         (itself, "itself"),
     ):
         torch.save(content, tmp_path / "in.pt")

@@ -7,6 +7,7 @@ import os
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 import fp4graph
 from fp4graph.errors import Error
@@ -180,3 +181,18 @@ def test_no_batches_to_calibrate_on(tmp_path):
     model = under(NVFP4, "tensor_scaling")
     with pytest.raises(Error, match="calibration= holds no batch"):
         fp4graph.export(model, tmp_path / "out", calibration=[])
+
+
+@pytest.mark.parametrize(
+    "change", [nn.utils.parametrizations.weight_norm, lambda m: prune.random_unstructured(m, "weight", 0.5)]
+)
+def test_a_weight_that_a_forward_computes(change, tmp_path):
+    """Its layer would be served in high precision, beside the others in FP4."""
+    net = Net()
+    change(net.inner)
+    model = fp4graph.apply(net, "mxfp4", backend="eager").eval()
+    with torch.no_grad():
+        model(torch.randn(4, 64))
+    with pytest.raises(ExportError, match=r"^cannot export inner, .*computed in the forward.*remove_parametrizations"):
+        fp4graph.export(model, tmp_path / "out")
+    assert not list(tmp_path.iterdir())

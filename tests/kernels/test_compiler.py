@@ -136,9 +136,10 @@ def test_a_compiler_that_has_gone_since_the_cache_was_filled(
         assert_same_bits(train(POLICY), trained)
 
 
-@pytest.mark.parametrize("name", ["gcc", "ccache gcc"])
+@pytest.mark.parametrize("name", ["gcc", "ccache gcc", " "])
 def test_a_c_compiler(name: str, fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It links no C++ library by itself. PEFT's BOFT leaves CXX=gcc behind; ccache stands before a compiler."""
+    """It links no C++ library by itself. PEFT's BOFT leaves CXX=gcc behind; ccache stands before a compiler. A blank
+    name is none."""
     if shutil.which("gcc") is None:
         pytest.skip("needs gcc")
     compiler(fresh / "ccache", 'exec "$@"')

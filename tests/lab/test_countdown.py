@@ -10,7 +10,6 @@ import pytest
 
 from fp4graph.errors import Error
 from fp4graph.lab.data import countdown
-from fp4graph.lab.data.countdown import Puzzle
 
 #: All expressions of three digits and two signs, with what Python makes of them.
 EXPRESSIONS = {
@@ -24,10 +23,9 @@ def digits(text: str) -> tuple[int, ...]:
 
 
 def test_an_answer_solves_exactly_the_puzzle_of_its_digits_and_value() -> None:
-    puzzle = Puzzle((7, 3, 5), 9)
     expected = {text for text, value in EXPRESSIONS.items() if digits(text) == (3, 5, 7) and value == 9}
     assert (
-        {text for text in EXPRESSIONS if countdown.solves(puzzle, text)}
+        {text for text in EXPRESSIONS if countdown.reward("7,3,5=09:", text)}
         == expected
         == {"7+5-3", "5+7-3", "7-3+5", "5-3+7"}
     )
@@ -43,17 +41,17 @@ def test_what_is_no_answer_has_no_reward(text: str) -> None:
 
 def test_puzzles_have_answers_and_are_functions_of_their_arguments() -> None:
     drawn = countdown.puzzles(500, 3, 4)
-    for puzzle, answer in drawn:
-        assert EXPRESSIONS[answer] == puzzle.target >= 0
-        assert digits(answer) == tuple(sorted(puzzle.numbers))
-        assert Puzzle.of(puzzle.prompt) == puzzle
-        assert len(puzzle.prompt) == countdown.PROMPT
+    for prompt, answer in drawn:
+        numbers, target = prompt.split("=")
+        assert f"{EXPRESSIONS[answer]:02d}:" == target
+        assert digits(answer) == digits(numbers)
+        assert len(prompt) == countdown.PROMPT
         assert len(answer) + 1 == countdown.ANSWER
     assert drawn == countdown.puzzles(500, 3, 4)
     assert drawn[:20] != countdown.puzzles(20, 3, 5)
-    assert len({puzzle for puzzle, _ in drawn}) > 300
+    assert len({prompt for prompt, _ in drawn}) > 300
     with pytest.raises(Error, match="'3,5=9:' is not a countdown prompt; write"):
-        Puzzle.of("3,5=9:")
+        countdown.reward("3,5=9:", "")
 
 
 def test_no_held_out_set_of_numbers_is_trained_on() -> None:
@@ -62,7 +60,7 @@ def test_no_held_out_set_of_numbers_is_trained_on() -> None:
     assert len(kept) + len(held_out) == 165  # ways to choose 3 of 9 digits with repetition
     assert len(held_out) == 33
     for out, own in ((False, kept), (True, held_out)):
-        assert {tuple(sorted(puzzle.numbers)) for puzzle, _ in countdown.puzzles(300, 0, held_out=out)} <= own
+        assert {digits(text.split("=")[0]) for text in countdown.prompts(300, 0, held_out=out)} <= own
 
 
 def test_an_epoch_counts_every_prompt_once() -> None:
@@ -71,9 +69,9 @@ def test_an_epoch_counts_every_prompt_once() -> None:
         if value >= 0:
             totals[digits(text)].add(value)
     orders = {numbers: factorial(3) // prod(map(factorial, Counter(numbers).values())) for numbers in totals}
-    assert countdown.prompts_to_train_on() == sum(
+    assert sum(
         orders[numbers] * len(totals[numbers]) for numbers in countdown.sets(held_out=False)
-    )
+    ) == countdown.DIFFERENT
 
 
 def test_texts_go_through_tokens_and_back() -> None:

@@ -10,13 +10,12 @@ from typer.testing import CliRunner
 
 from fp4graph.lab import reconstruction_error
 from fp4graph.lab.pictures import figures
-from fp4graph.lab.statistics import reconstruction as r
 from fp4graph.numerics.spec import QuantSpec, ScaleSpec
 
 
 def test_the_error_of_nvfp4_by_hand():
     """Encode scales: s = 6/max to E4M3, x → Q(s·x)/s."""
-    x = r.gaussian(8, 64, seed=3)
+    x = figures.gaussian(8, 64, seed=3)
     blocks = x.numpy().reshape(-1, 16)
     scale = (np.float32(6) / np.abs(blocks).max(1, keepdims=True)).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
     q = (blocks * scale).clip(-6, 6).astype(ml_dtypes.float4_e2m1fn).astype(np.float32) / scale
@@ -28,7 +27,7 @@ def test_the_error_of_nvfp4_by_hand():
 
 def test_the_softmax_makes_scales_too_small_to_clip():
     """Z = log Σ exp(β·abs(x))/β ≥ max: at β = 1 far above it, at β = 320 nearly it."""
-    x = r.gaussian(16, 64)
+    x = figures.gaussian(16, 64)
     spec = QuantSpec("e2m1", 16, ScaleSpec("fp32", "nearest_even", "encode"))
     blocks = x.numpy().reshape(-1, 16).astype(np.float64)
     z = np.log(np.exp(np.abs(blocks)).sum(1, keepdims=True))
@@ -45,44 +44,11 @@ def test_zeros_have_no_relative_error():
     assert reconstruction_error(x, QuantSpec("e2m1", 32)) == (0.0, 0.0)
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("e8m0", ml_dtypes.float8_e8m0fnu), ("e4m3", ml_dtypes.float8_e4m3fn)])
-def test_quantized_scales_by_ml_dtypes(name, dtype):
-    scale = torch.logspace(-2, 2, 500)
-    expected = scale.numpy().astype(dtype).astype(np.float32)
-    np.testing.assert_array_equal(r.quantized_scales(name, scale).numpy(), expected)
-
-
-def test_stand_ins_for_rounding():
-    u = torch.linspace(0, 6, 6001)
-    found = {name: curves for name, *curves in r.relaxations(u)}
-    value, slope, clipped = found["rounding, slope STE"]
-    assert set(value.unique().tolist()) == {0, 0.5, 1, 1.5, 2, 3, 4, 6}
-    assert (slope == 1).all()
-    assert (clipped == 1).all()
-    value, slope, clipped = found["spline"]
-    for at, expected in ((0.25, 0.0), (0.75, 1.0), (1.25, 1.0), (2.5, 2.0), (5.0, 4.0), (6.0, 6.0)):
-        assert value[round(at * 1000)].item() == pytest.approx(expected, abs=0.01)
-    assert set(slope[:-1].unique().tolist()) == {0.0, 2.0}
-    assert torch.equal(clipped[:-1], slope[:-1].clamp(min=0.2))
-    for name in ("DGE, k = 5", "sigmoid, T = 1"):
-        value, slope, clipped = found[name]
-        assert (slope >= 0).all()
-        assert (value.diff() >= 0).all()
-        assert torch.equal(clipped, slope.clamp(max=3) if "DGE" in name else slope)
-    value, slope, _ = found["DGE, k = 5"]
-    assert slope.max() > 10
-    for at, expected in ((0.5, 0.5), (2.0, 2.0), (2.5, 2.5), (3.0, 3.0), (4.0, 4.0), (5.0, 5.0)):
-        assert value[round(at * 1000)].item() == pytest.approx(expected, abs=1e-3)
-    inner = (u > 4.1) & (u < 4.7)  # away from the cap, by differences
-    differences = (value[2:] - value[:-2]) / (u[2:] - u[:-2])
-    assert torch.allclose(differences[inner[1:-1]], slope[1:-1][inner[1:-1]], rtol=0.01)
-
-
 @pytest.mark.slow
 def test_the_figures_metric(tmp_path, monkeypatch):
     """By default the paper's |X − X̂|/|X| by element, of which a table row is the mean."""
     x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
-    monkeypatch.setattr(r, "gaussian", lambda lines=4, length=256, seed=0: x)
+    monkeypatch.setattr(figures, "gaussian", lambda lines=4, length=256, seed=0: x)
     spec = QuantSpec("e2m1", 16, ScaleSpec("e8m0", "nearest_even", "encode"))
     elementwise, normwise = reconstruction_error(x, spec)
     for options, value, formula in (
@@ -93,15 +59,15 @@ def test_the_figures_metric(tmp_path, monkeypatch):
         assert result.exit_code == 0, result.output
         table = result.output.split("Figure 12")[0]
         assert formula in table
-        row = next(line for line in table.splitlines() if line.split("│")[1:2] and line.split("│")[1].strip() == "16")
-        assert row.split("│")[2].strip() == f"{value:.4g}"
+        row = next(cells for line in table.splitlines() if (cells := line.split())[:1] == ["16"])
+        assert row[1] == f"{value:.4g}"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["reconstruction", "formats", "decomposition"])
+@pytest.mark.parametrize("name", ["reconstruction", "decomposition"])
 def test_the_figures(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(r, "gaussian", lambda lines=4, length=256, seed=0: torch.randn(4, 256))
+    monkeypatch.setattr(figures, "gaussian", lambda lines=4, length=256, seed=0: torch.randn(4, 256))
     result = CliRunner().invoke(figures.app, [name, "-o", str(tmp_path)])
     assert result.exit_code == 0, result.output
     assert (tmp_path / f"{name}.png").stat().st_size > 20_000
-    assert {"reconstruction": "Figure 15", "formats": "ue5m3", "decomposition": "+ both"}[name] in result.output
+    assert {"reconstruction": "Figure 15", "decomposition": "+ both"}[name] in result.output

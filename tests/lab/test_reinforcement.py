@@ -90,23 +90,6 @@ def test_the_noise_draws_from_the_softmax() -> None:
     assert (abs(drawn - p) < 4 * np.sqrt(p * (1 - p) / len(noise))).all()
 
 
-def test_the_divergence_is_that_of_the_distributions() -> None:
-    """KL(rollout ‖ trainer) from draws of the rollout, within 4 standard errors of the sum over the distribution."""
-    rollout, trainer = (torch.tensor(p, dtype=torch.float64) for p in ([0.5, 0.3, 0.2], [0.4, 0.4, 0.2]))
-    drawn = torch.multinomial(rollout, 40_000, replacement=True, generator=torch.Generator().manual_seed(0))
-    mask = torch.ones(2, len(drawn))
-    mask[1] = 0
-    logs = [
-        torch.stack([p.log()[drawn], 9 * torch.ones(len(drawn)) * side]) for side, p in enumerate((trainer, rollout))
-    ]
-    found, largest = reinforcement.divergence(*logs, mask)
-    exact = sum(p * math.log(p / q) for p, q in zip(rollout.tolist(), trainer.tolist(), strict=True))
-    ratio = (trainer / rollout).numpy()
-    spread = math.sqrt((rollout.numpy() * (ratio - 1 - np.log(ratio)) ** 2).sum() - exact**2)
-    assert abs(found - exact) < 4 * spread / math.sqrt(len(drawn))
-    assert largest == pytest.approx(math.log(4 / 3))
-
-
 @pytest.mark.slow
 def test_the_gradient_is_that_of_the_objective_written_out() -> None:
     """−(1/G)·Σ A·(1/|o|)·Σ log p, completion by completion, token by token; the value is the share without reward."""
@@ -145,7 +128,8 @@ def test_validation_is_the_expected_reward_and_the_same_each_time() -> None:
     batches = list(made.validation())
     assert sum(len(prompts) for prompts, _ in batches) == reinforcement.VALIDATED
     texts = [countdown.decode(row) for prompts, _ in batches for row in prompts.tolist()]
-    assert {tuple(sorted(countdown.Puzzle.of(text).numbers)) for text in texts} <= set(countdown.sets(held_out=True))
+    numbers = {tuple(sorted(map(int, text.split("=")[0].split(",")))) for text in texts}
+    assert numbers <= set(countdown.sets(held_out=True))
     with torch.no_grad():
         found = made.measure(model, batches[0])
         again = problem(reward=by_length).measure(model, next(made.validation()))
@@ -187,7 +171,7 @@ def test_batches_are_functions_of_seed_and_number() -> None:
 
 
 def test_the_supervised_start_is_a_function_of_the_seed_and_lowers_the_loss() -> None:
-    first, again, other = (reinforcement.started.__wrapped__(seed, 2) for seed in (0, 0, 1))
+    first, again, other = (reinforcement.started.__wrapped__(seed, 2).state_dict() for seed in (0, 0, 1))
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
     assert sum(p.numel() for p in reinforcement.make_model(0).parameters()) == 108_992
@@ -196,7 +180,7 @@ def test_the_supervised_start_is_a_function_of_the_seed_and_lowers_the_loss() ->
         model = reinforcement.make_model(0)
         reinforcement.supervise(model, 0, steps)
         prompts, answers = (
-            countdown.encode(texts) for texts in zip(*((p.prompt, a) for p, a in countdown.puzzles(32, 9)), strict=True)
+            countdown.encode(texts) for texts in zip(*countdown.puzzles(32, 9), strict=True)
         )
         with torch.no_grad():
             chosen, _ = reinforcement.log_probs(model, prompts, answers)

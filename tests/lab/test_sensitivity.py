@@ -115,6 +115,17 @@ def test_backward_units_are_steps_by_hand():
         assert (score.increase, score.snr_db) == (0, None) if idle else abs(score.increase) > 1e-5
 
 
+def test_modules_together_are_one_site_by_hand():
+    model, batches = mlp()
+    result = fp4graph.sensitivity(model, loss, batches, POLICY, by=("site", "gemm"), together=[SITES[:2]])
+    first, *others = result.scores
+    assert [s.unit for s in result.scores if s.measure == "forward"] == ["0 and 1 more, fprop", "4, fprop"]
+    assert (first.sites, len(others)) == (SITES[:2], 5)
+    parts = {site: {Q1, Q2} for site in SITES[:2]}
+    pairs = [by_hand(model, parts, batch) - by_hand(model, {}, batch) for batch in batches]
+    assert first.increase == pytest.approx(np.mean(pairs), abs=3e-7)
+
+
 def test_the_estimate_is_exact_for_a_quadratic_loss_with_residuals_of_one():
     """L = 1/N Σ (y_n − t_n)²/2 with residuals ±1 has the Hessian 1/N = 1/N·(y_n − t_n)², which the Fisher matrix is."""
     torch.manual_seed(0)
@@ -192,9 +203,7 @@ def test_units():
     }
     for by, units in expected.items():
         scores = fp4graph.sensitivity(model, loss, [batch], POLICY, by=by, exact=False).scores
-        assert {score.unit: score.sites for score in scores} == {
-            unit: own or (unit,) for unit, own in units.items()
-        }
+        assert {score.unit: score.sites for score in scores} == {unit: own or (unit,) for unit, own in units.items()}
 
 
 def score(unit, increase, estimate, policy="p"):

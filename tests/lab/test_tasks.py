@@ -15,7 +15,7 @@ from torch import nn
 import fp4graph
 from fp4graph.errors import Error
 from fp4graph.lab.data import images as sources
-from fp4graph.lab.data.order import Order
+from fp4graph.lab.data.loading import Order
 from fp4graph.lab.runs.train import Run, train
 from fp4graph.lab.tasks import TASKS, Problem, Settings, diffusion, language, placed, regression, task_named
 
@@ -86,7 +86,7 @@ def test_every_family_trains_at_once(task: str, quantized: int, sites: int) -> N
 
 
 def test_every_pass_goes_through_all_samples_once() -> None:
-    rows = list(islice(Order(10, 4, seed=3).rows(), 5))
+    rows = [rows for _, rows in islice(Order(10, 4, seed=3).rows(), 5)]
     assert all(len(batch) == 4 for batch in rows)
     seen = torch.cat(rows)
     assert seen[:10].sort().values.tolist() == seen[10:].sort().values.tolist() == list(range(10))
@@ -96,8 +96,10 @@ def test_every_pass_goes_through_all_samples_once() -> None:
 def test_batches_are_a_function_of_seed_and_number() -> None:
     whole = list(islice(Order(10, 4, seed=3).rows(), 8))
     for start in range(8):
-        assert torch.equal(next(Order(10, 4, seed=3).rows(start)), whole[start])
-    assert not torch.equal(next(Order(10, 4, seed=4).rows()), whole[0])
+        key, rows = next(Order(10, 4, seed=3).rows(start))
+        assert key == whole[start][0] == start
+        assert torch.equal(rows, whole[start][1])
+    assert not torch.equal(next(Order(10, 4, seed=4).rows())[1], whole[0][1])
     with pytest.raises(Error, match="batch size 11 is more than the 10 training samples"):
         Order(10, 11, seed=0)
 
@@ -250,9 +252,9 @@ def test_language_loss_is_the_models_own() -> None:
     [("tiny", 133_440), ("9m", 8_995_968), ("60m", 58_073_600), ("350m", 367_969_280), ("1b", 1_339_082_752)],
 )
 def test_llamas_are_as_large_as_they_are_called(size: str, parameters: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fp4graph.lab.data.text import Tokens
+    from fp4graph.lab.data.text import Parts
 
-    tokens = Tokens(np.zeros(5000, np.uint32), np.zeros(5000, np.uint32))
+    tokens = Parts(np.zeros(5000, np.uint32), np.zeros(5000, np.uint32))
     monkeypatch.setattr(language, "tokens_of", lambda *_: tokens)
     with torch.device("meta"):
         problem = language.Language(size, 128, settings("text"))
@@ -263,7 +265,7 @@ def test_text_is_cut_by_a_tokenizer_of_its_own_that_is_kept(tmp_path: Any, monke
     from fp4graph.lab.data import text
 
     monkeypatch.setenv("FP4GRAPH_DATA", str(tmp_path / "kept"))
-    texts = text.Texts(["one two three " * 500], ["two one three " * 50])
+    texts = text.Parts(["one two three " * 500], ["two one three " * 50])
     first = text.prepared(texts, 300)
     (folder,) = (tmp_path / "kept" / "tokens").iterdir()
     monkeypatch.setattr(text, "train_tokenizer", lambda *_: pytest.fail("it was kept"))

@@ -21,8 +21,7 @@ from fp4graph.errors import Error
 from fp4graph.lab.data import images as sources
 from fp4graph.lab.data import text as text_data
 from fp4graph.lab.data.extras import needs
-from fp4graph.lab.data.loading import in_memory, normalized
-from fp4graph.lab.data.order import WholePasses
+from fp4graph.lab.data.loading import WholePasses, in_memory, normalized
 from fp4graph.lab.runs.train import Run, learning_rate_factor, train
 from fp4graph.lab.tasks import TASKS, Settings, classification, diffusion, task_named
 
@@ -77,9 +76,9 @@ def test_whole_passes_are_those_of_a_shuffling_loader() -> None:
     for epoch in range(2):
         torch.manual_seed(5 + epoch)
         expected += [rows.tolist() for rows in DataLoader(range(100), batch_size=16, shuffle=True, drop_last=True)]
-    assert [rows.tolist() for rows in islice(order.rows(0), 12)] == expected
-    assert next(order.rows(8)).tolist() == expected[8]
-    assert [order.key(batch) for batch in range(12)] == [0] * 6 + [1] * 6
+    assert [rows.tolist() for _, rows in islice(order.rows(0), 12)] == expected
+    assert next(order.rows(8))[1].tolist() == expected[8]
+    assert [key for key, _ in islice(order.rows(0), 12)] == [0] * 6 + [1] * 6
 
 
 @pytest.mark.process
@@ -89,7 +88,7 @@ def test_an_image_is_augmented_anew_each_epoch_and_validation_never(augmented: A
     again = TASKS["digits-augmented"].make(settings("digits-augmented", workers=1))
     torch.rand(3)  # what a model with dropout does between two batches
     assert all(map(torch.equal, first, next(again.batches(0))))
-    index = next(augmented.order.rows(0))[0]
+    index = next(augmented.order.rows(0))[1][0]
     with sources.seeded(0, 0, int(index)):
         alone = augmented.train.transform(augmented.train.images[index][0])
     assert torch.equal(alone, first[0][0])
@@ -147,7 +146,7 @@ def test_mnist_is_read_from_its_files(mnist: Any, tmp_path: Path) -> None:
     images, labels = (torch.cat(parts) for parts in zip(*islice(problem.batches(0), 2), strict=True))
     assert images.shape == (40, 1, 28, 28)
     order = problem.order.rows()  # type: ignore[attr-defined]
-    rows = torch.cat([next(order), next(order)])
+    rows = torch.cat([next(order)[1], next(order)[1]])
     assert torch.allclose(images[:, 0], (torch.from_numpy(pixels)[rows] / 255 - 0.1307) / 0.3081, atol=1e-5)
     assert labels.tolist() == [int(row) % 10 for row in rows]
     outcome = train(Run("mnist", policy="mxfp4", data=str(tmp_path), batch_size=8, steps=1, device="cpu"))
@@ -227,7 +226,7 @@ def test_a_damaged_archive_is_no_data(tmp_path: Path) -> None:
     with tarfile.open(tmp_path / "cifar-10-python.tar.gz", "w:gz"):
         pass
     with pytest.raises(Error, match=r"CIFAR10 is not in .*: it cannot be downloaded"):
-        sources.cifar10(tmp_path)
+        sources.cifar10(str(tmp_path))
 
 
 # ------------------------------------------------------------------ folders of images
@@ -319,7 +318,6 @@ def test_diffusion_on_a_folder(tmp_path: Path) -> None:
     pictures(tmp_path / "faces" / "00000", 100)
     chosen = settings("big-diffusion", data=str(tmp_path / "faces"), batch_size=4)
     problem = diffusion.from_folder(
-        sources.flat_folder(tmp_path / "faces"),
         chosen,
         size=8,
         block_out_channels=(16, 16),
@@ -412,8 +410,6 @@ def test_a_llama_on_text_of_ones_own(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("vocabulary", [256, 400])
 def test_text_becomes_tokens_and_back(tmp_path: Path, vocabulary: int) -> None:
-    from tokenizers import Tokenizer
-
     folder = tmp_path / "text"
     folder.mkdir()
     (folder / "wiki.train.raw").write_text("naïve café Σ γ, " * 50 + "\n" + "more of it\n" * 50)
@@ -423,19 +419,16 @@ def test_text_becomes_tokens_and_back(tmp_path: Path, vocabulary: int) -> None:
     texts = text_data.text_files(folder)
     assert [len(texts.train), len(texts.validation)] == [1, 1]
     assert texts.validation == ["café"]
-    file = None if vocabulary == text_data.BYTES else tmp_path / "tokenizer.json"
-    if file is not None:
-        text_data.train_tokenizer(texts.train, vocabulary, file)
-    tokens = text_data.tokenize(texts, file)
+    tokenizer = None if vocabulary == text_data.BYTES else text_data.train_tokenizer(texts.train, vocabulary)
+    tokens = text_data.tokenize(texts, tokenizer)
     assert tokens.train[-1] == tokens.validation[-1] == text_data.SEPARATOR
     assert tokens.train.max() < vocabulary
-    if file is None:
+    if tokenizer is None:
         assert bytes(tokens.train[:-1].tolist()).decode() == texts.train[0]
     else:
-        tokenizer = Tokenizer.from_file(str(file))
         assert tokenizer.decode(tokens.train[:-1].tolist()) == texts.train[0]
         assert len(tokens.train) < len(texts.train[0])
-        again = text_data.tokenize(texts, file)
+        again = text_data.tokenize(texts, tokenizer)
         assert np.array_equal(tokens.train, again.train)
         assert np.array_equal(tokens.validation, again.validation)
 
@@ -472,10 +465,10 @@ def test_wikitext_comes_from_the_hub_or_from_files(tmp_path: Path, monkeypatch: 
         train(Run("llama-9m", device="cpu"))
     parts = {name: datasets.Dataset.from_dict({"text": [" = A title = \n", name]}) for name in ("train", "validation")}
     monkeypatch.setattr(datasets, "load_dataset", lambda *_: datasets.DatasetDict(parts))
-    assert text.named("wikitext") == text.Texts([" = A title = \ntrain"], [" = A title = \nvalidation"])
+    assert text.given("wikitext") == text.Parts([" = A title = \ntrain"], [" = A title = \nvalidation"])
     for part in ("train", "valid", "test"):
         (tmp_path / f"wiki.{part}.raw").write_text(part)
-    assert text.named(str(tmp_path)) == text.Texts(["train"], ["valid"])
+    assert text.given(str(tmp_path)) == text.Parts(["train"], ["valid"])
 
 
 # ------------------------------------------------------------------ the rest

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -343,12 +344,6 @@ def test_a_folder_has_one_writer_until_its_process_dies(tmp_path: Path) -> None:
         RunFolder(tmp_path).begin(content, resume=False)
 
 
-@pytest.mark.slow
-def test_without_checkpoints_none_is_written(tmp_path: Path) -> None:
-    train(run(steps=1), directory=tmp_path, checkpoints=False)
-    assert not (tmp_path / "checkpoint.pt").exists()
-
-
 @pytest.mark.long
 @pytest.mark.process
 def test_a_killed_run_is_readable_and_goes_on(tmp_path: Path) -> None:
@@ -551,9 +546,63 @@ def test_the_command_lists_the_tasks(command: Any) -> None:
         (["gausian"], "did you mean 'gaussian'"),
         (["digits", "--optimizer-option=beta"], "takes name=value, not 'beta'"),
         (["digits", "--resume"], "--resume goes on with the run in a folder"),
+        (["digits", "--stream=wandbb"], "unknown stream 'wandbb'; did you mean 'wandb'"),
     ],
 )
 def test_the_command_says_what_is_wrong(command: Any, arguments: list[str], says: str) -> None:
     code, _, error = command(*arguments)
     assert code != 0
     assert says in error
+
+
+class Calls:
+    """A module that keeps each call of any of its functions, and is a context."""
+
+    def __init__(self, name: str, spec: Any, methods: tuple[str, ...], calls: list[tuple[Any, ...]]) -> None:
+        self.__name__, self.__spec__, self.calls = name, spec, calls
+        for method in methods:
+            setattr(self, method, partial(self.called, method))
+
+    def called(self, method: str, *args: Any, **options: Any) -> Calls:
+        self.calls.append((method, args, options))
+        return self
+
+    def __enter__(self) -> Calls:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.calls.append(("ended", (), {}))
+
+
+@pytest.mark.slow
+def test_the_command_streams_to_every_tracker(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from importlib.machinery import ModuleSpec
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    calls: dict[str, list[tuple[Any, ...]]] = {"wandb": [], "mlflow": []}
+    methods = {"wandb": ("init", "define_metric", "log"), "mlflow": ("start_run", "log_params", "log_metrics")}
+    for name in calls:
+        monkeypatch.setitem(sys.modules, name, Calls(name, ModuleSpec(name, None), methods[name], calls[name]))  # type: ignore[arg-type]
+    streams = [f"--stream={name}" for name in ("tensorboard", "wandb", "mlflow")]
+    code, _, err = command(*BRIEF, "--policy=mxfp4", "--statistics=1", "--output=here", *streams)
+    assert code == 0, err
+    events = EventAccumulator("here/tensorboard")
+    events.Reload()
+    expected = [event.value for event in events.Scalars("validation_loss")]
+    assert len(expected) == 2
+    wandb = [args[0] for method, args, _ in calls["wandb"] if method == "log"]
+    mlflow = [(args[0], options["step"]) for method, args, options in calls["mlflow"] if method == "log_metrics"]
+    assert [v["fp4graph/validation_loss"] for v in wandb if "fp4graph/validation_loss" in v] == pytest.approx(expected)
+    found = [(step, v["validation_loss"]) for v, step in mlflow if "validation_loss" in v]
+    assert found == [(step, pytest.approx(loss)) for step, loss in enumerate(expected, 1)]
+    assert any(name.startswith("fp4graph/snr_db/blocks.0.") for v in wandb for name in v)
+    assert any(name.startswith("snr_db/blocks.0.") for v, _ in mlflow for name in v)
+    assert {seen[-1][0] for seen in calls.values()} == {"ended"}
+    assert calls["wandb"][0][2]["config"]["policy"] == "mxfp4"
+
+
+@pytest.mark.slow
+def test_the_command_streams_nowhere_if_asked(command: Any) -> None:
+    assert command(*BRIEF, "--stream=none", "--output=here")[0] == 0
+    assert not Path("here/tensorboard").exists()

@@ -36,7 +36,7 @@ def test_a_training_and_its_report(tmp_path):
     command("report", tmp_path / "run")
     page = (tmp_path / "run" / "report.html").read_text("utf-8")
     for part in PICTURES:
-        assert f'<section id="{part.name}">' in page, part.name
+        assert f'<section id="{part.__name__}">' in page, part.__name__
 
 
 @pytest.mark.long

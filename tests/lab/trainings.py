@@ -85,6 +85,4 @@ def slow(policy: Any, seed: int, log: Any) -> float:
 if __name__ == "__main__":
     from tests.lab import trainings  # by the name that a spawned process knows
 
-    fp4graph.compare(
-        trainings.slow, "mxfp4,tetrajet", seeds=20, folder=Path(sys.argv[1]), processes=int(sys.argv[2])
-    )
+    fp4graph.compare(trainings.slow, "mxfp4,tetrajet", seeds=20, folder=Path(sys.argv[1]), processes=int(sys.argv[2]))

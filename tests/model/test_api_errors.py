@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 
 import pytest
@@ -49,6 +50,14 @@ def pickled():
     return pickle.loads(pickle.dumps(applied()))
 
 
+def part_of_what_was():
+    model = applied()
+    part = model.first
+    model.first = nn.Identity()
+    fp4graph.remove(model)
+    part(batch())
+
+
 def traced():
     return torch.jit.trace(Model(), batch())
 
@@ -91,11 +100,14 @@ def outer(function):
 
 optimizer_of = fp4graph.prepare_optimizer
 ERRORS = {
-    "pickled, called": (lambda: pickled()(batch()), "pickled, as .*ddp_spawn.*in this process"),
+    "pickled, called": (lambda: pickled()(batch()), "pickled, as .*ddp_spawn.*fp4graph.apply"),
     "pickled, prepared": (lambda: optimizer_of(pickled(), None), "ddp_spawn.*fp4graph.apply"),
     "not applied": (lambda: optimizer_of(Model(), None), r"call fp4graph.apply\(model, policy\) first"),
     "scripted": (lambda: fp4graph.apply(torch.jit.script(Model()), POLICY), "TorchScript module.*the Python module"),
     "traced part": (lambda: fp4graph.explain(nn.Sequential(traced()), POLICY), "^0 is a TorchScript module"),
+    "lazy": (lambda: fp4graph.apply(nn.LazyLinear(4), POLICY), "^weight has no shape yet; call the model once"),
+    "copied part": (lambda: copy.deepcopy(applied().first)(batch()), "copied apart from its model"),
+    "part of what was": (part_of_what_was, "the module was taken out of its model"),
     "sparse": (lambda: sparse(torch.sparse_coo), r"^second.weight: it is sparse.*to_dense.*match: {module: 'second'}"),
     "sparse rows": (lambda: sparse(torch.sparse_csr), r"^second.weight: it is sparse \(torch.sparse_csr\)"),
     "sparse later": (sparse_after, r"^second: .*a factor is sparse.*to_dense"),

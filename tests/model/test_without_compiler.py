@@ -1,8 +1,13 @@
-"""Inductor where no C++ compiler works: an error of ours that says what to install and what runs without one."""
+"""Inductor where no C++ compiler works: an error of ours that says what to install and what runs without one; and
+where a compiler or a folder is not the one that torch expects."""
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +18,7 @@ from torch._inductor.exc import CppCompileError
 import fp4graph
 from fp4graph.kernels import operators
 from fp4graph.kernels.inductor import compiler_errors
+from tests.helpers.processes import run
 from tests.kernels.models import Net
 
 REMEDY = r"nonexistent.*g\+\+.*CXX.*backend='eager'"
@@ -50,5 +56,32 @@ def test_a_compiler_that_fails() -> None:
     refusal = CppCompileError(["g++"], "a.cpp:1: fatal error: Python.h: No such file")
     with pytest.raises(fp4graph.Error, match=r"fatal error: Python.h: No such file.*python3-dev"), compiler_errors():
         raise RuntimeError("Inductor failed") from refusal
+    unlinked = ImportError("a.main.so: undefined symbol: _ZTTNSt7__cxx1119basic_ostringstream")
+    with pytest.raises(fp4graph.Error, match=r"undefined symbol.*g\+\+"), compiler_errors():
+        raise RuntimeError("Inductor failed") from unlinked
     with pytest.raises(RuntimeError, match="another"), compiler_errors():
         raise RuntimeError("another")
+
+
+@pytest.mark.inductor
+@pytest.mark.process
+@pytest.mark.skipif(shutil.which("gcc") is None or shutil.which("g++") is None, reason="needs gcc and g++")
+def test_a_c_compiler(tmp_path: Path) -> None:
+    """Inductor's code needs the C++ library, which gcc does not link. torch reads CXX when it is imported."""
+    lines = (
+        "import torch, fp4graph",
+        "from tests.kernels.models import Net",
+        "model = fp4graph.apply(Net(), 'mxfp4')",
+        "model(torch.ones(2, 64)).sum().backward()",
+    )
+    run([sys.executable, "-c", "\n".join(lines)], env={"CXX": "gcc", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)})
+
+
+@pytest.mark.process
+def test_a_cache_that_is_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch cannot import Dynamo then."""
+    cache = tmp_path / "cache"
+    cache.touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(cache))
+    done = subprocess.run([sys.executable, "-c", "import fp4graph"], capture_output=True, text=True)
+    assert f"fp4graph.errors.Error: torch cannot compile: its folder of compiled code, {cache}" in done.stderr

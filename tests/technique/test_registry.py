@@ -9,6 +9,7 @@ import sys
 from fractions import Fraction
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -114,6 +115,15 @@ BROKEN = {
     "no operator": (offering(products=[ProductOperation("mm", Factors)]), "'mm' is not of the form 'library::name'"),
     "a taken policy": (offering(policies=[ROOT / "policies/bf16.yaml"]), "'bf16' is already shipped"),
 }  # fmt: skip
+
+
+def test_entry_points_of_another_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """importlib.metadata returns those of importlib_metadata once mlflow, for one, has imported it."""
+    point = SimpleNamespace(name="theirs", group="fp4graph", load=lambda: offering([technique("fine")]))
+    monkeypatch.setattr("fp4graph.technique.registry.entry_points", lambda group: [point])
+    found = Registry()
+    assert not found.failures
+    assert list(found.techniques) == ["fine"]
 
 
 @pytest.mark.parametrize("case", BROKEN)

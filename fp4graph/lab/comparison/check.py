@@ -16,11 +16,8 @@ from fp4graph.errors import Error, PolicyWarning
 from fp4graph.lab.comparison.training import Log, Stop, Train, call, seeded
 from fp4graph.model.explain import explain
 from fp4graph.model.listening import listening
-from fp4graph.model.runtime import require_runtime, runtime_of
+from fp4graph.model.runtime import require_runtime
 from fp4graph.policy import Policy, load_policy
-
-#: Reasons that an error gives for what a policy does not quantize.
-SHOWN = 8
 
 
 def check(train: Train, policies: Sequence[Policy], seed: int) -> list[str]:
@@ -40,14 +37,11 @@ def check(train: Train, policies: Sequence[Policy], seed: int) -> list[str]:
     unchecked: list[str] = []
     for policy in policies:
         try:
-            problem = _first_call(train, policy, seed)
+            _first_call(train, policy, seed)
         except Error as error:
-            problem = str(error)
+            faults[policy.name] = str(error)
         except _Unchecked as why:
             unchecked.append(f"policy {policy.name!r} was not checked before the training: {why}")
-            continue
-        if problem is not None:
-            faults[policy.name] = problem
     if len(faults) == len(policies) and len({*faults.values()}) == 1:
         raise Error(next(iter(faults.values())))  # nothing to do with the policies
     if faults:
@@ -57,36 +51,40 @@ def check(train: Train, policies: Sequence[Policy], seed: int) -> list[str]:
 
 
 class _Unchecked(BaseException):
-    """The first call of the model cannot be looked at; the text says why. No Exception, like :class:`_Called`."""
+    """The first call of the model cannot be looked at; the text says why."""
 
 
 class _Called(BaseException):
     """Ends the first call of a model; no Exception, so that no training catches it."""
 
-    def __init__(self, problem: str | None) -> None:
+    def __init__(self, problem: Error | None) -> None:
         self.problem = problem
 
 
 class _Probe:
     """Looks at the first call of an applied model, in the place of that call."""
 
-    def __init__(self) -> None:
-        self.heard = False
+    heard = False
 
     def applied(self, model: nn.Module) -> None:
         self.heard = True
         runtime = require_runtime(model, "compare")
 
         def intercept(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            raise _Called(_problem(runtime.root, runtime.policy, args, kwargs))
+            runtime.intercept = None  # the captures copy the model
+            try:
+                _require_fit(runtime.root, runtime.policy, args, kwargs)
+            except Error as error:
+                raise _Called(error) from None
+            raise _Called(None)
 
         runtime.intercept = intercept
 
     def prepared(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None: ...
 
 
-def _first_call(train: Train, policy: Policy, seed: int) -> str | None:
-    """Return the error that the first call of the model would raise under ``policy``, or None."""
+def _first_call(train: Train, policy: Policy, seed: int) -> None:
+    """Raise the error that the first call of the model would raise under ``policy``."""
 
     def stop(step: int, loss: float | None) -> None:
         raise Stop
@@ -99,7 +97,9 @@ def _first_call(train: Train, policy: Policy, seed: int) -> str | None:
             call(train, policy, seed, Log(Path(folder), stop))
             ended = "train() returned without a call of the applied model"
         except _Called as first:
-            return first.problem
+            if first.problem is not None:
+                raise first.problem from None
+            return
         except Stop:
             pass
         except Error:
@@ -111,16 +111,12 @@ def _first_call(train: Train, policy: Policy, seed: int) -> str | None:
     raise _Unchecked(ended)
 
 
-def _problem(model: nn.Module, policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    runtime = runtime_of(model)
-    assert runtime is not None
-    runtime.intercept = None  # the captures below copy the model
+def _require_fit(model: nn.Module, policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for phase in (policy, *(phase.policy for phase in policy.phases)):
         if phase.quantizes and (problem := _fault(model, phase, args, kwargs)) is not None:
             if _fault(model, load_policy("bf16"), args, kwargs) is not None:
                 raise _Unchecked("the model cannot be captured on tensors without data, whatever the policy")
-            return problem
-    return None
+            raise Error(problem)
 
 
 def _fault(model: nn.Module, policy: Policy, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
@@ -133,6 +129,6 @@ def _fault(model: nn.Module, policy: Policy, args: tuple[Any, ...], kwargs: dict
     kept = Counter((site.rule, site.reason) for site in explanation.sites if not site.quantized)
     reasons = [
         f"{count} {f'by rule {rule!r}' if rule else 'by default'} ({reason})"
-        for (rule, reason), count in kept.most_common(SHOWN)
+        for (rule, reason), count in kept.most_common(8)
     ]
     return f"{explanation.problem}\n    Kept: {', '.join(reasons)}"

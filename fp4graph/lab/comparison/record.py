@@ -41,16 +41,31 @@ def name_of(train: Callable[..., Any]) -> str:
     return str(train) if name is None else f"{train.__module__}:{name}"
 
 
-def source_of(train: Callable[..., Any]) -> str | None:
-    """Return a digest that tells an edited training from the former one; None where nothing is known of it.
-
-    It is of a function's source, or of the settings that a dataclass holds.
-    """
+def _source_of(train: Callable[..., Any]) -> str | None:
+    """Return a digest of a function's source, or of a dataclass's settings; None where nothing is known of them."""
     try:
         source = repr(train) if is_dataclass(train) else inspect.getsource(getattr(train, "func", train))
     except (OSError, TypeError):
         return None
     return hashlib.sha256(source.encode()).hexdigest()[:16]
+
+
+@contextmanager
+def locked(file: Path, user: Callable[[], str]) -> Iterator[None]:
+    """Lock a file, in a folder that is made if need be, until the context ends.
+
+    Raises:
+        Error: another process, which ``user`` names, has locked it, or it cannot be written.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(file).acquire(timeout=0)
+    except Timeout:
+        raise Error(f"{file.parent} is in use by {user()}; let it end, or give another folder") from None
+    except OSError as error:
+        raise Error(f"cannot write {file.parent}: {error.strerror or error}; give another folder") from error
+    with lock:
+        yield
 
 
 class Record:
@@ -94,6 +109,22 @@ class Record:
         else:
             self.timings[line["policy"]] = line
 
+    def require_same(self, train: str, source: str | None, policies: Sequence[Policy]) -> None:
+        """Raise an Error if the runs are of another training, or of policies that were edited since."""
+        known = {line["policy"]: line["fingerprint"] for line in self.runs.values()}
+        changed = [p.name for p in policies if known.get(p.name, p.fingerprint) != p.fingerprint]
+        if not self.runs:
+            return
+        if self.header["train"] != train:
+            why = f"a comparison of {self.header['train']}, and this is one of {train}"
+        elif self.header["source"] != source:
+            why = f"runs of {train} with other settings, or from before it was edited"
+        elif changed:
+            why = f"runs of policy {changed[0]!r} from before it was edited"
+        else:
+            return
+        raise Error(f"{self.folder} holds {why}; give another folder, or delete this one")
+
 
 @contextmanager
 def recording(folder: Path, train: Callable[..., Any], policies: Sequence[Policy]) -> Iterator[Record]:
@@ -103,40 +134,14 @@ def recording(folder: Path, train: Callable[..., Any], policies: Sequence[Policy
         Error: another process writes there, the folder cannot be written, or it holds another comparison: of another
             training, of one that was edited since, or of other policies under the same names.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(folder / LOCK)
-        lock.acquire(timeout=0)
-    except Timeout:
-        process = Record(folder).header.get("process", "another process")
-        raise Error(f"{folder} is in use by {process}; let it end, or give another folder") from None
-    except OSError as error:
-        raise Error(f"cannot write {folder}: {error.strerror or error}; give another folder") from error
-    try:
+    with locked(folder / LOCK, lambda: str(Record(folder).header.get("process", "another process"))):
         jsonlines.cut_torn_line(folder / RUNS)
         record = Record(folder)
-        identity = {"train": name_of(train), "source": source_of(train)}
-        if record.runs:
-            _refuse_another(record, identity, policies)
+        name, source = name_of(train), _source_of(train)
+        record.require_same(name, source, policies)
         here = f"process {os.getpid()} on {socket.gethostname()}"
         versions = {name: version(name) for name in ("fp4graph", "torch")} | {"python": platform.python_version()}
         machine = {"processor": platform.machine(), "threads": torch.get_num_threads()}
-        header = {"format": FORMAT, "version": VERSION, **identity, "process": here, "versions": versions}
-        jsonlines.append(folder / RUNS, [header | {"machine": machine}])
+        about = {"format": FORMAT, "version": VERSION, "train": name, "source": source}
+        jsonlines.append(folder / RUNS, [about | {"process": here, "versions": versions, "machine": machine}])
         yield record
-    finally:
-        lock.release()
-
-
-def _refuse_another(record: Record, identity: Line, policies: Sequence[Policy]) -> None:
-    header, why = record.header, ""
-    known = {line["policy"]: line["fingerprint"] for line in record.runs.values()}
-    changed = [p.name for p in policies if known.get(p.name, p.fingerprint) != p.fingerprint]
-    if header["train"] != identity["train"]:
-        why = f"a comparison of {header['train']}, and this is one of {identity['train']}"
-    elif header["source"] != identity["source"]:
-        why = f"runs of {header['train']} with other settings, or from before it was edited"
-    elif changed:
-        why = f"runs of policy {changed[0]!r} from before it was edited"
-    if why:
-        raise Error(f"{record.folder} holds {why}; give another folder, or delete this one")

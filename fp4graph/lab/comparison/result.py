@@ -14,15 +14,11 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from fp4graph.errors import Error
+from fp4graph.lab.data.extras import needs
 from fp4graph.lab.pictures.style import LABELS
 from fp4graph.lab.statistics import storage
 from fp4graph.policy import Policy
 
-#: Confidence of the intervals.
-CONFIDENCE = 0.95
-#: Operands that a policy's list of losses has.
-WORST = 6
 Row = Mapping[str, Any]
 
 
@@ -37,8 +33,7 @@ def paired(differences: Sequence[float]) -> tuple[float, float | None]:
     count = len(differences)
     if count < 2:
         return fmean(differences), None
-    quantile = float(t.ppf((1 + CONFIDENCE) / 2, count - 1))
-    return fmean(differences), quantile * stdev(differences) / math.sqrt(count)
+    return fmean(differences), float(t.ppf(0.975, count - 1)) * stdev(differences) / math.sqrt(count)
 
 
 @dataclass(frozen=True)
@@ -99,6 +94,7 @@ class Comparison:
         model: Row = next((run["model"] for run in runs if run["model"]), {})
         ratio = 1.0 if policy.name == self.baseline and self.timings else self.timings.get(policy.name, {}).get("ratio")
         alone = _mean([run["ms_per_step"] for run in runs])
+        beside = [timing["baseline_ms_per_step"] for timing in self.timings.values()]  # times of the baseline
         return {
             "policy": policy.name,
             "loss": fmean(losses) if losses else None,
@@ -108,18 +104,13 @@ class Comparison:
             "high": mean + half if known else None,  # type: ignore[operator]
             **{name: _mean([run["metrics"].get(name) for run in finished]) for name in self.metrics},
             "complexity": policy.complexity,
-            "ms_per_step": alone if ratio is None else ratio * self._usual_ms,
+            "ms_per_step": alone if ratio is None else ratio * median(beside),
             "ratio": ratio,
             **{name: model.get(name) for name in ("fp4_flops", "bits_per_weight", "quantized", "sites")},
             "finished": len(finished),
             "diverged": [[run["seed"], run["step"]] for run in self.of(policy.name, "diverged")],
             "failed": [[run["seed"], run["error"]] for run in self.of(policy.name, "failed")],
         }
-
-    @property
-    def _usual_ms(self) -> float:
-        """The baseline's ms per step, the median of its times beside each policy."""
-        return float(median(timing["baseline_ms_per_step"] for timing in self.timings.values()))
 
     @property
     def verdict(self) -> str:
@@ -189,7 +180,7 @@ class Comparison:
             return []
         rows = storage.read(folder).having("snr_db")
         last = {(row["site"], row["tensor"]): row for row in rows}
-        ranked = sorted(last.values(), key=lambda row: row["snr_db"])[:WORST]
+        ranked = sorted(last.values(), key=lambda row: row["snr_db"])[:6]
         names = ("step", "site", "snr_db", "underflowed", "saturated")
         return [{name: row.get(name) for name in names} | {"operand": LABELS[row["tensor"]]} for row in ranked]
 
@@ -218,10 +209,9 @@ class Comparison:
 
     def to_frame(self) -> Any:
         """Return the rows as a ``pandas.DataFrame``."""
-        try:
-            import pandas as pd
-        except ImportError:
-            raise Error("to_frame() needs pandas, which is not installed; pip install pandas, or use rows") from None
+        needs("pandas", "tables are made by pandas", "analysis")
+        import pandas as pd
+
         return pd.DataFrame(self.rows)
 
 

@@ -20,22 +20,18 @@ import torch
 from torch import nn
 
 from fp4graph.errors import Error
-from fp4graph.graph.site import Site
 from fp4graph.lab.comparison.training import Log, NoLoss, Stop, Train, call, seeded
+from fp4graph.lab.quantities import bits_per_weight, fp4_flops
 from fp4graph.lab.statistics.collect import Statistics
 from fp4graph.model import coverage
 from fp4graph.model.listening import listening
 from fp4graph.model.runtime import runtime_of
-from fp4graph.numerics.spec import QuantSpec
 from fp4graph.policy import Policy
-from fp4graph.technique.operands import Gemm, Operand
 
 #: Points of a run's curve in its line, each the mean of the steps since the one before.
 POINTS = 200
 #: Statistics that the page of a comparison shows.
 METRICS = ("snr", "error", "saturation", "underflow")
-#: Bits of a weight that is kept in high precision, as models are served.
-KEPT_BITS = 16
 Progress = Callable[[Policy, int, int, float], None]
 
 
@@ -112,7 +108,7 @@ class _Watcher:
     """Listens to a training; at its first logged step, sums up the model and attaches statistics to it."""
 
     def __init__(self, folder: Path, every: int | None) -> None:
-        self._folder, self._every = folder, every
+        self._options: dict[str, Any] = {"every": every, "directory": folder, "metrics": METRICS}
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self._statistics: Statistics | None = None
@@ -129,20 +125,19 @@ class _Watcher:
         model, optimizer = self._model(), self._optimizer()
         if self.model is not None or model is None or (runtime := runtime_of(model)) is None or not runtime.sites:
             return
-        if self._every is not None and optimizer is not None:
-            options: dict[str, Any] = {"every": self._every, "directory": self._folder, "metrics": METRICS}
+        if self._options["every"] is not None and optimizer is not None:
             try:
-                self._statistics = Statistics(model, optimizer, step=step, **options)
+                self._statistics = Statistics(model, optimizer, step=step, **self._options)
             except Error as error:
                 self.note = f"no statistics were recorded: {error}"
         # Recompilations, generations and other modes capture a product again.
         served = coverage.served_sites(runtime.root, runtime.capture)
-        sites = {(name, site.op, site.occurrence): site for site, names in served for name in names}
+        sites = list({(name, site.op, site.occurrence): site for site, names in served for name in names}.values())
         self.model = {
             "sites": len(sites),
-            "quantized": sum(site.quantized for site in sites.values()),
-            "fp4_flops": fp4_flops(list(sites.values())),
-            "bits_per_weight": bits_per_weight(list(sites.values())),
+            "quantized": sum(site.quantized for site in sites),
+            "fp4_flops": fp4_flops(sites),
+            "bits_per_weight": bits_per_weight(sites),
             "parameters": sum(parameter.numel() for parameter in model.parameters()),
         }
 
@@ -150,45 +145,6 @@ class _Watcher:
         if self._statistics is not None:
             with suppress(Error):
                 self._statistics.close()
-
-
-def fp4_flops(sites: Sequence[Site]) -> float | None:
-    """Return the share of a training step's matrix FLOPs that multiply two operands of 4 bits; None if unknown.
-
-    Σ_s F_s · g_s / Σ_s 3 F_s, where site s has F_s FLOPs in each of fprop, dgrad and wgrad, and g_s of these three have
-    4-bit elements (E2M1, E3M0, INT4) in both operands.
-    """
-    total = 3 * sum(site.flops or 0 for site in sites)
-    short = sum((site.flops or 0) * sum(map(_is_fp4, [site] * 3, Gemm)) for site in sites)
-    return short / total if total else None
-
-
-def _is_fp4(site: Site, gemm: Gemm) -> bool:
-    specs = [site.operands.get(operand) for operand in Operand if operand.gemm is gemm]
-    return all(spec is not None and spec.element.code_bits <= 4 for spec in specs)
-
-
-def bits_per_weight(sites: Sequence[Site]) -> float | None:
-    """Return the mean bits of a weight that enters a matrix product, scales included; None without such weights.
-
-    A quantized weight has b + s/k bits: elements of b bits, and one scale of s bits, whole bytes, for each block of k.
-    A weight that is kept has 16. Scales of rows and tensors are left out, and a weight that products share counts once.
-    """
-    weights: dict[tuple[Any, ...], tuple[int, float]] = {}
-    for site in sites:
-        if site.op in ("linear", "grouped") and all(isinstance(size, int) for size in site.shapes[1]):
-            size = math.prod(int(size) for size in site.shapes[1])
-            weights[site.module, site.shapes[1]] = size, _bits(site.operands.get(Operand.FPROP_WEIGHT))
-    total = sum(size for size, _ in weights.values())
-    return sum(size * bits for size, bits in weights.values()) / total if total else None
-
-
-def _bits(spec: QuantSpec | None) -> float:
-    if spec is None:
-        return KEPT_BITS
-    block = math.prod(spec.block) if isinstance(spec.block, tuple) else spec.block
-    scale = 8 * math.ceil(spec.scale.format.code_bits / 8) / block if isinstance(block, int) else 0.0
-    return spec.element.code_bits + scale
 
 
 def orphan_watch() -> None:

@@ -19,33 +19,39 @@ WARM_UP, INTERVALS = 5, 4
 TURNS, SECONDS = 9, 120.0
 
 
-def alternate(train: Train, baseline: Policy, policy: Policy, seed: int) -> tuple[list[float], list[float]]:
-    """Return the seconds per step of ``train`` under each policy, the median of each turn.
+def timed(train: Train, baseline: Policy, policy: Policy, seed: int) -> dict[str, float]:
+    """Return the baseline's ms per step, and the ratio of the policy's; empty where the training is too short.
 
     The trainings run in two threads, of which only one is awake: they hand over to each other inside ``log``. They end
-    after :data:`TURNS` turns, or with the shorter training. The ratio of the policies is the median of the ratios of
-    the turns.
+    after :data:`TURNS` turns, or with the shorter training. Times are medians over the turns, and the ratio that of the
+    turns' ratios.
 
     Raises:
         Exception: what a training raises.
     """
     pair = _Turns(train, baseline, seed), _Turns(train, policy, seed)
-    for turns, other in zip(pair, reversed(pair), strict=True):
-        turns.other = other
-        turns.start()
-    pair[0].awake.set()
-    try:
-        for turns in pair:
-            turns.join()
-    finally:
-        for turns in pair:  # after a Ctrl-C: at the next call of log
-            turns.ends = True
-            turns.awake.set()
+    with seeded(seed):
+        for turns, other in zip(pair, reversed(pair), strict=True):
+            turns.other = other
+            turns.start()
+        pair[0].awake.set()
+        try:
+            for turns in pair:
+                turns.join()
+        finally:
+            for turns in pair:  # after a Ctrl-C: at the next call of log
+                turns.ends = True
+                turns.awake.set()
     for turns in pair:
         if turns.error is not None:
             raise turns.error
-    count = min(len(turns.seconds) for turns in pair)
-    return pair[0].seconds[:count], pair[1].seconds[:count]
+    turns_of = list(zip(pair[0].seconds, pair[1].seconds, strict=False))
+    if not turns_of:
+        return {}
+    return {
+        "baseline_ms_per_step": 1000 * median(usual for usual, _ in turns_of),
+        "ratio": median(own / usual for usual, own in turns_of),
+    }
 
 
 class _Turns(threading.Thread):
@@ -73,7 +79,7 @@ class _Turns(threading.Thread):
                     call(self._train, self._policy, self._seed, Log(Path(folder), self._look))
         except Stop:
             pass
-        except Exception as error:  # noqa: BLE001  # raised again by alternate()
+        except Exception as error:  # noqa: BLE001  # raised again by timed()
             self.error = error
         finally:
             self.ends = self.other.ends = True
@@ -106,13 +112,3 @@ class _Turns(threading.Thread):
         self.other.awake.set()
         if not self.ends:
             self.awake.wait()
-
-
-def timed(train: Train, baseline: Policy, policy: Policy, seed: int) -> dict[str, float]:
-    """Return the baseline's ms per step, and the ratio of the policy's; empty where the training is too short."""
-    with seeded(seed):
-        usual, own = alternate(train, baseline, policy, seed)
-    if not own:
-        return {}
-    ratios = [b / a for a, b in zip(usual, own, strict=True)]
-    return {"baseline_ms_per_step": 1000 * median(usual), "ratio": median(ratios)}

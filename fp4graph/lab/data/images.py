@@ -8,70 +8,34 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import Subset
 
 from fp4graph.errors import Error
-from fp4graph.lab.data.extras import needs
-
-if TYPE_CHECKING:
-    from PIL import Image
+from fp4graph.lab.data.extras import data_folder, needs
 
 #: Means and standard deviations of the channels of ImageNet's training images.
 IMAGENET_MEAN, IMAGENET_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
-class Images(Protocol):
-    """A map-style data set of (PIL image, class index)."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]: ...
-
-
 @dataclass(frozen=True)
 class Split:
-    """Training and validation images of one data set, with the mean and std of their channels, in [0, 1]."""
+    """Training and validation images of one data set, with the mean and std of their channels, in [0, 1].
 
-    train: Images
-    validation: Images
+    Each part is a map-style data set of (PIL image, class number).
+    """
+
+    train: Any
+    validation: Any
     classes: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
-    @property
-    def channels(self) -> int:
-        return len(self.mean)
 
-
-class _Read:
-    """A data set of images that ``read`` makes of ``items`` when they are asked for."""
-
-    def __init__(self, items: Any, read: Callable[[Any], tuple[Image.Image, int]]) -> None:
-        self.items, self.read = items, read
-
-    def __len__(self) -> int:
-        return len(self.items)
-
-    def __getitem__(self, index: int) -> tuple[Image.Image, int]:
-        return self.read(self.items[index])
-
-
-def _from_row(image: str, label: str | None, row: Any) -> tuple[Image.Image, int]:
-    return row[image].convert("RGB"), 0 if label is None else int(row[label])
-
-
-def _from_file(file: Path) -> tuple[Image.Image, int]:
-    from PIL import Image
-
-    with Image.open(file) as image:
-        return image.convert("RGB"), 0
-
-
-def digits() -> Split:
+def digits(data: str | None = None) -> Split:
     """Return scikit-learn's 1797 scans of handwritten digits (8x8, 17 grey levels) as 8-bit grey images.
 
     The split is stratified, 80/20, and the same for runs of any seed, so that they are comparable.
@@ -84,43 +48,50 @@ def digits() -> Split:
     scans = load_digits()
     images = [Image.fromarray(np.uint8(np.round(scan * (255 / 16)))) for scan in scans.images]
     pairs: Any = list(zip(images, scans.target.tolist(), strict=True))
-    numbers = np.arange(len(pairs))
-    parts = train_test_split(numbers, test_size=0.2, stratify=scans.target, random_state=0)
+    parts = train_test_split(np.arange(len(pairs)), test_size=0.2, stratify=scans.target, random_state=0)
     train, validation = (Subset(pairs, part.tolist()) for part in parts)
     return Split(train, validation, classes=10, mean=(0.305,), std=(0.376,))
 
 
-def mnist(root: Path) -> Split:
-    """Return MNIST from ``root``, fetched there by torchvision if need be."""
-    needs("torchvision", "MNIST is read by torchvision")
-    from torchvision.datasets import MNIST
-
-    where = f"{root}/MNIST/raw has the four files train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-..."
-    train, test = _torchvision(MNIST, root, where)
-    return Split(train, test, classes=10, mean=(0.1307,), std=(0.3081,))
+def mnist(data: str | None = None) -> Split:
+    """Return MNIST from the folder ``data``, fetched there by torchvision if need be."""
+    files = "{root}/MNIST/raw has the four files train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-..."
+    return Split(*_torchvision("MNIST", data, files), 10, (0.1307,), (0.3081,))
 
 
-def cifar10(root: Path) -> Split:
-    """Return CIFAR-10 from ``root``, fetched there by torchvision if need be."""
-    needs("torchvision", "CIFAR-10 is read by torchvision")
-    from torchvision.datasets import CIFAR10
-
-    where = f"{root / CIFAR10.base_folder} exists (unpack {CIFAR10.filename} in {root})"
-    train, test = _torchvision(CIFAR10, root, where)
-    return Split(train, test, classes=10, mean=(0.4914, 0.4822, 0.4465), std=(0.2470, 0.2435, 0.2616))
+def cifar10(data: str | None = None) -> Split:
+    """Return CIFAR-10 from the folder ``data``, fetched there by torchvision if need be."""
+    parts = _torchvision("CIFAR10", data, "{root}/cifar-10-batches-py exists (unpack cifar-10-python.tar.gz in {root})")
+    return Split(*parts, 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 
 
-def _torchvision(kind: Callable[..., Images], root: Path, where: str) -> list[Images]:
-    """Return the training and the validation images of a data set."""
+def _torchvision(name: str, data: str | None, files: str) -> tuple[Any, Any]:
+    """Return the training and the validation images of a data set; an error says that ``files`` are needed."""
+    needs("torchvision", f"{name} is read by torchvision")
+    from torchvision import datasets
+
+    kind, root = getattr(datasets, name), data_folder(name.lower(), data)
     try:
         try:
-            return [kind(root=str(root), train=part, download=False) for part in (True, False)]
+            return kind(str(root), train=True), kind(str(root), train=False)
         except RuntimeError:  # it is not there, or is damaged
-            return [kind(root=str(root), train=part, download=True) for part in (True, False)]
+            return kind(str(root), train=True, download=True), kind(str(root), train=False, download=True)
     except (RuntimeError, OSError) as error:
-        name = getattr(kind, "__name__", "the data set")
         last = str(error).splitlines()[-1]  # torchvision's last attempt
-        raise Error(f"{name} is not in {root}: it cannot be downloaded ({last}). Make sure that {where}") from error
+        where = f"Make sure that {files.format(root=root)}"
+        raise Error(f"{name} is not in {root}: it cannot be downloaded ({last}). {where}") from error
+
+
+def given(data: str | None, needed: str, *, labelled: bool) -> Split:
+    """Return the images that ``--data`` names: ``hf:NAME``, or a folder; ``needed`` begins the error without it."""
+    if data is None:
+        classes = "FOLDER/train/CLASS/*.jpg and FOLDER/val/CLASS/*.jpg"
+        layout = classes if labelled else "its images as .png or .jpg, in any subfolders"
+        hub = "or --data hf:NAME for a dataset of the Hugging Face hub"
+        raise Error(f"{needed}: give --data FOLDER with {layout}, {hub}")
+    if data.startswith("hf:"):
+        return hugging_face(data[3:], labelled=labelled)
+    return (image_folder if labelled else flat_folder)(Path(data).expanduser())
 
 
 def image_folder(root: Path) -> Split:
@@ -129,18 +100,15 @@ def image_folder(root: Path) -> Split:
     from timm.data.dataset_factory import create_dataset
 
     parts = root / "train", root / "val"
-    missing = [part.name for part in parts if not part.is_dir()]
-    if missing:
-        raise Error(
-            f"{root} has no folder {' and no folder '.join(missing)}: put the images in {root}/train/CLASS/*.jpg and "
-            f"{root}/val/CLASS/*.jpg"
-        )
+    if missing := [part.name for part in parts if not part.is_dir()]:
+        layout = f"put the images in {parts[0]}/CLASS/*.jpg and {parts[1]}/CLASS/*.jpg"
+        raise Error(f"{root} has no folder {' and no folder '.join(missing)}: {layout}")
     for part in parts:
         if not any(path.is_dir() for path in part.iterdir()):
             raise Error(f"{part} has no class folders: put the images in {part}/CLASS/*.jpg")
-    train = create_dataset("", root=str(root / "train"), split="train", search_split=False)
+    train = create_dataset("", root=str(parts[0]), split="train", search_split=False)
     classes = train.reader.class_to_idx
-    validation = create_dataset("", root=str(root / "val"), split="val", search_split=False, class_map=classes)
+    validation = create_dataset("", root=str(parts[1]), split="val", search_split=False, class_map=classes)
     return Split(train, validation, len(classes), mean=IMAGENET_MEAN, std=IMAGENET_STD)
 
 
@@ -150,13 +118,6 @@ def flat_folder(root: Path) -> Split:
     if len(files) < 50:
         raise Error(f"{root} has {len(files)} images: put at least 50 there, as .png, .jpg or .webp, in any subfolders")
     return _unlabelled(_Read(files, _from_file))
-
-
-def named(data: str, *, labelled: bool) -> Split:
-    """Return the images that ``--data`` names: ``hf:NAME``, or a folder."""
-    if data.startswith("hf:"):
-        return hugging_face(data[3:], labelled=labelled)
-    return (image_folder if labelled else flat_folder)(Path(data).expanduser())
 
 
 def hugging_face(name: str, *, labelled: bool) -> Split:
@@ -172,26 +133,49 @@ def hugging_face(name: str, *, labelled: bool) -> Split:
     try:
         found = datasets.load_dataset(name)
     except Exception as error:  # whatever the hub, the network or a loading script raises
-        what = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise Error(
-            f"dataset {name!r} cannot be loaded ({type(error).__name__}: {what}); give hf:NAME of the hub where there "
-            "is a network, or hf:FOLDER with its files"
-        ) from error
-    features = found["train"].features if "train" in found else {}
-    image = next((key for key, feature in features.items() if isinstance(feature, datasets.Image)), None)
-    label = next((key for key, feature in features.items() if isinstance(feature, datasets.ClassLabel)), None)
+        what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        places = "hf:NAME of the hub where there is a network, or hf:FOLDER with its files"
+        raise Error(f"dataset {name!r} cannot be loaded ({what}); give {places}") from error
+    columns = found["train"].features if "train" in found else {}
+    image, label = (
+        next((key for key, column in columns.items() if isinstance(column, kind)), None)
+        for kind in (datasets.Image, datasets.ClassLabel)
+    )
     if image is None or (labelled and label is None):
         lacks = "images" if image is None else "class labels"
-        raise Error(f"dataset {name!r} has no column of {lacks} in a split 'train'; its columns: {', '.join(features)}")
+        raise Error(f"dataset {name!r} has no column of {lacks} in a split 'train'; its columns: {', '.join(columns)}")
     read = partial(_from_row, image, label)
-    train = _Read(found["train"], read)
-    other = next((key for key in ("validation", "val", "test") if key in found), None)
-    if other is None and labelled:
+    if other := next((key for key in ("validation", "val", "test") if key in found), None):
+        classes = 1 if label is None else columns[label].num_classes
+        train, validation = (_Read(found[part], read) for part in ("train", other))
+        return Split(train, validation, classes, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    if labelled:
         raise Error(f"dataset {name!r} has no split validation, val or test; its splits: {', '.join(found)}")
-    if other is None:
-        return _unlabelled(train)
-    classes = 1 if label is None else features[label].num_classes
-    return Split(train, _Read(found[other], read), classes, mean=IMAGENET_MEAN, std=IMAGENET_STD)
+    return _unlabelled(_Read(found["train"], read))
+
+
+class _Read:
+    """A data set of images that ``read`` makes of ``items`` when they are asked for."""
+
+    def __init__(self, items: Any, read: Callable[[Any], tuple[Any, int]]) -> None:
+        self.items, self.read = items, read
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        return self.read(self.items[index])
+
+
+def _from_file(file: Path) -> tuple[Any, int]:
+    from PIL import Image
+
+    with Image.open(file) as image:
+        return image.convert("RGB"), 0
+
+
+def _from_row(image: str, label: str | None, row: Any) -> tuple[Any, int]:
+    return row[image].convert("RGB"), 0 if label is None else int(row[label])
 
 
 def _unlabelled(images: Any) -> Split:

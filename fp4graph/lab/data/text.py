@@ -6,26 +6,23 @@ The tokens of a step are a pure function of (seed, step): a resumed run, or one 
 from __future__ import annotations
 
 import sysconfig
-import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from fp4graph.errors import Error
+from fp4graph.files import replacing
 from fp4graph.lab.data.extras import data_folder, needs
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 #: Ids of tokens, one after the other.
 TokenArray = npt.NDArray[np.uint32]
-
 #: Token between two documents, in every vocabulary.
 SEPARATOR = 0
 #: A vocabulary of this size is the bytes themselves.
@@ -37,30 +34,28 @@ LEFT_OUT = {"test", "tests", "idlelib", "lib2to3", "encodings", "site-packages",
 
 
 @dataclass(frozen=True)
-class Texts:
-    """Documents to train on and to validate on."""
+class Parts:
+    """Documents to train on and to validate on: lists of texts, or arrays of tokens."""
 
-    train: list[str]
-    validation: list[str]
-
-
-@dataclass(frozen=True)
-class Tokens:
-    """The same documents as two arrays of tokens."""
-
-    train: TokenArray
-    validation: TokenArray
+    train: Any
+    validation: Any
 
 
-def standard_library() -> Texts:
+def given(data: str) -> Parts:
+    """Return ``stdlib``, ``wikitext``, or the text files of a path."""
+    if data == "stdlib":
+        return standard_library()
+    return wikitext() if data == "wikitext" else text_files(Path(data).expanduser())
+
+
+def standard_library() -> Parts:
     """Return the source of Python's modules, 8 to 12 MB, every 20th for validation. It differs between versions."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = sorted(path for path in root.rglob("*.py") if LEFT_OUT.isdisjoint(path.relative_to(root).parts))
-    held_out = files[::20]
-    return Texts([_read(file) for file in files if file not in held_out], [_read(file) for file in held_out])
+    return _read(files, files[::20])
 
 
-def text_files(path: Path) -> Texts:
+def text_files(path: Path) -> Parts:
     """Return the text of a file, whose last 5 % are for validation, or of a folder's files.
 
     In a folder, files with ``valid`` in their name (``wiki.valid.raw``) are for validation, and files with ``test``
@@ -68,20 +63,33 @@ def text_files(path: Path) -> Texts:
     """
     if not path.exists():
         raise Error(f"--data {path}: there is no such file or folder")
-    files = [path] if path.is_file() else sorted(file for file in path.rglob("*") if _is_text(file))
-    files = [file for file in files if file == path or "test" not in file.name.lower()]
+    files, validation = [path], []
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if "test" not in file.name.lower() and _is_text(file))
+        validation = [file for file in files if "valid" in file.name.lower()]
     if not files:
         raise Error(f"--data {path} has no text files")
-    validation = [file for file in files if file != path and "valid" in file.name.lower()]
     if not validation and len(files) == 1:
-        text = _read(files[0])
+        (text,) = _read(files, []).train
         cut = int(0.95 * len(text))
-        return Texts([text[:cut]], [text[cut:]])
-    validation = validation or files[::20]
-    return Texts([_read(file) for file in files if file not in validation], [_read(file) for file in validation])
+        return Parts([text[:cut]], [text[cut:]])
+    return _read(files, validation or files[::20])
 
 
-def wikitext() -> Texts:
+def _read(files: Sequence[Path], validation: Sequence[Path]) -> Parts:
+    texts = {file: file.read_text(encoding="utf-8", errors="replace") for file in files}
+    held_out = [texts.pop(file) for file in validation]
+    return Parts(list(texts.values()), held_out)
+
+
+def _is_text(file: Path) -> bool:
+    if not file.is_file() or file.name.startswith("."):
+        return False
+    with file.open("rb") as opened:
+        return b"\0" not in opened.read(4096)
+
+
+def wikitext() -> Parts:
     """Return WikiText-103 from the Hugging Face hub, or from the cache of ``datasets``."""
     needs("datasets", "WikiText is loaded by Hugging Face's datasets")
     import datasets
@@ -93,17 +101,10 @@ def wikitext() -> Texts:
             f"WikiText cannot be downloaded ({type(error).__name__}): put wiki.train.raw and wiki.valid.raw of "
             "WikiText-103 into a folder and give --data FOLDER, or give --data stdlib for Python's own source"
         ) from error
-    return Texts(["".join(rows["train"]["text"])], ["".join(rows["validation"]["text"])])
+    return Parts(["".join(rows["train"]["text"])], ["".join(rows["validation"]["text"])])
 
 
-def named(data: str) -> Texts:
-    """Return ``stdlib``, ``wikitext``, or the text files of a path."""
-    if data == "stdlib":
-        return standard_library()
-    return wikitext() if data == "wikitext" else text_files(Path(data).expanduser())
-
-
-def prepared(texts: Texts, vocabulary: int) -> Tokens:
+def prepared(texts: Parts, vocabulary: int) -> Parts:
     """Return ``texts`` as tokens of a tokenizer of their own; :func:`data_folder` keeps both for the next time."""
     if vocabulary == BYTES:
         return tokenize(texts)
@@ -112,81 +113,52 @@ def prepared(texts: Texts, vocabulary: int) -> Tokens:
         checksum = zlib.crc32(part.encode(), checksum)
     kept = data_folder("tokens") / f"{checksum:08x}-{vocabulary}"
     try:
-        if not kept.exists():
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            _keep(texts, vocabulary, kept)
-        train, validation = (np.load(kept / f"{part}.npy", mmap_mode="r") for part in ("train", "validation"))
+        if not (kept / "validation.npy").exists():  # the file that is written last
+            kept.mkdir(parents=True, exist_ok=True)
+            tokenizer = train_tokenizer(texts.train, vocabulary)
+            with replacing(kept / "tokenizer.json") as file:
+                file.write(tokenizer.to_str().encode())
+            for name, tokens in vars(tokenize(texts, tokenizer)).items():
+                with replacing(kept / f"{name}.npy") as file:
+                    np.save(file, tokens)
+        return Parts(*(np.load(kept / f"{part}.npy", mmap_mode="r") for part in ("train", "validation")))
     except OSError as error:
         raise Error(f"the tokens cannot be kept in {kept}: {error.strerror or error}; $FP4GRAPH_DATA names another "
                     "place for what is derived from data") from error  # fmt: skip
-    return Tokens(train, validation)
 
 
-def _keep(texts: Texts, vocabulary: int, folder: Path) -> None:
-    """Make ``folder`` in one move, whoever else is making it too."""
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as name:
-        unfinished = Path(name) / folder.name
-        unfinished.mkdir()
-        train_tokenizer(texts.train, vocabulary, unfinished / "tokenizer.json")
-        tokens = tokenize(texts, unfinished / "tokenizer.json")
-        np.save(unfinished / "train.npy", tokens.train)
-        np.save(unfinished / "validation.npy", tokens.validation)
-        try:
-            unfinished.rename(folder)
-        except OSError:
-            if not folder.exists():
-                raise
-
-
-def _is_text(file: Path) -> bool:
-    if not file.is_file() or file.name.startswith("."):
-        return False
-    with file.open("rb") as opened:
-        return b"\0" not in opened.read(4096)
-
-
-def _read(file: Path) -> str:
-    return file.read_text(encoding="utf-8", errors="replace")
-
-
-def train_tokenizer(texts: Sequence[str], vocabulary: int, file: Path) -> None:
-    """Train a byte-pair tokenizer and write it to ``file``."""
+def train_tokenizer(texts: Iterable[str], vocabulary: int) -> Any:
+    """Return a byte-pair tokenizer that was trained on the first :data:`TRAINED_ON` characters of ``texts``."""
     needs("tokenizers", "text is cut by tokenizers")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import ByteLevelBPETokenizer
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=["<|separator|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(_head(texts, TRAINED_ON), trainer)
-    file.write_text(tokenizer.to_str(), encoding="utf-8")
+    def head() -> Iterator[str]:
+        seen = 0
+        for piece in chain.from_iterable(map(_pieces, texts)):
+            if seen >= TRAINED_ON:
+                return
+            yield piece
+            seen += len(piece)
 
-
-def tokenize(texts: Texts, tokenizer_file: Path | None = None) -> Tokens:
-    """Return both parts as tokens: bytes, or those of the tokenizer in ``tokenizer_file``."""
-    tokenizer = None
-    if tokenizer_file is not None:
-        from tokenizers import Tokenizer
-
-        tokenizer = Tokenizer.from_file(str(tokenizer_file))
-    return Tokens(_encode(texts.train, tokenizer), _encode(texts.validation, tokenizer))
+    tokenizer = ByteLevelBPETokenizer()
+    options: dict[str, Any] = {"min_frequency": 0, "special_tokens": ["<|separator|>"], "show_progress": False}
+    tokenizer.train_from_iterator(head(), vocabulary, **options)
+    return tokenizer
 
 
-def _encode(texts: Sequence[str], tokenizer: Tokenizer | None) -> TokenArray:
-    separator = np.array([SEPARATOR], dtype=np.uint32)
+def tokenize(texts: Parts, tokenizer: Any = None) -> Parts:
+    """Return both parts as tokens of ``tokenizer``, or without one as bytes."""
+    return Parts(_encode(texts.train, tokenizer), _encode(texts.validation, tokenizer))
+
+
+def _encode(texts: Sequence[str], tokenizer: Any) -> TokenArray:
     parts: list[TokenArray] = []
     for text in texts:
         if tokenizer is None:
             parts.append(np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32))
         else:
-            encoded = tokenizer.encode_batch(list(_pieces(text)))
-            parts += [np.array(piece.ids, dtype=np.uint32) for piece in encoded]
-        parts.append(separator)
+            parts += [np.array(piece.ids, np.uint32) for piece in tokenizer.encode_batch(list(_pieces(text)))]
+        parts.append(np.array([SEPARATOR], np.uint32))
     return np.concatenate(parts)
 
 
@@ -194,19 +166,9 @@ def _pieces(text: str) -> Iterator[str]:
     """Yield ``text`` in pieces that end at line ends, which a tokenizer encodes in parallel."""
     start = 0
     while start < len(text):
-        end = text.find("\n", start + PIECE)
-        end = len(text) if end < 0 else end + 1
+        end = text.find("\n", start + PIECE) + 1 or len(text)
         yield text[start:end]
         start = end
-
-
-def _head(texts: Sequence[str], characters: int) -> Iterator[str]:
-    for text in texts:
-        for piece in _pieces(text):
-            if characters <= 0:
-                return
-            yield piece
-            characters -= len(piece)
 
 
 def batch(tokens: TokenArray, size: int, context: int, seed: int, step: int) -> torch.Tensor:

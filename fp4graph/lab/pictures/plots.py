@@ -1,36 +1,54 @@
-"""Pictures of recorded statistics. Each function returns a matplotlib Figure, or None where nothing was recorded."""
+"""Pictures of recorded statistics. Each function returns a matplotlib Figure, or None where nothing was recorded.
+
+The docstrings of pictures of a :class:`Recorded` are the titles and the texts of the report.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import functools
+import math
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
+from fp4graph.graph.blocks import pattern_of
 from fp4graph.lab.pictures import panels as p
-from fp4graph.lab.pictures.style import LABELS, OPERANDS, PALETTE, styled, subplots
+from fp4graph.lab.pictures.style import COLORS, LABELS, PALETTE, styled, subplots
 from fp4graph.lab.statistics.metrics import CONFIDENCE_BINS, LATENT_BINS, OSCILLATING, RATIO_EDGES
 from fp4graph.lab.statistics.storage import Measurement, Recorded
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+Draw = Callable[[Recorded], "Figure | None"]
+
+
+def drawn_from(*columns: str) -> Callable[[Draw], Draw]:
+    """Decorate a function that draws what was recorded: our style, and None where none of the columns was."""
+
+    def decorated(draw: Draw) -> Draw:
+        @functools.wraps(draw)
+        def drawn(recorded: Recorded) -> Figure | None:
+            with styled():
+                return draw(recorded) if any(map(recorded.having, columns)) else None
+
+        return drawn
+
+    return decorated
+
 
 @styled()
 def losses(metrics: Sequence[Measurement]) -> Figure | None:
-    """Training and validation loss over steps."""
     # A line of a validation repeats the training loss, as a mean since the validation before.
     between = [row for row in metrics if row.get("validation_loss") is None and row.get("train_loss") is not None]
     curves = {"training": _points(between or metrics, "train_loss"), "validation": _points(metrics, "validation_loss")}
-    values = [value for points in curves.values() for _, value in points]
-    if not values:
+    if not any(curves.values()):
         return None
     picture, axes = subplots(3.6)
     for (name, points), color, width in zip(curves.items(), PALETTE, (1.1, 1.8), strict=False):
         if points:
-            marker = "o" if name == "validation" and len(points) <= 40 else None
-            axes.plot(*zip(*points, strict=True), color=color, linewidth=width, marker=marker, markersize=3.5,
-                      label=f"{name}, last {points[-1][1]:.4g}")  # fmt: skip
-    p.loss_scale(axes, values)
-    axes.set_xlabel("optimizer step")
+            _line(axes, points, color, linewidth=width, label=f"{name}, last {points[-1][1]:.4g}")
+    p.loss_scale(axes, [value for points in curves.values() for _, value in points])
     axes.legend()
     return picture
 
@@ -39,19 +57,15 @@ def losses(metrics: Sequence[Measurement]) -> Figure | None:
 def other_metrics(metrics: Sequence[Measurement]) -> Figure | None:
     """The other metrics of the validations, one panel each."""
     known = {"step", "train_loss", "validation_loss", "lr", "seconds"}
-    names = dict.fromkeys(
-        name
-        for row in metrics
-        for name, value in row.items()
-        if name not in known and isinstance(value, int | float) and not isinstance(value, bool)
-    )
+    names = [name for name in dict.fromkeys(chain(*metrics)) if name not in known]
+    names = [name for name in names if all(type(value) in (int, float) for _, value in _points(metrics, name))]
+    names = [name for name in names if _points(metrics, name)][:4]
     if not names:
         return None
-    picture, panels = subplots(2.6, 1, min(4, len(names)), squeeze=False)
-    for axes, name in zip(panels.flat, names, strict=False):
-        points = _points(metrics, name)
-        axes.plot(*zip(*points, strict=True), color=PALETTE[2], marker="o" if len(points) <= 40 else None, markersize=3)
-        axes.set(xlabel="optimizer step", ylabel=name.replace("_", " "))
+    picture, panels = subplots(2.6, 1, len(names), squeeze=False)
+    for axes, name in zip(panels.flat, names, strict=True):
+        _line(axes, _points(metrics, name), PALETTE[2])
+        axes.set_ylabel(name.replace("_", " "))
     return picture
 
 
@@ -59,76 +73,92 @@ def _points(metrics: Sequence[Measurement], column: str) -> list[tuple[int, floa
     return [(row["step"], row[column]) for row in metrics if row.get(column) is not None]
 
 
-@styled()
+def _line(axes: Any, points: Sequence[tuple[int, float]], color: str, **options: Any) -> None:
+    steps, values = zip(*points, strict=True)
+    axes.plot(steps, values, color=color, marker="o" if len(points) <= 40 else None, markersize=3, **options)
+    axes.set_xlabel("optimizer step")
+    if len(points) == 1 and len(axes.lines) == 1:
+        axes.set_xticks(steps)
+        axes.set_yticks(values, [f"{values[0]:.4g}"])
+
+
+def _grid(count: int, height: float, more: float, **options: Any) -> tuple[Figure, Any]:
+    """Return a picture with up to three panels a row, each ``height`` inches high, and ``more`` inches in all."""
+    columns = min(3, count)
+    lines = math.ceil(count / columns)
+    picture, panels = subplots(lines * height + more, lines, columns, squeeze=False, **options)
+    for axes in panels.flat[count:]:
+        axes.set_visible(False)
+    return picture, panels
+
+
+@drawn_from("snr_db")
 def snr(recorded: Recorded) -> Figure | None:
-    """Signal-to-noise ratio of the six operands over steps: mean over sites, and their range."""
-    found = p.operand_curves(recorded, "snr_db")
-    curves = {LABELS[operand]: (curve, {"color": OPERANDS[operand]}) for operand, curve in found.items()}
-    return p.bands(3.8, curves, ylabel="signal-to-noise ratio, dB")
+    """Signal-to-noise ratio of the six operands
+
+    How much of each operand survives its quantizer: 10·log₁₀(‖x‖² / ‖Q(x) − x‖²). Nearest rounding to 4 bits leaves 15
+    to 20 dB, stochastic rounding about 3 dB less. An operand that is quantized a second time (double quantization) is
+    compared with what the first quantizer left, and loses little.
+    """
+    return p.curves_picture(3.8, p.operand_curves(recorded, "snr_db"), "signal-to-noise ratio, dB", shade=True)
 
 
-@styled()
-def shares(recorded: Recorded) -> Figure | None:
-    """Saturated and underflowed shares of the six operands over steps."""
-    titles = {"saturated": "saturated", "underflowed": "rounded to zero"}
-    found = {column: p.operand_curves(recorded, column, 100) for column in titles}
-    found = {
-        column: curves
-        for column, curves in found.items()
-        if any(any(values) for curve in curves.values() for values in curve.values())
+@drawn_from("scale_bias")
+def decomposition(recorded: Recorded) -> Figure | None:
+    """Where the error comes from
+
+    The squared error of each operand at the last recorded step, by kind of site. Grid noise is what 4 bits cost under
+    an ideal scale; scale bias what the scale's format costs; dead zone what is rounded to zero. These three add up
+    element by element. Each bar is divided in the ratio of their squares, which may add up to more than the error:
+    scale bias can undo grid noise.
+    """
+    rows = recorded.latest("scale_bias")
+    kinds = list(dict.fromkeys(pattern_of(row["site"]) for row in rows))
+    errors = {
+        LABELS[operand]: {kind: p.mean_error([row for row in own if pattern_of(row["site"]) == kind]) for kind in kinds}
+        | {"all sites": p.mean_error(own)}
+        for operand, own in p.by_operand(rows).items()
     }
-    if not found:
-        return None
+    picture, panels = _grid(len(errors), 0.26 * len(kinds) + 1.4, 0.4, sharex=True, sharey=True)
+    p.error_panels(picture, panels, errors, "% of the signal", small=True)
+    return picture
+
+
+@drawn_from("underflowed", "saturated")
+def shares(recorded: Recorded) -> Figure | None:
+    """Clipped and lost
+
+    Saturated elements lie beyond the largest value that their block's scale can express. Elements rounded to zero are
+    the dead zone's: their information is gone until the next step.
+    """
+    titles = {"saturated": "saturated elements, %", "underflowed": "rounded to zero, %"}
+    found = {column: curves for column in titles if (curves := p.operand_curves(recorded, column, 100))}
     picture, panels = subplots(3.2, 1, len(found), squeeze=False)
     for axes, (column, curves) in zip(panels.flat, found.items(), strict=True):
-        for operand, curve in curves.items():
-            p.band(axes, curve, OPERANDS[operand], LABELS[operand], shade=False)
-        axes.set(ylabel="% of elements", ylim=(0, None))
-        axes.set_title(titles[column] + ("" if "saturated" in found else " (and nothing is saturated)"))
+        p.draw(axes, curves, titles[column])
     p.legend_below(picture, panels[0][0])
     return picture
 
 
-@styled()
-def decomposition(recorded: Recorded) -> Figure | None:
-    """Scale bias, dead zone and grid noise of the six operands, at the last recorded step."""
-    operands = p.by_operand(p.latest(recorded, "scale_bias"))
-    if not operands:
-        return None
-    errors = {LABELS[operand]: p.mean_error(rows) for operand, rows in operands.items()}
-    picture, panels = subplots(0.55 * len(errors) + 1.5, squeeze=False)
-    p.error_panels(picture, panels, {"": errors}, "squared error, % of the signal; mean over sites", height=0.65)
-    return picture
-
-
-@styled()
-def decomposition_by_site(recorded: Recorded) -> Figure | None:
-    """Scale bias, dead zone and grid noise for each kind of site, one panel per operand."""
-    rows = p.latest(recorded, "scale_bias")
-    kinds = list(p.by_kind(rows))
-    if len(kinds) < 2:
-        return None
-    errors = {
-        LABELS[operand]: {kind: p.mean_error(p.by_kind(own).get(kind, [])) for kind in kinds}
-        for operand, own in p.by_operand(rows).items()
-    }
-    picture, panels = p.grid(len(errors), 0.26 * len(kinds) + 1.15, 0.4, sharex=True, sharey=True)
-    p.error_panels(picture, panels, errors, "% of the signal", height=0.65, small=True)
-    return picture
-
-
-@styled()
+@drawn_from("scales")
 def scales(recorded: Recorded) -> Figure | None:
-    """Histograms of block scales by exponent at the first and the last recorded step, one panel per operand."""
-    operands = p.by_operand([row for row in recorded.rows if row.get("scales", {}).get("counts")])
+    """Block scales
+
+    How many blocks have a stored scale of which power of two. Decode scales multiply the 4-bit values, so that large
+    blocks have large ones; encode scales are multiplied with the operand, so that large blocks have small ones. A wall
+    at either end is a format that runs out of range.
+    """
+    operands = p.by_operand(row for row in recorded.rows if row.get("scales", {}).get("counts"))
     if not operands:
         return None
-    picture, panels = p.grid(len(operands), 2.1, 0.5)
+    picture, panels = _grid(len(operands), 2.1, 0.5)
     for axes, (operand, rows) in zip(panels.flat, operands.items(), strict=False):
+        words = [weight.get("operands", {}).get(operand, "-") for weight in recorded.header.get("weights", ())]
+        kinds = {"encode" if "encode" in spec.split() else "decode" for spec in words if spec != "-"}
         histograms = [(row["step"], row["scales"]["lowest"], row["scales"]["counts"]) for row in rows]
-        p.first_last_histogram(axes, histograms, -0.5, 1, OPERANDS[operand])
+        p.first_last_histogram(axes, histograms, -0.5, 1, COLORS[LABELS[operand]])
         axes.set_title(LABELS[operand])
-        axes.set_xlabel("log₂ of the scale", fontsize=9)
+        axes.set_xlabel(f"log₂ of the {' or '.join(sorted(kinds)) or 'stored'} scale", fontsize=9)
         if axes in panels[:, 0]:
             axes.set_ylabel("% of blocks")
         axes.xaxis.get_major_locator().set_params(integer=True)
@@ -136,79 +166,58 @@ def scales(recorded: Recorded) -> Figure | None:
     return picture
 
 
-@styled()
-def confidence(recorded: Recorded) -> Figure | None:
-    """Quantization confidence: its histogram at the first and the last recorded step, and its mean over steps."""
-    histograms = [(row["step"], 0, row["confidence_histogram"]) for row in recorded.having("confidence_histogram")]
-    if not histograms:
-        return None
-    picture, (left, right) = subplots(3.6, 1, 2)
-    p.first_last_histogram(left, histograms, 0, 1 / CONFIDENCE_BINS)
-    left.set(xlabel="quantization confidence", ylabel="% of weights", xlim=(0, 1))
-    left.legend()
-    p.kinds(right, recorded, "confidence")
-    right.set_ylabel("mean confidence")
-    p.legend_below(picture, right, columns=4)
-    return picture
+@drawn_from("bias")
+def gradients(recorded: Recorded) -> Figure | None:
+    """Bias and noise of the gradients
+
+    The results of the two backward products, each against the product of the same factors in high precision. Bias does
+    not average out over steps; noise (the standard deviation over the random bits of stochastic rounding) does.
+    """
+    names = {"bias": "bias", "deviation": "standard deviation"}
+    curves = {f"{gemm}, {name}": p.curve(recorded, column, gemm)
+              for gemm in ("dgrad", "wgrad") for column, name in names.items()}  # fmt: skip
+    return p.curves_picture(3.2, curves, "share of the exact gradient's norm", shade=True)
 
 
-@styled()
-def latent(recorded: Recorded) -> Figure | None:
-    """Histogram of latent weights w/S at the first and the last recorded step, thresholds of E2M1 dashed."""
-    rows = recorded.having("latent")
-    if not rows:
-        return None
-    picture, axes = subplots(2.9)
-    limit = rows[-1]["latent"]["limit"]
-    histograms = [(row["step"], 0, row["latent"]["counts"]) for row in rows if row["latent"]["limit"] == limit]
-    p.first_last_histogram(axes, histograms, -limit, 2 * limit / LATENT_BINS)
-    if limit == 6.0:
-        thresholds = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
-        for threshold in (*thresholds, *(-each for each in thresholds)):
-            axes.axvline(threshold, color="#999", linewidth=0.8, linestyle=(0, (4, 3)),
-                         label="rounding thresholds" if threshold == thresholds[0] else None)  # fmt: skip
-    axes.set(xlabel="latent weight, w/S", ylabel="% of weights", xlim=(-limit, limit))
-    axes.grid(axis="x", visible=False)
-    axes.legend()
-    return picture
-
-
-@styled()
+@drawn_from("ratio_counts")
 def oscillation(recorded: Recorded) -> Figure | None:
-    """Share of oscillating weights over steps, and the distribution of R_w in the last window."""
+    """Oscillation
+
+    R_w is the path length of a weight's quantized value over that of the weight. Above 16 the weight sits at a rounding
+    threshold and its quantized value jumps to and fro.
+    """
     rows = recorded.having("ratio_counts")
-    if not rows:
-        return None
     picture, (left, right) = subplots(3.8, 1, 2)
-    p.kinds(left, recorded, "oscillating", factor=100)
-    left.set(ylabel=f"weights with R_w > {OSCILLATING:g}, %", ylim=(0, None))
-    p.legend_below(picture, left, columns=4)
-    window = rows[-1]["window"]
+    p.draw(left, p.by_kind(recorded, "oscillating"), f"weights with R_w > {OSCILLATING:g}, %")
+    p.legend_below(picture, left)
     names = ["0", *(f"≤{edge:g}" for edge in RATIO_EDGES[1:]), f">{RATIO_EDGES[-1]:g}"]
     steps = sorted({rows[0]["step"], rows[-1]["step"]})
     bars = ((-0.2, 0.4, "#b9c7d6"), (0.2, 0.4, PALETTE[0])) if len(steps) > 1 else ((0.0, 0.7, PALETTE[0]),)
     for step, (shift, width, color) in zip(steps, bars, strict=True):
         counts = [sum(c) for c in zip(*(r["ratio_counts"] for r in rows if r["step"] == step), strict=True)]
         right.bar([place + shift for place in range(len(counts))], [100 * count / sum(counts) for count in counts],
-                  width=width, color=color, label=f"steps {step - window:,} to {step:,}")  # fmt: skip
+                  width=width, color=color, label=f"steps {step - rows[-1]['window']:,} to {step:,}")  # fmt: skip
     right.set_xticks(range(len(names)), names, rotation=55, fontsize=8.5)
     right.set_yscale("symlog", linthresh=0.1)
+    right.yaxis.set_major_formatter("{x:g}")
     right.set(xlabel="oscillation ratio R_w", ylabel="% of weights (log scale)")
     right.grid(axis="x", visible=False)
     right.legend()
     return picture
 
 
-@styled()
+@drawn_from("trajectories")
 def trajectories(recorded: Recorded) -> Figure | None:
-    """The weights with the largest oscillation ratios of the last window: w, and Q(w) that jumps."""
-    rows = [row for row in recorded.rows if row.get("trajectories")]
+    """Weights that oscillate
+
+    Those with the largest R_w of the last window, among a few hundred of each site that are followed.
+    """
+    rows = [row for row in recorded.latest("trajectories") if row["trajectories"]]
     if not rows:
         return None
-    found = [(path, row) for row in rows if row["step"] == rows[-1]["step"] for path in row["trajectories"]]
-    found = sorted(found, key=lambda each: -each[0]["ratio"])[:3]
-    picture, panels = subplots(2.6, 1, len(found), squeeze=False)
-    for axes, (path, row) in zip(panels.flat, found, strict=True):
+    found = sorted(((path, row) for row in rows for path in row["trajectories"]), key=lambda each: -each[0]["ratio"])
+    picture, panels = subplots(2.6, 1, len(found[:3]), squeeze=False)
+    for axes, (path, row) in zip(panels.flat, found, strict=False):
         steps = range(row["step"] - row["window"], row["step"] + 1)
         axes.step(steps, path["quantized"], where="post", color=PALETTE[1], label="Q(w)")
         axes.plot(steps, path["weight"], color=PALETTE[0], label="w")
@@ -217,43 +226,69 @@ def trajectories(recorded: Recorded) -> Figure | None:
         axes.tick_params(labelsize=8)
         axes.locator_params(nbins=4)
     panels[0][0].set_ylabel("value of one weight")
-    p.legend_below(picture, panels[0][0], columns=2)
+    p.legend_below(picture, panels[0][0])
     return picture
 
 
-@styled()
+@drawn_from("confidence_histogram")
+def confidence(recorded: Recorded) -> Figure | None:
+    """Quantization confidence
+
+    The distance of each latent weight w/S to the nearest rounding threshold, as a share of the largest: 0 is on a
+    threshold, 100 % as far from it as can be. Mass that moves to the left is weight about to flip.
+    """
+    rows = recorded.having("confidence_histogram")
+    picture, (left, right) = subplots(3.6, 1, 2)
+    histograms = [(row["step"], 0, row["confidence_histogram"]) for row in rows]
+    p.first_last_histogram(left, histograms, 0, 100 / CONFIDENCE_BINS)
+    left.set(xlabel="quantization confidence, %", ylabel="% of weights", xlim=(0, 100))
+    left.legend()
+    p.draw(right, p.by_kind(recorded, "confidence"), "mean confidence, %")
+    p.legend_below(picture, right)
+    return picture
+
+
+@drawn_from("latent")
+def latent(recorded: Recorded) -> Figure | None:
+    """Latent weights
+
+    Where weights lie among the values that 4 bits have.
+    """
+    rows = recorded.having("latent")
+    picture, axes = subplots(2.9)
+    limit = rows[-1]["latent"]["limit"]
+    histograms = [(row["step"], 0, row["latent"]["counts"]) for row in rows if row["latent"]["limit"] == limit]
+    p.first_last_histogram(axes, histograms, -limit, 2 * limit / LATENT_BINS)
+    if limit == 6.0:  # E2M1
+        thresholds = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+        axes.vlines([*thresholds, *(-each for each in thresholds)], *axes.get_ylim(), color="#999", linewidth=0.8,
+                    linestyle=(0, (4, 3)), label="rounding thresholds")  # fmt: skip
+    axes.set(xlabel="latent weight, w/S", ylabel="% of weights", xlim=(-limit, limit))
+    axes.grid(axis="x", visible=False)
+    axes.legend()
+    return picture
+
+
+@drawn_from("rate_of_change")
 def rates_of_change(recorded: Recorded) -> Figure | None:
-    """Relative change per step of W, of Q(W), and of Y for the same input: mean over sites, and their range."""
+    """Rates of change
+
+    How far weights, quantized weights and outputs (for the same input) move in one step. At the end of a training all
+    should fall; quantized weights and outputs that do not are oscillation.
+    """
     weights = recorded.having("quantized_rate_of_change")
-    found = {
+    curves = {
         "W": p.gathered((row["step"], row["rate_of_change"]) for row in weights),
         "Q(W)": p.gathered((row["step"], row["quantized_rate_of_change"]) for row in weights),
-        "Y": p.curve_of(recorded, "rate_of_change", "output"),
+        "Y": p.curve(recorded, "rate_of_change", "output"),
     }
-    there = [(name, curve) for name, curve in found.items() if curve]
-    curves = {name: (curve, {"color": color}) for (name, curve), color in zip(there, PALETTE, strict=False)}
-    return p.bands(3.2, curves, yscale="log", ylabel="relative change per step (log scale)")
+    return p.curves_picture(3.2, curves, "relative change per step", shade=True, log=True)
 
 
-@styled()
+@drawn_from("flips")
 def flips(recorded: Recorded) -> Figure | None:
-    """Flips per weight and step."""
-    if not recorded.having("flips"):
-        return None
-    picture, axes = subplots(2.9)
-    p.kinds(axes, recorded, "flips", factor=100)
-    axes.set(ylabel="flips per step, % of weights", ylim=(0, None))
-    p.legend_beside(axes, None)
-    return picture
+    """Flips
 
-
-@styled()
-def gradients(recorded: Recorded) -> Figure | None:
-    """Bias and standard deviation of dgrad's and wgrad's results over steps, relative to the exact result."""
-    curves = {}
-    for gemm, color in (("dgrad", PALETTE[0]), ("wgrad", PALETTE[1])):
-        for column, name in (("bias", "bias"), ("deviation", "standard deviation")):
-            curve, is_noise = p.curve_of(recorded, column, gemm), column == "deviation"
-            if any(any(values) for values in curve.values()):
-                curves[f"{gemm}, {name}"] = curve, {"color": color, "shade": not is_noise, "dashed": is_noise}
-    return p.bands(3.2, curves, ylabel="share of the exact gradient's norm", ylim=(0, None))
+    How many quantized weights change their value in a step, on average.
+    """
+    return p.curves_picture(2.9, p.by_kind(recorded, "flips"), "flips per step, % of weights")

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 #: Colours that colour-blind readers can tell apart (Okabe and Ito 2008); the grey is ours.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8c6bb1", "#5a5a5a")
-OPERANDS = {str(operand): PALETTE[place] for place, operand in enumerate(Operand)}
 #: Names of the operands with TetraJet's numbers.
 LABELS = {str(operand): f"Q{number} {operand}" for number, operand in enumerate(Operand, 1)}
+COLORS = dict(zip(LABELS.values(), PALETTE, strict=False))
 TERMS = {
     "grid_noise": ("grid noise", PALETTE[5]),
     "scale_bias": ("scale bias", PALETTE[4]),
@@ -46,10 +46,7 @@ _RC = {
 
 
 def subplots(height: float, *shape: int, width: float = WIDTH, **options: Any) -> tuple[Figure, Any]:
-    """Return a figure, sized in inches, and its axes in rows and columns; without pyplot, its display and its state.
-
-    Call it inside :func:`styled`, which says ``pip install 'fp4graph[analysis]'`` where matplotlib is missing.
-    """
+    """Return a figure, sized in inches, and its axes in rows and columns. To be called inside :func:`styled`."""
     from matplotlib.figure import Figure
 
     picture = Figure(figsize=(width, height))

@@ -1,16 +1,7 @@
-"""The folder of a run, which stays readable after a crash or a kill.
+"""The folder of a run, which stays readable after a crash or a kill: docs/tasks.md lists its files.
 
-====================  ==========================================================================================
-``run.json``          the run as asked for and as resolved, the policy as YAML, versions, the process; written first
-``run.lock``          locked by the process that writes here, until it ends, however it does
-``metrics.jsonl``     one JSON object per line, flushed: ``step`` with ``train_loss``, ``lr``, ``seconds``, and after
-                      a validation ``step`` with ``train_loss``, ``validation_loss`` and the task's metrics
-``checkpoint.pt``     the state after the last validation (:mod:`fp4graph.training.checkpoint`)
-``outcome.json``      the outcome, once the run has ended
-``tensorboard/``      the same curves as TensorBoard events, where tensorboard is installed
-====================  ==========================================================================================
-
-A loss that is not finite is null. Other files in the folder are left alone.
+``run.json`` is written first, ``metrics.jsonl`` line by line, ``outcome.json`` once the run has ended. ``run.lock`` is
+locked by the process that writes here, until it ends, however it does. A loss that is not finite is null.
 """
 
 from __future__ import annotations
@@ -20,25 +11,27 @@ import importlib.util
 import json
 import os
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from filelock import FileLock, Timeout
 
-from fp4graph.lab import jsonlines
 from fp4graph.errors import Error
-from fp4graph.lab.runs.run import Outcome, finite
 from fp4graph.files import read_json, replacing
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+from fp4graph.lab import jsonlines
+from fp4graph.lab.data.extras import needs
+from fp4graph.lab.runs.run import Outcome, finite
+from fp4graph.lab.statistics import storage
 
 RUN, METRICS, OUTCOME, CHECKPOINT, EVENTS = "run.json", "metrics.jsonl", "outcome.json", "checkpoint.pt", "tensorboard"
 LOCK = "run.lock"
 FORMAT, VERSION = "fp4graph.run", 1
+#: Settings that say where a run takes place, not what it computes.
+PLACE = ("device", "backend", "mode", "workers")
 
 
 class Ended(Error):
@@ -46,42 +39,46 @@ class Ended(Error):
 
 
 class RunFolder:
-    """Writes the files of one run into the folder ``path``, which no other process uses from :meth:`begin` to
-    :meth:`close`."""
+    """Writes the files of one run into the folder ``path``, which no other process uses until :meth:`close`.
 
-    def __init__(self, path: Path) -> None:
+    ``streams``, which are those of :class:`fp4graph.lab.Statistics`, get every line of metrics as well. By default these
+    are TensorBoard's events below ``path``, where TensorBoard is installed.
+    """
+
+    def __init__(self, path: Path, streams: Any = None) -> None:
         self.path, self.checkpoint = path, path / CHECKPOINT
-        self._events: SummaryWriter | None = None
+        if streams is None:
+            streams = [path / EVENTS] if importlib.util.find_spec("tensorboard") is not None else []
+        self._streams = streams if isinstance(streams, list | tuple) else [streams]
+        self._sinks: list[Callable[[int, Mapping[str, float]], object]] | None = None
         self._first_step: int | None = None
         self._lock = FileLock(path / LOCK)
+        self._open = ExitStack()
 
     def begin(self, content: Mapping[str, Any], *, resume: bool) -> None:
-        """Write ``run.json``, or with ``resume`` check that the run there is this one.
+        """Lock the folder and write ``run.json``, or with ``resume`` check that the run there is this one.
 
         Raises:
-            Error: another process writes here, or the folder holds a run, or another one than this, or cannot be
-                written.
+            Error: another process writes here, the folder holds a run, or another one, or cannot be written.
         """
         with self._writing(LOCK):
             self.path.mkdir(parents=True, exist_ok=True)
             try:
                 self._lock.acquire(timeout=0)
             except Timeout:
-                raise Error(
-                    f"{self.path} is in use by {_holder(self.path)}; let it end, or give another folder"
-                ) from None
+                holder = "another process"
+                with suppress(Error, KeyError, TypeError):  # where it has just begun
+                    holder = "process {pid} on {host}".format(**read_run(self.path)["process"])
+                raise Error(f"{self.path} is in use by {holder}; let it end, or give another folder") from None
         metrics = self.path / METRICS  # a folder with run.json alone can be used again
         if self.checkpoint.exists() or (self.path / OUTCOME).exists() or (metrics.exists() and metrics.stat().st_size):
             if not resume:
                 raise Error(f"{self.path} holds a run already: resume it, or give another folder")
             before = read_run(self.path)
-            changed = [  # without what says where it runs, not what it computes
-                f"{name} was {before['settings'].get(name)!r}, is {value!r}"
-                for name, value in finite(content["settings"]).items()
-                if name not in ("device", "backend", "mode", "workers") and before["settings"].get(name) != value
-            ]
-            if before["policy"] != content["policy"]:
-                changed.append("the policy is another one")
+            was, now = before["settings"], finite(content["settings"])
+            differ = [name for name in now if name not in PLACE and was.get(name) != now[name]]
+            changed = [f"{name} was {was.get(name)!r}, is {now[name]!r}" for name in differ]
+            changed += ["the policy is another one"] if before["policy"] != content["policy"] else []
             if changed:
                 raise Error(f"{self.path} holds another run: {'; '.join(changed)}")
             if (self.path / OUTCOME).exists():
@@ -98,13 +95,28 @@ class RunFolder:
             file.writelines(map(jsonlines.line, kept))
 
     def line(self, step: int, **values: float) -> None:
-        """Add a line to ``metrics.jsonl``, and its values to TensorBoard's events."""
+        """Add a line to ``metrics.jsonl``, and hand its values to the streams."""
         with self._writing(METRICS):
             jsonlines.append(self.path / METRICS, [finite({"step": step, **values})])
-        if self.events is not None:
-            with self._writing(EVENTS):
-                for name, value in values.items():
-                    self.events.add_scalar(name, value, step)
+        # MLflow's files cannot have gradient_norm beside the gradient_norm/SITE of statistics.
+        names = {"gradient_norm": "gradient_norm/all"}
+        self.stream(step, {names.get(name, name): value for name, value in values.items()})
+
+    def stream(self, step: int, values: Mapping[str, float]) -> None:
+        """Hand values to the streams, which are opened at the first call."""
+        with self._writing(EVENTS):
+            if self._sinks is None:
+                self._sinks = [storage._sink(self._opened(each)) for each in self._streams]
+            for sink in self._sinks:
+                sink(step, values)
+
+    def _opened(self, stream: Any) -> Any:
+        if not isinstance(stream, str | PathLike):
+            return stream
+        needs("tensorboard", "events are written by TensorBoard", "analysis")
+        from torch.utils.tensorboard import SummaryWriter
+
+        return self._open.enter_context(SummaryWriter(str(stream), purge_step=self._first_step))
 
     def end(self, outcome: Outcome) -> None:
         """Write ``outcome.json``."""
@@ -112,19 +124,9 @@ class RunFolder:
 
     def close(self) -> None:
         """Flush TensorBoard's events, and let others write."""
-        if self._events is not None:
-            self._events.close()
+        self._open.close()
+        self._sinks = None
         self._lock.release()
-
-    @property
-    def events(self) -> SummaryWriter | None:
-        """The writer of TensorBoard's events, opened at its first use; None where TensorBoard is not installed."""
-        if self._events is None and importlib.util.find_spec("tensorboard") is not None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            with self._writing(EVENTS):
-                self._events = SummaryWriter(str(self.path / EVENTS), purge_step=self._first_step)
-        return self._events
 
     def _replace(self, name: str, content: Mapping[str, Any]) -> None:
         with self._writing(name), replacing(self.path / name) as file:
@@ -142,21 +144,8 @@ class RunFolder:
             raise Error(f"{what}. What was written before is readable; {remedy}") from error
 
 
-def _holder(folder: Path) -> str:
-    """Name the process that writes in ``folder``."""
-    try:
-        process = read_run(folder)["process"]
-        return f"process {process['pid']} on {process['host']}"
-    except (Error, KeyError, TypeError):  # it has just begun
-        return "another process"
-
-
 def read_run(folder: Path) -> dict[str, Any]:
-    """Read ``run.json``.
-
-    Raises:
-        Error: it is missing, unreadable, or of another version.
-    """
+    """Read ``run.json``; raise an Error if it is missing, unreadable, or of another version."""
     file = folder / RUN
     try:
         content = read_json(file)

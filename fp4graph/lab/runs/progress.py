@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from datetime import timedelta
 from itertools import groupby
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -25,8 +26,7 @@ class Progress:
         self._console, self._target, self._rule, self._title = console, target, rule, title
         self._live = Live(console=console, auto_refresh=False, transient=False) if console.is_terminal else None
         self._said: set[int] = set()
-        self._started = time.monotonic()
-        self._at_first: int | None = None
+        self._started, self._at_first = time.monotonic(), -1
 
     def __enter__(self) -> Progress:
         if self._live:
@@ -41,37 +41,32 @@ class Progress:
         """Show all trials of the study, and the events of workers since the last call."""
         reference = reference_loss(trials)
         shown = [scored(trial, reference) for trial in trials if trial.state not in FREE]
+        done = sum(s.trial.finished for s in shown)
+        ended = [s for s in shown if s.trial.state != "running"]
+        running = [s for s in shown if s.trial.state == "running"]
         for event in events:
             self._console.print(event, style="yellow" if self._live else None, highlight=False)
         if self._live:
-            self._live.update(self._screen(shown), refresh=True)
+            room = max(3, self._console.height - 10 - len(running))
+            table = trial_table([*ended[-room:], *running], self._rule, self._heading(done))
+            self._live.update(Group(table, *self._best(ended)), refresh=True)
             return
-        done = sum(s.trial.finished for s in shown)
-        for s in shown:
-            if s.trial.state != "running" and s.trial.number not in self._said:
+        for s in ended:
+            if s.trial.number not in self._said:
                 self._said.add(s.trial.number)
                 self._console.print(f"{done}/{self._target}  {_line(s, self._rule)}", highlight=False, soft_wrap=True)
 
-    def _screen(self, shown: Sequence[Scored]) -> RenderableType:
-        room = max(5, self._console.height - 10)
-        ended = [s for s in shown if s.trial.state != "running"]
-        running = [s for s in shown if s.trial.state == "running"]
-        visible = [*ended[-max(3, room - len(running)) :], *running]
-        return Group(trial_table(visible, self._rule, self._heading(shown)), *self._best(shown))
+    def _heading(self, done: int) -> str:
+        self._at_first = done if self._at_first < 0 else self._at_first
+        fresh, heading = done - self._at_first, f"{self._title}: {done} of {self._target}"
+        if fresh <= 0 or done >= self._target:
+            return heading
+        left = (time.monotonic() - self._started) / fresh * (self._target - done)
+        return f"{heading}, about {timedelta(seconds=round(left))} left"
 
-    def _heading(self, shown: Sequence[Scored]) -> str:
-        done = sum(s.trial.finished for s in shown)
-        if self._at_first is None:
-            self._at_first = done
-        heading = f"{self._title}: {done} of {self._target}"
-        fresh = done - self._at_first
-        if fresh > 0 and done < self._target:
-            left = (time.monotonic() - self._started) / fresh * (self._target - done)
-            heading += f", about {_duration(left)} left"
-        return heading
-
-    def _best(self, shown: Sequence[Scored]) -> list[Text]:
-        complete = [s for s in shown if s.trial.state == "complete" and s.trial.kind != "baseline"]
+    def _best(self, ended: Sequence[Scored]) -> list[Text]:
+        """Return a line for the trial with the lowest loss, and one for that with the highest score."""
+        complete = [s for s in ended if s.trial.state == "complete" and s.trial.kind != "baseline"]
         ranked = [s for s in complete if s.scores[self._rule] is not None]
         lowest = sorted(complete, key=lambda s: s.trial.loss or 0.0)[:1]
         highest = sorted(ranked, key=lambda s: -(s.scores[self._rule] or 0.0))[:1]
@@ -81,67 +76,62 @@ class Progress:
 
 def trial_table(some: Sequence[Scored], rule: Rule, title: str | None = None) -> Table:
     """Return a table with a row per trial."""
-    table = Table(title=title, title_justify="left")
-    for name in ("trial", "configuration", "Ω", "loss", "score", "state"):
-        right = name in ("trial", "Ω", "loss", "score")
-        table.add_column(name, justify="right" if right else "left", no_wrap=name != "configuration")
+    table = _table(title, "trial>", "configuration", "Ω>", "loss>", "score>", "state")
     for s in some:
-        state = Text(s.trial.state, style=_COLOURS.get(s.trial.state, ""))
         summary = s.trial.summary if s.trial.kind != "baseline" else f"{s.trial.summary} (baseline)"
-        loss, points = _figure(s.trial.loss, ".4g"), _figure(s.trial.complexity, "g")
         line = Text(summary, no_wrap=True, overflow="ellipsis")  # the column gives way, and the line is cut
-        table.add_row(str(s.trial.number), line, points, loss, _score(s, rule), state)
+        state = Text(s.trial.state, style=_COLOURS.get(s.trial.state, ""))
+        table.add_row(str(s.trial.number), line, *_figures(s, rule), state)
     return table
 
 
 def best_table(found: Results, rule: Rule) -> Table:
     """Return a table of the baselines and, per family, of pure FP4, the best loss and the best scores."""
     reference = "none came through" if found.reference is None else f"{found.reference:.4g}"
-    table = Table(title=f"{found.name}: best per family; loss of the better baseline {reference}", title_justify="left")
-    for name in ("family", "", "trial", "configuration", "Ω", "loss", "score"):
-        table.add_column(name, justify="right" if name in ("trial", "Ω", "loss", "score") else "left")
+    title = f"{found.name}: best per family; loss of the better baseline {reference}"
+    table = _table(title, "family", "", "trial>", "configuration", "Ω>", "loss>", "score>")
     for family, what, s in best(found, rule):
-        loss = _figure(s.trial.loss, ".4g") if s.trial.state == "complete" else s.trial.state
-        points = _figure(s.trial.complexity, "g")
-        table.add_row(family, what, str(s.trial.number), s.trial.summary, points, loss, _score(s, rule))
+        complexity, loss, score = _figures(s, rule)
+        loss = loss if s.trial.state == "complete" else s.trial.state
+        table.add_row(family, what, str(s.trial.number), s.trial.summary, complexity, loss, score)
     return table
 
 
 def effects_table(found: Results) -> Table:
     """Return a table of every choice's losses, by family and parameter."""
-    table = Table(title=f"{found.name}: every choice, over all that it was combined with", title_justify="left")
-    for name in ("family", "parameter", "choice", "trials", "lost", "median loss", "best loss"):
-        table.add_column(name, justify="left" if name in ("family", "parameter", "choice") else "right")
+    title = f"{found.name}: every choice, over all that it was combined with"
+    table = _table(title, "family", "parameter", "choice>", "trials>", "lost>", "median loss>", "best loss>")
     for place, some in groupby(effects(found), lambda effect: (effect.family, effect.parameter)):
         for number, effect in enumerate(some):
-            named = ("", "") if number else place
             losses = f"{effect.median:.4g}", f"{effect.best:.4g}"
-            table.add_row(*named, effect.choice, str(effect.trials), str(effect.lost), *losses)
+            counts = str(effect.trials), str(effect.lost)
+            table.add_row(*(("", "") if number else place), effect.choice, *counts, *losses)
         table.add_section()
     return table
 
 
+def _table(title: str | None, *columns: str) -> Table:
+    """Return an empty table; ``>`` after a column's name aligns it to the right."""
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name.rstrip(">"), justify="right" if name.endswith(">") else "left")
+    return table
+
+
 def _line(s: Scored, rule: Rule) -> str:
-    trial = s.trial
-    parts = [f"trial {trial.number}", trial.summary, f"Ω {_figure(trial.complexity, 'g')}"]
-    if trial.loss is not None:
-        parts.append(f"loss {trial.loss:.4g}")
-    if s.scores[rule] is not None and trial.kind != "baseline":
-        parts.append(f"score {s.scores[rule]:+.4f}")
-    if trial.state != "complete":
-        parts.append(trial.state + (f": {trial.result['reason']}" if trial.result.get("reason") else ""))
+    """Return a trial in one line."""
+    complexity, loss, score = _figures(s, rule)
+    reason = s.trial.result.get("reason")
+    parts = [f"trial {s.trial.number}", s.trial.summary, f"Ω {complexity}"]
+    parts += [f"loss {loss}"] if s.trial.loss is not None else []
+    parts += [f"score {score}"] if s.scores[rule] is not None and score else []
+    if s.trial.state != "complete":
+        parts.append(f"{s.trial.state}: {reason}" if reason else s.trial.state)
     return "  ".join(parts)
 
 
-def _score(s: Scored, rule: Rule) -> str:
-    """Return a trial's score as text; baselines have none, for scores refer to them."""
-    return "" if s.trial.kind == "baseline" else _figure(s.scores[rule], "+.4f")
-
-
-def _figure(value: float | None, form: str) -> str:
-    return "–" if value is None else format(value, form)
-
-
-def _duration(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min" if minutes else "a minute"
+def _figures(s: Scored, rule: Rule) -> tuple[str, str, str]:
+    """Return complexity, loss and score as text; baselines have no score, for scores refer to them."""
+    pairs = (s.trial.complexity, "g"), (s.trial.loss, ".4g"), (s.scores[rule], "+.4f")
+    complexity, loss, score = ("–" if value is None else format(value, form) for value, form in pairs)
+    return complexity, loss, "" if s.trial.kind == "baseline" else score

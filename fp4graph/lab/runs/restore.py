@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from fp4graph.errors import Error
-from fp4graph.lab.runs.run import Run
+from fp4graph.lab.data.loading import Batch
 from fp4graph.lab.runs.folder import CHECKPOINT, read_run
+from fp4graph.lab.runs.run import Run
 from fp4graph.lab.runs.train import Training
-from fp4graph.lab.tasks import Batch, Problem, Settings, task_named
+from fp4graph.lab.tasks import task_named
 from fp4graph.policy import load_policy
 from fp4graph.training import checkpoint
 
@@ -24,48 +25,36 @@ BATCHES = 4
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Restored:
-    """A model as a run left it, on the CPU and applied.
+    """A model as a run left it, on the CPU and applied, called once in evaluation; a few validation batches."""
 
-    Attributes:
-        model: called once, in evaluation.
-        settings, problem: of the run.
-        batches: a few of its validation batches.
-    """
-
-    model: nn.Module
-    settings: Settings
-    problem: Problem
+    training: Training
     batches: list[Batch]
 
+    @property
+    def model(self) -> nn.Module:
+        return self.training.model
+
+    @torch.no_grad()
     def measure(self, batch: Batch) -> Any:
         """Return the metrics of a batch, in the run's autocast."""
-        with torch.no_grad(), self.autocast():
-            return self.problem.measure(self.model, batch)
+        return self.training.measure(batch)
 
     def autocast(self) -> torch.autocast:
         """Return the context in which the run calls its model."""
-        return torch.autocast("cpu", torch.bfloat16, enabled=self.settings.autocast)
+        return self.training.autocast()
 
 
 def restore(folder: Path) -> Restored:
-    """Return the model of the run in ``folder`` as its last checkpoint has it.
-
-    Raises:
-        Error: there is no run or no checkpoint, or the checkpoint is cut off or of another policy.
-    """
-    record = read_run(folder)
-    names = {field.name for field in dataclasses.fields(Run)}
-    given = {name: value for name, value in record["run"].items() if name in names}
-    run = Run(**given | {"device": "cpu", "backend": "eager"})
-    settings = dataclasses.replace(task_named(run.task).settings(run), device=torch.device("cpu"), backend="eager")
+    """Return the model of the run in ``folder`` as its last checkpoint has it; raise an Error where there is none."""
+    run = Run.from_json(read_run(folder)["run"] | {"device": "cpu", "backend": "eager"})
+    task = task_named(run.task)
+    settings = task.settings(run)
     with torch.random.fork_rng():
-        training = Training(settings, task_named(run.task).make(settings), load_policy(run.policy))
+        training = Training(settings, task.make(settings), load_policy(run.policy))
     if not (folder / CHECKPOINT).exists():
         raise Error(f"{folder} holds no {CHECKPOINT}: the run ended before its first validation, or kept none")
     checkpoint.load(folder / CHECKPOINT, training.model)
-    problem = training.problem
-    restored = Restored(training.model.eval(), settings, problem, list(islice(problem.validation(), BATCHES)))
-    if not restored.batches:
-        raise Error(f"task {run.task!r} has no validation data")
+    training.model.eval()
+    restored = Restored(training, list(islice(training.problem.validation(), BATCHES)))
     restored.measure(restored.batches[0])
     return restored

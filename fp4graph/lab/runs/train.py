@@ -12,77 +12,68 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
+from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from importlib.metadata import version
-from fp4graph.model.api import apply
-from fp4graph.training import grad_scaler, prepare_optimizer
-from fp4graph.lab import Statistics
 from fp4graph.errors import Error
-from fp4graph.lab.runs.run import Outcome, Run, Validation
+from fp4graph.lab import Statistics
+from fp4graph.lab.data.loading import Batch
 from fp4graph.lab.runs.folder import RunFolder
-from fp4graph.lab.tasks import Batch, Problem, Settings, placed, task_named
-from fp4graph.model.runtime import runtime_of
+from fp4graph.lab.runs.run import Outcome, Run, Validation
+from fp4graph.lab.tasks import Problem, Settings, placed, task_named
+from fp4graph.model.api import apply
+from fp4graph.model.runtime import require_runtime
 from fp4graph.optim import StableSPAM
 from fp4graph.policy import Policy, load_policy
 from fp4graph.technique.registry import default_registry
-from fp4graph.training import checkpoint
+from fp4graph.training import checkpoint, grad_scaler, prepare_optimizer
 
 __all__ = ["Outcome", "Run", "Validation", "train"]
 
 #: Steps between looks at the loss where each look waits for an accelerator.
 LOOK_EVERY = 10
-#: First steps that are left out of the time per step: they compile, and fill caches.
-WARM_UP_STEPS = 5
 #: Lines of metrics between two validations are no more than this many in all.
 LINES = 1000
 #: What a checkpoint's progress holds beside the history.
 COUNTS = "step", "seconds", "sites", "quantized"
 #: Validation samples whose way through the model is compared from step to step.
 PROBE = 8
+#: Called with (step, steps of the whole training, last training loss), and with (step, validation loss).
+Tick = Callable[[int, int, float], None]
+Report = Callable[[int, float], None]
+Watch = Callable[[nn.Module, torch.optim.Optimizer], AbstractContextManager[Any]]
 
 
 def train(
-    run: Run,
-    *,
-    report: Callable[[int, float], None] | None = None,
-    directory: Path | None = None,
-    resume: bool = False,
-    checkpoints: bool = True,
-    tick: Callable[[int, int, float], None] | None = None,
-    watch: Callable[[nn.Module, torch.optim.Optimizer], AbstractContextManager[Any]] | None = None,
-    statistics: int | None = None,
-) -> Outcome:
+    run: Run, *, report: Report | None = None, directory: Path | None = None, resume: bool = False,
+    tick: Tick | None = None, watch: Watch | None = None, statistics: int | None = None, stream: Any = None,
+) -> Outcome:  # fmt: skip
     """Train a task and validate as it goes; two runs of equal ``run`` on one machine are equal.
 
     The caller's random numbers are left alone; what torch.compile has compiled in this process is forgotten.
 
     Args:
-        run: what to train.
-        report: called with (step, validation loss) after each validation; an exception that it raises ends the training
-            and passes through.
-        directory: folder for the files of the run (:mod:`fp4graph.lab.runs.folder`).
+        report: called after each validation; an exception that it raises ends the training and passes through.
+        directory: folder for the files of the run, with a checkpoint after each validation.
         resume: go on from the checkpoint in ``directory``, if there is one, to the last bit as if nothing had happened.
-        checkpoints: write one into ``directory`` after each validation.
-        tick: called with (step, steps of the whole training, last training loss) whenever the loss is looked at.
+        tick: called whenever the loss is looked at.
         watch: called with the prepared model and optimizer; returns a context, entered while the training lasts.
-        statistics: steps from one record of what quantization does at every site to the next
-            (:class:`fp4graph.lab.Statistics`), kept in ``directory / "statistics"`` and TensorBoard's events.
+        statistics: steps from one record of :class:`fp4graph.lab.Statistics` to the next, kept in
+            ``directory / "statistics"`` and the streams.
+        stream: where the metrics of ``directory`` go as well, as for :class:`fp4graph.lab.Statistics`; by default
+            TensorBoard's events in ``directory``, where TensorBoard is installed.
 
     Raises:
-        Error: the task, its data, the policy or the device is not what the run needs, they do not fit, or
-            ``directory`` cannot be written.
+        Error: task, data, policy and device do not fit or are not there, or ``directory`` cannot be written.
     """
-    task = task_named(run.task)
-    policy = load_policy(run.policy)
+    task, policy = task_named(run.task), load_policy(run.policy)
     settings = task.settings(run)
-    folder = RunFolder(directory) if directory is not None else None
+    folder = RunFolder(directory, stream) if directory is not None else None
     if statistics is not None and directory is None:
         raise Error("statistics are kept in the folder of the run; give one")
     with torch.random.fork_rng():
@@ -97,22 +88,21 @@ def train(
             if folder is not None:
                 watching.callback(folder.close)
                 folder.begin(training.description(), resume=resume)
-                if resume:
-                    if folder.checkpoint.exists():
-                        training.load(folder.checkpoint)
-                    folder.keep_until(training.step)  # of a run that was killed before its first checkpoint, nothing
-            trained = training.model, training.optimizer
+            if folder is not None and resume:
+                if folder.checkpoint.exists():
+                    training.load(folder.checkpoint)
+                folder.keep_until(training.step)  # of a run that was killed before its first checkpoint, nothing
             if watch is not None:
-                watching.enter_context(watch(*trained))
+                watching.enter_context(watch(training.model, training.optimizer))
             if statistics is not None and folder is not None:
                 span = min(10 * statistics, training.steps)  # weights are followed at the end of a short training too
                 watching.enter_context(
                     Statistics(
-                        *trained, every=statistics, window=min(30, span), window_every=span, probe=probe,
-                        directory=folder.path / "statistics", stream=folder.events, step=training.step,
+                        training.model, training.optimizer, every=statistics, window=min(30, span), window_every=span,
+                        probe=probe, directory=folder.path / "statistics", stream=folder.stream, step=training.step,
                     )
                 )  # fmt: skip
-            return training.go_on(folder, report, tick, checkpoints)
+            return training.go_on(folder, report, tick)
 
 
 class Training:
@@ -124,12 +114,10 @@ class Training:
         self.settings, self.problem, self.policy = settings, problem, policy
         self.steps = settings.total_steps(problem)
         self.every = settings.run.validate_every or math.ceil(self.steps / settings.validations)
-        self.model = problem.model.to(settings.device)
-        if settings.parameter_dtype != torch.float32:
-            self.model.to(settings.parameter_dtype)
+        self.model = problem.model.to(settings.device, settings.parameter_dtype)
         self.parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        forwards = self.steps * settings.accumulate
         compiled: dict[str, Any] = {"backend": settings.backend, "mode": settings.run.mode}
+        forwards = self.steps * settings.accumulate
         apply(self.model, policy, **compiled, seed=settings.seed, total_forwards=forwards)
         self.optimizer = prepare_optimizer(self.model, _optimizer(self.model, settings))
         self.scaler = grad_scaler(self.model)
@@ -140,30 +128,20 @@ class Training:
         self.complexity = policy.complexity
         if settings.optimizer == "stablespam":
             self.complexity += default_registry().techniques["stable_spam"]().complexity
-        self.step = 0
+        self.step = self.sites = self.quantized = 0
         self.largest_norm = torch.zeros((), device=settings.device)  # of the gradient, since the last line of metrics
         self.seconds = 0.0
-        self.step_seconds: list[float] = []
         self.history: list[Validation] = []
-        self.sites = self.quantized = 0
 
     def description(self) -> dict[str, Any]:
         """Return the content of ``run.json``."""
+        versions = {"torch": torch.__version__, "python": platform.python_version()}
         return {
-            "policy": self.policy.to_yaml(),
-            "policy_name": self.policy.name,
-            "complexity": self.complexity,
-            "parameters": self.parameters,
-            "versions": {
-                "fp4graph": version("fp4graph"),
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-            },
+            "policy": self.policy.to_yaml(), "policy_name": self.policy.name, "complexity": self.complexity,
+            "parameters": self.parameters, "versions": {"fp4graph": version("fp4graph"), **versions},
             "machine": {"processor": platform.machine(), "threads": torch.get_num_threads()},
-            "run": self.settings.run.to_json(),
-            "settings": self.settings.to_json(),
-            "steps": self.steps,
-        }
+            "run": self.settings.run.to_json(), "settings": self.settings.to_json(), "steps": self.steps,
+        }  # fmt: skip
 
     def load(self, file: Path) -> None:
         """Restore the state that :meth:`save` wrote."""
@@ -187,15 +165,9 @@ class Training:
         if batch is None:
             raise Error(f"task {self.settings.run.task!r} has no validation data")
         few = tuple(tensor[:PROBE] for tensor in batch)
-        return lambda: self._measure(few)
+        return lambda: self.measure(few)
 
-    def go_on(
-        self,
-        folder: RunFolder | None,
-        report: Callable[[int, float], None] | None,
-        tick: Callable[[int, int, float], None] | None,
-        checkpoints: bool,
-    ) -> Outcome:
+    def go_on(self, folder: RunFolder | None, report: Report | None, tick: Tick | None) -> Outcome:
         """Train to the last step, or until a loss is not finite."""
         settings = self.settings
         if not self.step:
@@ -209,31 +181,22 @@ class Training:
         diverged = False
         self.model.train()
         while self.step < self.steps and not diverged:
-            timed = not self.step_seconds or (self.step + 1) % look_every == 0
-            group = list(islice(batches, settings.accumulate))
-            if timed:
-                _wait(settings.device)  # before and after, so that the clock means something
-            begin = time.perf_counter()
-            loss = self._step(group)
-            if timed:
-                _wait(settings.device)
-                self.step_seconds.append(time.perf_counter() - begin)
+            loss = self._step(list(islice(batches, settings.accumulate)))
             self.step += 1
             since_validation.append(loss)
             since_line.append(loss)
             if self.step == 1:
-                runtime = runtime_of(self.model)
-                assert runtime is not None
                 # Generations, recompilations and other modes capture a product again.
-                places = {(site.module, site.op, site.occurrence): site.quantized for site in runtime.sites}
+                found = require_runtime(self.model, "train").sites
+                places = {(site.module, site.op, site.occurrence): site.quantized for site in found}
                 self.sites, self.quantized = len(places), sum(places.values())
             validates = self.step % self.every == 0 or self.step == self.steps
             if self.step % look_every == 0 or validates:
                 diverged = not math.isfinite(loss.item())
                 if tick is not None:
                     tick(self.step, self.steps, loss.item())
+            self.seconds = time.perf_counter() - started
             if folder is not None and (self.step % line_every == 0 or diverged):
-                self.seconds = time.perf_counter() - started
                 rate = self.optimizer.param_groups[0]["lr"]
                 values = {"gradient_norm": self.largest_norm.item(), "lr": float(rate), "seconds": self.seconds}
                 folder.line(self.step, train_loss=_mean(since_line), **values)
@@ -250,12 +213,15 @@ class Training:
                 if folder is not None:
                     losses = {"train_loss": entry.train_loss, "validation_loss": entry.validation_loss}
                     folder.line(self.step, **losses, **entry.metrics)
-                    if checkpoints and not diverged:
-                        self.save(folder.checkpoint)
+                if folder is not None and not diverged:
+                    self.save(folder.checkpoint)
                 if report is not None and not diverged:
                     report(self.step, entry.validation_loss)
-        self.seconds = time.perf_counter() - started
-        outcome = self._outcome(diverged)
+        last = Validation(self.step, math.nan, math.nan) if diverged else self.history[-1]
+        outcome = Outcome(
+            last.validation_loss, last.train_loss, last.metrics, self.step, self.seconds, diverged, self.complexity,
+            self.quantized, self.sites, self.parameters, tuple(self.history),
+        )  # fmt: skip
         if folder is not None:
             folder.end(outcome)
         return outcome
@@ -264,7 +230,7 @@ class Training:
         """Make one step of the optimizer, and return the mean loss of its batches, 0-d."""
         total = torch.zeros((), device=self.settings.device)
         for batch in batches:
-            loss = self._measure(batch)["loss"].mean() / len(batches)
+            loss = self.measure(batch)["loss"].mean() / len(batches)
             torch.autograd.backward(self.scaler.scale(loss))
             total += loss.detach()
         self.scaler.unscale_(self.optimizer)
@@ -278,10 +244,14 @@ class Training:
         self.optimizer.zero_grad()
         return total
 
-    def _measure(self, batch: Batch) -> Mapping[str, Tensor]:
-        device = self.settings.device
-        moved = tuple(tensor.to(device, non_blocking=True) for tensor in batch)
-        with torch.autocast(device.type, torch.bfloat16, enabled=self.settings.autocast):
+    def autocast(self) -> torch.autocast:
+        """Return the context in which the model is called."""
+        return torch.autocast(self.settings.device.type, torch.bfloat16, enabled=self.settings.autocast)
+
+    def measure(self, batch: Batch) -> Mapping[str, Tensor]:
+        """Return the loss and the metrics of each sample of a batch."""
+        moved = tuple(tensor.to(self.settings.device, non_blocking=True) for tensor in batch)
+        with self.autocast():
             return self.problem.measure(self.model, moved)
 
     @torch.no_grad()
@@ -290,59 +260,36 @@ class Training:
         self.model.eval()
         parts: dict[str, list[Tensor]] = {}
         for batch in islice(self.problem.validation(), self.settings.validation_batches):
-            for name, values in self._measure(_filled(batch, self.settings.batch_size)).items():
+            # A short batch is repeated, so that it has the compiled shape.
+            rows = torch.arange(self.settings.batch_size) % len(batch[0])
+            whole = batch if len(batch[0]) == len(rows) else tuple(tensor[rows] for tensor in batch)
+            for name, values in self.measure(whole).items():
                 parts.setdefault(name, []).append(values[: len(batch[0])].double())
         self.model.train()
         if not parts:
             raise Error(f"task {self.settings.run.task!r} has no validation data")
         return {name: torch.cat(values).mean().item() for name, values in parts.items()}
 
-    def _outcome(self, diverged: bool) -> Outcome:
-        last = Validation(self.step, math.nan, math.nan) if diverged else self.history[-1]
-        timed = self.step_seconds[WARM_UP_STEPS:]
-        return Outcome(
-            validation_loss=last.validation_loss,
-            train_loss=last.train_loss,
-            metrics=last.metrics,
-            steps=self.step,
-            diverged=diverged,
-            **{name: getattr(self, name) for name in ("seconds", "complexity", "quantized", "sites", "parameters")},
-            history=tuple(self.history),
-            first_step_seconds=self.step_seconds[0] if self.step_seconds else None,
-            step_seconds=median(timed) if timed else None,
-        )
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
 
 def _mean(losses: list[Tensor]) -> float:
     return torch.stack(losses).mean().item()
-
-
-def _filled(batch: Batch, size: int) -> Batch:
-    """Repeat a short batch up to ``size`` samples, so that it has the compiled shape."""
-    if len(batch[0]) == size:
-        return batch
-    rows = torch.arange(size) % len(batch[0])
-    return tuple(tensor[rows] for tensor in batch)
 
 
 def _optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
     """Make the optimizer. Vectors, and parameters that the model exempts (position embeddings), do not decay."""
     named: Callable[[], set[str]] = getattr(model, "no_weight_decay", set)  # timm's
     exempt = named()
-    decays = [p for name, p in model.named_parameters() if p.dim() >= 2 and name not in exempt]
-    others = [p for name, p in model.named_parameters() if p.dim() < 2 or name in exempt]
-    groups = [{"params": decays, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    decays: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in model.named_parameters():
+        decays[parameter.dim() >= 2 and name not in exempt].append(parameter)
     kinds: dict[str, Callable[..., torch.optim.Optimizer]] = {
         "adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD, "stablespam": StableSPAM,
     }  # fmt: skip
+    rates = {True: settings.weight_decay, False: 0.0}
+    groups = [{"params": some, "weight_decay": rates[kind]} for kind, some in decays.items() if some]
     options = dict(settings.run.optimizer_options)
     try:
-        return kinds[settings.optimizer]([group for group in groups if group["params"]], lr=settings.lr, **options)
+        return kinds[settings.optimizer](groups, lr=settings.lr, **options)
     except (TypeError, ValueError) as error:
         raise Error(f"optimizer {settings.optimizer} does not take {options}: {error}") from error
 
@@ -355,9 +302,7 @@ def learning_rate_factor(step: int, steps: int, settings: Settings) -> float:
         return first + (1 - first) * step / warmup if step < warmup else _cosine(step, steps)
     if step < warmup:
         return (step + 1) / warmup
-    if settings.schedule == "constant":
-        return 1.0
-    return _cosine(step - warmup, max(steps - warmup, 1))
+    return 1.0 if settings.schedule == "constant" else _cosine(step - warmup, max(steps - warmup, 1))
 
 
 def _cosine(step: int, steps: int) -> float:

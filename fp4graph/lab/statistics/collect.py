@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,11 +12,12 @@ from torch import nn
 from fp4graph.errors import Error
 from fp4graph.lab.statistics import storage
 from fp4graph.lab.statistics.metrics import METRICS
-from fp4graph.lab.statistics.oscillation import Window
+from fp4graph.lab.statistics.oscillation import Moving
 from fp4graph.lab.statistics.recordings import OperandRecording, OutputRecording, matches
 from fp4graph.model import state
 from fp4graph.model.distributed import is_distributed, rank, unwrapped
 from fp4graph.model.runtime import Runtime, require_runtime, runtime_of
+from fp4graph.model.weight import Weight
 from fp4graph.numerics.sharding import fsdp_modules
 from fp4graph.policy.words import describe
 from fp4graph.text import suggest
@@ -31,8 +32,7 @@ class Statistics:
     >>> with fp4graph.lab.Statistics(model, optimizer, every=50, directory="runs/a/statistics"):
     ...     train(model, optimizer)
 
-    The training is not disturbed: an observed step draws the same noise and computes the same values as any other
-    (under the backends that compile it runs uncompiled, so that sums are taken in another order there). The very first
+    An observed step draws the same noise and computes the same values as any other, but runs uncompiled. The very first
     step, the first step of a phase, and evaluations between steps are not observed. Of several processes the first one
     records what it sees.
 
@@ -46,11 +46,10 @@ class Statistics:
             ``window_every``-th step (ten times ``every`` by default, and no less than ``window``).
         sample: about how many elements of an operand are measured, as whole lines; None for all.
         probe: inputs of the model, positional (a tuple) or by keyword (a dict), or a function that calls the model,
-            always with the same inputs, for the rate of change of Y over the last :data:`PROBED` steps of each window.
+            for the rate of change of Y over the last :data:`PROBED` steps of each window.
         step: steps done before, where a resumed training goes on; by default what the optimizer's state counts.
-        stream: one or several places that get each record's numbers as well, through their own libraries: a
-            ``SummaryWriter`` of TensorBoard or a folder for one, a run of wandb (``wandb.init(...)``), the module
-            ``mlflow`` with an active run, or a function of a step and a dict of values.
+        stream: one or several places that get each record's numbers as well: a ``SummaryWriter`` of TensorBoard or a
+            folder for one, a run of wandb, the module ``mlflow``, or a function of a step and a dict of values.
 
     Raises:
         Error: the model is not applied, the optimizer runs no hooks, or a metric or a site is unknown. Later, from
@@ -92,18 +91,18 @@ class Statistics:
         self._window_every = max(window, 10 * every if window_every is None else window_every)
         self._operands = OperandRecording(patterns, self._metrics, sample, runtime.device.type)
         self._outputs = OutputRecording(patterns)
-        self._window: Window | None = None
-        self._window_steps, self._sample, self._patterns = window, sample, patterns
+        self._moving: list[Moving] = []
+        self._left = 0  # calls of _follow() until the open window ends; 0 where none is open
+        self._window, self._sample, self._patterns = window, sample, patterns
         self._runtime = runtime
         is_first = not is_distributed() or rank() == 0
         streams = stream if isinstance(stream, list | tuple) else [] if stream is None else [stream]
         self._log = storage.Log(directory, self._header(), *streams) if is_first else None
-        self._handles: dict[str, Any] = {}
         self._rehook = False
         self._gradients: list[dict[str, Any]] = []
         self._arm()
-        self._hook("before")
-        self._hook("after")
+        self._before = optimizer.register_step_pre_hook(self._before_step)
+        self._after = optimizer.register_step_post_hook(self._after_step)
 
     def __enter__(self) -> Statistics:
         return self
@@ -113,23 +112,13 @@ class Statistics:
 
     def close(self) -> None:
         """Stop recording. The recorded statistics stay."""
-        for handle in self._handles.values():
-            handle.remove()
-        self._handles = {}
+        self._before.remove()
+        self._after.remove()
         current = runtime_of(self._model)
         if current is not None:
             current.observe(None)
         if self._log is not None:
             self._log.close()
-
-    def _hook(self, when: Literal["before", "after"]) -> None:
-        """Register one of our hooks after those of techniques, so that changes by techniques are measured."""
-        if when in self._handles:
-            self._handles[when].remove()
-        if when == "before":
-            self._handles[when] = self._optimizer.register_step_pre_hook(self._before_step)
-        else:
-            self._handles[when] = self._optimizer.register_step_post_hook(self._after_step)
 
     def _arm(self) -> None:
         """Observe the forwards until the next step, if that step is to be recorded."""
@@ -146,13 +135,13 @@ class Statistics:
 
     def _before_step(self, *args: Any) -> None:
         runtime = self._current()
-        if runtime is not self._runtime:  # a phase has begun, and hooked its techniques anew
+        if runtime is not self._runtime:  # a phase has begun, and hooked its techniques anew: ours come last again
             self._runtime = runtime
-            self._window = None
+            self._left = 0
             self._outputs.clear()
-            # torch is going through the hooks before the step now, which therefore may not change until it is over.
-            self._hook("after")
-            self._rehook = True
+            self._after.remove()
+            self._after = self._optimizer.register_step_post_hook(self._after_step)
+            self._rehook = True  # torch is going through the hooks before the step now; they may not change
         if self._log is not None:
             self._open_window()
         if self._armed and "gradient_norm" in self._metrics:
@@ -160,7 +149,8 @@ class Statistics:
 
     def _after_step(self, *args: Any) -> None:
         if self._rehook:
-            self._hook("before")
+            self._before.remove()
+            self._before = self._optimizer.register_step_pre_hook(self._before_step)
             self._rehook = False
         self._step += 1
         if self._log is None:
@@ -171,43 +161,45 @@ class Statistics:
                 _check_sites(self._patterns, self._operands.sites)
                 measured += self._operands.finish() + self._gradients
             self._operands.clear()
-        if self._window is not None:
-            self._follow(self._window)
-            if not self._window.left:
-                measured += [*self._window.measurements(), *self._outputs.measurements()]
+        if self._left:
+            self._follow()
+            if not self._left:
+                measured += [moving.measurement(self._window, self._metrics) for moving in self._moving]
+                measured += self._outputs.measurements()
                 self._outputs.clear()
-                self._window = None
         self._open_window()
         if measured:
             self._log.append([{"step": self._step, **fields} for fields in measured])
         self._arm()
 
+    def _weights(self) -> list[Weight]:
+        return [weight for weight in self._runtime.weights if matches(self._patterns, weight.fqn or "(root)")]
+
     def _gradient_norms(self) -> list[dict[str, Any]]:
         """Return one measurement for each weight that has a gradient: its norm as the optimizer gets it."""
-        weights = {
-            (weight.fqn or "(root)", f"{weight.parameter_name}.grad"): weight.parameter.grad.detach().float().norm()
-            for weight in self._runtime.weights
-            if weight.parameter.grad is not None and matches(self._patterns, weight.fqn or "(root)")
-        }
         scale = getattr(self._optimizer, "grad_scale", None)  # which a fused optimizer divides by itself
-        norms = (torch.stack([*weights.values()]) / (1 if scale is None else scale)).tolist() if weights else []
-        return [
-            {"site": site, "tensor": tensor, "gradient_norm": norm}
-            for (site, tensor), norm in zip(weights, norms, strict=True)
-        ]
+        norms = {
+            (weight.fqn or "(root)", f"{weight.parameter_name}.grad"): weight.parameter.grad.detach().float().norm()
+            for weight in self._weights()
+            if weight.parameter.grad is not None
+        }
+        divided = (torch.stack([*norms.values()]) / (1 if scale is None else scale)).tolist() if norms else []
+        return [{"site": site, "tensor": tensor, "gradient_norm": norm}
+                for (site, tensor), norm in zip(norms, divided, strict=True)]  # fmt: skip
 
     def _open_window(self) -> None:
         """Begin to follow the weights, if a window begins at this step and none is open."""
         wanted = self._metrics & {"oscillation", "flips", "rate_of_change"}
-        if not wanted or self._window is not None or (self._step + self._window_steps) % self._window_every:
-            return
-        weights = [weight for weight in self._runtime.weights if matches(self._patterns, weight.fqn or "(root)")]
-        self._window = Window(weights, self._window_steps, self._sample, self._metrics)
-        self._follow(self._window)
+        if wanted and not self._left and (self._step + self._window) % self._window_every == 0:
+            used = [weight for weight in self._weights() if weight.is_used and weight.parameter.numel()]
+            self._moving, self._left = [Moving(weight, self._sample) for weight in used], self._window + 1
+            self._follow()
 
-    def _follow(self, window: Window) -> None:
-        window.advance(self._runtime.step)
-        if window.left <= PROBED and self._probe is not None and "rate_of_change" in self._metrics:
+    def _follow(self) -> None:
+        for moving in self._moving:
+            moving.advance(self._runtime.step)
+        self._left -= 1
+        if self._left <= PROBED and self._probe is not None and "rate_of_change" in self._metrics:
             self._run_probe()
             self._outputs.advance()
 
@@ -237,7 +229,7 @@ class Statistics:
             "fingerprint": policy.fingerprint,
             "step": self._step,
             "every": self._every,
-            "window": self._window_steps,
+            "window": self._window,
             "window_every": self._window_every,
             "sample": self._sample,
             "metrics": sorted(self._metrics),

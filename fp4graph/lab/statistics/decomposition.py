@@ -18,6 +18,9 @@ from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import total
 from fp4graph.ops.state import OperandState
 
+#: Total, scale bias, dead zone and grid noise.
+Parts = tuple[Tensor, Tensor, Tensor, Tensor]
+
 
 @dataclass(frozen=True)
 class Decomposition:
@@ -29,20 +32,12 @@ class Decomposition:
     - grid noise, elsewhere: Q_S*(x) − x, the cost of 4 bits under an ideal scale;
     - scale bias, elsewhere: Q_S(x) − Q_S*(x), the cost of the scale's format.
 
-    ``scale_bias + grid_noise + dead_zone == total`` without any rounding, as fractions too: where x, Q_S(x) and Q_S*(x)
-    lie so far apart that float64 cannot hold their differences (2^27 and more), they are first rounded to 2^-51 of the
-    largest. Where rounding is stochastic both quantizations use the same random bits. Elements of blocks with NaN or
-    Inf are NaN in every term.
+    ``scale_bias + grid_noise + dead_zone == total`` without any rounding: where the values lie 2^27 and more apart,
+    they are first rounded to 2^-51 of the largest. Blocks with NaN or Inf are NaN in every term.
 
-    Source: the three terms are those of "Decomposing MXFP4 quantization error for LLM reinforcement learning"; this
-    definition of them is ours (``ideal``). The paper's own, which its rebuttal prints (``printed``), takes the scale
-    bias of every element from the two scales alone:
-
-    - scale bias: (S − S*)·x/S, S being the power of two;
-    - dead zone, where Q_S(x) = 0, and grid noise, elsewhere: the rest of the error.
-
-    Under it an element in the dead zone has a scale bias too, and where S fits an element by chance, its grid noise
-    makes up for the bias. Its terms add up to float64's rounding.
+    The terms are those of "Decomposing MXFP4 quantization error for LLM reinforcement learning", defined by us
+    (``ideal``). By the formula of the paper's rebuttal (``printed``) the scale bias is (S − S*)·x/S, and the rest of
+    the error is dead zone where Q_S(x) = 0 and grid noise elsewhere; these add up to float64's rounding.
     """
 
     total: Tensor
@@ -70,10 +65,9 @@ def decompose(
 
     Args:
         x: floating point, at least one axis; rounded to fp32 first.
-        quantizer: a spec, or an operand's whole program: then Q_S* is the program with the scales' rounding left out,
-            every pass of it.
+        quantizer: a spec, or an operand's whole program: Q_S* leaves out the rounding of scales in every pass of it.
         dim: the contraction axis, which blocks run along.
-        key: of the random bits, where the quantizer draws any and ``draw`` is not given.
+        key: of the random bits, which both quantizations share, where ``draw`` is not given.
         draw, state: what the program is called with inside a model.
         definition: of the three terms, see :class:`Decomposition`.
 
@@ -96,10 +90,8 @@ def decompose(
     return Decomposition(*(part.movedim(-1, dim) for part in parts))
 
 
-def _printed(
-    program: OperandProgram, x: Tensor, draw: Draw | None, state: OperandState | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (total, scale bias, dead zone, grid noise) by the paper's formula, float64."""
+def _printed(program: OperandProgram, x: Tensor, draw: Draw | None, state: OperandState | None) -> Parts:
+    """Return the parts by the paper's formula, float64."""
     several = [t.name for stage in ("split", "around", "after") for t in program.at(stage)]
     if several:
         raise Error(
@@ -107,17 +99,15 @@ def _printed(
             "definition='ideal'"
         )
     parts = program.quantize(x, draw, state)
-    spec = parts.spec
+    spec, join = parts.spec, parts.blocking.join
     stored = parts.scale.double() if spec.scale.convention == "decode" else 1 / parts.scale.double()
     true = parts.z.double() / spec.element.max  # before rounding, in the same units: γ is in both
-    share = parts.blocking.join((1 - true / stored).expand(parts.ratio.shape))
     quantized = parts.dequantized().double() * (1 if parts.group_scale is None else parts.group_scale.double())
-    error = parts.blocking.join(quantized) - x.double()
-    scale_bias = share * x.double()
-    alive = parts.blocking.join(parts.elements) != 0
+    error = join(quantized) - x.double()
+    scale_bias = join((1 - true / stored).expand(parts.ratio.shape)) * x.double()
     rest = error - scale_bias
-    zero = torch.zeros_like(rest)
-    return error, scale_bias, torch.where(alive, zero, rest), torch.where(alive, rest, zero)
+    alive = join(parts.elements) != 0
+    return error, scale_bias, rest.masked_fill(alive, 0.0), rest.masked_fill(~alive, 0.0)
 
 
 def _aligned(x: Tensor, quantized: Tensor, ideal: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,8 +123,8 @@ def _aligned(x: Tensor, quantized: Tensor, ideal: Tensor) -> tuple[Tensor, Tenso
     return x + middle - middle, quantized + middle - middle, ideal + middle - middle
 
 
-def split_error(x: Tensor, quantized: Tensor, ideal: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return (total, scale bias, dead zone, grid noise) in the dtype of all three; ``ideal`` is Q_S*(x)."""
+def split_error(x: Tensor, quantized: Tensor, ideal: Tensor) -> Parts:
+    """Return the parts in the dtype of all three; ``ideal`` is Q_S*(x)."""
     # Products with 0 and 1, many times faster than comparisons and choices.
     alive = quantized.sign().abs_()
     error = quantized - x

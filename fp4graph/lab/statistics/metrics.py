@@ -44,39 +44,40 @@ RATIO_EDGES = (0.0, 0.5, 1.0, 1.5, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
 OSCILLATING = 16.0
 #: The share of the larger of two quantized values that their distance must exceed for a flip (:func:`flipped`).
 _FLIP = 1 / 8
+#: Fields of an operand by metric: the quotient of the sum of this name, or of the one given, and the other.
+_SHARES: dict[str, dict[str, tuple[str, str]]] = {
+    "snr": {"gain": ("product", "signal")},
+    "error": {
+        "relative_error": ("error", "signal"),
+        **{term: (term, "signal") for term in ("scale_bias", "dead_zone", "grid_noise", "interaction")},
+    },
+    "saturation": {"saturated": ("saturated", "elements")},
+    "underflow": {"underflowed": ("underflowed", "elements")},
+}
 
 
 def operand_sums(sample: Sample) -> dict[str, Tensor]:
-    """Return sums over a sample's elements, float64 0-d, for :func:`operand_fields`.
-
-    Elements that are not finite, before or after quantization, are counted and left out.
-    """
+    """Return sums over a sample's elements, float64 0-d; elements that are not finite are counted and left out."""
     usable = (sample.x.double() + sample.q.double() + sample.ideal.double()).isfinite()
     x, q, ideal = (torch.where(usable, each, 0.0).double() for each in (sample.x, sample.q, sample.ideal))
     error, bias, dead, grid = split_error(x, q, ideal)
-    elements = usable.sum()
+    squares = {"signal": x, "error": error, "scale_bias": bias, "dead_zone": dead, "grid_noise": grid}
     return {
-        "elements": elements.double(),
-        "nonfinite": (usable.numel() - elements).double(),
-        "signal": x.square().sum(),
-        "error": error.square().sum(),
+        "elements": usable.sum().double(),
+        "nonfinite": (~usable).sum().double(),
         "product": (x * q).sum(),
-        "scale_bias": bias.square().sum(),
-        "dead_zone": dead.square().sum(),
-        "grid_noise": grid.square().sum(),
         "interaction": 2 * (bias * grid).sum(),
         "saturated": (usable & (sample.ratio.abs() > sample.element.max)).sum().double(),
         "underflowed": (dead != 0).sum().double(),
+        **{name: values.square().sum() for name, values in squares.items()},
     }
 
 
 def scale_sums(scales: Tensor, number: ScaleFormat) -> dict[str, Tensor]:
-    """Count the scales of an operand by exponent.
+    """Count the positive finite scales by exponent floor(log2 S), float64 ``[EXPONENTS]`` from LOWEST_EXPONENT up.
 
-    Returns:
-        ``scales``: how many have each exponent floor(log2 S), float64 ``[EXPONENTS]`` from LOWEST_EXPONENT up, without
-        scales that are not finite or not positive; ``blocks``: all scales; ``zero_blocks``: those of blocks of zeros;
-        ``limit_blocks``: those that are the smallest or the largest value of the scales' format.
+    ``blocks`` counts all scales, ``zero_blocks`` those of blocks of zeros, and ``limit_blocks`` those that are the
+    smallest or the largest value of the scales' format.
     """
     place = (torch.frexp(scales).exponent.long() - 1 - LOWEST_EXPONENT).clamp(0, EXPONENTS - 1)
     place = place[scales.isfinite() & (scales > 0)]
@@ -91,11 +92,9 @@ def scale_sums(scales: Tensor, number: ScaleFormat) -> dict[str, Tensor]:
 def confidence(ratio: Tensor, element: ElementFormat) -> Tensor:
     """Return the quantization confidence of latent weights w/S: min_i abs(w/S − thr_i) / MaxDist, of [0, 1].
 
-    thr_i are the thresholds between neighbouring values of the format, and MaxDist is the largest distance to the
-    nearest threshold that a weight of the same quantized value can have: half the width of its interval, for the
-    largest value the way from the last threshold to it. What lies beyond the largest value counts as that value. For
-    E2M1 thresholds are ±0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5 and MaxDist 0.25 for 0 to 1.5, 0.375, 0.5, 0.75 and 1 for
-    2, 3, 4 and 6. (TetraJet A.2.)
+    thr_i are the thresholds between neighbouring values of the format. MaxDist is half the width of the interval of
+    weights with the same quantized value; for the largest value, the way from the last threshold to it. What lies
+    beyond the largest value counts as that value. (TetraJet A.2.)
     """
     thresholds, largest = (t.to(ratio.device) for t in _intervals(element))
     u = ratio.abs().clamp(max=element.max)
@@ -138,15 +137,10 @@ def histogram(values: Tensor, bins: int, low: float, high: float) -> Tensor:
 def gradient_sums(left: Moments, right: Moments, left_exact: Tensor, right_exact: Tensor) -> dict[str, Tensor]:
     """Return sums over the entries of a backward GEMM's result ĝ = Q(L)·Q(R)ᵀ against g = L·Rᵀ, float64 0-d.
 
-    Rounding noise of different elements being independent, E[ĝ] = E[Q(L)]·E[Q(R)]ᵀ, and with v and m the variance and
-    mean of an element, Var ĝ_ij = Σ_k v_ik·(m_jk² + v_jk) + m_ik²·v_jk.
-
-    Args:
-        left, right: the moments of the two factors, lines ``[P, n, K]`` and ``[P, m, K]``.
-        left_exact, right_exact: the same lines of the factors in high precision, before any quantization.
-
-    Returns:
-        Sums of ``exact`` g², ``offset`` (E[ĝ] − g)², ``variance``, ``product`` g·E[ĝ]; empty where a mean is unknown.
+    The arguments hold lines ``[P, n, K]`` and ``[P, m, K]`` of the factors: their moments, and their values before any
+    quantization. Rounding noise of different elements being independent, E[ĝ] = E[Q(L)]·E[Q(R)]ᵀ, and with v and m the
+    variance and mean of an element, Var ĝ_ij = Σ_k v_ik·(m_jk² + v_jk) + m_ik²·v_jk. The sums are of ``exact`` g²,
+    ``offset`` (E[ĝ] − g)², ``variance``, ``product`` g·E[ĝ]; there are none where a mean is unknown.
     """
     if left.mean is None or right.mean is None:
         return {}
@@ -165,18 +159,6 @@ def gradient_sums(left: Moments, right: Moments, left_exact: Tensor, right_exact
     }
 
 
-#: Fields of an operand by metric, each the quotient of two sums.
-_SHARES: dict[str, dict[str, tuple[str, str]]] = {
-    "snr": {"gain": ("product", "signal")},
-    "error": {
-        "relative_error": ("error", "signal"),
-        **{term: (term, "signal") for term in ("scale_bias", "dead_zone", "grid_noise", "interaction")},
-    },
-    "saturation": {"saturated": ("saturated", "elements")},
-    "underflow": {"underflowed": ("underflowed", "elements")},
-}
-
-
 def operand_fields(sums: Mapping[str, Any], metrics: frozenset[str], limit: float | None = None) -> dict[str, Any]:
     """Return an operand's fields from its sums; ``limit``, the format's largest value, ends the latent histogram."""
     fields: dict[str, Any] = {"elements": int(sums["elements"]), "nonfinite": int(sums["nonfinite"])}
@@ -187,13 +169,15 @@ def operand_fields(sums: Mapping[str, Any], metrics: frozenset[str], limit: floa
         if metric in metrics:
             fields |= {field: _ratio(sums[part], sums[of]) for field, (part, of) in shares.items()}
     if "scales" in sums:
-        fields["scales"] = _trimmed(sums["scales"])
+        filled = [place for place, count in enumerate(sums["scales"]) if count] or [-LOWEST_EXPONENT, 0]
+        counts = list(map(int, sums["scales"][filled[0] : filled[-1] + 1]))
+        fields["scales"] = {"lowest": filled[0] + LOWEST_EXPONENT, "counts": counts}
         fields |= {name: _ratio(sums[name], sums["blocks"]) for name in ("zero_blocks", "limit_blocks")}
     if "confidence" in sums:
         fields["confidence"] = _ratio(sums["confidence"], sum(sums["confidence_histogram"]))
-        fields["confidence_histogram"] = _counts(sums["confidence_histogram"])
+        fields["confidence_histogram"] = list(map(int, sums["confidence_histogram"]))
     if "latent_histogram" in sums:
-        fields["latent"] = {"limit": limit, "counts": _counts(sums["latent_histogram"])}
+        fields["latent"] = {"limit": limit, "counts": list(map(int, sums["latent_histogram"]))}
     return fields
 
 
@@ -208,19 +192,6 @@ def _ratio(part: Any, whole: float) -> float | None:
     return part / whole if whole > 0 else None
 
 
-def _counts(counts: list[float]) -> list[int]:
-    return [int(count) for count in counts]
-
-
-def _trimmed(counts: list[float]) -> dict[str, Any]:
-    """Drop the empty classes at both ends; ``lowest`` is the exponent of the first class that is left."""
-    filled = [place for place, count in enumerate(counts) if count]
-    if not filled:
-        return {"lowest": 0, "counts": []}
-    first, last = filled[0], filled[-1]
-    return {"lowest": first + LOWEST_EXPONENT, "counts": _counts(counts[first : last + 1])}
-
-
 def oscillation_ratio(moved_q: Tensor, moved: Tensor) -> Tensor:
     """Return R_w = Σ_t abs(w_Q[t] − w_Q[t−1]) / Σ_t abs(w[t] − w[t−1]) per element; 0/0 is 0, x/0 infinite. (A.1.)"""
     return torch.where(moved_q == 0, torch.zeros_like(moved), moved_q / moved)
@@ -229,26 +200,21 @@ def oscillation_ratio(moved_q: Tensor, moved: Tensor) -> Tensor:
 def flipped(q: Tensor, former: Tensor, element: ElementFormat) -> Tensor:
     """Return where the quantized value changed by more than an eighth of the larger of the two values.
 
-    Neighbouring values of the 4-bit formats are a seventh of the larger apart or more. A smaller change comes
-    from a scale: a block's scale that was rounded anew moves values by a ninth at most (E4M3), and a tensor's scale
-    follows its maximum. Formats with finer grids count half their smallest step instead. A power-of-two scale that
-    doubles or halves moves the grid itself and is a flip for the elements whose value it changes.
+    Neighbouring values of the 4-bit formats are a seventh of the larger apart or more; formats with finer grids count
+    half their smallest step instead. A scale that was rounded anew moves values by a ninth at most (E4M3). A
+    power-of-two scale that doubles or halves moves the grid itself and is a flip for the elements that change.
     """
     return (q - former).abs() > _least_change(element) * torch.maximum(q.abs(), former.abs())
 
 
 @functools.cache
 def _least_change(element: ElementFormat) -> float:
-    values = element.magnitudes()[1:]
-    finest = min((high - low) / high for low, high in itertools.pairwise(values))
+    finest = min((high - low) / high for low, high in itertools.pairwise(element.magnitudes()[1:]))
     return _FLIP if finest > _FLIP else finest / 2
 
 
 def relative_change(x: Tensor, former: Tensor) -> Tensor:
-    """Return ‖X_t − X_(t−1)‖_F / ‖X_(t−1)‖_F, float64, 0-d; NaN where the denominator is 0.
-
-    The rate of change r(X) is its mean over steps. (TetraJet A.3.)
-    """
+    """Return ‖X_t − X_(t−1)‖_F / ‖X_(t−1)‖_F, float64, 0-d; NaN where the denominator is 0. (TetraJet A.3.)"""
     former = former.double()
     norm = former.norm()
     return torch.where(norm > 0, (x.double() - former).norm() / norm, torch.nan)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,50 +17,30 @@ from fp4graph.ops.product import total
 FOLLOWED, SHOWN = 256, 2
 
 
-class Window:
-    """Measures ``steps`` differences of each weight: :meth:`advance` once to begin, then after each optimizer step."""
-
-    def __init__(self, weights: Sequence[Weight], steps: int, sample: int | None, metrics: frozenset[str]) -> None:
-        self._steps, self._metrics = steps, metrics
-        self.left = steps + 1  # calls of advance() that are still to come
-        self._weights = [_Moving(weight, sample) for weight in weights if weight.is_used and weight.parameter.numel()]
-
-    @torch.no_grad()
-    def advance(self, step: Tensor) -> None:
-        """Measure the weights' movement since the last call; ``step`` is the noise of the latest forward."""
-        for moving in self._weights:
-            moving.advance(step)
-        self.left -= 1
-
-    def measurements(self) -> list[dict[str, Any]]:
-        """Return one measurement for each weight."""
-        return [moving.measurement(self._steps, self._metrics) for moving in self._weights]
-
-
-class _Moving:
-    """Sampled lines of one weight over the steps of a window."""
+class Moving:
+    """Sampled lines of one weight over a window: :meth:`advance` once to begin, then after each optimizer step."""
 
     def __init__(self, weight: Weight, sample: int | None) -> None:
         self._weight = weight
         stored = weight.parameter
-        shape = tuple((stored.mT if weight.stored_transposed else stored).shape)
-        self._selection = Selection(shape, sample)
+        self._selection = Selection(tuple((stored.mT if weight.stored_transposed else stored).shape), sample)
         assert weight.plan.program is not None
         fprop = weight.plan.program.fprop
         spec = fprop.right.spec
         self._quantizes = spec is not None
         #: The format whose grid tells a flip from a new scale; None where blocks choose, for none is common to them.
         self._element = None if spec is None or spec.others else spec.element
-        simple = by_block(fprop.right) and not fprop.right.draws and not fprop.transforms
-        simple = simple and weight.plan.program.apart is None
+        composed = fprop.right.draws or fprop.transforms or weight.plan.program.apart is not None
         #: The quantizer, where the sampled lines can be quantized without the others.
-        self._program = fprop.right if simple else None
+        self._program = fprop.right if by_block(fprop.right) and not composed else None
         self._last: tuple[Tensor, Tensor] | None = None
         self._moved = self._moved_q = self._flips = torch.zeros(())
         self._rates: list[Tensor] = []
         self._path: list[Tensor] = []
 
+    @torch.no_grad()
     def advance(self, step: Tensor) -> None:
+        """Measure the movement since the last call; ``step`` is the noise of the latest forward."""
         now = self._sampled(self._weight.parameter)
         q = self._quantized(now, step)
         if self._last is not None:
@@ -86,15 +65,16 @@ class _Moving:
         return self._selection.of(w.mT if self._weight.stored_transposed else w)
 
     def measurement(self, steps: int, metrics: frozenset[str]) -> dict[str, Any]:
+        """Return the measurement of a window of so many steps."""
         site, name = self._weight.fqn or "(root)", self._weight.parameter_name
         found: dict[str, Any] = {"site": site, "tensor": name, "window": steps}
         if "oscillation" in metrics:
             ratio = m.oscillation_ratio(self._moved_q, self._moved)
             edges = torch.tensor(m.RATIO_EDGES, device=ratio.device)
-            counts = torch.bincount(torch.bucketize(ratio.flatten(), edges), minlength=len(edges) + 1)
             found["oscillating"] = (ratio > m.OSCILLATING).float().mean().item()
+            counts = torch.bincount(torch.bucketize(ratio.flatten(), edges), minlength=len(edges) + 1)
             found["ratio_counts"] = counts.tolist()
-            found["trajectories"] = self._trajectories(ratio)
+            found["trajectories"] = self._trajectories(ratio.flatten()[:FOLLOWED])
         if "flips" in metrics and self._quantizes and self._element is None:
             found["left_out"] = ["flips"]
         elif "flips" in metrics:
@@ -108,12 +88,10 @@ class _Moving:
 
     def _trajectories(self, ratio: Tensor) -> list[dict[str, Any]]:
         """Return the paths of the followed elements with the largest finite ratios."""
-        of_followed = ratio.flatten()[:FOLLOWED]
-        of_followed = torch.where(of_followed.isfinite(), of_followed, -1.0)
+        ratio = torch.where(ratio.isfinite(), ratio, -1.0)
         path = torch.stack(self._path)  # [steps + 1, 2, followed]
-        chosen = of_followed.topk(min(SHOWN, len(of_followed))).indices.tolist()
         return [
-            {"ratio": of_followed[i].item(), "weight": path[:, 0, i].tolist(), "quantized": path[:, 1, i].tolist()}
-            for i in chosen
-            if of_followed[i] > 0
+            {"ratio": ratio[i].item(), "weight": path[:, 0, i].tolist(), "quantized": path[:, 1, i].tolist()}
+            for i in ratio.topk(min(SHOWN, len(ratio))).indices.tolist()
+            if ratio[i] > 0
         ]

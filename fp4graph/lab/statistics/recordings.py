@@ -1,7 +1,4 @@
-"""Recordings, to be handed to ``Runtime.observe``: of a sample of each operand, and of each site's output.
-
-Both are a :class:`fp4graph.graph.observe.Recording`.
-"""
+"""Recordings of a sample of each operand, and of each site's output (:class:`fp4graph.graph.observe.Recording`)."""
 
 from __future__ import annotations
 
@@ -57,8 +54,8 @@ class OperandRecording:
         for (site, tensor), sums in self._sums.items():
             is_gemm = tensor in set(Gemm)
             fields = m.gemm_fields(sums) if is_gemm else m.operand_fields(sums, self._metrics, self._limits.get(site))
-            left_out = self._left_out.get((site, tensor))
-            fields |= {"left_out": left_out} if left_out else {}
+            if left_out := self._left_out.get((site, tensor)):
+                fields["left_out"] = left_out
             measured.append({"site": site, "tensor": tensor, **fields})
         return measured
 
@@ -98,8 +95,15 @@ class OperandRecording:
         return moments, x if given is seen.x or seen.operand.gemm is Gemm.FPROP else selection.of(given)
 
     def _add(self, site: str, tensor: str, sums: Mapping[str, Tensor]) -> None:
-        former, new = self._sums.get((site, tensor)), _numbers(sums)
-        self._sums[site, tensor] = {name: _plus(former[name], new[name]) for name in new} if former else new
+        # One transfer off the device for scalars and histograms.
+        values = iter(torch.cat([each.reshape(-1) for each in sums.values()]).tolist() if sums else ())
+        former = self._sums.setdefault((site, tensor), {})
+        for name, each in sums.items():
+            if each.dim():
+                counts = former.get(name, [0.0] * each.numel())
+                former[name] = [count + next(values) for count in counts]
+            else:
+                former[name] = former.get(name, 0.0) + next(values)
 
 
 class OutputRecording:
@@ -135,18 +139,6 @@ class OutputRecording:
             for site in self._last
             if self._rates[site]
         ]
-
-
-def _numbers(sums: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Read scalars and histograms off the device in one transfer."""
-    values = iter(torch.cat([each.reshape(-1) for each in sums.values()]).tolist() if sums else ())
-    return {
-        name: [next(values) for _ in range(each.numel())] if each.dim() else next(values) for name, each in sums.items()
-    }
-
-
-def _plus(a: Any, b: Any) -> Any:
-    return [x + y for x, y in zip(a, b, strict=True)] if isinstance(a, list) else a + b
 
 
 def matches(patterns: Sequence[str], site: str) -> bool:

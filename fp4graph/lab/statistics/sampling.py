@@ -1,8 +1,4 @@
-"""Samples of operands, with all parts of their quantization.
-
-A *line* runs along the contraction axis. A few lines tell as much about a large operand as all of them, at a cost that
-does not grow with the operand.
-"""
+"""Samples of operands, with all parts of their quantization. A *line* runs along the contraction axis."""
 
 from __future__ import annotations
 
@@ -28,10 +24,8 @@ from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import total
 from fp4graph.technique import QUANTIZER_STAGES, Quantization, Technique, overrides
 
-#: The largest number of matrices that are sampled from a batch.
-MATRICES = 4
-#: The smallest number of lines that are sampled from an operand, however long they are.
-LEAST = 8
+#: The largest number of matrices that are sampled from a batch, and the smallest number of lines from an operand.
+MATRICES, LEAST = 4, 8
 #: Stages at which a technique makes an element random in more than its rounding, or replaces its rounding.
 _COMPOSING = ("split", "around", "round", "rescale", "after")
 
@@ -69,13 +63,11 @@ class Selection:
         """The numbers of the sampled matrices, and of the sampled lines of each."""
         if self.elements is None:
             return torch.arange(self._matrices), torch.arange(self.shape[-2])
-        matrices = min(self._matrices, MATRICES)
-        lines = max(-(-LEAST // max(1, matrices)), self.elements // (max(1, self.shape[-1]) * max(1, matrices)))
-        return _spaced(self._matrices, matrices), _spaced(self.shape[-2], min(lines, self.shape[-2]))
-
-
-def _spaced(count: int, chosen: int) -> Tensor:
-    return torch.arange(chosen) * count // max(1, chosen)
+        (count, length), matrices = self.shape[-2:], min(self._matrices, MATRICES)
+        lines = max(-(-LEAST // max(1, matrices)), self.elements // (max(1, length) * max(1, matrices)))
+        chosen = ((self._matrices, matrices), (count, min(lines, count)))
+        first, second = (torch.arange(some) * every // max(1, some) for every, some in chosen)
+        return first, second
 
 
 @dataclass(frozen=True)
@@ -91,23 +83,15 @@ class Moments:
 
 @dataclass(frozen=True)
 class Sample:
-    """Sampled lines of one operand, quantized: fp32 ``[P, n, K]``, in the GEMM's basis.
-
-    Attributes:
-        q: the values that were multiplied.
-        ideal: the values that unrounded scales would have given.
-        ratio: x divided by its scale, before rounding; NaN where the block's scale is NaN.
-        scales: the stored scales ``[B]``, 0 for a block of zeros: those of the sample, or of the whole operand where
-            its blocks depend on each other.
-    """
+    """Sampled lines of one operand, quantized: fp32 ``[P, n, K]``, in the GEMM's basis."""
 
     x: Tensor
-    q: Tensor
-    ideal: Tensor
-    ratio: Tensor
+    q: Tensor  # the values that were multiplied
+    ideal: Tensor  # the values that unrounded scales would have given
+    ratio: Tensor  # x divided by its scale, before rounding; NaN where the block's scale is NaN
     moments: Moments
     element: ElementFormat
-    scales: Tensor
+    scales: Tensor  # stored, [B], 0 for a block of zeros; of the whole operand where its blocks depend on each other
 
 
 @torch.no_grad()
@@ -135,14 +119,13 @@ def sample(seen: ObservedOperand, selection: Selection) -> Sample:
         parts = program.quantize(given, draw, state, segments)
         ideal = total(with_ideal_scales(program)(given, draw, state, segments))
 
-    def lines(values: Tensor) -> Tensor:
+    def joined(values: Tensor) -> Tensor:
+        values = parts.blocking.join(values)
         return values if given is x else selection.of(values)
 
-    def joined(values: Tensor) -> Tensor:
-        return lines(parts.blocking.join(values))
-
+    ideal = ideal if given is x else selection.of(ideal)
     scales = torch.where(parts.z == 0, 0.0, parts.scale).flatten()
-    return Sample(x, q, lines(ideal), joined(parts.ratio), _moments(program, parts, q, joined), spec.element, scales)
+    return Sample(x, q, ideal, joined(parts.ratio), _moments(program, parts, q, joined), spec.element, scales)
 
 
 def by_block(program: OperandProgram) -> bool:
@@ -161,8 +144,8 @@ def _acts_by_block(technique: Technique) -> bool:
     """Return whether the technique's own class declares it: a derived class may do more than its base."""
     if not any(overrides(technique, stage) for stage in QUANTIZER_STAGES):
         return True
-    says_so = vars(type(technique)).get("by_block", False)
-    return says_so and not technique.draws and not any(overrides(technique, s) for s in ("split", "around", "after"))
+    composes = technique.draws or any(overrides(technique, stage) for stage in ("split", "around", "after"))
+    return vars(type(technique)).get("by_block", False) and not composes
 
 
 @dataclass(frozen=True, eq=False)
@@ -204,7 +187,6 @@ def rounding_moments(ratio: Tensor, scale: Tensor, spec: QuantSpec) -> tuple[Ten
 
     With δ the distance of the values around u, and abs(u)/δ between the integers n and n + 1, of which rounding takes
     the upper one with probability p: mean = sign(u)·(n + p)·δ, variance = p·(1 − p)·δ², both in units of the scale.
-    p is the fraction of the way, as exactly as the comparison with so many random bits tells it.
     """
     u = ratio.abs().clamp(max=spec.element.max)
     step, inverse = spacing(u, spec.element.min_exponent, spec.element.mantissa_bits)
@@ -212,6 +194,6 @@ def rounding_moments(ratio: Tensor, scale: Tensor, spec: QuantSpec) -> tuple[Ten
     below = places.floor()
     steps = 2.0**spec.random_bits
     midpoint = 0.0 if spec.random_bits == 24 else 0.5
-    p = ((places - below) * steps - midpoint).ceil() / steps
+    p = ((places - below) * steps - midpoint).ceil() / steps  # as exactly as so many random bits tell it
     unit = scaling.dequantize(step, scale, spec)
     return (below + p) * unit * ratio.sign(), (1 - p) * p * unit.square()

@@ -9,9 +9,9 @@ from __future__ import annotations
 import math
 import re
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,9 @@ Measurement = Mapping[str, Any]
 
 
 class Log:
-    """The file of one run's statistics, and the streams that get the same numbers.
+    """The file of one run's statistics in ``directory``, and the streams that get the same numbers.
 
-    Args:
-        directory: created if it is missing.
-        header: the fields of the line that marks where this training begins.
-        streams: as :class:`Statistics` takes them.
+    ``header`` has the fields of the line that marks where this training begins.
 
     Raises:
         Error: the file cannot be written, or TensorBoard is not installed.
@@ -44,8 +41,7 @@ class Log:
     def __init__(self, directory: str | PathLike[str], header: Mapping[str, Any], *streams: Any) -> None:
         self.path = Path(directory).absolute() / FILE
         self._events = [_summary_writer(each) for each in streams if isinstance(each, str | PathLike)]
-        self._streams = [*self._events, *(each for each in streams if not isinstance(each, str | PathLike))]
-        self._sinks = [_sink(each) for each in self._streams]
+        self._sinks = [_sink(each) for each in (*self._events, *streams) if not isinstance(each, str | PathLike)]
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             jsonlines.cut_torn_line(self.path)
@@ -92,17 +88,16 @@ class Log:
 
 
 def _summary_writer(folder: str | PathLike[str]) -> Any:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise Error("TensorBoard is not installed; pip install 'fp4graph[analysis]'") from None
+    needs("tensorboard", "streaming to a folder needs TensorBoard", "analysis")
+    from torch.utils.tensorboard import SummaryWriter
+
     return SummaryWriter(str(folder))
 
 
 def _sink(stream: Any) -> Callable[[int, Mapping[str, float]], object]:
     """Return the function of (step, values) that hands a stream's library one step."""
     if hasattr(stream, "add_scalar"):
-        return partial(_add_scalars, stream)
+        return lambda step, values: [stream.add_scalar(name, value, step) for name, value in values.items()]
     if hasattr(stream, "log_metrics"):  # MLflow's names have fewer characters, and its numbers no infinity
         return lambda step, values: stream.log_metrics(
             {re.sub(r"[^\w\-. /:]", "_", name): v for name, v in values.items() if math.isfinite(v)}, step=step
@@ -116,17 +111,6 @@ def _sink(stream: Any) -> Callable[[int, Mapping[str, float]], object]:
         f"statistics cannot stream to {stream!r}; give a SummaryWriter or a folder for one, a run of wandb, the module "
         "mlflow, or a function of a step and a dict of values"
     )
-
-
-def _add_scalars(writer: Any, step: int, values: Mapping[str, float]) -> None:
-    if type(writer).__module__.startswith("torch."):  # one event for all: one for each takes 50 times as long
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        summary = Summary(value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()])
-        writer.file_writer.add_summary(summary, step)
-    else:
-        for name, value in values.items():
-            writer.add_scalar(name, value, step)
 
 
 @dataclass(frozen=True, repr=False)
@@ -161,10 +145,10 @@ class Recorded:
         Raises:
             Error: no row has a number in ``column``.
         """
-        places: dict[tuple[str, str], list[Measurement]] = {}
+        places: dict[tuple[str, str], list[Measurement]] = defaultdict(list)
         for row in self.having(column):
             if isinstance(row[column], int | float):
-                places.setdefault((row["site"], row["tensor"]), []).append(row)
+                places[row["site"], row["tensor"]].append(row)
         if not places:
             numbers = {name for row in self.rows for name, value in row.items() if isinstance(value, int | float)}
             raise Error(f"no numbers called {column!r} were recorded; {suggest(column, sorted(numbers - {'step'}))}")
@@ -179,6 +163,11 @@ class Recorded:
     def having(self, column: str) -> list[Measurement]:
         """Return the rows with a value of ``column``."""
         return [row for row in self.rows if row.get(column) is not None]
+
+    def latest(self, column: str) -> list[Measurement]:
+        """Return the rows of the last step that has ``column``."""
+        rows = self.having(column)
+        return [row for row in rows if row["step"] == rows[-1]["step"]]
 
     def series(self, column: str, *, tensor: str | None = None, site: str | None = None) -> dict[str, list[Any]]:
         """Return ``{"step": [...], "site": [...], "tensor": [...], "value": [...]}``, lists of equal length.
@@ -201,6 +190,12 @@ class Recorded:
         return sorted({row["step"] for row in self.rows})
 
 
+def find(path: str | PathLike[str]) -> Path | None:
+    """Return the file of statistics at ``path``, in this directory or in its ``statistics/``; None without one."""
+    path = Path(path)
+    return next((file for file in (path, path / FILE, path / "statistics" / FILE) if file.is_file()), None)
+
+
 def read(path: str | PathLike[str]) -> Recorded:
     """Read the statistics of a run: a ``statistics.jsonl``, or the directory that holds one or its ``statistics/``.
 
@@ -209,29 +204,24 @@ def read(path: str | PathLike[str]) -> Recorded:
     Raises:
         Error: there are none, they are of another version, or a line is damaged.
     """
-    path = _found(Path(path))
+    file = find(path)
+    if file is None:
+        raise Error(f"{path}: no statistics there; fp4graph.lab.Statistics writes {FILE}")
     header: dict[str, Any] | None = None
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for number, row in jsonlines.read(path):
+    for number, row in jsonlines.read(file):
         if isinstance(row, dict) and row.get("format") == FORMAT:
             if row.get("version") != VERSION:
-                raise Error(f"{path}: written by another version of fp4graph (format {row.get('version')})")
+                raise Error(f"{file}: written by another version of fp4graph (format {row.get('version')})")
             header = row
             rows = {key: former for key, former in rows.items() if key[0] <= row.get("step", 0)}
         elif header is None or not (isinstance(row, dict) and {"step", "site", "tensor"} <= row.keys()):
-            raise Error(f"{path}:{number}: this is not a line of statistics")
+            raise Error(f"{file}:{number}: this is not a line of statistics")
         else:
             rows[row["step"], row["site"], row["tensor"]] = row
     if header is None:
-        raise Error(f"{path}: no statistics are in it")
+        raise Error(f"{file}: no statistics are in it")
     return Recorded(header, tuple(sorted(rows.values(), key=lambda row: row["step"])))
-
-
-def _found(path: Path) -> Path:
-    for candidate in (path, path / FILE, path / "statistics" / FILE):
-        if candidate.is_file():
-            return candidate
-    raise Error(f"{path}: no statistics there; fp4graph.lab.Statistics writes {FILE}")
 
 
 def _plain(value: Any) -> Any:

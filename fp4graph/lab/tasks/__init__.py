@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from fp4graph.errors import Error
+from fp4graph.lab.data.loading import Batch
 from fp4graph.lab.tasks import classification, diffusion, language, regression, reinforcement
-from fp4graph.lab.tasks.task import Batch, Problem, Recipe, Settings, Task, placed
+from fp4graph.lab.tasks.task import Problem, Recipe, Settings, Task, placed
 from fp4graph.text import suggest
+
+__all__ = ["TASKS", "Batch", "Problem", "Recipe", "Settings", "Task", "placed", "task_named"]
 
 #: Every task by name, in the order of ``fp4graph train --list``.
 TASKS: dict[str, Task] = {
@@ -16,14 +19,7 @@ TASKS: dict[str, Task] = {
 
 
 def task_named(name: str) -> Task:
-    """Return the task of that name.
-
-    Raises:
-        Error: no task has it; the nearest name is suggested.
-    """
+    """Return the task of that name, or raise an Error that suggests the nearest name."""
     if name not in TASKS:
         raise Error(f"unknown task {name!r}; {suggest(name, TASKS)}")
     return TASKS[name]
-
-
-__all__ = ["TASKS", "Batch", "Problem", "Recipe", "Settings", "Task", "placed", "task_named"]

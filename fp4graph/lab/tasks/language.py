@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
 from itertools import count
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,8 @@ from torch.nn.functional import cross_entropy
 from fp4graph.errors import Error
 from fp4graph.lab.data import text
 from fp4graph.lab.data.extras import needs
-from fp4graph.lab.tasks.task import PAPER, Batch, Problem, Recipe, Settings, Task
+from fp4graph.lab.data.loading import Batch
+from fp4graph.lab.tasks.task import PAPER, Problem, Recipe, Settings, Task
 
 #: Width, feed-forward width, layers, heads, vocabulary. All but the first are those of GaLore (Zhao et al. 2024), which
 #: StableSPAM took over: 8,995,968, 58,073,600, 367,969,280 and 1,339,082,752 parameters. The design-space paper takes
@@ -31,6 +33,15 @@ SIZES = {
 VALIDATED = 1024
 
 
+def llama(width: int, feed_forward: int, layers: int, heads: int, vocabulary: int, **options: Any) -> Any:
+    """Return an untrained LLaMA; ``options`` are those of ``transformers.LlamaConfig``."""
+    needs("transformers", "this task's model is transformers'")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": width, "intermediate_size": feed_forward, "num_hidden_layers": layers}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=vocabulary, num_attention_heads=heads, **sizes, **options))
+
+
 class Language(Problem):
     """Cross-entropy per token of the next token, in sequences of ``context`` tokens from random places of the text.
 
@@ -40,12 +51,8 @@ class Language(Problem):
     """
 
     def __init__(self, size: str, context: int, settings: Settings, data: str = "wikitext") -> None:
-        needs("transformers", "this task's model is transformers'")
-        from transformers import LlamaConfig, LlamaForCausalLM
-
-        width, feed_forward, layers, heads, vocabulary = SIZES[size]
+        *_, vocabulary = SIZES[size]
         self.tokens = tokens_of(settings.run.data or data, vocabulary)
-        self.seed, self.batch_size, self.dtype = settings.seed, settings.batch_size, settings.parameter_dtype
         self.context = self.tokens_per_sample = context
         self.samples = len(self.tokens.train) // context
         if not (self.samples and len(self.tokens.validation) >= context):
@@ -53,19 +60,9 @@ class Language(Problem):
                 f"{len(self.tokens.train)} tokens to train on and {len(self.tokens.validation)} to validate on are too "
                 f"few for sequences of {context}; give more text"
             )
-        torch.manual_seed(settings.seed)
-        config = LlamaConfig(
-            vocab_size=vocabulary,
-            hidden_size=width,
-            intermediate_size=feed_forward,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            max_position_embeddings=max(1024, context),
-            bos_token_id=text.SEPARATOR,
-            eos_token_id=text.SEPARATOR,
-            use_cache=False,
-        )
-        self.model: nn.Module = LlamaForCausalLM(config)
+        super().__init__(settings)
+        options = {"max_position_embeddings": max(1024, context), "use_cache": False}
+        self.model = llama(*SIZES[size], bos_token_id=text.SEPARATOR, eos_token_id=text.SEPARATOR, **options)
 
     def batches(self, start: int) -> Iterator[Batch]:
         for number in count(start):
@@ -88,41 +85,26 @@ class Language(Problem):
 
 
 @lru_cache(maxsize=2)  # a sweep trains on one text many times
-def tokens_of(data: str, vocabulary: int) -> text.Tokens:
+def tokens_of(data: str, vocabulary: int) -> text.Parts:
     """Return the text that ``--data`` names as tokens; the tokenizer is trained on the text and kept."""
-    return text.prepared(text.named(data), vocabulary)
+    return text.prepared(text.given(data), vocabulary)
 
 
-DATA = "wikitext, stdlib, FILE or FOLDER of text"
-
-TEXT = Task(
-    name="text",
-    family="language",
-    description="A LLaMA of 2 blocks and 133,440 parameters on the bytes of Python's standard library",
-    source="ours",
-    recipe=Recipe(lr=3e-3, batch_size=32, steps=300, warmup=0.1),
-    make=partial(Language, "tiny", 64, data="stdlib"),
-    data=DATA,
-    embedded=True,
-)
+_task = partial(Task, "language", data="wikitext, stdlib, FILE or FOLDER of text")
 
 
-def _llama(size: str, context: int, batch_size: int, accumulate: int, lr: float, tokens: float) -> Task:
-    return Task(
-        name=f"llama-{size}",
-        family="language",
-        description=f"LLaMA {size.upper()} on WikiText, {context} tokens per sequence",
-        source=f"{PAPER}; sizes of GaLore (Zhao et al. 2024)",
-        recipe=Recipe(lr=lr, batch_size=batch_size, accumulate=accumulate, tokens=tokens, autocast=True),
-        make=partial(Language, size, context),
-        data=DATA,
-    )
+def _llama(size: str, context: int, recipe: Recipe) -> Task:
+    description = f"LLaMA {size.upper()} on WikiText, {context} tokens per sequence"
+    source = f"{PAPER}; sizes of GaLore (Zhao et al. 2024)"
+    return _task(f"llama-{size}", description, recipe, partial(Language, size, context), source=source)
 
 
-LLAMAS = (
-    _llama("9m", 128, 4096, 1, 1e-3, 0.9e9),
-    _llama("60m", 512, 128, 1, 1e-4, 6e9),
-    _llama("350m", 1024, 16, 8, 1e-4, 14.7e9),
-    _llama("1b", 1024, 4, 512, 1e-4, 42e9),
-)
-TASKS = (TEXT, *LLAMAS)
+TASKS = (
+    _task("text", "A LLaMA of 2 blocks and 133,440 parameters on the bytes of Python's standard library",
+          Recipe(lr=3e-3, batch_size=32, steps=300, warmup=0.1),
+          partial(Language, "tiny", 64, data="stdlib"), embedded=True),
+    _llama("9m", 128, Recipe(lr=1e-3, batch_size=4096, tokens=0.9e9, autocast=True)),
+    _llama("60m", 512, Recipe(lr=1e-4, batch_size=128, tokens=6e9, autocast=True)),
+    _llama("350m", 1024, Recipe(lr=1e-4, batch_size=16, accumulate=8, tokens=14.7e9, autocast=True)),
+    _llama("1b", 1024, Recipe(lr=1e-4, batch_size=4, accumulate=512, tokens=42e9, autocast=True)),
+)  # fmt: skip

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
 
-from fp4graph.lab.data.order import Order
-from fp4graph.lab.tasks.task import Batch, Problem, Recipe, Settings, Task
+from fp4graph.lab.data.loading import Batch, InMemory
+from fp4graph.lab.tasks.task import Passes, Recipe, Settings, Task
 
 SAMPLES, FEATURES = 100_000, 1024
 
 
-class Gaussian(Problem):
+class Gaussian(Passes):
     """y = X·w with X ``[samples, features]``, w ``[features, 1]``, all entries iid N(0, 1); one linear layer learns w.
 
     The last tenth of the samples validates. The loss is (y' - y)², whose expectation for weights w' is Σ(w' - w)², plus
@@ -24,20 +24,11 @@ class Gaussian(Problem):
     """
 
     def __init__(self, settings: Settings, samples: int = SAMPLES, features: int = FEATURES) -> None:
-        self.batch_size, self.dtype = settings.batch_size, settings.parameter_dtype
         self.x, self.w, self.y = _drawn(settings.seed, samples, features)
-        self.samples = samples - samples // 10
-        self.order = Order(self.samples, settings.batch_size, settings.seed)
-        torch.manual_seed(settings.seed)
+        kept = samples - samples // 10
+        train, held_out = (InMemory(self.x[part], self.y[part]) for part in (slice(kept), slice(kept, None)))
+        super().__init__(settings, train, held_out)
         self.model = nn.Linear(features, 1)
-
-    def batches(self, start: int) -> Iterator[Batch]:
-        for rows in self.order.rows(start):
-            yield self.x[rows], self.y[rows]
-
-    def validation(self) -> Iterator[Batch]:
-        held_out = (torch.split(tensor[self.samples :], self.batch_size) for tensor in (self.x, self.y))
-        yield from zip(*held_out, strict=True)
 
     def measure(self, model: nn.Module, batch: Batch) -> Mapping[str, Tensor]:
         x, y = batch
@@ -52,13 +43,8 @@ def _drawn(seed: int, samples: int, features: int) -> tuple[Tensor, Tensor, Tens
     return x, w, x @ w
 
 
-GAUSSIAN = Task(
-    name="gaussian",
-    family="regression",
-    description=f"One linear layer on {SAMPLES:,} Gaussian samples of {FEATURES} features",
-    source='"Elucidating the design space of FP4 training", appendix, Tables 3 and 11; bf16 parameters',
-    recipe=Recipe(lr=1e-2, batch_size=4096, epochs=20, dtype="bf16"),
-    make=Gaussian,
-    embedded=True,
-)
-TASKS = (GAUSSIAN,)
+TASKS = (
+    Task("regression", "gaussian", f"One linear layer on {SAMPLES:,} Gaussian samples of {FEATURES} features",
+         Recipe(lr=1e-2, batch_size=4096, epochs=20, dtype="bf16"), Gaussian, embedded=True,
+         source='"Elucidating the design space of FP4 training", appendix, Tables 3 and 11; bf16 parameters'),
+)  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
@@ -15,8 +16,9 @@ from torch.nn.functional import cross_entropy, log_softmax, one_hot
 
 from fp4graph.errors import Error
 from fp4graph.lab.data import countdown
-from fp4graph.lab.data.extras import needs
-from fp4graph.lab.tasks.task import Batch, Problem, Recipe, Settings, Task
+from fp4graph.lab.data.loading import Batch
+from fp4graph.lab.tasks.language import llama
+from fp4graph.lab.tasks.task import Problem, Recipe, Settings, Task
 
 #: Positions of the model, and so the most tokens that its key-value cache holds.
 POSITIONS = 32
@@ -35,16 +37,14 @@ Reward = Callable[[str, str], float]
 
 def rewards_of(reward: Reward, prompts: Sequence[str], completions: Sequence[str]) -> list[float]:
     """Return the reward of each completion; raise an Error if one is NaN or infinite."""
-    found = []
-    for prompt, completion in zip(prompts, completions, strict=True):
-        value = float(reward(prompt, completion))
+    found = [float(reward(*pair)) for pair in zip(prompts, completions, strict=True)]
+    for value, prompt, completion in zip(found, prompts, completions, strict=True):
         if not math.isfinite(value):
             name = getattr(reward, "__qualname__", repr(reward))
             raise Error(
                 f"the reward function {name} returned {value} for the completion {completion!r} of the prompt "
                 f"{prompt!r}; advantages need a finite number for every completion"
             )
-        found.append(value)
     return found
 
 
@@ -67,22 +67,12 @@ def advantages(rewards: Tensor) -> Tensor:
     return (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
 
 
-def make_model(seed: int, **options: Any) -> Any:
-    """Return an untrained LLaMA of 2 blocks and 108,992 parameters; its weights are a function of the seed.
-
-    ``options`` are those of ``transformers.LlamaConfig``.
-    """
-    needs("transformers", "this task's model is transformers'")
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config: dict[str, Any] = {
-        "vocab_size": countdown.VOCABULARY, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "max_position_embeddings": POSITIONS, "bos_token_id": countdown.END,
-        "eos_token_id": countdown.END, "pad_token_id": countdown.PAD,
-    }  # fmt: skip
+def make_model(seed: int) -> Any:
+    """Return an untrained LLaMA of 2 blocks and 108,992 parameters; its weights are a function of the seed."""
+    tokens = {"bos_token_id": countdown.END, "eos_token_id": countdown.END, "pad_token_id": countdown.PAD}
     with torch.random.fork_rng(devices=()):
         torch.manual_seed(seed)
-        return LlamaForCausalLM(LlamaConfig(**config | options))
+        return llama(64, 192, 2, 4, countdown.VOCABULARY, max_position_embeddings=POSITIONS, **tokens)
 
 
 def supervise(model: nn.Module, seed: int, steps: int = WARM_UP) -> None:
@@ -95,10 +85,8 @@ def supervise(model: nn.Module, seed: int, steps: int = WARM_UP) -> None:
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = WARM_UP_LR * min(1.0, 10 * (step + 1) / steps)
-        given = countdown.puzzles(WARM_UP_BATCH, seed, _WARM_UP, step)
-        prompts, answers = (
-            countdown.encode(texts) for texts in zip(*((p.prompt, answer) for p, answer in given), strict=True)
-        )
+        drawn = countdown.puzzles(WARM_UP_BATCH, seed, _WARM_UP, step)
+        prompts, answers = map(countdown.encode, zip(*drawn, strict=True))
         answers = torch.cat([answers, torch.full((len(answers), 1), countdown.END)], 1)
         logits = model(input_ids=torch.cat([prompts, answers], 1)).logits[:, countdown.PROMPT - 1 : -1]
         cross_entropy(logits.flatten(0, 1), answers.flatten()).backward()  # type: ignore[no-untyped-call]
@@ -107,58 +95,45 @@ def supervise(model: nn.Module, seed: int, steps: int = WARM_UP) -> None:
 
 
 @lru_cache(maxsize=8)  # a comparison trains from one start many times
-def started(seed: int, steps: int = WARM_UP) -> Mapping[str, Tensor]:
-    """Return the state of :func:`make_model` after :func:`supervise`."""
+def started(seed: int, steps: int = WARM_UP) -> Any:
+    """Return :func:`make_model` after :func:`supervise`, of which each training takes a copy."""
     model = make_model(seed)
     supervise(model, seed, steps)
-    return dict(model.state_dict())
+    return model
 
 
 class Countdown(Problem):
     """On-policy policy gradient with group-relative advantages on countdown puzzles.
 
-    Each prompt has ``group`` completions. The model generates them in evaluation mode, with a key-value cache, from
-    Gumbel noise that is part of the batch: argmax(logits + noise) is a draw from softmax(logits), so that a step is a
-    function of the weights and the batch. A completion's reward is 1 if it solves the puzzle, else 0. With A the
-    advantages of :func:`advantages` and o_i the tokens of completion i, END included, the gradient of a prompt's loss
+    A sample is a prompt, with G = ``group`` completions of at most ``completion`` tokens. The model generates these in
+    evaluation mode, with a key-value cache, from Gumbel noise that is part of the batch: argmax(logits + noise) is a
+    draw from softmax(logits), so that a step is a function of the weights and the batch. With A the
+    :func:`advantages` of the rewards and o_i the tokens of completion i, END included, the gradient of a prompt's loss
     is that of
 
         −(1/G)·Σ_i A_i·(1/|o_i|)·Σ_t log p(o_it | prompt, o_i<t).
 
-    The value of the loss is the share of completions without reward, in training and in validation, where the prompts
-    and the noise are the same each time, whatever the batch size. Validation puzzles are distinct, and have sets of
-    numbers that training never shows.
+    The value of the loss is the share of completions without reward. Validation puzzles are distinct, the same each
+    time, and have sets of numbers that training never shows. Training follows ``warm_up`` supervised steps.
 
     Source: GRPO (Shao et al. 2024, "DeepSeekMath", eq. 3 and 21) with one update for each rollout, where the ratio to
     the old policy is 1 and is never clipped, and without the KL penalty. The task is ours.
-
-    Args:
-        settings: a sample is a prompt.
-        group: completions for each prompt, G.
-        completion: tokens that a completion may have.
-        warm_up: steps of the supervised start.
-        reward: of a prompt and a completion.
 
     Raises:
         Error: a group of one, a rollout that is longer than the cache; in :meth:`measure`, a reward is not finite.
     """
 
     def __init__(
-        self,
-        settings: Settings,
-        group: int = 8,
-        completion: int = COMPLETION,
-        warm_up: int = WARM_UP,
+        self, settings: Settings, group: int = 8, completion: int = COMPLETION, warm_up: int = WARM_UP,
         reward: Reward = countdown.reward,
-    ) -> None:
+    ) -> None:  # fmt: skip
         if group < 2:
             raise Error(f"group is {group}; an advantage compares at least two completions of a prompt")
-        self.model: nn.Module = make_model(settings.seed)
-        check_length(self.model, countdown.PROMPT, completion)
-        self.model.load_state_dict(started(settings.seed, warm_up))
-        self.seed, self.batch_size, self.dtype = settings.seed, settings.batch_size, settings.parameter_dtype
+        super().__init__(settings)
+        check_length(make_model(settings.seed), countdown.PROMPT, completion)
+        self.model = copy.deepcopy(started(settings.seed, warm_up))
         self.group, self.completion, self.reward = group, completion, reward
-        self.samples = countdown.prompts_to_train_on()
+        self.samples = countdown.DIFFERENT
         self.tokens_per_sample = group * (countdown.PROMPT + completion)
 
     def batches(self, start: int) -> Iterator[Batch]:
@@ -196,15 +171,11 @@ class Countdown(Problem):
 
 @torch.no_grad()
 def rollout(model: Any, prompts: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Generate completions in evaluation mode, with a key-value cache.
+    """Generate completions of ``prompts`` ``[n, prompt]``, in evaluation mode, with a key-value cache.
 
-    Args:
-        prompts: tokens, ``[n, prompt]``, none of them padding.
-        noise: added to the logits before each choice of the largest, fp32 ``[n, completion, vocabulary]``.
-
-    Returns:
-        Tokens ``[n, completion]``, PAD after an END; the logits that they were drawn from, fp32 ``[n, longest,
-        vocabulary]``, up to the END of the longest completion.
+    ``noise``, fp32 ``[n, completion, vocabulary]``, is added to the logits before each choice of the largest. Returns
+    tokens ``[n, completion]``, PAD after an END, and the logits that they were drawn from, fp32 ``[n, longest,
+    vocabulary]``, up to the END of the longest completion.
     """
     from transformers import GenerationConfig, LogitsProcessorList
 
@@ -237,26 +208,10 @@ def before_end(tokens: Tensor) -> Tensor:
 def mean_entropy(logits: Tensor, mask: Tensor) -> Tensor:
     """Return the mean entropy in nats of each completion's distributions, fp32 ``[n]``.
 
-    Args:
-        logits: ``[n, longest, vocabulary]``.
-        mask: 1 for tokens of the completion and 0 for others, ``[n, completion]``; no token after ``longest`` counts.
+    ``logits`` are ``[n, longest, vocabulary]``, and ``mask`` ``[n, completion]`` is 1 for tokens of the completion.
     """
     logs, mask = log_softmax(logits, -1), mask[:, : logits.shape[1]]
     return (-(logs.exp() * logs).sum(-1) * mask).sum(1) / mask.sum(1)
-
-
-def divergence(trainer: Tensor, sampled: Tensor, mask: Tensor) -> tuple[float, float]:
-    """Return an estimate of KL(rollout ‖ trainer) in nats per token, and the largest |log ratio| of a token.
-
-    The estimate is E[r − 1 − log r] with r = p_trainer/p_rollout over tokens that the rollout drew: every term is
-    positive, and the expectation is the divergence. Source: Schulman 2020, "Approximating KL divergence", k3.
-
-    Args:
-        trainer, sampled: log-probabilities of the tokens in the training forward and in the rollout, ``[n, tokens]``.
-        mask: nonzero for tokens of the completion, in the same shape.
-    """
-    log_ratio = (trainer.detach() - sampled).double()[mask.bool()]
-    return (log_ratio.expm1() - log_ratio).mean().item(), log_ratio.abs().max().item()
 
 
 def log_probs(model: nn.Module, prompts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -268,14 +223,10 @@ def log_probs(model: nn.Module, prompts: Tensor, tokens: Tensor) -> tuple[Tensor
 
 
 COUNTDOWN = Task(
-    name="countdown",
-    family="reinforcement",
-    description="GRPO of a LLaMA of 2 blocks on countdown puzzles, 8 rollouts a prompt, after a supervised start",
-    source="ours; the objective of Shao et al. 2024, on policy",
-    recipe=Recipe(
-        lr=1e-3, batch_size=32, steps=400, schedule="cosine", warmup=0.05, clip=1.0, optimizer="adamw", validations=8
-    ),
-    make=Countdown,
-    embedded=True,
-)
+    "reinforcement", "countdown",
+    "GRPO of a LLaMA of 2 blocks on countdown puzzles, 8 rollouts a prompt, after a supervised start",
+    Recipe(lr=1e-3, batch_size=32, steps=400, optimizer="adamw", schedule="cosine", warmup=0.05, clip=1.0,
+           validations=8),
+    Countdown, source="ours; the objective of Shao et al. 2024, on policy", embedded=True,
+)  # fmt: skip
 TASKS = (COUNTDOWN,)

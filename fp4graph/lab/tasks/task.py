@@ -6,29 +6,23 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from fp4graph.errors import Error
+from fp4graph.lab.data.loading import Batch, Order, Samples, each_once
 from fp4graph.lab.runs.run import Run
 from fp4graph.policy import Policy, Rule
 
 #: The source of most recipes.
 PAPER = '"Elucidating the design space of FP4 training", appendix, Table 11'
-#: Parameters' dtypes, by the names that a run gives them.
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-#: Tensors with the samples along their first axis.
-Batch = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """The settings of a task that a run does not choose itself; names as in :class:`Run`.
-
-    One of ``epochs``, ``steps`` and ``tokens`` is the length of the training, with about ``validations`` validations.
-    """
+    """What a task sets, under the names of :class:`Run`; its length is one of ``epochs``, ``steps`` and ``tokens``."""
 
     lr: float
     batch_size: int
@@ -61,7 +55,7 @@ class Settings(Recipe):
 
     @property
     def parameter_dtype(self) -> torch.dtype:
-        return DTYPES[self.dtype]
+        return {"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype]
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data: the run with everything chosen but its length."""
@@ -71,11 +65,9 @@ class Settings(Recipe):
     def total_steps(self, problem: Problem) -> int:
         """Return the steps of the optimizer of the whole training."""
         run, batch = self.run, self.batch_size * self.accumulate
-        if run.steps is not None:
-            return run.steps
-        if run.epochs is None and self.steps is not None:
-            return self.steps
-        if run.epochs is None and self.tokens is not None:
+        if steps := run.steps or (None if run.epochs else self.steps):
+            return steps
+        if self.tokens is not None and not run.epochs:
             return math.ceil(self.tokens / (problem.tokens_per_sample * batch))
         epochs = run.epochs or self.epochs
         assert epochs is not None, f"the recipe of {run.task} has no length"
@@ -87,20 +79,20 @@ CHOSEN = sorted({field.name for field in fields(Recipe)} & {field.name for field
 
 
 class Problem(ABC):
-    """A model and the data to train it on.
+    """A model, on the CPU and in fp32, and the data to train it on; both are functions of the seed.
 
-    Attributes:
-        model: on the CPU, in fp32; its weights are a function of the seed.
-        dtype: the dtype that its parameters will have, and so of the model's input.
-        samples: the number of training samples, which make an epoch.
-        blocks: its blocks by module name, where ``block: true`` finds no repeated stack by itself.
+    ``dtype`` is the dtype that parameters will have, ``samples`` the number of training samples, which make an epoch.
+    ``blocks`` names the model's blocks, where ``block: true`` finds no repeated stack by itself.
     """
 
     model: nn.Module
-    dtype: torch.dtype
     samples: int
     blocks: tuple[str, ...] | None = None
     tokens_per_sample: int = 1
+
+    def __init__(self, settings: Settings) -> None:
+        self.batch_size, self.dtype, self.seed = settings.batch_size, settings.parameter_dtype, settings.seed
+        torch.manual_seed(settings.seed)
 
     @abstractmethod
     def batches(self, start: int) -> Iterator[Batch]:
@@ -120,54 +112,58 @@ class Problem(ABC):
         return {name: value for name, value in means.items() if name != "loss"}
 
 
-Family = Literal["regression", "classification", "diffusion", "language", "reinforcement"]
+class Passes(Problem):
+    """A problem that goes through ``train`` in passes, in an order of that class, and validates on ``held_out``."""
+
+    def __init__(self, settings: Settings, train: Samples, held_out: Samples, order: type[Order] = Order) -> None:
+        super().__init__(settings)
+        self.train, self.held_out = train, held_out
+        self.order = order(len(train), settings.batch_size, settings.seed)
+        self.samples = self.order.samples
+
+    def batches(self, start: int) -> Iterator[Batch]:
+        for number, batch in enumerate(self.train.batches(self.order.rows(start)), start):
+            yield self.prepared(batch, number, training=True)
+
+    def validation(self) -> Iterator[Batch]:
+        for number, batch in enumerate(self.held_out.batches(each_once(len(self.held_out), self.batch_size))):
+            yield self.prepared(batch, number, training=False)
+
+    def prepared(self, batch: Batch, number: int, training: bool) -> Batch:
+        """Return ``batch`` with what is drawn for it, a function of its number."""
+        return batch
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Task:
-    """A model, its data and a recipe, under a name.
+    """A model, its data and a recipe, under a name. An ``embedded`` task runs without data from elsewhere.
 
     ``source`` says where these come from. ``data`` says what ``--data`` takes, and is None for a task that takes none.
-    An ``embedded`` task runs without data from elsewhere.
     """
 
+    family: str
     name: str
-    family: Family
     description: str
-    source: str
     recipe: Recipe
     make: Callable[[Settings], Problem]
+    source: str = "ours"
     data: str | None = None
     embedded: bool = False
 
     def settings(self, run: Run) -> Settings:
-        """Return the settings of ``run``; what it leaves open is the recipe's.
-
-        Raises:
-            Error: the run names data and the task takes none, or the device is not there.
-        """
+        """Return the settings of ``run``; what it leaves open is the recipe's. Raise an Error where they do not fit."""
         if run.data is not None and self.data is None:
             raise Error(f"task {self.name!r} makes its own data; leave --data out")
         chosen = {name: value for name in CHOSEN if (value := getattr(run, name)) is not None}
-        device = device_named(run.device)
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        if run.device != "auto":
+            try:
+                torch.empty(0, device=run.device)
+                device = torch.device(run.device)
+            except (RuntimeError, AssertionError) as error:
+                raise Error(f"device {run.device!r} cannot be used: {str(error).splitlines()[0]}") from None
         backend = run.backend or ("inductor" if device.type == "cuda" else "eager")
         return Settings(**vars(self.recipe) | chosen, run=run, device=device, backend=backend)
-
-
-def device_named(name: str) -> torch.device:
-    """Return the device ``name``, or for ``auto`` CUDA where there is one.
-
-    Raises:
-        Error: torch does not know such a device, or it is not there.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise Error(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from None
-    return device
 
 
 def placed(policy: Policy, blocks: Sequence[str]) -> Policy:
@@ -193,6 +189,7 @@ def _placed(rule: Rule, blocks: Sequence[str]) -> Rule:
             "last_blocks, but not block: false or module besides; name its modules instead"
         )
     first, last = match.first_of(len(blocks)), match.last_of(len(blocks))
-    names = tuple(f"{name}.*" for number, name in enumerate(blocks) if len(blocks) - last <= number < first)
-    placed = match.model_copy(update={"module": names, "block": None, "first_blocks": None, "last_blocks": None})
-    return replace(rule, match=placed)
+    names = tuple(f"{name}.*" for name in blocks[max(0, len(blocks) - last) : first])
+    return replace(rule, match=match.model_copy(update={
+        "module": names, "block": None, "first_blocks": None, "last_blocks": None,
+    }))  # fmt: skip

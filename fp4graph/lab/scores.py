@@ -1,0 +1,175 @@
+"""The scores of a sensitivity measurement: a ranking, a table, a heat map, and a file."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import ConfigDict, TypeAdapter
+from rich.table import Table
+
+from fp4graph.errors import Error
+from fp4graph.files import read_json, write
+from fp4graph.lab.data.extras import needs
+from fp4graph.lab.pictures.style import LABELS, styled, subplots
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FORMAT, VERSION = "fp4graph.sensitivity", 1
+
+
+@dataclass(frozen=True)
+class Score:
+    """The loss that one unit costs under one policy.
+
+    Attributes:
+        unit: name of the unit: a site, a block, an operand, a GEMM, or several of these with ", " between them.
+        sites: the unit's sites, by the names of their modules; "(root)" is the root.
+        operands: the unit's operands that the policy quantizes, such as "fprop.input".
+        policy: name of the policy.
+        increase: mean loss increase; NaN where it was only estimated, infinite where a quantized loss was not finite.
+        error: standard error of ``increase``; NaN where there is one difference only.
+        snr_db: signal-to-noise ratio of the unit's operands in dB; None where none was multiplied.
+        estimate: the cheap estimate of ``increase``.
+        measure: "forward" for a unit with operands of fprop, whose loss is that of the forward; "step" for a unit of
+            dgrad and wgrad alone, whose loss is that after steps of SGD.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(ser_json_inf_nan="strings")
+
+    unit: str
+    sites: tuple[str, ...]
+    operands: tuple[str, ...]
+    policy: str
+    increase: float
+    error: float
+    snr_db: float | None = None
+    estimate: float | None = None
+    measure: Literal["forward", "step"] = "forward"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the score as JSON has it."""
+        return dict(json.loads(TypeAdapter(Score).dump_json(self)))
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Score:
+        """Return the score that :meth:`to_json` gave."""
+        return TypeAdapter(cls).validate_python(data)
+
+    @property
+    def measured(self) -> bool:
+        return not math.isnan(self.increase)
+
+    @property
+    def value(self) -> float:
+        """The increase where it was measured, else the estimate."""
+        return self.increase if self.measured else self.estimate or 0.0
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """The scores of every unit under every policy.
+
+    Attributes:
+        scores: by policy, and within it in the order of the model.
+        loss: the mean loss of the unquantized model over the batches.
+        batches, repeats: how many batches, and seeds of noise where a policy draws.
+        keep: whether everything but the unit was quantized, and ``increase`` is over the fully quantized model.
+    """
+
+    scores: tuple[Score, ...]
+    loss: float
+    batches: int
+    repeats: int
+    keep: bool = False
+
+    def ranking(self, policy: str | None = None, measure: str | None = None) -> tuple[Score, ...]:
+        """Return the scores, of one policy and measure if named, the unit that hurts most first: by what was measured,
+        else by the estimate."""
+        chosen = [s for s in self.scores if policy in (None, s.policy) and measure in (None, s.measure)]
+        return tuple(sorted(chosen, key=lambda score: score.value if self.keep else -score.value))
+
+    @property
+    def correlation(self) -> dict[tuple[str, str], float]:
+        """Spearman's rank correlation of ``estimate`` with ``increase`` over units, by policy and measure.
+
+        A pair with fewer than three units, or without what was measured, is left out. NaN says that one of the two is
+        constant.
+        """
+        needs("scipy", "rank correlations need scipy", "analysis")
+        from scipy.stats import spearmanr
+
+        pairs: defaultdict[tuple[str, str], list[tuple[float, float]]] = defaultdict(list)
+        for score in self.scores:
+            if score.estimate is not None and score.measured:
+                pairs[score.policy, score.measure].append((score.estimate, score.increase))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of constant values
+            return {key: float(spearmanr(each).statistic) for key, each in pairs.items() if len(each) > 2}
+
+    def table(self, limit: int | None = 20) -> Table:
+        """Return the ranking as a table for a terminal: of each policy and measure the first ``limit`` units."""
+        what = "everything but one unit quantized, over all quantized" if self.keep else "one unit quantized, over none"
+        table = Table(title=f"loss {self.loss:.4g}; {what}; {self.batches} batches", title_justify="left")
+        for column in ("policy", "unit", "measure"):
+            table.add_column(column, overflow="fold")
+        for column in ("increase", "± se", "estimate", "SNR, dB"):
+            table.add_column(column, justify="right")
+        for group in dict.fromkeys((score.policy, score.measure) for score in self.scores):
+            for score in self.ranking(*group)[:limit]:
+                numbers = (score.increase, score.error, score.estimate, score.snr_db)
+                texts = ("-" if x is None or math.isnan(x) else f"{x:.3g}" for x in numbers)
+                table.add_row(score.policy, score.unit, score.measure, *texts)
+            table.add_section()
+        table.caption = "\n".join(
+            f"rank correlation of estimate and measurement, {policy}, {measure}: {value:.2f}"
+            for (policy, measure), value in self.correlation.items()
+        )
+        return table
+
+    @styled()
+    def figure(self, policy: str | None = None) -> Figure:
+        """Draw heat maps of the increase, sites by operands, of one policy (by default the first), one for a measure.
+
+        A unit of several sites fills all of their places.
+        """
+        policy = policy or self.scores[0].policy
+        groups = {measure: scores for measure in ("forward", "step") if (scores := self.ranking(policy, measure))}
+        sites = list(dict.fromkeys(site for s in self.scores if s.policy == policy for site in s.sites))
+        picture, panels = subplots(1.4 + 0.24 * len(sites), 1, len(groups), sharey=True, squeeze=False)
+        for axes, (measure, scores) in zip(panels.flat, groups.items(), strict=True):
+            columns = sorted({score.operands for score in scores}, key=lambda names: [*map([*LABELS].index, names)])
+            values = np.full((len(sites), len(columns)), math.nan)
+            for score in scores:
+                values[[sites.index(site) for site in score.sites], columns.index(score.operands)] = score.value
+            limit = np.abs(values[np.isfinite(values)]).max(initial=0) or 1.0
+            image = axes.imshow(values, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
+            axes.set_yticks(range(len(sites)), sites, fontsize=8)
+            names = ["\n".join(LABELS[o] for o in operands) if len(operands) < 6 else "all six" for operands in columns]
+            axes.set_xticks(range(len(columns)), names, fontsize=8, rotation=20)
+            axes.grid(visible=False)
+            axes.set_title(f"{policy}, {measure}")
+            picture.colorbar(image, label="loss increase" if scores[0].measured else "estimated increase")
+        return picture
+
+    def to_json(self, file: str | PathLike[str]) -> None:
+        """Write everything to a file."""
+        data = {"format": FORMAT, "version": VERSION, **json.loads(TypeAdapter(Sensitivity).dump_json(self))}
+        write(file, json.dumps(data, indent=1, allow_nan=False) + "\n")
+
+    @classmethod
+    def from_json(cls, file: str | PathLike[str]) -> Sensitivity:
+        """Read what :meth:`to_json` wrote."""
+        data = read_json(Path(file))
+        if not isinstance(data, dict) or (data.pop("format", None), data.pop("version", None)) != (FORMAT, VERSION):
+            raise Error(f"{file} holds no sensitivity of this version of fp4graph; measure it again")
+        return TypeAdapter(cls).validate_python(data)
