@@ -30,7 +30,7 @@ def sweep(
     pruner: Annotated[str, typer.Option(help="none, median or hyperband: when to give up a trial.")] = "none",
     rule: Annotated[str, typer.Option(help="Rule of the score: text or table.")] = "table",
     patience: Annotated[
-        float, typer.Option(min=1, help="Of a new study: seconds without a sign after which a worker counts as gone.")
+        float, typer.Option(min=6, help="Of a new study: seconds without a sign after which a worker counts as gone.")
     ] = 60.0,
     retry_failed: Annotated[bool, typer.Option(help="Run failed configurations again.")] = False,
     export_policy: Annotated[
@@ -52,7 +52,7 @@ def sweep(
     from fp4graph.lab.sweeps.results import Results, results, to_csv, to_json
     from fp4graph.lab.sweeps.space import load_space
     from fp4graph.lab.sweeps.study import Manifest, Study
-    from fp4graph.lab.sweeps.workers import Interrupts, Job, Workers
+    from fp4graph.lab.sweeps.workers import Job, Workers, interrupts
     from fp4graph.lab.tasks import task_named
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -80,9 +80,8 @@ def sweep(
     console = wide_console()
     size = searched.size()
     title = f"{task} over {searched.name}, {size:,}{'+' if size == 1_000_000 else ''} configurations"
-    interrupts = Interrupts()
-    with interrupts, Progress(console, trials, score_rule, title) as progress, Workers(job, made) as running:
-        for now, events in running.watch(lambda: interrupts.asked):
+    with interrupts() as asked, Progress(console, trials, score_rule, title) as progress, Workers(job, made) as running:
+        for now, events in running.watch(lambda: bool(asked)):
             progress.show(now, events)
 
     found: Results = results(made)
@@ -98,7 +97,7 @@ def sweep(
     refused = found.count("refused")
     if refused:
         console.print(f"{refused} configurations were refused as impossible; results.csv has the reasons")
-    if interrupts.asked and done < trials:
+    if asked and done < trials:
         console.print(f"interrupted with {done} of {trials} results; the same command goes on", soft_wrap=True)
         raise typer.Exit(130)
     if done < trials:

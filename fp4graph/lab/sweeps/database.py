@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from optuna.exceptions import StorageInternalError
-from optuna.storages import RDBStorage
+from optuna.storages import BaseStorage, RDBStorage
 from sqlalchemy import create_engine, inspect
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
@@ -18,11 +19,95 @@ from fp4graph.errors import Error
 
 #: Errors of a database that is busy or away.
 AWAY = (StorageInternalError, SQLAlchemyError)
+#: Seconds for which a database that stopped answering in the middle of a sweep is asked again.
+ASK_AGAIN = 120.0
 #: Engine settings by kind of database: how long to wait for another's write, or for a server.
 _SETTINGS: dict[str, dict[str, Any]] = {
     "sqlite": {"connect_args": {"timeout": 60}},
     "postgresql": {"pool_pre_ping": True, "connect_args": {"connect_timeout": 10}},
 }
+
+
+class Away(Error):
+    """The database has not answered for too long."""
+
+
+class Storage(RDBStorage):
+    """Optuna's storage, which asks a database again that does not answer, for ``ask_again`` seconds.
+
+    ``shown`` is the URL without the password, for messages.
+
+    Raises:
+        Error: the database cannot be reached; or it has to be ``existing`` and has no studies: nothing is written then.
+    """
+
+    def __init__(self, url: str, *, existing: bool = False) -> None:
+        try:
+            parsed = make_url(url)
+        except (ArgumentError, ValueError) as error:
+            raise Error(f"not a database's URL ({error}); write sqlite:///FILE or postgresql://HOST/NAME") from None
+        self.shown, kind = parsed.render_as_string(hide_password=True), parsed.get_backend_name()
+        if parsed.drivername in ("postgres", "postgresql"):
+            parsed, kind = parsed.set(drivername="postgresql+psycopg"), "postgresql"
+        if kind == "sqlite" and parsed.database and not (folder := Path(parsed.database).parent).is_dir():
+            raise Error(f"{self.shown}: there is no folder {str(folder)!r}; make it, or give another file")
+        text, settings = parsed.render_as_string(hide_password=False), _SETTINGS.get(kind, {"pool_pre_ping": True})
+
+        try:
+            engine = create_engine(text, **settings)
+        except (ImportError, NoSuchModuleError) as error:
+            raise Error(
+                f"{self.shown}: Python has no driver for this database ({error}); pip install 'fp4graph[sweep]' for "
+                "PostgreSQL, or the driver that the URL names"
+            ) from None
+
+        def connect() -> None:
+            if existing and not inspect(engine).has_table("studies"):
+                raise Error(f"{self.shown} holds no sweep: it is a database of something else, or an empty one")
+            RDBStorage.__init__(self, text, engine_kwargs=settings)
+
+        self.ask_again = 1.0  # of two processes that make the tables of an empty database, one fails
+        try:
+            self.patiently(connect)
+        except RuntimeError as error:  # the schema of another Optuna
+            raise Error(f"{self.shown}: {error}") from None
+        finally:
+            engine.dispose()
+        self.ask_again = ASK_AGAIN
+
+    def patiently(self, action: Callable[[], Any]) -> Any:
+        """Run ``action``, and repeat it for a while if the database is busy or away."""
+        deadline, delay = time.monotonic() + self.ask_again, 0.05
+        while True:
+            try:
+                return action()
+            except AWAY as error:
+                if time.monotonic() > deadline:
+                    raise Away(
+                        f"the database {self.shown} cannot be used, for {self.ask_again:.0f} seconds by now: "
+                        f"{_reason(error)}; see that it runs and exists, that user and password are right, that you "
+                        "may write it, and that the disk has room. What is written stays; when it answers again, the "
+                        "same command goes on"
+                    ) from error
+                time.sleep(delay * (1 + random.random()))
+                delay = min(2 * delay, 5.0)
+
+    def record_heartbeat(self, trial_id: int) -> None:
+        with suppress(*AWAY):  # Optuna's thread would end; the next heartbeat may get through
+            super().record_heartbeat(trial_id)
+
+
+def _patient(name: str) -> Callable[..., Any]:
+    method = getattr(RDBStorage, name)
+
+    def repeated(self: Storage, *args: Any, **kwargs: Any) -> Any:
+        return self.patiently(lambda: method(self, *args, **kwargs))
+
+    return repeated
+
+
+for _name in (*BaseStorage.__abstractmethods__, "_get_trials", "_get_stale_trial_ids"):
+    setattr(Storage, _name, _patient(_name))
 
 
 def url_of(source: str | Path, *, existing: bool = False) -> str:
@@ -40,66 +125,12 @@ def url_of(source: str | Path, *, existing: bool = False) -> str:
     return f"sqlite:///{path}"
 
 
-def open_storage(url: str, *, existing: bool = False) -> tuple[RDBStorage, str]:
-    """Open the storage of ``url``; return it with the URL that messages show, without the password.
-
-    Raises:
-        Error: the database cannot be reached; or it has to be ``existing`` and has no studies: nothing is written then.
-    """
-    try:
-        parsed = make_url(url)
-    except (ArgumentError, ValueError) as error:
-        raise Error(f"not a database's URL ({error}); write sqlite:///FILE or postgresql://HOST/NAME") from None
-    shown, kind = parsed.render_as_string(hide_password=True), parsed.get_backend_name()
-    if parsed.drivername in ("postgres", "postgresql"):
-        parsed, kind = parsed.set(drivername="postgresql+psycopg"), "postgresql"
-    if kind == "sqlite" and parsed.database and not (folder := Path(parsed.database).parent).is_dir():
-        raise Error(f"{shown}: there is no folder {str(folder)!r}; make it, or give another file")
-    text, settings = parsed.render_as_string(hide_password=False), _SETTINGS.get(kind, {"pool_pre_ping": True})
-    for attempt in range(5):  # of two processes that make the tables of an empty database, one fails
-        with answering(shown):
-            try:
-                engine = create_engine(text, **settings)
-                try:
-                    if existing and not inspect(engine).has_table("studies"):
-                        raise Error(f"{shown} holds no sweep: it is a database of something else, or an empty one")
-                finally:
-                    engine.dispose()
-                return RDBStorage(text, engine_kwargs=settings), shown
-            except (ImportError, NoSuchModuleError) as error:
-                raise Error(
-                    f"{shown}: Python has no driver for this database ({error}); pip install 'fp4graph[sweep]' for "
-                    "PostgreSQL, or the driver that the URL names"
-                ) from None
-            except RuntimeError as error:  # the schema of another Optuna
-                raise Error(f"{shown}: {error}") from None
-            except AWAY:
-                if attempt == 4:
-                    raise
-        time.sleep(0.2)
-    raise AssertionError
+def sweeps(url: str) -> list[str]:
+    """Return the names of the sweeps in a database; raise an Error if it cannot be reached, or has no studies."""
+    return [s.study_name for s in Storage(url, existing=True).get_all_studies() if "fp4graph" in s.user_attrs]
 
 
-@contextmanager
-def answering(shown: str) -> Iterator[None]:
-    """Turn errors of the database ``shown`` into ones with a remedy."""
-    try:
-        yield
-    except AWAY as error:
-        remedy = "see that it runs, that it exists, and that user and password are right"
-        if shown.startswith("sqlite"):
-            remedy = "see that it is an SQLite file, that you may write it and its folder, and that the disk has room"
-        raise Error(f"the database {shown} cannot be used: {reason(error)}; {remedy}") from error
-
-
-def reason(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     """Return the database's own message, without SQLAlchemy's additions."""
     cause = error.__cause__ if isinstance(error, StorageInternalError) and error.__cause__ else error
     return str(getattr(cause, "orig", None) or cause).strip().splitlines()[0]
-
-
-def sweeps(url: str) -> list[str]:
-    """Return the names of the sweeps in a database; raise an Error if it cannot be reached, or has no studies."""
-    storage, shown = open_storage(url, existing=True)
-    with answering(shown):
-        return [study.study_name for study in storage.get_all_studies() if "fp4graph" in study.user_attrs]

@@ -23,7 +23,6 @@ def figure(studies: Sequence[Results], rule: Rule = "table") -> Any:
     """Return a matplotlib figure, a panel per study: Ω along x, S along y, a marker and a stepped frontier per family.
 
     The points of every frontier are numbered, and named below the panel. S = 0 is the better unquantized baseline.
-    Scores are linear around it and logarithmic beyond, so that the frontier stays readable beside large failures.
 
     Raises:
         Error: a study has no score to show, or matplotlib is not installed.

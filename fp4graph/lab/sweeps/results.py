@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 import statistics
@@ -28,16 +26,12 @@ class Scored:
 
     def value(self, rule: Rule) -> float:
         """Return the score by ``rule``, -inf for none."""
-        score = self.scores[rule]
-        return -math.inf if score is None else score
+        return -math.inf if (score := self.scores[rule]) is None else score
 
 
 @dataclass(frozen=True)
 class Results:
-    """A study's trials, scored: those that count, baselines included, and those that were refused.
-
-    ``reference`` is M_ref, the validation loss of the better baseline, or None where none came through.
-    """
+    """A study's trials, scored, with M_ref, the validation loss of the better baseline, if one came through."""
 
     name: str
     task: str
@@ -85,11 +79,7 @@ def results(study: Study) -> Results:
 
 
 def best(found: Results, rule: Rule) -> list[tuple[str, str, Scored]]:
-    """Return (family, category, trial), as the design-space paper's tables have them.
-
-    The list has every baseline, then per family pure FP4, the best loss, the best positive and the best negative score.
-    A trial may appear several times.
-    """
+    """Return (family, category, trial): every baseline, then what the design-space paper's tables have per family."""
     rows = [(s.trial.family, "baseline", s) for s in found.trials if s.trial.kind == "baseline" and s.trial.finished]
     for family in found.families:
         here = found.complete_of(family)
@@ -116,11 +106,7 @@ def frontier(some: Sequence[Scored], rule: Rule) -> list[Scored]:
 
 @dataclass(frozen=True)
 class Effect:
-    """The losses of a family's trials that take one choice of one parameter.
-
-    Pruned trials are left out of ``trials``. ``lost`` ones diverged or failed, and their loss counts as infinite in
-    ``median`` and ``best``.
-    """
+    """The losses of a family's trials that take one choice of one parameter; of ``lost`` ones the loss is infinite."""
 
     family: str
     parameter: str
@@ -132,10 +118,10 @@ class Effect:
 
 
 def effects(found: Results) -> list[Effect]:
-    """Return the effect of every choice, by family and parameter, over all its combinations.
+    """Return the effect of every choice, by family and parameter; pruned trials and single choices are left out.
 
-    Medians of choices drawn at random compare, because these are combined with the same others on average. Medians of
-    choices that a sampler sought out do not. A parameter with a single choice seen in a family is left out.
+    Medians of choices drawn at random compare, because they are combined with the same others on average. Medians of
+    choices that a sampler sought out do not.
     """
     losses: dict[tuple[str, str], dict[str, list[float]]] = {}
     for s in found.trials:
@@ -191,15 +177,12 @@ def effects_json(all_results: Sequence[Results]) -> str:
 
 def to_csv(all_results: Sequence[Results]) -> str:
     """Return the trials as a table: a column per choice, metric and setting; without policies and curves."""
+    import pandas
+
     rows = []
     for trial in (trial for found in all_results for trial in flat_trials(found)):
         row = {key: value for key, value in trial.items() if key not in ("policy", "history")}
         for part in ("choices", "run", "metrics"):
-            row.update({f"{part}.{key}": value for key, value in row.pop(part).items()})
+            row |= {f"{part}.{key}": value for key, value in row.pop(part).items()}
         rows.append(row)
-    columns = list(dict.fromkeys(column for row in rows for column in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+    return str(pandas.DataFrame(rows, dtype=object).to_csv(index=False, lineterminator="\n"))

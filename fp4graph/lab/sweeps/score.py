@@ -12,13 +12,7 @@ def gain(loss: float, reference: float) -> float:
     """Return G = (M_ref − M)/M_ref: the share of the reference's loss that a run saves; negative where it loses more.
 
     Source: "Elucidating the design space of FP4 training", sec. 7; there M is the validation loss.
-
-    Args:
-        loss: M, of the run. NaN or infinite where it diverged.
-        reference: M_ref, in the same units: the loss of the better unquantized baseline.
-
-    Returns:
-        G, a fraction of ``reference``: at most 1 for losses that are not negative, -inf for a diverged run.
+    M_ref is the loss of the better unquantized baseline. A diverged run (NaN or infinite loss) has G = -inf.
 
     Raises:
         ValueError: ``reference`` is not a positive finite number.
@@ -36,12 +30,7 @@ def score(loss: float, reference: float, complexity: float, rule: Rule = "text")
     - ``table``: S = G/max(1, Ω) where G > 0 and S = G·max(1, Ω) elsewhere. The paper does not state this rule; 113 of
       the 118 scores that its appendix prints (Tables 3 to 8) follow it, and 46 follow ``text``.
 
-    Args:
-        loss, reference: M and M_ref, as for :func:`gain`.
-        complexity: Ω in points, the weights of the techniques in use summed (``Policy.complexity``).
-
-    Returns:
-        S, a fraction of ``reference``; -inf for a diverged run.
+    Ω, ``complexity``, is the summed weight of the techniques in use (``Policy.complexity``). A diverged run has -inf.
 
     Raises:
         ValueError: ``reference`` is not positive and finite, ``complexity`` is negative or not finite, or ``rule`` is

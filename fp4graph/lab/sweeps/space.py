@@ -15,6 +15,7 @@ import random
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,6 @@ class Part:
     fragment: Fragment
     node: Node
 
-    def holds(self, assignment: Assignment) -> bool:
-        return _holds(self.fragment.when, assignment)
-
 
 @dataclass(frozen=True)
 class Parameter:
@@ -66,7 +64,7 @@ class Parameter:
         """Return the labels that fit the choices of earlier parameters; none if the condition does not hold."""
         if not _holds(self.when, assignment):
             return []
-        return [label for label, part in self.choices.items() if part.holds(assignment)]
+        return [label for label, part in self.choices.items() if _holds(part.fragment.when, assignment)]
 
     def extended(self, assignments: Iterator[Assignment]) -> Iterator[Assignment]:
         """Yield each assignment once for every choice open to it, with the choice; unchanged where none is open."""
@@ -88,8 +86,7 @@ class Configuration:
     """The policy and the training settings of one trial.
 
     ``kind`` is baseline, pure (the plain choices in one family), or trial; ``family`` the choice of the space's family
-    parameter, or a baseline's name; ``document`` the policy as data. ``policy`` is None where it is impossible, and
-    ``error`` then says why. ``run`` has the fields of :class:`~fp4graph.lab.runs.run.Run` that it sets.
+    parameter, or a baseline's name. ``policy`` is None where it is impossible, and ``error`` then says why.
     """
 
     kind: str
@@ -104,7 +101,7 @@ class Configuration:
     @property
     def key(self) -> str:
         """A hash of the training: equal for configurations that would be the same training."""
-        policy = self.document if self.policy is None else self.policy.fingerprint
+        policy = self.policy.fingerprint if self.policy else self.document
         return _digest({"policy": policy, "run": dict(sorted(self.run.items()))})
 
 
@@ -112,8 +109,8 @@ class Configuration:
 class Space:
     """A search space, as :func:`load_space` reads it.
 
-    ``inert`` accepts policies with a warning, about a technique without effect. ``text`` is the space as YAML with the
-    base written out, readable without other files; ``digest`` is its hash.
+    ``inert`` accepts techniques without effect. ``text`` is the space as YAML with the base written out, and ``digest``
+    its hash.
     """
 
     name: str
@@ -127,11 +124,8 @@ class Space:
     digest: str
 
     def assignments(self) -> Iterator[Assignment]:
-        """Return all assignments, the last parameter changing fastest."""
-        found: Iterator[Assignment] = iter([{}])
-        for parameter in self.parameters:
-            found = parameter.extended(found)
-        return found
+        """Yield all assignments, the last parameter changing fastest."""
+        return reduce(lambda found, parameter: parameter.extended(found), self.parameters, iter([{}]))
 
     def size(self, limit: int = 1_000_000) -> int:
         """Return the number of assignments, counted up to ``limit``."""
@@ -141,8 +135,7 @@ class Space:
         """Return the assignment whose choice of each parameter ``choose`` picks among the labels open to it."""
         taken: dict[str, str] = {}
         for parameter in self.parameters:
-            labels = parameter.open_to(taken)
-            if labels:
+            if labels := parameter.open_to(taken):
                 taken[parameter.name] = choose(parameter, labels)
         return taken
 
@@ -169,7 +162,7 @@ class Space:
         """Return the configuration of an assignment; it carries an error if it is impossible."""
         chosen = [(p, assignment[p.name]) for p in self.parameters if p.name in assignment]
         parts = [parameter.choices[label] for parameter, label in chosen]
-        parts += [part for part in self.also if part.holds(assignment)]
+        parts += [part for part in self.also if _holds(part.fragment.when, assignment)]
         # The family stands first, wherever its parameter does.
         chosen.sort(key=lambda item: item[0].name != self.family)
         summary = ", ".join(filter(None, (parameter.shown(label) for parameter, label in chosen))) or "plain"
@@ -255,8 +248,8 @@ def load_space(ref: str | Path) -> Space:
     """Load the space ``ref``: the name of a shipped one (``design-space``), or a file.
 
     Raises:
-        PolicyError: with file and line, at the first fault: a key that is not in the schema, a condition on a parameter
-            or choice that does not exist, an unknown technique, a choice that no policy can be made with.
+        PolicyError: with file and line, at the first key, name or condition that is unknown, or a choice that no policy
+            can be made with.
     """
     shipped = {file.stem: file for file in Path(__file__).with_name("spaces").glob("*.yaml")}
     path = shipped.get(str(ref), Path(ref))
@@ -272,11 +265,7 @@ def load_space(ref: str | Path) -> Space:
 
 
 def parse_space(text: str, file: str) -> Space:
-    """Parse the space in ``text``; errors name ``file``, and a relative path of the base starts from it.
-
-    Raises:
-        PolicyError: as :func:`load_space`.
-    """
+    """Parse the space in ``text``, as :func:`load_space`; a relative path of the base starts from ``file``."""
     if not text.strip():
         raise PolicyError("the file is empty; a search space begins with 'version: 1'", file=file)
     root = parse(text, file)

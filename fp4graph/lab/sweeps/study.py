@@ -4,25 +4,21 @@ A trial is written with all that determines it in one transaction; transactions 
 therefore sees all trials before it, and two workers that chose the same configuration agree without speaking: the lower
 number runs, the other withdraws. A trial's ``result`` is one attribute, written before Optuna's state.
 
-Workers send Optuna's heartbeats, and Optuna fails the trials of silent ones. Optuna 5.0 lacks four things, which are
-done here: a trial whose worker died before its first heartbeat is never stale (an observer sends the first one for it);
-the heartbeat's thread ends at the first error of the database (this one goes on); its retry callback may be lost in a
-kill, and looks at no other trial (the next proposal finds the lost trial instead); and no operation is repeated while
-the database is away.
+Workers send Optuna's heartbeats, and Optuna fails the trials of silent ones. Two things are done here instead. A trial
+whose worker died before its first heartbeat is never stale for Optuna: an observer sends the first one. Optuna's retry
+callback may be lost in a kill, and looks at no other trial: the next proposal finds the lost trial.
 """
 
 from __future__ import annotations
 
-import random
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any
 
 import optuna
 import yaml
@@ -30,19 +26,18 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.exceptions import DuplicatedStudyError, ExperimentalWarning, UpdateFinishedTrialError
 from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner
 from optuna.samplers import RandomSampler
-from optuna.storages import RDBStorage, fail_stale_trials
+from optuna.storages import fail_stale_trials
+from optuna.storages._heartbeat import HeartbeatThread
 from optuna.trial import FrozenTrial, TrialState
 
 from fp4graph.errors import Error
 from fp4graph.lab.runs.run import finite
-from fp4graph.lab.sweeps.database import AWAY, answering, open_storage, reason
+from fp4graph.lab.sweeps.database import Storage
 from fp4graph.lab.sweeps.space import Assignment, Configuration, Space
 from fp4graph.lab.sweeps.trial import FREE, Trial, read_trial
 
 #: The form of what this module writes. Form 1 had a beat of its own; its results are readable.
 FORMAT = 2
-#: Seconds for which a database that stopped answering in the middle of a sweep is asked again.
-ASK_AGAIN = 120.0
 #: Pruners by name; their steps are validations.
 PRUNERS: dict[str, Callable[[], BasePruner]] = {
     "none": NopPruner,
@@ -51,11 +46,6 @@ PRUNERS: dict[str, Callable[[], BasePruner]] = {
 }
 #: Raised at a report or a result: the trial is not this worker's any more, who was taken to be gone.
 TakenOver = UpdateFinishedTrialError
-_T = TypeVar("_T")
-
-
-class Away(Error):
-    """The database has not answered for too long."""
 
 
 @dataclass(frozen=True)
@@ -99,16 +89,16 @@ class Manifest:
 class Study:
     """A sweep's study in its database. Make one with :meth:`create` or :meth:`open`.
 
-    Every method may raise :class:`Away` where the database does not answer for ``ask_again`` seconds.
+    Every method may raise ``Away`` where the database does not answer for long.
     """
 
-    def __init__(self, storage: RDBStorage, study: optuna.Study, manifest: Manifest, shown: str) -> None:
-        storage.heartbeat_interval = storage.grace_period = max(1, round(manifest.patience))
-        self._storage, self._study = storage, study
+    def __init__(self, storage: Storage, study: optuna.Study, manifest: Manifest) -> None:
+        storage.heartbeat_interval = max(1, round(manifest.patience / 6))
+        storage.grace_period = max(1, round(manifest.patience))
+        self.storage, self._study = storage, study
         self._id = storage.get_study_id_from_name(study.study_name)
         self._seen: set[int] = set()
-        self.name, self.manifest, self.shown = study.study_name, manifest, shown
-        self.ask_again = ASK_AGAIN
+        self.name, self.manifest = study.study_name, manifest
 
     @classmethod
     def create(cls, url: str, name: str, manifest: Manifest, pruner: str = "none") -> Study:
@@ -117,17 +107,16 @@ class Study:
         Raises:
             Error: as :meth:`open`, or the study has another manifest.
         """
-        _pruner(pruner)  # refuses an unknown one before anything is written
-        storage, shown = open_storage(url)
-        with answering(shown), suppress(DuplicatedStudyError):
+        storage = Storage(url)
+        with suppress(DuplicatedStudyError):
             made = optuna.create_study(storage=storage, study_name=name, sampler=RandomSampler())
             made.set_user_attr("fp4graph", asdict(manifest))
         study = cls.open(url, name, pruner)
         if different := manifest.differences(study.manifest):
             raise Error(
-                f"study {name!r} in {shown} was made with {'; with '.join(different)}. Results of both do not compare: "
-                "give a new one another name with --study, or go on with what this one was made with. What it has "
-                "stays readable with fp4graph score and fp4graph pareto"
+                f"study {name!r} in {storage.shown} was made with {'; with '.join(different)}. Results of both do not "
+                "compare: give a new one another name with --study, or go on with what this one was made with. What "
+                "it has stays readable with fp4graph score and fp4graph pareto"
             )
         return study
 
@@ -136,36 +125,33 @@ class Study:
         """Open the study of that name; ``pruner`` is one of :data:`PRUNERS`.
 
         Raises:
-            Error: the pruner is unknown; the database cannot be reached, or has no such study; or something else or a
-                later fp4graph wrote it.
+            Error: the database cannot be reached, or has no such study; or something else or a later fp4graph wrote it.
         """
-        chosen = _pruner(pruner)
-        storage, shown = open_storage(url, existing=True)
-        with answering(shown):
-            names = optuna.get_all_study_names(storage)
-            if name not in names:
-                raise Error(f"{shown} has no study {name!r}; it has {', '.join(sorted(names)) or 'none'}")
-            study = optuna.load_study(study_name=name, storage=storage, sampler=RandomSampler(), pruner=chosen)
-            for _ in range(50):  # between a study's creation and its manifest lies a moment
-                if (manifest := study.user_attrs.get("fp4graph")) or study.get_trials(deepcopy=False):
-                    break
-                time.sleep(0.1)
+        storage = Storage(url, existing=True)
+        names = optuna.get_all_study_names(storage)
+        if name not in names:
+            raise Error(f"{storage.shown} has no study {name!r}; it has {', '.join(sorted(names)) or 'none'}")
+        study = optuna.load_study(study_name=name, storage=storage, sampler=RandomSampler(), pruner=PRUNERS[pruner]())
+        for _ in range(50):  # between a study's creation and its manifest lies a moment
+            if (manifest := study.user_attrs.get("fp4graph")) or study.get_trials(deepcopy=False):
+                break
+            time.sleep(0.1)
         if not isinstance(manifest, dict) or "format" not in manifest:
             raise Error(
-                f"study {name!r} in {shown} is not a sweep's: fp4graph did not make it, or was stopped as it did; give "
-                "another name with --study"
+                f"study {name!r} in {storage.shown} is not a sweep's: fp4graph did not make it, or was stopped as it "
+                "did; give another name with --study"
             )
         if manifest["format"] > FORMAT:
             raise Error(
-                f"study {name!r} in {shown} was written by fp4graph {manifest.get('fp4graph')} in a form that this "
-                f"version, {version('fp4graph')}, does not know; update fp4graph, or use the one that wrote it"
+                f"study {name!r} in {storage.shown} was written by fp4graph {manifest.get('fp4graph')} in a form that "
+                f"this version, {version('fp4graph')}, does not know; update fp4graph, or use the one that wrote it"
             )
-        return cls(storage, study, Manifest(**manifest), shown)
+        return cls(storage, study, Manifest(**manifest))
 
     def trials(self) -> list[Trial]:
         """Return all trials, by number."""
-        frozen = self.patiently(lambda: self._study.get_trials(deepcopy=False))
-        excused = self.patiently(lambda: self._study.user_attrs).get("excused", ())
+        frozen = self._study.get_trials(deepcopy=False)
+        excused = self._study.user_attrs.get("excused", ())
         return [read_trial(trial, trial.number in excused) for trial in frozen if "configuration" in trial.user_attrs]
 
     def claim(self, configuration: Configuration, space: Space, worker: str, target: int) -> optuna.Trial | None:
@@ -181,16 +167,14 @@ class Study:
         # Optuna knows the parameters too, for its own tools.
         about = {"configuration": attributes}
         template = optuna_trial(space, configuration.assignment, state=TrialState.RUNNING, user_attrs=about)
-        identifier = self.patiently(lambda: self._storage.create_new_trial(self._id, template))
-        number = self.patiently(lambda: self._storage.get_trial_number_from_id(identifier))
-        before = [trial for trial in self.trials() if trial.number < number]
+        claim = optuna.Trial(self._study, self.storage.create_new_trial(self._id, template))
+        before = [trial for trial in self.trials() if trial.number < claim.number]
         same = [trial.number for trial in before if trial.key == configuration.key and trial.state not in FREE]
-        full = policy is not None and sum(trial.counts for trial in before) >= target
-        if same or full:
+        if same or (policy is not None and sum(trial.counts for trial in before) >= target):
             other = f"trial {same[0]} has the same configuration" if same else "as many as were asked for were begun"
-            self.withdraw(number, other)
+            self.withdraw(claim.number, other)
             return None
-        return optuna.Trial(self._study, identifier)
+        return claim
 
     def finish(self, number: int, result: Mapping[str, Any]) -> None:
         """Write a trial's result, which has at least an ``outcome``.
@@ -198,8 +182,7 @@ class Study:
         Raises:
             TakenOver: the trial is not this worker's any more; its result is dropped.
         """
-        trial_id = partial(self._storage.get_trial_id_from_study_id_trial_number, self._id, number)
-        self.patiently(lambda: self._storage.set_trial_user_attr(trial_id(), "result", finite(result)))
+        self.storage.set_trial_user_attr(self._trial_id(number), "result", finite(result))
         states = {"complete": TrialState.COMPLETE, "pruned": TrialState.PRUNED}
         state = states.get(result["outcome"], TrialState.FAIL)
         self._tell(number, state, result["loss"] if state is TrialState.COMPLETE else None)
@@ -216,60 +199,28 @@ class Study:
     def excuse_failed(self) -> int:
         """Free the configurations of all failed trials, to be run again, and return their number."""
         failed = [trial.number for trial in self.trials() if trial.state == "failed"]
-        excused = [*self._study.user_attrs.get("excused", []), *failed]
-        self.patiently(lambda: self._study.set_user_attr("excused", excused))
+        self._study.set_user_attr("excused", [*self._study.user_attrs.get("excused", []), *failed])
         return len(failed)
 
     def lose_silent(self, trials: list[Trial]) -> None:
         """Lose the running trials whose workers sent no heartbeat for too long."""
         for number in [t.number for t in trials if t.state == "running" and t.number not in self._seen]:
             self._seen.add(number)  # without any heartbeat a trial would never be stale
-            self._beat(number)
+            self.storage.record_heartbeat(self._trial_id(number))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ExperimentalWarning)
-            self.patiently(lambda: fail_stale_trials(self._study))
+            fail_stale_trials(self._study)
 
-    @contextmanager
-    def beating(self, number: int) -> Iterator[None]:
-        """Send heartbeats of a trial within this context, from a thread."""
-        over = threading.Event()
+    def beating(self, number: int) -> HeartbeatThread:
+        """Return a context within which Optuna sends heartbeats of a trial."""
+        return HeartbeatThread(self._trial_id(number), self.storage)
 
-        def send() -> None:
-            self._beat(number)
-            while not over.wait(self.manifest.patience / 6):
-                self._beat(number)
-            self._storage.remove_session()  # this thread's
-
-        thread = threading.Thread(target=send, daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            over.set()
-            thread.join()
-
-    def _beat(self, number: int) -> None:
-        with suppress(*AWAY):  # the next one may get through
-            self._storage.record_heartbeat(self._storage.get_trial_id_from_study_id_trial_number(self._id, number))
+    def _trial_id(self, number: int) -> int:
+        return self.storage.get_trial_id_from_study_id_trial_number(self._id, number)
 
     def _tell(self, number: int, state: TrialState, value: float | None = None) -> None:
         with suppress(TakenOver):  # by another in this moment
-            self.patiently(lambda: self._study.tell(number, value, state, skip_if_finished=True))
-
-    def patiently(self, action: Callable[[], _T]) -> _T:
-        """Run ``action``, and repeat it for a while if the database is busy or away."""
-        deadline, delay = time.monotonic() + self.ask_again, 0.05
-        while True:
-            try:
-                return action()
-            except AWAY as error:
-                if time.monotonic() > deadline:
-                    raise Away(
-                        f"{self.shown} has not answered for {self.ask_again:.0f} seconds: {reason(error)}. What is "
-                        "written stays; when it answers again, the same command goes on"
-                    ) from error
-                time.sleep(delay * (1 + random.random()))
-                delay = min(2 * delay, 5.0)
+            self._study.tell(number, value, state, skip_if_finished=True)
 
 
 def optuna_trial(space: Space, assignment: Assignment, **more: Any) -> FrozenTrial:
@@ -277,9 +228,3 @@ def optuna_trial(space: Space, assignment: Assignment, **more: Any) -> FrozenTri
     taken = (parameter for parameter in space.parameters if parameter.name in assignment)
     distributions: dict[str, BaseDistribution] = {p.name: CategoricalDistribution(tuple(p.choices)) for p in taken}
     return optuna.create_trial(params=dict(assignment), distributions=distributions, **more)
-
-
-def _pruner(name: str) -> BasePruner:
-    if name not in PRUNERS:
-        raise Error(f"unknown pruner {name!r}; known: {', '.join(PRUNERS)}")
-    return PRUNERS[name]()

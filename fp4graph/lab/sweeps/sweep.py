@@ -23,8 +23,9 @@ from optuna.trial import TrialState
 
 from fp4graph.errors import Error, PolicyError
 from fp4graph.lab.runs.run import Outcome, Run
+from fp4graph.lab.sweeps.database import Away
 from fp4graph.lab.sweeps.space import Configuration, Parameter, Space
-from fp4graph.lab.sweeps.study import Away, Study, TakenOver, optuna_trial
+from fp4graph.lab.sweeps.study import Study, TakenOver, optuna_trial
 from fp4graph.lab.sweeps.trial import FREE, Trial
 
 SAMPLERS = ("random", "tpe")
@@ -33,7 +34,7 @@ Objective = Callable[[Run, Callable[[int, float], None]], Outcome]
 
 #: The number of times a configuration may end its worker's process before it is recorded as failed.
 LOSSES = 3
-#: Draws of known configurations in a row after which all of the space is gone through.
+#: Draws, and ten more per trial, after which all of the space is gone through.
 DRAWS = 1000
 #: Seconds between looks at the database while there is nothing to do but wait for others.
 POLL = 1.0
@@ -41,17 +42,12 @@ POLL = 1.0
 REPLACE = 75
 
 
-class Pruned(Exception):
-    """The study's pruner has given a trial up."""
-
-
 def propose(space: Space, trials: Sequence[Trial], seed: int, sampler: str = "random") -> Configuration | None:
     """Return the next configuration to run, given all trials of the study; None if there is none, or none yet.
 
     The baselines come first and alone: without a finished one nothing can be scored, and faults of data or device show
-    there. Then come the plain choices in every family, the lost trials, and the sampler's choices. ``random`` draws the
-    same configurations in the same order for equal seeds, whatever the number and the fate of the workers. ``tpe`` asks
-    Optuna's tree-structured Parzen estimator for configurations that may have a low loss or a low Ω.
+    there. Then come the plain choices in every family, the lost trials, and the sampler's choices: ``random`` ones are
+    the same for equal seeds, whatever the number and the fate of the workers.
     """
     taken = {trial.key for trial in trials if trial.state not in FREE}
     first = space.first()
@@ -69,23 +65,16 @@ def propose(space: Space, trials: Sequence[Trial], seed: int, sampler: str = "ra
 
 
 def _drawn(space: Space, trials: Sequence[Trial], taken: set[str], seed: int, sampler: str) -> Configuration | None:
-    draws: Iterator[Mapping[str, str]] = (space.draw(random.Random(f"{seed}:{draw}")) for draw in itertools.count())
-    if sampler == "tpe":
-        draws = itertools.chain(_estimated(space, trials, seed), draws)
-    in_a_row = 0
-    known: set[tuple[tuple[str, str], ...]] = {tuple(t.assignment.items()) for t in trials if t.key in taken}
-    for assignment in draws:
+    estimated = _estimated(space, trials, seed) if sampler == "tpe" else ()
+    draws = (space.draw(random.Random(f"{seed}:{draw}")) for draw in range(DRAWS + 10 * len(trials)))
+    known = {tuple(trial.assignment.items()) for trial in trials if trial.key in taken}
+    for assignment in itertools.chain(estimated, draws, space.assignments()):
         if tuple(assignment.items()) not in known:
             configuration = space.configuration(assignment)
             if configuration.key not in taken:
                 return configuration
             known.add(tuple(assignment.items()))
-            in_a_row = 0
-        in_a_row += 1
-        if in_a_row > DRAWS + len(trials):
-            break
-    remaining = (space.configuration(a) for a in space.assignments() if tuple(a.items()) not in known)
-    return next((configuration for configuration in remaining if configuration.key not in taken), None)
+    return None
 
 
 def _estimated(space: Space, trials: Sequence[Trial], seed: int) -> Iterator[Mapping[str, str]]:
@@ -95,8 +84,8 @@ def _estimated(space: Space, trials: Sequence[Trial], seed: int) -> Iterator[Map
     for trial in trials:
         if trial.kind == "baseline" or trial.complexity is None or not trial.counts:
             continue
-        running = trial.state == "running"
         loss = float("inf") if trial.loss is None or trial.state in ("diverged", "failed") else trial.loss
+        running = trial.state == "running"
         state, values = (TrialState.RUNNING, None) if running else (TrialState.COMPLETE, [loss, trial.complexity])
         study.add_trial(optuna_trial(space, trial.assignment, state=state, values=values))
     for _ in range(20):
@@ -133,31 +122,24 @@ def work(
 ) -> None:
     """Run trials of ``study`` until it has ``target`` results, or the space of its manifest has no more.
 
-    Any number of processes, on any number of machines, may do so at once.
-
-    Args:
-        target: results in all, earlier ones included; refused configurations do not count.
-        worker: a unique mark of this worker's trials.
-        device: in place of the run's.
-        going: asked before each trial; False ends the worker.
+    Any number of processes, on any number of machines, may do so at once. ``worker`` is a unique mark of this one's
+    trials. ``going`` is asked before each trial; False ends the worker.
 
     Raises:
         Error: a baseline or a plain configuration failed, as all others would; or the database went away.
     """
     run = Run(**study.manifest.run)
-    if device is not None:
-        run = replace(run, device=device)
+    run = replace(run, device=device or run.device)
     worker = worker or worker_name(os.getpid(), uuid.uuid4().hex)
     while going():
         study.lose_silent(study.trials())
         trials = study.trials()
         if sum(trial.finished for trial in trials) >= target:
             return
-        running = any(trial.state == "running" for trial in trials)
         full = sum(trial.counts for trial in trials) >= target
         configuration = None if full else propose(space, trials, run.seed, sampler)
         if configuration is None:
-            if not running:
+            if not any(trial.state == "running" for trial in trials):
                 return  # nothing is left to be run
             time.sleep(POLL)
             continue
@@ -185,10 +167,10 @@ def _run(
         study.finish(claim.number, {"outcome": outcome, "seconds": time.monotonic() - started, **more})
 
     def report(step: int, loss: float) -> None:
-        study.patiently(lambda: claim.report(loss, len(reported)))
+        claim.report(loss, len(reported))
         reported.append(loss)
-        if configuration.kind == "trial" and study.patiently(claim.should_prune):
-            raise Pruned
+        if configuration.kind == "trial" and claim.should_prune():
+            raise optuna.TrialPruned
 
     if configuration.error is not None:
         return ended("refused", reason=str(configuration.error))
@@ -197,7 +179,7 @@ def _run(
     try:
         with study.beating(claim.number):
             outcome = objective(replace(run, policy=configuration.document, **configuration.run), report)
-    except Pruned:
+    except optuna.TrialPruned:
         ended("pruned", loss=reported[-1])
     except (TakenOver, Away):
         raise  # nothing that this configuration did

@@ -16,11 +16,10 @@ FREE = ("lost", "withdrawn")
 
 @dataclass(frozen=True)
 class Trial:
-    """One trial, as the database has it: its configuration (``policy`` as YAML), and what came of it.
+    """One trial: its configuration (``policy`` as YAML), and its ``result`` (loss, metrics, seconds, reason, ...).
 
     ``state`` is running; complete, diverged, failed, pruned or refused, which are final; lost (its worker is gone); or
-    withdrawn (another has the configuration, the sweep was interrupted, a failure excused). ``result`` has loss,
-    metrics, seconds, reason, ...
+    withdrawn (another has the configuration, the sweep was interrupted, a failure excused).
     """
 
     number: int
@@ -45,12 +44,10 @@ class Trial:
 
     @property
     def counts(self) -> bool:
-        """True for a trial that counts towards the requested number of results."""
         return self.state in COUNTED
 
     @property
     def finished(self) -> bool:
-        """True for a trial that counts and has ended."""
         return self.counts and self.state != "running"
 
 
@@ -61,5 +58,5 @@ def read_trial(trial: FrozenTrial, excused: bool) -> Trial:
     state = result.get("outcome") or ("lost" if trial.state.is_finished() else "running")
     if excused or "withdrawn" in attributes:  # the attribute is that of form 1
         state = "withdrawn"
-    reports = tuple(trial.intermediate_values[step] for step in sorted(trial.intermediate_values))
+    reports = tuple(value for _, value in sorted(trial.intermediate_values.items()))
     return Trial(trial.number, state, reports=reports, result=result, **attributes["configuration"])

@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,23 +47,22 @@ class Job:
             if getattr(self, name) not in known:
                 raise Error(f"unknown {name} {getattr(self, name)!r}; known: {', '.join(known)}")
 
+    def log_of(self, index: int) -> Path:
+        return Path(self.log) / f"worker-{index}.log"
+
 
 class _Worker(NamedTuple):
-    """A process, the pipe for its last error, the token of its trials' mark, and the progress when it began."""
+    """A process, the pipe for its last error, the mark of its trials, and the progress when it began."""
 
     process: Any
-    pipe: Connection
-    token: str
+    pipe: Any
+    name: str
     progress: int
 
-    @property
-    def name(self) -> str:
-        return worker_name(self.process.pid, self.token)
 
-
-def _process(job: Job, index: int, token: str, parent: int, pipe: Connection) -> None:
+def _process(job: Job, index: int, token: str, parent: int, pipe: Any) -> None:
     """Run a worker process. Its output goes to its log; an Error is sent to the process that started it."""
-    with _log(job, index).open("a", encoding="utf-8") as log:
+    with job.log_of(index).open("a", encoding="utf-8") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -88,10 +86,6 @@ def _process(job: Job, index: int, token: str, parent: int, pipe: Connection) ->
         sys.exit(1)
 
 
-def _log(job: Job, index: int) -> Path:
-    return Path(job.log) / f"worker-{index}.log"
-
-
 class Workers:
     """The worker processes of one sweep on this machine: a context in which they run."""
 
@@ -113,7 +107,7 @@ class Workers:
                 worker.process.terminate()  # at any point: its running trial is withdrawn below
         for worker in self._running.values():
             worker.process.join()
-        self._study.ask_again = HURRIED
+        self._study.storage.ask_again = HURRIED
         with contextlib.suppress(Error):  # where the database is away, their silence tells
             for number in self._trials_of(*self._running.values()):
                 self._study.withdraw(number, "interrupted")
@@ -121,14 +115,14 @@ class Workers:
     def _start(self, index: int) -> None:
         context, token = multiprocessing.get_context("spawn"), uuid.uuid4().hex
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_process, args=(self._job, index, token, os.getpid(), theirs))
+        process: Any = context.Process(target=_process, args=(self._job, index, token, os.getpid(), theirs))
         # It blocks Ctrl-C, which reaches all processes of a terminal but is for the first one; a handler of its own
         # would come after seconds of imports. The tracker would lift the block if the first process started it.
         resource_tracker.ensure_running()
         with _blocked(signal.SIGINT):
             process.start()
         theirs.close()
-        self._running[index] = _Worker(process, ours, token, _progress(self._study.trials()))
+        self._running[index] = _Worker(process, ours, worker_name(process.pid, token), _progress(self._study.trials()))
 
     def watch(self, stop: Callable[[], bool] = lambda: False) -> Iterator[tuple[list[Trial], list[str]]]:
         """Yield the trials and the events of workers about once a second, until all workers have ended.
@@ -162,7 +156,7 @@ class Workers:
         how = "its device was of no more use" if code == REPLACE else f"exit status {code}"
         event = f"worker {index} ended ({signal.Signals(-code).name if code < 0 else how}); its trial is free again"
         if _progress(self._study.trials()) == worker.progress:
-            raise Error(f"{event}; {_log(self._job, index)} may say why")
+            raise Error(f"{event}; {self._job.log_of(index)} may say why")
         self._start(index)
         yield event
 
@@ -172,37 +166,31 @@ class Workers:
         return [trial.number for trial in trials if trial.state == "running" and trial.worker in names]
 
 
-class Interrupts:
-    """A context in which the first Ctrl-C or SIGTERM sets ``asked`` and tells the user.
+@contextlib.contextmanager
+def interrupts() -> Iterator[list[float]]:
+    """Yield a list that is empty until the first Ctrl-C or SIGTERM, which tells the user.
 
-    A KeyboardInterrupt may fall between any two instructions. Inside SQLAlchemy or Optuna's cache it would leave a
-    wrong session or list of trials, through which the running trials must still be taken back. A further signal, a
-    second or more later, raises it, for users who do not wait for a database that is away.
+    A KeyboardInterrupt inside SQLAlchemy or Optuna's cache would leave a wrong session or list of trials, through which
+    the running trials must still be taken back. A further signal, a second or more later, raises it, for users who do
+    not wait for a database that is away.
     """
+    asked: list[float] = []
 
-    def __init__(self) -> None:
-        self.asked = False
-        self._since = 0.0
-        self._before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self) -> Interrupts:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as a shell's background jobs have SIGINT
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
-
-    def _note(self, *_: object) -> None:
-        now = time.monotonic()
-        if not self.asked:
-            self.asked, self._since = True, now
+    def note(*_: object) -> None:
+        asked.append(time.monotonic())
+        if len(asked) == 1:
             with contextlib.suppress(OSError):  # past Python's buffers, which the signal may have interrupted
                 os.write(2, b"\nstopping, and taking the running trials back; once more to stop at once\n")
-        elif now - self._since >= 1:  # one that is pressed twice is meant once
+        elif asked[-1] - asked[0] >= 1:  # one that is pressed twice is meant once
             raise KeyboardInterrupt
+
+    noted = [number for number in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, note) for number in noted}  # a shell's background jobs ignore SIGINT
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
