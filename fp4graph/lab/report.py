@@ -137,7 +137,7 @@ def _table(recorded: Recorded) -> tuple[str, str]:
     table = DataFrame.from_dict(lines, orient="index")
     table.columns = MultiIndex.from_tuples(table.columns)
     snr = table[ratios].astype(float)
-    finite = snr.where(snr < math.inf).stack([0, 1]) if ratios else snr
+    finite = snr.where(snr < math.inf).stack([0, 1], future_stack=True) if ratios else snr
     low, middle, high = (finite.min(), finite.median(), finite.max()) if finite.size else (0.0, 0.0, 0.0)
     width = max(middle - low, high - middle)
     numbers = {column: _short if "," in "".join(column) else "{:.2g}" for column in table.columns[1:]}
