@@ -137,11 +137,16 @@ class _Job:
         def progress(policy: Policy, seed: int, step: int, loss: float) -> None:
             bar.update(task, status=f"{policy.name}, seed {seed}: step {step:,}, loss {loss:.4g}")
 
+        if len(pending) < total:
+            console.print(f"{total - len(pending)} of {total} runs are in {self._record.folder} already")
         live = Live(get_renderable=lambda: Group(table, bar), console=console, transient=True)
         with live if console.is_terminal else nullcontext():
             for line in self._runs(pending, processes, progress):
                 self._record.add(line)
                 bar.advance(task)
+                if not console.is_terminal:
+                    loss = "no loss" if line["loss"] is None else f"loss {line['loss']:.4g}"
+                    console.print(f"{line['policy']}, seed {line['seed']}: {line['state']}, {loss}")
                 table = self.result().table()
                 if time.monotonic() - written > PAGE_EVERY:
                     write_all(self.result())

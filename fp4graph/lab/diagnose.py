@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fp4graph.errors import Error
 from fp4graph.graph.blocks import pattern_of
+from fp4graph.lab import jsonlines
+from fp4graph.lab.comparison.record import LOG
 from fp4graph.lab.runs.folder import read_metrics
 from fp4graph.lab.runs.run import finite
 from fp4graph.lab.statistics import storage
@@ -217,9 +219,11 @@ def diagnose(
     have a common cause, after these. A spike of the loss that passed comes last.
 
     Args:
-        run: a folder of ``fp4graph train``, or one with the ``statistics.jsonl`` of a :class:`Statistics`.
+        run: a folder of ``fp4graph train`` or of one run of ``fp4graph.compare``, or one with the ``statistics.jsonl``
+            of a :class:`Statistics`.
         baseline: the folder of a run with the same settings, under ``bf16`` for instance; or that run's losses.
-        losses: by step, or those of steps 1, 2, ...; by default those of ``metrics.jsonl`` in the folder.
+        losses: by step, or those of steps 1, 2, ...; by default those of ``metrics.jsonl`` or, from
+            :func:`fp4graph.compare`, ``log.jsonl`` in the folder.
 
     Raises:
         Error: there are no losses and no statistics, or no losses of the baseline.
@@ -254,7 +258,8 @@ def loss_findings(losses: Losses, baseline: Losses) -> list[Finding]:
     With L the least of the first three losses, m_t the least running median before step t and σ the robust standard
     deviation of the losses from their running median until its minimum, at most L/20, a loss is outside
 
-    - above m_t + max(10σ, (L − m_t)/2, L/20), where it undid half of the progress, and if it is not finite (early);
+    - above m_t + max(10σ, (L − m_t)/2, L/20) from the fourth on, where it undid half of the progress, and if it is not
+      finite (early);
     - if the running median of 50 losses or more never fell by more than max(σ, L/50): it is stuck (limit);
     - if from some step to the end the running median exceeds the baseline's by max(10σ, G/4), a quarter of the progress
       G of the baseline (baseline).
@@ -269,6 +274,7 @@ def loss_findings(losses: Losses, baseline: Losses) -> list[Finding]:
     spread = min(1.4826 * median(filter(math.isfinite, [*apart, math.inf, 0.0])), abs(start) / 20)
     least = list(itertools.accumulate([start, *smooth[:-1]], min))
     limits = [low + max(10 * spread, (start - low) / 2, abs(start) / 20) for low in least]
+    limits[:3] = [math.inf] * min(3, len(values))  # a quick training falls far in its first steps
     found = []
 
     def add(i: int, value: float, normal: float, origin: str, size: float, stays: bool) -> None:
@@ -419,10 +425,15 @@ def _missing(recorded: Recorded | None, losses: Losses) -> tuple[str, ...]:
 def _training(
     folder: Path | None, losses: Losses | Sequence[float] | None
 ) -> tuple[dict[int, float | None], list[Measurement]]:
-    """Return the losses by step, and the gradient norms of the model as rows of no site and tensor."""
+    """Return the losses by step, and the gradient norms of the model as rows of no site and tensor.
+
+    A run of ``fp4graph.compare`` has its losses in ``log.jsonl``.
+    """
     lines = [line for line in read_metrics(folder) if "validation_loss" not in line] if folder is not None else []
     if losses is None:
         losses = {line["step"]: line["train_loss"] for line in lines if "train_loss" in line}
+        if folder is not None and not losses and (folder / LOG).is_file():
+            losses = {line["step"]: line["loss"] for _, line in jsonlines.read(folder / LOG) if "loss" in line}
     elif not isinstance(losses, Mapping):
         losses = dict(enumerate(losses, 1))
     norms: list[Measurement] = [

@@ -101,6 +101,7 @@ FALLING = [noisy(n, 0.5 + 2 * 0.97**n) for n in range(100)]
     ("losses", "baseline", "expected"),
     [
         (FALLING, [], []),
+        ([3.2, 2.8, 2.5, 2.4, 2.3, *FALLING], [], []),  # a quick beginning
         (FALLING[:60] + [2.6] * 40, [], [(61, "early", True)]),  # stuck at the level of the beginning
         ([*FALLING[:60], 2.6, *FALLING[61:]], [], [(61, "early", False)]),  # a spike that passes
         ([*FALLING[:60], None], [], [(61, "early", False)]),

@@ -29,6 +29,7 @@ from fp4graph.lab.runs.run import finite
 from fp4graph.policy import Policy
 
 RUNS, LOCK = "runs.jsonl", "comparison.lock"
+LOG = "log.jsonl"  # of a run, in its folder
 FORMAT, VERSION = "fp4graph.comparison", 1
 Line = Mapping[str, Any]
 
@@ -113,12 +114,12 @@ class Record:
         """Raise an Error if the runs are of another training, or of policies that were edited since."""
         known = {line["policy"]: line["fingerprint"] for line in self.runs.values()}
         changed = [p.name for p in policies if known.get(p.name, p.fingerprint) != p.fingerprint]
-        if not self.runs:
-            return
+        if all(line["state"] == "failed" for line in self.runs.values()):
+            return  # they are run again, by a training that may have been mended
         if self.header["train"] != train:
             why = f"a comparison of {self.header['train']}, and this is one of {train}"
         elif self.header["source"] != source:
-            why = f"runs of {train} with other settings, or from before it was edited"
+            why = f"finished runs of {train} from before its source or its settings were changed"
         elif changed:
             why = f"runs of policy {changed[0]!r} from before it was edited"
         else:

@@ -80,7 +80,7 @@ class Comparison:
 
         ``difference`` is the mean of the loss minus the baseline's over the seeds that both have finished, and ``low``
         to ``high`` its 95 % confidence interval. ``ratio`` is the time of a step over the baseline's, measured in
-        alternation, and ``ms_per_step`` this ratio times the baseline's time; without it, the time in the training.
+        alternation, and ``ms_per_step`` this ratio times the baseline's time; None where that was not measured.
         """
         return [self._row(policy) for policy in self.policies]
 
@@ -93,7 +93,6 @@ class Comparison:
         runs = [run for run in self.runs if run["policy"] == policy.name]
         model: Row = next((run["model"] for run in runs if run["model"]), {})
         ratio = 1.0 if policy.name == self.baseline and self.timings else self.timings.get(policy.name, {}).get("ratio")
-        alone = _mean([run["ms_per_step"] for run in runs])
         beside = [timing["baseline_ms_per_step"] for timing in self.timings.values()]  # times of the baseline
         return {
             "policy": policy.name,
@@ -104,7 +103,7 @@ class Comparison:
             "high": mean + half if known else None,  # type: ignore[operator]
             **{name: _mean([run["metrics"].get(name) for run in finished]) for name in self.metrics},
             "complexity": policy.complexity,
-            "ms_per_step": alone if ratio is None else ratio * median(beside),
+            "ms_per_step": None if ratio is None else ratio * median(beside),
             "ratio": ratio,
             **{name: model.get(name) for name in ("fp4_flops", "bits_per_weight", "quantized", "sites")},
             "finished": len(finished),
@@ -133,14 +132,13 @@ class Comparison:
             mean, half = paired(self.differences(row["policy"], best["policy"]) or [0.0])
             if half is None or mean - half <= 0:
                 alike.append(row)
-        text = f"Lowest loss beside the baseline: {best['policy']} ({_signed(best['difference'])})."
+        lowest = f"{best['policy']} has the lowest loss ({_signed(best['difference'])})"
+        text = f"Among the policies beside {self.baseline}, {lowest}."
         if not alike:
-            return text + " Every other policy loses measurably more."
+            return text + " The loss of every other one is measurably higher."
         names = ", ".join(row["policy"] for row in alike)
-        cheapest = min([best, *alike], key=lambda row: (row["ratio"] or math.inf, row["complexity"]))
         tell = "These seeds cannot" if len(self.seeds) > 1 else "One seed cannot"
-        text += f" {tell} tell it from {names}."
-        return text + f" Of these, {cheapest['policy']} takes the least time per step."
+        return f"{text} {tell} tell it from {names}."
 
     def _about(self, row: Row) -> str:
         """Say of one policy whether its loss differs from the baseline's."""
@@ -157,7 +155,7 @@ class Comparison:
             else:
                 text += (
                     f"{pairs} seeds are too few to tell it from {self.baseline}: the difference is {middle} "
-                    f"({interval}). They could tell a difference of {half:.2g}; a smaller one takes more seeds."
+                    f"({interval}). A difference of less than {half:.2g} takes more seeds to see."
                 )
         elif mean is not None:
             text += f"the difference is {_signed(mean)}, and one seed cannot tell whether that is chance; use three."

@@ -14,6 +14,7 @@ import torch
 
 from fp4graph.errors import Error
 from fp4graph.lab import jsonlines
+from fp4graph.lab.comparison.record import LOG
 from fp4graph.lab.runs.run import finite
 from fp4graph.model.runtime import runtime_of
 from fp4graph.policy import Policy
@@ -44,7 +45,7 @@ class Log:
 
     def __init__(self, folder: Path, look: Callable[[int, float | None], None]) -> None:
         """``look`` is called with each step and its loss, None for a step without one; it may raise :class:`Stop`."""
-        self.folder, self._look, self._file = folder, look, folder / "log.jsonl"
+        self.folder, self._look, self._file = folder, look, folder / LOG
         folder.mkdir(parents=True, exist_ok=True)
         former = [line for _, line in jsonlines.read(self._file)] if self._file.exists() else []
         self.points = [(line["step"], math.nan if line["loss"] is None else line["loss"]) for line in former]
