@@ -188,12 +188,12 @@ def _require_own(root: nn.Module, weight: Fp4Weight) -> None:
 
 
 def _refuse_computed(root: nn.Module, runtime: Runtime, done: Collection[str]) -> None:
-    """Raise an ExportError for a quantized linear whose weight is not among those ``done``: a forward computes it."""
+    """Raise an ExportError for a quantized layer whose weight is not among those ``done``: a forward computes it."""
     named = dict(root.named_parameters(remove_duplicate=False))
     written = {id(named[name]) for name in done if name in named}
     owners = {name.rpartition(".")[0] for name in (*done, *(n for n, x in named.items() if id(x) in written))}
     for site in runtime.sites:
-        weighs = site.op == "linear" and site.operands.get(Operand.FPROP_WEIGHT) is not None
+        weighs = site.op not in ("matmul", "sdpa") and site.operands.get(Operand.FPROP_WEIGHT) is not None
         if weighs and site.module not in owners:
             raise ExportError(
                 f"cannot export {site.module}, which rule {site.rule!r} quantizes: its weight is computed in the "

@@ -57,11 +57,11 @@ def require_compiler() -> None:
 
 def command() -> list[str]:
     """Return the command of the C++ compiler: what CXX says, such as "ccache g++ -m64", or what Inductor would run."""
-    words = shlex.split(os.environ.get("CXX", "")) or shlex.split(inductors() or "") or ["g++"]
-    return [_linking(word) for word in words]
+    words = shlex.split(os.environ.get("CXX", "")) or shlex.split(inductor_command() or "") or ["g++"]
+    return [_cxx(word) for word in words]
 
 
-def inductors() -> str | None:
+def inductor_command() -> str | None:
     """Return the command that Inductor's setting names, which was CXX when torch read it."""
     from torch._inductor import config
 
@@ -69,15 +69,15 @@ def inductors() -> str | None:
     return next((name for name in choice if name), None)
 
 
-def linking(command: str) -> str:
+def cxx_command(command: str) -> str:
     """Return ``command`` with the C++ compiler of each C compiler, if one is installed beside it or on the PATH.
 
     gcc compiles C++ but links no C++ library, and CXX is gcc where PEFT's BOFT has been imported.
     """
-    return shlex.join(map(_linking, shlex.split(command)))
+    return shlex.join(map(_cxx, shlex.split(command)))
 
 
-def _linking(word: str) -> str:
+def _cxx(word: str) -> str:
     folder, name = os.path.split(word)
     parts = re.fullmatch(r"(.*-)?(gcc|clang|cc)(-[\d.]+)?", name)
     if parts is None:

@@ -152,8 +152,8 @@ def patches(chosen: Mapping[str, Any], *, on_gpu: bool) -> dict[str, Any]:
 
 def _compiler() -> dict[str, Any]:
     """Return the setting under which Inductor's C++ is linked where CXX names a C compiler."""
-    command = build.inductors()
-    linking = command and build.linking(command)
+    command = build.inductor_command()
+    linking = command and build.cxx_command(command)
     return {} if linking == command else {"cpp.cxx": (None, linking)}
 
 

@@ -25,8 +25,8 @@ def applied_part(module: nn.Module) -> Runtime | None:
     runtimes = {name: runtime for name, part in module.named_modules() if (runtime := runtime_of(part)) is not None}
     if len(runtimes) > 1:
         raise Error(
-            f"{' and '.join(runtimes)} have policies applied apart, and a checkpoint holds one model; save and load "
-            "each by itself"
+            f"a policy is applied to each of {' and '.join(runtimes)}, and a checkpoint holds one applied model; save "
+            "and load each by itself"
         )
     return next(iter(runtimes.values()), None)
 

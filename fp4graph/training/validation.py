@@ -156,7 +156,7 @@ def _wrong_state(
         reference = own.get(name, parameter if kept.get(name) else None)
         if name == "step" and name in kept and not _is_step(value):
             faults.append(f"{where}.{name} is {_named(value)}, no number of steps")
-        elif isinstance(reference, Tensor) and (reference.dim() or kept.get(name)):
+        elif isinstance(reference, Tensor) and (kept.get(name) or (reference.dim() and value is not None)):
             faults += unequal(f"{where}.{name}", value, reference)
     return faults
 
@@ -243,7 +243,7 @@ def unequal(where: str, saved: Any, here: Tensor) -> list[str]:
     if not isinstance(saved, Tensor):
         return [f"{where} is {_named(saved)}"]
     if saved.layout is not torch.strided or saved.is_meta:
-        return [f"{where} is a tensor without values or dense memory"]
+        return [f"{where} is a tensor on the meta device, or a sparse one"]
     pairs = (tuple(saved.shape), tuple(here.shape)), (saved.dtype, here.dtype)
     return next(([f"{where} is {there} there and {now} here"] for there, now in pairs if there != now), [])
 
