@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -79,12 +80,13 @@ def compare(
 
     Raises:
         Error: policies do not fit the model, which is found before any training; ``folder`` is in use or holds another
-            comparison; or ``train`` returned and logged nothing. A run that raises is recorded as failed, and the
-            others go on.
+            comparison; ``train`` takes other arguments; or it returned and logged nothing. A run that raises is
+            recorded as failed, with its traceback in ``error.txt``, and the others go on.
     """
     for package in ("matplotlib", "jinja2", "scipy", "pandas"):
         needs(package, f"the result is written by means of {package}", "analysis")
     loaded, numbers = _policies(policies, baseline), _seeds(seeds)
+    _require_arguments(train)
     if type(processes) is not int or processes < 1:
         raise Error(f"processes is a whole number of at least 1; got {processes!r}")
     if processes > 1:
@@ -106,6 +108,18 @@ def compare(
             if record.runs:
                 write_all(job.result())
     return job.result()
+
+
+def _require_arguments(train: Train) -> None:
+    """Raise Error where a training cannot be called with a policy, a seed and a log."""
+    try:
+        signature = inspect.signature(train)
+    except ValueError:  # of a function in C
+        return
+    try:
+        signature.bind("policy", 0, print)
+    except TypeError as error:
+        raise Error(f"compare calls {name_of(train)} as train(policy, seed, log): {error}") from None
 
 
 class _Job:

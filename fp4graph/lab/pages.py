@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from importlib.metadata import version
 from typing import Any
 
@@ -19,4 +20,5 @@ def rendered(template: str, **values: Any) -> str:
 
     loader = jinja2.PackageLoader("fp4graph", "lab")
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    return environment.get_template(template).render(version=version("fp4graph"), **values)
+    made = f"{date.today():%Y-%m-%d}, fp4graph {version('fp4graph')}, torch {version('torch')}"
+    return environment.get_template(template).render(made=made, **values)

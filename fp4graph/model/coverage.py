@@ -133,6 +133,10 @@ def check_sites(policy: Policy, sites: Sequence[Site]) -> None:
             remedy = "give it 'required: false' if that is meant"
             if policy.file not in (None, rule.file):
                 remedy = f"{policy.file} inherits it: write rules there that fit this model, or extend another policy"
+            ahead = [s for s in sites if s.rule_index in range(index) and rule.match.may_name(s.module)]
+            if rule.quantizes and ahead and not any(site.quantized for site in sites):
+                names = ", ".join(dict.fromkeys(repr(policy.rules[s.rule_index or 0].name) for s in ahead))
+                remedy = f"rules before it ({names}) decide about {len(ahead)} sites, so change those, or {remedy}"
             if named is not None:
                 role = roles[named.rule_index or 0]
                 remedy = f"{named.module} is one of the {role}s, which only a rule that says 'role: {role}' quantizes"

@@ -159,7 +159,7 @@ class Match(Section):
         """Return whether the predicates on the place hold for ``site``."""
         block = site.block
         return (
-            (self.module is None or self.names(site.module))
+            self.may_name(site.module)
             and (self.block is None or self.block == (block is not None))
             and (self.first_blocks is None or (block is not None and block.index < self.first_of(block.total)))
             and (
@@ -185,6 +185,10 @@ class Match(Section):
     def needs_blocks(self) -> bool:
         """Return whether a predicate asks for a site inside a repeated stack of blocks."""
         return bool(self.block) or self.first_blocks is not None or self.last_blocks is not None
+
+    def may_name(self, module: str | None) -> bool:
+        """Return whether no ``module`` glob excludes ``module``."""
+        return self.module is None or self.names(module)
 
     def names(self, module: str | None) -> bool:
         """Return whether one of the ``module`` globs is the name of ``module``."""

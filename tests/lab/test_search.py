@@ -284,7 +284,8 @@ def test_complexity_and_measured_overhead_bind() -> None:
     assert 1.1 < found.budgets[0].reached == cost(found.policy) <= 1.4
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.process
+@pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.long)])
 def test_a_killed_search_goes_on(times: int, tmp_path: Path) -> None:
     """Killed again and again, a search loses no score and measures none twice."""
     script = (

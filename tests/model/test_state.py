@@ -39,7 +39,14 @@ def shape_of(model: nn.Module) -> list[tuple[str, type, list[str], int]]:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::fp4graph.PolicyWarning")  # torchinfo's hooks break graphs and recompile them
-@pytest.mark.parametrize(("make", "x"), [(vit, torch.zeros(2, 3, 32, 32)), (gpt2, TOKENS), (llama, TOKENS)])
+@pytest.mark.parametrize(
+    ("make", "x"),
+    [
+        pytest.param(vit, torch.zeros(2, 3, 32, 32), marks=pytest.mark.long),
+        (gpt2, TOKENS),
+        pytest.param(llama, TOKENS, marks=pytest.mark.long),
+    ],
+)
 def test_who_walks_the_modules_finds_those_of_the_plain_model(make, x: Tensor) -> None:
     plain = make().eval()
     applied = fp4graph.apply(copy.deepcopy(plain), "tetrajet-qema", **EAGER)

@@ -63,6 +63,7 @@ def test_a_compiler_that_fails() -> None:
         raise RuntimeError("another")
 
 
+@pytest.mark.long
 @pytest.mark.inductor
 @pytest.mark.process
 @pytest.mark.skipif(shutil.which("gcc") is None or shutil.which("g++") is None, reason="needs gcc and g++")

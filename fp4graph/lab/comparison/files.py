@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from fp4graph.files import replacing, write
@@ -53,23 +53,41 @@ def write_all(result: Comparison) -> None:
 @styled()
 def losses(result: Comparison) -> Figure | None:
     """Draw each policy's loss over steps, the mean over seeds and the range from the lowest to the highest."""
-    curves: dict[str, panels.Curve] = {}
-    for policy in result.policies:
-        runs = [run for run in result.runs if run["policy"] == policy.name and run["state"] != "failed"]
-        if curve := panels.gathered((step, loss) for run in runs for step, loss in run["curve"]):
-            curves[policy.name] = dict(sorted(curve.items()))
-    if not curves:
+    losses = {name: panels.gathered(_points(result, name)) for name in (policy.name for policy in result.policies)}
+    losses = {name: curve for name, curve in losses.items() if curve}
+    if not losses:
         return None
-    picture, axes = subplots(3.2, width=4.6)  # inches, two thirds of a text's width
-    for place, (name, curve) in enumerate(curves.items()):
-        baseline = name == result.baseline
-        color = "#333333" if baseline else PALETTE[(place - 1) % len(PALETTE)]
-        panels.band(axes, curve, color, name, dashed=baseline)
-    panels.loss_scale(axes, [loss for curve in curves.values() for values in curve.values() for loss in values])
+    others = [policy.name for policy in result.policies if policy.name != result.baseline]
+    colors = {result.baseline: "#333333"} | {name: PALETTE[place % len(PALETTE)] for place, name in enumerate(others)}
+    beside = {name: panels.gathered(_points(result, name, result.baseline)) for name in others}
+    beside = {name: curve for name, curve in beside.items() if curve}
+    rows, height = (2, 5.0) if beside else (1, 3.2)
+    ratios = (3, 2)[:rows]  # inches, two thirds of a text's width
+    picture, panes = subplots(height, rows, width=4.6, squeeze=False, sharex=True, height_ratios=ratios)
+    for name, curve in losses.items():
+        panels.band(panes[0][0], curve, colors[name], name, dashed=name == result.baseline)
+    panels.loss_scale(panes[0][0], [loss for curve in losses.values() for values in curve.values() for loss in values])
+    for name, curve in beside.items():
+        panels.band(panes[1][0], curve, colors[name], name)
+        panes[1][0].axhline(0, color=colors[result.baseline], linestyle="--", linewidth=1)
+        panes[1][0].set_ylabel(f"minus {result.baseline}")
+    panes[0][0].set_xlabel("")
+    panes[-1][0].set_xlabel("step")
     seeds = len(result.seeds)
-    axes.set_xlabel("step")
-    axes.legend(title=f"mean of {seeds} seeds, shaded: range" if seeds > 1 else None, title_fontsize=8.5)
+    panes[0][0].legend(title=f"mean of {seeds} seeds, shaded: range" if seeds > 1 else None, title_fontsize=8.5)
     return picture
+
+
+def _points(result: Comparison, policy: str, minus: str | None = None) -> Iterator[tuple[int, float | None]]:
+    """Yield the logged steps of a policy's runs with the loss, or with the loss minus that of ``minus`` in the run of
+    the same seed."""
+    curves = {run["seed"]: dict(run["curve"]) for run in result.runs if run["policy"] == minus}
+    for run in result.runs:
+        if run["policy"] == policy:
+            other = dict.fromkeys((step for step, _ in run["curve"]), 0.0) if minus is None else curves.get(run["seed"], {})
+            for step, loss in run["curve"]:
+                known = loss is not None and other.get(step) is not None
+                yield step, loss - other[step] if known else None
 
 
 def as_tex(rows: Sequence[Mapping[str, str]]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import sysconfig
 import threading
 import time
 import traceback
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 from fp4graph.errors import Error
+from fp4graph.files import write
 from fp4graph.lab.comparison.training import Log, NoLoss, Stop, Train, call, seeded
 from fp4graph.lab.quantities import bits_per_weight, fp4_flops
 from fp4graph.lab.statistics.collect import Statistics
@@ -32,6 +34,8 @@ from fp4graph.policy import Policy
 POINTS = 200
 #: Statistics that the page of a comparison shows.
 METRICS = ("snr", "error", "saturation", "underflow")
+#: Of a run that raised, in its folder.
+TRACEBACK = "error.txt"
 Progress = Callable[[Policy, int, int, float], None]
 
 
@@ -63,6 +67,7 @@ def train_once(
                 raise Stop
 
     log = Log(folder, look)
+    (folder / TRACEBACK).unlink(missing_ok=True)  # of a former attempt
     state, error, loss, metrics = "finished", None, math.nan, dict[str, float]()
     started = time.perf_counter()
     with seeded(seed), listening(watcher):
@@ -74,8 +79,10 @@ def train_once(
         except NoLoss:
             raise
         except Exception as raised:  # noqa: BLE001  # whatever the training raises is the result of this run
-            place = traceback.extract_tb(raised.__traceback__)[-1]
-            state, error = "failed", f"{type(raised).__name__}: {raised} ({place.filename}:{place.lineno})"
+            frames = traceback.extract_tb(raised.__traceback__)
+            place = [frame for frame in frames if not _of_a_library(frame.filename)] or frames
+            state, error = "failed", f"{type(raised).__name__}: {raised} ({place[-1].filename}:{place[-1].lineno})"
+            write(folder / TRACEBACK, "".join(traceback.format_exception(raised)))
         finally:
             watcher.close()
     gc.collect()
@@ -95,6 +102,12 @@ def train_once(
         "note": watcher.note,
         "curve": thinned(log.points),
     }
+
+
+def _of_a_library(file: str) -> bool:
+    """Return whether code is Python's, fp4graph's or another package's, where users do not look for their mistakes."""
+    installed = {"site-packages", "dist-packages"} & {*Path(file).parts}
+    return bool(installed) or file.startswith((sysconfig.get_path("stdlib"), str(Path(__file__).parents[2])))
 
 
 def thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
