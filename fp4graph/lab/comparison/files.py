@@ -81,13 +81,11 @@ def losses(result: Comparison) -> Figure | None:
 def _points(result: Comparison, policy: str, minus: str | None = None) -> Iterator[tuple[int, float | None]]:
     """Yield the logged steps of a policy's runs with the loss, or with the loss minus that of ``minus`` in the run of
     the same seed."""
-    curves = {run["seed"]: dict(run["curve"]) for run in result.runs if run["policy"] == minus}
+    others = {run["seed"]: dict(run["curve"]) for run in result.runs if run["policy"] == minus}
     for run in result.runs:
-        if run["policy"] == policy:
-            other = dict.fromkeys((step for step, _ in run["curve"]), 0.0) if minus is None else curves.get(run["seed"], {})
-            for step, loss in run["curve"]:
-                known = loss is not None and other.get(step) is not None
-                yield step, loss - other[step] if known else None
+        for step, loss in run["curve"] if run["policy"] == policy else ():
+            other = 0.0 if minus is None else others.get(run["seed"], {}).get(step)
+            yield step, None if loss is None or other is None else loss - other
 
 
 def as_tex(rows: Sequence[Mapping[str, str]]) -> str:
