@@ -132,6 +132,7 @@ def test_a_training_step_of_both_kinds_of_model(command: Command):
         assert row["figures"]["floor"] > 1
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_steps_of_a_model_train_it():
     from benchmarks.models import MODELS, Training
@@ -201,6 +202,7 @@ def test_what_a_compiled_graph_keeps_is_what_its_function_saved():
     assert saved(lambda: model(x), model.parameters())[0] == sum(kept.values())
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_bytes_of_all_linears_and_of_the_model(command: Command):
     code, rows, _ = command("memory", "--models=trial-vit", "--policies=microscaling", "--backend=aot_eager")

@@ -74,10 +74,8 @@ def prepared(name, policy, backend, layers=3):
     return model, fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
 
 
-LISTED = [name if name == "DeepSeek-V3" else pytest.param(name, marks=pytest.mark.long) for name in CONFIGS]
-
-
-@pytest.mark.parametrize("name", LISTED)
+@pytest.mark.long
+@pytest.mark.parametrize("name", CONFIGS)
 def test_every_product_of_experts_is_listed_and_quantized(name):
     sites = fp4graph.explain(mixture(name), "tetrajet", (TOKENS,)).sites
     mixed = range(1 if name == "DeepSeek-V3" else 0, 3)

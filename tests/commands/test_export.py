@@ -40,6 +40,7 @@ def test_a_run(tmp_path):
     assert "exists, and an export replaces nothing" in str(again.exception)
 
 
+@pytest.mark.long
 def test_a_hugging_face_folder_with_the_state_of_techniques(tmp_path):
     model = trained(llama(), "tetrajet-qema", 3)
     model.save_pretrained(tmp_path / "model")
@@ -80,6 +81,7 @@ def test_a_checkpoint_that_is_cut_off(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.long
 def test_the_error_of_one_tensor_scale_is_printed(tmp_path):
     rule = {"name": "blocks", "match": {"op": "linear", "block": True}, "quantize": NVFP4}
     policy = {"version": 1, "name": "two-level", "rules": [rule], "techniques": ["tensor_scaling"]}

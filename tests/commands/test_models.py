@@ -189,6 +189,7 @@ def test_explain_and_check_take_every_kind_of_model() -> None:
     assert "shapes (4, 31)" in str(narrow.exception)
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_the_installed_command_finds_the_current_folder(here: Path) -> None:
     command = [str(Path(sys.executable).with_name("fp4graph")), "explain", "--model", "mine.nets:alone", "tetrajet"]

@@ -23,12 +23,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 #: Of training, noise, checkpoints and buffers; the others are `long`.
 FEW = (
     "mixture_tetrajet_qema",
-    "vit_tetrajet_qema",
     "two_halves_have_the_gradients_of_the_whole",
     "ranks_draw_noise_of_their_own",
     "checkpoint_of_rank_0",
-    "our_buffers_are_left_out_of_the_broadcast",
-    "one_rank_may_evaluate_alone",
 )
 FURTHER = tuple(name for name in cases(ddp_cases) if name not in FEW)
 

@@ -14,6 +14,7 @@ from tests.helpers.processes import write_whole
 pytestmark = [pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo"), pytest.mark.process]
 
 
+@pytest.mark.long
 def test_a_rank_that_ends_is_the_outcome_of_what_it_did_not_finish(tmp_path: Path) -> None:
     outcomes = launch("harness_cases", tmp_path)
     assert outcomes["agrees"] == ""

@@ -6,6 +6,9 @@ import re
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 #: Every page that a user reads, but for those of docs/reference, which are generated.
@@ -15,6 +18,8 @@ PAGES = sorted(
     for page in (ROOT / folder).glob("**/*.md" if folder == "examples" else "*.md")
     if page.name != "CHANGELOG.md"
 )
+#: The pages whose blocks take longest.
+LONG = {f"docs/{name}.md" for name in ("analysis", "compare", "diagnose", "export", "search", "tasks", "training")}
 _FENCE = re.compile(r"^(?P<indent> *)```(?P<language>\w*)\n(?P<text>.*?)^(?P=indent)```", re.MULTILINE | re.DOTALL)
 
 
@@ -38,6 +43,12 @@ def blocks(page: str) -> list[Block]:
         Block(page, text.count("\n", 0, found.start()) + 2, found["language"], found["text"])
         for found in _FENCE.finditer(text)
     ]
+
+
+def pages_with(*languages: str) -> list[Any]:
+    """Return the pages that have a block in one of ``languages`` as parameters of a test."""
+    found = [page for page in PAGES if any(block.language in languages for block in blocks(page))]
+    return [pytest.param(page, marks=pytest.mark.long if page in LONG else ()) for page in found]
 
 
 def of_language(*languages: str) -> list[Block]:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from fp4graph.cli import app
-from tests.docs.blocks import PAGES, ROOT, Block, blocks, commands, of_language
+from tests.docs.blocks import PAGES, ROOT, Block, blocks, commands, of_language, pages_with
 
 pytestmark = [pytest.mark.slow, pytest.mark.process]
 
@@ -146,7 +146,7 @@ PROGRAMS: dict[str, Callable[[list[str], Callable[[str], Any]], None]] = {
 }
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(b.language in SHELL for b in blocks(page))])
+@pytest.mark.parametrize("page", pages_with(*SHELL))
 def test_commands_of_a_page(page: str, folder: Path, request: pytest.FixtureRequest) -> None:
     """In their order, in one working directory: a report is of the run before it."""
     for block in blocks(page):

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import fp4graph
 from fp4graph.lab.sweeps.space import load_space
 from fp4graph.technique.registry import Registry
-from tests.docs.blocks import PAGES, ROOT, Block, blocks, of_language
+from tests.docs.blocks import ROOT, Block, blocks, of_language, pages_with
 from tests.helpers import models
 from tests.lab import test_search, trainings
 
@@ -194,7 +194,7 @@ def _run(block: Block, text: str, namespace: dict[str, Any]) -> None:
     exec(code, namespace)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if any(b.language == "python" for b in blocks(page))])
+@pytest.mark.parametrize("page", pages_with("python"))
 def test_python_of_a_page(page: str, working_directory: Path) -> None:
     """In order; README's technique is a file of its own."""
     instead = dict(INSTEAD.get(page, {}))

@@ -60,7 +60,7 @@ def identical(left: Any, right: Any) -> bool:
             ["--backend=eager", "--policy=tetrajet-qema", "--epochs=2", "--batch-size=16"],
             marks=pytest.mark.long,
         ),
-        ("pretrain_llama.py", [*LLAMA, "--steps=6"]),
+        pytest.param("pretrain_llama.py", [*LLAMA, "--steps=6"], marks=pytest.mark.long),
         pytest.param(
             "pretrain_llama.py",
             [*LLAMA, "--steps=6", "--optimizer=stablespam", "--accumulate=2", "--amp=bf16"],

@@ -28,8 +28,8 @@ from tests.exports.models import (
 
 pytest.importorskip("compressed_tensors")
 pytestmark = pytest.mark.slow
-LANGUAGE = ["llama", "qwen3-moe"]
 STEPS = [2, pytest.param(50, marks=pytest.mark.long)]
+FURTHER = [pytest.param(name, marks=pytest.mark.long) for name in ("tetrajet", "tetrajet-qema")]
 QUICK = ["llama", pytest.param("qwen3-moe", marks=pytest.mark.long)]
 
 
@@ -64,7 +64,7 @@ def same_activations(reader, under):
 
 
 @pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize("name", LANGUAGE)
+@pytest.mark.parametrize("name", QUICK)
 def test_mxfp4_is_read_bit_for_bit(name, steps, tmp_path):
     model = trained(MODELS[name](), "tetrajet", steps)
     fp4graph.export(model, tmp_path / "out")
@@ -127,6 +127,7 @@ def test_weights_alone_give_the_logits_of_our_eval_forward(quantize, operands, t
     torch.testing.assert_close(compressed, y, rtol=0, atol=2**-5 * y.abs().max().item())
 
 
+@pytest.mark.long
 def test_experts_in_high_precision_stay_readable(tmp_path):
     data = policy()
     data["rules"].insert(0, {"name": "first", "match": {"first_blocks": 1, "op": ["linear", "grouped"]}, "keep": "x"})
@@ -138,6 +139,7 @@ def test_experts_in_high_precision_stay_readable(tmp_path):
         assert torch.equal(value, plain[key]), key
 
 
+@pytest.mark.long
 def test_experts_in_nvfp4_warn_of_the_reader_that_loses_their_scale(tmp_path):
     model = trained(mixture("qwen3-moe"), policy(NVFP4, "tensor_scaling"))
     with pytest.warns(PolicyWarning, match="leaves out the global scales of experts"):
@@ -145,7 +147,7 @@ def test_experts_in_nvfp4_warn_of_the_reader_that_loses_their_scale(tmp_path):
 
 
 @pytest.mark.parametrize("steps", STEPS)
-@pytest.mark.parametrize("under", ["tetrajet", "tetrajet-qema", "nvfp4-te"])
+@pytest.mark.parametrize("under", ["nvfp4-te", *FURTHER])
 def test_a_vit_is_read_by_the_decompressor(under, steps, tmp_path):
     x = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
     model = trained(vit(), under, steps, x=x)
@@ -160,6 +162,7 @@ def test_a_vit_is_read_by_the_decompressor(under, steps, tmp_path):
         assert ((value.float() - expected[key]).abs() <= bound).all(), key
 
 
+@pytest.mark.long
 def test_encode_scales_that_are_powers_of_two_are_inverted(tmp_path):
     x = torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(1))
     model = trained(vit(), "mxfp4", x=x)
@@ -225,14 +228,13 @@ WIDE = {
 }
 #: Shipped policies, with the blocks of four that they quantize and the bits of an element.
 UNDER = {"tetrajet": (4, 4 + 8 / 32), "nvfp4-te": (2, 4 + 8 / 16)}
-QUICK_SIZES = {("qwen3-moe", "tetrajet"), ("vit", "nvfp4-te")}
 
 
 @pytest.mark.filterwarnings("ignore:.*leaves out the global scales of experts")
 @pytest.mark.parametrize(
     ("kind", "under"),
     [
-        pytest.param(kind, under, marks=() if (kind, under) in QUICK_SIZES else pytest.mark.long)
+        pytest.param(kind, under, marks=() if (kind, under) == ("vit", "nvfp4-te") else pytest.mark.long)
         for kind in WIDE
         for under in UNDER
     ],
@@ -272,6 +274,7 @@ def test_the_tokenizer_of_the_folder_is_copied(tmp_path):
     assert (tmp_path / "out/generation_config.json").exists()
 
 
+@pytest.mark.long
 def test_calibration_measures_the_scales_of_activations(tmp_path):
     """1/γ = 6·448 / the largest magnitude of what the layer is given, in any batch."""
     model = trained(llama(), policy(NVFP4, "tensor_scaling", operands={"fprop.input": {}}))
@@ -292,12 +295,13 @@ def test_calibration_measures_the_scales_of_activations(tmp_path):
             tmp_path / "out", dtype=torch.bfloat16)(TOKENS).logits).all()  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("options", "kappa"),
     [
         ({"target": 256}, 6 * 256),
-        pytest.param({"headroom": 0.5}, 6 * 224, marks=pytest.mark.long),
-        pytest.param({"gradient_target": 256}, 6 * 448, marks=pytest.mark.long),
+        ({"headroom": 0.5}, 6 * 224),
+        ({"gradient_target": 256}, 6 * 448),
     ],
 )
 def test_another_target_of_the_tensor_scale_is_another_constant(options, kappa, tmp_path):
@@ -327,6 +331,7 @@ def test_without_calibration_weights_alone_are_written(tmp_path):
     assert config["config_groups"]["group_0"]["input_activations"] is None
 
 
+@pytest.mark.long
 def test_under_autocast_weights_are_quantized_from_its_dtype(tmp_path):
     model = trained(llama(), policy())
     with torch.autocast("cpu", torch.bfloat16):

@@ -38,6 +38,7 @@ def test_a_packed_weight_is_not_read_into_a_conv1d(tmp_path):
         fp4graph.load_quantized(Sequential(Conv1D(64, 64)), tmp_path / "out")
 
 
+@pytest.mark.long
 def test_a_kept_conv1d_is_read_beside_a_quantized_linear_layer(tmp_path):
     model = trained(gpt2(), policy(match={"module": "lm_head"}))
     fp4graph.export(model, tmp_path / "out")

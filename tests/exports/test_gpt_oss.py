@@ -41,6 +41,7 @@ def test_experts_are_read_bit_for_bit(tmp_path):
         assert torch.equal(reader(TOKENS).logits, model(TOKENS).logits)
 
 
+@pytest.mark.long
 def test_linear_layers_and_nvfp4_are_refused(tmp_path):
     model = trained(mixture("gpt-oss"), policy(MXFP4), 0)
     with pytest.raises(ExportError, match=r"self_attn.*holds the experts of GPT-OSS alone.*op: grouped"):

@@ -55,6 +55,7 @@ def test_weights_are_what_fprop_multiplies_with(kind, tmp_path):
             assert torch.equal(torch.cat(halves), experts[expert])
 
 
+@pytest.mark.long
 def test_calibrated_activations_are_read_by_the_converter(tmp_path):
     from compressed_tensors.entrypoints.convert import convert_checkpoint
     from compressed_tensors.entrypoints.convert.converters import ModelOptNvfp4Converter
@@ -81,6 +82,7 @@ def test_the_configuration_is_the_one_that_modelopt_writes(tmp_path):
         assert embedded == converting.convert_hf_quant_config_format(config)
 
 
+@pytest.mark.long
 def test_modelopt_dequantizes_to_what_fprop_multiplies_with(tmp_path):
     tensors = pytest.importorskip("modelopt.torch.quantization.qtensor.nvfp4_tensor")
     model = trained(llama(), policy(NVFP4, "tensor_scaling"))

@@ -162,6 +162,7 @@ def twice(x: Tensor) -> tuple[Tensor]:
     return (fake_quantize(fake_quantize(x, first).mT, second),)
 
 
+@pytest.mark.long
 def test_what_is_quantized_again_was_rounded(compiler: ProcessPoolExecutor, interpreter: ProcessPoolExecutor) -> None:
     """Without the options Inductor drops the cast to bf16 between the two, and the result is another."""
     args = (torch.randn(EVEN, generator=torch.Generator().manual_seed(4)).bfloat16(),)
@@ -196,6 +197,7 @@ def test_each_option_is_needed(compiler: ProcessPoolExecutor) -> None:
     assert "fma.rn.f32" in without("emulate_precision_casts")
 
 
+@pytest.mark.long
 def test_symbolic_sizes(compiler: ProcessPoolExecutor, interpreter: ProcessPoolExecutor) -> None:
     """Code for any number of rows and columns, run on three."""
     quantizer = quantizers()["tetrajet:fprop.input"]

@@ -44,6 +44,7 @@ def test_a_block(compiler: ProcessPoolExecutor) -> None:
     assert 2 * TOKENS * 4 * WIDTH < found["saved_bytes"] < 4 * TOKENS * 20 * WIDTH
 
 
+@pytest.mark.long
 def test_a_policy_reads_and_writes_more(compiler: ProcessPoolExecutor) -> None:
     own, baseline = counted(compiler, "mxfp4-fprop"), counted(compiler, "unquantized")
     assert own["gemms"] == baseline["gemms"]
@@ -54,6 +55,7 @@ def test_a_policy_reads_and_writes_more(compiler: ProcessPoolExecutor) -> None:
     assert compared(own, baseline, RATES["H200"])["estimate"] > 1
 
 
+@pytest.mark.long
 def test_kernels(compiler: ProcessPoolExecutor) -> None:
     """Operands are quantized by one launch each, dY by one for both directions; no launch is for a key."""
     own, baseline = counted(compiler, "tetrajet"), counted(compiler, "unquantized")

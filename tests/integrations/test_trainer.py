@@ -178,6 +178,7 @@ def test_phases_know_how_long_training_is(trainer: Any, tmp_path: Path) -> None:
     assert alike(whole.model, again.model)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_resuming_under_another_policy_is_refused(trainer: Any, tmp_path: Path) -> None:
     from fp4graph.integrations import FP4GraphCallback
@@ -194,6 +195,7 @@ def test_resuming_under_another_policy_is_refused(trainer: Any, tmp_path: Path) 
     other.train(resume_from_checkpoint=checkpoint)  # the plain model takes a checkpoint of an applied one
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_added_late_it_trains_from_the_start(trainer: Any) -> None:
     from fp4graph.integrations import FP4GraphCallback

@@ -390,6 +390,7 @@ def test_under_autocast_and_with_phases(tmp_path):
     assert not {"wgrad.input", "dgrad.weight"} & tensors[8]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_where_gradients_are_checkpointed(vit, tmp_path):
     """The forward runs twice; shares and ratios are those of once."""

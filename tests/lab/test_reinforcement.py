@@ -150,6 +150,7 @@ def test_validation_puzzles_are_distinct_and_the_same_for_every_batch_size(batch
     assert all(map(torch.equal, (torch.cat(parts) for parts in zip(*batches, strict=True)), expected))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_run_counts_each_product_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rollouts capture the model again, with and without a cache. It has 2 blocks of 7 linear layers, which mxfp4

@@ -143,6 +143,7 @@ def test_in_a_browser(page):
     assert asked == [page.resolve().as_uri()]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_statistics_without_a_run(run, tmp_path):
     shutil.copytree(run / "statistics", tmp_path / "statistics")
@@ -203,6 +204,7 @@ def test_folders_that_hold_something_else(tmp_path, make, message):
         write_report(folder)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_report_that_cannot_be_written(run, tmp_path):
     (tmp_path / "taken").write_text("")

@@ -242,6 +242,7 @@ def folder(tmp_path: Path) -> Path:
     return root
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_imagenet_is_shown_as_it_is(folder: Path) -> None:
     options: dict[str, Any] = {"data": str(folder), "batch_size": 2, "autocast": False}

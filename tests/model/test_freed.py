@@ -109,9 +109,10 @@ def checkpointed(model, backend):
     train(fp4graph.apply(model, POLICY, backend=backend))
 
 
+FURTHER = [reapplied, copied, in_phases, by_methods, refused, explained, recompiled, watched]
 WAYS = [
-    reapplied, removed, copied, in_phases, by_methods, by_parts, failed, refused, explained, with_state, recompiled,
-    watched, around_a_break, checkpointed,
+    removed, by_parts, failed, with_state, around_a_break, checkpointed,
+    *(pytest.param(way, marks=pytest.mark.long) for way in FURTHER),
 ]  # fmt: skip
 
 

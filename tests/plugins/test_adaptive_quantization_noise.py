@@ -178,6 +178,7 @@ def test_eager_and_inductor_agree(kind, inductor):
             assert torch.equal(f(w, step), compiled(w, step))
 
 
+@pytest.mark.long
 @pytest.mark.inductor
 @pytest.mark.process
 @pytest.mark.compiler

@@ -79,6 +79,7 @@ def test_fewer_weights_oscillate(name: str, plain: float) -> None:
     assert share < 0.7 * plain
 
 
+@pytest.mark.long
 def test_dampening_helps_little_and_freezing_stops_what_it_freezes(plain: float) -> None:
     """The paper's comparisons, Tables 3 and 4: the former leaves most of the oscillation, the latter ends it (and, in a
     training that has far to go, progress with it)."""

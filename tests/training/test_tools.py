@@ -16,6 +16,7 @@ import fp4graph
 pytestmark = pytest.mark.slow
 
 POLICIES = ["tetrajet", "tetrajet-qema", "nvfp4-best", "quartet"]
+FEW = ["tetrajet-qema", *(pytest.param(name, marks=pytest.mark.long) for name in ("tetrajet", "nvfp4-best", "quartet"))]
 
 
 def train(
@@ -50,7 +51,7 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.long)])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_autocast(vit, images, policy, dtype):
     result = train(vit(), images, policy, steps=6, autocast=dtype)
@@ -67,7 +68,7 @@ def test_parameters_in_bf16(vit, images, policy):
     assert result[-1].dtype is torch.bfloat16
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", FEW)
 def test_checkpointing_repeats_the_noise(vit, images, policy):
     plain = train(vit(), images, policy)
     model = vit()
@@ -75,7 +76,7 @@ def test_checkpointing_repeats_the_noise(vit, images, policy):
     assert equal(train(model, images, policy), plain)
 
 
-@pytest.mark.parametrize("policy", ["tetrajet-qema", "nvfp4-best"])
+@pytest.mark.parametrize("policy", FEW)
 def test_evaluation_between_steps_changes_nothing(vit, images, policy):
     def evaluate(model: nn.Module) -> None:
         model.eval()
