@@ -31,6 +31,8 @@ class ApplyOptions:
             raise Error(f"seed is an int, or None for 0; got {self.seed!r}")
         if not isinstance(self.dynamic, bool | None):
             raise Error(f"dynamic is True, False or None, as for torch.compile; got {self.dynamic!r}")
+        if not isinstance(self.strict, bool):
+            raise Error(f"strict is True or False; got {self.strict!r}")
         limit = self.recompile_limit
         if limit is not None and (type(limit) is not int or limit < 1):
             raise Error(f"recompile_limit is a number of graphs, at least 1, or None for 64; got {limit!r}")

@@ -94,7 +94,10 @@ def save(
     }
     with together():
         if rank() == 0:
-            content = {name: _plain(value, name) for name, value in content.items()}
+            try:
+                content = {name: _plain(value, name) for name, value in content.items()}
+            except RecursionError:
+                raise Error("a checkpoint holds no list or dict that contains itself; leave it out") from None
             try:
                 with replacing(path) as file:
                     sealed.save(content, file)

@@ -118,6 +118,7 @@ ERRORS = {
     "seed": (lambda: applied(seed="x"), "seed is an int.*'x'"),
     "limit": (lambda: applied(recompile_limit=-1), "recompile_limit is a number of graphs, at least 1.*-1"),
     "dynamic": (lambda: applied(dynamic="no"), "dynamic is True, False or None"),
+    "strict": (lambda: applied(strict="no"), "strict is True or False; got 'no'"),
     "dtype": (lambda: applied().bfloat16()(batch()), r"^first: .*float32 with torch.bfloat16.*x.to\(torch.bfloat16\)"),
     "swapped": (lambda: optimizer_of(torch.optim.SGD(Model().parameters()), applied()), "arguments are swapped"),
     "class": (lambda: optimizer_of(applied(), torch.optim.SGD), r"takes an optimizer such as torch.optim.AdamW\("),

@@ -481,6 +481,10 @@ def test_what_would_run_code_on_reading_is_refused_on_writing(tmp_path: Path) ->
     checkpoint.save(file, model, progress={"step": 1})
     with pytest.raises(fp4graph.Error, match=r"progress\.path\[0\] is a PosixPath; a checkpoint holds tensors"):
         checkpoint.save(file, model, progress={"path": [tmp_path]})
+    endless: dict[str, Any] = {}
+    endless["again"] = endless
+    with pytest.raises(fp4graph.Error, match="no list or dict that contains itself"):
+        checkpoint.save(file, model, progress=endless)
     assert checkpoint.read_summary(file).progress == {"step": 1}
 
     class Kind(enum.StrEnum):
