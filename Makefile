@@ -24,7 +24,7 @@ test: $(STAMP) lint
 	$(PYTEST)
 
 # Every other policy, case, kill and client, and the code for GPUs: with `make test` all that continuous integration runs,
-# three quarters of an hour.
+# about an hour.
 long: $(VENV)/.clients
 	$(PYTEST) -m "long and not parity and not gpu"
 	$(PYTEST) tests/gpu -m gpu

@@ -137,6 +137,7 @@ def test_trains_under_inductor(name, policy):
 GATHERED = ["GPT-OSS", *(pytest.param(name, marks=pytest.mark.long) for name in ("Qwen3-MoE", "Mixtral"))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", GATHERED)
 def test_weights_gathered_for_each_token_are_listed_as_grouped(name):
     model = mixture(name, "batched_mm", layers=2)

@@ -12,7 +12,11 @@ from tests.distributed import ddp_cases
 from tests.distributed.two_process_models import image_loss, vit
 from tests.distributed.two_processes import cases, launch
 
-pytestmark = [pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo"), pytest.mark.process]
+pytestmark = [
+    pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs gloo"),
+    pytest.mark.process,
+    pytest.mark.long,
+]
 
 
 @pytest.fixture(scope="module")
@@ -20,37 +24,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ddp")
 
 
-#: Of training, noise, checkpoints and buffers; the others are `long`.
-FEW = (
-    "mixture_tetrajet_qema",
-    "two_halves_have_the_gradients_of_the_whole",
-    "ranks_draw_noise_of_their_own",
-    "checkpoint_of_rank_0",
-)
-FURTHER = tuple(name for name in cases(ddp_cases) if name not in FEW)
-
-
 @pytest.fixture(scope="module")
 def outcomes(folder: Path) -> dict[str, str]:
-    return launch("ddp_cases", folder, *FEW)
+    return launch("ddp_cases", folder)
 
 
-@pytest.fixture(scope="module")
-def further(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return launch("ddp_cases", tmp_path_factory.mktemp("further"), *FURTHER)
-
-
-@pytest.mark.parametrize("case", FEW)
+@pytest.mark.parametrize("case", cases(ddp_cases))
 def test_on_two_processes(outcomes: dict[str, str], case: str) -> None:
     if outcomes[case]:
         pytest.fail(outcomes[case], pytrace=False)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("case", FURTHER)
-def test_further_cases_on_two_processes(further: dict[str, str], case: str) -> None:
-    if further[case]:
-        pytest.fail(further[case], pytrace=False)
 
 
 def test_a_checkpoint_stores_no_rank_and_loads_in_one_process(outcomes: dict[str, str], folder: Path) -> None:

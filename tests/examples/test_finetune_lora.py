@@ -68,6 +68,7 @@ def adapted(example: dict[str, Any]) -> Any:
     return example["adapted"](whole(example), Namespace(seed=0, rank=8))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.compiler
 def test_a_frozen_model_quantizes_for_no_gradient_that_nobody_needs() -> None:

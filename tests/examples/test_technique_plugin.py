@@ -73,11 +73,13 @@ def run(environment: dict[str, str], *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.long
 def test_the_command_lists_the_installed_technique(installed: dict[str, str]) -> None:
     listed = run(installed, "-c", "from fp4graph.cli import main; main()", "techniques")
     assert re.search(r"mse_scale +│ 0\.5 +│ O\(n\) +│ O\(1\) +│ yes +│ mse_scale", listed)
 
 
+@pytest.mark.long
 def test_the_packages_own_tests_pass_and_train(installed: dict[str, str]) -> None:
     """They load the technique and the format through the entry point, and train a model under ``eager``."""
     report = run(installed, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests")

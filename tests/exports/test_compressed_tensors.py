@@ -77,6 +77,7 @@ def test_mxfp4_is_read_bit_for_bit(name, steps, tmp_path):
         assert torch.equal(same_activations(reader, "tetrajet"), model(TOKENS).logits)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*leaves out the global scales of experts")
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("name", QUICK)
@@ -107,7 +108,10 @@ def test_nvfp4_is_read_but_for_the_readers_bf16(name, steps, tmp_path):
     torch.testing.assert_close(same_activations(reader, "nvfp4-te"), y, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize(("quantize", "operands"), [(MXFP4, {}), (NVFP4, {"weights": {"block": [16, 16]}})])
+@pytest.mark.parametrize(
+    ("quantize", "operands"),
+    [pytest.param(MXFP4, {}, marks=pytest.mark.long), (NVFP4, {"weights": {"block": [16, 16]}})],
+)
 def test_weights_alone_give_the_logits_of_our_eval_forward(quantize, operands, tmp_path):
     techniques = ["tensor_scaling"] if quantize is NVFP4 else []
     model = trained(llama(), policy(quantize, *techniques, operands=operands))
@@ -174,6 +178,7 @@ def test_encode_scales_that_are_powers_of_two_are_inverted(tmp_path):
         assert torch.equal(found[f"{site}.weight"].float(), weight), site
 
 
+@pytest.mark.long
 def test_two_kinds_of_blocks_in_one_model(tmp_path):
     data = policy(NVFP4)
     mlp = {"name": "mlp", "match": {"module": "*.mlp.*"}, "quantize": MXFP4, "operands": {"fprop.input": "keep"}}
@@ -252,6 +257,7 @@ def test_sizes_under_shipped_policies_are_those_of_the_formats_arithmetic(kind, 
     assert (tmp_path / "out/model.safetensors").stat().st_size == pytest.approx(expected, rel=0.03)
 
 
+@pytest.mark.long
 def test_shards_and_tokenizer_are_written(tmp_path):
     from tests.clients.tiny import tokenizer
 
@@ -323,6 +329,7 @@ def test_another_target_of_the_tensor_scale_is_another_constant(options, kappa, 
     assert found["model.layers.0.mlp.up_proj.input_global_scale"] == 1
 
 
+@pytest.mark.long
 def test_without_calibration_weights_alone_are_written(tmp_path):
     model = trained(llama(), policy(NVFP4, "tensor_scaling", operands={"fprop.input": {}}), 0)
     with pytest.warns(PolicyWarning, match="only weights are exported"):

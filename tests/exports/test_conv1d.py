@@ -18,7 +18,9 @@ pytest.importorskip("compressed_tensors")
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("layout", "quantize"), [("compressed-tensors", MXFP4), ("modelopt", NVFP4)])
+@pytest.mark.parametrize(
+    ("layout", "quantize"), [("compressed-tensors", MXFP4), pytest.param("modelopt", NVFP4, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("match", [{"block": True}, {"module": "*.attn.c_proj"}])  # [64, 64] fits either way round
 def test_a_quantized_conv1d_is_refused(layout, quantize, match, tmp_path):
     model = trained(gpt2(), policy(quantize, match=match), 0)

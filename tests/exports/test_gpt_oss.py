@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 EXPERTS = {"match": {"op": "grouped"}}
 
 
+@pytest.mark.long
 def test_experts_are_read_bit_for_bit(tmp_path):
     data = policy(MXFP4, **EXPERTS)
     data["rules"].insert(0, {"name": "first", "match": {"first_blocks": 1, "op": "grouped"}, "keep": "x"})

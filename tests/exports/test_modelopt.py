@@ -32,7 +32,7 @@ def values(found, module):
     return signed * scales.float().repeat_interleave(16, -1) * found[f"{module}.weight_scale_2"]
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3-moe", marks=pytest.mark.long)])
 def test_weights_are_what_fprop_multiplies_with(kind, tmp_path):
     model = trained(llama() if kind == "llama" else mixture(kind), policy(NVFP4, "tensor_scaling", operands=TWO))
     found, config = exported(tmp_path / "out", model)

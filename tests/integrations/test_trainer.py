@@ -165,6 +165,7 @@ PHASES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_phases_know_how_long_training_is(trainer: Any, tmp_path: Path) -> None:
     whole = trainer(PHASES)

@@ -147,6 +147,7 @@ def test_names_tell_programs_apart() -> None:
     assert len(names) == 5
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_names_are_the_same_in_every_process() -> None:
     code = (

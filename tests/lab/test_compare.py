@@ -93,14 +93,19 @@ def test_losses_are_those_of_a_loop_by_hand(result: Comparison) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("train", [trainings.generator, trainings.returning], ids=lambda train: train.__name__)
+@pytest.mark.parametrize(
+    "train",
+    [trainings.generator, pytest.param(trainings.returning, marks=pytest.mark.long)],
+    ids=lambda train: train.__name__,
+)
 def test_a_training_may_yield_or_return_its_losses(tmp_path: Path, train: Any) -> None:
     (_, row) = compare(train, "tetrajet", seeds=[1], folder=tmp_path).rows
     assert (row["loss"], row["square"]) == (by_hand()["tetrajet"][1][-1], STEPS**2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("applies", [True, pytest.param(False, marks=pytest.mark.long)], ids=["applied", "plain"])
+@pytest.mark.long
+@pytest.mark.parametrize("applies", [True, False], ids=["applied", "plain"])
 def test_a_trainer_is_run(tmp_path: Path, applies: bool) -> None:
     transformers = pytest.importorskip("transformers")
     from fp4graph.integrations import FP4GraphCallback
@@ -553,6 +558,7 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
 BRIEF = ["--batch-size=16", "--steps=2", "--validate-every=1", "--validation-batches=1", "--device=cpu", "--no-timing"]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_command_compares_a_task(command: Any, tmp_path: Path) -> None:
     code, out, err = command("digits", *BRIEF, "--policies=bf16, mxfp4", "--seeds=1")
@@ -576,6 +582,7 @@ def test_the_command_compares_a_task(command: Any, tmp_path: Path) -> None:
     assert "its settings were changed" in err
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_command_compares_a_function_of_the_users(command: Any, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("from tests.lab.trainings import loop as fn\n")
@@ -586,6 +593,7 @@ def test_the_command_compares_a_function_of_the_users(command: Any, tmp_path: Pa
     sys.modules.pop("mine")
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_command_fails_where_runs_fail_and_goes_on_with_a_mended_function(command: Any, tmp_path: Path) -> None:
     """Of runs that have all failed nothing is kept that an edit could contradict."""

@@ -44,6 +44,7 @@ def test_zeros_have_no_relative_error():
     assert reconstruction_error(x, QuantSpec("e2m1", 32)) == (0.0, 0.0)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_figures_metric(tmp_path, monkeypatch):
     """By default the paper's |X − X̂|/|X| by element, of which a table row is the mean."""
@@ -63,6 +64,7 @@ def test_the_figures_metric(tmp_path, monkeypatch):
         assert row[1] == f"{value:.4g}"
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["reconstruction", "decomposition"])
 def test_the_figures(name, tmp_path, monkeypatch):

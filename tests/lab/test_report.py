@@ -179,6 +179,7 @@ def test_pictures_of_what_was_not_recorded(tmp_path):
     assert plots.other_metrics([]) is None
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_command(run, tmp_path):
     result = CliRunner().invoke(app, ["report", str(run), "-o", str(tmp_path / "page.html")])

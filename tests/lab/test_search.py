@@ -123,7 +123,11 @@ def test_knapsack_is_exact_on_12_sites_and_3_formats(kind: str, quantile: float)
 
 @pytest.mark.parametrize(
     ("bounds", "by"),
-    [({"bits": 5.0}, ("site", "gemm")), ({"fp4_flops": 0.6}, ("site",)), ({"bits": 7.0, "fp4_flops": 0.4}, ("site",))],
+    [
+        ({"bits": 5.0}, ("site", "gemm")),
+        pytest.param({"fp4_flops": 0.6}, ("site",), marks=pytest.mark.long),
+        pytest.param({"bits": 7.0, "fp4_flops": 0.4}, ("site",), marks=pytest.mark.long),
+    ],
 )
 def test_search_is_exact_against_brute_force(bounds: dict[str, float], by: tuple[str, ...]) -> None:
     """Four groups in each of two blocks: q, k and v, out, and both linears of the MLP. All choices are tried."""
@@ -263,6 +267,7 @@ def test_the_command_writes_a_policy_that_check_accepts(tmp_path: Path) -> None:
     assert "has no 'none'" in str(wrong.exception)
 
 
+@pytest.mark.long
 def test_complexity_and_measured_overhead_bind() -> None:
     model = model_of()
     costly = [dataclasses.replace(s, increase=s.increase + 1) for s in scores_of(model, 0, ("nvfp4",))]
@@ -284,8 +289,9 @@ def test_complexity_and_measured_overhead_bind() -> None:
     assert 1.1 < found.budgets[0].reached == cost(found.policy) <= 1.4
 
 
+@pytest.mark.long
 @pytest.mark.process
-@pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("times", [2, 20])
 def test_a_killed_search_goes_on(times: int, tmp_path: Path) -> None:
     """Killed again and again, a search loses no score and measures none twice."""
     script = (

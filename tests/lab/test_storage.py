@@ -153,6 +153,7 @@ while True:
 """
 
 
+@pytest.mark.long
 @pytest.mark.process
 def test_killed_while_writing(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path)], stdout=subprocess.PIPE, text=True)

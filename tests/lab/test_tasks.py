@@ -65,7 +65,7 @@ def test_a_length_in_tokens_counts_whole_steps(task: str, steps: int) -> None:
     [
         ("gaussian", 1, 1),
         ("digits", 8, 12),
-        ("digits-diffusion", 24, 54),
+        pytest.param("digits-diffusion", 24, 54, marks=pytest.mark.long),
         pytest.param("text", 14, 17, marks=pytest.mark.long),
         pytest.param("countdown", 14, 17, marks=pytest.mark.long),  # however often its rollouts are captured
     ],
@@ -280,6 +280,7 @@ def test_text_is_cut_by_a_tokenizer_of_its_own_that_is_kept(tmp_path: Any, monke
 # ------------------------------------------------------------------ which layers are quantized
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_u_nets_blocks_are_all_its_levels(denoising: Any) -> None:
     """Every linear of every level, and neither the time embedding before them nor a convolution."""

@@ -138,6 +138,7 @@ def mnist(tmp_path: Path) -> Callable[[int], np.ndarray]:
     return write
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_mnist_is_read_from_its_files(mnist: Any, tmp_path: Path) -> None:
     pixels = mnist(40)

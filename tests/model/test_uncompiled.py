@@ -263,7 +263,9 @@ def test_bypass_and_remove_give_the_plain_model():
     copy.deepcopy(model)(images())
 
 
-@pytest.mark.parametrize("policy", ["tetrajet", "tetrajet-qema", "ue5m3-d50"])
+@pytest.mark.parametrize(
+    "policy", ["tetrajet-qema", *(pytest.param(name, marks=pytest.mark.long) for name in ("tetrajet", "ue5m3-d50"))]
+)
 def test_a_copy_is_an_applied_model_with_its_own_state(policy):
     model = fp4graph.apply(vit(), policy, backend="eager", seed=2, total_forwards=8)
     first = trained(model, images, lambda y: y)

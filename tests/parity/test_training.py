@@ -155,6 +155,7 @@ class Llama(nn.Module):
 LLAMAS = ("nvfp4-smooth-swiglu",)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_the_technique_for_swiglus_has_one_to_act_on(
     monkeypatch: pytest.MonkeyPatch, vit: Callable[..., nn.Module]

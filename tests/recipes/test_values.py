@@ -9,6 +9,11 @@ from tests.recipes.linear import applied, begin_anew, step
 from tests.recipes.shipped import POLICIES, REFERENCES, data_for, differences_of, expected, forms
 
 pytestmark = pytest.mark.slow
+#: Those that take longest; most are variants of others.
+LONG = {
+    "mxfp4-full-hadamard", "mxfp4-full-rht", "mxfp4-rht-sr", "nvfp4-te-bf16", "nvfp4-te-bf16-fprop",
+    "nvfp4-te-last-blocks", "tetrajet-v2",
+}  # fmt: skip
 
 
 def test_every_policy_has_a_reference() -> None:
@@ -16,7 +21,7 @@ def test_every_policy_has_a_reference() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*smooth_swiglu.*no effect in this model:fp4graph.PolicyWarning")
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [pytest.param(p, marks=pytest.mark.long if p in LONG else ()) for p in POLICIES])
 def test_values(policy: str) -> None:
     for name, form in forms(fp4graph.load_policy(policy)).items():
         model = None

@@ -237,6 +237,7 @@ def test_an_exception_is_named(stage: str, model: nn.Module) -> None:
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", TRACED)
 def test_an_exception_while_the_model_is_compiled_is_named(stage: str, model: nn.Module) -> None:

@@ -71,6 +71,7 @@ REMEDIES = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", REMEDIES)
 def test_fewer_weights_oscillate(name: str, plain: float) -> None:
     """TetraJet sec. 7.2."""
