@@ -81,7 +81,7 @@ def compare(
     Raises:
         Error: policies do not fit the model, which is found before any training; ``folder`` is in use or holds another
             comparison; ``train`` takes other arguments; or it returned and logged nothing. A run that raises is
-            recorded as failed, with its traceback in ``error.txt``, and the others go on.
+            recorded as failed, with its traceback in ``traceback.txt``, and the others go on.
     """
     for package in ("matplotlib", "jinja2", "scipy", "pandas"):
         needs(package, f"the result is written by means of {package}", "analysis")
@@ -112,9 +112,11 @@ def compare(
 
 def _require_arguments(train: Train) -> None:
     """Raise Error where a training cannot be called with a policy, a seed and a log."""
+    if not callable(train):
+        raise Error(f"compare calls a function as train(policy, seed, log); got {train!r:.80}")
     try:
-        signature = inspect.signature(train)
-    except ValueError:  # of a function in C
+        signature = inspect.signature(train, follow_wrapped=False)
+    except ValueError:  # nothing is known of its arguments
         return
     try:
         signature.bind("policy", 0, print)

@@ -20,5 +20,5 @@ def rendered(template: str, **values: Any) -> str:
 
     loader = jinja2.PackageLoader("fp4graph", "lab")
     environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    made = f"{date.today():%Y-%m-%d}, fp4graph {version('fp4graph')}, torch {version('torch')}"
+    made = f"Written on {date.today():%Y-%m-%d} by fp4graph {version('fp4graph')} with torch {version('torch')}"
     return environment.get_template(template).render(made=made, **values)

@@ -119,6 +119,15 @@ def _sizes(site: Site) -> tuple[int | None, int | None, int | None]:
     return a[-1], b[0 if site.op == "linear" else -1], prod(b)  # type: ignore[return-value]
 
 
+def _decided_before(policy: Policy, index: int, sites: Sequence[Site]) -> list[Site]:
+    """Return the sites of the names, operations and blocks that a rule asks for about which an earlier rule decides."""
+    rule = policy.rules[index]
+    decided = (site for site in sites if site.rule_index in range(index))
+    of_kind = (site for site in decided if rule.match.may_name(site.module) and rule.speaks_of(site.op))
+    blocks = rule.match.needs_blocks
+    return [site for site in of_kind if not blocks or policy.rules[site.rule_index or 0].match.needs_blocks]
+
+
 def check_sites(policy: Policy, sites: Sequence[Site]) -> None:
     """Raise PolicyError for a required rule without a site, for nothing quantized, or for a failed ``expect``."""
     matched = {site.rule_index for site in sites}
@@ -133,10 +142,10 @@ def check_sites(policy: Policy, sites: Sequence[Site]) -> None:
             remedy = "give it 'required: false' if that is meant"
             if policy.file not in (None, rule.file):
                 remedy = f"{policy.file} inherits it: write rules there that fit this model, or extend another policy"
-            ahead = [s for s in sites if s.rule_index in range(index) and rule.match.may_name(s.module)]
+            ahead = _decided_before(policy, index, sites)
             if rule.quantizes and ahead and not any(site.quantized for site in sites):
                 names = ", ".join(dict.fromkeys(repr(policy.rules[s.rule_index or 0].name) for s in ahead))
-                remedy = f"rules before it ({names}) decide about {len(ahead)} sites, so change those, or {remedy}"
+                remedy = f"rules before it ({names}) keep all that it could match; change those, or use another policy"
             if named is not None:
                 role = roles[named.rule_index or 0]
                 remedy = f"{named.module} is one of the {role}s, which only a rule that says 'role: {role}' quantizes"

@@ -94,10 +94,7 @@ def save(
     }
     with together():
         if rank() == 0:
-            try:
-                content = {name: _plain(value, name) for name, value in content.items()}
-            except RecursionError:
-                raise Error("a checkpoint holds no list or dict that contains itself; leave it out") from None
+            content = {name: _unfolded(value, name) for name, value in content.items()}
             try:
                 with replacing(path) as file:
                     sealed.save(content, file)
@@ -206,6 +203,14 @@ def read_summary(path: str | PathLike[str]) -> Summary:
     """Read the policy and the progress of a checkpoint; no model is needed. The errors are those of :func:`load`."""
     content = _read(path)
     return Summary(content["policy"] and content["policy"]["text"], content["progress"])
+
+
+def _unfolded(value: Any, where: str) -> Any:
+    """Return :func:`_plain` of one part of a checkpoint."""
+    try:
+        return _plain(value, where)
+    except RecursionError:
+        raise Error(f"{where} contains itself, or is nested too deeply; leave that out") from None
 
 
 def _plain(value: Any, where: str) -> Any:

@@ -23,7 +23,6 @@ def run(*arguments):
     return CliRunner().invoke(app, list(map(str, arguments)))
 
 
-@pytest.mark.long
 def test_a_run(tmp_path):
     rule = {"name": "blocks", "match": {"op": "linear", "block": True}, "quantize": NVFP4}
     policy = {"version": 1, "name": "two-level", "rules": [rule], "techniques": ["tensor_scaling"]}

@@ -81,7 +81,6 @@ def test_mxfp4_comes_back_bit_for_bit_and_stays(name, steps, tmp_path):
     trained(loaded, "tetrajet", 1, **call(name))
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.parametrize("name", NAMES)
 def test_nvfp4_comes_back_bit_for_bit_from_modelopts_layout(name, steps, tmp_path):

@@ -188,7 +188,7 @@ def test_a_failed_and_a_diverged_run_are_recorded_and_the_others_go_on(tmp_path:
     assert tetrajet["diverged"] == [[1, 5]]
     assert "ZeroDivisionError: the user's own" in nvfp4["failed"][0][1]
     assert "test_compare.py:" in nvfp4["failed"][0][1]
-    traceback = (tmp_path / "nvfp4-0" / "error.txt").read_text("utf-8")
+    traceback = (tmp_path / "nvfp4-0" / "traceback.txt").read_text("utf-8")
     assert traceback.endswith("ZeroDivisionError: the user's own\n")
     assert 'raise ZeroDivisionError("the user' in traceback
     assert "tetrajet: the difference is" in result.verdict
@@ -200,7 +200,7 @@ def test_a_failed_and_a_diverged_run_are_recorded_and_the_others_go_on(tmp_path:
     before = (tmp_path / "runs.jsonl").read_text().count('"kind": "run"')
     assert compare(train, POLICIES, seeds=2, folder=tmp_path).rows[1]["finished"] == 2
     assert (tmp_path / "runs.jsonl").read_text().count('"kind": "run"') == before + 2
-    assert not (tmp_path / "nvfp4-0" / "error.txt").exists()
+    assert not (tmp_path / "nvfp4-0" / "traceback.txt").exists()
 
 
 def test_a_training_with_other_arguments(tmp_path: Path) -> None:
@@ -210,6 +210,8 @@ def test_a_training_with_other_arguments(tmp_path: Path) -> None:
     says = r"calls .*train as train\(policy, seed, log\): too many positional arguments"
     with pytest.raises(Error, match=says):
         compare(train, "tetrajet", folder=tmp_path)
+    with pytest.raises(Error, match=r"calls a function as train\(policy, seed, log\); got 'digits'"):
+        compare("digits", "tetrajet", folder=tmp_path)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fp4graph.files import replacing, write
 from fp4graph.lab.comparison.result import Comparison, shown
@@ -43,6 +43,7 @@ def write_all(result: Comparison) -> None:
         rows=cells,
         verdict=result.verdict.split("\n"),
         curves=None if picture is None else svg(picture, "losses"),
+        subtracted=picture is not None and len(picture.axes) > 1,
         worst=[(name, rows) for name in others if (rows := result.worst(name))],
         failed=[run for run in result.runs if run["state"] != "finished"],
         planned=len(result.policies) * len(result.seeds),
@@ -59,18 +60,19 @@ def losses(result: Comparison) -> Figure | None:
         return None
     others = [policy.name for policy in result.policies if policy.name != result.baseline]
     colors = {result.baseline: "#333333"} | {name: PALETTE[place % len(PALETTE)] for place, name in enumerate(others)}
-    beside = {name: panels.gathered(_points(result, name, result.baseline)) for name in others}
+    beside = {name: panels.gathered(_differences(result, name)) for name in others}
     beside = {name: curve for name, curve in beside.items() if curve}
     rows, height = (2, 5.0) if beside else (1, 3.2)
-    ratios = (3, 2)[:rows]  # inches, two thirds of a text's width
-    picture, panes = subplots(height, rows, width=4.6, squeeze=False, sharex=True, height_ratios=ratios)
+    shape: dict[str, Any] = {"squeeze": False, "sharex": True, "height_ratios": (3, 2)[:rows]}
+    picture, panes = subplots(height, rows, width=4.6, **shape)  # inches, two thirds of a text's width
     for name, curve in losses.items():
         panels.band(panes[0][0], curve, colors[name], name, dashed=name == result.baseline)
     panels.loss_scale(panes[0][0], [loss for curve in losses.values() for values in curve.values() for loss in values])
     for name, curve in beside.items():
-        panels.band(panes[1][0], curve, colors[name], name)
-        panes[1][0].axhline(0, color=colors[result.baseline], linestyle="--", linewidth=1)
-        panes[1][0].set_ylabel(f"minus {result.baseline}")
+        panels.band(panes[-1][0], curve, colors[name], name)
+    if beside:
+        panes[-1][0].axhline(0, color=colors[result.baseline], linestyle="--", linewidth=1)
+        panes[-1][0].set_ylabel(f"minus {result.baseline}")
     panes[0][0].set_xlabel("")
     panes[-1][0].set_xlabel("step")
     seeds = len(result.seeds)
@@ -78,14 +80,24 @@ def losses(result: Comparison) -> Figure | None:
     return picture
 
 
-def _points(result: Comparison, policy: str, minus: str | None = None) -> Iterator[tuple[int, float | None]]:
-    """Yield the logged steps of a policy's runs with the loss, or with the loss minus that of ``minus`` in the run of
-    the same seed."""
-    others = {run["seed"]: dict(run["curve"]) for run in result.runs if run["policy"] == minus}
+def _points(result: Comparison, policy: str) -> Iterator[tuple[int, float | None]]:
+    """Yield the points of the curves of a policy's runs."""
     for run in result.runs:
-        for step, loss in run["curve"] if run["policy"] == policy else ():
-            other = 0.0 if minus is None else others.get(run["seed"], {}).get(step)
-            yield step, None if loss is None or other is None else loss - other
+        if run["policy"] == policy:
+            yield from run["curve"]
+
+
+def _differences(result: Comparison, policy: str) -> Iterator[tuple[int, float | None]]:
+    """Yield the points of a policy's finished runs minus those of the baseline's with the same seed.
+
+    A point is the mean of several steps in a long run, so only curves with points at the same steps are subtracted.
+    """
+    others = {run["seed"]: run["curve"] for run in result.of(result.baseline)}
+    for run in result.of(policy):
+        pairs = list(zip(run["curve"], others.get(run["seed"], ()), strict=False))
+        if len(pairs) == len(run["curve"]) and all(own[0] == other[0] for own, other in pairs):
+            for (step, loss), (_, beside) in pairs:
+                yield step, None if loss is None or beside is None else loss - beside
 
 
 def as_tex(rows: Sequence[Mapping[str, str]]) -> str:

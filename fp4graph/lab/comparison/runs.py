@@ -35,7 +35,7 @@ POINTS = 200
 #: Statistics that the page of a comparison shows.
 METRICS = ("snr", "error", "saturation", "underflow")
 #: Of a run that raised, in its folder.
-TRACEBACK = "error.txt"
+TRACEBACK = "traceback.txt"
 Progress = Callable[[Policy, int, int, float], None]
 
 
@@ -82,7 +82,8 @@ def train_once(
             frames = traceback.extract_tb(raised.__traceback__)
             place = [frame for frame in frames if not _of_a_library(frame.filename)] or frames
             state, error = "failed", f"{type(raised).__name__}: {raised} ({place[-1].filename}:{place[-1].lineno})"
-            write(folder / TRACEBACK, "".join(traceback.format_exception(raised)))
+            with suppress(Error, UnicodeError):  # a full disk is reported by what must be written
+                write(folder / TRACEBACK, "".join(traceback.format_exception(raised)))
         finally:
             watcher.close()
     gc.collect()
@@ -106,8 +107,10 @@ def train_once(
 
 def _of_a_library(file: str) -> bool:
     """Return whether code is Python's, fp4graph's or another package's, where users do not look for their mistakes."""
+    generated = file.startswith(("<frozen", "<eval_with_key")) or "torchinductor_" in file
     installed = {"site-packages", "dist-packages"} & {*Path(file).parts}
-    return bool(installed) or file.startswith((sysconfig.get_path("stdlib"), str(Path(__file__).parents[2])))
+    own = sysconfig.get_path("stdlib"), Path(__file__).parents[2]
+    return generated or bool(installed) or any(Path(file).is_relative_to(folder) for folder in own)
 
 
 def thinned(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
