@@ -53,24 +53,27 @@ def write_all(result: Comparison) -> None:
 
 @styled()
 def losses(result: Comparison) -> Figure | None:
-    """Draw each policy's loss over steps, the mean over seeds and the range from the lowest to the highest."""
-    losses = {name: panels.gathered(_points(result, name)) for name in (policy.name for policy in result.policies)}
-    losses = {name: curve for name, curve in losses.items() if curve}
-    if not losses:
+    """Draw each policy's loss over steps, and below it the loss minus the baseline's where runs can be subtracted.
+
+    Lines are means over seeds, bands reach from the lowest to the highest. None where no loss was logged.
+    """
+    curves = {name: panels.gathered(_points(result, name)) for name in (policy.name for policy in result.policies)}
+    curves = {name: curve for name, curve in curves.items() if curve}
+    if not curves:
         return None
     others = [policy.name for policy in result.policies if policy.name != result.baseline]
     colors = {result.baseline: "#333333"} | {name: PALETTE[place % len(PALETTE)] for place, name in enumerate(others)}
-    beside = {name: panels.gathered(_differences(result, name)) for name in others}
-    beside = {name: curve for name, curve in beside.items() if curve}
-    rows, height = (2, 5.0) if beside else (1, 3.2)
+    differences = {name: panels.gathered(_differences(result, name)) for name in others}
+    differences = {name: curve for name, curve in differences.items() if curve}
+    rows, height = (2, 5.0) if differences else (1, 3.2)
     shape: dict[str, Any] = {"squeeze": False, "sharex": True, "height_ratios": (3, 2)[:rows]}
     picture, panes = subplots(height, rows, width=4.6, **shape)  # inches, two thirds of a text's width
-    for name, curve in losses.items():
+    for name, curve in curves.items():
         panels.band(panes[0][0], curve, colors[name], name, dashed=name == result.baseline)
-    panels.loss_scale(panes[0][0], [loss for curve in losses.values() for values in curve.values() for loss in values])
-    for name, curve in beside.items():
+    panels.loss_scale(panes[0][0], [loss for curve in curves.values() for values in curve.values() for loss in values])
+    for name, curve in differences.items():
         panels.band(panes[-1][0], curve, colors[name], name)
-    if beside:
+    if differences:
         panes[-1][0].axhline(0, color=colors[result.baseline], linestyle="--", linewidth=1)
         panes[-1][0].set_ylabel(f"minus {result.baseline}")
     panes[0][0].set_xlabel("")
