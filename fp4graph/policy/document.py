@@ -1,8 +1,9 @@
 """YAML as plain data that remembers its lines, so that every error of a policy names one.
 
-The data is that of ``yaml.safe_load``, merge keys and aliases included, with these exceptions. A key given twice, which
-YAML forbids and PyYAML accepts, is an error. Every key is text. There are no tags. Dates, numbers to the base 60
-(``1:20:30``) and numbers with a leading 0, which YAML 1.1 reads as octal, are text.
+The data is that of ``yaml.safe_load``, aliases and merge keys included, with these exceptions. A key given twice, which
+YAML forbids and PyYAML accepts, is an error, ``<<`` too. Of a list under ``<<``, earlier mappings override later ones,
+as YAML defines it (https://yaml.org/type/merge.html); PyYAML 6.0.4 does the opposite. Every key is text. There are no
+tags. Dates, numbers to the base 60 (``1:20:30``) and numbers with a leading 0, which YAML 1.1 reads as octal, are text.
 
 A document is bounded before anything of it is expanded, whether it is a file or data.
 """
@@ -214,8 +215,12 @@ class _Reader:
     def _mapping(self, node: yaml.MappingNode, place: Place) -> Node:
         merged: dict[str, tuple[Place, Node]] = {}
         given: dict[str, tuple[Place, Node]] = {}
+        merge: Place | None = None
         for key, value in node.value:
             if key.tag == f"{_TAG}merge":
+                if merge:
+                    raise self._place(key).error(f"key '<<' is given twice, first on line {merge.line}; merge one list")
+                merge = self._place(key)
                 for source in reversed(self._sources(value)):  # the first of a list wins
                     merged |= {name: (source.where(name), item) for name, item in source.value.items()}
                 continue

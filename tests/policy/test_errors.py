@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import yaml
 
 from fp4graph.errors import Error, PluginError, PolicyError
 from fp4graph.policy import load_policy
@@ -407,20 +405,39 @@ def test_what_yaml_1_1_reads_otherwise_is_text(tmp_path: Path, registry: Registr
         assert load_policy(path, registry) == policy
 
 
-def test_merge_keys_are_those_of_safe_load(tmp_path: Path, registry: Registry) -> None:
-    text = """
+def test_the_first_of_the_merged_mappings_wins(tmp_path: Path, registry: Registry) -> None:
+    """https://yaml.org/type/merge.html: own keys, then earlier mappings of the list. PyYAML's versions disagree."""
+    path = tmp_path / "p.yaml"
+    path.write_text(
+        """
 version: 1
 default: &a {block: 8, ties: even}
 rules:
   - match: {}
     quantize: {<<: [{block: 16, ties: up}, *a], rounding: stochastic}
-  - {name: b, match: {}, quantize: {ties: away, <<: *a, <<: {block: 4}}}
+  - {name: b, match: {}, quantize: {ties: away, <<: *a}}
 """
+    )
+    quantized = [
+        {"block": 16, "ties": "up", "rounding": "stochastic"},
+        {"block": 8, "ties": "away"},
+    ]
+    written = {
+        "version": 1,
+        "name": "p",
+        "default": {"block": 8, "ties": "even"},
+        "rules": [{"match": {}, "quantize": quantized[0]}, {"name": "b", "match": {}, "quantize": quantized[1]}],
+    }
+    merged, plain = load_policy(path, registry), load_policy(written, registry)
+    assert merged.to_yaml() == plain.to_yaml()  # says in a few lines where they differ
+    assert merged == plain
+
+
+def test_two_merge_keys_are_an_error(tmp_path: Path, registry: Registry) -> None:
     path = tmp_path / "p.yaml"
-    path.write_text(text)
-    ours, theirs = load_policy(path, registry), replace(load_policy(yaml.safe_load(text), registry), name="p")
-    assert ours.to_yaml() == theirs.to_yaml()  # says in a few lines where they differ
-    assert ours == theirs
+    path.write_text("version: 1\ndefault:\n  <<: {block: 8}\n  <<: {ties: up}\n")
+    with pytest.raises(PolicyError, match=r"p.yaml:4: key '<<' is given twice, first on line 3; merge one list"):
+        load_policy(path, registry)
 
 
 @pytest.mark.parametrize(
