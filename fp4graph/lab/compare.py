@@ -132,6 +132,7 @@ class _Job:
     ) -> None:
         self._train, self._policies, self._seeds = train, policies, seeds
         self._record, self._statistics = record, statistics
+        self._console = Console(stderr=True, highlight=False, markup=False)
         self.notes: list[str] = []
 
     @property
@@ -143,7 +144,7 @@ class _Job:
     def train(self, processes: int) -> None:
         """Do the runs that have not ended, one after the other or in processes, and show a table and a bar."""
         pending, written = self.pending, time.monotonic()
-        console = Console(stderr=True, highlight=False, markup=False)
+        console = self._console
         columns = BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn()
         bar = Progress(*columns, TextColumn("{task.fields[status]}", markup=False), console=console)
         total = len(self._policies) * len(self._seeds)
@@ -206,6 +207,7 @@ class _Job:
             former = self._record.timings.get(policy.name, {})
             if pair.items() <= former.items() or not self.result().of(policy.name):
                 continue
+            self._console.print(f"timing {policy.name}: its first steps and those of {baseline.name}, in alternation")
             try:
                 measured = timing.timed(self._train, baseline, policy, self._seeds[0])
             except Exception as error:  # noqa: BLE001  # the losses are there; whatever a training raises

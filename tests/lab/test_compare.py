@@ -31,9 +31,8 @@ import fp4graph
 from fp4graph.errors import Error
 from fp4graph.lab import read
 from fp4graph.lab.compare import Comparison
+from fp4graph.lab.comparison import files, timing
 from fp4graph.lab.comparison import runs as runs_of
-from fp4graph.lab.comparison import timing
-from fp4graph.lab.comparison.files import as_tex, write_all
 from fp4graph.lab.comparison.record import recording
 from fp4graph.lab.comparison.result import paired
 from fp4graph.lab.comparison.training import Log
@@ -201,6 +200,46 @@ def test_a_failed_and_a_diverged_run_are_recorded_and_the_others_go_on(tmp_path:
     assert compare(train, POLICIES, seeds=2, folder=tmp_path).rows[1]["finished"] == 2
     assert (tmp_path / "runs.jsonl").read_text().count('"kind": "run"') == before + 2
     assert not (tmp_path / "nvfp4-0" / "traceback.txt").exists()
+
+
+def test_a_run_that_fails_before_its_first_loss_has_no_curve(tmp_path: Path) -> None:
+    """The former attempt's log stays, for a training that goes on from a checkpoint of its own."""
+    first = [True]
+
+    def train(policy: Any, seed: int, log: Any) -> None:
+        if first:
+            log(1, 2.0)
+            first.clear()
+        raise ZeroDivisionError
+
+    policy = fp4graph.load_policy("bf16")
+    lines = [runs_of.train_once(train, policy, 0, tmp_path) for _ in range(2)]
+    assert [(line["state"], line["step"], line["curve"]) for line in lines] == [
+        ("failed", 1, [(1, 2.0)]),
+        ("failed", 0, []),
+    ]
+    assert (tmp_path / "log.jsonl").read_text() == '{"step": 1, "loss": 2.0}\n'
+
+
+@pytest.mark.parametrize(
+    ("curves", "difference"),
+    [
+        (([(1, 3.0), (2, 2.0)], [(1, 3.5), (2, 1.0)]), [0.5, -1.0]),
+        (([(1, 3.0), (2, None)], [(1, 3.5), (2, 1.0)]), [0.5]),  # a loss that is not finite
+        (([(1, 3.0), (2, 2.0)], [(2, 3.5), (4, 1.0)]), None),  # means of other steps
+        (([(1, 3.0)], [(1, 3.5), (2, 1.0)]), None),
+    ],
+)
+def test_only_curves_at_the_same_steps_are_subtracted(tmp_path: Path, curves: Any, difference: Any) -> None:
+    policies = tuple(map(fp4graph.load_policy, ("bf16", "nvfp4")))
+    runs = tuple(
+        {"policy": policy.name, "seed": 0, "state": "finished", "curve": curve}
+        for policy, curve in zip(policies, curves, strict=True)
+    )
+    picture = files.losses(Comparison(tmp_path, "training", "bf16", policies, (0,), runs, {}))
+    assert picture is not None
+    drawn = [line for axes in picture.axes[1:] for line in axes.lines if line.get_label() == "nvfp4"]
+    assert [list(line.get_ydata()) for line in drawn] == ([] if difference is None else [difference])
 
 
 def test_a_training_with_other_arguments(tmp_path: Path) -> None:
@@ -511,7 +550,7 @@ def test_the_page_is_whole_and_refers_to_nothing_outside(result: Comparison) -> 
 
 def test_the_files_parse(tmp_path: Path) -> None:
     result = made({"bf16": [0.11, 0.12, 0.1], "nvfp4": [0.2, 0.3, 0.1], "mxfp4": []}, tmp_path)
-    write_all(result)
+    files.write_all(result)
     rows = list(csv.DictReader((tmp_path / "table.csv").read_text("utf-8").splitlines()))
     assert [float(row["loss"]) for row in rows[:2]] == pytest.approx([0.11, 0.2])
     assert (rows[2]["loss"], rows[1]["finished"], rows[1]["diverged"]) == ("", "3", "0")
@@ -528,7 +567,7 @@ def test_the_files_parse(tmp_path: Path) -> None:
     assert "10^" not in comments  # no powers of ten on the axis
     assert (tmp_path / "loss.pdf").read_bytes().startswith(b"%PDF")
     assert "a &amp; b" in (tmp_path / "report.html").read_text("utf-8")
-    assert r"a\_b\&c" in as_tex([{"a_b&c": "1"}])
+    assert r"a\_b\&c" in files.as_tex([{"a_b&c": "1"}])
 
 
 def test_curves_are_thinned_to_means() -> None:

@@ -264,3 +264,24 @@ def test_an_inherited_rule_that_fits_no_site_names_the_file_that_inherits_it(tmp
     model = fp4graph.apply(Model(), path, backend="eager")
     with pytest.raises(fp4graph.PolicyError, match=r"tetrajet\.yaml.* matches no site .*mine\.yaml inherits it"):
         model(batch())
+
+
+@pytest.mark.parametrize(
+    ("keeps", "asks", "says"),
+    [
+        ("op: linear, block: true", "op: linear, block: true", r"rules before it \('first'\) keep all that it could"),
+        ("module: head", "module: head, block: true", "give it 'required: false'"),  # the head is in no block
+    ],
+)
+def test_a_rule_that_fits_no_site_names_the_rules_that_keep_what_it_asks_for(tmp_path, keeps, asks, says):
+    path = tmp_path / "p.yaml"
+    path.write_text(
+        "version: 1\ndefault: keep\nrules:\n"
+        f"  - {{name: first, match: {{{keeps}}}, keep: why}}\n"
+        f"  - {{name: second, match: {{{asks}}}, quantize: {{block: 32}}}}\n"
+    )
+    model = nn.Sequential()
+    model.blocks, model.head = nn.Sequential(Model(), Model()), nn.Linear(32, 32)
+    model = fp4graph.apply(model, path, backend="eager")
+    with pytest.raises(fp4graph.PolicyError, match=rf"rule 'second' matches no site of this model; {says}"):
+        model(batch())

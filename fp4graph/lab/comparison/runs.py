@@ -87,6 +87,7 @@ def train_once(
         finally:
             watcher.close()
     gc.collect()
+    points = log.points if log.begun or state != "failed" else []  # else they are those of a former attempt
     return {
         "kind": "run",
         "policy": policy.name,
@@ -94,14 +95,14 @@ def train_once(
         "seed": seed,
         "state": state,
         "error": error,
-        "step": log.points[-1][0] if log.points else 0,
+        "step": points[-1][0] if points else 0,
         "loss": loss,
         "metrics": metrics,
         "seconds": time.perf_counter() - started,
         "ms_per_step": 1000 * median(intervals) if intervals else None,
         "model": watcher.model,
         "note": watcher.note,
-        "curve": thinned(log.points),
+        "curve": thinned(points),
     }
 
 

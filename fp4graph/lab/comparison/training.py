@@ -38,9 +38,11 @@ class Log:
     after a kill, continues the former lines; one that begins again replaces them.
 
     Attributes:
-        folder: a folder of this run, where the training may keep checkpoints.
+        folder: a folder of this run, where the training may keep checkpoints; ``log.jsonl``, ``traceback.txt`` and
+            ``statistics`` in it are written by fp4graph.
         points: each logged step with its loss.
         metrics: the last value of each metric.
+        begun: whether this attempt has logged.
     """
 
     def __init__(self, folder: Path, look: Callable[[int, float | None], None]) -> None:
@@ -50,14 +52,14 @@ class Log:
         former = [line for _, line in jsonlines.read(self._file)] if self._file.exists() else []
         self.points = [(line["step"], math.nan if line["loss"] is None else line["loss"]) for line in former]
         self.metrics: dict[str, float] = {}
-        self._begun = False
+        self.begun = False
 
     def __call__(self, step: int, loss: Any, /, **metrics: Any) -> None:
         """Log the loss of a step, a number or a tensor with one element."""
         step, value = int(step), number(loss)
         self.metrics |= {name: number(metric) for name, metric in metrics.items()}
-        if not self._begun:
-            self._begun = True
+        if not self.begun:
+            self.begun = True
             self.points = [point for point in self.points if point[0] < step]
             self._file.write_bytes(b"".join(map(self._line, self.points)))
         self.points.append((step, value))
