@@ -41,12 +41,7 @@ CONFIGS = {
         v_head_dim=16,
     ),
 }
-QUICK = ("Qwen3-MoE", "nvfp4-te")
-CASES = [
-    pytest.param(name, policy, marks=() if (name, policy) == QUICK else pytest.mark.long)
-    for name in CONFIGS
-    for policy in ("tetrajet", "nvfp4-te", "mxfp4-best", "tetrajet-qema")
-]
+POLICIES = ("tetrajet", "nvfp4-te", "mxfp4-best", "tetrajet-qema")
 TOKENS = torch.randint(0, 97, (2, 24), generator=torch.Generator().manual_seed(0))
 
 
@@ -86,7 +81,9 @@ def test_every_product_of_experts_is_listed_and_quantized(name):
     assert not any(site.quantized for site in routers)
 
 
-@pytest.mark.parametrize(("name", "policy"), CASES)
+@pytest.mark.long
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", CONFIGS)
 def test_trains_and_resumes(name, policy, tmp_path):
     """The loss falls, differs from the unquantized one, and goes on bit for bit from a checkpoint."""
     model, optimizer = prepared(name, policy, "eager")

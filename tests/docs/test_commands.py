@@ -146,6 +146,7 @@ PROGRAMS: dict[str, Callable[[list[str], Callable[[str], Any]], None]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("page", pages_with(*SHELL))
 def test_commands_of_a_page(page: str, folder: Path, request: pytest.FixtureRequest) -> None:
     """In their order, in one working directory: a report is of the run before it."""

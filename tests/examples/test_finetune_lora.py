@@ -105,7 +105,11 @@ def test_adapters_are_saved_loaded_and_merged(example: Callable[..., str], tmp_p
     [
         (["--policy=tetrajett"], "did you mean the shipped policy 'tetrajet'"),
         (["--pack"], r"nvfp4\.yaml:\d+: .* cannot be packed: "),
-        (["--policy=nvfp4-te"], r"nvfp4-te\.yaml:\d+: .* rules before it \('first block', 'last block'\) keep all"),
+        pytest.param(
+            ["--policy=nvfp4-te"],
+            r"nvfp4-te\.yaml:\d+: .* rules before it \('first block', 'last block'\) keep all",
+            marks=pytest.mark.long,
+        ),
     ],
 )
 @pytest.mark.slow

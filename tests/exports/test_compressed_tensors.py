@@ -108,10 +108,8 @@ def test_nvfp4_is_read_but_for_the_readers_bf16(name, steps, tmp_path):
     torch.testing.assert_close(same_activations(reader, "nvfp4-te"), y, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize(
-    ("quantize", "operands"),
-    [pytest.param(MXFP4, {}, marks=pytest.mark.long), (NVFP4, {"weights": {"block": [16, 16]}})],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("quantize", "operands"), [(MXFP4, {}), (NVFP4, {"weights": {"block": [16, 16]}})])
 def test_weights_alone_give_the_logits_of_our_eval_forward(quantize, operands, tmp_path):
     techniques = ["tensor_scaling"] if quantize is NVFP4 else []
     model = trained(llama(), policy(quantize, *techniques, operands=operands))

@@ -100,7 +100,7 @@ def test_values(name: str, dtype: torch.dtype, compiler: ProcessPoolExecutor, in
 
 
 @pytest.mark.parametrize("gpu", GPUS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=() if n == FEW[0] else pytest.mark.gpu) for n in quantizers()])
 def test_machine_code(name: str, gpu: absent.Gpu, compiler: ProcessPoolExecutor) -> None:
     quantizer = quantizers()[name]
     args = arguments(memory(torch.zeros(EVEN), quantizer, torch.bfloat16), quantizer)

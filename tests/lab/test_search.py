@@ -158,7 +158,8 @@ def test_search_is_exact_against_brute_force(bounds: dict[str, float], by: tuple
     assert {each.name: each.reached for each in found.budgets} == pytest.approx({key: reached[key] for key in bounds})
 
 
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("seed", [1, 2])
 def test_policy_gives_every_operand_what_was_chosen(seed: int, tmp_path: Path) -> None:
     model, formats = model_of(3), (*FORMATS, "tetrajet")
     candidates = Candidates.of(model, loss, batches()[0], formats, apart=True)

@@ -580,6 +580,7 @@ class Calls:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_command_streams_to_every_tracker(command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from importlib.machinery import ModuleSpec
 
