@@ -1,0 +1,181 @@
+"""Values before and after a change, to the bit: what every shipped policy computes and keeps.
+
+    python -m benchmarks.bits record before.jsonl
+    python -m benchmarks.bits compare before.jsonl after.jsonl
+
+Both recordings must come from one machine, since the products of libraries differ between processors. A case is a
+policy, a dtype, a backend, linears or experts, with kernels or without. Its digests are of two training steps of three
+blocks: the output, the gradients of the input and of every parameter, the bytes kept for the backward, the parameters
+afterwards.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from torch import Tensor, nn
+
+import fp4graph
+from benchmarks import options
+from fp4graph.kernels import operators
+from tests.helpers.models import grouped_mm
+
+app = typer.Typer(add_completion=False)
+#: 48 tokens and widths of 160 and 96 leave a part of a block over, for blocks of 32 and more.
+TOKENS, WIDTH, HIDDEN, EXPERTS = 48, 160, 96, 3
+KINDS = ("linear", "experts")
+BACKENDS = ("eager", "aot_eager", "inductor")
+
+
+class Linears(nn.Module):
+    """The gated feed-forward of LLaMA, with biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = nn.Linear(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN, bias=False)
+        self.down = nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Experts(nn.Module):
+    """The same for tokens sorted by expert."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.randn(EXPERTS, WIDTH, 2 * HIDDEN) / WIDTH**0.5)
+        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH) / HIDDEN**0.5)
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        gate, up = grouped_mm(x, self.gate_up, offs=ends).chunk(2, -1)
+        return grouped_mm(nn.functional.silu(gate) * up, self.down, offs=ends)
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.norm, self.mlp = nn.LayerNorm(WIDTH), Linears() if kind == "linear" else Experts()
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x), ends)
+
+
+class Blocks(nn.Module):
+    """Three blocks, since policies treat the first and the last otherwise."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(kind) for _ in range(3))
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, ends)
+        return x
+
+
+def digest(tensors: Any) -> str:
+    """Return a digest of tensors' dtypes, shapes and bits."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        plain = tensor.detach().contiguous()
+        found.update(f"{plain.dtype} {tuple(plain.shape)}".encode())
+        found.update(plain.flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+def measured(policy: str, dtype: torch.dtype, backend: str, kind: str) -> Iterator[tuple[str, str]]:
+    """Yield the name and the digest of each quantity of two training steps."""
+    torch.manual_seed(0)
+    model = Blocks(kind).to(dtype)
+    model = fp4graph.apply(model, policy, backend=backend, seed=1, total_forwards=8)
+    optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ends = torch.tensor([7, 31, TOKENS], dtype=torch.int32)  # the third expert has 17 tokens
+    for step in range(2):
+        x = torch.randn(TOKENS, WIDTH).to(dtype).requires_grad_()
+        dy = torch.randn(TOKENS, WIDTH).to(dtype)
+        kept: list[Tensor] = []
+
+        def keep(tensor: Tensor, kept: list[Tensor] = kept) -> Tensor:
+            kept.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            y = model(x, ends)
+        y.backward(dy)
+        assert x.grad is not None
+        yield f"y {step}", digest([y])
+        yield f"dx {step}", digest([x.grad])
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None:
+                yield f"grad {name} {step}", digest([parameter.grad])
+        yield f"bytes kept {step}", str(sum(t.numel() * t.element_size() for t in kept))
+        optimizer.step()
+        optimizer.zero_grad()
+    yield "state", digest(model.state_dict().values())
+
+
+def _case(policy: str, dtype: str, backend: str, kind: str, kernels: bool) -> dict[str, str]:
+    torch._dynamo.reset()
+    try:
+        if kernels:
+            return dict(measured(policy, options.DTYPES[dtype], backend, kind))
+        with operators.tensor_code():
+            return dict(measured(policy, options.DTYPES[dtype], backend, kind))
+    except fp4graph.Error as error:  # a policy that takes no experts, say
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+@app.command()
+def record(
+    file: Path,
+    policies: options.Policies = "all",
+    backends: Annotated[str, typer.Option(help=f"Of {', '.join(BACKENDS)}.")] = "eager,aot_eager",
+    kinds: Annotated[str, typer.Option(help=f"Of {', '.join(KINDS)}.")] = ",".join(KINDS),
+    kernels: Annotated[str, typer.Option(help="on, off or both.")] = "on,off",
+) -> None:
+    """Add the digests of all cases to FILE, a line each; those that are there are left out."""
+    torch.set_num_threads(1)
+    done = {line["case"] for line in _lines(file)} if file.exists() else set[str]()
+    chosen = (
+        options.policies_of(policies), options.DTYPES, options.choices(backends, BACKENDS),
+        options.choices(kinds, KINDS), options.choices(kernels, ("on", "off")),
+    )  # fmt: skip
+    for policy, dtype, backend, kind, on in itertools.product(*chosen):
+        case = " ".join((policy, dtype, backend, kind, f"kernels {on}"))
+        if case not in done:
+            digests = _case(policy, dtype, backend, kind, on == "on")
+            with file.open("a") as out:
+                out.write(json.dumps({"case": case, **digests}) + "\n")
+
+
+@app.command()
+def compare(before: Path, after: Path) -> None:
+    """Print every quantity that differs; the exit code is 1 if one does, or if a case is missing."""
+    former, now = ({line.pop("case"): line for line in _lines(file)} for file in (before, after))
+    wrong = 0
+    for case in former | now:
+        own, other = former.get(case, {}), now.get(case, {})
+        if names := [name for name in own | other if own.get(name) != other.get(name)]:
+            wrong += 1
+            print(f"{case}: {', '.join(names)}")
+    print(f"{len(former | now)} cases, {wrong} differ")
+    sys.exit(bool(wrong))
+
+
+def _lines(file: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+if __name__ == "__main__":
+    app()
