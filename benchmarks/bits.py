@@ -44,7 +44,8 @@ class Linears(nn.Module):
         self.down = nn.Linear(HIDDEN, WIDTH)
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        y: Tensor = self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        return y
 
 
 class Experts(nn.Module):
@@ -68,7 +69,8 @@ class Block(nn.Module):
         self.norm, self.mlp = nn.LayerNorm(WIDTH), Linears() if kind == "linear" else Experts()
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:
-        return x + self.mlp(self.norm(x), ends)
+        y: Tensor = x + self.mlp(self.norm(x), ends)
+        return y
 
 
 class Blocks(nn.Module):
@@ -99,7 +101,7 @@ def measured(policy: str, dtype: torch.dtype, backend: str, kind: str) -> Iterat
     torch.manual_seed(0)
     model = Blocks(kind).to(dtype)
     model = fp4graph.apply(model, policy, backend=backend, seed=1, total_forwards=8)
-    optimizer = fp4graph.prepare_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = fp4graph.prepare_optimizer(model, torch.optim.AdamW(model.parameters(), lr=0.01))
     ends = torch.tensor([7, 31, TOKENS], dtype=torch.int32)  # the third expert has 17 tokens
     for step in range(2):
         x = torch.randn(TOKENS, WIDTH).to(dtype).requires_grad_()
