@@ -169,7 +169,17 @@ class Turn(NamedTuple):
 def supports(spec: QuantSpec) -> bool:
     """True if the kernels know ``spec``: blocks of a fixed length along the contraction axis, one element format with
     codes of up to a byte."""
-    return isinstance(spec.block, int) and spec.block <= 1024 and spec.element.code_bits <= 8 and not spec.others
+    return unsupported(spec) is None
+
+
+def unsupported(spec: QuantSpec) -> str | None:
+    """Return what of ``spec`` the kernels do not know, in a few words, or None."""
+    block = spec.block
+    if not isinstance(block, int) or block > 1024:
+        return f"blocks of {'×'.join(map(str, block)) if isinstance(block, tuple) else block}"
+    if spec.others:
+        return f"a choice between {' and '.join(each.name for each in spec.elements)}"
+    return None if spec.element.code_bits <= 8 else f"{spec.element.code_bits}-bit elements"
 
 
 def packs(spec: QuantSpec) -> bool:

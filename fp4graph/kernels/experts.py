@@ -21,7 +21,6 @@ from fp4graph.kernels.cpu import Turn
 from fp4graph.kernels.cpu_product import product_into
 from fp4graph.kernels.library import BLOCKS, DRAW, drawn
 from fp4graph.kernels.operators import Blocks, Direction, PackedOperand, flat
-from fp4graph.numerics import target
 from fp4graph.numerics.draw import Draw
 from fp4graph.numerics.packing import empty_bytes
 from fp4graph.numerics.spec import QuantSpec
@@ -46,9 +45,9 @@ _library.define(
 )
 
 
-def serves(dtype: torch.dtype, device: torch.device) -> bool:
-    """True if these operators take tensors of ``dtype`` on ``device``."""
-    return target.kind(device) == "cpu" and dtype in cpu.DTYPES
+def serves(dtype: torch.dtype, kind: str) -> bool:
+    """True if these operators take tensors of ``dtype`` on devices of a ``kind``."""
+    return kind == "cpu" and dtype in cpu.DTYPES
 
 
 def quantize_at(

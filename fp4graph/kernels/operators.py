@@ -12,7 +12,7 @@ code, and keeps packed bytes for the backward; it has not been timed. Values are
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,37 +52,29 @@ def tensor_code() -> Iterator[None]:
         _enabled = former
 
 
-def runs(spec: QuantSpec, device: torch.device) -> bool:
-    """True if a kernel quantizes by ``spec`` on ``device``."""
-    if target.kind(device) == "cuda":
-        return gpu.supports(spec) and _on_gpu(device)
-    return cpu.supports(spec) and on_cpu(device)
+def usable(device: torch.device) -> bool:
+    """True if kernels are there for ``device``, and switched on."""
+    return _on_gpu(device) if target.kind(device) == "cuda" else on_cpu(device)
 
 
-def reduces(spec: QuantSpec, device: torch.device) -> bool:
-    """True if a kernel finds the maxima of the blocks of ``spec`` on ``device``.
-
-    On a GPU tensor code does, which Inductor fuses with what makes the tensor.
-    """
-    return not isinstance(spec.block, str) and cpu.supports(by_runs(spec)) and on_cpu(device)
+def unserved(spec: QuantSpec, kind: str) -> str | None:
+    """Return what of ``spec`` no kernel for devices of a ``kind`` knows, in a few words, or None."""
+    return gpu.unsupported(spec) if kind == "cuda" else cpu.unsupported(spec)
 
 
-def rounds(spec: QuantSpec, device: torch.device) -> bool:
-    """True if a kernel rounds to the elements of ``spec`` on ``device``, given the scales of its blocks.
+def unrounded(spec: QuantSpec, kind: str) -> str | None:
+    """Return what of ``spec`` no kernel rounds by, given the scales of its blocks; None where one does.
 
     On a GPU not where a block is a line: Inductor finds its maximum and rounds it in one read, with what makes it.
     """
-    if target.kind(device) == "cuda":
-        return spec.block != "row" and gpu.supports(by_runs(spec)) and _on_gpu(device)
-    return cpu.supports(by_runs(spec)) and on_cpu(device)
+    if kind == "cuda" and spec.block == "row":
+        return "blocks of a line"
+    return unserved(by_runs(spec), kind)
 
 
-def reduces_whole(device: torch.device) -> bool:
-    """True if the largest magnitude of a whole tensor is found by :func:`largest_of_all`, and not from its blocks'.
-
-    On a GPU, where nothing else reads the maxima of blocks if a kernel quantizes: they would be written for this alone.
-    """
-    return _on_gpu(device)
+def runs(spec: QuantSpec, device: torch.device) -> bool:
+    """True if a kernel quantizes by ``spec`` on ``device``."""
+    return usable(device) and unserved(spec, target.kind(device)) is None
 
 
 def largest_of_all(x: Tensor) -> Tensor:
@@ -161,17 +153,31 @@ def multiplies(left: Tensor, right: Tensor, addend: Tensor | None) -> bool:
 
 def packs(spec: QuantSpec, source: torch.dtype, dtype: torch.dtype, device: torch.device) -> bool:
     """True if an operand of dtype ``source``, quantized by ``spec`` and cast to ``dtype``, can be kept as bytes."""
-    known = runs(spec, device) and (target.kind(device) == "cuda" or cpu.packs(spec))
-    return known and {source, dtype} <= _dtypes(device)
+    return usable(device) and unpacked(spec, source, dtype, target.kind(device)) is None
 
 
-def quantizes_both(rows: QuantSpec, columns: QuantSpec, dtype: torch.dtype, device: torch.device) -> bool:
-    """True if one kernel quantizes a tensor by ``rows`` along its last axis and by ``columns`` along the one before.
+def unpacked(spec: QuantSpec, source: torch.dtype, dtype: torch.dtype, kind: str) -> str | None:
+    """Return why no kernel for devices of a ``kind`` returns an operand of dtype ``source``, quantized by ``spec`` and
+    cast to ``dtype``, as bytes too; None where one does."""
+    if (what := unserved(spec, kind)) is not None:
+        return f"no kernel knows {what}"
+    if kind != "cuda" and not cpu.packs(spec):
+        return f"no bytes stand for blocks of {spec.block}"
+    wrong = [one for one in (source, dtype) if one not in _DTYPES[kind]]
+    return f"no bytes stand for {wrong[0]}" if wrong else None
+
+
+def unread_both(rows: QuantSpec, columns: QuantSpec, dtype: torch.dtype, kind: str) -> str | None:
+    """Return why no kernel quantizes a tensor by ``rows`` along its last axis and by ``columns`` along the one before;
+    None where one does.
 
     On a CPU the read that this saves is a sixth of the time, so there each direction has a kernel of its own.
     """
-    on_gpu = target.kind(device) == "cuda" and dtype in _dtypes(device)
-    return on_gpu and runs(rows, device) and runs(columns, device)
+    if kind != "cuda":
+        return "a kernel for each direction is as fast"
+    if (what := unserved(rows, kind) or unserved(columns, kind)) is not None:
+        return f"no kernel knows {what}"
+    return None if dtype in _DTYPES[kind] else f"no kernel reads {dtype}"
 
 
 def _dtypes(device: torch.device) -> frozenset[torch.dtype]:
@@ -277,10 +283,16 @@ def maxima(x: Tensor, block: int, lines: int = 1) -> Tensor:
     return z
 
 
-def amax(x: Tensor, blocking: Blocking) -> Tensor:
-    """Return the largest magnitude of every block of ``x``, fp32, in the shape of a statistic; NaN if a value is."""
+def amax(x: Tensor, blocking: Blocking, values: Callable[[], Tensor] | None = None) -> Tensor:
+    """Return the largest magnitude of every block of ``x``, fp32, in the shape of a statistic; NaN if a value is.
+
+    On a GPU tensor code does, which Inductor fuses with what makes the tensor.
+
+    Args:
+        values: returns ``x`` in the blocked layout, where others need it too.
+    """
     if isinstance(blocking.block, str) or not on_cpu(x.device):
-        return scaling.amax(blocking.split(x), blocking.axes)
+        return scaling.amax(blocking.split(x) if values is None else values(), blocking.axes)
     if isinstance(blocking.block, int):
         return maxima(x, blocking.block).reshape(blocking.scale_shape)
     rows, columns = blocking.block

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import lcm
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from fp4graph.kernels import operators
 from fp4graph.kernels.operators import PackedOperand
 from fp4graph.numerics.draw import Draw
 from fp4graph.ops.by_expert import ByExpert
+from fp4graph.ops.code import Machine
 from fp4graph.ops.directions import BothDirections
 from fp4graph.ops.draw import operand_draw
 from fp4graph.ops.gemm import GemmProgram, MatmulProgram, Rotation, Side
@@ -23,6 +25,7 @@ from fp4graph.ops.grouped import Experts, Layout
 from fp4graph.ops.observe import BoundOperand, ObservedOperand, OperandObserver
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import Term, Terms, multiply, total
+from fp4graph.ops.schedule import Keeps, Schedule, Setting, Way
 from fp4graph.ops.state import OperandState
 from fp4graph.technique.operands import Gemm, Operand
 
@@ -43,9 +46,28 @@ class MatmulOptions:
     beta: float = 1
     observer: OperandObserver | None = None
 
+    def setting(
+        self,
+        a: Tensor,
+        b: Tensor,
+        key: Tensor | None,
+        needs: tuple[bool, bool],
+        *,
+        experts: bool = False,
+        part: Literal["rest", "chosen"] | None = None,
+    ) -> Setting:
+        """Return what the code of a product of ``a`` and ``b`` depends on beside the program.
+
+        Args:
+            key: None where there are no random bits.
+            needs: whether the gradients of ``a`` and ``b`` are needed.
+        """
+        about = Machine.of(a.device), (a.dtype, b.dtype), self.dtype, needs
+        return Setting(*about, key is not None, self.observer is not None, experts, part)
+
 
 class BoundMatmul:
-    """A matmul program with what one forward or backward calls it with.
+    """A matmul program with what one forward or backward calls it with, run as its schedule says.
 
     Args:
         experts: the tokens of each expert, of a grouped product.
@@ -54,22 +76,23 @@ class BoundMatmul:
     def __init__(
         self,
         options: MatmulOptions,
+        schedule: Schedule,
         draw: Draw | None,
         state: tuple[Tensor | None, ...],
         experts: Experts | None = None,
     ) -> None:
         self._options, self._dtype, self._draw, self._experts = options, options.dtype, draw, experts
+        self._schedule = schedule
         self._layouts: dict[int, Layout] = {}
         self._slots = tuple(zip(options.program.state, state, strict=True))
 
-    def rotated(self, gemm: GemmProgram, left: Tensor, right: Tensor, *, leaves: bool = False) -> Rotation:
+    def rotated(self, gemm: GemmProgram, left: Tensor, right: Tensor, turns: int | None = None) -> Rotation:
         """Return the operands in the dtype they are quantized from and in the GEMM's layout and basis.
 
         Args:
-            leaves: leave it to :meth:`quantized_product` to rotate the right operand, where it can.
+            turns: the block within which :meth:`quantized_product` rotates the right operand, where it can.
         """
         left, right = self._cast(left, gemm.left), self._cast(right, gemm.right)
-        own = self._by_expert(gemm) if leaves else None
         segments = None
         if (layout := self._layout(gemm)) is not None:
             segments = layout.segments(gemm.gemm, "left")
@@ -77,43 +100,35 @@ class BoundMatmul:
                 left, right = layout.lay_out(left.mT).mT, layout.lay_out(right.mT).mT
             else:
                 left = layout.lay_out(left)
-        within = None if own is None else own.turns(right)
-        return gemm.rotate(left, right, operand_draw(self._draw, gemm.operands[0]), segments, within)
+        return gemm.rotate(left, right, operand_draw(self._draw, gemm.operands[0]), segments, turns)
 
     def operands(self, gemm: GemmProgram, rotation: Rotation) -> tuple[BoundOperand, BoundOperand]:
         """Return both operands of ``gemm``."""
         return self._operand(gemm, rotation, "left"), self._operand(gemm, rotation, "right")
 
     def kept_terms(
-        self, operand: BoundOperand, rotation: Rotation, side: Side, *, keep: bool, reread: bool
+        self, operand: BoundOperand, rotation: Rotation, side: Side
     ) -> tuple[Terms, Tensor | PackedOperand | None]:
-        """Return an operand of fprop quantized, and what the backward rereads of it.
-
-        That is, if ``keep``, the dequantized operand in the original layout and basis, or the bytes that stand for it.
-        If ``reread``, the backward quantizes the original again: the bytes of that, where one kernel makes both in one
-        read, else None.
-        """
-        program, x = operand.program, operand.x
+        """Return an operand of fprop quantized, and what the backward rereads of it: the dequantized operand in the
+        original layout and basis, the bytes that stand for it, those of what the backward multiplies, or None."""
         fprop = self._options.program.fprop
-        moved = side == "left" and self._moves(fprop)
-        plain = keep and not moved and not rotation.steps and program.by_kernel(x.device, operand.draw)
-        if plain and program.spec is not None and operators.packs(program.spec, x.dtype, self._dtype, x.device):
-            values, packed = operators.quantize_and_pack(x, program.spec, operand.draw, self._dtype)
+        step = self._schedule.fprop.left if side == "left" else self._schedule.fprop.right
+        if step.way is Way.PACKS:
+            spec = operand.program.spec
+            assert spec is not None
+            values, packed = operators.quantize_and_pack(operand.x, spec, operand.draw, self._dtype)
             return (Term(values.to(self._dtype)),), packed
-        unseen = self._options.observer is None and not rotation.steps
-        both = self._both() if reread and unseen else None
-        if both is not None and (terms_and_bytes := both.kept(operand, side)) is not None:
+        if step.way is Way.BOTH and (terms_and_bytes := self._both().kept(operand, side)) is not None:
             return terms_and_bytes
         terms = operand.quantized(self._dtype)
-        if not keep:
+        if Keeps.VALUES not in step.keeps:
             return terms, None
         dequantized = rotation.undo(total(terms), side).to(self._dtype)
         return terms, self._taken_back(fprop, dequantized) if side == "left" else dequantized
 
-    def _both(self) -> BothDirections | None:
-        """Return what quantizes a tensor both ways in one read, where operands are not laid out anew."""
-        program = self._options.program
-        return None if self._experts is not None else BothDirections(program, self._dtype, self._draw)
+    def _both(self) -> BothDirections:
+        """Return what quantizes a tensor both ways in one read."""
+        return BothDirections(self._options.program, self._dtype, self._draw)
 
     def multiply(self, gemm: GemmProgram, left: Terms, right: Terms, addend: Tensor | None = None) -> Tensor:
         """Return ``left @ rightᵀ`` of a GEMM's quantized operands, in the original layout; for fprop with the product's
@@ -133,8 +148,10 @@ class BoundMatmul:
             dy: in the dtype of the GEMMs.
             sums: whether the sum of dY over its rows is returned too, fp32.
         """
-        both = self._both()
-        return (None, None, None) if both is None else both.gradients(dy, sums)
+        dgrad = self._schedule.dgrad
+        if dgrad is None or dgrad.left.way is not Way.BOTH:
+            return None, None, None
+        return self._both().gradients(dy, sums)
 
     def product(
         self, gemm: GemmProgram, left: Tensor, source: Tensor | PackedOperand, quantized: Terms | None = None
@@ -144,19 +161,15 @@ class BoundMatmul:
         Args:
             quantized: what :meth:`gradients` made of ``left``, or None.
         """
-        right = gemm.right
-        if (y := self._product_of_experts(gemm, left, source)) is not None:
-            return y
+        own = self._schedule.dgrad if gemm.gemm is Gemm.DGRAD else self._schedule.wgrad
+        assert own is not None
+        way = own.right.way
+        if way is Way.PRODUCT:
+            return self._product_of_experts(gemm, left, source, own.turns)
+        if way is Way.PLACES and (terms := self._at_places(gemm, left, source)) is not None:
+            return self.multiply(gemm, *terms)
         if isinstance(source, PackedOperand):
-            if source.transposed:
-                own = self._operand(gemm, Rotation(left, left), "left")
-                self.observe(own)
-                return self.multiply(
-                    gemm, quantized or own.quantized(self._dtype), (Term(source.unpack(), source.multiplier),)
-                )
-            direct = not (gemm.transforms or right.observes or self._moves(gemm))
-            direct = direct and right.by_kernel(left.device, self._draw)
-            if direct and right.spec is not None:
+            if way in (Way.READY, Way.BYTES):
                 return self._product_from_bytes(gemm, self._cast(left, gemm.left), source, quantized)
             source = source.unpack()
         operands = self.operands(gemm, self.rotated(gemm, left, source.mT))
@@ -166,42 +179,37 @@ class BoundMatmul:
         self.observe(*operands)
         return y
 
-    def _by_expert(self, gemm: GemmProgram) -> ByExpert | None:
-        """Return the operators for the experts of ``gemm``; None for a product without experts."""
-        if (layout := self._layout(gemm)) is None:
-            return None
-        return ByExpert(gemm, layout, self._dtype, self._draw, self._options.observer is not None)
+    def _by_expert(self, gemm: GemmProgram) -> ByExpert:
+        """Return the operators for the experts of ``gemm``, a grouped product."""
+        layout = self._layout(gemm)
+        assert layout is not None
+        return ByExpert(gemm, layout, self._dtype, self._draw)
 
     def quantized_product(
         self, gemm: GemmProgram, left: Terms, right: BoundOperand, *, packs: bool = False
-    ) -> tuple[Tensor, PackedOperand | None] | None:
+    ) -> tuple[Tensor, PackedOperand | None]:
         """Return a product of experts whose weights an operator quantizes, in the original layout, and if ``packs`` the
-        bytes of the weights; None where no operator does."""
-        own = self._by_expert(gemm)
-        if own is None or not own.serves(right.x, packs=packs):
-            return None
-        y, packed = own.product(left, right, packs=packs)
+        bytes of the weights."""
+        y, packed = self._by_expert(gemm).product(left, right, packs=packs)
         return self._taken_back(gemm, y), packed
 
-    def _product_of_experts(self, gemm: GemmProgram, left: Tensor, source: Tensor | PackedOperand) -> Tensor | None:
-        """Return :meth:`product` of experts by operators that quantize operands where they lie; None where there are
-        none."""
+    def _at_places(self, gemm: GemmProgram, left: Tensor, source: Tensor | PackedOperand) -> tuple[Terms, Terms] | None:
+        """Return the operands of wgrad, which operators quantize where the tokens lie; None where the transforms turn
+        out to be no rotation that they know."""
+        tokens = source if isinstance(source, PackedOperand) else self._cast(source, gemm.right)
+        return self._by_expert(gemm).laid_out(self._cast(left, gemm.left).mT, tokens)
+
+    def _product_of_experts(
+        self, gemm: GemmProgram, left: Tensor, source: Tensor | PackedOperand, turns: int | None
+    ) -> Tensor:
+        """Return :meth:`product` of experts whose weights an operator quantizes, one expert's after another's."""
         by_expert = self._by_expert(gemm)
-        if by_expert is None:
-            return None
-        if gemm.gemm is Gemm.WGRAD:
-            tokens = source if isinstance(source, PackedOperand) else self._cast(source, gemm.right)
-            terms = by_expert.laid_out(self._cast(left, gemm.left).mT, tokens)
-            return None if terms is None else self.multiply(gemm, *terms)
-        weight = source if isinstance(source, PackedOperand) else self._cast(source.mT, gemm.right)
-        if not by_expert.serves(weight):
-            return None
         right: BoundOperand | PackedOperand
-        if isinstance(weight, PackedOperand):
+        if isinstance(source, PackedOperand):
             laid_out = by_expert.layout.lay_out(self._cast(left, gemm.left))
-            own, right = self._operand(gemm, Rotation(laid_out, laid_out), "left"), weight
+            own, right = self._operand(gemm, Rotation(laid_out, laid_out), "left"), source
         else:
-            own, right = self.operands(gemm, self.rotated(gemm, left, weight, leaves=True))
+            own, right = self.operands(gemm, self.rotated(gemm, left, source.mT, turns))
         y, _ = by_expert.product(own.quantized(self._dtype), right)
         self.observe(own)
         return self._taken_back(gemm, y)
@@ -209,12 +217,16 @@ class BoundMatmul:
     def _product_from_bytes(
         self, gemm: GemmProgram, left: Tensor, source: PackedOperand, quantized: Terms | None
     ) -> Tensor:
-        """Return :meth:`product` with its right operand quantized again without being unpacked."""
-        spec = gemm.right.spec
-        assert spec is not None
+        """Return :meth:`product` with its right operand as the bytes hold it, or quantized again without being
+        unpacked."""
         own = self._operand(gemm, Rotation(left, left), "left")
-        requantized = source.requantized(spec, operand_draw(self._draw, gemm.operands[1])).to(self._dtype)
-        terms = quantized or own.quantized(self._dtype), (Term(requantized),)
+        if source.transposed:
+            term = Term(source.unpack(), source.multiplier)
+        else:
+            assert gemm.right.spec is not None
+            draw = operand_draw(self._draw, gemm.operands[1])
+            term = Term(source.requantized(gemm.right.spec, draw).to(self._dtype))
+        terms = quantized or own.quantized(self._dtype), (term,)
         if self._options.observer is not None:
             x = source.unpack().mT
             self.show(self.operands(gemm, Rotation(left, x)), (left, x), terms)
@@ -273,10 +285,6 @@ class BoundMatmul:
         if gemm.granule not in self._layouts:
             self._layouts[gemm.granule] = self._experts.layout(gemm.granule)
         return self._layouts[gemm.granule]
-
-    def _moves(self, gemm: GemmProgram) -> bool:
-        """Return whether the operands of ``gemm`` are laid out in another way than they are given."""
-        return self._experts is not None and gemm.granule > 1
 
     def _taken_back(self, gemm: GemmProgram, x: Tensor) -> Tensor:
         """Return rows of the layout of ``gemm`` as the tokens are given."""

@@ -8,7 +8,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from fp4graph.kernels import experts, operators
+from fp4graph.kernels import experts
 from fp4graph.kernels.cpu import Turn
 from fp4graph.kernels.operators import PackedOperand
 from fp4graph.numerics.draw import Draw
@@ -16,7 +16,6 @@ from fp4graph.ops.draw import operand_draw
 from fp4graph.ops.gemm import GemmProgram, Side
 from fp4graph.ops.grouped import Layout
 from fp4graph.ops.observe import BoundOperand
-from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import Term, Terms
 
 
@@ -26,45 +25,19 @@ class ByExpert:
 
     Attributes:
         layout: of the tokens in the operands of ``gemm``.
-        dtype: of the GEMM. draw: of the site.
-        observed: whether operands are shown to an observer, who needs them whole.
+        dtype: of the GEMM.
+        draw: of the site.
     """
 
     gemm: GemmProgram
     layout: Layout
     dtype: torch.dtype
     draw: Draw | None
-    observed: bool
-
-    def serves(self, right: Tensor | PackedOperand, *, packs: bool = False) -> bool:
-        """Return whether an operator multiplies experts and quantizes their weights ``right`` one at a time.
-
-        Args:
-            packs: whether it is to return the bytes of the weights too.
-        """
-        program = self.gemm.right
-        seen = self.observed or program.observes or bool(self.gemm.left.at("split"))  # residuals are products apart
-        if program.spec is None or seen or not experts.serves(right.dtype, right.device):
-            return False
-        if isinstance(right, PackedOperand):
-            return right.dtype is self.dtype and self._is_direct(program, right)
-        if packs and not (self._is_direct(program, right) and right.dtype is self.dtype):
-            return False
-        packs = packs and not operators.packs(program.spec, right.dtype, self.dtype, right.device)
-        return not packs and experts.serves(self.dtype, right.device) and program.in_one_read(right.device, self.draw)
-
-    def turns(self, right: Tensor) -> int | None:
-        """Return the block within which the operator of :meth:`product` rotates the weights ``right`` itself; None
-        where it does not."""
-        spec = self.gemm.right.spec
-        plain = self.serves(right) and self.gemm.right.by_kernel(right.device, self.draw)
-        return spec.block if plain and spec is not None and isinstance(spec.block, int) else None
 
     def product(
         self, left: Terms, right: BoundOperand | PackedOperand, *, packs: bool = False
     ) -> tuple[Tensor, PackedOperand | None]:
-        """Return the product in the GEMM's layout where the operator :meth:`serves`, and if ``packs`` the bytes of the
-        quantized weights.
+        """Return the product in the GEMM's layout, and if ``packs`` the bytes of the quantized weights.
 
         Args:
             right: not quantized yet; its transpose where it is given as bytes.
@@ -82,10 +55,8 @@ class ByExpert:
         return experts.quantized_product(term.values, right.x, groups, how, packs, right.turn)
 
     def laid_out(self, left: Tensor, right: Tensor | PackedOperand) -> tuple[Terms, Terms] | None:
-        """Return the operands of wgrad, quantized on their way from rows ``[T, C]`` to their positions; or None."""
-        direct = self._reads(self.gemm.left, left) and self._reads(self.gemm.right, right)
-        if self.layout.source is None or not direct:
-            return None
+        """Return the operands of wgrad, quantized on their way from rows ``[T, C]`` to their positions; None where the
+        transforms are no rotation that a kernel knows."""
         turn = None
         if self.gemm.transforms and (turn := self._turn(left, right)) is None:
             return None
@@ -108,12 +79,3 @@ class ByExpert:
         assert program.spec is not None
         draw = operand_draw(self.draw, operand)
         return (Term(experts.quantize_at(x, self.layout.source, program.spec, draw, self.dtype, turn)),)
-
-    def _is_direct(self, program: OperandProgram, x: Tensor | PackedOperand) -> bool:
-        """Return whether a kernel quantizes an operand from ``x``, in whose basis the GEMM is."""
-        return not self.gemm.transforms and self._reads(program, x)
-
-    def _reads(self, program: OperandProgram, x: Tensor | PackedOperand) -> bool:
-        """Return whether a kernel quantizes an operand from ``x``, which nobody else wants to see."""
-        unseen = not (self.observed or program.observes)
-        return unseen and experts.serves(x.dtype, x.device) and program.by_kernel(x.device, self.draw)

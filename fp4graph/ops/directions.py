@@ -37,48 +37,33 @@ class BothDirections:
 
     def kept(self, operand: BoundOperand, side: Side) -> tuple[Terms, PackedOperand] | None:
         """Return an operand of fprop, which no transform changes, and the bytes of what the backward multiplies of it;
-        None where no kernel makes both."""
+        None where a technique's scales turn out to be such as no bytes hold."""
         gemm = self.program.wgrad if side == "left" else self.program.dgrad
-        own, other, x = operand.program, gemm.right, operand.x
-        if gemm.transforms or own.from_master != other.from_master:
+        other = gemm.right, operand_draw(self.draw, gemm.operands[1])
+        (rows, multiplier), (columns, waiting) = _directions(operand.x, (operand.program, operand.draw), other)
+        if not columns.packs:
             return None
-        if other.spec is None or not isinstance(other.spec.block, int):  # scales of other blocks are not packed
-            return None
-        found = self._directions(x, (own, operand.draw), (other, operand_draw(self.draw, gemm.operands[1])))
-        if found is None or not found[1][0].packs:
-            return None
-        (rows, multiplier), (columns, waiting) = found
-        values, packed = operators.quantize_and_pack_columns(x, rows, columns, self.dtype, waiting)
+        values, packed = operators.quantize_and_pack_columns(operand.x, rows, columns, self.dtype, waiting)
         return (Term(values.to(self.dtype), multiplier),), packed
 
-    def gradients(self, dy: Tensor, sums: bool) -> tuple[Terms | None, Terms | None, Tensor | None]:
-        """Return dY quantized for dgrad, its transpose for wgrad, and if ``sums`` its sum over rows, fp32; or Nones.
+    def gradients(self, dy: Tensor, sums: bool) -> tuple[Terms, Terms, Tensor | None]:
+        """Return dY quantized for dgrad, its transpose for wgrad, and if ``sums`` its sum over rows, fp32.
 
         Args:
             dy: in the dtype of the GEMMs.
         """
-        dgrad, wgrad = self.program.dgrad, self.program.wgrad
-        if dgrad.transforms or wgrad.transforms:
-            return None, None, None
-        own, other = ((gemm.left, operand_draw(self.draw, gemm.operands[0])) for gemm in (dgrad, wgrad))
-        found = self._directions(dy, own, other)
-        if found is None:
-            return None, None, None
-        (rows, multiplier), (columns, waiting) = found
+        own, other = (
+            (gemm.left, operand_draw(self.draw, gemm.operands[0])) for gemm in (self.program.dgrad, self.program.wgrad)
+        )
+        (rows, multiplier), (columns, waiting) = _directions(dy, own, other)
         along_rows, along_columns, partial = operators.quantize_both(dy, rows, columns, sums)
         total = None if partial is None else partial.sum(0)
         return (Term(along_rows, multiplier),), (Term(along_columns.mT, waiting),), total
 
-    def _directions(
-        self, x: Tensor, rows: tuple[OperandProgram, Draw | None], columns: tuple[OperandProgram, Draw | None]
-    ) -> tuple[tuple[Direction, Tensor | None], tuple[Direction, Tensor | None]] | None:
-        """Return how ``x`` is quantized along its rows and along its columns, each with a multiplier."""
-        first, second = rows[0].spec, columns[0].spec
-        if first is None or second is None or rows[0].observes or columns[0].observes:
-            return None
-        if not operators.quantizes_both(operators.by_runs(first), operators.by_runs(second), x.dtype, x.device):
-            return None
-        if not (rows[0].in_one_read(x.device, rows[1]) and columns[0].in_one_read(x.device, columns[1])):
-            return None
-        largest = Once(lambda: operators.largest_of_all(x))  # of the tensor, whichever way it is cut into blocks
-        return rows[0].direction(x, rows[1], largest), columns[0].direction(x.mT, columns[1], largest)
+
+def _directions(
+    x: Tensor, rows: tuple[OperandProgram, Draw | None], columns: tuple[OperandProgram, Draw | None]
+) -> tuple[tuple[Direction, Tensor | None], tuple[Direction, Tensor | None]]:
+    """Return how ``x`` is quantized along its rows and along its columns, each with a multiplier."""
+    largest = Once(lambda: operators.largest_of_all(x))  # of the tensor, whichever way it is cut into blocks
+    return rows[0].direction(x, rows[1], largest), columns[0].direction(x.mT, columns[1], largest)

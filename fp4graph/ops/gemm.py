@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import lcm
 from typing import Literal
 
@@ -18,6 +19,7 @@ from fp4graph.ops import contract
 from fp4graph.ops.draw import transform_draw
 from fp4graph.ops.operand import OperandProgram
 from fp4graph.ops.product import Terms
+from fp4graph.ops.schedule import Schedule, Setting
 from fp4graph.ops.state import StateSlot
 from fp4graph.technique import Technique
 from fp4graph.technique.operands import Gemm, Operand
@@ -71,6 +73,11 @@ class GemmProgram:
             for program, terms in given
         )
 
+    @property
+    def is_turn(self) -> bool:
+        """True if the transforms are one that says of itself, at run time, which rotation on blocks it is."""
+        return len(self.transforms) == 1 and _says_block_rotation(type(self.transforms[0]))
+
     def rotate(
         self,
         left: Tensor,
@@ -106,7 +113,7 @@ class GemmProgram:
     ) -> Turn | None:
         """Return the rotation that :meth:`rotate` does to both operands, where it is one, of blocks that divide
         ``within``; None where the transforms are another."""
-        if len(self.transforms) != 1 or not _says_block_rotation(type(self.transforms[0])):
+        if not self.is_turn:
             return None
         return self._step(0, self.transforms[0], left, right, draw, segments).turn(within)
 
@@ -245,6 +252,16 @@ class MatmulProgram:
     wgrad: GemmProgram
     state: tuple[StateSlot, ...] = ()
     apart: Apart | None = None
+
+    @cached_property
+    def of_rest(self) -> MatmulProgram:
+        """The program of the channels that are not :attr:`apart`."""
+        return replace(self, apart=None, state=())
+
+    @cached_property
+    def schedules(self) -> dict[Setting, Schedule]:
+        """What :func:`fp4graph.ops.lower.lower` has made of the program so far."""
+        return {}
 
     @property
     def draws(self) -> bool:

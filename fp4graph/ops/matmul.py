@@ -30,7 +30,9 @@ from fp4graph.ops.first_order import first_order, refuse_transforms
 from fp4graph.ops.gemm import MatmulProgram
 from fp4graph.ops.grouped import Experts
 from fp4graph.ops.kept import as_read, is_ready, packing, restored, tensors
+from fp4graph.ops.lower import lower
 from fp4graph.ops.parted import parted_matmul
+from fp4graph.ops.schedule import Keeps, Way
 
 
 def quantized_matmul(
@@ -97,30 +99,27 @@ class _QuantizedMatmul(torch.autograd.Function):
     ) -> Tensor:
         program, dtype = options.program, options.dtype
         fprop = program.fprop
-        bound = BoundMatmul(options, _draw(key, step), state, _experts(ends, a, b))
-        # Only what the backward reads is saved: the dequantized fprop operand where the policy requantizes that (as
-        # bytes if it can be), the original where an operand or a gradient factor starts from it.
-        needs_a, needs_b = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
-        factors = fprop.left.has_gradient_factor or fprop.right.has_gradient_factor
-        rereads_a = needs_b and program.wgrad.right.from_fprop
-        rereads_b = needs_a and program.dgrad.right.from_fprop
-        rotation = bound.rotated(fprop, a, b, leaves=not rereads_b)
+        needs = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
+        schedule = lower(program, options.setting(a, b, key, needs, experts=ends is not None))
+        bound = BoundMatmul(options, schedule, _draw(key, step), state, _experts(ends, a, b))
+        rotation = bound.rotated(fprop, a, b, schedule.fprop.turns)
         operands = left, right = bound.operands(fprop, rotation)
-        keep_a = (needs_b and not rereads_a) or factors
-        keep_b = (needs_a and not rereads_b) or factors
-        left_terms, a_fprop = bound.kept_terms(left, rotation, "left", keep=rereads_a, reread=keep_a and not factors)
+        left_terms, a_fprop = bound.kept_terms(left, rotation, "left")
         b_fprop: Tensor | PackedOperand | None
-        product_of_experts = bound.quantized_product(fprop, left_terms, right, packs=rereads_b)
-        if product_of_experts is not None:
-            y, b_fprop = product_of_experts
+        if schedule.fprop.right.way is Way.PRODUCT:
+            packs = Keeps.BYTES in schedule.fprop.right.keeps
+            y, b_fprop = bound.quantized_product(fprop, left_terms, right, packs=packs)
         else:
-            reread = keep_b and not factors
-            right_terms, b_fprop = bound.kept_terms(right, rotation, "right", keep=rereads_b, reread=reread)
+            right_terms, b_fprop = bound.kept_terms(right, rotation, "right")
             bound.show(operands, (a, b), (left_terms, right_terms))
             y = bound.multiply(fprop, left_terms, right_terms, addend)
-        keep_a, keep_b = keep_a and not is_ready(a_fprop), keep_b and not is_ready(b_fprop)
+        # Only what the backward reads is saved: the dequantized fprop operand where the policy requantizes that (as
+        # bytes if it can be), the original where an operand or a gradient factor starts from it.
+        keep_a = schedule.fprop.left.saves_original(ready=is_ready(a_fprop))
+        keep_b = schedule.fprop.right.saves_original(ready=is_ready(b_fprop))
+        factors = fprop.left.has_gradient_factor or fprop.right.has_gradient_factor
         # Only the axes along which the addend is repeated are kept of its shape, because a size may be symbolic.
-        ctx.options, ctx.single = options, ()
+        ctx.options, ctx.schedule, ctx.single = options, schedule, ()
         if addend is not None:
             ctx.single = tuple(statically_known_true(size == 1) for size in addend.shape)
         ctx.dtypes = (a.dtype, b.dtype, None if addend is None else addend.dtype)
@@ -154,7 +153,7 @@ class _QuantizedMatmul(torch.autograd.Function):
         a_fprop, b_fprop, before = restored(rest[:4], ctx.packings[0]), restored(rest[4:8], ctx.packings[1]), rest[8:]
         draw = _draw(key, step)
         experts = None if ends is None else Experts(ends, dy.shape[0], ends.shape[0])
-        bound = BoundMatmul(options, draw, ctx.live, experts)
+        bound = BoundMatmul(options, ctx.schedule, draw, ctx.live, experts)
         with torch.autocast(dy.device.type, enabled=False), contract.at(options.site):
             da = db = daddend = None
             dy = dy.to(dtype)
@@ -177,7 +176,8 @@ class _QuantizedMatmul(torch.autograd.Function):
             if needs_b:
                 db = bound.product(program.wgrad, scaled.mT, a if a_fprop is None else a_fprop, dy_columns)
             if program.fprop.left.has_gradient_factor or program.fprop.right.has_gradient_factor:
-                da, db = BoundMatmul(options, draw, tuple(before), experts).with_factors(a, b, da, db)
+                former = BoundMatmul(options, ctx.schedule, draw, tuple(before), experts)
+                da, db = former.with_factors(a, b, da, db)
             da = None if da is None else da.to(ctx.dtypes[0])
             db = None if db is None else db.to(ctx.dtypes[1])
         return (None, da, db, daddend, None, None, None, *(None for _ in program.state))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from math import ldexp
 from typing import Literal
 
@@ -24,16 +23,15 @@ from fp4graph.numerics.rounding import power_of_two
 from fp4graph.numerics.segments import Segments
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops import contract
+from fp4graph.ops.code import Code, Machine, Quantizing
 from fp4graph.ops.contract import Acting, at_stage
 from fp4graph.ops.draw import call_draw, technique_draw
 from fp4graph.ops.gradient import jacobian_diagonal
 from fp4graph.ops.product import Term, Terms
 from fp4graph.ops.quantizer import Quantizer, Scaled
 from fp4graph.ops.state import OperandState, StateSlot
-from fp4graph.technique import GRADIENT_STAGES, QUANTIZER_STAGES, Context, Quantization, Technique, overrides
+from fp4graph.technique import GRADIENT_STAGES, Context, Quantization, Technique, overrides
 from fp4graph.technique.context import product_of
-
-_OUTSIDE = ("split", "around", "after")  # the stages outside one call of the quantizer
 
 
 @dataclass(frozen=True)
@@ -78,18 +76,6 @@ class OperandProgram:
         """True if calling the program while training changes state."""
         return any(slot.written for slot in self.state)
 
-    @cached_property
-    def is_plain(self) -> bool:
-        """True if the spec alone says what is computed: no technique changes it."""
-        return self._is_bare and not any(self.at(stage) for stage in _OUTSIDE)
-
-    @cached_property
-    def _is_bare(self) -> bool:
-        """True if the spec alone says what one call of the quantizer computes: techniques act outside it at most."""
-        if self.spec is None or self.shares is not None:
-            return False
-        return not any(self.at(stage) for stage in QUANTIZER_STAGES if stage not in _OUTSIDE)
-
     def is_exact_in_bfloat16(self, multiplied: bool | None = None) -> bool:
         """Return whether every value of the quantized operand is a bf16 number by construction.
 
@@ -111,16 +97,6 @@ class OperandProgram:
         """Return the techniques that act at ``stage``, in order."""
         return [technique for technique in self.techniques if overrides(technique, stage)]
 
-    def by_kernel(self, device: torch.device, draw: Draw | None) -> bool:
-        """True if one kernel computes the whole program on ``device``."""
-        return self.is_plain and self._call_by_kernel(device, draw)
-
-    def _call_by_kernel(self, device: torch.device, draw: Draw | None) -> bool:
-        """True if one kernel computes one call of the quantizer on ``device``."""
-        if self.spec is None or not self._is_bare or (self.spec.needs_key and draw is None):
-            return False
-        return operators.runs(self.spec, device)
-
     def __call__(
         self,
         x: Tensor,
@@ -131,8 +107,10 @@ class OperandProgram:
     ) -> Terms:
         if self.spec is None:
             return (Term(x),)
-        if self.by_kernel(x.device, draw):
+        machine, asked = Machine.of(x.device), Quantizing(self.spec, self.techniques, draw is not None, self.shares)
+        if asked.of_whole(machine).code is Code.KERNEL:
             return (Term(operators.quantize(x, self.spec, draw, None, dtype)),)
+        bare = asked.of_call(machine).code is Code.KERNEL
         acting = self.acting(x, draw, state, segments)
         part, residuals = _split(x, acting)
         multiplier: Tensor | None = None
@@ -142,7 +120,7 @@ class OperandProgram:
         def quantize(part: Tensor) -> Tensor:
             nonlocal multiplier, calls
             own = call_draw(draw, calls)
-            if self.spec is not None and self._call_by_kernel(part.device, own):
+            if bare and self.spec is not None:
                 calls += 1
                 return operators.quantize(part, self.spec, own)
             again = acting if calls == 0 else self.acting(part, own, state, segments)
@@ -162,15 +140,6 @@ class OperandProgram:
             y = contract.same(technique, "after", contract.run(technique, "after", y, context), y)
         return (Term(y, multiplier, segments), *residuals)
 
-    def in_one_read(self, device: torch.device, draw: Draw | None) -> bool:
-        """True if one kernel quantizes in one read on ``device``, given at most what techniques make of the blocks."""
-        if self.by_kernel(device, draw):
-            return True
-        if self.spec is None or self.state or self.shares or (self.spec.needs_key and draw is None):
-            return False
-        alone = not any(self.at(stage) for stage in (*_OUTSIDE, "round", "rescale"))
-        return alone and len(self.at("group_scale")) <= 1 and operators.rounds(self.spec, device)
-
     def direction(
         self,
         x: Tensor,
@@ -178,13 +147,14 @@ class OperandProgram:
         largest: Callable[[], Tensor] | None = None,
         segments: Segments | None = None,
     ) -> tuple[operators.Direction, Tensor | None]:
-        """Return how one kernel quantizes ``x`` :meth:`in_one_read`, and the multiplier of the term.
+        """Return how one kernel quantizes ``x`` in one read, and the multiplier of the term.
 
         Args:
             largest: returns the largest magnitude of ``x``, 0-d, if it is known from elsewhere.
         """
         assert self.spec is not None
-        if self.by_kernel(x.device, draw):
+        asked = Quantizing(self.spec, self.techniques, draw is not None, self.shares)
+        if asked.of_whole(Machine.of(x.device)).code is Code.KERNEL:
             return operators.Direction(self.spec, draw), None
         acting = self.acting(x, draw, None, segments)
         quantizer = self._quantizer(acting, draw, segments, largest=largest)

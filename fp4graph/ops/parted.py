@@ -26,7 +26,9 @@ from fp4graph.ops.draw import apart_draw, operand_draw
 from fp4graph.ops.first_order import first_order
 from fp4graph.ops.gemm import MatmulProgram
 from fp4graph.ops.kept import as_read, packing, restored, tensors, values
+from fp4graph.ops.lower import lower
 from fp4graph.ops.product import Terms, total
+from fp4graph.ops.schedule import Schedule
 from fp4graph.technique.operands import Operand
 
 
@@ -69,16 +71,18 @@ def channel_order(score: Tensor) -> Tensor:
     return torch.argsort(score, descending=True, stable=True)
 
 
-def _parts(options: MatmulOptions, draw: Draw | None, order: Tensor) -> tuple[_Part, _Part]:
+def _parts(
+    options: MatmulOptions, schedules: tuple[Schedule, Schedule], draw: Draw | None, order: Tensor
+) -> tuple[_Part, _Part]:
     """Return the rest of the channels and the chosen ones."""
     apart = options.program.apart
     assert apart is not None
-    own, chosen = replace(options.program, apart=None, state=()), apart.program
+    own, chosen = options.program.of_rest, apart.program
     # Observers see a site's operands once: those of the rest, with the site's techniques.
     unseen = replace(options, program=chosen, observer=None)
     return (
-        _Part(order[apart.count :], own, BoundMatmul(replace(options, program=own), draw, ())),
-        _Part(order[: apart.count], chosen, BoundMatmul(unseen, apart_draw(draw), ())),
+        _Part(order[apart.count :], own, BoundMatmul(replace(options, program=own), schedules[0], draw, ())),
+        _Part(order[: apart.count], chosen, BoundMatmul(unseen, schedules[1], apart_draw(draw), ())),
     )
 
 
@@ -103,17 +107,22 @@ class _PartedMatmul(torch.autograd.Function):
         program, dtype = options.program, options.dtype
         assert program.apart is not None
         order = channel_order(state[program.apart.score])
-        parts = _parts(options, _draw(key, step), order)
-        needs_a, needs_b = ctx.needs_input_grad[1:3]
+        needs_a, needs_b = needs = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
+        unseen = replace(options, observer=None)
+        schedules = (
+            lower(program.of_rest, options.setting(a, b, key, needs, part="rest")),
+            lower(program.apart.program, unseen.setting(a, b, key, needs, part="chosen")),
+        )
+        parts = _parts(options, schedules, _draw(key, step), order)
         rereads_b = needs_a and program.dgrad.right.from_fprop
         rereads_a = [needs_b and part.program.wgrad.right.from_fprop for part in parts]
         products, saved, packings = [], [], []
-        for part, rereads in zip(parts, rereads_a, strict=True):
+        for part in parts:
             bound, fprop, x, w = part.bound, part.program.fprop, part.of(a), part.of(b)
             rotation = bound.rotated(fprop, x, w)
             operands = left, right = bound.operands(fprop, rotation)
-            left_terms, a_fprop = bound.kept_terms(left, rotation, "left", keep=rereads, reread=False)
-            right_terms, b_fprop = bound.kept_terms(right, rotation, "right", keep=rereads_b, reread=False)
+            left_terms, a_fprop = bound.kept_terms(left, rotation, "left")
+            right_terms, b_fprop = bound.kept_terms(right, rotation, "right")
             bound.show(operands, (x, b), (left_terms, right_terms))  # dgrad's weight is compared with the whole one
             products.append(bound.multiply(fprop, left_terms, right_terms))
             saved += [*tensors(a_fprop), *tensors(b_fprop)]
@@ -127,7 +136,7 @@ class _PartedMatmul(torch.autograd.Function):
             order,
             *saved,
         )
-        ctx.options, ctx.packings, ctx.dtypes = options, packings, (a.dtype, b.dtype)
+        ctx.options, ctx.schedules, ctx.packings, ctx.dtypes = options, schedules, packings, (a.dtype, b.dtype)
         rest, chosen = products
         return rest + chosen
 
@@ -137,7 +146,7 @@ class _PartedMatmul(torch.autograd.Function):
         options: MatmulOptions = ctx.options
         program = options.program
         a, b, key, step, order, *saved = ctx.saved_tensors
-        parts = _parts(options, _draw(key, step), order)
+        parts = _parts(options, ctx.schedules, _draw(key, step), order)
         needs_a, needs_b = ctx.needs_input_grad[1:3]
         kept = [
             (restored(saved[start : start + 4], of_a), restored(saved[start + 4 : start + 8], of_b))

@@ -23,6 +23,7 @@ from fp4graph.numerics.quantize import round_elements
 from fp4graph.numerics.segments import Segments
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops import contract
+from fp4graph.ops.code import Code, Machine, Quantizing
 from fp4graph.ops.contract import Acting, at_stage
 from fp4graph.ops.state import StateSlot
 from fp4graph.technique import Context, GroupScale, Quantization, Technique
@@ -82,12 +83,10 @@ class Quantizer:
         blocking = Blocking(tuple(x.shape), spec.block, segments=self.segments)
         values: Callable[[], Tensor] = Once(lambda: blocking.split(x.to(torch.float32)))
         largest = self._largest(x)
-        if operators.reduces(spec, x.device):
-            z = operators.amax(x, blocking)
-        elif spec.block == "tensor" and largest is not None:
+        if spec.block == "tensor" and largest is not None:
             z = largest().reshape(blocking.scale_shape)
         else:
-            z = scaling.amax(values(), blocking.axes)
+            z = operators.amax(x, blocking, values)
         chosen = self.shares is not None
         if self.shares is not None:
             z = Groups(blocking, self.shares).reduce(z, "amax").expand(z.shape)
@@ -119,6 +118,13 @@ class Quantizer:
             scale = scale if answer is None else answer
         return Scaled(blocking, values, z, statistic, scale, tuple(group_scales), chosen)
 
+    def by_kernel(self, machine: Machine) -> bool:
+        """Return whether a kernel rounds, given what :meth:`given` returns."""
+        techniques = tuple(technique for technique, _ in self.acting)
+        idle = [technique.name for technique, context in self.acting if self.remainder and context.state]
+        own = Quantizing(self.spec, techniques, self.draw is not None, self.shares)
+        return own.of_call(machine, idle).code is not Code.TENSOR
+
     def dequantized(self, x: Tensor, scaled: Scaled, factor: Tensor | None, dtype: torch.dtype | None = None) -> Tensor:
         """Return the dequantized operand divided by γ and multiplied by ``factor``, in the shape and dtype of ``x``.
 
@@ -126,7 +132,7 @@ class Quantizer:
             x: what ``scaled`` was made from.
             dtype: that a kernel casts the result to, if it can.
         """
-        if self.by_kernel(x.device):
+        if self.by_kernel(Machine.of(x.device)):
             if len(scaled.group_scales) > 1:
                 divided = scaled.blocking.join(scaled.values())
                 return self.dequantized(divided, replace(scaled, group_scales=()), factor).to(x.dtype)
@@ -134,10 +140,6 @@ class Quantizer:
             return operators.quantize(x, operators.by_runs(self.spec), self.draw, given, dtype)
         values = self._rounded(scaled).dequantized()
         return scaled.blocking.join(values if factor is None else values * factor).to(x.dtype)
-
-    def by_kernel(self, device: torch.device) -> bool:
-        """Return whether a kernel rounds, and needs nothing but what :meth:`given` returns."""
-        return operators.rounds(self.spec, device) and not (self._rounding() or self._rescales)
 
     def given(self, scaled: Scaled, device: torch.device, factor: Tensor | None) -> operators.Blocks:
         """Return what a kernel is given of ``scaled``, which has one group scale at most, and the ``factor``."""
@@ -150,7 +152,8 @@ class Quantizer:
 
     def _largest(self, x: Tensor) -> Callable[[], Tensor] | None:
         """Return what computes the largest magnitude of ``x``; None where the maxima of blocks are computed anyway."""
-        if self.segments is not None or not (operators.reduces_whole(x.device) and self.by_kernel(x.device)):
+        machine = Machine.of(x.device)
+        if self.segments is not None or not (machine.reads_whole and self.by_kernel(machine)):
             return None
         return self.largest or (lambda: operators.largest_of_all(x))
 
@@ -192,11 +195,6 @@ class Quantizer:
             other = contract.run_like(technique, "rescale", scale, rounded, context)
             rounded = rounded if other is None else replace(rounded, scale=other)
         return rounded
-
-    @property
-    def _rescales(self) -> bool:
-        """True if a technique replaces the scales of rounded elements."""
-        return any(True for _ in at_stage("rescale", self.acting))
 
     def _rounding(self) -> list[tuple[Technique, Context]]:
         """Return the techniques that round elements."""
