@@ -60,11 +60,15 @@ def explain(
         int | None, typer.Option(min=1, max=10**9, help="Batch size of the captured forward; 2 by default.")
     ] = None,
     every: Annotated[bool, typer.Option("--all", help="Give each site a line of its own.")] = False,
+    schedule: Annotated[
+        bool, typer.Option("--schedule", help="Show which code quantizes each operand on this machine, and why.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what a policy would do to each matrix product of a model, without doing it."""
     explanation = _explanation(model, load_policy(policy, installed_registry()), input_size, batch_size)
-    show(explanation.to_json(), explanation.table(every=every), as_json=as_json)
+    shown = explanation.schedule if schedule else explanation.table
+    show(explanation.to_json(schedule=schedule), shown(every=every), as_json=as_json)
 
 
 def _explanation(model: str, policy: Policy, input_size: str | None = None, batch_size: int | None = None) -> Any:

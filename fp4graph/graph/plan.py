@@ -18,8 +18,8 @@ from fp4graph.errors import CaptureError, PluginError
 from fp4graph.graph import flops
 from fp4graph.graph.blocks import pattern_of
 from fp4graph.graph.find import FoundProduct, FoundWork
-from fp4graph.graph.products import name_of, transposes, value_of
-from fp4graph.graph.site import Site, WeightUse
+from fp4graph.graph.products import Product, name_of, transposes, value_of
+from fp4graph.graph.site import Lowering, Site, WeightUse
 from fp4graph.numerics.spec import QuantSpec
 from fp4graph.ops.gemm import Apart, GemmProgram, MatmulProgram
 from fp4graph.ops.operand import OperandProgram
@@ -376,7 +376,9 @@ class Planner:
         found_out = (shapes, name, reason, dict(plan.specs), quantized, occurrence, index, work)
         exact, apart = _exact(plan.program, view.op), None if plan.program is None else plan.program.apart
         count, own = (0, {}) if apart is None else (apart.count, _apart_specs(apart))
-        self.sites.append(Site(view.module, view.op, *found_out, exact=exact, apart_channels=count, apart=own))
+        lowering = None if plan.program is None else _lowering(found.product, plan.program)
+        site = Site(view.module, view.op, *found_out, exact=exact, apart_channels=count, apart=own, lowering=lowering)
+        self.sites.append(site)
         return PlannedSite(found, plan, occurrence) if quantized else None
 
     def _work(self, found: FoundWork) -> None:
@@ -426,6 +428,14 @@ class Planner:
     def _refuse(self, message: str, module: str | None) -> None:
         if self.refused is None:
             self.refused = CaptureError(message, site=module or "(root)")
+
+
+def _lowering(product: Product, program: MatmulProgram) -> Lowering:
+    """Return what decides how ``product`` is computed."""
+    (a, b), y = product.values, value_of(product.node)
+    dtype = a.dtype if y is None else y.dtype  # autocast's, where there is one
+    needs = a.requires_grad, b.requires_grad
+    return Lowering(program, a.device, (a.dtype, b.dtype), dtype, needs, product.ends is not None)
 
 
 def _is_one_of_a_stack(found: FoundProduct) -> bool:

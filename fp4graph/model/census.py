@@ -88,19 +88,21 @@ def percent(part: int, whole: int) -> str:
     return ">99 %" if 99 < share < 100 else f"{share:.0f} %"
 
 
-def folded(sites: Sequence[Site]) -> list[tuple[str, tuple[Site, ...]]]:
+def folded(sites: Sequence[Site], *, schedules: bool = False) -> list[tuple[str, tuple[Site, ...]]]:
     """Join sites that differ in the numbers in their modules' names alone.
 
     Returns names such as ``model.layers.0-31.self_attn.q_proj``, each with its sites, in the order of the first sites.
-    The sites of one line agree in operation, shapes, FLOPs, rule, and operands or reason.
+    The sites of one line agree in operation, shapes, FLOPs, rule, and operands or reason; with ``schedules`` also in
+    the code that computes them.
     """
     alike: dict[object, dict[tuple[str, ...], Site]] = {}
     for site in sites:
         numbers = tuple(_NUMBER.findall(site.module or ""))
+        shown = (*_shown(site), site.schedule if schedules else None)
         number = 0  # of the module's sites that are alike
-        while numbers in alike.setdefault((number, *_shown(site)), {}):
+        while numbers in alike.setdefault((number, *shown), {}):
             number += 1
-        alike[(number, *_shown(site))][numbers] = site
+        alike[(number, *shown)][numbers] = site
     lines: list[tuple[str, tuple[Site, ...]]] = []
     for members in alike.values():
         for ranges in _products(list(members)):

@@ -29,6 +29,7 @@ from fp4graph.model.conversion import refuse_other_models
 from fp4graph.model.current import PLAIN
 from fp4graph.model.distributed import unwrapped
 from fp4graph.model.runtime import Runtime, detach
+from fp4graph.ops.schedule import Schedule
 from fp4graph.policy import Policy, load_policy
 from fp4graph.policy.words import describe, summarize
 from fp4graph.technique.site import BlockPosition
@@ -75,11 +76,38 @@ class Explanation:
     def __str__(self) -> str:
         return self.table()
 
+    def schedule(self, *, every: bool = False) -> str:
+        """Return as a table which code quantizes each operand of the quantized sites, and why; sites of repeated blocks
+        that agree share a line, unless ``every`` one is asked for."""
+        table = Table(title=f"{self.policy.name}: how operands are quantized", title_justify="left")
+        for column in ("module", "operand", "by", "because", "kept for the backward"):
+            table.add_column(column, overflow="fold")
+        former = None
+        for name, sites in self._lines([site for site in self.sites if site.quantized], every=every, schedules=True):
+            schedule = sites[0].schedule
+            parts = [] if schedule is None else [(schedule, ""), (schedule.apart, " of channels apart")]
+            rows = [
+                (operand + of, step.way, step.why, ", ".join(sorted(step.keeps)))
+                for part, of in parts
+                if part is not None
+                for operand, step in part.steps().items()
+            ]
+            for index, row in enumerate([("as above",)] if rows == former else rows):
+                table.add_row("" if index else name, *row)
+            former = rows
+        return _printed(table)
+
+    def _lines(
+        self, sites: Sequence[Site], *, every: bool, schedules: bool = False
+    ) -> list[tuple[str, tuple[Site, ...]]]:
+        """Return the names of lines with their sites."""
+        if every:
+            return [("(root)" if site.module == "" else site.module or "-", (site,)) for site in sites]
+        return census.folded(sites, schedules=schedules)
+
     def table(self, *, every: bool = False) -> str:
         """Return the sites as a table. Sites of repeated blocks that agree share a line, unless ``every`` one is asked
         for."""
-        text = io.StringIO()
-        console = Console(file=text, width=140, no_color=True, highlight=False)
         table = Table(
             title=f"{self.policy.name}: {self.quantized} of {len(self.sites)} sites quantized", title_justify="left"
         )
@@ -88,8 +116,8 @@ class Explanation:
         table.add_column("FLOPs", justify="right", no_wrap=True)
         for column in ("rule", "operands or reason"):
             table.add_column(column, overflow="fold")
-        former, single = None, [("(root)" if site.module == "" else site.module or "-", (site,)) for site in self.sites]
-        for name, sites in single if every else census.folded(self.sites):
+        former = None
+        for name, sites in self._lines(self.sites, every=every):
             site = sites[0]
             shapes = " @ ".join("×".join(map(str, shape)) for shape in site.shapes)
             what = summarize(site.operands) if site.quantized else site.reason
@@ -98,17 +126,11 @@ class Explanation:
             former, what = what, "as above" if what == former else what
             share = "-" if site.flops is None else census.percent(site.flops * len(sites), self.flops)
             table.add_row(name, site.op, shapes, share, site.rule or "-", what)
-        console.print(table)
-        console.print(_blocks(self.blocks))
-        console.print(census.summary(self.sites), soft_wrap=True)
-        for line in census.on_gpu(self.sites):
-            console.print(line, soft_wrap=True)
-        if self.problem:
-            console.print(f"problem: {self.problem}")
-        return text.getvalue()
+        problem = [f"problem: {self.problem}"] if self.problem else []
+        return _printed(table, _blocks(self.blocks), census.summary(self.sites), *census.on_gpu(self.sites), *problem)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the explanation as plain data."""
+    def to_json(self, *, schedule: bool = False) -> dict[str, Any]:
+        """Return the explanation as plain data, with ``schedule`` also which code quantizes each operand."""
         return {
             "policy": self.policy.name,
             "quantized": self.quantized,
@@ -123,6 +145,7 @@ class Explanation:
                 | {"operands": {operand.value: describe(spec) for operand, spec in site.operands.items()}}
                 | {"exact": [gemm.value for gemm in site.exact], "apart_channels": site.apart_channels}
                 | {"apart": {operand.value: describe(spec) for operand, spec in site.apart.items()}}
+                | ({"schedule": _steps(site.schedule)} if schedule else {})
                 for site in self.sites
             ],
         }
@@ -302,6 +325,23 @@ def _placed(x: torch.Tensor, fake_mode: fake_tensor.FakeTensorMode, device: torc
     with fake_mode:
         like = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device, requires_grad=x.requires_grad)
     return nn.Parameter(like, x.requires_grad) if isinstance(x, nn.Parameter) else like
+
+
+def _steps(schedule: Schedule | None) -> dict[str, dict[str, Any]]:
+    steps = {} if schedule is None else schedule.steps()
+    return {
+        operand.value: {"by": step.way.value, "because": step.why, "keeps": sorted(step.keeps)}
+        for operand, step in steps.items()
+    }
+
+
+def _printed(table: Table, *lines: str) -> str:
+    text = io.StringIO()
+    console = Console(file=text, width=140, no_color=True, highlight=False)
+    console.print(table)
+    for line in lines:
+        console.print(line, soft_wrap=True)
+    return text.getvalue()
 
 
 def _blocks(blocks: Mapping[str, BlockPosition]) -> str:

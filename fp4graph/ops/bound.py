@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import lcm
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -54,7 +53,6 @@ class MatmulOptions:
         needs: tuple[bool, bool],
         *,
         experts: bool = False,
-        part: Literal["rest", "chosen"] | None = None,
     ) -> Setting:
         """Return what the code of a product of ``a`` and ``b`` depends on beside the program.
 
@@ -63,7 +61,7 @@ class MatmulOptions:
             needs: whether the gradients of ``a`` and ``b`` are needed.
         """
         about = Machine.of(a.device), (a.dtype, b.dtype), self.dtype, needs
-        return Setting(*about, key is not None, self.observer is not None, experts, part)
+        return Setting(*about, key is not None, self.observer is not None, experts)
 
 
 class BoundMatmul:

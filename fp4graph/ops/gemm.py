@@ -47,7 +47,7 @@ class GemmProgram:
     @property
     def operands(self) -> tuple[Operand, Operand]:
         """The left and the right operand."""
-        return _OPERANDS[self.gemm]
+        return self.gemm.operands
 
     @property
     def granule(self) -> int:
@@ -143,13 +143,6 @@ def _says_block_rotation(cls: type[Technique]) -> bool:
     }
     own = owners["block_rotation"]
     return own is not Technique and all(issubclass(own, owners[name]) for name in ("transform", "inverse"))
-
-
-_OPERANDS = {
-    Gemm.FPROP: (Operand.FPROP_INPUT, Operand.FPROP_WEIGHT),
-    Gemm.DGRAD: (Operand.DGRAD_GRAD_OUTPUT, Operand.DGRAD_WEIGHT),
-    Gemm.WGRAD: (Operand.WGRAD_GRAD_OUTPUT, Operand.WGRAD_INPUT),
-}
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,8 +20,16 @@ def lower(program: MatmulProgram, setting: Setting) -> Schedule:
     """Return how ``program`` is computed in ``setting``; the same schedule every time."""
     known = program.schedules
     if setting not in known:
-        known[setting] = _Lowering(program, setting).schedule()
+        known[setting] = _lowered(program, setting)
     return known[setting]
+
+
+def _lowered(program: MatmulProgram, setting: Setting) -> Schedule:
+    if program.apart is None:
+        return _Lowering(program, setting).schedule()
+    rest = lower(program.of_rest, replace(setting, part="rest"))
+    # Observers see a site's operands once: those of the rest, with the site's techniques.
+    return replace(rest, apart=lower(program.apart.program, replace(setting, part="chosen", observed=False)))
 
 
 @dataclass(frozen=True)

@@ -71,18 +71,16 @@ def channel_order(score: Tensor) -> Tensor:
     return torch.argsort(score, descending=True, stable=True)
 
 
-def _parts(
-    options: MatmulOptions, schedules: tuple[Schedule, Schedule], draw: Draw | None, order: Tensor
-) -> tuple[_Part, _Part]:
+def _parts(options: MatmulOptions, schedule: Schedule, draw: Draw | None, order: Tensor) -> tuple[_Part, _Part]:
     """Return the rest of the channels and the chosen ones."""
     apart = options.program.apart
     assert apart is not None
+    assert schedule.apart is not None
     own, chosen = options.program.of_rest, apart.program
-    # Observers see a site's operands once: those of the rest, with the site's techniques.
     unseen = replace(options, program=chosen, observer=None)
     return (
-        _Part(order[apart.count :], own, BoundMatmul(replace(options, program=own), schedules[0], draw, ())),
-        _Part(order[: apart.count], chosen, BoundMatmul(unseen, schedules[1], apart_draw(draw), ())),
+        _Part(order[apart.count :], own, BoundMatmul(replace(options, program=own), schedule, draw, ())),
+        _Part(order[: apart.count], chosen, BoundMatmul(unseen, schedule.apart, apart_draw(draw), ())),
     )
 
 
@@ -108,12 +106,8 @@ class _PartedMatmul(torch.autograd.Function):
         assert program.apart is not None
         order = channel_order(state[program.apart.score])
         needs_a, needs_b = needs = ctx.needs_input_grad[1], ctx.needs_input_grad[2]
-        unseen = replace(options, observer=None)
-        schedules = (
-            lower(program.of_rest, options.setting(a, b, key, needs, part="rest")),
-            lower(program.apart.program, unseen.setting(a, b, key, needs, part="chosen")),
-        )
-        parts = _parts(options, schedules, _draw(key, step), order)
+        schedule = lower(program, options.setting(a, b, key, needs))
+        parts = _parts(options, schedule, _draw(key, step), order)
         rereads_b = needs_a and program.dgrad.right.from_fprop
         rereads_a = [needs_b and part.program.wgrad.right.from_fprop for part in parts]
         products, saved, packings = [], [], []
@@ -136,7 +130,7 @@ class _PartedMatmul(torch.autograd.Function):
             order,
             *saved,
         )
-        ctx.options, ctx.schedules, ctx.packings, ctx.dtypes = options, schedules, packings, (a.dtype, b.dtype)
+        ctx.options, ctx.schedule, ctx.packings, ctx.dtypes = options, schedule, packings, (a.dtype, b.dtype)
         rest, chosen = products
         return rest + chosen
 
@@ -146,7 +140,7 @@ class _PartedMatmul(torch.autograd.Function):
         options: MatmulOptions = ctx.options
         program = options.program
         a, b, key, step, order, *saved = ctx.saved_tensors
-        parts = _parts(options, ctx.schedules, _draw(key, step), order)
+        parts = _parts(options, ctx.schedule, _draw(key, step), order)
         needs_a, needs_b = ctx.needs_input_grad[1:3]
         kept = [
             (restored(saved[start : start + 4], of_a), restored(saved[start + 4 : start + 8], of_b))

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from fp4graph.ops.code import Machine
+from fp4graph.technique.operands import Gemm, Operand
 
 
 class Way(StrEnum):
@@ -50,7 +51,7 @@ class Setting:
         drawn: whether there is a source of random bits.
         observed: whether somebody is shown the operands.
         experts: whether the product is one of experts, each with tokens of its own.
-        part: of a product whose input channels go apart, the rest or the chosen ones.
+        part: of a product whose input channels go apart, the rest or the chosen ones; None for the whole product.
     """
 
     machine: Machine
@@ -105,17 +106,26 @@ class GemmSchedule:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the GEMMs of a site are computed; None stands for one that is not needed."""
+    """How the GEMMs of a site are computed; None stands for one that is not needed.
+
+    Attributes:
+        apart: of the input channels that are multiplied apart, where some are; the rest are computed as this says.
+    """
 
     fprop: GemmSchedule
     dgrad: GemmSchedule | None
     wgrad: GemmSchedule | None
+    apart: Schedule | None = None
+
+    def steps(self) -> dict[Operand, Step]:
+        """Return how each operand of the GEMMs that are needed is quantized."""
+        gemms = {Gemm.FPROP: self.fprop, Gemm.DGRAD: self.dgrad, Gemm.WGRAD: self.wgrad}
+        return {
+            operand: step
+            for gemm, own in gemms.items()
+            if own is not None
+            for operand, step in zip(gemm.operands, (own.left, own.right), strict=True)
+        }
 
     def __str__(self) -> str:
-        gemms = {"fprop": self.fprop, "dgrad": self.dgrad, "wgrad": self.wgrad}
-        return "\n".join(
-            f"{name}.{side}: {getattr(gemm, side)}"
-            for name, gemm in gemms.items()
-            if gemm is not None
-            for side in ("left", "right")
-        )
+        return "\n".join(f"{operand}: {step}" for operand, step in self.steps().items())

@@ -23,6 +23,12 @@ class Gemm(StrEnum):
     DGRAD = "dgrad"
     WGRAD = "wgrad"
 
+    @property
+    def operands(self) -> tuple[Operand, Operand]:
+        """The left and the right operand."""
+        left, right = GROUPS[self.value]
+        return left, right
+
 
 class Operand(StrEnum):
     """One of the six quantizer positions, in TetraJet's order Q1 to Q6."""
