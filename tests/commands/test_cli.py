@@ -251,6 +251,20 @@ def test_wrong_shape(size: str, fp4graph: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.compiler
+@pytest.mark.usefixtures("timm")
+def test_explain_prints_schedules(fp4graph: Any) -> None:
+    command = ("explain", "--model", "test_vit", "--schedule", "tetrajet-qema")
+    text = fp4graph(*command).out
+    assert "q_ema rounds elements" in text
+    assert "as above" in text
+    site = next(site for site in fp4graph(*command, "--json").data["sites"] if site["quantized"])
+    weight = {"by": "tensor code", "because": "q_ema rounds elements", "keeps": ["quantized values"]}
+    assert site["schedule"]["fprop.weight"] == weight
+    assert "schedule" not in fp4graph("explain", "--model", "test_vit", "--json", "tetrajet").data["sites"][0]
+
+
+@pytest.mark.slow
 @pytest.mark.usefixtures("timm")
 def test_explain(fp4graph: Any) -> None:
     result = fp4graph("explain", "--model", "test_vit", "--batch-size", "3", "--json", "tetrajet")

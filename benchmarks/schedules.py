@@ -1,0 +1,72 @@
+"""Writes docs/schedules.md: which code quantizes each operand, under five policies, of a ViT and of a Qwen3-MoE.
+
+    python -m benchmarks.schedules docs/schedules.md
+
+It must run where the CPU kernels can be built. Nothing is trained: the schedules are those of captured graphs.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import typer
+
+import fp4graph
+from fp4graph.commands.models import named_model
+
+POLICIES = ("tetrajet", "nvfp4-te", "tetrajet-qema", "mxfp4-rl", "quartet-ii")
+QWEN = (
+    "hf:Qwen3MoeConfig(hidden_size=256, intermediate_size=512, moe_intermediate_size=128, num_hidden_layers=8, "
+    "num_attention_heads=4, num_key_value_heads=2, num_experts=8, num_experts_per_tok=2, vocab_size=1000)"
+)
+MODELS = {"a ViT": "vit_tiny_patch16_224", "a Qwen3-MoE": QWEN}
+HEAD = """# Schedules
+
+`fp4graph explain POLICY --model MODEL --schedule` prints for each quantized operand which code quantizes it on this
+machine, why it is not one kernel, and what the forward keeps of it for the backward. [Kernels](kernels.md) says what
+each of them computes; all give the same bits.
+
+The tables below are those of five policies on a CPU with kernels, for two models, a line for all layers that agree.
+`python -m benchmarks.schedules docs/schedules.md` writes this page anew.
+"""
+
+
+def page() -> str:
+    """Return the page."""
+    sections = [HEAD]
+    for policy in POLICIES:
+        sections.append(f"## {policy}\n")
+        for title, model in MODELS.items():
+            sections += [f"{title[0].upper()}{title[1:]}:\n", _table(policy, model)]
+    return "\n".join(sections)
+
+
+def _table(policy: str, model: str) -> str:
+    named = named_model(model, device="meta")
+    sites = fp4graph.explain(named.model, policy, named.args, named.kwargs).sites
+    modules: dict[tuple[tuple[str, str, str, str], ...], list[str]] = {}
+    for site in sites:
+        if site.schedule is not None:
+            steps = site.schedule.steps().items()
+            rows = tuple((operand.value, step.way, step.why, ", ".join(sorted(step.keeps))) for operand, step in steps)
+            leaf = (site.module or "").rpartition(".")[2]
+            names = modules.setdefault(rows, [])
+            names += [leaf] if leaf not in names else []
+    lines = ["| layers | operand | by | because | kept |", "| --- | --- | --- | --- | --- |"]
+    for rows, names in modules.items():
+        shown = [", ".join(names), *[""] * (len(rows) - 1)]
+        lines += [f"| {name} | {' | '.join(row)} |".replace("  ", " ") for name, row in zip(shown, rows, strict=True)]
+    return "\n".join(lines) + "\n"
+
+
+def main(file: Path) -> None:
+    """Write the page to FILE."""
+    text = page()
+    unfinished = file.with_suffix(".tmp")
+    unfinished.write_text(text)
+    os.replace(unfinished, file)
+
+
+if __name__ == "__main__":
+    typer.run(main)

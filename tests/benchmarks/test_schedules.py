@@ -1,0 +1,16 @@
+"""The page of schedules is as the code has it."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import schedules
+from tests.docs.blocks import ROOT
+
+
+@pytest.mark.long
+@pytest.mark.compiler
+def test_the_page_is_what_the_code_makes() -> None:
+    assert (ROOT / "docs/schedules.md").read_text() == schedules.page(), (
+        "run: python -m benchmarks.schedules docs/schedules.md"
+    )
